@@ -1,0 +1,63 @@
+"""Errors of penstock. Each says what was wrong, how much, and what to do; each carries its HTTP status."""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of all errors that penstock raises on purpose."""
+
+    status = 500
+
+
+class ModelError(PenstockError):
+    """The model folder is missing, broken, or of a kind that cannot be served."""
+
+    status = 400
+
+
+class SettingError(PenstockError, ValueError):
+    """A setting is out of its range, or two settings contradict each other."""
+
+    status = 400
+
+
+class CacheFileError(PenstockError, ValueError):
+    """A file does not hold a prompt cache that this version can read."""
+
+    status = 400
+
+
+class PoolFull(PenstockError, MemoryError):
+    """No slot of the pool is free."""
+
+    status = 503
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(
+            f"all {slots} slots of the pool are taken; release a sequence first "
+            f"or construct the pool with a larger max_batch_size"
+        )
+
+
+class SequenceOverflow(PenstockError, ValueError):
+    """More tokens than the sequence's slot has columns."""
+
+    status = 400
+
+    def __init__(self, seq_id: int, length: int, added: int, max_len: int) -> None:
+        super().__init__(
+            f"sequence {seq_id} holds {length} tokens; {added} more do not fit in its {max_len}; "
+            f"allocate it with a larger max_len"
+        )
+
+
+class UnknownSequence(PenstockError, KeyError):
+    """The id was never allocated, or was released."""
+
+    status = 404
+
+    def __init__(self, seq_id: int, active: int) -> None:
+        super().__init__(f"sequence {seq_id} is not one of the {active} active sequences")
+
+    def __str__(self) -> str:  # KeyError would print the repr, quotes included
+        return str(self.args[0])

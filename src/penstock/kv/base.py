@@ -1,0 +1,296 @@
+"""What all caches of one layer share: checks on the way in, allocation, the count of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import mlx.core as mx
+
+from penstock.kv import columns as col
+from penstock.kv.columns import Side
+
+Self = TypeVar("Self", bound="LayerCache")
+Other = TypeVar("Other", bound="LayerCache")
+
+
+def positive(name: str, value: object) -> int:
+    """Return `value` if it is an integer of at least 1; raise an error that names it if not."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+    return value
+
+
+def window(max_size: object, keep: object) -> tuple[int, int]:
+    """Return the two sizes of a bounded window, checked: 0 <= keep < max_size."""
+    size = positive("max_size", max_size)
+    if isinstance(keep, bool) or not isinstance(keep, int):
+        raise TypeError(f"keep must be an integer, not {keep!r}")
+    if not 0 <= keep < size:
+        raise ValueError(f"keep must lie in 0..{size - 1} for max_size {size}, not {keep}")
+    return size, keep
+
+
+class LayerCache:
+    """Keys and values of one layer, for mlx-lm's cache protocol.
+
+    Not thread-safe: one owner, the thread that runs the model. `keys` and `values` are None
+    until the first update, which allocates them; afterwards they are written in place.
+    """
+
+    step: ClassVar[int] = 256
+    keys: Side | None = None
+    values: Side | None = None
+    growths: int = 0
+    """How often an update replaced the buffers it had allocated by a larger copy."""
+    carried: ClassVar[tuple[str, ...]] = ("_capacity",)
+    """Settings that a batch made of this cache, or a row taken out of it, takes over."""
+    _capacity: int | None = None
+    _shape: tuple[Any, ...] | None = None
+    _roomy: bool = False
+
+    @classmethod
+    def from_state(cls: type[Self], state: Any) -> Self:
+        """Make a cache from what `state` returned, `__init__` not being called."""
+        cache = cls.__new__(cls)
+        cache.state = state
+        return cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what `copy` cannot copy, a dtype, and what the next update finds anew."""
+        return {name: value for name, value in vars(self).items() if name != "_shape"}
+
+    def _sibling(self, kind: type[Other]) -> Other:
+        """Make a bare cache of another class with this one's settings; the caller fills it."""
+        cache = kind.__new__(kind)
+        for name in self.carried:
+            if name in kind.carried:
+                setattr(cache, name, getattr(self, name))
+        return cache
+
+    def _widen(self, other: LayerCache) -> None:
+        """Take the larger of two capacities; none given means the whole bound."""
+        if self._capacity is not None:
+            larger = max(self._capacity, other._capacity or 0)
+            self._capacity = None if other._capacity is None else larger
+
+    @property
+    def state(self) -> Any:
+        """All that must be saved, in mlx-lm 0.32.2's order: whole buffers, and settings."""
+        return self._state()
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._restore(state)
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return (keys, values, ...)."""
+        return self.keys, self.values
+
+    def _restore(self, state: Sequence[Any]) -> None:
+        """Take over what `_state` returned, here or after a file has turned tuples to lists."""
+        keys, values = state
+        self.keys = tuple(keys) if isinstance(keys, list) else keys
+        self.values = tuple(values) if isinstance(values, list) else values
+        self._repacked()
+
+    @property
+    def capacity(self) -> int:
+        """Columns a row has room for: those allocated, or before that those asked for."""
+        return col.columns(self.keys) or self._capacity or 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, used or not."""
+        return col.nbytes(self.keys, self.values)
+
+    def empty(self) -> bool:
+        """Tell whether nothing was ever written."""
+        return self.keys is None
+
+    def _encode(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
+        """Return the form in which keys and values are held: as they are."""
+        return keys, values
+
+    def _accept(self, keys: mx.array, values: mx.array) -> None:
+        """Raise unless keys and values are (batch, kv_heads, tokens, head_dim) of our kind."""
+        for name, given in (("keys", keys), ("values", values)):
+            if not isinstance(given, mx.array):
+                raise TypeError(f"{name} must be an mx.array, not {type(given).__name__}")
+            if given.ndim != 4:
+                raise ValueError(
+                    f"{name} must be (batch, kv_heads, tokens, head_dim), not {given.shape}"
+                )
+        batch, heads, tokens, width = keys.shape
+        value_batch, value_heads, value_tokens, value_width = values.shape
+        if (batch, heads, tokens) != (value_batch, value_heads, value_tokens) or tokens == 0:
+            raise ValueError(
+                f"values {values.shape} must have the batch, heads and tokens (at least one) "
+                f"of keys {keys.shape}"
+            )
+        shape = (batch, heads, width, value_width, keys.dtype, values.dtype)
+        if shape != self._shape:
+            self._accept_shape(shape)
+            self._shape = shape
+
+    def _accept_shape(self, shape: tuple[Any, ...]) -> None:
+        """Raise if `shape` differs from what is held. Called when it is not the last one seen."""
+        dtypes = shape[4:]
+        for name, dtype in zip(("keys", "values"), dtypes, strict=True):
+            if not mx.issubdtype(dtype, mx.floating):
+                raise TypeError(f"{name} must be floating point, not {dtype}")
+        held = self._held_shape()
+        if held is None:
+            return
+        names = ("batch", "kv_heads", "head_dim of keys", "head_dim of values")
+        for name, given, want in zip(names, shape[:4], held[:4], strict=True):
+            if given != want:
+                raise ValueError(f"{name} is {given}; this cache holds {want}")
+        for name, given, want in zip(("keys", "values"), dtypes, held[4:], strict=True):
+            if given != want:
+                raise TypeError(f"{name} are {given}; this cache holds {want}")
+
+    def _held_shape(self) -> tuple[Any, ...] | None:
+        """Return (batch, kv_heads, key width, value width, two dtypes) of what is held."""
+        if self.keys is None or self.values is None:
+            return None
+        key, value = col.arrays(self.keys)[0], col.arrays(self.values)[0]
+        return (*key.shape[:2], key.shape[3], value.shape[3], key.dtype, value.dtype)
+
+    def _room_for(self, needed: int, held: int) -> int:
+        """Say how many columns to allocate when `needed` are wanted and `held` are too few."""
+        if held == 0 and self._capacity is not None and needed <= self._capacity:
+            return self._capacity
+        spare = max(self.step, held // 4) if held else 0
+        return -(-max(needed, held + spare) // self.step) * self.step
+
+    def _make_room(self, needed: int, used: int, like: tuple[Side, Side]) -> None:
+        """Allocate, or replace full buffers by larger ones, so that `needed` columns exist.
+
+        `used` columns are carried over. Keys first, then values: never more than one old
+        buffer is alive.
+        """
+        held = col.columns(self.keys)
+        if needed <= held:
+            return
+        room = self._room_for(needed, held)
+        if self.keys is None or self.values is None:
+            self.keys, self.values = col.blank(like[0], room), col.blank(like[1], room)
+        else:
+            self.keys = col.resized(self.keys, room, used)
+            self.values = col.resized(self.values, room, used)
+            self.growths += self._roomy
+        self._roomy = True
+
+    def _repacked(self) -> None:
+        """Note that the buffers are new ones, of just the columns in use."""
+        self._shape, self._roomy = None, False
+
+    def _write(self, start: int, new: tuple[Side, Side], row: int = 0) -> None:
+        """Write columns from `start` on, of all rows, or from `row` on as many as `new` has."""
+        keys, values = self._held()
+        self.keys = col.write(keys, start, new[0], row)
+        self.values = col.write(values, start, new[1], row)
+
+    def _held(self) -> tuple[Side, Side]:
+        """Return both sides of a cache that is not empty."""
+        if self.keys is None or self.values is None:
+            raise ValueError("the cache is empty: nothing was written yet")
+        return self.keys, self.values
+
+
+class Bounded(LayerCache):
+    """Adds a bound: a row never holds more than `max_size` columns."""
+
+    max_size: int
+
+    @property
+    def capacity(self) -> int:
+        """Columns a row has room for: those allocated, or before that those to come."""
+        return col.columns(self.keys) or min(self._capacity or self.max_size, self.max_size)
+
+    def _room_for(self, needed: int, held: int) -> int:
+        if self._capacity is None:
+            return self.max_size
+        return min(self.max_size, super()._room_for(needed, held))
+
+
+class Batch(LayerCache):
+    """Adds rows: `_tokens[i]` is the position of row i's next token, known without the device."""
+
+    _tokens: list[int]
+
+    @property
+    def offset(self) -> mx.array:
+        """The position of each row's next token; (batch,) int32."""
+        return mx.array(self._tokens)
+
+    def _ends_of(
+        self, lengths: Sequence[int] | None, right_padding: Sequence[int] | None
+    ) -> list[int] | None:
+        """Return where right-padded prompts end, a position a row; None without padding."""
+        if right_padding is None or max(right_padding) <= 0:
+            return None
+        if lengths is None:
+            raise ValueError("right_padding needs the lengths of the prompts")
+        return [at + length for at, length in zip(self._tokens, ints(lengths), strict=True)]
+
+
+class Padded(Batch):
+    """A batch in which row i's first token stands in column `_pads[i]`, by order of time."""
+
+    _pads: list[int]
+
+    def _pad(self, left_padding: Sequence[int]) -> None:
+        """Set the padding of a new batch."""
+        self._pads = ints(left_padding)
+        self._tokens = [-pad for pad in self._pads]
+
+    @property
+    def left_padding(self) -> mx.array:
+        """Columns before each row's first token; (batch,) int32; 0 or less if there are none."""
+        return mx.array(self._pads)
+
+    def _pad_more(self, left_padding: Sequence[int]) -> None:
+        """Add left padding to an empty batch; raise ValueError if it is not empty."""
+        if not self.empty():
+            raise ValueError("left_padding can only be added while the cache is empty")
+        self._pad([pad + by for pad, by in zip(self._pads, ints(left_padding), strict=True)])
+
+    def _turned(self, shifts: list[int]) -> None:
+        """Note that row i's last `shifts[i]` columns, padding, now stand before its first."""
+        self._pads = [pad + by for pad, by in zip(self._pads, shifts, strict=True)]
+        self._tokens = [at - by for at, by in zip(self._tokens, shifts, strict=True)]
+
+    def _choose(self, rows: list[int]) -> None:
+        """Keep the counts of the given rows."""
+        self._pads = [self._pads[row] for row in rows]
+        self._tokens = [self._tokens[row] for row in rows]
+        self._repacked()
+
+
+def ints(values: Any) -> list[int]:
+    """Return whole numbers, given as an array or a sequence, as a list."""
+    listed: Any = values.tolist() if isinstance(values, mx.array) else values
+    return [int(value) for value in listed]
+
+
+def batch_of(kind: type[Other], caches: Sequence[LayerCache]) -> Other:
+    """Make a bare batch with the settings that all `caches` share; the caller fills it.
+
+    Raises:
+        ValueError: no caches, or their settings differ.
+    """
+    if not caches:
+        raise ValueError("merge needs at least one cache")
+    first = caches[0]
+    for name in first.carried:
+        found = {getattr(cache, name) for cache in caches}
+        if name != "_capacity" and len(found) > 1:
+            raise ValueError(f"merge needs caches of the same {name}, not of {sorted(found)}")
+    batch = first._sibling(kind)
+    for cache in caches:
+        batch._widen(cache)
+    return batch

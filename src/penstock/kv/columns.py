@@ -1,0 +1,143 @@
+"""The token axis of what a layer holds: allocate, write, take, join.
+
+A *side* is what a cache holds for its keys, or for its values: one array (batch, kv_heads,
+columns, head_dim), or the (codes, scales, biases) triple of `mx.quantize`, each with the same
+first three axes. Every function here works on both, so that a cache is written once for all
+the ways of holding numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import mlx.core as mx
+
+Side: TypeAlias = "mx.array | tuple[mx.array, ...]"
+TOKEN_AXIS = 2
+
+
+def each(function: Callable[..., mx.array], *sides: Side) -> Side:
+    """Apply `function` to the array of each side, or part by part to their triples."""
+    if isinstance(sides[0], mx.array):
+        return function(*sides)
+    return tuple(function(*parts) for parts in zip(*sides, strict=True))
+
+
+def arrays(*sides: Side | None) -> list[mx.array]:
+    """List the arrays that the sides consist of."""
+    flat: list[mx.array] = []
+    for side in sides:
+        if isinstance(side, mx.array):
+            flat.append(side)
+        elif side is not None:
+            flat.extend(side)
+    return flat
+
+
+def columns(side: Side | None) -> int:
+    """Count the columns that a side has room for."""
+    return 0 if side is None else arrays(side)[0].shape[TOKEN_AXIS]
+
+
+def nbytes(*sides: Side | None) -> int:
+    """Count the bytes of the sides."""
+    return sum(part.nbytes for part in arrays(*sides))
+
+
+def take(side: Side, start: int, stop: int) -> Side:
+    """Return columns start..stop-1 as a view: O(1), and it keeps the whole buffer alive."""
+    if start == 0 and stop == columns(side):
+        return side
+    return each(lambda part: part[..., start:stop, :], side)
+
+
+def join(*sides: Side) -> Side:
+    """Return one side with the columns of all, in order: a copy of every one of them."""
+    return each(lambda *parts: mx.concatenate(list(parts), axis=TOKEN_AXIS), *sides)
+
+
+def blank(like: Side, count: int, rows: int | None = None) -> Side:
+    """Return `count` columns of zeros with the heads, widths and dtypes of `like`."""
+
+    def zeros(part: mx.array) -> mx.array:
+        batch, heads, _, width = part.shape
+        return mx.zeros((rows or batch, heads, count, width), part.dtype)
+
+    return each(zeros, like)
+
+
+def write(side: Side, column: int, new: Side, row: int = 0) -> Side:
+    """Return `side` with `new` written from (row, column) on, in place if nobody else holds it.
+
+    Not `side[..., a:b, :] = new`: where that covers the whole buffer MLX drops the buffer and
+    keeps `new` itself, with all the memory that `new` may be a view of.
+    """
+    where = mx.array([row, column])
+    return each(lambda part, add: mx.slice_update(part, add, where, (0, TOKEN_AXIS)), side, new)
+
+
+def scatter(side: Side, slots: Sequence[int], new: Side) -> Side:
+    """Return `side` with row i's one new column written at `slots[i]`, in place if possible."""
+    rows, where = mx.arange(len(slots)), mx.array(list(slots))
+
+    def put(part: mx.array, add: mx.array) -> mx.array:
+        part[rows, :, where] = add[:, :, 0]
+        return part
+
+    return each(put, side, new)
+
+
+def resized(side: Side, count: int, used: int) -> Side:
+    """Copy the first `used` columns into a new buffer of `count`, evaluated.
+
+    Evaluated at once, so that the old buffer is free as soon as the caller drops it; left lazy,
+    the old buffers of all layers would be alive together.
+    """
+    fresh = blank(side, count)
+    if used:
+        fresh = write(fresh, 0, take(side, 0, used))
+    mx.eval(arrays(fresh))
+    return fresh
+
+
+def rows_of(side: Side, start: int, stop: int) -> Side:
+    """Return rows start..stop-1 as a view."""
+    return each(lambda part: part[start:stop], side)
+
+
+def picked(side: Side, rows: Sequence[int], start: int, stop: int) -> Side:
+    """Copy columns start..stop-1 of the given rows, in the given order; evaluated."""
+    chosen = mx.array(list(rows))
+    fresh = each(lambda part: part[chosen], take(side, start, stop))
+    mx.eval(arrays(fresh))
+    return fresh
+
+
+def laid(parts: Sequence[tuple[int, int, Side]], rows: int, count: int) -> Side:
+    """Copy parts, each (row, column, side), into a new buffer of rows x count; evaluated."""
+    fresh = blank(parts[0][2], count, rows)
+    for row, column, part in parts:
+        fresh = write(fresh, column, part, row)
+    mx.eval(arrays(fresh))
+    return fresh
+
+
+def spread(column: int, parts: Sequence[Side]) -> list[tuple[int, Side]]:
+    """Pair each of consecutive parts with the column it starts in, the first with `column`."""
+    placed = []
+    for part in parts:
+        placed.append((column, part))
+        column += columns(part)
+    return placed
+
+
+def rolled(side: Side, shifts: Sequence[int]) -> Side:
+    """Copy with row i's columns rolled right by `shifts[i]`."""
+    count = columns(side)
+    source = (mx.arange(count)[None, :] - mx.array(list(shifts))[:, None]) % count
+
+    def gather(part: mx.array) -> mx.array:
+        return mx.take_along_axis(part, source[:, None, :, None], axis=TOKEN_AXIS)
+
+    return each(gather, side)

@@ -1,0 +1,54 @@
+"""Boolean attention masks: True where a query may see a column. All are plain functions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import mlx.core as mx
+
+Mask = mx.array | Literal["causal"] | None
+
+
+def causal(
+    queries: int,
+    past: int,
+    window_size: int | None = None,
+    left_padding: mx.array | None = None,
+) -> mx.array:
+    """Return (queries, past + queries), or with left_padding (batch, 1, queries, ...).
+
+    Query i stands at column past + i and sees the columns up to its own, at most `window_size`
+    of them, and none of the first `left_padding[row]`.
+    """
+    column = mx.arange(past + queries)
+    own = mx.arange(past, past + queries)[:, None]
+    mask = column <= own
+    if window_size is not None:
+        mask = mask & (column > own - window_size)
+    if left_padding is not None:
+        mask = mask & (column >= left_padding[:, None, None, None])
+    return mask
+
+
+def plain(queries: int, past: int, window_size: int | None, as_array: bool) -> Mask:
+    """Return the mask of one unpadded sequence in its shortest form."""
+    if window_size is None and not as_array:
+        return None if queries == 1 else "causal"
+    if window_size is None and queries == 1:
+        return None
+    return causal(queries, past, window_size)
+
+
+def by_position(
+    column: mx.array, query: mx.array, keep: int, recent: int, window_size: int | None = None
+) -> mx.array:
+    """Return who sees whom from the positions alone, in whatever order the columns lie.
+
+    column: (..., columns) int, the position of the token each holds, negative where it holds
+    none. query: (..., queries) int. A query sees tokens up to its own: the first `keep`, and
+    the last `recent` counting itself (`window_size`, if smaller). Returns (..., queries, columns).
+    """
+    recent = recent if window_size is None else min(recent, window_size)
+    column, query = column[..., None, :], query[..., :, None]
+    near = (column < keep) | (column > query - recent)
+    return (column >= 0) & (column <= query) & near

@@ -1,0 +1,162 @@
+"""Caches that hold affine-quantised numbers (`mx.quantize`) and are read as they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from penstock.kv import columns as col
+from penstock.kv.base import LayerCache
+from penstock.kv.columns import Side
+from penstock.kv.growing import BatchGrowing, Growing, KVCache
+from penstock.kv.rotating import Ring, RotatingKVCache
+from penstock.kv.sinks import BatchSinkRing, SinkRing
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+
+
+class Quantized(LayerCache):
+    """Keys and values as (codes, scales, biases), `group_size` neighbours to a scale.
+
+    mlx-lm's attention sees `bits` and reads them by `mx.quantized_matmul`. Bytes a token, head
+    and side: head_dim * bits / 8 codes, and 2 * head_dim / group_size numbers of the model's
+    dtype.
+    """
+
+    group_size: int
+    bits: int
+
+    def _set_width(self, group_size: object, bits: object) -> None:
+        """Set the two widths; raise ValueError unless `mx.quantize` knows them."""
+        if bits not in BITS:
+            raise ValueError(f"bits must be one of {BITS}, not {bits!r}")
+        if group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size must be one of {GROUP_SIZES}, not {group_size!r}")
+        self.group_size, self.bits = group_size, bits
+
+    def _encode(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
+        return self._quantize(keys), self._quantize(values)
+
+    def _quantize(self, part: mx.array) -> Side:
+        return tuple(mx.quantize(part, group_size=self.group_size, bits=self.bits))
+
+    def _accept_shape(self, shape: tuple[Any, ...]) -> None:
+        for name, width in (("keys", shape[2]), ("values", shape[3])):
+            if width % self.group_size:
+                raise ValueError(
+                    f"the head_dim of {name} is {width}, not a multiple of "
+                    f"group_size {self.group_size}"
+                )
+        super()._accept_shape(shape)
+
+    def _held_shape(self) -> tuple[Any, ...] | None:
+        if self.keys is None or self.values is None:
+            return None
+        scales = [col.arrays(side)[1] for side in (self.keys, self.values)]
+        widths = [part.shape[3] * self.group_size for part in scales]
+        return (*scales[0].shape[:2], *widths, *(part.dtype for part in scales))
+
+    def _state(self) -> tuple[Any, ...]:
+        return *super()._state(), self.group_size, self.bits
+
+    def _restore(self, state: Sequence[Any]) -> None:
+        *plain, self.group_size, self.bits = state
+        super()._restore(plain)
+
+    def _take_over(self, cache: Growing | Ring) -> None:
+        """Hold the columns of a plain cache, quantised, in buffers of the same size.
+
+        Keys first, then values, each evaluated: never more than one wide copy is alive.
+        """
+        self._accept_shape(cache._held_shape() or ())
+        for name in ("keys", "values"):
+            wide = col.take(getattr(cache, name), 0, cache.size())
+            assert isinstance(wide, mx.array)
+            new = self._quantize(wide)
+            held = col.write(col.blank(new, cache.capacity), 0, new)
+            mx.eval(col.arrays(held))
+            setattr(self, name, held)
+
+
+class QuantizedKVCache(Quantized, Growing):
+    """One sequence, every token kept, quantised; drops in for mlx-lm's `QuantizedKVCache`.
+
+    bits: 2, 3, 4, 5, 6 or 8; group_size: 32, 64 or 128, a divisor of the head size.
+    """
+
+    carried: ClassVar[tuple[str, ...]] = ("_capacity", "group_size", "bits")
+
+    def __init__(self, group_size: int = 64, bits: int = 8, capacity: int | None = None) -> None:
+        super().__init__(capacity)
+        self._set_width(group_size, bits)
+
+    @classmethod
+    def holding(cls, cache: Growing, group_size: int, bits: int) -> QuantizedKVCache:
+        """Return the tokens of `cache` quantised, with its capacity."""
+        quantized = cls(group_size, bits, cache._capacity)
+        if not cache.empty():
+            quantized._take_over(cache)
+            quantized.offset = cache.offset
+        return quantized
+
+
+class BatchQuantizedKVCache(Quantized, BatchGrowing):
+    """A left-padded batch, every token kept, quantised; what merging `QuantizedKVCache`s gives."""
+
+    carried: ClassVar[tuple[str, ...]] = ("_capacity", "group_size", "bits")
+
+    def __init__(
+        self,
+        left_padding: Sequence[int],
+        group_size: int = 64,
+        bits: int = 8,
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__(left_padding, capacity)
+        self._set_width(group_size, bits)
+
+
+class QuantizedRotatingKVCache(Quantized, SinkRing):
+    """A bounded window of one sequence, quantised; what `RotatingKVCache.to_quantized` returns.
+
+    The first `keep` tokens are visible to every query, as in `SinkRotatingKVCache`.
+    """
+
+    carried: ClassVar[tuple[str, ...]] = ("_capacity", "max_size", "keep", "group_size", "bits")
+
+    def __init__(
+        self,
+        max_size: int,
+        keep: int = 0,
+        group_size: int = 64,
+        bits: int = 8,
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__(max_size, keep, capacity)
+        self._set_width(group_size, bits)
+
+    @classmethod
+    def holding(cls, cache: Ring, group_size: int, bits: int) -> QuantizedRotatingKVCache:
+        """Return the tokens of `cache` quantised, with its window, keep and capacity."""
+        quantized = cls(cache.max_size, cache.keep, group_size, bits, cache._capacity)
+        if not cache.empty():
+            quantized._take_over(cache)
+            quantized.offset, quantized._idx = cache.offset, cache._idx
+        return quantized
+
+
+class BatchQuantizedRotatingKVCache(Quantized, BatchSinkRing):
+    """Bounded windows of a batch, quantised; what merging `QuantizedRotatingKVCache`s gives."""
+
+    carried: ClassVar[tuple[str, ...]] = ("_capacity", "max_size", "keep", "group_size", "bits")
+    single_class = QuantizedRotatingKVCache
+
+
+QuantizedKVCache.batch_class = BatchQuantizedKVCache
+BatchQuantizedKVCache.single_class = QuantizedKVCache
+QuantizedRotatingKVCache.batch_class = BatchQuantizedRotatingKVCache
+KVCache.quantized_class = QuantizedKVCache
+RotatingKVCache.quantized_class = QuantizedRotatingKVCache

@@ -1,0 +1,81 @@
+"""The caches under test: how each is made, what it shows, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from cache_reference import Visible, Window, columns, sinks
+
+from penstock import kv
+
+WIDTH = GROUP = 32
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One class of caches, together with the batch class it merges into."""
+
+    name: str
+    single: Callable[[], Any]
+    window: Window = Window()
+    batch: Callable[[list[int]], Any] | None = None
+    """Makes an empty batch from a left padding; None: by merging empty sequences."""
+    left_padded: bool = True
+    """Whether batches may be padded on the left."""
+
+    def make_batch(self, left_padding: list[int]) -> Any:
+        """Return an empty batch, padded on the left."""
+        if self.batch is not None:
+            return self.batch(left_padding)
+        singles = [self.single() for _ in left_padding]
+        batch = singles[0].merge(singles)
+        if any(left_padding):
+            batch.prepare(left_padding=left_padding)
+        return batch
+
+
+def rule_of(cache: Any) -> Visible:
+    """Return the rule by which a cache of one sequence shows its tokens to a chunk."""
+    rotating = isinstance(cache, kv.RotatingKVCache)
+    return columns if rotating and not isinstance(cache, kv.SinkRotatingKVCache) else sinks
+
+
+def numbers(cache: Any, side: Any) -> mx.array:
+    """Return one side of what `update_and_fetch` gave as an array, quantised or not."""
+    if isinstance(side, mx.array):
+        return side
+    return mx.dequantize(*side, group_size=cache.group_size, bits=cache.bits)
+
+
+def growing(name: str, capacity: int | None = None) -> Kind:
+    return Kind(name, partial(kv.KVCache, capacity), batch=kv.BatchKVCache)
+
+
+def quantized(bits: int) -> Kind:
+    return Kind(f"quantized-{bits}", partial(kv.QuantizedKVCache, GROUP, bits))
+
+
+def ring(name: str, cls: type, max_size: int, keep: int, *more: int) -> Kind:
+    plain = cls is kv.RotatingKVCache and keep == 0
+    batch = partial(kv.BatchRotatingKVCache, max_size) if plain else None
+    single = partial(cls, max_size, keep, *more)
+    return Kind(name, single, Window(max_size, keep), batch, left_padded=plain)
+
+
+KINDS = [
+    growing("growing"),
+    growing("growing-with-capacity", 24),
+    quantized(8),
+    quantized(3),
+    ring("ring", kv.RotatingKVCache, 8, 0),
+    ring("ring-of-1", kv.RotatingKVCache, 1, 0),
+    ring("ring-keep", kv.RotatingKVCache, 9, 3),
+    ring("ring-keep-all-but-1", kv.RotatingKVCache, 4, 3),
+    ring("sink-ring", kv.SinkRotatingKVCache, 9, 3),
+    ring("quantized-ring", kv.QuantizedRotatingKVCache, 8, 0, GROUP, 8),
+    ring("quantized-ring-keep", kv.QuantizedRotatingKVCache, 9, 3, GROUP, 4),
+]

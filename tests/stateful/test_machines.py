@@ -1,0 +1,138 @@
+"""Run the machine on every kind of cache, and on broken ones, which it must notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from cache_reference import Window, columns, sinks
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from kinds import GROUP, KINDS, Kind, growing, ring
+from machine import CacheMachine
+
+from penstock import kv
+from penstock.kv.base import LayerCache
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let buffers grow by 16 columns instead of 256, so that a short test sees many growths."""
+    monkeypatch.setattr(LayerCache, "step", 16)
+
+
+def run(kind: Kind, how: settings | None = None) -> None:
+    run_state_machine_as_test(partial(CacheMachine, kind), settings=how)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_cache_shows_what_the_list_of_tokens_says(kind: Kind) -> None:
+    run(kind)
+
+
+def test_both_rules_agree_where_nothing_is_kept() -> None:
+    window = Window(5)
+    for past in range(12):
+        before = list(range(past))
+        for count in range(1, 9):
+            chunk = list(range(past, past + count))
+            for query in range(count):
+                assert columns(window, before, chunk, query) == sinks(window, before, chunk, query)
+
+
+# ---- negative controls: each class below is wrong in one way
+
+
+class WrongSlot(kv.RotatingKVCache):
+    """Is off by one in the ring when it first turns round."""
+
+    def update_and_fetch(self, keys: Any, values: Any) -> Any:
+        if self.offset == self.max_size:
+            *front, index = self.state
+            self.state = (*front, index - 1)
+        return super().update_and_fetch(keys, values)
+
+
+class ForgetsKeepInMerge(kv.SinkRotatingKVCache):
+    """Merges as if no token were kept."""
+
+    def merge(self, caches: list[Any]) -> Any:
+        plain = [kv.RotatingKVCache(cache.max_size) for cache in caches]
+        for new, cache in zip(plain, caches, strict=True):
+            keys, values, offset, _, size, index = cache.state
+            new.state = (keys, values, offset, 0, size, index)
+        return plain[0].merge(plain)
+
+
+class TrimsInNameOnly(kv.KVCache):
+    """Returns how much it trimmed, and trims nothing."""
+
+    def trim(self, n: int) -> int:
+        return min(n, self.offset)
+
+
+class SharesItsCopy(kv.KVCache):
+    """Gives itself where a copy was asked for."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharesItsCopy:
+        return self
+
+
+class MasksOneTooMany(kv.RotatingKVCache):
+    """Hides the oldest token of the window from a chunk."""
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        if N > 1 and window_size is None:
+            window_size = self.max_size - 1
+        return super().make_mask(N, window_size, return_array)
+
+
+class ExtendsUnpadded(kv.BatchKVCache):
+    """Does not note the padding of the rows that join."""
+
+    def extend(self, other: Any) -> None:
+        super().extend(other)
+        self.left_padding = self.left_padding * 0
+
+
+class FiltersOffsetsOnly(kv.BatchKVCache):
+    """Keeps the first rows' keys and values, whichever were asked for."""
+
+    def filter(self, batch_indices: Any) -> None:
+        held = self.keys, self.values
+        super().filter(batch_indices)
+        count, columns_used = len(self.offset), self._idx
+        self.keys, self.values = (side[:count, :, :columns_used] for side in held)
+
+
+class KeysForValues(kv.QuantizedKVCache):
+    """Writes the keys on both sides."""
+
+    def update_and_fetch(self, keys: Any, values: Any) -> Any:
+        return super().update_and_fetch(keys, keys)
+
+
+def merging_into(cls: type, batch_cls: type) -> type:
+    """Return `cls`, with batches of `batch_cls`."""
+    return type(cls.__name__, (cls,), {"batch_class": batch_cls})
+
+
+BROKEN = [
+    replace(ring("", kv.RotatingKVCache, 8, 0), single=partial(WrongSlot, 8)),
+    replace(ring("", kv.SinkRotatingKVCache, 9, 3), single=partial(ForgetsKeepInMerge, 9, 3)),
+    replace(growing(""), single=TrimsInNameOnly),
+    replace(growing(""), single=SharesItsCopy),
+    replace(ring("", kv.RotatingKVCache, 8, 0), single=partial(MasksOneTooMany, 8)),
+    replace(growing(""), batch=ExtendsUnpadded),
+    replace(growing(""), batch=FiltersOffsetsOnly),
+    replace(growing(""), single=partial(KeysForValues, GROUP, 8)),
+]
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_cache_is_noticed(kind: Kind) -> None:
+    how = settings(phases=[Phase.generate], max_examples=200, print_blob=False)
+    with pytest.raises(Exception, match=r"(?s).+"):
+        run(kind, how)
