@@ -175,7 +175,7 @@ class LayerCache:
         held = col.columns(self.keys)
         if needed <= held:
             return
-        room = self._room_for(needed, held)
+        room = self._room_for(needed, held if self._roomy else 0)
         if self.keys is None or self.values is None:
             self.keys, self.values = col.blank(like[0], room), col.blank(like[1], room)
         else:

@@ -72,6 +72,4 @@ def make_kv_cache(
 
 def _reads_other_layers(model: Any) -> bool:
     """Tell whether some layers read the cache of another one after it was updated (Gemma 3n)."""
-    return any(
-        getattr(module, "is_kv_shared_layer", False) for _, module in model.named_modules()
-    )
+    return any(getattr(module, "is_kv_shared_layer", False) for _, module in model.named_modules())

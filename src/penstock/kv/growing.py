@@ -45,9 +45,7 @@ class Growing(LayerCache):
         keys, values = self._held()
         return col.take(keys, 0, self.offset), col.take(values, 0, self.offset)
 
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> Mask:
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return the mask for the next N tokens, in mlx-lm's form."""
         return masks.plain(N, self.offset, window_size, return_array)
 
@@ -136,9 +134,7 @@ class BatchGrowing(Padded):
         keys, values = self._held()
         return col.take(keys, 0, self._idx), col.take(values, 0, self._idx)
 
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> Mask:
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return (batch, 1, N, columns + N) for the next N tokens."""
         return masks.causal(N, self._idx, window_size, self.left_padding)
 

@@ -60,10 +60,7 @@ class Ring(Bounded):
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
         """Return what is visible to a chunk that overflows the window, then hold the window."""
-        fetched = self._with_past(new)
-        # Evaluated before the ring is written: whatever still reads the old ring would turn
-        # the writes below into a second ring, and that in every layer at once.
-        mx.eval(col.arrays(*fetched))
+        fetched = joined(self._in_sight(), new)
         self._make_room(self.max_size, 0, new)
         count = col.columns(fetched[0])
         start = count - (self.max_size - self.keep)
@@ -75,13 +72,12 @@ class Ring(Bounded):
         self._idx = self.max_size
         return fetched
 
-    def _with_past(self, new: tuple[Side, Side]) -> tuple[Side, Side]:
-        """Join what a chunk's first query may see of the past, and the chunk."""
+    def _in_sight(self) -> tuple[list[Side], list[Side]]:
+        """Return views of what a chunk's first query may see of the past, in order of time."""
         if self.keys is None or self.values is None:
-            return new
+            return [], []
         full = self.offset >= self.max_size
-        keys, values = (self._in_order(side, full) for side in (self.keys, self.values))
-        return col.join(*keys, new[0]), col.join(*values, new[1])
+        return self._in_order(self.keys, full), self._in_order(self.values, full)
 
     def _oldest(self) -> int:
         """Return the column that the next token takes over, once the window is full."""
@@ -99,9 +95,7 @@ class Ring(Bounded):
         """Return views of the columns in use, in ring order."""
         return _part(self._held(), 0, self.size())
 
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> Mask:
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return the mask for the next N tokens, as mlx-lm's `RotatingKVCache` does.
 
         In a chunk past the end of the window that mask shows each query the last max_size
@@ -274,8 +268,7 @@ class BatchRotatingKVCache(Bounded, Padded):
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
         """Return what is visible to a chunk that overflows the window, then hold the window."""
         dropped = self._used() + tokens - self.max_size
-        fetched = self._with_past(new)
-        mx.eval(col.arrays(*fetched))  # before the ring is written: see Ring
+        fetched = joined(self._in_sight(), new)
         self._tokens = [at + tokens for at in self._tokens]
         shifts = self._surplus()
         self._make_room(self.max_size, 0, new)
@@ -287,13 +280,12 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._offset += tokens
         return fetched
 
-    def _with_past(self, new: tuple[Side, Side]) -> tuple[Side, Side]:
-        """Join what a chunk's first query may see of the past, and the chunk."""
+    def _in_sight(self) -> tuple[list[Side], list[Side]]:
+        """Return views of what a chunk's first query may see of the past, in order of time."""
         if self.keys is None or self.values is None:
-            return new
+            return [], []
         full = self._used() == self.max_size
-        keys, values = (self._in_order(side, full) for side in (self.keys, self.values))
-        return col.join(*keys, new[0]), col.join(*values, new[1])
+        return self._in_order(self.keys, full), self._in_order(self.values, full)
 
     def _hold(self, held: Side | None, fetched: Side, shifts: list[int]) -> Side:
         """Write the last max_size of the fetched columns, right padding turned to the front."""
@@ -335,9 +327,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         """Return views of the columns in use, in ring order."""
         return _part(self._held(), 0, self._used())
 
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> Mask:
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return (batch, 1, N, columns) for the next N tokens, as mlx-lm does.
 
         After single tokens have turned the ring, a chunk's mask counts one column of padding
@@ -480,6 +470,22 @@ class BatchRotatingKVCache(Bounded, Padded):
             if parts:
                 setattr(batch, name, col.laid(parts, len(caches), batch._idx))
         return batch
+
+
+def joined(past: tuple[list[Side], list[Side]], new: tuple[Side, Side]) -> tuple[Side, Side]:
+    """Copy past and new columns behind each other, for keys and for values, evaluated.
+
+    The new ones are evaluated first: that ends the layer before, and frees its copy before this
+    one is made. The copy is evaluated before the caller writes to what `past` are views of:
+    whatever still reads a ring would turn the write into a second ring, in every layer at once.
+    """
+    mx.eval(col.arrays(*new))
+    fetched = (
+        col.join(*past[0], new[0]) if past[0] else new[0],
+        col.join(*past[1], new[1]) if past[1] else new[1],
+    )
+    mx.eval(col.arrays(*fetched))
+    return fetched
 
 
 def _part(sides: tuple[Side, Side], start: int, stop: int) -> tuple[Side, Side]:

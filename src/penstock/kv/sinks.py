@@ -19,15 +19,13 @@ from penstock.kv import masks
 from penstock.kv.base import Batch, Bounded, batch_of, ints
 from penstock.kv.columns import Side
 from penstock.kv.masks import Mask
-from penstock.kv.rotating import BatchRotatingKVCache, Ring, RotatingKVCache
+from penstock.kv.rotating import BatchRotatingKVCache, Ring, RotatingKVCache, joined
 
 
 class SinkRing(Ring):
     """The window of one sequence, the kept tokens visible to every query."""
 
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> Mask:
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return the mask for the next N tokens; `window_size` narrows the recent part."""
         if N == 1:
             if window_size is None or self.offset < window_size:
@@ -105,13 +103,7 @@ class BatchSinkRing(Bounded, Batch):
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
         """Return the columns and the chunk, then write what each row's window holds of it."""
-        fetched = new
-        if self.keys is not None and self.values is not None:
-            used = self._used()
-            keys, values = (col.take(side, 0, used) for side in (self.keys, self.values))
-            fetched = (col.join(keys, new[0]), col.join(values, new[1]))
-            del keys, values  # a view still held would turn the writes below into copies
-        mx.eval(col.arrays(*fetched))
+        fetched = joined(self._in_sight(), new)
         self._make_room(self.max_size, self._used(), new)
         for row, (at, valid) in enumerate(zip(self._tokens, self._valid(tokens), strict=True)):
             for start, stop in self._runs(at, at + valid):
@@ -120,12 +112,17 @@ class BatchSinkRing(Bounded, Batch):
         self._advance(tokens)
         return fetched
 
+    def _in_sight(self) -> tuple[list[Side], list[Side]]:
+        """Return views of the columns in use, in ring order."""
+        if self.keys is None or self.values is None:
+            return [], []
+        used = self._used()
+        return [col.take(self.keys, 0, used)], [col.take(self.values, 0, used)]
+
     def _valid(self, tokens: int) -> list[int]:
         """Return how many of the next `tokens` are not right padding, a number a row."""
         ends = self._ends or [at + tokens for at in self._tokens]
-        return [
-            min(tokens, max(0, end - at)) for at, end in zip(self._tokens, ends, strict=True)
-        ]
+        return [min(tokens, max(0, end - at)) for at, end in zip(self._tokens, ends, strict=True)]
 
     def _advance(self, tokens: int) -> None:
         """Move each row's end past those of `tokens` that are not right padding."""
@@ -142,9 +139,7 @@ class BatchSinkRing(Bounded, Batch):
         spans = [(start, min(stop, self.keep)), (recent, turn), (turn, stop)]
         return [(first, last) for first, last in spans if last > first]
 
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> Mask:
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return (batch, 1, N, columns) for the next N tokens."""
         query = self.offset[:, None] + mx.arange(N)
         if self._overflows(N):

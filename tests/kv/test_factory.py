@@ -1,0 +1,163 @@
+"""make_kv_cache: one bound for every kind of layer, buffers for what a request can use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from helpers import model_of
+from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as theirs
+
+from penstock import QuantizedRotatingKVCache, RotatingKVCache, SinkRotatingKVCache, make_kv_cache
+
+SLIDING = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
+GEMMA3N: dict[str, Any] = {
+    "text_config": {
+        "model_type": "gemma3n",
+        "hidden_size": 128,
+        "num_hidden_layers": 5,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 300,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 300,
+        "sliding_window": 16,
+        "max_position_embeddings": 4096,
+        "rope_local_base_freq": 10_000.0,
+        "rope_theta": 1e6,
+        "final_logit_softcapping": 30.0,
+        "layer_types": [
+            f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
+        ],
+        "activation_sparsity_pattern": [0.0] * 5,
+        "hidden_size_per_layer_input": 64,
+        "altup_num_inputs": 2,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_active_idx": 0,
+        "laurel_rank": 8,
+        "rope_scaling": None,
+    }
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"max_position_embeddings": 4096},
+    "gemma3_text": SLIDING,
+    "cohere2": {"hidden_size": 256, "sliding_window": 16, "sliding_window_pattern": 2},
+    "gemma3n": GEMMA3N,
+    "mamba": {
+        "state_size": 16,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 8,
+        "intermediate_size": 256,
+    },
+    "falcon_h1": {"max_position_embeddings": 4096},
+}
+
+
+def tokens(model: Any, cache: Any, step_size: int = 2_048) -> list[int]:
+    prompt = mx.random.randint(2, 300, (60,), key=mx.random.key(1))
+    steps = generate_step(
+        prompt, model, prompt_cache=cache, max_tokens=20, prefill_step_size=step_size
+    )
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("step_size", [9, 2_048])
+def test_text_equals_plain_mlx_lm(family: str, step_size: int) -> None:
+    model = model_of(family, **FAMILIES[family])
+    plain = tokens(model, theirs.make_prompt_cache(model), step_size)
+    assert tokens(model, make_kv_cache(model), step_size) == plain
+    assert tokens(model, make_kv_cache(model, capacity=80), step_size) == plain
+
+
+def kinds(cache: list[Any]) -> list[str]:
+    return [type(layer).__name__ for layer in cache]
+
+
+def test_the_bound_holds_for_models_with_their_own_make_cache() -> None:
+    """mlx-lm ignores max_kv_size for them: 604 tokens stay cached where 128 were asked for."""
+    model = model_of("llama")
+    assert hasattr(model, "make_cache")
+    cache = make_kv_cache(model, max_kv_size=32, keep=4)
+    tokens(model, cache)
+    assert all(layer.keys.shape[2] == 32 for layer in cache)
+
+
+def test_a_smaller_window_stays_and_a_larger_one_shrinks() -> None:
+    model = model_of("gemma3_text", **SLIDING)
+    cache = make_kv_cache(model, max_kv_size=40, keep=4)
+    assert [layer.max_size for layer in cache] == [16, 40, 16, 40]
+    assert [layer.keep for layer in cache] == [0, 4, 0, 4]
+    cache = make_kv_cache(model, max_kv_size=8, keep=2)
+    assert [layer.max_size for layer in cache] == [8] * 4
+    tokens(model, cache)
+    assert all(layer.keys.shape[2] == 8 for layer in cache)
+
+
+def test_recurrent_layers_stay() -> None:
+    model = model_of("mamba", **FAMILIES["mamba"])
+    assert kinds(make_kv_cache(model, max_kv_size=32)) == ["ArraysCache"] * 4
+    mixed = make_kv_cache(model_of("falcon_h1", **FAMILIES["falcon_h1"]), max_kv_size=32, keep=4)
+    assert kinds(mixed[0].caches) == ["ArraysCache", "SinkRotatingKVCache"]
+
+
+def test_nothing_is_allocated_for_a_bound_that_is_not_used() -> None:
+    model = model_of("llama")
+    cache = make_kv_cache(model, capacity=80)
+    tokens(model, cache)
+    assert [layer.max_size for layer in cache] == [131_072] * 4
+    assert [layer.capacity for layer in cache] == [80] * 4
+    assert [layer.growths for layer in cache] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("max_kv_size", "keep", "kept"), [(100, 20, 20), (100, 99, 99), (100, 100, 50), (8, 4_096, 4)]
+)
+def test_keep_is_clipped_to_the_window(max_kv_size: int, keep: int, kept: int) -> None:
+    cache = make_kv_cache(model_of("llama"), max_kv_size, keep)
+    assert {layer.keep for layer in cache} == {kept}
+    assert {type(layer) for layer in cache} == {SinkRotatingKVCache}
+
+
+def test_without_keep_it_is_the_plain_ring() -> None:
+    cache = make_kv_cache(model_of("llama"), 100, keep=0)
+    assert {type(layer) for layer in cache} == {RotatingKVCache}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_quantised_and_bounded(family: str) -> None:
+    model = model_of(family, **FAMILIES[family])
+    cache = make_kv_cache(model, max_kv_size=32, keep=4, kv_bits=8, kv_group_size=32)
+    assert {type(layer) for layer in cache} == {QuantizedRotatingKVCache}
+    assert len(tokens(model, cache)) == 20
+    held = [layer.nbytes for layer in cache]
+    tokens(model, cache)
+    assert [layer.nbytes for layer in cache] == held
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"max_kv_size": 0}, ValueError, "max_kv_size"),
+        ({"max_kv_size": "8"}, TypeError, "max_kv_size"),
+        ({"keep": -1}, ValueError, "keep"),
+        ({"keep": 1.0}, TypeError, "keep"),
+        ({"capacity": 0}, ValueError, "capacity"),
+        ({"kv_bits": 7}, ValueError, "bits"),
+        ({"kv_bits": 4, "kv_group_size": 7}, ValueError, "group_size"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        make_kv_cache(model_of("llama"), **arguments)

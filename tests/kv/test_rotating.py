@@ -1,0 +1,197 @@
+"""Bounded windows: allocated by the first update, in place for ever, `keep` never lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from helpers import TOKEN_BYTES, feed, indices, kv, model_of, peak_above
+from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as theirs
+
+from penstock import (
+    BatchRotatingKVCache,
+    BatchSinkRotatingKVCache,
+    RotatingKVCache,
+    SinkRotatingKVCache,
+    load_prompt_cache,
+    make_kv_cache,
+    save_prompt_cache,
+)
+
+
+@pytest.mark.parametrize("first", [1, 3, 16, 17, 100])
+@pytest.mark.parametrize("keep", [0, 4])
+def test_columns_are_max_size_at_once_and_for_ever(first: int, keep: int) -> None:
+    cache = RotatingKVCache(max_size=16, keep=keep)
+    feed(cache, first)
+    assert cache.keys.shape[2] == 16
+    feed(cache, *[1] * 1_000, 5, 40, 1, start=first)
+    assert cache.keys.shape[2] == cache.values.shape[2] == 16
+    assert (cache.growths, cache.nbytes) == (0, 16 * TOKEN_BYTES)
+
+
+def test_generation_allocates_nothing() -> None:
+    cache = RotatingKVCache(max_size=2_000, keep=8)
+    feed(cache, 1_990)
+    extra = peak_above(lambda: feed(cache, *[1] * 300))
+    assert extra <= 16_384, "a write copied the ring"
+
+
+def test_a_long_chunk_leaves_only_the_window() -> None:
+    cache = RotatingKVCache(max_size=64, keep=4)
+    feed(cache, 10)
+    before = mx.get_active_memory()
+    fetched = cache.update_and_fetch(*kv(5_000, start=10))
+    mx.eval(fetched)
+    assert indices(fetched[0]) == list(range(5_010))
+    del fetched
+    mx.eval(cache.state)
+    assert mx.get_active_memory() - before <= 4_096
+    assert indices(cache.keys) == [*range(4), *range(4_950, 5_010)]
+
+
+def test_prefill_past_the_end_costs_one_layer() -> None:
+    """Twelve layers, read lazily as a model does: never more than one layer's chunk is alive."""
+    window, chunk = 1_024, 128
+    layers = [RotatingKVCache(max_size=window) for _ in range(12)]
+
+    def read(tokens: int) -> None:
+        total = mx.zeros(())
+        for cache in layers:
+            keys, values = kv(tokens)
+            keys, values = cache.update_and_fetch(keys + 0 * total, values + 0 * total)
+            total = total + (keys.sum() + values.sum())
+        mx.eval(total, [cache.state for cache in layers])
+
+    read(window)
+    steady = sum(cache.nbytes for cache in layers)
+    extra = peak_above(lambda: [read(chunk) for _ in range(4)])
+    one_layer = (window + chunk) * TOKEN_BYTES
+    assert extra <= 1.25 * one_layer
+    assert extra <= 0.12 * steady
+
+
+def test_capacity_is_what_a_request_can_use() -> None:
+    cache = RotatingKVCache(max_size=100_000, keep=16, capacity=500)
+    feed(cache, 400, *[1] * 100)
+    assert (cache.capacity, cache.growths) == (500, 0)
+    feed(cache, 1)
+    assert 500 < cache.capacity < 1_000
+    assert cache.growths == 1
+
+
+def test_capacity_never_passes_the_window() -> None:
+    cache = RotatingKVCache(max_size=20, capacity=500)
+    assert cache.capacity == 20
+    feed(cache, 30)
+    assert cache.capacity == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"max_size": 0}, ValueError, "max_size must be at least 1"),
+        ({"max_size": -5}, ValueError, "max_size"),
+        ({"max_size": 2.5}, TypeError, "max_size must be an integer"),
+        ({"max_size": 8, "keep": 8}, ValueError, r"keep must lie in 0\.\.7"),
+        ({"max_size": 8, "keep": -1}, ValueError, "keep"),
+        ({"max_size": 8, "keep": "4"}, TypeError, "keep must be an integer"),
+        ({"max_size": 8, "capacity": 0}, ValueError, "capacity"),
+    ],
+)
+def test_wrong_sizes_are_named(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        RotatingKVCache(**arguments)
+
+
+def test_trim_works_until_the_window_is_full() -> None:
+    cache = RotatingKVCache(max_size=8)
+    feed(cache, 6)
+    assert cache.trim(2) == 2
+    assert indices(feed(cache, 1, start=9)[0]) == [0, 1, 2, 3, 9]
+    feed(cache, 10)
+    assert not cache.is_trimmable()
+    assert cache.trim(3) == 0
+
+
+@pytest.mark.parametrize("lengths", [(5, 3), (30, 3), (30, 50)])
+def test_keep_survives_merge_and_extract(lengths: tuple[int, int], tmp_path: Any) -> None:
+    singles = [RotatingKVCache(max_size=16, keep=4) for _ in lengths]
+    for cache, length in zip(singles, lengths, strict=True):
+        feed(cache, length)
+    batch = RotatingKVCache.merge(singles)
+    assert isinstance(batch, BatchSinkRotatingKVCache)
+    assert batch.keep == 4
+    for step in range(40):
+        batch.update_and_fetch(*kv(1, batch=2, start=100 + step))
+    save_prompt_cache(tmp_path / "batch.safetensors", [batch])
+    (batch,) = load_prompt_cache(tmp_path / "batch.safetensors")
+    for row, length in enumerate(lengths):
+        single = batch.extract(row)
+        assert isinstance(single, RotatingKVCache)
+        assert (single.keep, single.offset) == (4, length + 40)
+        assert set(indices(single.keys)) == set(([*range(length), *range(100, 104)])[:4]) | set(
+            range(128, 140)
+        )
+
+
+def test_merge_wants_one_window() -> None:
+    with pytest.raises(ValueError, match="same max_size"):
+        RotatingKVCache.merge([RotatingKVCache(8), RotatingKVCache(9)])
+    with pytest.raises(ValueError, match="same keep"):
+        RotatingKVCache.merge([RotatingKVCache(8, keep=1), RotatingKVCache(8, keep=2)])
+
+
+def test_batch_columns_are_max_size_at_once() -> None:
+    batch = BatchRotatingKVCache(max_size=16, left_padding=[2, 0])
+    batch.update_and_fetch(*kv(5, batch=2))
+    assert batch.keys.shape[2] == 16
+    for step in range(100):
+        batch.update_and_fetch(*kv(1, batch=2, start=step))
+    batch.update_and_fetch(*kv(30, batch=2))
+    assert (batch.keys.shape[2], batch.growths) == (16, 0)
+    assert batch.nbytes == 2 * 16 * TOKEN_BYTES
+
+
+def test_keep_goes_with_right_padding_only() -> None:
+    batch = RotatingKVCache.merge([RotatingKVCache(8, keep=2)] * 2)
+    with pytest.raises(ValueError, match="pad the prompts on the right"):
+        batch.prepare(left_padding=[1, 0])
+    with pytest.raises(ValueError, match="needs the lengths"):
+        batch.prepare(right_padding=[1, 0])
+
+
+def text_by_chunk(model: Any, cache: Any, step_size: int) -> list[int]:
+    prompt = mx.random.randint(2, 300, (120,), key=mx.random.key(3))
+    steps = generate_step(
+        prompt, model, prompt_cache=cache, max_tokens=24, prefill_step_size=step_size
+    )
+    return [int(token) for token, _ in steps]
+
+
+def test_with_kept_tokens_in_sight_the_chunks_do_not_change_the_text() -> None:
+    model = model_of("llama", num_hidden_layers=2)
+    for layer in model.layers:  # louder attention: what is in sight decides the text
+        layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 12
+    mx.eval(model.parameters())
+
+    def ours(step_size: int) -> list[int]:
+        cache = make_kv_cache(model, max_kv_size=32, keep=8)
+        assert all(isinstance(layer, SinkRotatingKVCache) for layer in cache)
+        return text_by_chunk(model, cache, step_size)
+
+    def mlx_lms(step_size: int) -> list[int]:
+        return text_by_chunk(
+            model, [theirs.RotatingKVCache(32, keep=8) for _ in range(2)], step_size
+        )
+
+    one_by_one = ours(1)
+    assert one_by_one == ours(7) == ours(50) == ours(2_048)
+    assert one_by_one == mlx_lms(1), "token by token both show the kept tokens"
+    assert len({tuple(mlx_lms(size)) for size in (1, 7, 50)}) > 1, (
+        "negative control: hiding kept tokens from the rest of a chunk changes the text"
+    )
