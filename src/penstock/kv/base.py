@@ -114,43 +114,55 @@ class LayerCache:
         """Return the form in which keys and values are held: as they are."""
         return keys, values
 
-    def _accept(self, keys: mx.array, values: mx.array) -> None:
-        """Raise unless keys and values are (batch, kv_heads, tokens, head_dim) of our kind."""
-        for name, given in (("keys", keys), ("values", values)):
-            if not isinstance(given, mx.array):
-                raise TypeError(f"{name} must be an mx.array, not {type(given).__name__}")
-            if given.ndim != 4:
-                raise ValueError(
-                    f"{name} must be (batch, kv_heads, tokens, head_dim), not {given.shape}"
-                )
-        batch, heads, tokens, width = keys.shape
-        value_batch, value_heads, value_tokens, value_width = values.shape
-        if (batch, heads, tokens) != (value_batch, value_heads, value_tokens) or tokens == 0:
-            raise ValueError(
-                f"values {values.shape} must have the batch, heads and tokens (at least one) "
-                f"of keys {keys.shape}"
-            )
-        shape = (batch, heads, width, value_width, keys.dtype, values.dtype)
-        if shape != self._shape:
-            self._accept_shape(shape)
+    def _accept(self, keys: mx.array, values: mx.array) -> int:
+        """Return the number of tokens; raise unless the arrays fit each other and the cache."""
+        try:
+            shape = (keys.shape, values.shape, keys.dtype, values.dtype)
+        except AttributeError:
+            shape = None
+        if shape is None or shape != self._shape:  # not what the last update brought
+            for name, given in (("keys", keys), ("values", values)):
+                if not isinstance(given, mx.array):
+                    raise TypeError(f"{name} must be an mx.array, not {type(given).__name__}")
+            shape = (keys.shape, values.shape, keys.dtype, values.dtype)
+            self._accept_shape(*shape)
             self._shape = shape
+        return shape[0][2]
 
-    def _accept_shape(self, shape: tuple[Any, ...]) -> None:
-        """Raise if `shape` differs from what is held. Called when it is not the last one seen."""
-        dtypes = shape[4:]
-        for name, dtype in zip(("keys", "values"), dtypes, strict=True):
+    def _accept_shape(
+        self,
+        keys: tuple[int, ...],
+        values: tuple[int, ...],
+        key_dtype: mx.Dtype,
+        value_dtype: mx.Dtype,
+    ) -> None:
+        """Raise unless chunks of these shapes go together, and with what is held."""
+        for name, shape in (("keys", keys), ("values", values)):
+            if len(shape) != 4:
+                raise ValueError(f"{name} must be (batch, kv_heads, tokens, head_dim), not {shape}")
+        if keys[:3] != values[:3] or keys[2] == 0:
+            raise ValueError(
+                f"values {values} must have the batch, heads and tokens (at least one) "
+                f"of keys {keys}"
+            )
+        dtypes = (("keys", key_dtype), ("values", value_dtype))
+        for name, dtype in dtypes:
             if not mx.issubdtype(dtype, mx.floating):
                 raise TypeError(f"{name} must be floating point, not {dtype}")
+        self._accept_widths(keys[3], values[3])
         held = self._held_shape()
         if held is None:
             return
         names = ("batch", "kv_heads", "head_dim of keys", "head_dim of values")
-        for name, given, want in zip(names, shape[:4], held[:4], strict=True):
+        for name, given, want in zip(names, (*keys[:2], keys[3], values[3]), held, strict=False):
             if given != want:
                 raise ValueError(f"{name} is {given}; this cache holds {want}")
-        for name, given, want in zip(("keys", "values"), dtypes, held[4:], strict=True):
-            if given != want:
-                raise TypeError(f"{name} are {given}; this cache holds {want}")
+        for (name, dtype), want in zip(dtypes, held[4:], strict=True):
+            if dtype != want:
+                raise TypeError(f"{name} are {dtype}; this cache holds {want}")
+
+    def _accept_widths(self, key_width: int, value_width: int) -> None:
+        """Raise if the head sizes cannot be held. Any can."""
 
     def _held_shape(self) -> tuple[Any, ...] | None:
         """Return (batch, kv_heads, key width, value width, two dtypes) of what is held."""
@@ -188,11 +200,13 @@ class LayerCache:
         """Note that the buffers are new ones, of just the columns in use."""
         self._shape, self._roomy = None, False
 
-    def _write(self, start: int, new: tuple[Side, Side], row: int = 0) -> None:
-        """Write columns from `start` on, of all rows, or from `row` on as many as `new` has."""
-        keys, values = self._held()
-        self.keys = col.write(keys, start, new[0], row)
-        self.values = col.write(values, start, new[1], row)
+    def _write(self, start: int, new: tuple[Side, Side], row: int | None = None) -> None:
+        """Write columns from `start` on, of all rows, or from `row` on as many as `new` has.
+
+        There must be room: see `_make_room`.
+        """
+        self.keys = col.write(self.keys, start, new[0], row)  # type: ignore[arg-type]
+        self.values = col.write(self.values, start, new[1], row)  # type: ignore[arg-type]
 
     def _held(self) -> tuple[Side, Side]:
         """Return both sides of a cache that is not empty."""

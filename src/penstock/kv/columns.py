@@ -37,7 +37,9 @@ def arrays(*sides: Side | None) -> list[mx.array]:
 
 def columns(side: Side | None) -> int:
     """Count the columns that a side has room for."""
-    return 0 if side is None else arrays(side)[0].shape[TOKEN_AXIS]
+    if side is None:
+        return 0
+    return (side if isinstance(side, mx.array) else side[0]).shape[TOKEN_AXIS]
 
 
 def nbytes(*sides: Side | None) -> int:
@@ -46,10 +48,15 @@ def nbytes(*sides: Side | None) -> int:
 
 
 def take(side: Side, start: int, stop: int) -> Side:
-    """Return columns start..stop-1 as a view: O(1), and it keeps the whole buffer alive."""
+    """Return columns start..stop-1 as a view: O(1), and it keeps the whole buffer alive.
+
+    All columns are the side itself, which the next `write` to it changes, held or not.
+    """
     if start == 0 and stop == columns(side):
         return side
-    return each(lambda part: part[..., start:stop, :], side)
+    if isinstance(side, mx.array):  # spelled out, here and in `write`: every step comes by
+        return side[..., start:stop, :]
+    return tuple(part[..., start:stop, :] for part in side)
 
 
 def join(*sides: Side) -> Side:
@@ -67,14 +74,27 @@ def blank(like: Side, count: int, rows: int | None = None) -> Side:
     return each(zeros, like)
 
 
-def write(side: Side, column: int, new: Side, row: int = 0) -> Side:
-    """Return `side` with `new` written from (row, column) on, in place if nobody else holds it.
+def write(side: Side, column: int, new: Side, row: int | None = None) -> Side:
+    """Write `new` from `column` on, into all rows or from `row` on; return the side.
 
-    Not `side[..., a:b, :] = new`: where that covers the whole buffer MLX drops the buffer and
-    keeps `new` itself, with all the memory that `new` may be a view of.
+    In place, if nobody else holds the buffer when it is evaluated; `side` is used up.
     """
-    where = mx.array([row, column])
-    return each(lambda part, add: mx.slice_update(part, add, where, (0, TOKEN_AXIS)), side, new)
+    if isinstance(side, mx.array) and isinstance(new, mx.array):
+        return _write(side, column, new, row)
+    return each(lambda part, add: _write(part, column, add, row), side, new)
+
+
+def _write(part: mx.array, column: int, new: mx.array, row: int | None) -> mx.array:
+    stop = column + new.shape[TOKEN_AXIS]
+    if column == 0 and new.shape == part.shape:
+        # An assignment to the whole of an array drops its buffer and keeps `new` itself, with
+        # all the memory that `new` may be a view of.
+        return mx.slice_update(part, new, mx.array([0]), (TOKEN_AXIS,))
+    if row is None:
+        part[..., column:stop, :] = new
+    else:
+        part[row : row + new.shape[0], :, column:stop] = new
+    return part
 
 
 def scatter(side: Side, slots: Sequence[int], new: Side) -> Side:

@@ -27,13 +27,13 @@ class Growing(LayerCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
         """Write the tokens at the end and return all there are.
 
-        keys, values: (batch, kv_heads, tokens, head_dim). Returns views of the buffers.
+        keys, values: (batch, kv_heads, tokens, head_dim). Returns views of the buffers,
+        good until the next update.
 
         Raises:
             TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
         """
-        self._accept(keys, values)
-        end = self.offset + keys.shape[2]
+        end = self.offset + self._accept(keys, values)
         new = self._encode(keys, values)
         self._make_room(end, self.offset, new)
         self._write(self.offset, new)
@@ -115,13 +115,13 @@ class BatchGrowing(Padded):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
         """Write one chunk for every row and return all columns in use.
 
-        keys, values: (batch, kv_heads, tokens, head_dim). Returns views of the buffers.
+        keys, values: (batch, kv_heads, tokens, head_dim). Returns views of the buffers,
+        good until the next update.
 
         Raises:
             TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
         """
-        self._accept(keys, values)
-        tokens = keys.shape[2]
+        tokens = self._accept(keys, values)
         new = self._encode(keys, values)
         self._make_room(self._idx + tokens, self._idx, new)
         self._write(self._idx, new)

@@ -43,14 +43,13 @@ class Quantized(LayerCache):
     def _quantize(self, part: mx.array) -> Side:
         return tuple(mx.quantize(part, group_size=self.group_size, bits=self.bits))
 
-    def _accept_shape(self, shape: tuple[Any, ...]) -> None:
-        for name, width in (("keys", shape[2]), ("values", shape[3])):
+    def _accept_widths(self, key_width: int, value_width: int) -> None:
+        for name, width in (("keys", key_width), ("values", value_width)):
             if width % self.group_size:
                 raise ValueError(
                     f"the head_dim of {name} is {width}, not a multiple of "
                     f"group_size {self.group_size}"
                 )
-        super()._accept_shape(shape)
 
     def _held_shape(self) -> tuple[Any, ...] | None:
         if self.keys is None or self.values is None:
@@ -71,7 +70,8 @@ class Quantized(LayerCache):
 
         Keys first, then values, each evaluated: never more than one wide copy is alive.
         """
-        self._accept_shape(cache._held_shape() or ())
+        keys, values = (col.arrays(side)[0] for side in cache._held())
+        self._accept_widths(keys.shape[3], values.shape[3])
         for name in ("keys", "values"):
             wide = col.take(getattr(cache, name), 0, cache.size())
             assert isinstance(wide, mx.array)

@@ -43,8 +43,7 @@ class Ring(Bounded):
         Raises:
             TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
         """
-        self._accept(keys, values)
-        tokens = keys.shape[2]
+        tokens = self._accept(keys, values)
         new = self._encode(keys, values)
         if self.offset + tokens <= self.max_size:
             self._make_room(self.offset + tokens, self.offset, new)
@@ -247,8 +246,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         Raises:
             TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
         """
-        self._accept(keys, values)
-        tokens = keys.shape[2]
+        tokens = self._accept(keys, values)
         new = self._encode(keys, values)
         self._turn_padding()
         if not self.rotated and self._idx + tokens <= self.max_size:

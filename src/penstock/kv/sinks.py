@@ -82,8 +82,7 @@ class BatchSinkRing(Bounded, Batch):
         Raises:
             TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
         """
-        self._accept(keys, values)
-        tokens = keys.shape[2]
+        tokens = self._accept(keys, values)
         new = self._encode(keys, values)
         if self._overflows(tokens):
             return self._update_past_end(new, tokens)
