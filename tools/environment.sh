@@ -1,0 +1,59 @@
+#!/bin/sh
+# Make the virtual environment and install penstock in it.
+#
+#   tools/environment.sh FOLDER [EXTRA]
+#
+# FOLDER is where the environment goes, EXTRA a further extra such as dev.
+# PYTHON names the interpreter, BACKEND (cpu, cuda or none) the MLX back end; both are
+# found if they are not given.
+set -eu
+
+folder=$1
+extra=${2:-}
+
+suits() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+        >/dev/null 2>&1
+}
+
+find_python() {
+    for name in ${PYTHON:-python3.13 python3.12 python3.11 python3 python}; do
+        if suits "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    echo "penstock needs Python 3.11, 3.12 or 3.13 with venv, and found none." >&2
+    echo "Install one (Debian and Ubuntu: python3 and python3-venv) or name it: make PYTHON=..." >&2
+    exit 1
+}
+
+# CUDA 13 is what mlx[cuda13] is built for; an older driver cannot run it.
+has_cuda() {
+    command -v nvidia-smi >/dev/null 2>&1 || return 1
+    version=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
+    if [ "${version:-0}" -lt 13 ]; then
+        echo "The NVIDIA driver is too old for CUDA 13 (it has ${version:-none}); using the CPU." >&2
+        return 1
+    fi
+}
+
+find_backend() {
+    if [ "$(uname -s)" = Darwin ]; then
+        echo none
+    elif has_cuda; then
+        echo cuda
+    else
+        echo cpu
+    fi
+}
+
+if [ ! -x "$folder/bin/python" ]; then
+    python=$(find_python)
+    "$python" -m venv "$folder"
+fi
+backend=${BACKEND:-$(find_backend)}
+extras=$(echo "$backend $extra" | sed 's/none//; s/^ *//; s/ *$//; s/  */,/')
+echo "installing penstock${extras:+[$extras]} in $folder"
+"$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --editable ".${extras:+[$extras]}"

@@ -1,0 +1,44 @@
+"""Write the text of every --help into docs/cli.md, below its marker.
+
+    python tools/write_cli_docs.py
+
+A marker is a line `<!-- help: generate -->`; the fenced block after it is replaced.
+`tests/test_docs.py` fails where the page and the program differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+from penstock.cli import main
+
+PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+MARKED = re.compile(r"(<!-- help:(?P<command>[^>]*)-->\n)(```text\n.*?^```\n)?", re.DOTALL | re.M)
+
+
+def help_text(command: str) -> str:
+    """Return what `penstock COMMAND --help` prints on a terminal of 80 columns."""
+    width = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "80"
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            main([*command.split(), "--help"])
+    finally:
+        os.environ.pop("COLUMNS")
+        if width is not None:
+            os.environ["COLUMNS"] = width
+    return printed.getvalue()
+
+
+def written(page: str) -> str:
+    """Return the page with the block below each marker brought up to date."""
+    return MARKED.sub(lambda found: f"{found[1]}```text\n{help_text(found['command'])}```\n", page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
