@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.config import KEEP, MAX_KV_SIZE
 from penstock.kv.base import LayerCache, positive
 from penstock.kv.quantized import QuantizedRotatingKVCache
 from penstock.kv.rotating import RotatingKVCache, SharedRotatingKVCache
 from penstock.kv.sinks import SinkRotatingKVCache
-
-MAX_KV_SIZE = 131_072
-KEEP = 4_096
 
 
 def make_kv_cache(

@@ -18,10 +18,12 @@ dropped. Use what `get_cache` returns in the step at hand, and drop it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
 from penstock.errors import PoolFull, SequenceOverflow, SettingError, UnknownSequence
+from penstock.kv import columns as col
 from penstock.kv.base import positive
 
 
@@ -78,8 +80,8 @@ class KVCacheManager:
             raise TypeError(f"dtype must be a floating dtype of MLX, not {dtype!r}")
         self.dtype = dtype
         shape = (max_batch_size, num_kv_heads, max_seq_len, head_dim)
-        self._keys = [mx.zeros(shape, dtype) for _ in range(num_layers)]
-        self._values = [mx.zeros(shape, dtype) for _ in range(num_layers)]
+        self._keys: list[Any] = [mx.zeros(shape, dtype) for _ in range(num_layers)]
+        self._values: list[Any] = [mx.zeros(shape, dtype) for _ in range(num_layers)]
         mx.eval(self._keys, self._values)
         self._sequences: dict[int, _Sequence] = {}
         self._free_slots = list(reversed(range(max_batch_size)))
@@ -135,8 +137,8 @@ class KVCacheManager:
             raise ValueError(f"v has {v.shape[2]} tokens, k has {added}")
         self._check_room(seq_id, sequence, added)
         slot, start = sequence.slot, sequence.length
-        self._keys[layer_idx][slot : slot + 1, :, start : start + added] = k
-        self._values[layer_idx][slot : slot + 1, :, start : start + added] = v
+        for buffers, new in ((self._keys, k), (self._values, v)):
+            buffers[layer_idx] = col.write(buffers[layer_idx], start, new, slot)
         sequence.pending[layer_idx] = added
 
     def advance_seq_len(self, seq_id: int, n: int) -> None:

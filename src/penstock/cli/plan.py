@@ -1,0 +1,346 @@
+"""`penstock plan`: what fits in memory, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock import config, memory
+from penstock.cli import options
+from penstock.errors import ModelError, SettingError
+from penstock.memory import ModelSpec, format_bytes
+from penstock.recall import MODEL_PATH
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One precision of the caches; `impossible` says why MLX cannot store it, or is None."""
+
+    kv_bits: int
+    quantized: bool
+    full_bytes_per_token: int
+    window_bytes_per_token: int
+    bytes_per_sequence: int
+    bytes_of_batch: int
+    sequences: int
+    largest_window_tokens: int | None
+    missing_bytes: int
+    impossible: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model, a memory limit and a batch, worked out for every precision.
+
+    `chosen` is the row asked for. `weight_bytes` is None where they are unknown; they then
+    count as nothing, and a note says so.
+    """
+
+    model: str
+    model_type: str
+    dtype: str
+    memory_bytes: int
+    weight_bytes: int | None
+    weight_source: str
+    free_bytes: int
+    max_kv_size: int
+    keep_kv_size: int
+    batch: int
+    layers: dict[str, int]
+    state_bytes_per_sequence: int
+    rows: tuple[Row, ...]
+    chosen: Row
+    arithmetic: tuple[str, ...]
+    fits: bool
+    advice: str | None
+    notes: tuple[str, ...]
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of a model, a config.json, or a Hugging Face name already downloaded.",
+            envvar="PENSTOCK_MODEL",
+            show_default="the embedded model",
+        ),
+    ] = str(MODEL_PATH),
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            help="Memory for weights and caches: 16GB is 16 x 10^9 bytes, 16GiB is 16 x 2^30.",
+            envvar="PENSTOCK_MEMORY",
+            metavar="BYTES",
+            show_default="70 to 85 % of this machine's",
+        ),
+    ] = None,
+    max_kv_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Hold the keys and values of at most this many tokens a sequence.",
+            envvar="PENSTOCK_MAX_KV_SIZE",
+            metavar="TOKENS",
+            show_default=f"{config.MAX_KV_SIZE}, or the model's longest text",
+            min=2,
+        ),
+    ] = None,
+    keep_kv_size: options.KeepKVSize = None,
+    kv_bits: options.KVBits = None,
+    batch: Annotated[
+        int, typer.Option(help="Sequences held at once.", metavar="SEQUENCES", min=1)
+    ] = 1,
+    as_json: options.Json = False,
+) -> None:
+    """Say what a model's weights and caches need, and what fits.
+
+    Reads the config, and the headers of the weights if they are there; loads nothing.
+    Exit code 0 if the batch fits, 1 if it does not.
+    """
+    spec = memory.read_model_spec(_find(model))
+    made = make_plan(
+        spec,
+        memory_bytes=_limit(memory_limit),
+        max_kv_size=max_kv_size,
+        keep_kv_size=keep_kv_size,
+        kv_bits=kv_bits,
+        batch=batch,
+    )
+    if as_json:
+        print(json.dumps(asdict(made)))
+    else:
+        _show(made, Console(highlight=False, markup=False))
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+def make_plan(
+    spec: ModelSpec,
+    *,
+    memory_bytes: int,
+    max_kv_size: int | None = None,
+    keep_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    batch: int = 1,
+) -> Plan:
+    """Work out every precision of a model's caches within `memory_bytes`.
+
+    Raises:
+        SettingError: settings that contradict each other, or a `kv_bits` that the model's
+            head size does not allow.
+    """
+    window = max_kv_size or min(config.MAX_KV_SIZE, spec.max_tokens or config.MAX_KV_SIZE)
+    config.parse(config.KVSettings, max_kv_size=window, keep_kv_size=keep_kv_size, kv_bits=kv_bits)
+    rows = tuple(_row(spec, bits, memory_bytes, window, batch) for bits in (None, *memory.KV_BITS))
+    chosen = next(r for r in rows if (r.kv_bits if r.quantized else None) == kv_bits)
+    if chosen.impossible:
+        raise SettingError(chosen.impossible)
+    notes = list(spec.notes)
+    if spec.weight_bytes is None:
+        notes.append(f"weights: {spec.weight_source}; they are not counted")
+    if spec.max_tokens and window > spec.max_tokens:
+        notes.append(f"the model was made for {spec.max_tokens:,} tokens, fewer than the window")
+    free = memory_bytes - (spec.weight_bytes or 0)
+    return Plan(
+        model=spec.name,
+        model_type=spec.model_type,
+        dtype=spec.dtype,
+        memory_bytes=memory_bytes,
+        weight_bytes=spec.weight_bytes,
+        weight_source=spec.weight_source,
+        free_bytes=free,
+        max_kv_size=window,
+        keep_kv_size=_default_keep(window) if keep_kv_size is None else keep_kv_size,
+        batch=batch,
+        layers={
+            kind: sum(layer.kind == kind for layer in spec.layers)
+            for kind in ("full", "window", "recurrent")
+        },
+        state_bytes_per_sequence=spec.state_bytes,
+        rows=rows,
+        chosen=chosen,
+        arithmetic=tuple(_arithmetic(spec, chosen, memory_bytes, window, batch)),
+        fits=chosen.missing_bytes == 0,
+        advice=_advice(chosen, rows, free, batch) if chosen.missing_bytes else None,
+        notes=tuple(notes),
+    )
+
+
+def _row(spec: ModelSpec, bits: int | None, memory_bytes: int, window: int, batch: int) -> Row:
+    label = 8 * spec.scalar_bytes if bits is None else bits
+    try:
+        group = 64 if bits is None else memory.group_size_for(spec)
+    except SettingError as error:
+        return Row(label, True, 0, 0, 0, 0, 0, None, 0, str(error))
+    fit = memory.what_fits(
+        spec, memory_bytes, max_kv_size=window, batch=batch, kv_bits=bits, group_size=group
+    )
+    return Row(
+        kv_bits=label,
+        quantized=bits is not None,
+        full_bytes_per_token=memory.bytes_per_token(
+            spec, kind="full", kv_bits=bits, group_size=group
+        ),
+        window_bytes_per_token=memory.bytes_per_token(
+            spec, kind="window", kv_bits=bits, group_size=group
+        ),
+        bytes_per_sequence=fit.sequence_bytes,
+        bytes_of_batch=batch * fit.sequence_bytes,
+        sequences=fit.sequences,
+        largest_window_tokens=fit.largest_window_tokens,
+        missing_bytes=fit.missing_bytes,
+    )
+
+
+def _arithmetic(spec: ModelSpec, row: Row, memory_bytes: int, window: int, batch: int) -> list[str]:
+    """Write the chosen row's sums in words, so that a reader can redo them."""
+    bits = row.kv_bits if row.quantized else None
+    group = memory.group_size_for(spec) if row.quantized else 64
+    lines, parts = [], []
+    for count, layer in memory.layer_groups(spec):
+        total = count * memory.layer_bytes_per_token(
+            layer, spec.scalar_bytes, kv_bits=bits, group_size=group
+        )
+        if layer.kind != "recurrent":
+            size = f"({layer.key_dim} + {layer.value_dim}) x {spec.scalar_bytes} bytes"
+            if bits is not None:
+                key, value = (
+                    memory.vector_bytes(dim, spec.scalar_bytes, bits, group)
+                    for dim in (layer.key_dim, layer.value_dim)
+                )
+                size = f"({key} + {value}) bytes"
+            columns = layer.columns(window)
+            lines.append(
+                f"{count} {layer.kind} layers x {layer.kv_heads} heads x {size} = "
+                f"{total:,} bytes a token, {columns:,} tokens"
+            )
+            parts.append(f"{columns:,} x {total:,}")
+        if layer.state_bytes:
+            lines.append(
+                f"{count} layers x {layer.state_bytes:,} bytes of recurrent state = "
+                f"{count * layer.state_bytes:,} bytes a sequence"
+            )
+            parts.append(f"{count * layer.state_bytes:,}")
+    if bits is not None:
+        dim = next(layer.key_dim for layer in spec.layers if layer.key_dim)
+        lines.append(
+            f"{memory.vector_bytes(dim, spec.scalar_bytes, bits, group)} bytes = "
+            f"{dim} x {bits} bits / 8 + {dim} / {group} groups x 2 "
+            f"(scale, bias) x {spec.scalar_bytes} bytes"
+        )
+    lines.append(f"{' + '.join(parts) or 0} = {row.bytes_per_sequence:,} bytes a sequence")
+    lines.append(
+        f"{batch} x {row.bytes_per_sequence:,} = {row.bytes_of_batch:,} bytes of caches; "
+        f"{memory_bytes:,} - {spec.weight_bytes or 0:,} of weights = "
+        f"{memory_bytes - (spec.weight_bytes or 0):,} bytes free for them"
+    )
+    return lines
+
+
+def _advice(chosen: Row, rows: tuple[Row, ...], free: int, batch: int) -> str:
+    """Say by how much the chosen row does not fit, and which single change would help."""
+    short = format_bytes(chosen.missing_bytes)
+    if free <= 0:
+        return (
+            f"does not fit: the weights alone exceed --memory by {format_bytes(-free)}; "
+            "take a smaller or more strongly quantized model, or more memory"
+        )
+    ways = []
+    if chosen.largest_window_tokens and chosen.largest_window_tokens > 1:
+        ways.append(f"--max-kv-size {chosen.largest_window_tokens}")
+    if 0 < chosen.sequences < batch:
+        ways.append(f"--batch {chosen.sequences}")
+    better = [r for r in rows if r.quantized and not r.impossible and not r.missing_bytes]
+    if better:
+        ways.append(f"--kv-bits {better[0].kv_bits}")
+    ways.append(f"{short} more --memory")
+    return (
+        f"does not fit: caches of {format_bytes(chosen.bytes_of_batch)} in "
+        f"{format_bytes(free)} beside the weights, {short} too much; use {' or '.join(ways)}"
+    )
+
+
+def _show(made: Plan, console: Console) -> None:
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    weights = "unknown" if made.weight_bytes is None else format_bytes(made.weight_bytes)
+    layers = ", ".join(f"{count} {kind}" for kind, count in made.layers.items() if count)
+    say(f"{made.model} ({made.model_type}, {made.dtype}): {layers} layers")
+    say(f"weights  {weights} ({made.weight_source})")
+    say(f"memory   {format_bytes(made.memory_bytes)}, {format_bytes(made.free_bytes)} for caches")
+    say(
+        f"window   {made.max_kv_size:,} tokens a sequence, of them {made.keep_kv_size:,} kept; "
+        f"batch {made.batch}"
+    )
+    windows = made.layers["window"] > 0
+    table = Table()
+    for title in ("KV bits", "a token", *(["window layers"] if windows else [])):
+        table.add_column(title, justify="right")
+    for title in ("a sequence", "batch", "sequences fit", "window fits"):
+        table.add_column(title, justify="right")
+    for row in made.rows:
+        mark = "*" if row is made.chosen else ""
+        if row.impossible:
+            table.add_row(f"{row.kv_bits}", "not possible")
+            continue
+        table.add_row(
+            f"{mark}{row.kv_bits}",
+            format_bytes(row.full_bytes_per_token),
+            *([format_bytes(row.window_bytes_per_token)] if windows else []),
+            format_bytes(row.bytes_per_sequence),
+            format_bytes(row.bytes_of_batch),
+            f"{row.sequences:,}",
+            "any" if row.largest_window_tokens is None else f"{row.largest_window_tokens:,}",
+        )
+    console.print(table)
+    for line in made.arithmetic:
+        say(f"  {line}")
+    for reason in sorted({row.impossible for row in made.rows if row.impossible}):
+        say(f"note: {reason}")
+    for note in made.notes:
+        say(f"note: {note}")
+    say(made.advice or "fits; a prompt's own working memory comes on top")
+
+
+def _default_keep(window: int) -> int:
+    """Give the tokens `make_kv_cache` keeps unasked: half of a window that KEEP would fill."""
+    return config.KEEP if window > config.KEEP else window // 2
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return memory.default_limit_bytes(psutil.virtual_memory().total)
+    limit = memory.parse_bytes(text)
+    if limit == 0:
+        raise SettingError("--memory is 0; give the memory for weights and caches, as 16GB")
+    return limit
+
+
+def _find(model: str) -> Path:
+    """Find a folder or JSON file, or the local copy of a Hugging Face model; never download."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+
+    # The hub client takes a fifth of a second to import, which a folder need not wait for.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        held = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        held = None
+    if isinstance(held, str):
+        return Path(held).parent
+    raise ModelError(
+        f"there is no {model}, and no downloaded model of that name; "
+        "name a model folder or its config.json"
+    )

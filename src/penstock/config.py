@@ -1,0 +1,85 @@
+"""Frozen settings with their defaults; every number says its unit; parsed once, at the edge."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.errors import SettingError
+
+MAX_KV_SIZE = 131_072
+"""Tokens whose keys and values a sequence may hold."""
+KEEP = 4_096
+"""First tokens of a sequence that are never dropped."""
+MAX_TOKENS = 512
+"""Tokens generated at most for one answer."""
+TEMP = 0.0
+"""Sampling temperature, without unit; 0 takes the likeliest token."""
+TOP_P = 1.0
+"""Share of the probability that is sampled from, 0 to 1; 1 samples from all of it."""
+MLX_LM_MINOR = (0, 32)
+"""The minor version of mlx-lm that the contract tests pass on."""
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, and strict about unknown names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class KVSettings(Settings):
+    """How much a sequence's key/value caches may hold, and in which form."""
+
+    max_kv_size: int = Field(MAX_KV_SIZE, ge=2)
+    """Tokens."""
+    keep_kv_size: int | None = Field(None, ge=0)
+    """Tokens; None is `KEEP`, or less in a small window."""
+    kv_bits: Literal[2, 3, 4, 5, 6, 8] | None = None
+    """Bits of a stored number; None keeps the model's own precision."""
+
+    @model_validator(mode="after")
+    def _keep_leaves_room(self) -> KVSettings:
+        if self.keep_kv_size is not None and self.keep_kv_size >= self.max_kv_size:
+            raise ValueError(
+                f"--keep-kv-size {self.keep_kv_size} leaves no room in a window of "
+                f"--max-kv-size {self.max_kv_size} tokens; lower the first or raise the second"
+            )
+        return self
+
+
+class SamplingSettings(Settings):
+    """How the next token is chosen, and when to stop."""
+
+    max_tokens: int = Field(MAX_TOKENS, ge=1)
+    """Tokens."""
+    temp: float = Field(TEMP, ge=0.0, allow_inf_nan=False)
+    top_p: float = Field(TOP_P, gt=0.0, le=1.0)
+    seed: int | None = Field(None, ge=0, lt=2**64)
+    """None draws a new one each time."""
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def parse(kind: type[SettingsT], **values: Any) -> SettingsT:
+    """Make settings from flags; a bad value is one line that names the flag.
+
+    >>> parse(KVSettings, max_kv_size=1024, keep_kv_size=16).max_kv_size
+    1024
+    >>> parse(KVSettings, kv_bits=7)
+    Traceback (most recent call last):
+    penstock.errors.SettingError: --kv-bits 7: Input should be 2, 3, 4, 5, 6 or 8
+
+    Raises:
+        SettingError: For the first value that is out of its range.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["loc"]:
+            flag = str(first["loc"][0]).replace("_", "-")
+            message = f"--{flag} {first['input']}: {message}"
+        raise SettingError(message) from None

@@ -1,0 +1,46 @@
+"""What a model and its KV caches hold in memory: arithmetic from the model's config alone.
+
+    KV bytes a token  =  layers x KV heads x (key dim + value dim) x bytes per number
+    KV bytes held     =  sequences x (columns x KV bytes a token + recurrent state)
+
+Nothing here touches an array or a weight. One GB is 10^9 bytes and one GiB is 2^30.
+"""
+
+from penstock.memory.arithmetic import (
+    GROUP_SIZES,
+    KV_BITS,
+    Fit,
+    bytes_of_batch,
+    bytes_of_window,
+    bytes_per_token,
+    default_limit_bytes,
+    group_size_for,
+    layer_bytes_per_token,
+    vector_bytes,
+    what_fits,
+)
+from penstock.memory.reading import read_model_spec
+from penstock.memory.sizes import format_bytes, parse_bytes
+from penstock.memory.spec import DTYPE_BYTES, LayerKind, LayerSpec, ModelSpec, layer_groups
+
+__all__ = [
+    "DTYPE_BYTES",
+    "GROUP_SIZES",
+    "KV_BITS",
+    "Fit",
+    "LayerKind",
+    "LayerSpec",
+    "ModelSpec",
+    "bytes_of_batch",
+    "bytes_of_window",
+    "bytes_per_token",
+    "default_limit_bytes",
+    "format_bytes",
+    "group_size_for",
+    "layer_bytes_per_token",
+    "layer_groups",
+    "parse_bytes",
+    "read_model_spec",
+    "vector_bytes",
+    "what_fits",
+]

@@ -1,0 +1,163 @@
+"""A model's spec from its config.json, and its weights from the headers of their files."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.errors import ModelError
+from penstock.memory.families import FAMILIES, Config, Family, unknown
+from penstock.memory.spec import DTYPE_BYTES, LayerSpec, ModelSpec
+
+
+def read_model_spec(source: str | Path | Mapping[str, object]) -> ModelSpec:
+    """Read what memory arithmetic needs from a model's config.
+
+    Args:
+        source: a model folder, a config.json, or its content. Weights are not needed; if
+            safetensors files lie beside the config, their headers give bytes and dtype.
+
+    Raises:
+        ModelError: no config there, not JSON, or a number missing that nothing implies.
+    """
+    outer, name, folder = _load_config(source)
+    inner = outer.get("text_config")
+    values = {**outer, **inner} if isinstance(inner, dict) else outer
+    types = [str(v["model_type"]) for v in (outer, values) if v.get("model_type")]
+    if not types:
+        raise ModelError(f"{name}: the config has no model_type")
+    model_type = next((t for t in types if t in FAMILIES), types[-1])
+    family = FAMILIES.get(model_type, Family(unknown, {}))
+    notes = []
+
+    files = _read_headers(folder) if folder else {}
+    stated = str(values.get("dtype") or values.get("torch_dtype"))
+    dtype = _held_dtype(files) or (stated if stated in DTYPE_BYTES else None)
+    if dtype is None:
+        dtype = "bfloat16"
+        notes.append(f"dtype {stated} is not one MLX computes in; bfloat16 is assumed")
+    c = Config({**family.assumed, **values, "dtype": dtype}, name)
+    layers = family.read(c)
+    if family.read is unknown:
+        notes.append(
+            f"model type {model_type} is not known to penstock: every attention layer is "
+            "counted as full, an upper bound if it has windows"
+        )
+        if any(_RECURRENT_KEY.search(key) for key in c.values) and not c.strings("layer_types"):
+            layers = [LayerSpec(x.kind, x.kv_heads, x.key_dim, x.value_dim, None, None)
+                      for x in layers]  # fmt: skip
+    stateless = sum(layer.state_bytes is None for layer in layers)
+    if stateless:
+        notes.append(f"the recurrent state of {stateless} layers is unknown and not counted")
+
+    weight_bytes, weight_source = _weights(c, family, files)
+    if any(kind.startswith("F8") for kind in files):
+        notes.append("the files hold 8-bit floats, which mlx-lm may widen to twice the bytes")
+    return ModelSpec(
+        name=name,
+        model_type=model_type,
+        dtype=dtype,
+        layers=tuple(layers),
+        weight_bytes=weight_bytes,
+        weight_source=weight_source,
+        max_tokens=c.maybe("max_position_embeddings"),
+        notes=tuple(notes),
+    )
+
+
+_RECURRENT_KEY = re.compile(r"mamba|ssm_|state_size|linear_\w+_dim|rwkv|lru_|conv_kernel")
+_HEADER_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+
+
+def _load_config(
+    source: str | Path | Mapping[str, object],
+) -> tuple[dict[str, object], str, Path | None]:
+    """Return the config, a name for messages, and the folder where weights may be."""
+    if isinstance(source, Mapping):
+        return dict(source), str(source.get("_name_or_path") or "the model"), None
+    path = Path(source).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = f"{path} has no config.json" if path.is_dir() else f"there is no {path}"
+        raise ModelError(f"{what}; name a model folder or a config.json") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} is not a readable JSON file: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{file} holds no JSON object")
+    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    return values, name, path if path.is_dir() else None
+
+
+def _read_headers(folder: Path) -> dict[str, int]:
+    """Sum the bytes of all tensors in a folder's safetensors files, by their dtype.
+
+    A file starts with the length of its header as 8 bytes, then the header as JSON; the
+    weights behind it are not read. The files are those mlx-lm would load.
+    """
+    held: Counter[str] = Counter()
+    for file in sorted(folder.glob("model*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                # A larger header would be a damaged length: never try to read terabytes.
+                header = json.loads(stream.read(min(length, file.stat().st_size)))
+            for tensor, entry in header.items():
+                if tensor != "__metadata__":
+                    start, end = entry["data_offsets"]
+                    held[entry["dtype"]] += end - start
+        except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{file} has no readable safetensors header: {error}") from error
+    return dict(held)
+
+
+def _held_dtype(files: Mapping[str, int]) -> str | None:
+    """Tell the dtype the model computes in: the one most of its floats have."""
+    floats = {kind: held for kind, held in files.items() if kind in _HEADER_DTYPES}
+    return _HEADER_DTYPES[max(floats, key=floats.__getitem__)] if floats else None
+
+
+def _weights(c: Config, family: Family, files: Mapping[str, int]) -> tuple[int | None, str]:
+    """Return weight bytes and where the number comes from, in words."""
+    if files:
+        return sum(files.values()), "headers of the safetensors files"
+    parameters = _matrix_parameters(c) if family.gated_mlp else None
+    quantization = c.values.get("quantization")
+    if parameters is None:
+        return None, "unknown: no weights in the folder"
+    if quantization is None:
+        return parameters * c.scalar_bytes, "estimated from the config"
+    if not isinstance(quantization, dict) or quantization.get("mode", "affine") != "affine":
+        return None, "unknown: no weights in the folder, and a quantization without a formula"
+    q = Config(quantization, f"{c.name}: quantization")
+    bits, group_size = q.positive("bits"), q.positive("group_size")
+    return (
+        parameters * bits // 8 + parameters // group_size * 2 * c.scalar_bytes,
+        f"estimated from the config at {bits} bits, group {group_size}",
+    )
+
+
+def _matrix_parameters(c: Config) -> int | None:
+    """Count the numbers in the matrices of a gated-MLP transformer; norms and biases are not.
+
+    embeddings  vocabulary x hidden, twice if the output has its own
+    attention   hidden x head_dim x (2 x heads + 2 x KV heads), a layer
+    MLP         3 x hidden x intermediate, times the experts, and their router, a layer
+    """
+    if "vocab_size" not in c.values or "intermediate_size" not in c.values:
+        return None
+    hidden, intermediate = c.hidden, c.positive("intermediate_size")
+    experts = c.integer("num_local_experts", "num_experts", default=0)
+    if experts:
+        intermediate = c.integer("moe_intermediate_size", default=intermediate)
+    mlp = 3 * hidden * intermediate * max(experts, 1) + hidden * experts
+    attention = hidden * c.head_dim * 2 * (c.attention_heads + c.kv_heads)
+    embeddings = c.positive("vocab_size") * hidden
+    if not c.values.get("tie_word_embeddings", True):
+        embeddings *= 2
+    return embeddings + c.layer_count * (attention + mlp)

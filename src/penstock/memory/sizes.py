@@ -1,0 +1,47 @@
+"""Sizes in bytes, read from text and written as text. One GB is 10^9 bytes, one GiB 2^30."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from penstock.errors import SettingError
+
+_UNITS = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
+_UNITS |= {"B": 1, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}
+_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
+_BY_LOWER |= {unit.lower(): 1000**i for i, unit in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size: "16GB" is 16 x 10^9 bytes, "16GiB" is 16 x 2^30, "16G" is "16GB".
+
+    A bare number is bytes; case and spaces do not matter.
+
+    >>> parse_bytes("1.5GB"), parse_bytes("1 GiB"), parse_bytes(4096)
+    (1500000000, 1073741824, 4096)
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    unit = _BY_LOWER.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise SettingError(f"{text!r} is not a size; write a number and a unit, as 16GB or 512MiB")
+    return int(Decimal(match[1]) * unit)
+
+
+def format_bytes(count: int, *, binary: bool = False) -> str:
+    """Write a size with three or four digits: in powers of 1000, or of 1024 if `binary`.
+
+    >>> format_bytes(147_456), format_bytes(2**30, binary=True)
+    ('147.5 kB', '1.00 GiB')
+    """
+    base, suffix = (1024, "iB") if binary else (1000, "B")
+    if abs(count) < base:
+        return f"{count} B"
+    value = float(count)
+    for prefix in ("K" if binary else "k", "M", "G", "T"):
+        value /= base
+        digits = 1 if abs(value) >= 100 else 2
+        if abs(round(value, digits)) < base or prefix == "T":
+            break
+    return f"{value:,.{digits}f} {prefix}{suffix}"

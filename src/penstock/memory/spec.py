@@ -1,0 +1,73 @@
+"""What a layer and a model are, as far as memory is concerned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+LayerKind = Literal["full", "window", "recurrent"]
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one layer keeps for a sequence.
+
+    `state_bytes` is a state without a token axis (convolution and recurrence), for one
+    sequence; None if the config does not tell. A full layer can have one beside its KV.
+    """
+
+    kind: LayerKind
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window_tokens: int | None = None
+    state_bytes: int | None = 0
+
+    def columns(self, max_kv_size: int) -> int:
+        """Tokens this layer has room for when the cache is bounded to `max_kv_size`."""
+        if self.kind == "recurrent":
+            return 0
+        return min(max_kv_size, self.window_tokens or max_kv_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as far as memory is concerned.
+
+    `layers` are the layers that own a cache, in order. `notes` say in words what was
+    assumed, or could not be read from the config. `max_tokens` is the longest text the
+    model was made for, None if it does not say.
+    """
+
+    name: str
+    model_type: str
+    dtype: str
+    layers: tuple[LayerSpec, ...]
+    weight_bytes: int | None
+    weight_source: str
+    max_tokens: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def scalar_bytes(self) -> int:
+        """Bytes of one number of the model's dtype."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent state of one sequence, all layers; unknown states count as nothing."""
+        return sum(layer.state_bytes or 0 for layer in self.layers)
+
+    @property
+    def unknown_states(self) -> int:
+        """Layers whose recurrent state cannot be computed from the config."""
+        return sum(layer.state_bytes is None for layer in self.layers)
+
+
+def layer_groups(spec: ModelSpec) -> Iterator[tuple[int, LayerSpec]]:
+    """Yield each distinct layer with how often the model has it, in order of appearance."""
+    for layer, count in Counter(spec.layers).items():
+        yield count, layer

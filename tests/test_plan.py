@@ -1,0 +1,249 @@
+"""`penstock plan` against what MLX really holds, and its words against its numbers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from penstock import memory
+from penstock.cli import main
+from penstock.cli.plan import make_plan
+from penstock.errors import SettingError
+from penstock.kv import make_kv_cache
+from small_models import BASE, build
+
+SIZES = {
+    **BASE,
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 128, "sliding_window_pattern": 3},
+    "mixtral": {"hidden_size": 256, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "lfm2": {
+        "head_dim": None,
+        "hidden_size": 256,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 256,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1, 3, 5],
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def no_spare_buffers() -> Iterator[None]:
+    """Keep no freed buffers: MLX gives them out again for arrays up to a page smaller."""
+    before = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(before)
+
+
+def held_after(
+    model: Any, tokens: int, *, max_kv_size: int, kv_bits: int | None, capacity: int | None = None
+) -> int:
+    """Bytes MLX holds more after a chunked prompt and two single tokens, logits dropped."""
+    gc.collect()
+    before = mx.get_active_memory()
+    caches = make_kv_cache(model, max_kv_size, kv_bits=kv_bits, capacity=capacity)
+    prompt = mx.random.randint(0, 50, (1, tokens))
+    for chunk in mx.split(prompt, range(100, tokens, 100), axis=1):
+        mx.eval(model(chunk, cache=caches))
+    for _ in range(2):
+        mx.eval(model(mx.array([[7]]), cache=caches), [c.state for c in caches])
+    del prompt, chunk
+    gc.collect()
+    return mx.get_active_memory() - before
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8, 4, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_agrees_with_what_mlx_holds_to_one_percent(name: str, kv_bits: int | None) -> None:
+    config = {**SIZES, "model_type": name, **MODELS[name]}
+    model = build(config)
+    spec = memory.read_model_spec(config)
+    made = make_plan(spec, memory_bytes=10**9, max_kv_size=600, kv_bits=kv_bits)
+    held = held_after(model, 700, max_kv_size=600, kv_bits=kv_bits, capacity=900)
+    assert held == pytest.approx(made.chosen.bytes_per_sequence, rel=0.01)
+
+
+def test_a_request_smaller_than_the_window_holds_its_capacity() -> None:
+    config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
+    spec = memory.read_model_spec(config)
+    held = held_after(build(config), 90, max_kv_size=4096, kv_bits=None, capacity=100)
+    assert held == pytest.approx(memory.bytes_of_window(spec, 4096, capacity=100), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_key_value_heads": 5},
+        {"num_hidden_layers": 7},
+        {"head_dim": 65},
+        {"sliding_window": 140},
+        {"sliding_window_pattern": 2},
+        {"torch_dtype": "float16"},
+    ],
+)
+def test_a_wrong_formula_would_be_noticed(wrong: dict[str, Any]) -> None:
+    config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
+    made = make_plan(memory.read_model_spec(config | wrong), memory_bytes=10**9, max_kv_size=600)
+    held = held_after(build(config), 700, max_kv_size=600, kv_bits=None, capacity=900)
+    assert held != pytest.approx(made.chosen.bytes_per_sequence, rel=0.01)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of 32 layers x 32 heads x 128 in float16, of which only the config exists."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "max_position_embeddings": 4096,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_is_one_object_with_the_issue_example(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    code, out, err = run(capsys, str(folder), "--memory", "32GB", "--json")
+    made = json.loads(out)
+    assert (code, err) == (0, "")
+    assert made["fits"] is True
+    assert made["chosen"]["bytes_per_sequence"] == 2 * 2**30
+    assert made["chosen"]["full_bytes_per_token"] == 524_288
+    assert [row["kv_bits"] for row in made["rows"]] == [16, 8, 6, 5, 4, 3, 2]
+    assert made["memory_bytes"] == 32 * 10**9
+    assert made["max_kv_size"] == 4096
+    assert made["keep_kv_size"] == 2048
+    assert "estimated" in made["weight_source"]
+
+
+def test_the_table_shows_the_arithmetic_and_it_is_right(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    code, out, _ = run(capsys, str(folder), "--memory", "32GB", "--kv-bits", "4")
+    assert code == 0
+    assert "32 full layers x 32 heads x (72 + 72) bytes = 147,456 bytes a token" in out
+    assert "72 bytes = 128 x 4 bits / 8 + 128 / 64 groups x 2 (scale, bias) x 2 bytes" in out
+    assert "*4" in out
+    sums = re.findall(r"^ +([\d,x+ ]+) = ([\d,]+) bytes", out, re.MULTILINE)
+    assert sums
+    for terms, total in sums:
+        assert eval(terms.replace(",", "").replace("x", "*")) == int(total.replace(",", ""))
+
+
+def test_windows_stand_apart_from_full_layers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, out, _ = run(capsys, str(tmp_path), "--memory", "1GB", "--max-kv-size", "1000")
+    assert "2 full, 4 window layers" in out
+    assert "4 window layers x 4 heads x (64 + 64) x 4 bytes = 8,192 bytes a token, 128 tok" in out
+    assert "1,000 x 4,096 + 128 x 8,192" in out or "128 x 8,192 + 1,000 x 4,096" in out
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_helps(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    arguments = (str(folder), "--memory", "20GB", "--batch", "4")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 1
+    assert "does not fit: caches of 8.59 GB in 6.52 GB beside the weights, 2.07 GB too much" in out
+    window, batch = re.findall(r"--max-kv-size (\d+) or --batch (\d+) or --kv-bits 8", out)[0]
+    assert run(capsys, *arguments, "--max-kv-size", window)[0] == 0
+    assert run(capsys, *arguments, "--max-kv-size", str(int(window) + 1))[0] == 1
+    assert run(capsys, *arguments, "--kv-bits", "8")[0] == 0
+    assert run(capsys, *arguments[:3], "--batch", batch)[0] == 0
+    assert run(capsys, *arguments[:3], "--batch", str(int(batch) + 1))[0] == 1
+
+
+def test_weights_larger_than_the_memory_are_said(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    code, out, _ = run(capsys, str(folder), "--memory", "8GB", "--json")
+    made = json.loads(out)
+    assert code == 1
+    assert "the weights alone exceed --memory by 5.48 GB" in made["advice"]
+    assert made["chosen"]["sequences"] == 0
+
+
+def test_the_embedded_model_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--json")
+    made = json.loads(out)
+    assert (code, made["model"], made["dtype"]) == (0, "recall", "float32")
+    assert made["weight_source"] == "headers of the safetensors files"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nowhere/model",), "there is no nowhere/model"),
+        (("nowhere at all",), "there is no nowhere at all"),
+        (("--memory", "lots"), "'lots' is not a size"),
+        (("--memory", "0GB"), "--memory is 0"),
+        (("--kv-bits", "7"), "--kv-bits 7"),
+        (("--max-kv-size", "1"), "max-kv-size"),
+        (("--batch", "0"), "batch"),
+        (("--max-kv-size", "64", "--keep-kv-size", "64"), "--keep-kv-size 64 leaves no room"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_a_head_size_without_a_group_is_a_row_that_is_not_possible() -> None:
+    spec = memory.read_model_spec(
+        {**SIZES, "model_type": "phi", "hidden_size": 160, "num_attention_heads": 2}
+    )
+    made = make_plan(spec, memory_bytes=10**9)
+    assert [bool(row.impossible) for row in made.rows] == [False] + [True] * 6
+    with pytest.raises(SettingError, match="head size 80 of the model is not a multiple of 32"):
+        make_plan(spec, memory_bytes=10**9, kv_bits=4)
+
+
+def test_unknown_weights_and_long_windows_are_noted() -> None:
+    spec = memory.read_model_spec({**SIZES, "model_type": "newcomer"})
+    made = make_plan(spec, memory_bytes=10**9, max_kv_size=5000)
+    assert made.weight_bytes is None
+    assert made.free_bytes == 10**9
+    notes = "\n".join(made.notes)
+    assert "newcomer is not known" in notes
+    assert "they are not counted" in notes
+    assert "made for 4,096 tokens, fewer than the window" in notes
