@@ -1,4 +1,4 @@
-"""Errors of penstock. Each says what was wrong, how much, and what to do; each carries its HTTP status."""
+"""Errors that say what was wrong, how much, and what to do; each carries its HTTP status."""
 
 from __future__ import annotations
 

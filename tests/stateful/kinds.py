@@ -11,6 +11,7 @@ import mlx.core as mx
 from cache_reference import Visible, Window, columns, sinks
 
 from penstock import kv
+from penstock.kv.rotating import SharedRotatingKVCache
 
 WIDTH = GROUP = 32
 
@@ -26,6 +27,8 @@ class Kind:
     """Makes an empty batch from a left padding; None: by merging empty sequences."""
     left_padded: bool = True
     """Whether batches may be padded on the left."""
+    capacity: int | None = None
+    """Columns allocated by the first update; None: those of the window, or whatever it takes."""
 
     def make_batch(self, left_padding: list[int]) -> Any:
         """Return an empty batch, padded on the left."""
@@ -52,7 +55,8 @@ def numbers(cache: Any, side: Any) -> mx.array:
 
 
 def growing(name: str, capacity: int | None = None) -> Kind:
-    return Kind(name, partial(kv.KVCache, capacity), batch=kv.BatchKVCache)
+    single = partial(kv.KVCache, capacity)
+    return Kind(name, single, batch=kv.BatchKVCache, capacity=capacity)
 
 
 def quantized(bits: int) -> Kind:
@@ -60,10 +64,16 @@ def quantized(bits: int) -> Kind:
 
 
 def ring(name: str, cls: type, max_size: int, keep: int, *more: int) -> Kind:
-    plain = cls is kv.RotatingKVCache and keep == 0
+    plain = issubclass(cls, kv.RotatingKVCache) and keep == 0
     batch = partial(kv.BatchRotatingKVCache, max_size) if plain else None
     single = partial(cls, max_size, keep, *more)
     return Kind(name, single, Window(max_size, keep), batch, left_padded=plain)
+
+
+def ring_with_capacity(max_size: int, keep: int, capacity: int) -> Kind:
+    single = partial(kv.SinkRotatingKVCache, max_size, keep, capacity=capacity)
+    window = Window(max_size, keep)
+    return Kind("ring-with-capacity", single, window, left_padded=False, capacity=capacity)
 
 
 KINDS = [
@@ -72,10 +82,12 @@ KINDS = [
     quantized(8),
     quantized(3),
     ring("ring", kv.RotatingKVCache, 8, 0),
+    ring("shared-ring", SharedRotatingKVCache, 8, 0),
     ring("ring-of-1", kv.RotatingKVCache, 1, 0),
     ring("ring-keep", kv.RotatingKVCache, 9, 3),
     ring("ring-keep-all-but-1", kv.RotatingKVCache, 4, 3),
     ring("sink-ring", kv.SinkRotatingKVCache, 9, 3),
+    ring_with_capacity(30, 4, 6),
     ring("quantized-ring", kv.QuantizedRotatingKVCache, 8, 0, GROUP, 8),
     ring("quantized-ring-keep", kv.QuantizedRotatingKVCache, 9, 3, GROUP, 4),
 ]

@@ -1,0 +1,55 @@
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint docs bench peers soak clean
+
+help:
+	@echo 'make run     install, then talk to the embedded model: it answers from memory'
+	@echo 'make test    install with the tools for it; lint, types, all tests'
+	@echo 'make bench   the claims, measured on this machine'
+	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
+	@echo 'make soak    the state machines, for much longer'
+	@echo 'make docs    write the help texts into docs/cli.md'
+	@echo 'make clean   remove the environment and what the tools left'
+	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none)'
+
+# The stamps stand for "installed with these dependencies", so a second make does nothing.
+$(VENV)/.run: pyproject.toml tools/environment.sh
+	@tools/environment.sh $(VENV)
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml tools/environment.sh
+	@tools/environment.sh $(VENV) dev
+	@touch $@ $(VENV)/.run
+
+run: $(VENV)/.run
+	@$(BIN)/penstock doctor || true
+	@echo
+	@$(BIN)/penstock chat --echo < examples/memory.txt
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest --doctest-modules src
+	$(BIN)/pytest
+
+docs: $(VENV)/.dev
+	$(BIN)/python tools/write_cli_docs.py
+
+bench: $(VENV)/.dev
+	$(BIN)/penstock bench growth
+	$(BIN)/penstock bench recall
+
+peers: $(VENV)/.dev
+	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)")
+
+soak: $(VENV)/.dev
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful
+
+clean:
+	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache dist build
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

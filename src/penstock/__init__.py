@@ -1,0 +1,97 @@
+"""Bounded key/value caches that drop into mlx-lm.
+
+The names below load on first use, so that `import penstock` costs milliseconds and the
+command line answers at once. What `import penstock` does do is load a fast BLAS on a Linux
+CPU, because that must happen before `mlx.core` is imported (see `penstock.blas`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+from penstock import blas as _blas
+
+_blas.load_blas()
+
+if TYPE_CHECKING:
+    from penstock.errors import (
+        CacheFileError,
+        ModelError,
+        PenstockError,
+        PoolFull,
+        SequenceOverflow,
+        SettingError,
+        UnknownSequence,
+    )
+    from penstock.kv import (
+        BatchKVCache,
+        BatchQuantizedKVCache,
+        BatchQuantizedRotatingKVCache,
+        BatchRotatingKVCache,
+        BatchSinkRotatingKVCache,
+        KVCache,
+        KVCacheManager,
+        QuantizedKVCache,
+        QuantizedRotatingKVCache,
+        RotatingKVCache,
+        SinkRotatingKVCache,
+        load_prompt_cache,
+        make_kv_cache,
+        save_prompt_cache,
+    )
+    from penstock.models.mlx_lm import load
+
+__all__ = [
+    "BatchKVCache",
+    "BatchQuantizedKVCache",
+    "BatchQuantizedRotatingKVCache",
+    "BatchRotatingKVCache",
+    "BatchSinkRotatingKVCache",
+    "CacheFileError",
+    "KVCache",
+    "KVCacheManager",
+    "ModelError",
+    "PenstockError",
+    "PoolFull",
+    "QuantizedKVCache",
+    "QuantizedRotatingKVCache",
+    "RotatingKVCache",
+    "SequenceOverflow",
+    "SettingError",
+    "SinkRotatingKVCache",
+    "UnknownSequence",
+    "__version__",
+    "load",
+    "load_prompt_cache",
+    "make_kv_cache",
+    "save_prompt_cache",
+]
+
+_ERRORS = {
+    "CacheFileError",
+    "ModelError",
+    "PenstockError",
+    "PoolFull",
+    "SequenceOverflow",
+    "SettingError",
+    "UnknownSequence",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    if name == "load":
+        home = "penstock.models.mlx_lm"
+    else:
+        home = "penstock.errors" if name in _ERRORS else "penstock.kv"
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

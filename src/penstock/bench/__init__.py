@@ -1,0 +1,1 @@
+"""Measured claims, one file each. The rival runs in the same process, turn by turn with ours."""

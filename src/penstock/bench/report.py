@@ -1,0 +1,125 @@
+"""What a bench says: one object for machines, one table for people, one file for the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from penstock import __version__
+from penstock.blas import load_blas
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure of the table: ours, the rival's, and the goal where there is one."""
+
+    figure: str
+    ours: str
+    rival: str
+    goal: str = ""
+    met: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of one bench."""
+
+    name: str
+    """Names the command and the file of the record: `growth`."""
+    claim: str
+    rival: str
+    penstock: dict[str, Any]
+    rival_figures: dict[str, Any]
+    ratio: dict[str, float | None]
+    """Rival over penstock: above 1 is better for us."""
+    goal: dict[str, Any]
+    met: bool
+    lines: Sequence[Line]
+    raw: dict[str, Any]
+    """Every round, for the record only."""
+    dtype: str
+
+    def as_object(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return {
+            "claim": self.claim,
+            "penstock": self.penstock,
+            self.rival: self.rival_figures,
+            "ratio": self.ratio,
+            "goal": self.goal,
+            "met": self.met,
+            "environment": environment(self.dtype),
+        }
+
+
+def environment(dtype: str) -> dict[str, Any]:
+    """Return what the figures depend on: machine, versions, back end, BLAS, dtype."""
+    back_end = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "penstock": __version__,
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+        "system": platform.platform(terse=True),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "load_1_minute": round(os.getloadavg()[0], 2),
+        "memory_bytes": psutil.virtual_memory().total,
+        "back_end": back_end,
+        "blas": load_blas().name,
+        "dtype": dtype,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
+    """Print the table, or with `as_json` the object alone; with `save` store all rounds there."""
+    found = report.as_object()
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+        stamp = found["environment"]["date"].replace(":", "").replace("+0000", "Z")
+        record = {**found, "raw": report.raw}
+        (save / f"{report.name}-{stamp}.json").write_text(json.dumps(record, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(found))
+        return
+    console = Console(highlight=False)
+    console.print(table(report))
+    where = found["environment"]
+    console.print(
+        f"{where['cpu']}, {where['cores']} cores, {where['back_end']} with {where['blas']}, "
+        f"mlx {where['mlx']}, mlx-lm {where['mlx-lm']}, {where['dtype']}"
+    )
+
+
+def table(report: Report) -> Table:
+    """Lay the lines out, with what was met and what was not."""
+    drawn = Table(title=report.claim, title_justify="left", box=None, pad_edge=False)
+    drawn.add_column("")
+    for heading in ("penstock", report.rival, "goal", ""):
+        drawn.add_column(heading, justify="right")
+    for line in report.lines:
+        verdict = "" if line.met is None else "met" if line.met else "NOT MET"
+        drawn.add_row(line.figure, line.ours, line.rival, line.goal, verdict)
+    return drawn

@@ -1,0 +1,153 @@
+"""A dialogue with a model whose KV caches stay from turn to turn, and the figures of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.config import KEEP, KVSettings, SamplingSettings
+from penstock.kv import make_kv_cache
+from penstock.memory import format_bytes, group_size_for, read_model_spec
+from penstock.models.mlx_lm import Loaded, Piece, render, stream
+
+
+@dataclass(frozen=True, slots=True)
+class KVUse:
+    """What the caches of a sequence hold."""
+
+    tokens: int
+    """Tokens read and generated so far; with a full window some of them are dropped."""
+    nbytes: int
+    capacity: int
+    """Tokens the allocated buffers have room for."""
+    growths: int
+    """How often a buffer was replaced by a larger copy, all layers together."""
+
+
+def make_caches(loaded: Loaded, kv: KVSettings, capacity: int | None = None) -> list[Any]:
+    """Make the caches of one sequence; `capacity` is in tokens.
+
+    Raises:
+        SettingError: The head size of the model has no quantized form.
+    """
+    group_size = 64 if kv.kv_bits is None else group_size_for(read_model_spec(loaded.config))
+    return make_kv_cache(
+        loaded.model,
+        max_kv_size=kv.max_kv_size,
+        keep=KEEP if kv.keep_kv_size is None else kv.keep_kv_size,
+        kv_bits=kv.kv_bits,
+        capacity=capacity,
+        kv_group_size=group_size,
+    )
+
+
+def kv_use(caches: Sequence[Any], tokens: int) -> KVUse:
+    """Sum up what the caches hold; recurrent layers have bytes but no capacity."""
+    by_token = [cache for cache in caches if hasattr(cache, "growths")]
+    return KVUse(
+        tokens=tokens,
+        nbytes=sum(cache.nbytes for cache in caches),
+        capacity=max((cache.capacity for cache in by_token), default=0),
+        growths=sum(cache.growths for cache in by_token),
+    )
+
+
+def shared_tokens(held: Sequence[int], wanted: Sequence[int]) -> int:
+    """Count the first tokens of `wanted` that need no reading; its last one always does.
+
+    >>> shared_tokens([1, 2, 3], [1, 2, 9, 9])
+    2
+    >>> shared_tokens([1, 2, 3], [1, 2, 3])
+    2
+    """
+    limit = min(len(held), len(wanted) - 1)
+    return next((i for i in range(limit) if held[i] != wanted[i]), limit)
+
+
+class Conversation:
+    """A dialogue; each turn reads only the tokens that the caches do not hold yet.
+
+    The chat template decides what a turn's tokens are. Where the rendered history no longer
+    starts with what the caches hold (a template that rewrites earlier turns), the caches are
+    trimmed to the common part, or filled anew if their window has already dropped tokens.
+    """
+
+    def __init__(self, loaded: Loaded, kv: KVSettings, system: str | None = None) -> None:
+        self.loaded = loaded
+        self.kv = kv
+        self.system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt."""
+        self.messages: list[dict[str, str]] = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+        self._empty_caches()
+
+    def answer(self, text: str, sampling: SamplingSettings) -> Iterator[Piece]:
+        """Yield the answer to `text` piece by piece.
+
+        A turn counts once its last piece was taken; one that is broken off is forgotten.
+        """
+        said = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._read_from(render(self.loaded.tokenizer, said))
+        pieces: list[Piece] = []
+        try:
+            for piece in stream(self.loaded, prompt, caches=self.caches, sampling=sampling):
+                pieces.append(piece)
+                yield piece
+        finally:
+            if not pieces or pieces[-1].finish_reason is None:
+                self._empty_caches()
+        self.held += [*prompt, *(piece.token for piece in pieces)]
+        reply = "".join(piece.text for piece in pieces)
+        self.messages = [*said, {"role": "assistant", "content": reply}]
+
+    def kv_use(self) -> KVUse:
+        """Sum up what the caches hold."""
+        return kv_use(self.caches, len(self.held))
+
+    def _read_from(self, wanted: list[int]) -> list[int]:
+        """Fit the caches to `wanted` and return the tokens that are still to be read."""
+        shared = shared_tokens(self.held, wanted)
+        surplus = len(self.held) - shared
+        if surplus and all(cache.is_trimmable() for cache in self.caches):
+            for cache in self.caches:
+                cache.trim(surplus)
+            del self.held[shared:]
+        elif surplus:
+            self._empty_caches()
+        return wanted[len(self.held) :]
+
+    def _empty_caches(self) -> None:
+        self.caches = make_caches(self.loaded, self.kv)
+        self.held: list[int] = []
+
+
+def figures_line(last: Piece, use: KVUse) -> str:
+    """Say in one line what an answer took: tokens, speeds, memory."""
+    return (
+        f"prompt {last.prompt_tokens:,} tokens, {last.prompt_tokens_per_second:,.0f} tokens/s; "
+        f"answer {last.generated_tokens:,} tokens, "
+        f"{last.generated_tokens_per_second:,.0f} tokens/s; "
+        f"peak memory {format_bytes(mx.get_peak_memory())}; {kv_line(use)}"
+    )
+
+
+def figures_record(answer: str, last: Piece, use: KVUse) -> dict[str, object]:
+    """Return the same as an object for --json, with the answer's text."""
+    figures = {**asdict(last), "text": answer}
+    del figures["token"]
+    return {**figures, "peak_memory_bytes": mx.get_peak_memory(), "kv": asdict(use)}
+
+
+def kv_line(use: KVUse) -> str:
+    """Say in one line what the caches hold."""
+    return (
+        f"KV {use.tokens:,} tokens in {format_bytes(use.nbytes)}, "
+        f"room for {use.capacity:,}, {use.growths} growths"
+    )

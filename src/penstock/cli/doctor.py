@@ -1,0 +1,196 @@
+"""`penstock doctor`: what this machine has, what it measures, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock import __version__
+from penstock.blas import CUDA_PACKAGES, INSTALL_HINT, Blas, installed, load_blas, nvidia_device
+from penstock.cli import options
+from penstock.config import MLX_LM_MINOR
+from penstock.memory import default_limit_bytes, format_bytes
+
+PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "numpy")
+DTYPES = ("float32", "float16")
+SLOW_GFLOPS = 12.0
+"""The reference BLAS does 3 to 8 in float32, OpenBLAS on two busy cores 80."""
+LITTLE_MEMORY_BYTES = 1_000_000_000
+MEASURE_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that makes penstock slow or keeps it from working."""
+
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of memory: of the machine, of the device, and what penstock allows itself."""
+
+    total_bytes: int
+    available_bytes: int
+    recommended_bytes: int
+    """What the device recommends; the whole memory where it says nothing."""
+    default_limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was found."""
+
+    back_end: str
+    """metal, cuda, cpu, or none if MLX cannot be imported."""
+    device: str
+    nvidia: bool
+    """Whether the system shows an NVIDIA device."""
+    blas: Blas
+    gflops: dict[str, float]
+    """Measured, by dtype: 10^9 operations a second in a matrix product."""
+    memory: Memory
+    versions: dict[str, str]
+
+
+def doctor(as_json: options.Json = False) -> None:
+    """Show back end, BLAS and its speed, memory and versions, and what is wrong with them.
+
+    Exits with 0 if nothing is wrong and with 1 if something makes penstock slow or unusable.
+    """
+    machine = examine()
+    problems = find_problems(machine)
+    if as_json:
+        print(json.dumps({**asdict(machine), "problems": [asdict(p) for p in problems]}))
+    else:
+        _show(machine, problems)
+    raise typer.Exit(1 if problems else 0)
+
+
+def examine() -> Machine:
+    """Look at the machine and measure its matrix products."""
+    blas, nvidia = load_blas(), nvidia_device()
+    versions = {"python": platform.python_version(), "penstock": __version__}
+    versions |= {name: found for name in PACKAGES if (found := installed(name)) is not None}
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        reason = f"MLX cannot be imported: {error}"
+        return Machine("none", reason, nvidia, blas, {}, _memory({}), versions)
+    gpus = (("metal", mx.metal), ("cuda", mx.cuda))
+    back_end = next((name for name, gpu in gpus if gpu.is_available()), "cpu")
+    info = mx.device_info()
+    gflops = {name: _measure(name, 512 if back_end == "cpu" else 4096) for name in DTYPES}
+    device = str(info["device_name"])
+    return Machine(back_end, device, nvidia, blas, gflops, _memory(info), versions)
+
+
+def find_problems(machine: Machine) -> list[Problem]:
+    """List what is wrong, the gravest first. Pure: it only reads `machine`."""
+    problems = []
+    versions = machine.versions
+    cuda = [name for name in CUDA_PACKAGES if name in versions]
+    if machine.back_end == "none":
+        remedy = "install one back end: pip install 'penstock[cpu]' or 'penstock[cuda]'"
+        problems.append(Problem(machine.device, remedy))
+    if "mlx-cpu" in versions and cuda:
+        both = f"mlx-cpu and {cuda[0]} are both installed and overwrite each other's libmlx.so"
+        remedy = f"pip uninstall mlx-cpu {cuda[0]}, then install one of them again"
+        problems.append(Problem(both, remedy))
+    supported = ".".join(map(str, MLX_LM_MINOR))
+    mlx_lm = versions.get("mlx-lm", "missing")
+    if not mlx_lm.startswith(f"{supported}."):
+        remedy = f"pip install 'mlx-lm=={supported}.*'"
+        problems.append(Problem(f"mlx-lm is {mlx_lm}; penstock is tested with {supported}", remedy))
+    if machine.back_end == "cpu":
+        problems += _cpu_problems(machine)
+    if machine.memory.available_bytes < LITTLE_MEMORY_BYTES:
+        left = format_bytes(machine.memory.available_bytes)
+        remedy = "close other programs or lower --max-kv-size"
+        problems.append(Problem(f"only {left} of memory are available", remedy))
+    return problems
+
+
+def _cpu_problems(machine: Machine) -> list[Problem]:
+    problems = []
+    speed = machine.gflops["float32"]
+    if machine.blas.advice is not None:
+        problems.append(Problem(machine.blas.why, machine.blas.advice))
+    elif speed < SLOW_GFLOPS:
+        slow = f"float32 runs at {speed:.0f} GFLOPS with {machine.blas.name} ({machine.blas.why})"
+        problems.append(Problem(slow, f"install a fast BLAS ({INSTALL_HINT})"))
+    if machine.nvidia:
+        idle = "an NVIDIA device is present, but MLX's CPU back end is installed"
+        remedy = "pip uninstall mlx-cpu, then pip install 'penstock[cuda]'"
+        problems.append(Problem(idle, remedy))
+    return problems
+
+
+def _measure(dtype: str, size: int) -> float:
+    """Return the best GFLOPS of square matrix products, 2 x size^3 operations each."""
+    import mlx.core as mx
+
+    matrix = mx.random.normal((size, size)).astype(getattr(mx, dtype))
+    mx.eval(matrix @ matrix)
+    best_seconds = float("inf")
+    end = time.perf_counter() + MEASURE_SECONDS
+    while (start := time.perf_counter()) < end:
+        mx.eval(matrix @ matrix)
+        best_seconds = min(best_seconds, time.perf_counter() - start)
+    return round(2 * size**3 / best_seconds / 1e9, 1)
+
+
+def _memory(device_info: dict[str, str | int]) -> Memory:
+    """Read the machine's memory; a container's limit counts as its memory."""
+    seen = psutil.virtual_memory()
+    total = min(seen.total, _container_limit_bytes() or seen.total)
+    recommended = device_info.get("max_recommended_working_set_size")
+    recommended = int(recommended or device_info.get("total_memory") or total)
+    return Memory(
+        total_bytes=total,
+        available_bytes=min(seen.available, total),
+        recommended_bytes=recommended,
+        default_limit_bytes=default_limit_bytes(recommended),
+    )
+
+
+def _container_limit_bytes() -> int | None:
+    """Read the cgroup's memory limit (version 2, then 1); None if there is none."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        file = Path("/sys/fs/cgroup") / name
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            return int(text)
+    return None
+
+
+def _show(machine: Machine, problems: list[Problem]) -> None:
+    console = Console(highlight=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("back end", f"{machine.back_end} ({machine.device})")
+    table.add_row("BLAS", f"{machine.blas.name}: {machine.blas.why}")
+    for dtype, speed in machine.gflops.items():
+        table.add_row(f"  {dtype}", f"{speed:,.0f} GFLOPS measured")
+    memory = machine.memory
+    table.add_row("memory", f"{format_bytes(memory.total_bytes)} in all")
+    table.add_row("  available", format_bytes(memory.available_bytes))
+    table.add_row("  device", f"{format_bytes(memory.recommended_bytes)} recommended at most")
+    table.add_row("  limit", f"{format_bytes(memory.default_limit_bytes)} by default")
+    for name, version in machine.versions.items():
+        table.add_row(name, version)
+    console.print(table)
+    for problem in problems:
+        console.print(f"[bold red]problem[/]: {problem.what}", soft_wrap=True)
+        console.print(f"  what to do: {problem.remedy}", soft_wrap=True, markup=False)
+    if not problems:
+        console.print("Nothing is wrong.")

@@ -1,0 +1,82 @@
+"""`penstock generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock import config
+from penstock.blas import load_blas
+from penstock.cli import options
+from penstock.errors import SettingError
+from penstock.recall import MODEL_PATH
+
+if TYPE_CHECKING:
+    from penstock.models.mlx_lm import Piece
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to answer; - reads standard input.")],
+    model: options.Model = str(MODEL_PATH),
+    system: options.System = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
+    ] = False,
+    max_tokens: options.MaxTokens = config.MAX_TOKENS,
+    max_kv_size: options.MaxKVSize = config.MAX_KV_SIZE,
+    keep_kv_size: options.KeepKVSize = None,
+    kv_bits: options.KVBits = None,
+    temp: options.Temp = config.TEMP,
+    top_p: options.TopP = config.TOP_P,
+    seed: options.Seed = None,
+    as_json: options.Json = False,
+) -> None:
+    """Answer one prompt.
+
+    The answer streams to standard output; tokens, speeds and memory follow on standard error.
+    """
+    kv = config.parse(
+        config.KVSettings, max_kv_size=max_kv_size, keep_kv_size=keep_kv_size, kv_bits=kv_bits
+    )
+    sampling = config.parse(
+        config.SamplingSettings, max_tokens=max_tokens, temp=temp, top_p=top_p, seed=seed
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise SettingError("the prompt is empty")
+    if raw and system is not None:
+        raise SettingError("--system needs the chat template that --raw leaves out")
+    options.warn_of_slow_blas(load_blas())
+
+    # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
+    from penstock.cli.conversation import figures_line, figures_record, kv_use, make_caches
+    from penstock.models.mlx_lm import encode, load_all, render, stream
+
+    loaded = load_all(model)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    tokens = encode(loaded.tokenizer, text) if raw else render(loaded.tokenizer, messages)
+    caches = make_caches(loaded, kv, capacity=len(tokens) + sampling.max_tokens)
+    pieces = stream(loaded, tokens, caches=caches, sampling=sampling)
+    answer, last = _take(pieces, show=not as_json)
+    use = kv_use(caches, len(tokens) + last.generated_tokens)
+    if as_json:
+        print(json.dumps(figures_record(answer, last, use)))
+    else:
+        print(figures_line(last, use), file=sys.stderr)
+
+
+def _take(pieces: Iterable[Piece], *, show: bool) -> tuple[str, Piece]:
+    """Print the pieces as they come if `show`; return the whole text and the last piece."""
+    parts = []
+    for piece in pieces:
+        parts.append(piece.text)
+        if show:
+            print(piece.text, end="", flush=True)
+    if show:
+        print(flush=True)
+    return "".join(parts), piece

@@ -1,0 +1,97 @@
+"""Flags that several commands share, each with its unit and its environment variable."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, TypeAlias
+
+import typer
+
+from penstock import config
+from penstock.blas import Blas
+
+Model: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="Folder of a model, or its Hugging Face name (owner/model).",
+        envvar="PENSTOCK_MODEL",
+        show_default="the embedded model",
+    ),
+]
+MaxTokens: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Generate at most this many tokens an answer.",
+        envvar="PENSTOCK_MAX_TOKENS",
+        metavar="TOKENS",
+        min=1,
+    ),
+]
+MaxKVSize: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Hold the keys and values of at most this many tokens.",
+        envvar="PENSTOCK_MAX_KV_SIZE",
+        metavar="TOKENS",
+        min=2,
+    ),
+]
+KeepKVSize: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Never drop this many first tokens.",
+        envvar="PENSTOCK_KEEP_KV_SIZE",
+        metavar="TOKENS",
+        show_default=f"{config.KEEP}, less in a small window",
+        min=0,
+    ),
+]
+KVBits: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Store keys and values in this many bits: 2, 3, 4, 5, 6 or 8.",
+        envvar="PENSTOCK_KV_BITS",
+        metavar="BITS",
+        show_default="the model's precision",
+    ),
+]
+Temp: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        help="Sampling temperature; 0 takes the likeliest token.",
+        envvar="PENSTOCK_TEMP",
+        metavar="NUMBER",
+        min=0.0,
+    ),
+]
+TopP: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        help="Sample from this share of the probability, above 0 up to 1.",
+        envvar="PENSTOCK_TOP_P",
+        metavar="SHARE",
+    ),
+]
+Seed: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Seed of the sampling.",
+        envvar="PENSTOCK_SEED",
+        metavar="NUMBER",
+        show_default="a new one each time",
+        min=0,
+    ),
+]
+System: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="System prompt before the conversation.", metavar="TEXT"),
+]
+Json: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on standard output.")
+]
+
+
+def warn_of_slow_blas(blas: Blas) -> None:
+    """Print the one line of advice on standard error, if there is any."""
+    if blas.advice is not None:
+        print(f"penstock: {blas.advice}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Models and their tokenizers, taken from mlx-lm, and the embedded model."""

@@ -1,0 +1,190 @@
+"""The one place that knows mlx-lm: loading, chat templates and generation.
+
+What is leaned on here is named in `tests/test_contract_mlx_lm.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import mlx_lm.models.cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from penstock.config import SamplingSettings
+from penstock.errors import ModelError
+
+__all__ = [
+    "Loaded",
+    "Piece",
+    "TokenizerWrapper",
+    "encode",
+    "load",
+    "load_all",
+    "render",
+    "rival_caches",
+    "stream",
+]
+
+Message = dict[str, str]
+
+# What mlx-lm, transformers, the hub client and MLX raise for folders that are incomplete,
+# damaged or of an unknown kind; anything else is a fault of ours and keeps its traceback.
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    ImportError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One generated token, and the run's figures up to it."""
+
+    token: int
+    text: str
+    """Text that became readable with this token; empty in the middle of a character."""
+    finish_reason: str | None
+    """`stop` or `length` with the last piece, None before."""
+    prompt_tokens: int
+    prompt_tokens_per_second: float
+    generated_tokens: int
+    generated_tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model, its tokenizer and its config."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+
+
+def load(path_or_name: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model and its tokenizer from a folder or by its Hugging Face name.
+
+    Raises:
+        ModelError: The model is unknown, or its folder is incomplete, damaged or of a kind
+            that mlx-lm does not have.
+    """
+    loaded = load_all(path_or_name)
+    return loaded.model, loaded.tokenizer
+
+
+def load_all(path_or_name: str | Path) -> Loaded:
+    """Load as `load` does, and return the config beside model and tokenizer."""
+    source = _source(path_or_name)
+    try:
+        model, tokenizer, config = mlx_lm.load(source, return_config=True)
+    except _LOAD_ERRORS as error:
+        what = f"cannot load {source}"
+        if not Path(source).is_dir():
+            what = f"there is no folder {source}, and it cannot be fetched"
+        raise ModelError(f"{what}: {_one_line(error)}") from error
+    return Loaded(model, tokenizer, config)
+
+
+def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    """Turn raw text into tokens, with the special tokens the tokenizer adds by itself."""
+    return list(tokenizer.encode(text))
+
+
+def render(
+    tokenizer: TokenizerWrapper, messages: Sequence[Message], *, answer: bool = True
+) -> list[int]:
+    """Turn a conversation into tokens by the model's chat template.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        messages: `role` and `content` of each message, oldest first.
+        answer: End where the model's answer begins.
+
+    Raises:
+        ModelError: The model has no chat template, or its template refuses the messages.
+    """
+    if not tokenizer.has_chat_template:
+        raise ModelError("this model has no chat template; use penstock generate --raw")
+    from jinja2 import TemplateError  # comes with mlx-lm; costs 50 ms that --raw need not pay
+
+    try:
+        tokens = tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer)
+    except TemplateError as error:
+        raise ModelError(f"the chat template refuses the messages: {_one_line(error)}") from error
+    return list(tokens)
+
+
+def stream(
+    loaded: Loaded,
+    prompt: Sequence[int],
+    *,
+    caches: list[Any],
+    sampling: SamplingSettings,
+) -> Iterator[Piece]:
+    """Generate from `prompt`, the tokens that follow what `caches` already hold.
+
+    After the last piece the caches hold the prompt and every token that was yielded, the
+    end-of-sequence token included. `sampling.seed` seeds MLX's global generator.
+    """
+    seed = time.time_ns() if sampling.seed is None else sampling.seed
+    mx.random.seed(seed)
+    responses = mlx_lm.stream_generate(
+        loaded.model,
+        loaded.tokenizer,
+        list(prompt),
+        max_tokens=sampling.max_tokens,
+        sampler=make_sampler(temp=sampling.temp, top_p=sampling.top_p),
+        prompt_cache=caches,
+    )
+    for response in responses:
+        yield Piece(
+            token=response.token,
+            text=response.text,
+            finish_reason=response.finish_reason,
+            prompt_tokens=response.prompt_tokens,
+            prompt_tokens_per_second=response.prompt_tps,
+            generated_tokens=response.generation_tokens,
+            generated_tokens_per_second=response.generation_tps,
+        )
+
+
+def rival_caches() -> ModuleType:
+    """Return mlx-lm's own cache classes, for benches that measure ours against them."""
+    module: ModuleType = mlx_lm.models.cache
+    return module
+
+
+def _source(path_or_name: str | Path) -> str:
+    """Return the folder or hub name to load, after the checks that need no loading."""
+    folder = Path(path_or_name).expanduser()
+    if folder.is_dir():
+        for needed in ("config.json", "model*.safetensors"):
+            if not any(folder.glob(needed)):
+                raise ModelError(f"{folder} is not a model folder: it has no {needed}")
+        if not any(folder.glob("tokenizer*")):
+            raise ModelError(f"{folder} is not a complete model folder: it has no tokenizer files")
+        return str(folder)
+    name = str(path_or_name)
+    if folder.exists():
+        raise ModelError(f"{name} is a file; a model is a folder or a name like owner/model")
+    if name.count("/") != 1 or name[0] in "./~":
+        raise ModelError(f"there is no folder {name}; a hub name has the form owner/model")
+    return name
+
+
+def _one_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class if it has none."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,102 @@
+"""The benches measure what they say, in a small size."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import RotatingKVCache as TheirRotatingKVCache
+
+from penstock import kv
+from penstock.bench import growth, recall
+from penstock.bench.report import publish
+
+KEYS = {"claim", "penstock", "mlx-lm", "ratio", "goal", "met", "environment"}
+SMALL = growth.Shape(layers=2, window_tokens=512, read_tokens=700, chunk_tokens=64, rounds=1)
+
+
+@pytest.fixture(scope="module")
+def grown() -> Any:
+    return growth.measure(SMALL)
+
+
+def test_growth_sees_the_rival_grow_and_us_not(grown: Any) -> None:
+    for load in ("decode", "prefill"):
+        assert grown.penstock[load]["growths_per_layer"] == 0
+        assert grown.penstock[load]["moves_per_layer"] == 0
+        assert grown.rival_figures[load]["growths_per_layer"] > 0
+        assert grown.rival_figures[load]["moves_per_layer"] > 0
+        assert 1 <= grown.penstock[load]["peak_over_window"] < 2
+
+
+def test_growth_counts_a_copy_of_unchanged_length() -> None:
+    """Negative control: a cache that copies its buffers each step moves, though it never grows."""
+
+    class Copies(kv.RotatingKVCache):
+        def update_and_fetch(self, keys: Any, values: Any) -> Any:
+            # A second owner of the buffers makes every write a copy.
+            self._held_before = copy.deepcopy((self.keys, self.values))
+            return super().update_and_fetch(keys, values)
+
+    run = growth.run_once(lambda: Copies(512), SMALL, 1)
+    assert run.growths_per_layer == 0
+    assert run.moves_per_layer > 0
+    assert run.peak_over_window > 1.9
+
+
+def test_growth_is_not_met_by_the_rival_alone() -> None:
+    run = growth.run_once(lambda: TheirRotatingKVCache(512), SMALL, 1)
+    runs = {load: {"penstock": [run], growth.RIVAL: [run]} for load in ("decode", "prefill")}
+    assert not growth.report(SMALL, runs).met
+
+
+def test_json_is_one_object_and_the_record_holds_every_round(
+    grown: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    publish(grown, as_json=True, save=tmp_path)
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed) == KEYS
+    (file,) = tmp_path.glob("growth-*.json")
+    stored = json.loads(file.read_text())
+    assert len(stored["raw"]["runs"]["decode"]["penstock"][0]["step_ms"]) == SMALL.read_tokens
+
+
+def test_the_table_names_what_is_not_met(grown: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(grown, as_json=False, save=None)
+    printed = capsys.readouterr().out
+    assert printed.count("NOT MET") == sum(line.met is False for line in grown.lines)
+
+
+def test_places_of_facts_in_a_window() -> None:
+    setting = recall.Setting(100, 20)
+    read = 1_000
+    assert recall.place_of(0, 20, read, setting) == "keep"
+    assert recall.place_of(10, 21, read, setting) is None
+    assert recall.place_of(20, 40, read, setting) == "between"
+    assert recall.place_of(900, 920, read, setting) == "between"
+    assert recall.place_of(910, 921, read, setting) is None
+    assert recall.place_of(920, 940, read, setting) == "window"
+    assert recall.place_of(30, 50, 100, setting) == "window"
+
+
+@pytest.fixture(scope="module")
+def asked() -> Any:
+    settings = (recall.Setting(256, 128), recall.Setting(4_096, 512))
+    return recall.measure(recall.Load(dialogues=1, tokens=600, facts=12, settings=settings))
+
+
+def test_recall_knows_what_is_held_and_nothing_else(asked: Any) -> None:
+    assert asked.met, [line for line in asked.lines if not line.met]
+    asked_in = {place: n["asked"] for place, n in asked.penstock["256 tokens, keep 128"].items()}
+    assert asked_in["between"] > 0
+    assert asked_in["window"] > 0
+
+
+def test_recall_writes_its_page(asked: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    recall.write_page(asked, tmp_path)
+    assert (tmp_path / "recall.png").stat().st_size > 1_000
+    assert "256 tokens, keep 128" in (tmp_path / "recall.md").read_text()

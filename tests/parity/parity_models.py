@@ -1,0 +1,179 @@
+"""Random models, small and seeded, of the kinds whose attention caches differ."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import cache as theirs
+from mlx_lm.models import gemma3_text, llama, mixtral, qwen3
+
+from penstock import kv
+from penstock.models.mlx_lm import load
+from penstock.recall import MODEL_PATH
+
+VOCABULARY_TOKENS = 512
+SLIDING_WINDOW = 24
+LOUDER = 3.0
+SHARED = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCABULARY_TOKENS,
+}
+FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "embedded")
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    """Return a random float32 model with head size 64, or the embedded one; always the same."""
+    if family == "embedded":
+        return load(MODEL_PATH)[0]
+    mx.random.seed(FAMILIES.index(family))
+    if family == "llama":
+        model = llama.Model(
+            llama.ModelArgs(
+                model_type="llama", num_hidden_layers=3, tie_word_embeddings=False, **SHARED
+            )
+        )
+    elif family == "qwen3":
+        model = qwen3.Model(
+            qwen3.ModelArgs(
+                model_type="qwen3",
+                num_hidden_layers=2,
+                head_dim=64,
+                max_position_embeddings=4096,
+                tie_word_embeddings=False,
+                rope_theta=10_000.0,
+                **SHARED,
+            )
+        )
+    elif family == "gemma3":
+        model = gemma3_text.Model(
+            gemma3_text.ModelArgs(
+                model_type="gemma3_text",
+                num_hidden_layers=4,
+                head_dim=64,
+                query_pre_attn_scalar=64,
+                sliding_window=SLIDING_WINDOW,
+                sliding_window_pattern=2,
+                **SHARED,
+            )
+        )
+    else:
+        model = mixtral.Model(
+            mixtral.ModelArgs(
+                model_type="mixtral", num_hidden_layers=2, num_local_experts=4, **SHARED
+            )
+        )
+    model.set_dtype(mx.float32)
+    # With weights as they are initialised attention is nearly uniform and tokens repeat; louder,
+    # the text depends on single tokens of the past.
+    for layer in model.layers:
+        attention = layer.self_attn
+        for name in ("q_proj", "k_proj", "q_norm", "k_norm", "v_proj", "o_proj"):
+            if name in attention:
+                attention[name].weight = attention[name].weight * LOUDER
+    mx.eval(model.parameters())
+    return model
+
+
+def prompt_of(tokens: int, seed: int = 0) -> list[int]:
+    """Return random token ids."""
+    key = mx.random.key(1_000 * seed + tokens)
+    return mx.random.randint(2, VOCABULARY_TOKENS, (tokens,), key=key).tolist()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token and how far ahead of the second best it was."""
+
+    token: int
+    gap: float
+
+
+def generate(
+    model: Any, prompt: Sequence[int], cache: list[Any], tokens: int, step_size: int = 2_048
+) -> list[Step]:
+    """Generate greedily with the given caches, which are read into."""
+    steps = []
+    for token, logprobs in generate_step(
+        mx.array(prompt), model, max_tokens=tokens, prompt_cache=cache, prefill_step_size=step_size
+    ):
+        best = mx.topk(logprobs, 2)
+        steps.append(Step(int(token), abs((best[1] - best[0]).item())))
+    return steps
+
+
+def tokens_of(steps: Sequence[Step]) -> list[int]:
+    return [step.token for step in steps]
+
+
+def assert_same(ours: Sequence[int], reference: Sequence[Step], what: str) -> None:
+    """Compare tokens; say where they part, and by what margin the reference chose."""
+    assert len(ours) == len(reference), f"{what}: {len(ours)} tokens, not {len(reference)}"
+    for at, (token, step) in enumerate(zip(ours, reference, strict=True)):
+        assert token == step.token, (
+            f"{what}: token {at} is {token}, not {step.token}, which led by {step.gap:.3g}"
+        )
+
+
+def twin(cache: Any) -> Any:
+    """Return penstock's empty cache for an empty one of mlx-lm."""
+    if isinstance(cache, theirs.RotatingKVCache):
+        return kv.RotatingKVCache(cache.max_size, cache.keep)
+    if isinstance(cache, theirs.QuantizedKVCache):
+        return kv.QuantizedKVCache(cache.group_size, cache.bits)
+    assert isinstance(cache, theirs.KVCache), type(cache)
+    return kv.KVCache()
+
+
+def twins(caches: Sequence[Any]) -> list[Any]:
+    return [twin(cache) for cache in caches]
+
+
+def bounded(model: Any, max_size: int, keep: int) -> list[Any]:
+    """Return mlx-lm's caches with every full-attention layer bounded; sliding layers stay."""
+    return [
+        cache
+        if isinstance(cache, theirs.RotatingKVCache)
+        else theirs.RotatingKVCache(max_size, keep)
+        for cache in theirs.make_prompt_cache(model)
+    ]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One sequence that came out of a batch."""
+
+    tokens: list[int]
+    cache: list[Any]
+
+
+def generate_batch(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    caches: Sequence[list[Any]],
+    tokens: Sequence[int],
+    **settings: int,
+) -> list[Finished]:
+    """Run prompts together through mlx-lm's `BatchGenerator`, each with caches of its own."""
+    batch = BatchGenerator(model, **settings)
+    uids = batch.insert(
+        [list(prompt) for prompt in prompts], max_tokens=list(tokens), caches=list(caches)
+    )
+    written: dict[int, list[int]] = {uid: [] for uid in uids}
+    left: dict[int, list[Any]] = {}
+    while responses := batch.next_generated():
+        for response in responses:
+            written[response.uid].append(response.token)
+            if response.finish_reason is not None:
+                left[response.uid] = response.prompt_cache
+    batch.close()
+    return [Finished(written[uid], left[uid]) for uid in uids]

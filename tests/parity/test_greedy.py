@@ -1,0 +1,217 @@
+"""Greedy generation with penstock's caches gives mlx-lm's tokens, one for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import cache as theirs
+from parity_models import (
+    FAMILIES,
+    assert_same,
+    bounded,
+    generate,
+    generate_batch,
+    model_of,
+    prompt_of,
+    tokens_of,
+    twins,
+)
+
+from penstock import kv
+
+family = pytest.mark.parametrize("family", FAMILIES)
+WINDOW = 32
+LENGTHS = (5, 61, 17, 34)
+TOKENS = (40, 9, 52, 23)
+
+
+@family
+@pytest.mark.parametrize("prompt_tokens", [1, 20, 300])
+@pytest.mark.parametrize("step_size", [16, 2_048])
+def test_growing(family: str, prompt_tokens: int, step_size: int) -> None:
+    model, prompt = model_of(family), prompt_of(prompt_tokens)
+    cache = theirs.make_prompt_cache(model)
+    ours = twins(cache)
+    reference = generate(model, prompt, cache, 40, step_size)
+    assert_same(tokens_of(generate(model, prompt, ours, 40, step_size)), reference, family)
+
+
+@family
+@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize("prompt_tokens", [10, 100])
+@pytest.mark.parametrize("step_size", [5, 32, 50, 2_048])
+def test_rotating(family: str, keep: int, prompt_tokens: int, step_size: int) -> None:
+    """The window turns round twice while generating; chunks are shorter and longer than it."""
+    model, prompt = model_of(family), prompt_of(prompt_tokens)
+    cache = bounded(model, WINDOW, keep)
+    ours = twins(cache)
+    reference = generate(model, prompt, cache, 80, step_size)
+    assert_same(tokens_of(generate(model, prompt, ours, 80, step_size)), reference, family)
+    assert {c.keys.shape[2] for c in ours} <= {WINDOW, 24}
+
+
+@family
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized(family: str, bits: int) -> None:
+    model, prompt = model_of(family), prompt_of(70)
+    if family == "gemma3":
+        cache = [
+            theirs.QuantizedKVCache(bits=bits) if type(c) is theirs.KVCache else c
+            for c in theirs.make_prompt_cache(model)
+        ]
+    else:
+        cache = [theirs.QuantizedKVCache(bits=bits) for _ in model.layers]
+    ours = twins(cache)
+    reference = generate(model, prompt, cache, 40, 32)
+    assert_same(tokens_of(generate(model, prompt, ours, 40, 32)), reference, family)
+
+
+@family
+def test_quantized_in_the_middle(family: str) -> None:
+    """`to_quantized` half way, as mlx-lm does past `quantized_kv_start`."""
+    model, prompt = model_of(family), prompt_of(40)
+    cache = theirs.make_prompt_cache(model)
+    ours = twins(cache)
+    results = []
+    for caches in (cache, ours):
+        first = generate(model, prompt, caches, 10)
+        quantized = [c.to_quantized(64, 8) if c.is_trimmable() else c for c in caches]
+        results.append(first + generate(model, [first[-1].token], quantized, 20))
+    assert_same(tokens_of(results[1]), results[0], family)
+
+
+@family
+@pytest.mark.parametrize("capacity", [None, 16, 256])
+def test_made_with_a_bound_that_is_never_reached(family: str, capacity: int | None) -> None:
+    model, prompt = model_of(family), prompt_of(50)
+    ours = kv.make_kv_cache(model, max_kv_size=4_096, keep=64, capacity=capacity)
+    reference = generate(model, prompt, theirs.make_prompt_cache(model), 40, 16)
+    assert_same(tokens_of(generate(model, prompt, ours, 40, 16)), reference, family)
+
+
+@family
+def test_batch_gives_what_single_runs_give(family: str) -> None:
+    model = model_of(family)
+    prompts = [prompt_of(tokens) for tokens in LENGTHS]
+    caches = [twins(theirs.make_prompt_cache(model)) for _ in prompts]
+    settings = {"prefill_batch_size": 2, "completion_batch_size": 3, "prefill_step_size": 16}
+    finished = generate_batch(model, prompts, caches, TOKENS, **settings)
+    for prompt, tokens, sequence in zip(prompts, TOKENS, finished, strict=True):
+        reference = generate(model, prompt, theirs.make_prompt_cache(model), tokens)
+        assert_same(sequence.tokens, reference, f"{family}, {len(prompt)} tokens")
+
+
+@family
+def test_batch_of_windows_gives_what_single_runs_give(family: str) -> None:
+    model = model_of(family)
+    prompts = [prompt_of(tokens) for tokens in LENGTHS]
+    caches = [twins(bounded(model, WINDOW, 0)) for _ in prompts]
+    finished = generate_batch(model, prompts, caches, TOKENS, prefill_step_size=15)
+    for prompt, tokens, sequence in zip(prompts, TOKENS, finished, strict=True):
+        reference = generate(model, prompt, bounded(model, WINDOW, 0), tokens)
+        assert_same(sequence.tokens, reference, f"{family}, {len(prompt)} tokens")
+
+
+@family
+def test_batch_with_kept_tokens_gives_what_single_runs_give(family: str) -> None:
+    """Against our own single runs: mlx-lm loses `keep` when it batches."""
+    model = model_of(family)
+    prompts = [prompt_of(tokens) for tokens in LENGTHS]
+
+    def made() -> list[Any]:
+        return kv.make_kv_cache(model, max_kv_size=WINDOW, keep=4)
+
+    finished = generate_batch(model, prompts, [made() for _ in prompts], TOKENS)
+    for prompt, tokens, sequence in zip(prompts, TOKENS, finished, strict=True):
+        reference = generate(model, prompt, made(), tokens)
+        assert_same(sequence.tokens, reference, f"{family}, {len(prompt)} tokens")
+
+
+@family
+@pytest.mark.parametrize("keep", [None, 0, 4])
+def test_a_second_turn_continues_from_returned_caches(family: str, keep: int | None) -> None:
+    """Two turns through batches equal two turns alone. `keep` None: unbounded."""
+    model = model_of(family)
+    first = [prompt_of(tokens, 1) for tokens in LENGTHS]
+    second = [prompt_of(tokens, 2) for tokens in reversed(LENGTHS)]
+
+    def made() -> list[Any]:
+        if keep is None:
+            return twins(theirs.make_prompt_cache(model))
+        return kv.make_kv_cache(model, max_kv_size=WINDOW, keep=keep)
+
+    turns = generate_batch(model, first, [made() for _ in first], TOKENS)
+    turns = generate_batch(model, second, [turn.cache for turn in turns], TOKENS)
+    for at, sequence in enumerate(turns):
+        cache = made()
+        # Alone or in a batch, the cache of a finished turn holds its last token too.
+        generate(model, first[at], cache, TOKENS[at])
+        reference = generate(model, second[at], cache, TOKENS[at])
+        assert_same(sequence.tokens, reference, f"{family}, sequence {at}")
+
+
+@family
+@pytest.mark.parametrize("made", ["growing", "rotating", "kept", "quantized"])
+def test_saved_in_the_middle(family: str, made: str, tmp_path: Path) -> None:
+    model, prompt = model_of(family), prompt_of(45)
+    cache = {
+        "growing": lambda: twins(theirs.make_prompt_cache(model)),
+        "rotating": lambda: twins(bounded(model, WINDOW, 0)),
+        "kept": lambda: kv.make_kv_cache(model, max_kv_size=WINDOW, keep=4),
+        "quantized": lambda: kv.make_kv_cache(model, max_kv_size=WINDOW, keep=4, kv_bits=8),
+    }[made]
+    whole, halved = cache(), cache()
+    reference = generate(model, prompt, whole, 60)
+    first = generate(model, prompt, halved, 30)
+    path = str(tmp_path / "cache.safetensors")
+    kv.save_prompt_cache(path, halved, {"model": family})
+    loaded, metadata = kv.load_prompt_cache(path, return_metadata=True)
+    assert metadata == {"model": family}
+    # A run reads its last token too, so the next one to read is the one after it.
+    rest = generate(model, [reference[30].token], loaded, 29)
+    assert_same(tokens_of(first), reference[:30], f"{family}, {made}, before")
+    assert_same(tokens_of(rest), reference[31:], f"{family}, {made}, after")
+
+
+@family
+@pytest.mark.parametrize("keep", [None, 0, 4])
+@pytest.mark.parametrize("writer", ["ours", "theirs"])
+def test_files_of_either_side_are_read_by_the_other(
+    family: str, keep: int | None, writer: str, tmp_path: Path
+) -> None:
+    """Saved right after a chunk, when mlx-lm's ring is longer than its window, and later."""
+    model, prompt = model_of(family), prompt_of(45)
+    path = str(tmp_path / "cache.safetensors")
+    for before in (1, 20):
+        cache = theirs.make_prompt_cache(model) if keep is None else bounded(model, WINDOW, keep)
+        ours = twins(cache)
+        reference = generate(model, prompt, cache, before + 30)
+        cache = theirs.make_prompt_cache(model) if keep is None else bounded(model, WINDOW, keep)
+        first, save, load = (
+            (ours, kv.save_prompt_cache, theirs.load_prompt_cache)
+            if writer == "ours"
+            else (cache, theirs.save_prompt_cache, kv.load_prompt_cache)
+        )
+        generate(model, prompt, first, before)
+        save(path, first)
+        rest = generate(model, [reference[before].token], load(path), 29)
+        assert_same(tokens_of(rest), reference[before + 1 :], f"{family}, written by {writer}")
+
+
+def test_the_comparison_sees_a_dropped_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: keys of the first token zeroed, and the text must change."""
+    model, prompt = model_of("llama"), prompt_of(20)
+    reference = generate(model, prompt, theirs.make_prompt_cache(model), 40)
+    update = kv.KVCache.update_and_fetch
+
+    def forgetful(self: Any, keys: mx.array, values: mx.array) -> Any:
+        fetched, values = update(self, keys, values)
+        return mx.concatenate([mx.zeros_like(fetched[..., :1, :]), fetched[..., 1:, :]], 2), values
+
+    monkeypatch.setattr(kv.KVCache, "update_and_fetch", forgetful)
+    ours = tokens_of(generate(model, prompt, [kv.KVCache() for _ in model.layers], 40))
+    with pytest.raises(AssertionError, match="which led by"):
+        assert_same(ours, reference, "forgetful")

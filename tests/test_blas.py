@@ -1,0 +1,101 @@
+"""Which BLAS is loaded: each case in a process of its own, since a library stays loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from penstock.blas import load_blas, uses_cuda
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or uses_cuda(), reason="MLX needs no BLAS of ours here"
+)
+
+SHOW = """
+import dataclasses, json, penstock.blas
+print(json.dumps(dataclasses.asdict(penstock.blas.load_blas())))
+"""
+SPEED = """
+import time, penstock, mlx.core as mx
+a = mx.random.normal((512, 512)); mx.eval(a @ a)
+best = 1e9
+for _ in range(5):
+    start = time.perf_counter(); mx.eval(a @ a); best = min(best, time.perf_counter() - start)
+print(best)
+"""
+
+
+def run(code: str, blas: str | None = None) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_BLAS"}
+    if blas is not None:
+        environment["PENSTOCK_BLAS"] = blas
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def loaded(blas: str | None = None, before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(before + SHOW, blas))
+    return found
+
+
+needs_blas = pytest.mark.skipif(
+    not loaded()["found"], reason="no fast BLAS is installed on this machine"
+)
+
+
+def test_the_answer_stays_the_same() -> None:
+    assert load_blas() is load_blas()
+
+
+def test_none_loads_nothing_and_asks_for_nothing() -> None:
+    assert loaded("none") == {
+        "found": False,
+        "name": "reference BLAS",
+        "why": "PENSTOCK_BLAS=none",
+        "advice": None,
+    }
+
+
+@needs_blas
+def test_the_named_library_is_used() -> None:
+    name = loaded()["name"]
+    assert loaded(name)["name"] == name
+    assert loaded(name)["why"] == "named by PENSTOCK_BLAS"
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"), [("/nowhere/libblas.so", "cannot open"), ("libm.so.6", "no cblas_sgemm")]
+)
+def test_a_wrong_name_is_said_in_one_line(name: str, complaint: str) -> None:
+    advice = loaded(name)["advice"]
+    assert advice.startswith(f"PENSTOCK_BLAS={name} is not used: ")
+    assert complaint in advice
+    assert "\n" not in advice
+
+
+def test_a_missing_blas_says_what_to_install() -> None:
+    hide = "import penstock.blas as b; b._SONAMES = (); b.load_blas.cache_clear()\n"
+    found = loaded(before=hide)
+    assert not found["found"]
+    assert "libopenblas0" in found["advice"]
+    assert "\n" not in found["advice"]
+
+
+def test_mlx_before_penstock_is_said() -> None:
+    found = loaded(before="import mlx.core; ")
+    assert not found["found"]
+    assert "import penstock first" in found["advice"]
+
+
+@needs_blas
+def test_float32_gets_faster() -> None:
+    # 20 times and more where it was measured; 2 leaves room for a busy machine.
+    assert float(run(SPEED, "none")) > 2 * float(run(SPEED))

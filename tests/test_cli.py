@@ -1,0 +1,288 @@
+"""The command line, run as the user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.cli import main
+from penstock.recall import MODEL_PATH
+
+SCRIPT = Path(sys.executable).parent / "penstock"
+TELL = "The code of the amber falcon is 4821."
+ASK = "What is the code of the amber falcon?"
+
+Done = subprocess.CompletedProcess
+
+
+def run(*arguments: str | Path, stdin: str = "", **environment: str) -> Done[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+    return subprocess.run(
+        [SCRIPT, *arguments],
+        input=stdin,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Capture, *arguments: str) -> str:
+    """Return the one line a refusal consists of. In this process: mlx-lm loads only once."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    (line,) = errors.splitlines()
+    assert line.startswith("penstock: ")
+    return line
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"penstock {penstock.__version__}\n"
+    assert version("penstock") == penstock.__version__
+
+
+def test_no_command_shows_the_help() -> None:
+    assert run().stdout == run("--help").stdout
+
+
+def test_help_is_quick() -> None:
+    """0.2 s where it was measured. Processor time, since other tests may be running."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run("--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.4
+
+
+@pytest.mark.parametrize("command", [["--help"], ["generate", "x", "--kv-bits", "7"], ["doctor"]])
+def test_mlx_lm_is_not_imported_where_it_is_not_needed(command: list[str]) -> None:
+    code = (
+        "import sys; from penstock.cli import main\n"
+        f"main({command!r})\n"
+        "assert not any(name.split('.')[0] == 'mlx_lm' for name in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_generate_streams_the_answer_and_reports_on_stderr() -> None:
+    done = run("generate", TELL, "--max-tokens", "16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Noted.\n"
+    (line,) = done.stderr.splitlines()
+    for part in ("prompt ", "tokens/s", "peak memory", "KV "):
+        assert part in line
+
+
+def test_generate_reads_standard_input_and_prints_json() -> None:
+    done = run("generate", "-", "--json", stdin=TELL)
+    record = json.loads(done.stdout)
+    assert record["text"] == "Noted."
+    assert record["finish_reason"] == "stop"
+    assert record["kv"]["growths"] == 0
+    assert record["kv"]["tokens"] == record["prompt_tokens"] + record["generated_tokens"]
+    assert record["peak_memory_bytes"] > record["kv"]["nbytes"] > 0
+    assert done.stderr == ""
+
+
+def test_raw_continues_the_text() -> None:
+    done = run("generate", f"<|start|><|user|> {TELL}<|end|><|assistant|>", "--raw")
+    assert done.stdout == "Noted.\n"
+
+
+def test_an_environment_variable_is_a_flag() -> None:
+    record = json.loads(run("generate", "Hello!", "--json", PENSTOCK_MAX_TOKENS="2").stdout)
+    assert record["generated_tokens"] == 2
+    assert record["finish_reason"] == "length"
+
+
+def test_chat_answers_each_line_piped_in() -> None:
+    done = run("chat", stdin=f"{TELL}\n\nMy sister has a small dog.\n{ASK}\n")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[0] == "Noted."
+    assert lines[-1] == "4821."
+    assert done.stderr == ""
+
+
+def test_chat_obeys_commands() -> None:
+    done = run("chat", stdin=f"{TELL}\n/stats\n/reset\n/stats\n/help\n/what\n/exit\n{ASK}\n")
+    assert done.returncode == 0
+    noted, stats, reset, empty, *help_lines = done.stdout.splitlines()
+    assert noted == "Noted."
+    assert "tokens/s" in stats
+    assert reset == "The conversation is forgotten."
+    assert empty.startswith("KV 0 tokens in 0 B")
+    assert [line.split()[0] for line in help_lines] == ["/stats", "/reset", "/help", "/exit"]
+    assert done.stderr == "penstock: unknown command /what; /help lists them\n"
+
+
+def test_chat_echoes_on_demand() -> None:
+    assert run("chat", "--echo", stdin=TELL).stdout == f"> {TELL}\nNoted.\n"
+
+
+def typed(text: str, *arguments: str | Path) -> tuple[int, str]:
+    """Run the script at a terminal, type `text`; return its exit code and what was shown."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [SCRIPT, *arguments], stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        os.write(ours, text.encode())
+        shown = b""
+        try:
+            while data := os.read(ours, 4096):
+                shown += data
+        except OSError:  # how a pseudo-terminal says that the other end has closed
+            pass
+        code = process.wait(timeout=60)
+    os.close(ours)
+    return code, shown.decode()
+
+
+def test_chat_at_a_terminal_keeps_a_private_history(tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    code, shown = typed(f"{TELL}\n/exit\n", "chat", "--history", history)
+    assert code == 0
+    assert "> " in shown
+    assert "Noted." in shown
+    assert TELL in history.read_text()
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+def test_a_history_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    code, shown = typed("/exit\n", "chat", "--history", tmp_path / "nowhere" / "history")
+    assert code == 2
+    assert shown.splitlines()[-1].startswith("penstock: --history ")
+    assert "Traceback" not in shown
+
+
+def test_doctor_prints_one_object() -> None:
+    done = run("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert report["versions"]["penstock"] == penstock.__version__
+    assert report["gflops"]["float32"] > 0
+    assert done.returncode == (1 if report["problems"] else 0)
+
+
+def test_doctor_says_what_is_slow() -> None:
+    done = run("doctor", PENSTOCK_BLAS="/nowhere/libblas.so")
+    if "PENSTOCK_BLAS" not in done.stdout:
+        pytest.skip("MLX needs no BLAS of ours here")
+    assert done.returncode == 1
+    assert "what to do" in done.stdout
+
+
+def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
+    done = run("generate", TELL, "--json", PENSTOCK_BLAS="/nowhere/libblas.so")
+    assert done.returncode == 0
+    assert len(done.stderr.splitlines()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nosuch"], "No such command 'nosuch'"),
+        (["bench"], "Missing command"),
+        (["generate"], "Missing argument"),
+        (["generate", "x", "--bogus"], "No such option: --bogus"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "x", "--max-tokens", "-3"], "--max-tokens"),
+        (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "x", "--max-kv-size", "0"], "--max-kv-size"),
+        (["generate", "x", "--kv-bits", "7"], "--kv-bits 7"),
+        (["generate", "x", "--temp", "nan"], "--temp"),
+        (["generate", "x", "--seed", "-1"], "--seed"),
+        (["generate", "x", "--max-kv-size", "64", "--keep-kv-size", "64"], "leaves no room"),
+        (["chat", "--max-kv-size", "64", "--keep-kv-size", "65"], "leaves no room"),
+        (["generate", "x", "--raw", "--system", "y"], "--system"),
+        (["generate", "x", "--model", "nosuch"], "there is no folder nosuch"),
+        (["generate", "x", "--model", "./no/such"], "there is no folder ./no/such"),
+        (["chat", "--model", "nosuch"], "there is no folder nosuch"),
+    ],
+)
+def test_a_wrong_call_is_one_line(capsys: Capture, arguments: list[str], complaint: str) -> None:
+    assert complaint in refused(capsys, *arguments)
+
+
+def test_a_refusal_of_the_real_script_exits_with_2() -> None:
+    done = run("generate", "x", "--kv-bits", "7")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "penstock: --kv-bits 7: Input should be 2, 3, 4, 5, 6 or 8\n"
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def change(**values: object) -> dict[str, object]:
+    config: dict[str, object] = json.loads((MODEL_PATH / "config.json").read_text())
+    return config | values
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda m: (m / "config.json").unlink(), "it has no config.json"),
+        (lambda m: (m / "config.json").write_text("{"), "cannot load"),
+        (lambda m: (m / "config.json").write_text(json.dumps(change(model_type="odd"))), "odd"),
+        (
+            lambda m: (m / "config.json").write_text(json.dumps(change(num_hidden_layers=3))),
+            "Missing",
+        ),
+        (lambda m: (m / "model.safetensors").unlink(), "it has no model*.safetensors"),
+        (lambda m: truncate(m / "model.safetensors"), "cannot load"),
+        (lambda m: (m / "model.safetensors").write_bytes(b""), "cannot load"),
+        (
+            lambda m: [file.unlink() for file in m.glob("tokenizer*")],
+            "it has no tokenizer files",
+        ),
+        (lambda m: (m / "tokenizer.json").unlink(), "cannot load"),
+        (lambda m: truncate(m / "tokenizer.json"), "cannot load"),
+    ],
+)
+def test_a_broken_folder_is_one_line(
+    capsys: Capture, tmp_path: Path, damage: Callable[[Path], object], complaint: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, model)
+    damage(model)
+    assert complaint in refused(capsys, "generate", "x", "--model", str(model))
+
+
+def test_control_c_ends_with_130() -> None:
+    with subprocess.Popen(
+        [SCRIPT, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{TELL}\n".encode())
+        process.stdin.flush()
+        assert process.stdout.readline() == b"Noted.\n"  # now it waits for the next line
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert output + errors == b""

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.config import MLX_LM_MINOR, KVSettings, SamplingSettings, parse
+from penstock.errors import SettingError
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        KVSettings().max_kv_size = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("keep", [0, 15])
+def test_keep_may_leave_one_token(keep: int) -> None:
+    assert parse(KVSettings, max_kv_size=16, keep_kv_size=keep).keep_kv_size == keep
+
+
+@pytest.mark.parametrize("keep", [16, 17])
+def test_keep_must_leave_room(keep: int) -> None:
+    with pytest.raises(SettingError, match=f"--keep-kv-size {keep} leaves no room .* 16 tokens"):
+        parse(KVSettings, max_kv_size=16, keep_kv_size=keep)
+
+
+def test_the_default_keep_fits_a_small_window() -> None:
+    assert parse(KVSettings, max_kv_size=16).keep_kv_size is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("temp", -0.1),
+        ("temp", float("nan")),
+        ("temp", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("seed", -1),
+        ("seed", 2**64),
+    ],
+)
+def test_a_bad_number_names_its_flag(name: str, value: float) -> None:
+    with pytest.raises(SettingError, match=f"^--{name.replace('_', '-')} "):
+        parse(SamplingSettings, **{name: value})
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(SettingError, match="--nonsense"):
+        parse(KVSettings, nonsense=1)
+
+
+def test_the_minor_version_is_the_one_the_package_asks_for() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    major, minor = MLX_LM_MINOR
+    wanted = [d for d in project["project"]["dependencies"] if d.startswith("mlx-lm>")]
+    assert len(wanted) == 1
+    assert wanted[0].startswith(f"mlx-lm>={major}.{minor}.")
+    assert wanted[0].endswith(f",<{major}.{minor + 1}")

@@ -1,0 +1,121 @@
+"""What penstock leans on in mlx-lm. A failure here means mlx-lm changed, and names what."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.models.cache as upstream
+import pytest
+from mlx_lm.generate import GenerationResponse, generate_step
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+SINGLE = ("KVCache", "RotatingKVCache", "QuantizedKVCache")
+BATCH = ("BatchKVCache", "BatchRotatingKVCache")
+OTHERS = ("ArraysCache", "CacheList")
+PROTOCOL = (
+    "update_and_fetch",
+    "make_mask",
+    "state",
+    "is_trimmable",
+    "trim",
+    "nbytes",
+    "size",
+    "empty",
+    "from_state",
+)
+BATCH_PROTOCOL = ("merge", "extend", "filter", "extract", "prepare", "finalize")
+
+
+def missing(owner: object, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if not hasattr(owner, name)]
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def filled(cache: Any, tokens: int) -> Any:
+    cache.update_and_fetch(mx.zeros((1, 2, tokens, 64)), mx.zeros((1, 2, tokens, 64)))
+    return cache
+
+
+def test_mlx_lm_has_the_classes() -> None:
+    gone = missing(upstream, (*SINGLE, *BATCH, *OTHERS))
+    assert gone == [], f"mlx_lm.models.cache lost {gone}"
+
+
+@pytest.mark.parametrize("name", [*SINGLE, *BATCH])
+def test_caches_have_the_protocol(name: str) -> None:
+    gone = missing(getattr(upstream, name), PROTOCOL)
+    assert gone == [], f"mlx-lm's {name} lost {gone}"
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_batch_caches_have_the_batch_protocol(name: str) -> None:
+    gone = missing(getattr(upstream, name), BATCH_PROTOCOL)
+    assert gone == [], f"mlx-lm's {name} lost {gone}"
+
+
+def test_state_of_the_growing_cache() -> None:
+    state = filled(upstream.KVCache(), 3).state
+    assert len(state) == 3, "mlx-lm's KVCache.state is not (keys, values, offset) any more"
+    assert state[0].ndim == state[1].ndim == 4
+    assert state[2] == 3, "the third item of KVCache.state is not the offset any more"
+
+
+def test_state_of_the_rotating_cache() -> None:
+    state = filled(upstream.RotatingKVCache(max_size=8, keep=2), 3).state
+    assert len(state) == 6, (
+        "mlx-lm's RotatingKVCache.state is not (keys, values, offset, keep, max_size, _idx)"
+    )
+    assert list(state[2:]) == [3, 2, 8, 3]
+
+
+def test_from_state_takes_the_state_alone() -> None:
+    restored = upstream.KVCache.from_state(filled(upstream.KVCache(), 3).state)
+    assert restored.offset == 3
+
+
+def test_stream_generate_takes_what_we_pass() -> None:
+    wanted = ["model", "tokenizer", "prompt", "max_tokens"]
+    assert parameters(mlx_lm.stream_generate)[:4] == wanted, (
+        f"mlx_lm.stream_generate now takes {parameters(mlx_lm.stream_generate)}"
+    )
+    step = parameters(generate_step)
+    gone = [name for name in ("sampler", "prompt_cache", "max_tokens") if name not in step]
+    assert gone == [], f"mlx-lm's generate_step lost {gone}"
+
+
+def test_a_response_has_what_we_read() -> None:
+    fields = set(GenerationResponse.__annotations__)
+    gone = {
+        "text",
+        "token",
+        "prompt_tokens",
+        "prompt_tps",
+        "generation_tokens",
+        "generation_tps",
+        "finish_reason",
+    } - fields
+    assert gone == set(), f"mlx-lm's GenerationResponse lost {gone}"
+
+
+def test_samplers_and_tokenizers_have_what_we_call() -> None:
+    assert {"temp", "top_p"} <= set(parameters(make_sampler))
+    gone = missing(TokenizerWrapper, ("apply_chat_template",))
+    assert gone == [], f"mlx-lm's TokenizerWrapper lost {gone}"
+    assert parameters(mlx_lm.load)[0] == "path_or_hf_repo"
+
+
+def test_make_prompt_cache_asks_the_model_first() -> None:
+    """`make_cache` of a model wins over `max_kv_size`: the reason for `make_kv_cache`."""
+
+    class Model:
+        def make_cache(self) -> list[str]:
+            return ["the model's own"]
+
+    assert upstream.make_prompt_cache(Model(), max_kv_size=8) == ["the model's own"]

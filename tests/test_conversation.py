@@ -1,0 +1,160 @@
+"""Chat on the embedded model: turns read only what is new, and answers do not depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.cli.conversation import Conversation, kv_use, make_caches, shared_tokens
+from penstock.config import KVSettings, SamplingSettings
+from penstock.errors import ModelError, SettingError
+from penstock.models.mlx_lm import Loaded, encode, load_all, render, stream
+from penstock.recall import MODEL_PATH
+
+TOLD = (
+    "The code of the amber falcon is 4821.",
+    "My sister has a small dog.",
+    "Remember that the colour of the quiet dolphin is turquoise.",
+)
+GREEDY = SamplingSettings(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def recall() -> Loaded:
+    return load_all(MODEL_PATH)
+
+
+def ask(conversation: Conversation, text: str) -> tuple[str, int]:
+    """Return the answer and the number of tokens that were read for it."""
+    pieces = list(conversation.answer(text, GREEDY))
+    return "".join(piece.text for piece in pieces), pieces[-1].prompt_tokens
+
+
+def fresh_answer(recall: Loaded, messages: list[dict[str, str]]) -> str:
+    tokens = render(recall.tokenizer, messages)
+    caches = make_caches(recall, KVSettings(), capacity=len(tokens) + GREEDY.max_tokens)
+    return "".join(p.text for p in stream(recall, tokens, caches=caches, sampling=GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "shared"),
+    [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 2], 1), ([1, 2, 3], [1], 0)],
+)
+def test_the_last_token_is_always_read(held: list[int], wanted: list[int], shared: int) -> None:
+    assert shared_tokens(held, wanted) == shared
+
+
+def test_it_answers_from_memory(recall: Loaded) -> None:
+    conversation = Conversation(recall, KVSettings())
+    for text in TOLD:
+        ask(conversation, text)
+    assert ask(conversation, "What is the code of the amber falcon?")[0] == "4821."
+    assert ask(conversation, "What is the colour of the quiet dolphin?")[0] == "turquoise."
+
+
+def test_a_turn_reads_only_what_is_new(recall: Loaded) -> None:
+    conversation = Conversation(recall, KVSettings(), "You are a helpful assistant.")
+    for text in TOLD:
+        held = conversation.kv_use().tokens
+        _, read = ask(conversation, text)
+        rendered = len(render(recall.tokenizer, conversation.messages[:-1]))
+        assert read == rendered - held
+        assert conversation.caches[0].offset == conversation.kv_use().tokens
+
+
+def test_each_answer_equals_that_of_a_fresh_run(recall: Loaded) -> None:
+    conversation = Conversation(recall, KVSettings())
+    for text in (*TOLD, "What is the code of the amber falcon?"):
+        answer, _ = ask(conversation, text)
+        assert answer == fresh_answer(recall, conversation.messages[:-1])
+
+
+def test_reset_forgets_all_but_the_system_prompt(recall: Loaded) -> None:
+    conversation = Conversation(recall, KVSettings(), "Be brief.")
+    ask(conversation, TOLD[0])
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
+    assert conversation.kv_use().tokens == 0
+    assert ask(conversation, "What is the code of the amber falcon?")[0] != "4821."
+
+
+@pytest.mark.parametrize("kv", [KVSettings(), KVSettings(max_kv_size=48, keep_kv_size=4)])
+def test_a_template_that_rewrites_history(kv: KVSettings) -> None:
+    """The rendered history does not start with what is held: trimmed, or read anew."""
+    other = load_all(MODEL_PATH)
+    tokenizer = other.tokenizer
+    first = "{{ '<|start|><|system|> ' + messages | length | string + '<|end|>' }}"
+    tokenizer.chat_template = first + tokenizer.chat_template.replace("{{ '<|start|>' }}", "")
+    conversation = Conversation(other, kv)
+    for text in (*TOLD, *TOLD):
+        _, read = ask(conversation, text)
+        prompt = len(render(tokenizer, conversation.messages[:-1]))
+        assert read >= prompt - 3  # only what stands before the count is shared
+        assert conversation.caches[0].offset == conversation.kv_use().tokens
+    if kv.max_kv_size == KVSettings().max_kv_size:
+        assert ask(conversation, "What is the code of the amber falcon?")[0] == "4821."
+
+
+def test_a_broken_off_turn_is_forgotten(recall: Loaded) -> None:
+    conversation = Conversation(recall, KVSettings())
+    ask(conversation, TOLD[0])
+    said = list(conversation.messages)
+    turn = conversation.answer(TOLD[1], GREEDY)
+    next(turn)
+    turn.close()
+    assert conversation.messages == said
+    assert ask(conversation, "What is the code of the amber falcon?")[0] == "4821."
+
+
+def test_the_window_bounds_what_is_held(recall: Loaded) -> None:
+    conversation = Conversation(recall, KVSettings(max_kv_size=32, keep_kv_size=4))
+    sizes = []
+    for text in TOLD * 3:
+        ask(conversation, text)
+        use = conversation.kv_use()
+        sizes.append(use.nbytes)
+        assert use.capacity <= 32
+    assert sizes[-1] == sizes[-2] == sizes[-3]
+    assert conversation.kv_use().tokens > 64
+
+
+def test_generate_allocates_for_the_request_alone(recall: Loaded) -> None:
+    tokens = encode(recall.tokenizer, TOLD[0])
+    caches = make_caches(recall, KVSettings(), capacity=len(tokens) + GREEDY.max_tokens)
+    list(stream(recall, tokens, caches=caches, sampling=GREEDY))
+    use = kv_use(caches, len(tokens))
+    assert use.growths == 0
+    assert use.capacity == len(tokens) + GREEDY.max_tokens
+
+
+def test_a_seed_repeats_the_answer(recall: Loaded) -> None:
+    prompt = render(recall.tokenizer, [{"role": "user", "content": "Hello!"}])
+
+    def sampled(seed: int) -> list[int]:
+        sampling = SamplingSettings(max_tokens=12, temp=100.0, seed=seed)
+        caches = make_caches(recall, KVSettings())
+        return [p.token for p in stream(recall, prompt, caches=caches, sampling=sampling)]
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+def test_no_chat_template_is_an_error() -> None:
+    tokenizer = load_all(MODEL_PATH).tokenizer
+    tokenizer.has_chat_template = False
+    with pytest.raises(ModelError, match="no chat template; use penstock generate --raw"):
+        render(tokenizer, [{"role": "user", "content": "Hello!"}])
+
+
+def test_a_refusing_template_is_an_error() -> None:
+    tokenizer = load_all(MODEL_PATH).tokenizer
+    tokenizer.chat_template = "{{ raise_exception('no system prompts') }}"
+    with pytest.raises(ModelError, match=r"the chat template refuses the messages: .*no system"):
+        render(tokenizer, [{"role": "system", "content": "Be brief."}])
+
+
+def test_a_head_size_without_a_quantized_form_is_an_error(recall: Loaded) -> None:
+    odd = replace(recall, config=recall.config | {"head_dim": 48})
+    with pytest.raises(SettingError, match="head size 48"):
+        make_caches(odd, KVSettings(kv_bits=4))

@@ -1,0 +1,83 @@
+"""The docs say what the program says."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from penstock.cli import app
+
+ROOT = Path(__file__).parent.parent
+TOOL = runpy.run_path(str(ROOT / "tools" / "write_cli_docs.py"))
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+def commands(command: object, name: str = "") -> Iterator[str]:
+    """Yield the root, every command and every command of a group, as they are typed."""
+    yield name
+    for child, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, f"{name} {child}".strip())
+
+
+COMMANDS = list(commands(get_command(app)))
+
+
+def typed_in(page: Path, command: str) -> list[str]:
+    """Find what `command` matches in backticks and at the start of shell lines of a page."""
+    text = page.read_text()
+    shell = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
+    return re.findall(f"`{command}", text) + re.findall(f"^{command}", shell, re.MULTILINE)
+
+
+def test_cli_page_shows_the_help_as_it_is() -> None:
+    page = TOOL["PAGE"].read_text()
+    assert TOOL["written"](page) == page, "make docs brings docs/cli.md up to date"
+
+
+def test_a_changed_help_is_noticed() -> None:
+    page = TOOL["PAGE"].read_text()
+    assert TOOL["written"](page.replace("Answer one prompt.", "Answer no prompt.")) == page
+
+
+def test_cli_page_shows_every_command() -> None:
+    shown = re.findall(r"<!-- help:(.*?)-->", TOOL["PAGE"].read_text())
+    assert sorted(name.strip() for name in shown) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_docs_exist(page: Path) -> None:
+    """Every `penstock X` in backticks, or at the start of a line of a shell block."""
+    groups = {name.split()[0] for name in COMMANDS if " " in name}
+    for words in typed_in(page, "penstock ([a-z]+(?: [a-z]+)?)"):
+        first, _, second = words.partition(" ")
+        wanted = words if first in groups and second else first
+        assert wanted in COMMANDS, f"{page.name}: there is no penstock {wanted}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_in_the_docs_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    assert set(typed_in(page, "make ([a-z]+)")) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    first_code = re.search(r"```sh\n(.*?)```", readme, re.DOTALL)
+    assert first_code is not None
+    assert [line.split("#")[0].strip() for line in first_code[1].splitlines()] == [
+        "make run",
+        "make test",
+    ]

@@ -1,0 +1,115 @@
+"""The import map: who may import whom, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+
+# Imports go down this list only; the parts of one line do not import each other.
+LEVELS = (
+    ("errors",),
+    ("config",),
+    ("memory", "blas", "recall"),
+    ("ledger",),
+    ("kv",),
+    ("prefix",),
+    ("models",),
+    ("engine",),
+    ("server", "bench"),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+RANK = {part: rank for rank, parts in enumerate(LEVELS) for part in parts}
+KNOWS_MLX_LM = "penstock.models.mlx_lm"
+
+
+def imported(module: str, source: str) -> Iterator[str]:
+    """Yield the dotted name of everything that `source` imports, wherever in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def part_of(name: str) -> str:
+    """Return the part of the package that a dotted name belongs to."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def faults(module: str, source: str) -> list[str]:
+    """List every import of `module` that the map does not allow."""
+    own = part_of(module)
+    found = []
+    for name in imported(module, source):
+        package, _, rest = name.partition(".")
+        if package == "mlx_lm":
+            if module != KNOWS_MLX_LM:
+                found.append(f"{module} imports {name}; only {KNOWS_MLX_LM} may")
+            if any(part.startswith("_") for part in rest.split(".")):
+                found.append(f"{module} imports {name}, a private name")
+        elif package == "penstock" and rest != "__version__":
+            other = part_of(name)
+            if other not in RANK:
+                found.append(f"{module} imports {name}, which is not a part of the package")
+            elif other != own and RANK[other] >= RANK[own]:
+                found.append(f"{module} imports {name}, which is not below it")
+    return found
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for file in sorted(SOURCE.rglob("*.py")):
+        parts = file.relative_to(SOURCE).with_suffix("").parts
+        yield ".".join(("penstock", *parts)).removesuffix(".__init__"), file
+
+
+@pytest.mark.parametrize(("module", "file"), list(modules()), ids=str)
+def test_imports_go_down_the_map(module: str, file: Path) -> None:
+    assert faults(module, file.read_text()) == []
+
+
+def test_exactly_one_file_imports_mlx_lm() -> None:
+    knowing = [
+        module
+        for module, file in modules()
+        if any(name.split(".")[0] == "mlx_lm" for name in imported(module, file.read_text()))
+    ]
+    assert knowing == [KNOWS_MLX_LM]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("penstock.kv.made_up", "from penstock.engine.step import Step"),
+        ("penstock.kv.made_up", "def late():\n    from penstock.cli import main"),
+        ("penstock.kv.made_up", "from ..models import mlx_lm"),
+        ("penstock.kv.made_up", "import mlx_lm.models.cache"),
+        ("penstock.kv.made_up", "from penstock import KVCache"),
+        ("penstock.memory", "import penstock.recall"),
+        ("penstock.server.made_up", "from penstock.bench.growth import run"),
+        ("penstock.kv.made_up", "import penstock.utils"),
+        (KNOWS_MLX_LM, "from mlx_lm.models.cache import _BaseCache"),
+    ],
+)
+def test_a_forbidden_import_is_found(module: str, source: str) -> None:
+    assert faults(module, source) != []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("penstock.cli.made_up", "from penstock import __version__"),
+        ("penstock.kv.made_up", "from . import columns\nfrom penstock.errors import PoolFull"),
+        (KNOWS_MLX_LM, "from mlx_lm.sample_utils import make_sampler"),
+    ],
+)
+def test_an_allowed_import_passes(module: str, source: str) -> None:
+    assert faults(module, source) == []

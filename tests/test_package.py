@@ -1,0 +1,39 @@
+"""The names that `import penstock` offers, and what it does not load for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import penstock
+import penstock.errors
+import penstock.kv
+
+
+def test_every_public_name_is_there() -> None:
+    assert {name for name in penstock.__all__ if not hasattr(penstock, name)} == set()
+    assert set(penstock.__all__) <= set(dir(penstock))
+
+
+def test_the_caches_and_errors_are_public() -> None:
+    assert set(penstock.kv.__all__) <= set(penstock.__all__)
+    errors = {
+        name
+        for name, value in vars(penstock.errors).items()
+        if isinstance(value, type) and issubclass(value, penstock.errors.PenstockError)
+    }
+    assert errors <= set(penstock.__all__)
+    assert penstock.KVCache is penstock.kv.KVCache
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'KVCash'"):
+        penstock.KVCash  # noqa: B018 - the look-up itself is what fails
+
+
+def test_importing_it_loads_neither_mlx_nor_mlx_lm() -> None:
+    code = "import sys, penstock; print([n for n in ('mlx.core', 'mlx_lm') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
