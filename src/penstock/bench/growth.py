@@ -128,7 +128,7 @@ def run_once(make: MakeCache, shape: Shape, tokens_per_step: int) -> Run:
         median_step_ms=statistics.median(later),
         p99_step_ms=later[int(0.99 * len(later))],
         worst_step_ms=later[-1],
-        step_ms=step_ms,
+        step_ms=[round(ms, 3) for ms in step_ms],
     )
 
 

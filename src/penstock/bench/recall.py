@@ -223,11 +223,15 @@ def report(load_: Load, found: dict[Setting, dict[str, list[Trial]]]) -> Report:
         lines=lines,
         raw={
             "load": asdict(load_),
+            "columns": ["told_at", "place", "known"],
             "trials": [
-                {"setting": asdict(setting), "side": who, **asdict(trial)}
+                {
+                    **asdict(setting),
+                    "side": who,
+                    "rows": [[t.told_at, t.place, t.known] for t in of_who],
+                }
                 for setting, sides in found.items()
                 for who, of_who in sides.items()
-                for trial in of_who
             ],
         },
         dtype="float32",

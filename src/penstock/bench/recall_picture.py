@@ -15,15 +15,13 @@ BIN_TOKENS = 100
 
 def draw(report: Report, file: Path) -> None:
     """Draw the share of facts known in each stretch of `BIN_TOKENS` tokens, setting by setting."""
-    trials = report.raw["trials"]
-    settings = list(
-        dict.fromkeys((t["setting"]["max_kv_size"], t["setting"]["keep"]) for t in trials)
-    )
+    found = {(t["max_kv_size"], t["keep"], t["side"]): t["rows"] for t in report.raw["trials"]}
+    settings = list(dict.fromkeys((size, keep) for size, keep, _ in found))
     count = -(-report.raw["load"]["tokens"] // BIN_TOKENS)
     figure = Figure(figsize=(11, 0.42 * len(settings) + 1.6))
     panes = figure.subplots(1, 2, sharey=True)
     for pane, side in zip(panes, ("penstock", report.rival), strict=True):
-        strips = [_strip(trials, side, setting, count) for setting in settings]
+        strips = [_strip(found[*setting, side], count) for setting in settings]
         image = pane.imshow(
             strips,
             aspect="auto",
@@ -41,11 +39,9 @@ def draw(report: Report, file: Path) -> None:
     figure.savefig(file, dpi=130, bbox_inches="tight")
 
 
-def _strip(trials: Any, side: str, setting: tuple[int, int], count: int) -> list[float]:
+def _strip(rows: list[Any], count: int) -> list[float]:
     """Return the share known in each stretch, NaN where nothing was asked."""
     bins: list[list[bool]] = [[] for _ in range(count)]
-    for trial in trials:
-        held = trial["setting"]
-        if trial["side"] == side and (held["max_kv_size"], held["keep"]) == setting:
-            bins[min(count - 1, trial["told_at"] // BIN_TOKENS)].append(trial["known"])
+    for told_at, _, known in rows:
+        bins[min(count - 1, told_at // BIN_TOKENS)].append(known)
     return [sum(known) / len(known) if known else float("nan") for known in bins]

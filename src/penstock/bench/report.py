@@ -100,7 +100,7 @@ def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
         save.mkdir(parents=True, exist_ok=True)
         stamp = found["environment"]["date"].replace(":", "").replace("+0000", "Z")
         record = {**found, "raw": report.raw}
-        (save / f"{report.name}-{stamp}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (save / f"{report.name}-{stamp}.json").write_text(json.dumps(record) + "\n")
     if as_json:
         print(json.dumps(found))
         return
