@@ -48,15 +48,10 @@ def nbytes(*sides: Side | None) -> int:
 
 
 def take(side: Side, start: int, stop: int) -> Side:
-    """Return columns start..stop-1 as a view: O(1), and it keeps the whole buffer alive.
-
-    All columns are the side itself, which the next `write` to it changes, held or not.
-    """
-    if start == 0 and stop == columns(side):
-        return side
-    if isinstance(side, mx.array):  # spelled out, here and in `write`: every step comes by
-        return side[..., start:stop, :]
-    return tuple(part[..., start:stop, :] for part in side)
+    """Return columns start..stop-1 as a view: O(1), and it keeps the whole buffer alive."""
+    if isinstance(side, mx.array):
+        return side[:, :, start:stop]  # a third quicker than side[..., start:stop, :]
+    return tuple(part[:, :, start:stop] for part in side)
 
 
 def join(*sides: Side) -> Side:
@@ -79,22 +74,19 @@ def write(side: Side, column: int, new: Side, row: int | None = None) -> Side:
 
     In place, if nobody else holds the buffer when it is evaluated; `side` is used up.
     """
-    if isinstance(side, mx.array) and isinstance(new, mx.array):
-        return _write(side, column, new, row)
-    return each(lambda part, add: _write(part, column, add, row), side, new)
-
-
-def _write(part: mx.array, column: int, new: mx.array, row: int | None) -> mx.array:
+    if not isinstance(side, mx.array):
+        return each(lambda part, add: write(part, column, add, row), side, new)  # type: ignore[arg-type, return-value]
+    assert isinstance(new, mx.array)
     stop = column + new.shape[TOKEN_AXIS]
-    if column == 0 and new.shape == part.shape:
+    if column == 0 and new.shape == side.shape:
         # An assignment to the whole of an array drops its buffer and keeps `new` itself, with
         # all the memory that `new` may be a view of.
-        return mx.slice_update(part, new, mx.array([0]), (TOKEN_AXIS,))
+        return mx.slice_update(side, new, mx.array([0]), (TOKEN_AXIS,))
     if row is None:
-        part[..., column:stop, :] = new
+        side[:, :, column:stop] = new
     else:
-        part[row : row + new.shape[0], :, column:stop] = new
-    return part
+        side[row : row + new.shape[0], :, column:stop] = new
+    return side
 
 
 def scatter(side: Side, slots: Sequence[int], new: Side) -> Side:

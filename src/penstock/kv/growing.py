@@ -64,7 +64,7 @@ class Growing(LayerCache):
         return n
 
     def _state(self) -> tuple[Any, ...]:
-        return *super()._state(), self.offset
+        return self.keys, self.values, self.offset
 
     def _restore(self, state: Sequence[Any]) -> None:
         *sides, self.offset = state

@@ -92,7 +92,10 @@ class Ring(Bounded):
 
     def keys_and_values(self) -> tuple[Side, Side]:
         """Return views of the columns in use, in ring order."""
-        return _part(self._held(), 0, self.size())
+        keys, values = self._held()
+        if self.offset >= self.max_size:
+            return keys, values
+        return col.take(keys, 0, self.offset), col.take(values, 0, self.offset)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return the mask for the next N tokens, as mlx-lm's `RotatingKVCache` does.
@@ -101,16 +104,18 @@ class Ring(Bounded):
         columns up to its own, so that kept tokens drop out of sight one by one. See
         `SinkRotatingKVCache`.
         """
-        past = min(self.offset, self.max_size - 1)
+        if N == 1 and window_size is None:
+            return None
+        limit = min(window_size or self.max_size, self.max_size)
         if N > 1:
-            limit = min(window_size or self.max_size, self.max_size)
+            past = min(self.offset, self.max_size - 1)
             if past + N <= limit and not return_array:
                 return "causal"
             return masks.causal(N, past, limit)
-        if window_size is None or window_size >= self.max_size or self.offset < window_size:
+        if limit == self.max_size or self.offset < limit:
             return None
         position, query = self._positions_after_one(), mx.array([self.offset])
-        return masks.by_position(position, query, 0, self.max_size, window_size)[0]
+        return masks.by_position(position, query, 0, limit)[0]
 
     def _positions_after_one(self) -> mx.array:
         """Return the position of the token in each column once one more was written."""
@@ -141,7 +146,7 @@ class Ring(Bounded):
         return n
 
     def _state(self) -> tuple[Any, ...]:
-        return *super()._state(), self.offset, self.keep, self.max_size, self._idx
+        return self.keys, self.values, self.offset, self.keep, self.max_size, self._idx
 
     def _restore(self, state: Sequence[Any]) -> None:
         *sides, self.offset, self.keep, self.max_size, self._idx = state
@@ -323,7 +328,9 @@ class BatchRotatingKVCache(Bounded, Padded):
 
     def keys_and_values(self) -> tuple[Side, Side]:
         """Return views of the columns in use, in ring order."""
-        return _part(self._held(), 0, self._used())
+        if self._used() == self.max_size:
+            return self._held()
+        return _part(self._held(), 0, self._idx)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return (batch, 1, N, columns) for the next N tokens, as mlx-lm does.

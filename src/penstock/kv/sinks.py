@@ -54,7 +54,7 @@ class BatchSinkRing(Bounded, Batch):
     """
 
     carried: ClassVar[tuple[str, ...]] = ("_capacity", "max_size", "keep")
-    single_class: type[Ring]
+    single_class: ClassVar[type[Ring]]
     keep: int
     _ends: list[int] | None = None
 
@@ -97,8 +97,10 @@ class BatchSinkRing(Bounded, Batch):
             for row, at in enumerate(self._tokens):
                 self._write(at, _row(new, row, 0, tokens), row)
         self._advance(tokens)
-        held = self._held()
-        return col.take(held[0], 0, used), col.take(held[1], 0, used)
+        keys_held, values_held = self._held()
+        if used == self.max_size:
+            return keys_held, values_held
+        return col.take(keys_held, 0, used), col.take(values_held, 0, used)
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
         """Return the columns and the chunk, then write what each row's window holds of it."""
@@ -255,7 +257,6 @@ class BatchSinkRing(Bounded, Batch):
             ValueError: no caches, or they differ in max_size, keep or quantisation.
         """
         batch = batch_of(cls, caches)
-        batch.single_class = type(caches[0])
         batch._tokens = [cache.offset for cache in caches]
         for name in ("keys", "values"):
             parts = [
