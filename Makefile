@@ -41,7 +41,8 @@ docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py
 
 bench: $(VENV)/.dev
-	$(BIN)/penstock bench growth
+	$(BIN)/penstock bench growth --save bench/results --docs docs
+	$(BIN)/penstock bench recall --save bench/results --docs docs
 	$(BIN)/penstock bench recall
 
 peers: $(VENV)/.dev

@@ -18,6 +18,9 @@ from penstock.models.mlx_lm import rival_caches
 CLAIM = "A bounded window is allocated once: nothing is copied to grow, no step stalls"
 RIVAL = "mlx-lm"
 
+TRACK_TOKENS = 64
+"""A stretch of the tracks that the picture shows."""
+
 MakeCache = Callable[[], Any]
 
 
@@ -60,6 +63,8 @@ class Run:
     worst_step_ms: float
     """The slowest after the first, which allocates."""
     step_ms: list[float] = field(repr=False)
+    peak_track: list[int] = field(repr=False)
+    """Peak bytes within each stretch of `TRACK_TOKENS` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +103,26 @@ def run_once(make: MakeCache, shape: Shape, tokens_per_step: int) -> Run:
     mx.eval(full)
     base_bytes = mx.get_active_memory()
     caches = [make() for _ in range(shape.layers)]
-    mx.reset_peak_memory()
     step_ms: list[float] = []
+    peak_track = [0] * -(-shape.read_tokens // TRACK_TOKENS)
     grown = moved = 0
     before: _Buffers | None = None
     for start in range(0, shape.read_tokens, tokens_per_step):
         count = min(tokens_per_step, shape.read_tokens - start)
         new = full if count == tokens_per_step else full[:, :, :count]
+        mx.reset_peak_memory()
         began = time.perf_counter()
         _step(caches, new)
         step_ms.append(1e3 * (time.perf_counter() - began))
+        peak = mx.get_peak_memory() - base_bytes
+        for stretch in range(start // TRACK_TOKENS, (start + count - 1) // TRACK_TOKENS + 1):
+            peak_track[stretch] = max(peak_track[stretch], peak)
         after = _Buffers.of(caches)
         if before is not None:
             grown += sum(map(int.__ne__, before.columns, after.columns))
             moved += sum(map(int.__ne__, before.addresses, after.addresses))
         before = after
-    peak_bytes = mx.get_peak_memory() - base_bytes
+    peak_bytes = max(peak_track)
     gc.collect()
     steady_bytes = mx.get_active_memory() - base_bytes
     later = sorted(step_ms[1:])
@@ -129,6 +138,7 @@ def run_once(make: MakeCache, shape: Shape, tokens_per_step: int) -> Run:
         p99_step_ms=later[int(0.99 * len(later))],
         worst_step_ms=later[-1],
         step_ms=[round(ms, 3) for ms in step_ms],
+        peak_track=peak_track,
     )
 
 
@@ -209,7 +219,7 @@ def report(shape: Shape, runs: dict[str, dict[str, list[Run]]]) -> Report:
 
 def _medians(runs: Sequence[Run]) -> dict[str, float]:
     """Return the median over the rounds of every figure of a run."""
-    names = [name for name in Run.__slots__ if name != "step_ms"]
+    names = [name for name in Run.__slots__ if name not in ("step_ms", "peak_track")]
     return {name: round(statistics.median(getattr(run, name) for run in runs), 4) for name in names}
 
 

@@ -37,6 +37,16 @@ def growth(
     tokens: Annotated[int, typer.Option(help="Read this many.", metavar="TOKENS", min=2)] = 6_000,
     layers: Annotated[int, typer.Option(help="Layers of 8 heads of size 128.", min=1)] = 16,
     rounds: Rounds = 5,
+    docs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write growth.png into this folder (needs matplotlib).",
+            metavar="FOLDER",
+            show_default="nothing is written",
+            file_okay=False,
+            exists=True,
+        ),
+    ] = None,
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
@@ -50,6 +60,10 @@ def growth(
     shape = Shape(layers=layers, window_tokens=window, read_tokens=tokens, rounds=rounds)
     report = measure(shape)
     publish(report, as_json=as_json, save=save)
+    if docs is not None:
+        from penstock.bench.growth_picture import draw
+
+        draw(report, docs / "growth.png")
     raise typer.Exit(0 if report.met else 1)
 
 
