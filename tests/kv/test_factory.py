@@ -7,10 +7,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from helpers import model_of
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as theirs
+from mlx_lm.models.deepseek_v41 import LayerCache
 
-from penstock import QuantizedRotatingKVCache, RotatingKVCache, SinkRotatingKVCache, make_kv_cache
+from penstock import (
+    QuantizedRotatingKVCache,
+    RotatingKVCache,
+    SettingError,
+    SinkRotatingKVCache,
+    make_kv_cache,
+)
 
 SLIDING = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
 GEMMA3N: dict[str, Any] = {
@@ -50,6 +57,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": SLIDING,
     "cohere2": {"hidden_size": 256, "sliding_window": 16, "sliding_window_pattern": 2},
     "gemma3n": GEMMA3N,
+    "afm7": {
+        "hidden_dim": 256,
+        "num_layers": 4,
+        "num_kv_reuse_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "hidden_dim_scale_factor": 2.0,
+    },
     "mamba": {
         "state_size": 16,
         "conv_kernel": 4,
@@ -161,3 +176,83 @@ def test_wrong_arguments_are_named(
 ) -> None:
     with pytest.raises(error, match=words):
         make_kv_cache(model_of("llama"), **arguments)
+
+
+READ_BY_OTHERS = ("gemma3n", "afm7")
+
+
+@pytest.mark.parametrize("step_size", [9, 25, 2_048])
+@pytest.mark.parametrize(
+    ("family", "bound"),
+    [
+        ("gemma3n", {"keep": 8}),
+        ("gemma3n", {"keep": 8, "kv_bits": 8}),
+        ("gemma3n", {"keep": 0}),
+        ("afm7", {"keep": 8}),
+        ("afm7", {"keep": 0}),
+    ],
+)
+def test_layers_that_read_other_layers(family: str, bound: dict[str, int], step_size: int) -> None:
+    """A prompt past the end of the window, of which later layers read what earlier ones saw."""
+    model = model_of(family, **FAMILIES[family])
+
+    def ours() -> list[Any]:
+        return make_kv_cache(model, max_kv_size=32, kv_group_size=32, **bound)
+
+    cache = ours()
+    assert tokens(model, cache, step_size) == tokens(model, ours(), 1)
+    held = [layer.nbytes for layer in cache]
+    tokens(model, cache, step_size)
+    assert [layer.nbytes for layer in cache] == held
+
+
+@pytest.mark.parametrize("family", READ_BY_OTHERS)
+def test_layers_that_read_other_layers_in_a_batch(family: str) -> None:
+    model = model_of(family, **FAMILIES[family])
+    prompts = [mx.random.randint(2, 300, (n,), key=mx.random.key(n)).tolist() for n in (40, 23, 40)]
+    caches = [make_kv_cache(model, capacity=60) for _ in prompts]
+    generator = BatchGenerator(model, max_tokens=10, prefill_step_size=20)
+    numbers = generator.insert(prompts, caches=caches)
+    said: dict[int, list[int]] = {number: [] for number in numbers}
+    while responses := generator.next_generated():
+        for response in responses:
+            said[response.uid].append(response.token)
+    for number, prompt in zip(numbers, prompts, strict=True):
+        alone = generate_step(
+            mx.array(prompt), model, max_tokens=10, prompt_cache=theirs.make_prompt_cache(model)
+        )
+        assert said[number] == [int(token) for token, _ in alone]
+
+
+class Stub:
+    """A model of which only the caches are asked for."""
+
+    def __init__(self, *caches: Any) -> None:
+        self.caches = caches
+
+    def make_cache(self) -> list[Any]:
+        return list(self.caches)
+
+    def named_modules(self) -> list[Any]:
+        return []
+
+
+def test_chunks_get_no_larger_than_the_bound() -> None:
+    (cache,) = make_kv_cache(Stub(theirs.ChunkedKVCache(8_192)), max_kv_size=64)
+    assert cache.chunk_size == 64
+    (cache,) = make_kv_cache(Stub(theirs.ChunkedKVCache(32)), max_kv_size=64)
+    assert cache.chunk_size == 32
+
+
+def test_what_cannot_be_bounded_is_refused() -> None:
+    """DeepSeek 4.1 keeps compressed keys of its own, without end."""
+    with pytest.raises(SettingError, match=r"deepseek_v41\.LayerCache cannot be bounded"):
+        make_kv_cache(Stub(LayerCache(32)))
+
+
+def test_a_sliding_window_gets_no_kept_tokens() -> None:
+    model = model_of("gemma3_text", **SLIDING)
+    cache = make_kv_cache(model, max_kv_size=8, keep=2)
+    assert [layer.keep for layer in cache] == [0, 2, 0, 2]
+    quantized = make_kv_cache(model, max_kv_size=8, keep=2, kv_bits=8)
+    assert [layer.keep for layer in quantized] == [0, 2, 0, 2]

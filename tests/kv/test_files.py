@@ -147,3 +147,31 @@ def test_a_batch_longer_than_the_window_is_cut_when_read(tmp_path: Path) -> None
     assert mask.all().item()
     assert set(indices(fetched[0], row=1)) == set(range(14, 22))
     assert isinstance(BatchKVCache.from_state(BatchKVCache([0]).state), BatchKVCache)
+
+
+def test_a_loaded_window_grows_on_from_what_it_had(tmp_path: Path) -> None:
+    """Not to all of max_size at once, for a request that asked for 600 tokens."""
+    path = tmp_path / "cache.safetensors"
+    cache = fed(SinkRotatingKVCache(100_000, keep=16, capacity=600), 520)
+    save_prompt_cache(path, [cache])
+    (loaded,) = load_prompt_cache(path)
+    assert loaded.nbytes == cache.nbytes
+    feed(loaded, *[1] * 125)
+    assert loaded.offset == 645
+    assert loaded.capacity <= 1_024
+
+
+@pytest.mark.parametrize("states", [["0.0", "0.1"], ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]])
+def test_files_of_another_layout_are_refused(states: list[str], tmp_path: Path) -> None:
+    """As mlx-lm wrote them before 0.32.2, and one with more states than classes."""
+    path = tmp_path / "cache.safetensors"
+    header = {"0": "", "1.0": "KVCache", "2.0": ""}
+    mx.save_safetensors(str(path), {key: mx.zeros((1,)) for key in states}, header)
+    with pytest.raises(CacheFileError, match=r"as of mlx-lm 0\.32\.2"):
+        load_prompt_cache(path)
+
+
+def test_metadata_must_be_strings(tmp_path: Path) -> None:
+    with pytest.raises(CacheFileError, match="metadata must be strings, not 'n': 3"):
+        save_prompt_cache(tmp_path / "cache", [KVCache()], {"n": 3})  # type: ignore[dict-item]
+    assert list(tmp_path.iterdir()) == []

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from helpers import HEADS, TOKEN_BYTES, WIDTH, feed, indices, kv, peak_above
 
-from penstock import BatchKVCache, KVCache
+from penstock import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 
 def test_a_capacity_is_allocated_once_and_written_in_place() -> None:
@@ -96,7 +104,7 @@ def test_wrong_arrays_are_named() -> None:
         cache.update_and_fetch([1], values)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"values must be .batch, kv_heads, tokens, head_dim."):
         cache.update_and_fetch(keys, values[0])
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="no batch, no heads or no tokens"):
         cache.update_and_fetch(keys[:, :, :0], values[:, :, :0])
     with pytest.raises(ValueError, match=r"values .* must have the batch, heads and tokens"):
         cache.update_and_fetch(keys, values[:, :1])
@@ -154,3 +162,106 @@ def test_merge_of_nothing() -> None:
     with pytest.raises(ValueError, match="at least one cache"):
         BatchKVCache.merge([])
     assert BatchKVCache.merge([KVCache(), KVCache()]).empty()
+
+
+def test_a_batch_wants_its_own_number_of_rows() -> None:
+    for batch in (BatchKVCache([0, 0]), BatchRotatingKVCache(8, [0, 0])):
+        with pytest.raises(ValueError, match="batch is 3; this cache has 2 rows"):
+            batch.update_and_fetch(*kv(2, batch=3))
+        assert batch.empty()
+
+
+@pytest.mark.parametrize(
+    ("padding", "error", "words"),
+    [
+        ([-3, 2], ValueError, r"left_padding\[0\] must be at least 0, not -3"),
+        ([0.5, 2], TypeError, r"left_padding\[0\] must be an integer"),
+        (3, TypeError, "left_padding must be a sequence"),
+    ],
+)
+def test_wrong_padding_is_named(padding: Any, error: type[Exception], words: str) -> None:
+    for kind in (BatchKVCache, lambda pads: BatchRotatingKVCache(8, pads)):
+        with pytest.raises(error, match=words):
+            kind(padding)
+
+
+@pytest.mark.parametrize("cache", [KVCache(), RotatingKVCache(8), RotatingKVCache(8, 2)])
+def test_a_negative_trim_is_refused(cache: Any) -> None:
+    feed(cache, 5)
+    batch = cache.merge([cache])
+    for trimmed in (cache, batch):
+        with pytest.raises(ValueError, match="n must be at least 0, not -3"):
+            trimmed.trim(-3)
+    assert cache.offset == 5
+
+
+@pytest.mark.parametrize("single", [KVCache(), RotatingKVCache(8), RotatingKVCache(8, 2)])
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [([], "is empty"), ([2], "row 2; the batch has 2"), ([-1], "at least 0"), ([0.5], "integer")],
+)
+def test_a_wrong_filter_changes_nothing(single: Any, rows: list[Any], words: str) -> None:
+    single = copy.deepcopy(single)
+    feed(single, 3)
+    batch = single.merge([single, single])
+    with pytest.raises((ValueError, TypeError), match=words):
+        batch.filter(rows)
+    assert batch.offset.tolist() == [3, 3]
+    assert batch.keys.shape[0] == 2
+
+
+def other_heads() -> KVCache:
+    cache = KVCache()
+    cache.update_and_fetch(*(side[:, :1] for side in kv(3)))
+    return cache
+
+
+def half() -> KVCache:
+    cache = KVCache()
+    cache.update_and_fetch(*kv(3, dtype=mx.float16))
+    return cache
+
+
+def of_four_bits() -> QuantizedKVCache:
+    return KVCache().to_quantized(bits=4)
+
+
+def of_eight_bits() -> QuantizedKVCache:
+    return KVCache().to_quantized(bits=8)
+
+
+def fed() -> KVCache:
+    cache = KVCache()
+    feed(cache, 3)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (fed, other_heads, "same kv_heads"),
+        (fed, half, "same dtype"),
+        (of_eight_bits, of_four_bits, "same bits"),
+        (fed, of_eight_bits, "caches of one class"),
+        (lambda: RotatingKVCache(8), lambda: RotatingKVCache(9), "same max_size"),
+        (lambda: RotatingKVCache(8, 2), lambda: RotatingKVCache(8, 3), "same keep"),
+    ],
+)
+def test_merge_and_extend_want_what_goes_together(first: Any, second: Any, words: str) -> None:
+    one, other = first(), second()
+    with pytest.raises(ValueError, match=words):
+        one.merge([one, other])
+    with pytest.raises(ValueError, match=words):
+        one.merge([one]).extend(other.merge([other]))
+
+
+def test_whole_numbers_of_numpy_count() -> None:
+    assert RotatingKVCache(np.int64(8), keep=np.int32(2)).max_size == 8
+
+
+def test_quantising_is_an_allocation() -> None:
+    cache = KVCache()
+    feed(cache, 250)
+    quantized = cache.to_quantized(bits=8)
+    quantized.update_and_fetch(*kv(10))
+    assert (quantized.growths, quantized.capacity) == (1, 512)

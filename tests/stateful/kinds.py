@@ -11,7 +11,6 @@ import mlx.core as mx
 from cache_reference import Visible, Window, columns, sinks
 
 from penstock import kv
-from penstock.kv.rotating import SharedRotatingKVCache
 
 WIDTH = GROUP = 32
 
@@ -70,6 +69,15 @@ def ring(name: str, cls: type, max_size: int, keep: int, *more: int) -> Kind:
     return Kind(name, single, Window(max_size, keep), batch, left_padded=plain)
 
 
+def shared_ring(max_size: int) -> Kind:
+    def single() -> Any:
+        cache = kv.RotatingKVCache(max_size)
+        cache.read_by_others = True
+        return cache
+
+    return Kind("shared-ring", single, Window(max_size, 0))
+
+
 def ring_with_capacity(max_size: int, keep: int, capacity: int) -> Kind:
     single = partial(kv.SinkRotatingKVCache, max_size, keep, capacity=capacity)
     window = Window(max_size, keep)
@@ -82,7 +90,7 @@ KINDS = [
     quantized(8),
     quantized(3),
     ring("ring", kv.RotatingKVCache, 8, 0),
-    ring("shared-ring", SharedRotatingKVCache, 8, 0),
+    shared_ring(8),
     ring("ring-of-1", kv.RotatingKVCache, 1, 0),
     ring("ring-keep", kv.RotatingKVCache, 9, 3),
     ring("ring-keep-all-but-1", kv.RotatingKVCache, 4, 3),

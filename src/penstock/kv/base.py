@@ -8,29 +8,11 @@ from typing import Any, ClassVar, TypeVar
 import mlx.core as mx
 
 from penstock.kv import columns as col
+from penstock.kv.checks import counts, ints
 from penstock.kv.columns import Side
 
 Self = TypeVar("Self", bound="LayerCache")
 Other = TypeVar("Other", bound="LayerCache")
-
-
-def positive(name: str, value: object) -> int:
-    """Return `value` if it is an integer of at least 1; raise an error that names it if not."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
-    return value
-
-
-def window(max_size: object, keep: object) -> tuple[int, int]:
-    """Return the two sizes of a bounded window, checked: 0 <= keep < max_size."""
-    size = positive("max_size", max_size)
-    if isinstance(keep, bool) or not isinstance(keep, int):
-        raise TypeError(f"keep must be an integer, not {keep!r}")
-    if not 0 <= keep < size:
-        raise ValueError(f"keep must lie in 0..{size - 1} for max_size {size}, not {keep}")
-    return size, keep
 
 
 class LayerCache:
@@ -45,7 +27,14 @@ class LayerCache:
     values: Side | None = None
     growths: int = 0
     """How often an update replaced the buffers it had allocated by a larger copy."""
-    carried: ClassVar[tuple[str, ...]] = ("_capacity",)
+    read_by_others: bool = False
+    """Whether later layers call `keys_and_values()` of this one (Gemma 3n, AFM 7).
+
+    After a chunk past the end of a window these need what the chunk's own queries saw. It is
+    then kept until the next update, or until the state is read, as mlx-lm does after a chunk.
+    Not part of the state: to be set again after a cache was loaded from a file.
+    """
+    carried: ClassVar[tuple[str, ...]] = ()
     """Settings that a batch made of this cache, or a row taken out of it, takes over."""
     _capacity: int | None = None
     _shape: tuple[Any, ...] | None = None
@@ -65,13 +54,15 @@ class LayerCache:
     def _sibling(self, kind: type[Other]) -> Other:
         """Make a bare cache of another class with this one's settings; the caller fills it."""
         cache = kind.__new__(kind)
+        cache._capacity, cache.read_by_others = self._capacity, self.read_by_others
         for name in self.carried:
             if name in kind.carried:
                 setattr(cache, name, getattr(self, name))
         return cache
 
     def _widen(self, other: LayerCache) -> None:
-        """Take the larger of two capacities; none given means the whole bound."""
+        """Take over what one more of the rows needs: the larger capacity; none is the bound."""
+        self.read_by_others |= other.read_by_others
         if self._capacity is not None:
             larger = max(self._capacity, other._capacity or 0)
             self._capacity = None if other._capacity is None else larger
@@ -95,6 +86,9 @@ class LayerCache:
         self.keys = tuple(keys) if isinstance(keys, list) else keys
         self.values = tuple(values) if isinstance(values, list) else values
         self._repacked()
+        # What was asked for is not in the state. What was allocated is: growth goes on from
+        # there, and does not start with a whole window for a sequence that is short.
+        self._capacity = col.columns(self.keys) or None
 
     @property
     def capacity(self) -> int:
@@ -140,11 +134,10 @@ class LayerCache:
         for name, shape in (("keys", keys), ("values", values)):
             if len(shape) != 4:
                 raise ValueError(f"{name} must be (batch, kv_heads, tokens, head_dim), not {shape}")
-        if keys[:3] != values[:3] or keys[2] == 0:
-            raise ValueError(
-                f"values {values} must have the batch, heads and tokens (at least one) "
-                f"of keys {keys}"
-            )
+            if 0 in shape[:3]:
+                raise ValueError(f"{name} {shape} has no batch, no heads or no tokens")
+        if keys[:3] != values[:3]:
+            raise ValueError(f"values {values} must have the batch, heads and tokens of {keys}")
         dtypes = (("keys", key_dtype), ("values", value_dtype))
         for name, dtype in dtypes:
             if not mx.issubdtype(dtype, mx.floating):
@@ -196,6 +189,10 @@ class LayerCache:
             self.growths += self._roomy
         self._roomy = True
 
+    def allocated(self, capacity: int) -> None:
+        """Note that the buffers were made with `capacity` columns on purpose."""
+        self._capacity, self._roomy = capacity, True
+
     def _repacked(self) -> None:
         """Note that the buffers are new ones, of just the columns in use."""
         self._shape, self._roomy = None, False
@@ -219,6 +216,7 @@ class Bounded(LayerCache):
     """Adds a bound: a row never holds more than `max_size` columns."""
 
     max_size: int
+    _chunk: tuple[Side, Side] | None = None
 
     @property
     def capacity(self) -> int:
@@ -230,6 +228,24 @@ class Bounded(LayerCache):
             return self.max_size
         return min(self.max_size, super()._room_for(needed, held))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, used or not; also those of a chunk that other layers may still read."""
+        return super().nbytes + col.nbytes(*(self._chunk or ()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_chunk"}
+
+    def _state(self) -> tuple[Any, ...]:
+        self._chunk = None
+        return super()._state()
+
+    def _in_sight_of_others(self, fetched: tuple[Side, Side]) -> tuple[Side, Side]:
+        """Return what was fetched for a chunk, noted if other layers read it."""
+        if self.read_by_others:
+            self._chunk = fetched
+        return fetched
+
 
 class Batch(LayerCache):
     """Adds rows: `_tokens[i]` is the position of row i's next token, known without the device."""
@@ -239,7 +255,12 @@ class Batch(LayerCache):
     @property
     def offset(self) -> mx.array:
         """The position of each row's next token; (batch,) int32."""
-        return mx.array(self._tokens)
+        return mx.array(self._tokens, mx.int32)
+
+    def _accept_shape(self, keys: tuple[int, ...], *others: Any) -> None:
+        if len(keys) == 4 and keys[0] != len(self._tokens):
+            raise ValueError(f"batch is {keys[0]}; this cache has {len(self._tokens)} rows")
+        super()._accept_shape(keys, *others)
 
     def _ends_of(
         self, lengths: Sequence[int] | None, right_padding: Sequence[int] | None
@@ -259,19 +280,20 @@ class Padded(Batch):
 
     def _pad(self, left_padding: Sequence[int]) -> None:
         """Set the padding of a new batch."""
-        self._pads = ints(left_padding)
+        self._pads = counts("left_padding", left_padding)
         self._tokens = [-pad for pad in self._pads]
 
     @property
     def left_padding(self) -> mx.array:
         """Columns before each row's first token; (batch,) int32; 0 or less if there are none."""
-        return mx.array(self._pads)
+        return mx.array(self._pads, mx.int32)
 
     def _pad_more(self, left_padding: Sequence[int]) -> None:
         """Add left padding to an empty batch; raise ValueError if it is not empty."""
         if not self.empty():
             raise ValueError("left_padding can only be added while the cache is empty")
-        self._pad([pad + by for pad, by in zip(self._pads, ints(left_padding), strict=True)])
+        more = counts("left_padding", left_padding)
+        self._pad([pad + by for pad, by in zip(self._pads, more, strict=True)])
 
     def _turned(self, shifts: list[int]) -> None:
         """Note that row i's last `shifts[i]` columns, padding, now stand before its first."""
@@ -285,26 +307,33 @@ class Padded(Batch):
         self._repacked()
 
 
-def ints(values: Any) -> list[int]:
-    """Return whole numbers, given as an array or a sequence, as a list."""
-    listed: Any = values.tolist() if isinstance(values, mx.array) else values
-    return [int(value) for value in listed]
+def agree(what: str, caches: Sequence[LayerCache]) -> None:
+    """Raise ValueError unless `caches` are of one class, with the same settings and shapes."""
+    if not caches:
+        raise ValueError(f"{what} needs at least one cache")
+    first = caches[0]
+    kinds = {type(cache).__name__ for cache in caches}
+    if len(kinds) > 1:
+        raise ValueError(f"{what} needs caches of one class, not of {sorted(kinds)}")
+    for name in first.carried:
+        found = {getattr(cache, name) for cache in caches}
+        if len(found) > 1:
+            raise ValueError(f"{what} needs caches of the same {name}, not of {sorted(found)}")
+    shapes = [shape[1:] for cache in caches if (shape := cache._held_shape()) is not None]
+    names = ("kv_heads", "head_dim of keys", "head_dim of values", "dtype", "dtype of values")
+    for name, *found_in_each in zip(names, *shapes, strict=False):
+        if any(found != found_in_each[0] for found in found_in_each):
+            raise ValueError(f"{what} needs caches of the same {name}, not of {found_in_each}")
 
 
 def batch_of(kind: type[Other], caches: Sequence[LayerCache]) -> Other:
     """Make a bare batch with the settings that all `caches` share; the caller fills it.
 
     Raises:
-        ValueError: no caches, or their settings differ.
+        ValueError: no caches, or they differ in class, settings or shapes.
     """
-    if not caches:
-        raise ValueError("merge needs at least one cache")
-    first = caches[0]
-    for name in first.carried:
-        found = {getattr(cache, name) for cache in caches}
-        if name != "_capacity" and len(found) > 1:
-            raise ValueError(f"merge needs caches of the same {name}, not of {sorted(found)}")
-    batch = first._sibling(kind)
+    agree("merge", caches)
+    batch = caches[0]._sibling(kind)
     for cache in caches:
         batch._widen(cache)
     return batch

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 from penstock.config import KEEP, MAX_KV_SIZE
-from penstock.kv.base import LayerCache, positive
+from penstock.errors import SettingError
+from penstock.kv.base import LayerCache
+from penstock.kv.checks import positive, whole
 from penstock.kv.quantized import QuantizedRotatingKVCache
-from penstock.kv.rotating import RotatingKVCache, SharedRotatingKVCache
+from penstock.kv.rotating import Ring, RotatingKVCache
 from penstock.kv.sinks import SinkRotatingKVCache
 
 
@@ -26,8 +30,8 @@ def make_kv_cache(
         model: A model of mlx-lm: its `make_cache()` is asked what each layer needs, or without
             one each of `layers` is taken for full attention.
         max_kv_size: The bound in tokens. Full-attention layers become windows of this size;
-            sliding-window layers keep their own window if it is smaller; recurrent layers, and
-            chunked ones (Llama 4), whose size does not grow, stay as they are.
+            sliding-window layers keep their own window if it is smaller; the chunks of chunked
+            layers (Llama 4) get no larger; recurrent layers, which do not grow, stay.
         keep: The first tokens that a full-attention layer never drops. Where it is not smaller
             than `max_kv_size`, half of that.
         kv_bits: Quantise keys and values to 2, 3, 4, 5, 6 or 8 bits; None leaves them.
@@ -37,37 +41,67 @@ def make_kv_cache(
 
     Raises:
         TypeError, ValueError: a size that is no integer, or out of range.
+        SettingError: a layer's cache is of a kind that cannot be bounded.
     """
-    positive("max_kv_size", max_kv_size)
-    if isinstance(keep, bool) or not isinstance(keep, int):
-        raise TypeError(f"keep must be an integer, not {keep!r}")
-    if keep < 0:
-        raise ValueError(f"keep must be at least 0, not {keep}")
+    size, kept = positive("max_kv_size", max_kv_size), whole("keep", keep, 0)
     room = LayerCache.step if capacity is None else positive("capacity", capacity)
     shared = _reads_other_layers(model)
 
-    def bounded(size: int, kept: int) -> Any:
-        kept = kept if kept < size else size // 2
+    def full() -> Ring:
         if kv_bits is not None:
-            return QuantizedRotatingKVCache(size, kept, kv_group_size, kv_bits, room)
+            return QuantizedRotatingKVCache(
+                size, _clipped(kept, size), kv_group_size, kv_bits, room
+            )
         if kept:
-            return SinkRotatingKVCache(size, kept, room)
-        return (SharedRotatingKVCache if shared else RotatingKVCache)(size, capacity=room)
+            return SinkRotatingKVCache(size, _clipped(kept, size), room)
+        return RotatingKVCache(size, capacity=room)
 
-    def ours(cache: Any) -> Any:
-        if hasattr(cache, "caches"):
-            return type(cache)(*(ours(part) for part in cache.caches))
-        if not hasattr(cache, "update_and_fetch") or hasattr(cache, "chunk_size"):
+    def sliding(window: int, kept: int) -> Ring:
+        if kv_bits is not None:
+            window = min(window, size)
+            return QuantizedRotatingKVCache(
+                window, _clipped(kept, window), kv_group_size, kv_bits, room
+            )
+        if window <= size:
+            return RotatingKVCache(window, kept, room)
+        # The model goes on asking for masks of its own, wider window.
+        return SinkRotatingKVCache(size, _clipped(kept, size), room)
+
+    def bounded(cache: Any) -> Any:
+        if hasattr(cache, "caches"):  # CacheList
+            return type(cache)(*(bounded(part) for part in cache.caches))
+        if hasattr(cache, "cache"):  # ArraysCache: recurrent
             return cache
-        if hasattr(cache, "max_size") and cache.max_size <= max_kv_size:
-            return bounded(cache.max_size, cache.keep)
-        return bounded(max_kv_size, keep)
+        if hasattr(cache, "chunk_size"):  # ChunkedKVCache
+            cache.chunk_size = min(cache.chunk_size, size)
+            return cache
+        if not hasattr(cache, "update_and_fetch"):
+            raise SettingError(
+                f"this model's {type(cache).__module__}.{type(cache).__name__} cannot be bounded; "
+                f"use the model's own make_cache()"
+            )
+        ours = sliding(cache.max_size, cache.keep) if hasattr(cache, "max_size") else full()
+        ours.read_by_others = shared
+        return ours
 
     if hasattr(model, "make_cache"):
-        return [ours(cache) for cache in model.make_cache()]
-    return [bounded(max_kv_size, keep) for _ in model.layers]
+        return [bounded(cache) for cache in model.make_cache()]
+    return [full() for _ in model.layers]
+
+
+def _clipped(keep: int, size: int) -> int:
+    """Return `keep`, or half of a window that has no room for it."""
+    return keep if keep < size else size // 2
 
 
 def _reads_other_layers(model: Any) -> bool:
-    """Tell whether some layers read the cache of another one after it was updated (Gemma 3n)."""
-    return any(getattr(module, "is_kv_shared_layer", False) for _, module in model.named_modules())
+    """Tell whether some layers read another one's cache after its update: `keys_and_values()`.
+
+    Nothing in a model or its config says so for all of them, the model's code does.
+    """
+    files = {type(module).__module__ for _, module in model.named_modules()}
+    return any(
+        "keys_and_values()" in inspect.getsource(sys.modules[name])
+        for name in files
+        if name.startswith("mlx_lm.models.") and name != "mlx_lm.models.cache"
+    )

@@ -1,9 +1,13 @@
-"""Prompt caches on disk, in mlx-lm 0.32.2's safetensors layout: each reads the other's files."""
+"""Prompt caches on disk, in mlx-lm 0.32.2's safetensors layout.
+
+Files of mlx-lm 0.32.2 are read; mlx-lm reads ours as far as it knows the classes by name.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +16,31 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from penstock.errors import CacheFileError
-from penstock.kv import growing, quantized, rotating, sinks
 from penstock.kv.base import LayerCache
+from penstock.kv.growing import BatchKVCache, KVCache
+from penstock.kv.quantized import (
+    BatchQuantizedKVCache,
+    BatchQuantizedRotatingKVCache,
+    QuantizedKVCache,
+    QuantizedRotatingKVCache,
+)
+from penstock.kv.rotating import BatchRotatingKVCache, RotatingKVCache
+from penstock.kv.sinks import BatchSinkRotatingKVCache, SinkRotatingKVCache
 
 CLASSES: dict[str, type[LayerCache]] = {
-    name: kind
-    for module in (growing, quantized, rotating, sinks)
-    for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, LayerCache) and name.endswith("KVCache")
+    kind.__name__: kind
+    for kind in (
+        BatchKVCache,
+        BatchQuantizedKVCache,
+        BatchQuantizedRotatingKVCache,
+        BatchRotatingKVCache,
+        BatchSinkRotatingKVCache,
+        KVCache,
+        QuantizedKVCache,
+        QuantizedRotatingKVCache,
+        RotatingKVCache,
+        SinkRotatingKVCache,
+    )
 }
 
 
@@ -28,11 +49,16 @@ def save_prompt_cache(
 ) -> None:
     """Write the caches of all layers to a `.safetensors` file, readable by its owner alone.
 
-    The file is written aside and renamed: an interrupted call leaves the old one.
+    The file is written aside, synced and renamed: an interrupted call leaves the old one.
 
     Raises:
-        CacheFileError: a cache holds something that is no array, number, string or None.
+        CacheFileError: a cache holds something that is no array, number, string or None, or
+            `metadata` something that is no string.
+        OSError: the folder does not exist or cannot be written to.
     """
+    for key, value in (metadata or {}).items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise CacheFileError(f"metadata must be strings, not {key!r}: {value!r}")
     path = Path(file_name)
     if path.suffix != ".safetensors":
         path = path.with_name(path.name + ".safetensors")
@@ -51,10 +77,13 @@ def save_prompt_cache(
     arrays = {key: stored(key, leaf) for key, leaf in flat}
     kinds = [type(c).__name__ for c in cache]
     header = dict(tree_flatten([metadata or {}, kinds, scalars]))
-    aside = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+    # Made with mode 0600, under a name of its own, in the folder that it stays in.
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as made:
+        aside = Path(made.name)
     try:
-        aside.touch(mode=0o600)
         mx.save_safetensors(str(aside), arrays, header)
+        with aside.open("rb+") as written:
+            os.fsync(written.fileno())
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
@@ -88,9 +117,13 @@ def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool =
         for key, kind in scalars[1:]:
             arrays[key] = _VALUES[kind](arrays[key])
         states: Any = tree_unflatten(list(arrays.items()))
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise CacheFileError(f"{file_name} is not a readable prompt cache: {error}") from error
-    cache = [_revived(kind, state) for kind, state in zip(kinds, states, strict=True)]
+        cache = [_revived(kind, state) for kind, state in zip(kinds, states, strict=True)]
+    except CacheFileError:
+        raise
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CacheFileError(
+            f"{file_name} is not a readable prompt cache (as of mlx-lm 0.32.2): {error}"
+        ) from error
     return (cache, metadata or {}) if return_metadata else cache
 
 

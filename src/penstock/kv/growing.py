@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from penstock.kv import columns as col
 from penstock.kv import masks
-from penstock.kv.base import LayerCache, Padded, batch_of, ints, positive
+from penstock.kv.base import LayerCache, Padded, agree, batch_of
+from penstock.kv.checks import chosen_rows, ints, positive, whole
 from penstock.kv.columns import Side
 from penstock.kv.masks import Mask
 
@@ -59,7 +60,7 @@ class Growing(LayerCache):
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens, or as many as there are; return how many."""
-        n = min(self.offset, n)
+        n = min(self.offset, whole("n", n, 0))
         self.offset -= n
         return n
 
@@ -157,9 +158,9 @@ class BatchGrowing(Padded):
 
     def finalize(self) -> None:
         """Turn the announced right padding into left padding, so that all rows end together."""
-        if self._right_padding is None:
-            return
         shifts, self._right_padding = self._right_padding, None
+        if shifts is None or self.empty():
+            return
         keys, values = self._held()
         self.keys = col.write(keys, 0, col.rolled(col.take(keys, 0, self._idx), shifts))
         self.values = col.write(values, 0, col.rolled(col.take(values, 0, self._idx), shifts))
@@ -174,8 +175,11 @@ class BatchGrowing(Padded):
         return True
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` columns of every row, or as many as there are; return how many."""
-        n = min(self._idx, n)
+        """Forget the last `n` columns of every row, or as many as there are; return how many.
+
+        As with mlx-lm, a row of fewer tokens is then left without any.
+        """
+        n = min(self._idx, whole("n", n, 0))
         self._idx -= n
         self._tokens = [at - n for at in self._tokens]
         return n
@@ -190,9 +194,9 @@ class BatchGrowing(Padded):
 
     def filter(self, batch_indices: Any) -> None:
         """Keep the given rows, in the given order; columns that are padding in all go."""
-        rows = ints(batch_indices)
+        rows = chosen_rows(batch_indices, len(self._tokens))
         self._choose(rows)
-        spare = max(0, min(self._pads, default=0))
+        spare = max(0, min(self._pads))
         if self.keys is not None and self.values is not None:
             self.keys = col.picked(self.keys, rows, spare, self._idx)
             self.values = col.picked(self.values, rows, spare, self._idx)
@@ -200,7 +204,12 @@ class BatchGrowing(Padded):
         self._pads = [pad - spare for pad in self._pads]
 
     def extend(self, other: Any) -> None:
-        """Append the rows of `other`; the shorter side is padded on the left."""
+        """Append the rows of `other`; the shorter side is padded on the left.
+
+        Raises:
+            ValueError: the two differ in class, settings or shapes.
+        """
+        agree("extend", [self, other])
         end, rows = max(self._idx, other._idx), len(self._tokens) + len(other._tokens)
         for name in ("keys", "values"):
             parts = [
@@ -233,7 +242,7 @@ class BatchGrowing(Padded):
         """Return a batch of copies of the sequences, ending in the same column.
 
         Raises:
-            ValueError: no caches, or they differ in quantisation.
+            ValueError: no caches, or they differ in class, settings or shapes.
         """
         batch = batch_of(cls, caches)
         batch._tokens = [cache.size() for cache in caches]

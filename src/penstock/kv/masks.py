@@ -46,9 +46,9 @@ def by_position(
 
     column: (..., columns) int, the position of the token each holds, negative where it holds
     none. query: (..., queries) int. A query sees tokens up to its own: the first `keep`, and
-    the last `recent` counting itself (`window_size`, if smaller). Returns (..., queries, columns).
+    the last `recent` counting itself; with `window_size`, none that is further away than that.
+    Returns (..., queries, columns).
     """
-    recent = recent if window_size is None else min(recent, window_size)
     column, query = column[..., None, :], query[..., :, None]
-    near = (column < keep) | (column > query - recent)
-    return (column >= 0) & (column <= query) & near
+    seen = (column >= 0) & (column <= query) & ((column < keep) | (column > query - recent))
+    return seen if window_size is None else seen & (column > query - window_size)

@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from penstock.errors import PoolFull, SequenceOverflow, SettingError, UnknownSequence
 from penstock.kv import columns as col
-from penstock.kv.base import positive
+from penstock.kv.checks import positive
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ class KVCacheManager:
             raise AssertionError(f"the buffers do not hold {self.total_memory} bytes")
 
     def _find(self, seq_id: int) -> _Sequence:
-        sequence = self._sequences.get(seq_id)
+        sequence = self._sequences.get(seq_id) if type(seq_id) is int else None
         if sequence is None:
             raise UnknownSequence(seq_id, len(self._sequences))
         return sequence

@@ -31,11 +31,8 @@ class Quantized(LayerCache):
 
     def _set_width(self, group_size: object, bits: object) -> None:
         """Set the two widths; raise ValueError unless `mx.quantize` knows them."""
-        if bits not in BITS:
-            raise ValueError(f"bits must be one of {BITS}, not {bits!r}")
-        if group_size not in GROUP_SIZES:
-            raise ValueError(f"group_size must be one of {GROUP_SIZES}, not {group_size!r}")
-        self.group_size, self.bits = group_size, bits
+        self.group_size = _one_of("group_size", group_size, GROUP_SIZES)
+        self.bits = _one_of("bits", bits, BITS)
 
     def _encode(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
         return self._quantize(keys), self._quantize(values)
@@ -46,9 +43,10 @@ class Quantized(LayerCache):
     def _accept_widths(self, key_width: int, value_width: int) -> None:
         for name, width in (("keys", key_width), ("values", value_width)):
             if width % self.group_size:
+                fitting = [size for size in GROUP_SIZES if width % size == 0]
                 raise ValueError(
-                    f"the head_dim of {name} is {width}, not a multiple of "
-                    f"group_size {self.group_size}"
+                    f"the head_dim of {name} is {width}, not a multiple of group_size "
+                    f"{self.group_size}; {f'use {fitting[-1]}' if fitting else 'none fits'}"
                 )
 
     def _held_shape(self) -> tuple[Any, ...] | None:
@@ -79,6 +77,7 @@ class Quantized(LayerCache):
             held = col.write(col.blank(new, cache.capacity), 0, new)
             mx.eval(col.arrays(held))
             setattr(self, name, held)
+        self.allocated(cache.capacity)
 
 
 class QuantizedKVCache(Quantized, Growing):
@@ -87,7 +86,7 @@ class QuantizedKVCache(Quantized, Growing):
     bits: 2, 3, 4, 5, 6 or 8; group_size: 32, 64 or 128, a divisor of the head size.
     """
 
-    carried: ClassVar[tuple[str, ...]] = ("_capacity", "group_size", "bits")
+    carried: ClassVar[tuple[str, ...]] = ("group_size", "bits")
 
     def __init__(self, group_size: int = 64, bits: int = 8, capacity: int | None = None) -> None:
         super().__init__(capacity)
@@ -106,7 +105,7 @@ class QuantizedKVCache(Quantized, Growing):
 class BatchQuantizedKVCache(Quantized, BatchGrowing):
     """A left-padded batch, every token kept, quantised; what merging `QuantizedKVCache`s gives."""
 
-    carried: ClassVar[tuple[str, ...]] = ("_capacity", "group_size", "bits")
+    carried: ClassVar[tuple[str, ...]] = ("group_size", "bits")
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class QuantizedRotatingKVCache(Quantized, SinkRing):
     The first `keep` tokens are visible to every query, as in `SinkRotatingKVCache`.
     """
 
-    carried: ClassVar[tuple[str, ...]] = ("_capacity", "max_size", "keep", "group_size", "bits")
+    carried: ClassVar[tuple[str, ...]] = (*Ring.carried, "group_size", "bits")
 
     def __init__(
         self,
@@ -145,14 +144,27 @@ class QuantizedRotatingKVCache(Quantized, SinkRing):
         if not cache.empty():
             quantized._take_over(cache)
             quantized.offset, quantized._idx = cache.offset, cache._idx
+        quantized.read_by_others = cache.read_by_others
         return quantized
 
 
 class BatchQuantizedRotatingKVCache(Quantized, BatchSinkRing):
     """Bounded windows of a batch, quantised; what merging `QuantizedRotatingKVCache`s gives."""
 
-    carried: ClassVar[tuple[str, ...]] = ("_capacity", "max_size", "keep", "group_size", "bits")
+    carried: ClassVar[tuple[str, ...]] = (*Ring.carried, "group_size", "bits")
     single_class = QuantizedRotatingKVCache
+
+    def __init__(
+        self, max_size: int, keep: int, rows: int, group_size: int = 64, bits: int = 8
+    ) -> None:
+        super().__init__(max_size, keep, rows)
+        self._set_width(group_size, bits)
+
+
+def _one_of(name: str, value: object, known: tuple[int, ...]) -> int:
+    if not isinstance(value, int) or value not in known:
+        raise ValueError(f"{name} must be one of {known}, not {value!r}")
+    return value
 
 
 QuantizedKVCache.batch_class = BatchQuantizedKVCache

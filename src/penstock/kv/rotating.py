@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from penstock.kv import columns as col
 from penstock.kv import masks
-from penstock.kv.base import Bounded, Padded, batch_of, ints, positive, window
+from penstock.kv.base import Bounded, Padded, agree, batch_of
+from penstock.kv.checks import chosen_rows, ints, positive, whole, window
 from penstock.kv.columns import Side
 from penstock.kv.masks import Mask
 
@@ -22,7 +23,7 @@ from penstock.kv.masks import Mask
 class Ring(Bounded):
     """The window of one sequence. The layout of `RotatingKVCache` and its relatives."""
 
-    carried: ClassVar[tuple[str, ...]] = ("_capacity", "max_size", "keep")
+    carried: ClassVar[tuple[str, ...]] = ("max_size", "keep")
     batch_class: ClassVar[Any]
     offset: int
     keep: int
@@ -45,6 +46,7 @@ class Ring(Bounded):
         """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
+        self._chunk = None
         if self.offset + tokens <= self.max_size:
             self._make_room(self.offset + tokens, self.offset, new)
             self._idx = self.offset
@@ -69,7 +71,7 @@ class Ring(Bounded):
         mx.eval(col.arrays(self.keys, self.values))
         self.offset += tokens
         self._idx = self.max_size
-        return fetched
+        return self._in_sight_of_others(fetched)
 
     def _in_sight(self) -> tuple[list[Side], list[Side]]:
         """Return views of what a chunk's first query may see of the past, in order of time."""
@@ -91,7 +93,9 @@ class Ring(Bounded):
         return [col.take(side, start, stop) for start, stop in spans if stop > start]
 
     def keys_and_values(self) -> tuple[Side, Side]:
-        """Return views of the columns in use, in ring order."""
+        """Return views of the columns in use, in ring order; see also `read_by_others`."""
+        if self._chunk is not None:
+            return self._chunk
         keys, values = self._held()
         if self.offset >= self.max_size:
             return keys, values
@@ -106,13 +110,13 @@ class Ring(Bounded):
         """
         if N == 1 and window_size is None:
             return None
-        limit = min(window_size or self.max_size, self.max_size)
+        limit = window_size or self.max_size
         if N > 1:
             past = min(self.offset, self.max_size - 1)
             if past + N <= limit and not return_array:
                 return "causal"
             return masks.causal(N, past, limit)
-        if limit == self.max_size or self.offset < limit:
+        if limit >= self.max_size or self.offset < limit:
             return None
         position, query = self._positions_after_one(), mx.array([self.offset])
         return masks.by_position(position, query, 0, limit)[0]
@@ -140,12 +144,13 @@ class Ring(Bounded):
         """
         if not self.is_trimmable():
             return 0
-        n = min(self.offset, n)
+        n = min(self.offset, whole("n", n, 0))
         self.offset -= n
         self._idx = self.offset
         return n
 
     def _state(self) -> tuple[Any, ...]:
+        self._chunk = None
         return self.keys, self.values, self.offset, self.keep, self.max_size, self._idx
 
     def _restore(self, state: Sequence[Any]) -> None:
@@ -191,38 +196,6 @@ class RotatingKVCache(Ring):
         return self.quantized_class.holding(self, group_size, bits)
 
 
-class SharedRotatingKVCache(RotatingKVCache):
-    """For models in which later layers call `keys_and_values()` of this one (Gemma 3n).
-
-    After a chunk past the end of the window these need what the chunk's own queries saw: it is
-    kept until the next update, or until the state is read, as mlx-lm does after each chunk.
-    """
-
-    _chunk: tuple[Side, Side] | None = None
-
-    def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        self._chunk = super()._update_past_end(new, tokens)
-        return self._chunk
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """As in `RotatingKVCache`."""
-        self._chunk = None
-        return super().update_and_fetch(keys, values)
-
-    def keys_and_values(self) -> tuple[Side, Side]:
-        """Return what the last update returned."""
-        return self._chunk or super().keys_and_values()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, those of a chunk that is being read included."""
-        return super().nbytes + col.nbytes(*(self._chunk or ()))
-
-    def _state(self) -> tuple[Any, ...]:
-        self._chunk = None
-        return super()._state()
-
-
 class BatchRotatingKVCache(Bounded, Padded):
     """Bounded windows of a left-padded batch; drops in for mlx-lm's `BatchRotatingKVCache`.
 
@@ -231,7 +204,7 @@ class BatchRotatingKVCache(Bounded, Padded):
     `BatchSinkRotatingKVCache`.
     """
 
-    carried: ClassVar[tuple[str, ...]] = ("_capacity", "max_size")
+    carried: ClassVar[tuple[str, ...]] = ("max_size",)
     single_class: ClassVar[type[RotatingKVCache]] = RotatingKVCache
     keeping_class: ClassVar[Any]
     _ends: list[int] | None = None
@@ -253,6 +226,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
+        self._chunk = None
         self._turn_padding()
         if not self.rotated and self._idx + tokens <= self.max_size:
             self._make_room(self._idx + tokens, self._idx, new)
@@ -281,7 +255,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._pads = [pad - dropped for pad in self._pads]
         self._idx, self.rotated = self.max_size, False
         self._offset += tokens
-        return fetched
+        return self._in_sight_of_others(fetched)
 
     def _in_sight(self) -> tuple[list[Side], list[Side]]:
         """Return views of what a chunk's first query may see of the past, in order of time."""
@@ -327,7 +301,9 @@ class BatchRotatingKVCache(Bounded, Padded):
         return [col.take(side, start, stop) for start, stop in spans if stop > start]
 
     def keys_and_values(self) -> tuple[Side, Side]:
-        """Return views of the columns in use, in ring order."""
+        """Return views of the columns in use, in ring order; see also `read_by_others`."""
+        if self._chunk is not None:
+            return self._chunk
         if self._used() == self.max_size:
             return self._held()
         return _part(self._held(), 0, self._idx)
@@ -343,7 +319,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         dropped = turning + max(0, self._idx - self.max_size + chunk)
         past = min(self._offset, self.max_size - 1)
         pads = self.left_padding - dropped
-        mask = masks.causal(N, past, min(window_size or self.max_size, self.max_size), pads)
+        mask = masks.causal(N, past, window_size or self.max_size, pads)
         return mx.roll(mask, self._idx % self.max_size + 1, -1) if turning else mask
 
     def prepare(
@@ -383,7 +359,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         """
         if not self.is_trimmable():
             return 0
-        n = min(self._offset, n)
+        n = min(self._offset, whole("n", n, 0))
         self._offset -= n
         self._idx -= n
         self._tokens = [at - n for at in self._tokens]
@@ -408,14 +384,19 @@ class BatchRotatingKVCache(Bounded, Padded):
 
     def filter(self, batch_indices: Any) -> None:
         """Keep the given rows, in the given order, in buffers of the columns in use."""
-        rows = ints(batch_indices)
+        rows = chosen_rows(batch_indices, len(self._tokens))
         self._choose(rows)
         if self.keys is not None and self.values is not None:
             self.keys = col.picked(self.keys, rows, 0, self._used())
             self.values = col.picked(self.values, rows, 0, self._used())
 
     def extend(self, other: Any) -> None:
-        """Append the rows of `other`; the shorter side is padded on the left."""
+        """Append the rows of `other`; the shorter side is padded on the left.
+
+        Raises:
+            ValueError: the two differ in class, settings or shapes.
+        """
+        agree("extend", [self, other])
         end, rows = max(self._used(), other._used()), len(self._tokens) + len(other._tokens)
         for name in ("keys", "values"):
             parts = [
@@ -442,10 +423,9 @@ class BatchRotatingKVCache(Bounded, Padded):
         for name in ("keys", "values"):
             side = getattr(self, name)
             if side is not None and count:
-                row = col.rows_of(side, idx, idx + 1)
-                parts = [(0, at, part) for at, part in col.spread(0, self._in_order(row))]
-                whole = col.take(col.laid(parts, 1, self._used()), start, start + count)
-                setattr(single, name, col.laid([(0, 0, whole)], 1, count))
+                row = col.join(*self._in_order(col.rows_of(side, idx, idx + 1)))
+                parts = [(0, 0, col.take(row, start, start + count))]
+                setattr(single, name, col.laid(parts, 1, count))
         return single
 
     @classmethod
@@ -455,7 +435,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         Windows with `keep` go to a `BatchSinkRotatingKVCache`.
 
         Raises:
-            ValueError: no caches, or they differ in max_size or keep.
+            ValueError: no caches, or they differ in class, settings or shapes.
         """
         if any(cache.keep for cache in caches):
             return cls.keeping_class.merge(caches)

@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from penstock.kv import columns as col
 from penstock.kv import masks
-from penstock.kv.base import Batch, Bounded, batch_of, ints
+from penstock.kv.base import Batch, Bounded, agree, batch_of
+from penstock.kv.checks import chosen_rows, ints, positive, whole, window
 from penstock.kv.columns import Side
 from penstock.kv.masks import Mask
 from penstock.kv.rotating import BatchRotatingKVCache, Ring, RotatingKVCache, joined
@@ -49,14 +50,17 @@ class BatchSinkRing(Bounded, Batch):
     """Windows of a batch, left-aligned: token p stands in the same column in every row.
 
     That column is p while p < max_size, then keep + (p - keep) mod (max_size - keep). No row is
-    padded to the longest, and rows join and leave without moving the others' tokens. Made by
-    `merge`.
+    padded to the longest, and rows join and leave without moving the others' tokens.
     """
 
-    carried: ClassVar[tuple[str, ...]] = ("_capacity", "max_size", "keep")
-    single_class: ClassVar[type[Ring]]
+    carried: ClassVar[tuple[str, ...]] = Ring.carried
+    single_class: type[Ring]
     keep: int
     _ends: list[int] | None = None
+
+    def __init__(self, max_size: int, keep: int, rows: int) -> None:
+        self.max_size, self.keep = window(max_size, keep)
+        self._tokens = [0] * positive("rows", rows)
 
     def _slot(self, position: int) -> int:
         """Return the column of the token at `position`."""
@@ -84,10 +88,10 @@ class BatchSinkRing(Bounded, Batch):
         """
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
+        self._chunk = None
         if self._overflows(tokens):
             return self._update_past_end(new, tokens)
-        used = self._used(tokens)
-        self._make_room(used, self._used(), new)
+        self._make_room(self._used(tokens), self._used(), new)
         if tokens == 1:
             slots = [self._slot(at) for at in self._tokens]
             keys_held, values_held = self._held()
@@ -96,11 +100,20 @@ class BatchSinkRing(Bounded, Batch):
         else:
             for row, at in enumerate(self._tokens):
                 self._write(at, _row(new, row, 0, tokens), row)
+        used = self._used(tokens)
         self._advance(tokens)
-        keys_held, values_held = self._held()
+        return self._columns(used)
+
+    def _columns(self, used: int) -> tuple[Side, Side]:
+        """Return views of the first `used` columns."""
+        keys, values = self._held()
         if used == self.max_size:
-            return keys_held, values_held
-        return col.take(keys_held, 0, used), col.take(values_held, 0, used)
+            return keys, values
+        return col.take(keys, 0, used), col.take(values, 0, used)
+
+    def keys_and_values(self) -> tuple[Side, Side]:
+        """Return views of the columns in use, in ring order; see also `read_by_others`."""
+        return self._chunk or self._columns(self._used())
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
         """Return the columns and the chunk, then write what each row's window holds of it."""
@@ -111,7 +124,7 @@ class BatchSinkRing(Bounded, Batch):
                 self._write(self._slot(start), _row(new, row, start - at, stop - at), row)
         mx.eval(col.arrays(self.keys, self.values))
         self._advance(tokens)
-        return fetched
+        return self._in_sight_of_others(fetched)
 
     def _in_sight(self) -> tuple[list[Side], list[Side]]:
         """Return views of the columns in use, in ring order."""
@@ -201,7 +214,7 @@ class BatchSinkRing(Bounded, Batch):
         """
         if not self.is_trimmable():
             return 0
-        n = min(*self._tokens, n)
+        n = min(*self._tokens, whole("n", n, 0))
         self._tokens = [at - n for at in self._tokens]
         return n
 
@@ -215,7 +228,7 @@ class BatchSinkRing(Bounded, Batch):
 
     def filter(self, batch_indices: Any) -> None:
         """Keep the given rows, in the given order, in buffers of the columns they use."""
-        rows = ints(batch_indices)
+        rows = chosen_rows(batch_indices, len(self._tokens))
         self._tokens = [self._tokens[row] for row in rows]
         self._repacked()
         if self.keys is not None and self.values is not None:
@@ -223,7 +236,12 @@ class BatchSinkRing(Bounded, Batch):
             self.values = col.picked(self.values, rows, 0, self._used())
 
     def extend(self, other: Any) -> None:
-        """Append the rows of `other`."""
+        """Append the rows of `other`.
+
+        Raises:
+            ValueError: the two differ in class, settings or shapes.
+        """
+        agree("extend", [self, other])
         end, rows = max(self._used(), other._used()), len(self._tokens) + len(other._tokens)
         for name in ("keys", "values"):
             parts = [
@@ -254,9 +272,10 @@ class BatchSinkRing(Bounded, Batch):
         """Return a batch of copies of the windows.
 
         Raises:
-            ValueError: no caches, or they differ in max_size, keep or quantisation.
+            ValueError: no caches, or they differ in class, settings or shapes.
         """
         batch = batch_of(cls, caches)
+        batch.single_class = type(caches[0])
         batch._tokens = [cache.offset for cache in caches]
         for name in ("keys", "values"):
             parts = [
@@ -304,3 +323,4 @@ def _row(sides: tuple[Side, Side], row: int, start: int, stop: int) -> tuple[Sid
 
 
 BatchRotatingKVCache.keeping_class = BatchSinkRotatingKVCache
+SinkRotatingKVCache.batch_class = BatchSinkRotatingKVCache
