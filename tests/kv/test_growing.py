@@ -164,13 +164,6 @@ def test_merge_of_nothing() -> None:
     assert BatchKVCache.merge([KVCache(), KVCache()]).empty()
 
 
-def test_a_batch_wants_its_own_number_of_rows() -> None:
-    for batch in (BatchKVCache([0, 0]), BatchRotatingKVCache(8, [0, 0])):
-        with pytest.raises(ValueError, match="batch is 3; this cache has 2 rows"):
-            batch.update_and_fetch(*kv(2, batch=3))
-        assert batch.empty()
-
-
 @pytest.mark.parametrize(
     ("padding", "error", "words"),
     [

@@ -257,11 +257,6 @@ class Batch(LayerCache):
         """The position of each row's next token; (batch,) int32."""
         return mx.array(self._tokens, mx.int32)
 
-    def _accept_shape(self, keys: tuple[int, ...], *others: Any) -> None:
-        if len(keys) == 4 and keys[0] != len(self._tokens):
-            raise ValueError(f"batch is {keys[0]}; this cache has {len(self._tokens)} rows")
-        super()._accept_shape(keys, *others)
-
     def _ends_of(
         self, lengths: Sequence[int] | None, right_padding: Sequence[int] | None
     ) -> list[int] | None:
