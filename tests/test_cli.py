@@ -15,11 +15,14 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 import penstock
 from penstock.cli import main
 from penstock.recall import MODEL_PATH
+from small_models import BASE, build
 
 SCRIPT = Path(sys.executable).parent / "penstock"
 TELL = "The code of the amber falcon is 4821."
@@ -209,6 +212,11 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
         (["generate"], "Missing argument"),
         (["generate", "x", "--bogus"], "No such option: --bogus"),
         (["generate", ""], "the prompt is empty"),
+        (["generate", "caf\udce9 x"], "the prompt is not UTF-8: byte 0xe9 after 3 characters"),
+        (["generate", "caf\udce9 x", "--raw"], "the prompt is not UTF-8"),
+        (["generate", "\ud800"], "the prompt is not UTF-8: U+D800"),
+        (["generate", "x", "--system", "\udcff"], "--system is not UTF-8: byte 0xff"),
+        (["chat", "--system", "\udcff"], "--system is not UTF-8: byte 0xff"),
         (["generate", "x", "--max-tokens", "-3"], "--max-tokens"),
         (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
         (["generate", "x", "--max-kv-size", "0"], "--max-kv-size"),
@@ -234,6 +242,54 @@ def test_a_refusal_of_the_real_script_exits_with_2() -> None:
     assert done.stderr == "penstock: --kv-bits 7: Input should be 2, 3, 4, 5, 6 or 8\n"
 
 
+def run_on_bytes(stdin: bytes, *arguments: str, **environment: str) -> Done[bytes]:
+    return subprocess.run(
+        [SCRIPT, *arguments],
+        input=stdin,
+        env=os.environ | environment,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+# How Python reads standard input differs with the locale; UTF-8 locales are strict.
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
+def test_input_that_is_not_utf_8_is_one_line(encoding: str) -> None:
+    done = run_on_bytes(b"caf\xe9 x\n", "generate", "-", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"penstock: the prompt is not UTF-8: byte 0xe9 after 3 characters\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
+def test_chat_passes_over_a_line_that_is_not_utf_8(encoding: str) -> None:
+    lines = f"{TELL}\n".encode() + b"caf\xe9 x\n/caf\xe9\n" + f"{ASK}\n".encode()
+    done = run_on_bytes(lines, "chat", "--echo", PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode().splitlines() == [f"> {TELL}", "Noted.", f"> {ASK}", "4821."]
+    first, second = done.stderr.decode().splitlines()
+    assert first == (
+        "penstock: this line is not UTF-8: byte 0xe9 after 3 characters; it is passed over"
+    )
+    assert "after 4 characters" in second
+
+
+def test_a_model_that_cannot_read_quantized_caches_is_one_line(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, model)
+    config = BASE | {"model_type": "gpt_oss", "vocab_size": 8192, "head_dim": 64}
+    config |= {"torch_dtype": "float32", "sliding_window": 8, "max_position_embeddings": 131072}
+    config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    (model / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(build(config).parameters()))
+    mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
+    for command in (["generate", "x"], ["chat"]):
+        line = refused(capsys, *command, "--model", str(model), "--kv-bits", "8")
+        assert "attention sinks" in line
+    assert main(["generate", "x", "--model", str(model), "--max-tokens", "2"]) == 0
+
+
 def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -252,6 +308,14 @@ def change(**values: object) -> dict[str, object]:
         (
             lambda m: (m / "config.json").write_text(json.dumps(change(num_hidden_layers=3))),
             "Missing",
+        ),
+        (
+            lambda m: (m / "config.json").write_text(json.dumps(change(num_attention_heads=0))),
+            "ZeroDivisionError",
+        ),
+        (
+            lambda m: (m / "config.json").write_text(json.dumps(change(bos_token_id="one"))),
+            "bos_token_id",
         ),
         (lambda m: (m / "model.safetensors").unlink(), "it has no model*.safetensors"),
         (lambda m: truncate(m / "model.safetensors"), "cannot load"),

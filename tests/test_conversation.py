@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 from penstock.cli.conversation import Conversation, kv_use, make_caches, shared_tokens
@@ -11,6 +12,7 @@ from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import ModelError, SettingError
 from penstock.models.mlx_lm import Loaded, encode, load_all, render, stream
 from penstock.recall import MODEL_PATH
+from small_models import BASE, build
 
 TOLD = (
     "The code of the amber falcon is 4821.",
@@ -158,3 +160,50 @@ def test_a_head_size_without_a_quantized_form_is_an_error(recall: Loaded) -> Non
     odd = replace(recall, config=recall.config | {"head_dim": 48})
     with pytest.raises(SettingError, match="head size 48"):
         make_caches(odd, KVSettings(kv_bits=4))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"), [("gpt_oss", "attention sinks"), ("kimi_k2", "latents")]
+)
+def test_a_model_that_cannot_read_quantized_caches_is_refused_before_it_runs(
+    recall: Loaded, model_type: str, why: str
+) -> None:
+    latents = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    odd = replace(recall, config={**BASE, **latents, "model_type": model_type, "head_dim": 64})
+    with pytest.raises(SettingError, match=f"{model_type}.* cannot have quantized caches: .*{why}"):
+        Conversation(odd, KVSettings(kv_bits=8))
+    assert make_caches(odd, KVSettings())
+
+
+def gemma2(recall: Loaded) -> Loaded:
+    """A model that cannot read quantized caches, under a config that says it can."""
+    config = {**BASE, "model_type": "gemma2", "head_dim": 64, "vocab_size": 8192}
+    return replace(recall, model=build(config), config=config | {"model_type": "llama"})
+
+
+def test_mlx_lm_failing_on_quantized_caches_is_one_error_that_says_so(recall: Loaded) -> None:
+    loaded = gemma2(recall)
+    caches = make_caches(loaded, KVSettings(kv_bits=8))
+    with pytest.raises(ModelError, match=r"fails on quantized caches \(TypeError: .*--kv-bits"):
+        list(stream(loaded, [1, 2, 3], caches=caches, sampling=GREEDY))
+    plain = make_caches(loaded, KVSettings())
+    assert list(stream(loaded, [1, 2, 3], caches=plain, sampling=GREEDY))
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_an_error_that_is_not_mlx_lm_s_keeps_its_traceback(
+    recall: Loaded, kv_bits: int | None
+) -> None:
+    def broken(*_: mx.array) -> None:
+        raise TypeError("ours")
+
+    caches = make_caches(recall, KVSettings(kv_bits=kv_bits))
+    caches[0].update_and_fetch = broken
+    with pytest.raises(TypeError, match="ours"):
+        list(stream(recall, [1, 2, 3], caches=caches, sampling=GREEDY))
+
+
+def test_an_error_of_mlx_lm_on_plain_caches_is_not_blamed_on_quantization(recall: Loaded) -> None:
+    caches = make_caches(recall, KVSettings())
+    with pytest.raises(ValueError, match="prompt"):
+        list(stream(recall, [], caches=caches, sampling=GREEDY))

@@ -8,9 +8,10 @@ import pytest
 
 from penstock.blas import Blas
 from penstock.cli import doctor
-from penstock.cli.doctor import Machine, Memory, find_problems
+from penstock.cli.doctor import Machine, find_problems
+from penstock.memory import MachineMemory
 
-MEMORY = Memory(64_000_000_000, 32_000_000_000, 64_000_000_000, 51_200_000_000)
+MEMORY = MachineMemory(64_000_000_000, 32_000_000_000, 64_000_000_000, 51_200_000_000)
 HEALTHY = Machine(
     back_end="metal",
     device="made up",

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from penstock import memory
 from penstock.errors import ModelError, SettingError
+from penstock.kv import make_kv_cache
 from penstock.memory import families
 from small_models import BASE, build
 
@@ -312,6 +313,64 @@ def test_each_family_agrees_with_the_caches_mlx_lm_makes(name: str) -> None:
     assert [layer.window_tokens for layer in spec.layers] == windows
 
 
+def with_wide_heads(config: dict[str, Any]) -> dict[str, Any]:
+    """Give a small config heads that `mx.quantize` has groups for."""
+    wide = {**config, "hidden_size": 256}
+    wide |= {key: 64 for key in ("head_dim", "global_head_dim") if key in config}
+    if "kv_lora_rank" in config:
+        wide |= {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32}
+        wide |= {"v_head_dim": 32}
+    if config["model_type"] == "mamba2":
+        wide |= {"num_heads": 16, "head_dim": 16}
+    if config["model_type"] == "phi":
+        wide |= {"partial_rotary_factor": 0.5}
+    if "block_dim" in config:
+        wide |= {"block_dim": 256}
+    if config["model_type"] == "phimoe":
+        factors = {"short_factor": [1.0] * 32, "long_factor": [1.0] * 32}
+        wide |= {"rope_scaling": config["rope_scaling"] | factors}
+    if "text_config" in config:
+        wide |= {"text_config": with_wide_heads(config["text_config"])}
+    return wide
+
+
+def runs_quantized(model: Any, group_size: int) -> bool:
+    """Tell whether a model reads a prompt, a token and a chunk past the bound at 8 bits."""
+    caches = make_kv_cache(model, 64, keep=4, kv_bits=8, kv_group_size=group_size)
+    try:
+        for tokens in (5, 1, 40, 40):
+            mx.eval(model(mx.zeros((1, tokens), mx.int32), cache=caches))
+    except (ValueError, TypeError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_quantized_caches_are_refused_just_where_mlx_lm_fails_on_them(name: str) -> None:
+    config = with_wide_heads(config_of(name))
+    spec = memory.read_model_spec(config)
+    group_size = memory.group_size_for(replace(spec, unquantizable=None))
+    assert runs_quantized(build(config), group_size) == (spec.unquantizable is None)
+    if spec.unquantizable is not None:
+        with pytest.raises(SettingError, match=f"{spec.unquantizable}; leave the cache in full"):
+            memory.group_size_for(spec)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [
+        ("mimo_v2_flash", "add_swa_attention_sink_bias"),
+        ("gear", "attn_logit_softcapping"),
+        ("gemma4_text", "num_kv_shared_layers"),
+    ],
+)
+def test_some_models_can_be_quantized_without_one_of_their_parts(model_type: str, key: str) -> None:
+    config = {**config_of("qwen3"), "model_type": model_type, "sliding_window": 8}
+    config["sliding_window_pattern"] = 2
+    assert memory.read_model_spec({**config, key: 2}).unquantizable is not None
+    assert memory.read_model_spec({**config, key: 0}).unquantizable is None
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "cohere2", "gpt_oss"])
 def test_what_a_config_may_leave_out_is_what_mlx_lm_assumes(name: str) -> None:
     assumed = families.FAMILIES[name].assumed
@@ -604,6 +663,56 @@ def test_a_damaged_header_is_an_error_with_its_file(tmp_path: Path, content: byt
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors has no readable safetensors header"):
+        memory.read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("missing", [1, 500])
+def test_weights_that_are_cut_off_are_an_error_with_both_sizes(
+    tmp_path: Path, missing: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
+    file = tmp_path / "model.safetensors"
+    mx.save_safetensors(str(file), {"a": mx.ones((100,)), "b": mx.ones((200,))})
+    whole = file.stat().st_size
+    assert memory.read_model_spec(tmp_path).weight_bytes == 1200
+    file.write_bytes(file.read_bytes()[:-missing])
+    words = f"tells of {whole:,} bytes, the file has {whole - missing:,}"
+    with pytest.raises(ModelError, match=words):
+        memory.read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("offsets", [[8, 4], [-4, 4]])
+def test_a_tensor_of_negative_size_is_a_damaged_header(tmp_path: Path, offsets: list[int]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": offsets}
+    header = json.dumps({"odd": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(100)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=f"odd lies from byte {offsets[0]} to byte {offsets[1]}"):
+        memory.read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", -128),
+        ("hidden_size", 0),
+        ("vocab_size", -1),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 0),
+        ("num_key_value_heads", -2),
+        ("head_dim", -16),
+        ("intermediate_size", -96),
+    ],
+)
+def test_a_size_no_model_has_is_refused_also_where_it_is_not_needed(
+    tmp_path: Path, key: str, value: int
+) -> None:
+    """With the head size given and the weights there, hidden size and vocabulary go unread."""
+    config = {**config_of("qwen3"), "head_dim": 32, key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.ones((8,))})
+    with pytest.raises(ModelError, match=f"{tmp_path.name}: {key} is {value}"):
         memory.read_model_spec(tmp_path)
 
 

@@ -14,9 +14,11 @@ import pytest
 
 from penstock import memory
 from penstock.cli import main
+from penstock.cli.doctor import examine
 from penstock.cli.plan import make_plan
-from penstock.errors import SettingError
+from penstock.errors import ModelError, SettingError
 from penstock.kv import make_kv_cache
+from penstock.memory import machine
 from small_models import BASE, build
 
 SIZES = {
@@ -230,7 +232,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
 
 def test_a_head_size_without_a_group_is_a_row_that_is_not_possible() -> None:
     spec = memory.read_model_spec(
-        {**SIZES, "model_type": "phi", "hidden_size": 160, "num_attention_heads": 2}
+        {**SIZES, "model_type": "phi3", "hidden_size": 160, "num_attention_heads": 2}
     )
     made = make_plan(spec, memory_bytes=10**9)
     assert [bool(row.impossible) for row in made.rows] == [False] + [True] * 6
@@ -247,3 +249,68 @@ def test_unknown_weights_and_long_windows_are_noted() -> None:
     assert "newcomer is not known" in notes
     assert "they are not counted" in notes
     assert "made for 4,096 tokens, fewer than the window" in notes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"), [("gpt_oss", "attention sinks"), ("deepseek_v3", "latents")]
+)
+def test_a_model_that_cannot_read_quantized_caches_has_rows_that_are_not_possible(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model_type: str, why: str
+) -> None:
+    latents = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    config = {**SIZES, "model_type": model_type, **latents}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = run(capsys, str(tmp_path), "--memory", "1GB")
+    assert code == 0
+    cells = [line for line in out.splitlines() if line.startswith("│") and "possible" in line]
+    assert len(cells) == 6
+    assert len(re.findall(f"note: .*{why}", out)) == 1
+    code, out, err = run(capsys, str(tmp_path), "--memory", "1GB", "--kv-bits", "8")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert why in err
+
+
+def test_a_plan_does_not_advise_bits_that_are_not_possible() -> None:
+    spec = memory.read_model_spec({**SIZES, "model_type": "gpt_oss"})
+    made = make_plan(spec, memory_bytes=10**6, max_kv_size=4096)
+    assert made.advice is not None
+    assert "--kv-bits" not in made.advice
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_model_made_for_no_text_is_the_model_s_fault(tokens: int) -> None:
+    spec = memory.read_model_spec(
+        {**SIZES, "model_type": "llama", "max_position_embeddings": tokens}
+    )
+    with pytest.raises(ModelError, match=f"max_position_embeddings is {tokens}, and a window has"):
+        make_plan(spec, memory_bytes=10**9)
+    assert make_plan(spec, memory_bytes=10**9, max_kv_size=600).max_kv_size == 600
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 10**9])
+def test_the_default_limit_is_the_doctor_s(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None
+) -> None:
+    """With a container's limit and without one, whatever the device recommends."""
+    monkeypatch.setattr(machine, "_container_limit_bytes", lambda: limit_bytes)
+    _, out, _ = run(capsys, "--json")
+    assert json.loads(out)["memory_bytes"] == examine().memory.default_limit_bytes
+    if mx.default_device() == mx.cpu and limit_bytes is not None:
+        assert json.loads(out)["memory_bytes"] == 700_000_000
+
+
+@pytest.mark.parametrize(
+    ("device_info", "recommended"),
+    [
+        ({}, 4 * 10**9),
+        ({"total_memory": 8 * 10**9}, 8 * 10**9),
+        ({"max_recommended_working_set_size": 3 * 10**9, "total_memory": 8 * 10**9}, 3 * 10**9),
+    ],
+)
+def test_the_device_s_recommendation_is_the_base_of_the_limit(
+    monkeypatch: pytest.MonkeyPatch, device_info: dict[str, str | int], recommended: int
+) -> None:
+    monkeypatch.setattr(machine, "_container_limit_bytes", lambda: 4 * 10**9)
+    found = memory.read_machine_memory(device_info)
+    assert (found.total_bytes, found.recommended_bytes) == (4 * 10**9, recommended)
+    assert found.default_limit_bytes == recommended * 7 // 10

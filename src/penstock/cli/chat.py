@@ -61,6 +61,8 @@ def chat(
     sampling = config.parse(
         config.SamplingSettings, max_tokens=max_tokens, temp=temp, top_p=top_p, seed=seed
     )
+    options.check_text("--system", system or "")
+    options.lenient_input()
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
@@ -96,7 +98,7 @@ class Chat:
         """Handle lines until they end or one of them is /exit."""
         for line in lines:
             text = line.strip()
-            if not text:
+            if not text or not _is_readable(text):
                 continue
             if self.echo:
                 print(f"> {text}")
@@ -136,6 +138,16 @@ class Chat:
                 raise
             print("\n(broken off; this turn is forgotten)", end="")
         print(flush=True)
+
+
+def _is_readable(line: str) -> bool:
+    """Tell whether a line is text; say what is wrong with it if not."""
+    try:
+        options.check_text("this line", line)
+    except SettingError as error:
+        print(f"penstock: {error}; it is passed over", file=sys.stderr)
+        return False
+    return True
 
 
 def _typed_lines() -> Iterator[str]:

@@ -6,9 +6,7 @@ import json
 import platform
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +15,7 @@ from penstock import __version__
 from penstock.blas import CUDA_PACKAGES, INSTALL_HINT, Blas, installed, load_blas, nvidia_device
 from penstock.cli import options
 from penstock.config import MLX_LM_MINOR
-from penstock.memory import default_limit_bytes, format_bytes
+from penstock.memory import MachineMemory, format_bytes, read_machine_memory
 
 PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "numpy")
 DTYPES = ("float32", "float16")
@@ -36,17 +34,6 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of memory: of the machine, of the device, and what penstock allows itself."""
-
-    total_bytes: int
-    available_bytes: int
-    recommended_bytes: int
-    """What the device recommends; the whole memory where it says nothing."""
-    default_limit_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
     """What was found."""
 
@@ -58,7 +45,7 @@ class Machine:
     blas: Blas
     gflops: dict[str, float]
     """Measured, by dtype: 10^9 operations a second in a matrix product."""
-    memory: Memory
+    memory: MachineMemory
     versions: dict[str, str]
 
 
@@ -85,13 +72,13 @@ def examine() -> Machine:
         import mlx.core as mx
     except ImportError as error:
         reason = f"MLX cannot be imported: {error}"
-        return Machine("none", reason, nvidia, blas, {}, _memory({}), versions)
+        return Machine("none", reason, nvidia, blas, {}, read_machine_memory({}), versions)
     gpus = (("metal", mx.metal), ("cuda", mx.cuda))
     back_end = next((name for name, gpu in gpus if gpu.is_available()), "cpu")
     info = mx.device_info()
     gflops = {name: _measure(name, 512 if back_end == "cpu" else 4096) for name in DTYPES}
     device = str(info["device_name"])
-    return Machine(back_end, device, nvidia, blas, gflops, _memory(info), versions)
+    return Machine(back_end, device, nvidia, blas, gflops, read_machine_memory(info), versions)
 
 
 def find_problems(machine: Machine) -> list[Problem]:
@@ -147,29 +134,6 @@ def _measure(dtype: str, size: int) -> float:
         mx.eval(matrix @ matrix)
         best_seconds = min(best_seconds, time.perf_counter() - start)
     return round(2 * size**3 / best_seconds / 1e9, 1)
-
-
-def _memory(device_info: dict[str, str | int]) -> Memory:
-    """Read the machine's memory; a container's limit counts as its memory."""
-    seen = psutil.virtual_memory()
-    total = min(seen.total, _container_limit_bytes() or seen.total)
-    recommended = device_info.get("max_recommended_working_set_size")
-    recommended = int(recommended or device_info.get("total_memory") or total)
-    return Memory(
-        total_bytes=total,
-        available_bytes=min(seen.available, total),
-        recommended_bytes=recommended,
-        default_limit_bytes=default_limit_bytes(recommended),
-    )
-
-
-def _container_limit_bytes() -> int | None:
-    """Read the cgroup's memory limit (version 2, then 1); None if there is none."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        file = Path("/sys/fs/cgroup") / name
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            return int(text)
-    return None
 
 
 def _show(machine: Machine, problems: list[Problem]) -> None:

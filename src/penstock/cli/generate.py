@@ -45,9 +45,12 @@ def generate(
     sampling = config.parse(
         config.SamplingSettings, max_tokens=max_tokens, temp=temp, top_p=top_p, seed=seed
     )
+    options.lenient_input()
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise SettingError("the prompt is empty")
+    options.check_text("the prompt", text)
+    options.check_text("--system", system or "")
     if raw and system is not None:
         raise SettingError("--system needs the chat template that --raw leaves out")
     options.warn_of_slow_blas(load_blas())

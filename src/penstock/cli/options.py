@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated, TypeAlias
 
@@ -9,6 +10,7 @@ import typer
 
 from penstock import config
 from penstock.blas import Blas
+from penstock.errors import SettingError
 
 Model: TypeAlias = Annotated[
     str,
@@ -95,3 +97,29 @@ def warn_of_slow_blas(blas: Blas) -> None:
     """Print the one line of advice on standard error, if there is any."""
     if blas.advice is not None:
         print(f"penstock: {blas.advice}", file=sys.stderr)
+
+
+def lenient_input() -> None:
+    """Let standard input pass bytes that are no text as surrogates, for `check_text` to name."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def check_text(what: str, text: str) -> None:
+    r"""Refuse text with bytes in it that are not UTF-8; Python hands them on as surrogates.
+
+    >>> check_text("the prompt", b"caf\xe9".decode(errors="surrogateescape"))
+    Traceback (most recent call last):
+    penstock.errors.SettingError: the prompt is not UTF-8: byte 0xe9 after 3 characters
+
+    Raises:
+        SettingError: With the first such byte and where it is.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # surrogateescape adds 0xDC00 to the byte; what else cannot be encoded is a surrogate
+        # itself, of which the low byte says nothing.
+        code = ord(text[error.start])
+        found = f"byte {code - 0xDC00:#04x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
+        raise SettingError(f"{what} is not UTF-8: {found} after {error.start} characters") from None

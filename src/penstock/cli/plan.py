@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -79,7 +78,7 @@ def plan(
             help="Memory for weights and caches: 16GB is 16 x 10^9 bytes, 16GiB is 16 x 2^30.",
             envvar="PENSTOCK_MEMORY",
             metavar="BYTES",
-            show_default="70 to 85 % of this machine's",
+            show_default="the limit that penstock doctor shows",
         ),
     ] = None,
     max_kv_size: Annotated[
@@ -134,8 +133,14 @@ def make_plan(
 
     Raises:
         SettingError: settings that contradict each other, or a `kv_bits` that the model's
-            head size does not allow.
+            head size or code does not allow.
+        ModelError: no `max_kv_size`, and a model made for no text.
     """
+    if max_kv_size is None and spec.max_tokens is not None and spec.max_tokens < 2:
+        raise ModelError(
+            f"{spec.name}: max_position_embeddings is {spec.max_tokens}, and a window has at least "
+            "2 tokens; give one with --max-kv-size if the config is wrong there"
+        )
     window = max_kv_size or min(config.MAX_KV_SIZE, spec.max_tokens or config.MAX_KV_SIZE)
     config.parse(config.KVSettings, max_kv_size=window, keep_kv_size=keep_kv_size, kv_bits=kv_bits)
     rows = tuple(_row(spec, bits, memory_bytes, window, batch) for bits in (None, *memory.KV_BITS))
@@ -317,11 +322,20 @@ def _default_keep(window: int) -> int:
 
 def _limit(text: str | None) -> int:
     if text is None:
-        return memory.default_limit_bytes(psutil.virtual_memory().total)
+        return _default_limit()
     limit = memory.parse_bytes(text)
     if limit == 0:
         raise SettingError("--memory is 0; give the memory for weights and caches, as 16GB")
     return limit
+
+
+def _default_limit() -> int:
+    """Give the limit `penstock doctor` shows: only MLX knows what the device recommends."""
+    try:
+        import mlx.core as mx  # a plan can be made where MLX has no back end
+    except ImportError:
+        return memory.read_machine_memory({}).default_limit_bytes
+    return memory.read_machine_memory(mx.device_info()).default_limit_bytes
 
 
 def _find(model: str) -> Path:
@@ -330,7 +344,8 @@ def _find(model: str) -> Path:
     if path.exists():
         return path
 
-    # The hub client takes a fifth of a second to import, which a folder need not wait for.
+    # The hub client takes a fifth of a second to import, which a folder need not wait for. It
+    # is there because mlx-lm loads through it (by transformers); nothing else here needs it.
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -19,6 +19,7 @@ from penstock.memory.arithmetic import (
     vector_bytes,
     what_fits,
 )
+from penstock.memory.machine import MachineMemory, read_machine_memory
 from penstock.memory.reading import read_model_spec
 from penstock.memory.sizes import format_bytes, parse_bytes
 from penstock.memory.spec import DTYPE_BYTES, LayerKind, LayerSpec, ModelSpec, layer_groups
@@ -30,6 +31,7 @@ __all__ = [
     "Fit",
     "LayerKind",
     "LayerSpec",
+    "MachineMemory",
     "ModelSpec",
     "bytes_of_batch",
     "bytes_of_window",
@@ -40,6 +42,7 @@ __all__ = [
     "layer_bytes_per_token",
     "layer_groups",
     "parse_bytes",
+    "read_machine_memory",
     "read_model_spec",
     "vector_bytes",
     "what_fits",

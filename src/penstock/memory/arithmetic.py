@@ -115,8 +115,14 @@ def group_size_for(spec: ModelSpec) -> int:
     """Choose the group size for a quantized cache: 64, or 32 where 64 does not divide.
 
     Raises:
-        SettingError: a key or value size that 32 does not divide.
+        SettingError: a model whose code cannot read quantized caches, or a key or value
+            size that 32 does not divide.
     """
+    if spec.unquantizable is not None:
+        raise SettingError(
+            f"{spec.name} ({spec.model_type}) cannot have quantized caches: "
+            f"{spec.unquantizable}; leave the cache in full precision"
+        )
     dims = {d for layer in spec.layers for d in (layer.key_dim, layer.value_dim)}
     for group_size in (64, 32):
         if all(dim % group_size == 0 for dim in dims):

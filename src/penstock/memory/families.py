@@ -5,7 +5,7 @@ A new family is a function from a config to its layers, and a line in `FAMILIES`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
@@ -61,10 +61,9 @@ class Config:
 
     @property
     def kv_heads(self) -> int:
-        default = self.values.get("num_attention_heads") or self.values.get("n_head")
-        return self.integer(
-            "num_key_value_heads", default=default if isinstance(default, int) else None
-        )
+        if "num_key_value_heads" in self.values:
+            return self.positive("num_key_value_heads")
+        return self.attention_heads
 
     @property
     def hidden(self) -> int:
@@ -366,3 +365,44 @@ FAMILIES: dict[str, Family] = {
     "jamba": _family(_jamba),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _family(_lfm2)),
 }
+
+_SINKS = "mlx-lm's quantized attention refuses attention sinks"
+_LATENTS = (
+    "mlx-lm's code for it multiplies the latents themselves, which quantized ones do not allow"
+)
+_OWN = "mlx-lm's code for it has an attention of its own, which cannot read quantized keys"
+_DTYPE = "mlx-lm's code for it asks keys or values for their dtype, which quantized ones lack"
+_INDEXED = "mlx-lm's code for it picks keys by an index, which it cannot in quantized ones"
+_SHARED = "some of its layers read the keys and values of another one, which mlx-lm needs plain"
+
+# Model type -> why, and the keys of the config of which one must be set for it to be so (none:
+# always). Found by running mlx-lm 0.32.2's models, and by reading those that FAMILIES lacks.
+_UNQUANTIZABLE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gpt_oss": (_SINKS, ()),
+    "mimo_v2_flash": (_SINKS, ("add_swa_attention_sink_bias", "add_full_attention_sink_bias")),
+    **dict.fromkeys(
+        (
+            "deepseek_v3", "kimi_k2", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl",
+            "joyai_llm_flash", "glm4_moe_lite", "longcat_flash", "longcat_flash_ngram",
+            "mistral4", "bailing_hybrid", "bailing_moe_v3",
+        ),
+        (_LATENTS, ()),
+    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"), (_INDEXED, ())),
+    **dict.fromkeys(("gemma2", "olmo", "phi3small", "plamo", "plamo2"), (_OWN, ())),
+    **dict.fromkeys(("phi", "phixtral", "phi-msft", "stablelm"), (_DTYPE, ())),
+    "gear": (_OWN, ("attn_logit_softcapping",)),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma4_unified"), (_SHARED, ("num_kv_shared_layers",))
+    ),
+}  # fmt: skip
+
+
+def why_unquantizable(model_types: Sequence[str], c: Config) -> str | None:
+    """Say why mlx-lm's code for a model cannot read quantized caches; None if it can."""
+    for model_type in model_types:
+        if model_type in _UNQUANTIZABLE:
+            why, keys = _UNQUANTIZABLE[model_type]
+            if not keys or any(c.values.get(key) for key in keys):
+                return why
+    return None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.errors import ModelError
-from penstock.memory.families import FAMILIES, Config, Family, unknown
+from penstock.memory.families import FAMILIES, Config, Family, unknown, why_unquantizable
 from penstock.memory.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 
 
@@ -22,7 +22,8 @@ def read_model_spec(source: str | Path | Mapping[str, object]) -> ModelSpec:
             safetensors files lie beside the config, their headers give bytes and dtype.
 
     Raises:
-        ModelError: no config there, not JSON, or a number missing that nothing implies.
+        ModelError: no config there, not JSON, a number missing that nothing implies, a size
+            that is none, or a file of weights that is damaged or cut off.
     """
     outer, name, folder = _load_config(source)
     inner = outer.get("text_config")
@@ -41,6 +42,7 @@ def read_model_spec(source: str | Path | Mapping[str, object]) -> ModelSpec:
         dtype = "bfloat16"
         notes.append(f"dtype {stated} is not one MLX computes in; bfloat16 is assumed")
     c = Config({**family.assumed, **values, "dtype": dtype}, name)
+    _check_sizes(c)
     layers = family.read(c)
     if family.read is unknown:
         notes.append(
@@ -66,6 +68,7 @@ def read_model_spec(source: str | Path | Mapping[str, object]) -> ModelSpec:
         weight_source=weight_source,
         max_tokens=c.maybe("max_position_embeddings"),
         notes=tuple(notes),
+        unquantizable=why_unquantizable(types, c),
     )
 
 
@@ -94,6 +97,21 @@ def _load_config(
     return values, name, path if path.is_dir() else None
 
 
+_SIZES = ("hidden_size", "n_embd", "d_model", "vocab_size", "num_attention_heads", "n_head")
+_COUNTS = ("intermediate_size", "moe_intermediate_size", "head_dim", "num_key_value_heads")
+
+
+def _check_sizes(c: Config) -> None:
+    """Refuse sizes no model has, also where another key is read in their place.
+
+    Some models give a list, one number a layer; whoever reads such a key judges it.
+    """
+    for key in (*_SIZES, *_COUNTS):
+        value = c.values.get(key)
+        if isinstance(value, int) and value < (1 if key in _SIZES else 0):
+            raise ModelError(f"{c.name}: {key} is {value}, not a size")
+
+
 def _read_headers(folder: Path) -> dict[str, int]:
     """Sum the bytes of all tensors in a folder's safetensors files, by their dtype.
 
@@ -106,13 +124,23 @@ def _read_headers(folder: Path) -> dict[str, int]:
             with file.open("rb") as stream:
                 (length,) = struct.unpack("<Q", stream.read(8))
                 # A larger header would be a damaged length: never try to read terabytes.
-                header = json.loads(stream.read(min(length, file.stat().st_size)))
+                size = file.stat().st_size
+                header = json.loads(stream.read(min(length, size)))
+            needed = 0
             for tensor, entry in header.items():
                 if tensor != "__metadata__":
                     start, end = entry["data_offsets"]
+                    if not 0 <= start <= end:
+                        raise ValueError(f"{tensor} lies from byte {start} to byte {end}")
                     held[entry["dtype"]] += end - start
+                    needed = max(needed, 8 + length + end)
         except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{file} has no readable safetensors header: {error}") from error
+        if needed > size:
+            raise ModelError(
+                f"{file} is cut off: its header tells of {needed:,} bytes, the file has {size:,}; "
+                "download it again"
+            )
     return dict(held)
 
 

@@ -39,7 +39,8 @@ class ModelSpec:
 
     `layers` are the layers that own a cache, in order. `notes` say in words what was
     assumed, or could not be read from the config. `max_tokens` is the longest text the
-    model was made for, None if it does not say.
+    model was made for, None if it does not say. `unquantizable` says why mlx-lm's code for
+    the model cannot read quantized caches, None if it can.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ModelSpec:
     weight_source: str
     max_tokens: int | None
     notes: tuple[str, ...] = ()
+    unquantizable: str | None = None
 
     @property
     def scalar_bytes(self) -> int:

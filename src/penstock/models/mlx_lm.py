@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -35,18 +36,6 @@ __all__ = [
 ]
 
 Message = dict[str, str]
-
-# What mlx-lm, transformers, the hub client and MLX raise for folders that are incomplete,
-# damaged or of an unknown kind; anything else is a fault of ours and keeps its traceback.
-_LOAD_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    ImportError,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +78,9 @@ def load_all(path_or_name: str | Path) -> Loaded:
     source = _source(path_or_name)
     try:
         model, tokenizer, config = mlx_lm.load(source, return_config=True)
-    except _LOAD_ERRORS as error:
+    # A boundary: a config says anything, and mlx-lm, transformers, the hub client and MLX each
+    # compute with it before they check it: no list of their errors is ever complete.
+    except Exception as error:
         what = f"cannot load {source}"
         if not Path(source).is_dir():
             what = f"there is no folder {source}, and it cannot be fetched"
@@ -137,6 +128,9 @@ def stream(
 
     After the last piece the caches hold the prompt and every token that was yielded, the
     end-of-sequence token included. `sampling.seed` seeds MLX's global generator.
+
+    Raises:
+        ModelError: The model's code in mlx-lm fails on the quantized `caches`.
     """
     seed = time.time_ns() if sampling.seed is None else sampling.seed
     mx.random.seed(seed)
@@ -148,7 +142,7 @@ def stream(
         sampler=make_sampler(temp=sampling.temp, top_p=sampling.top_p),
         prompt_cache=caches,
     )
-    for response in responses:
+    for response in _checked_start(responses, any(hasattr(cache, "bits") for cache in caches)):
         yield Piece(
             token=response.token,
             text=response.text,
@@ -158,6 +152,26 @@ def stream(
             generated_tokens=response.generation_tokens,
             generated_tokens_per_second=response.generation_tps,
         )
+
+
+def _checked_start(responses: Iterator[Any], quantized: bool) -> Iterator[Any]:
+    """Yield `responses`; say so if mlx-lm's own code fails on quantized caches in the first step.
+
+    The model types known for it are refused before they run (`penstock.memory`); this is for
+    those that mlx-lm adds. An error from anywhere but mlx-lm's code keeps its traceback.
+    """
+    try:
+        first = next(responses)
+    except (ValueError, TypeError, AttributeError) as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if not quantized or not str(frame.f_globals.get("__name__")).startswith("mlx_lm."):
+            raise
+        raise ModelError(
+            "mlx-lm's code for this model fails on quantized caches "
+            f"({_one_line(error)}); leave out --kv-bits"
+        ) from error
+    yield first
+    yield from responses
 
 
 def rival_caches() -> ModuleType:

@@ -1,0 +1,50 @@
+"""What memory this machine has, and how much of it penstock allows itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from penstock.memory.arithmetic import default_limit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """Bytes of memory: of the machine, of the device, and what penstock allows itself."""
+
+    total_bytes: int
+    available_bytes: int
+    recommended_bytes: int
+    """What the device recommends; the whole memory where it says nothing."""
+    default_limit_bytes: int
+
+
+def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:
+    """Read the machine's memory; a container's limit counts as its memory.
+
+    Args:
+        device_info: what `mx.device_info()` says; empty where MLX cannot be imported. It is
+            handed in because nothing in this package imports MLX.
+    """
+    seen = psutil.virtual_memory()
+    total = min(seen.total, _container_limit_bytes() or seen.total)
+    recommended = device_info.get("max_recommended_working_set_size")
+    recommended = int(recommended or device_info.get("total_memory") or total)
+    return MachineMemory(
+        total_bytes=total,
+        available_bytes=min(seen.available, total),
+        recommended_bytes=recommended,
+        default_limit_bytes=default_limit_bytes(recommended),
+    )
+
+
+def _container_limit_bytes() -> int | None:
+    """Read the cgroup's memory limit (version 2, then 1); None if there is none."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        file = Path("/sys/fs/cgroup") / name
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            return int(text)
+    return None
