@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         save_prompt_cache,
     )
     from penstock.models.mlx_lm import load
+    from penstock.prefix.cache import PrefixCache
 
 __all__ = [
     "BatchKVCache",
@@ -56,6 +57,7 @@ __all__ = [
     "ModelError",
     "PenstockError",
     "PoolFull",
+    "PrefixCache",
     "QuantizedKVCache",
     "QuantizedRotatingKVCache",
     "RotatingKVCache",
@@ -70,24 +72,24 @@ __all__ = [
     "save_prompt_cache",
 ]
 
-_ERRORS = {
-    "CacheFileError",
-    "ModelError",
-    "PenstockError",
-    "PoolFull",
-    "SequenceOverflow",
-    "SettingError",
-    "UnknownSequence",
+_HOMES = {
+    "load": "penstock.models.mlx_lm",
+    "PrefixCache": "penstock.prefix.cache",
+    "CacheFileError": "penstock.errors",
+    "ModelError": "penstock.errors",
+    "PenstockError": "penstock.errors",
+    "PoolFull": "penstock.errors",
+    "SequenceOverflow": "penstock.errors",
+    "SettingError": "penstock.errors",
+    "UnknownSequence": "penstock.errors",
 }
+"""Where the names live that are not in penstock.kv."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    if name == "load":
-        home = "penstock.models.mlx_lm"
-    else:
-        home = "penstock.errors" if name in _ERRORS else "penstock.kv"
+    home = _HOMES.get(name, "penstock.kv")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

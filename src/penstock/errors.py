@@ -61,3 +61,27 @@ class UnknownSequence(PenstockError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr, quotes included
         return str(self.args[0])
+
+
+class LedgerFull(PenstockError, MemoryError):
+    """Bytes do not fit under the memory limit now; they may when others are released."""
+
+    status = 503
+
+    def __init__(self, message: str, needed_bytes: int, free_bytes: int, limit_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.limit_bytes = limit_bytes
+
+
+class NeverFits(PenstockError, ValueError):
+    """Bytes that would not fit under the memory limit if all else were given up."""
+
+    status = 413
+
+    def __init__(self, message: str, needed_bytes: int, room_bytes: int, limit_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.room_bytes = room_bytes
+        self.limit_bytes = limit_bytes

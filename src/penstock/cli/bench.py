@@ -98,3 +98,55 @@ def recall(
     if docs is not None:
         write_page(report, docs)
     raise typer.Exit(0 if report.met else 1)
+
+
+@app.command()
+def lookup(
+    tokens: Annotated[
+        int, typer.Option(help="Length of a prompt.", metavar="TOKENS", min=2_048)
+    ] = 131_072,
+    rounds: Annotated[
+        int, typer.Option(help="How often every look-up is timed; mlx-lm's only once.", min=1)
+    ] = 15,
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """Time to find out how much of a prompt is known, in trees of several shapes, against mlx-lm's.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.lookup import Load, measure
+    from penstock.bench.report import publish
+
+    report = measure(Load(prompt_tokens=tokens, rounds=rounds))
+    publish(report, as_json=as_json, save=save)
+    raise typer.Exit(0 if report.met else 1)
+
+
+@app.command()
+def trace(
+    file: Annotated[
+        Path,
+        typer.Option(
+            "--trace",
+            help="Requests as JSON lines: timestamp, input_length, hash_ids (Mooncake's form).",
+            metavar="FILE",
+            dir_okay=False,
+        ),
+    ],
+    node_blocks: Annotated[
+        int, typer.Option(help="Blocks that one eviction gives up, at most.", min=1)
+    ] = 4,
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """Share of a trace's tokens found in bounded caches, beside plain LRU and the optimum.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.report import publish
+    from penstock.bench.trace import Load, measure
+
+    report = measure(file, Load(node_blocks=node_blocks))
+    publish(report, as_json=as_json, save=save)
+    raise typer.Exit(0 if report.met else 1)

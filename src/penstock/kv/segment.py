@@ -1,0 +1,113 @@
+"""Immutable runs of keys and values, all layers, cut out of caches and made into caches again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from penstock.kv import columns as col
+from penstock.kv.base import LayerCache
+from penstock.kv.columns import Side
+
+Layer: TypeAlias = tuple[Side, Side]
+"""Keys and values of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """KV of consecutive tokens: per layer keys and values, (1, kv_heads, tokens, width).
+
+    Buffers of just their size, evaluated; `split` and `join` copy, so that dropping a segment
+    frees all of its bytes.
+    """
+
+    layers: tuple[Layer, ...]
+
+    @classmethod
+    def cut(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
+        """Copy columns start..stop-1, one side after the other."""
+
+        def copied(side: Side) -> Side:
+            return col.laid([(0, 0, col.take(side, start, stop))], 1, stop - start)
+
+        return cls(tuple((copied(keys), copied(values)) for keys, values in layers))
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens' KV it holds."""
+        return col.columns(self.layers[0][0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it holds."""
+        return sum(col.nbytes(*layer) for layer in self.layers)
+
+    def split(self, at_tokens: int) -> tuple[Segment, Segment]:
+        """Return copies of the first `at_tokens` tokens, and of the others."""
+        tokens = self.tokens
+        return (
+            Segment.cut(self.layers, 0, at_tokens),
+            Segment.cut(self.layers, at_tokens, tokens),
+        )
+
+    def join(self, other: Segment) -> Segment:
+        """Return one segment of copies of this one's tokens and then `other`'s."""
+        return Segment(
+            tuple(
+                (placed([mine[0], theirs[0]], count), placed([mine[1], theirs[1]], count))
+                for mine, theirs in zip(self.layers, other.layers, strict=True)
+                for count in (self.tokens + other.tokens,)
+            )
+        )
+
+
+def placed(parts: Sequence[Side], count: int) -> Side:
+    """Copy consecutive parts into one new buffer of `count` columns; evaluated."""
+    return col.laid([(0, at, part) for at, part in col.spread(0, parts)], 1, count)
+
+
+def bytes_per_token(layers: Sequence[Layer]) -> int:
+    """Return what one token of these layers takes in a segment."""
+    return sum(part.nbytes // part.shape[2] for layer in layers for part in col.arrays(*layer))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """How to make a layer's cache again: penstock's classes and mlx-lm's of one sequence.
+
+    Both keep (keys, values, offset, settings...) as their state, rings with keep, max_size and
+    the ring column in front of the other settings.
+    """
+
+    kind: type[Any]
+    settings: tuple[Any, ...]
+    max_size: int | None
+
+    @classmethod
+    def of(cls, cache: Any) -> LayerForm | str:
+        """Return the form of a cache, or why its tokens cannot be cut out of it."""
+        name = type(cache).__name__
+        if not hasattr(cache, "keys_and_values") or hasattr(cache, "start_position"):
+            return f"{name} does not hold its tokens one a column"
+        if not isinstance(cache.offset, int):
+            return f"{name} holds a batch; extract its rows first"
+        max_size = getattr(cache, "max_size", None)
+        if cache.empty() or max_size is None:
+            return cls(type(cache), tuple(cache.state[3:]), max_size)
+        if cache.offset > max_size:
+            return f"the window of {max_size} tokens has turned; its first tokens are gone"
+        keep, size, _, *rest = cache.state[3:]
+        return cls(type(cache), (keep, size, None, *rest), max_size)
+
+    def revive(self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int) -> Any:
+        """Make a cache that holds copies of these consecutive parts, with `room` columns."""
+        settings = self.settings
+        if self.max_size is not None:
+            keep, size, _, *rest = settings
+            settings, room = (keep, size, tokens, *rest), min(room, size)
+        held = (placed(keys, room), placed(values, room))
+        cache = self.kind.from_state((*held, tokens, *settings))
+        if isinstance(cache, LayerCache):
+            cache.allocated(room)
+        return cache

@@ -1,0 +1,195 @@
+"""The one account of bytes: what is held, what for, and the limit that is never passed.
+
+Room is made first, then taken: `reserve` counts the bytes before they are allocated, or raises.
+Nothing here measures; `check` compares the account with a recount that somebody else made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import TracebackType
+
+from penstock.errors import LedgerFull, NeverFits
+from penstock.memory import format_bytes
+
+
+class Kind(Enum):
+    """What bytes are held for."""
+
+    WEIGHTS = "weights"
+    NODES = "nodes"
+    TAILS = "tails"
+    CHECKPOINTS = "checkpoints"
+    BUFFERS = "buffers"
+    """Buffers of the step in flight."""
+    INDEX = "index"
+    """What the prefix tree itself holds: tokens, keys, nodes."""
+
+
+class Reservation:
+    """Bytes counted in a ledger, until they are released.
+
+    Leaving a `with` block releases them unless `commit` was called in it.
+    """
+
+    __slots__ = ("_committed", "_ledger", "kind", "nbytes")
+
+    def __init__(self, ledger: Ledger, kind: Kind, nbytes: int) -> None:
+        self._ledger = ledger
+        self._committed = False
+        self.kind = kind
+        self.nbytes = nbytes
+
+    def commit(self, nbytes: int | None = None) -> None:
+        """Keep the bytes beyond the `with` block; `nbytes` is what was allocated in the end.
+
+        Raises:
+            LedgerFull, NeverFits: more than was reserved, and the rest does not fit. Nothing
+                is changed then.
+            ValueError: released before, or `nbytes` is negative.
+        """
+        self.resize(self.nbytes if nbytes is None else nbytes)
+        self._committed = True
+
+    def resize(self, nbytes: int) -> None:
+        """Count `nbytes` from now on; raises as `commit` does."""
+        self._ledger._resize(self, nbytes)
+
+    def release(self) -> None:
+        """Give the bytes back. Again does nothing."""
+        self._ledger._release(self)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._committed or error is not None:
+            self.release()
+
+    def __repr__(self) -> str:
+        return f"Reservation({self.kind.value}, {format_bytes(self.nbytes)})"
+
+
+class Ledger:
+    """Bytes by kind, and their limit. Not thread-safe: one owner, the thread with the arrays.
+
+    `used_bytes <= limit_bytes` holds at every instant, except after `set_limit` was told a
+    smaller one: then nothing more is let in until enough has been released.
+
+    >>> ledger = Ledger(1_000)
+    >>> nodes = ledger.reserve(Kind.NODES, 600)
+    >>> ledger.free_bytes
+    400
+    >>> ledger.reserve(Kind.TAILS, 401)
+    Traceback (most recent call last):
+    penstock.errors.LedgerFull: tails need 401 B; 400 B of the limit of 1.00 kB are free
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = _count("limit_bytes", limit_bytes)
+        self._by_kind = dict.fromkeys(Kind, 0)
+        self._used_bytes = 0
+        self._held: set[Reservation] = set()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes reserved and not released."""
+        return self._used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that a reservation may take now; never negative."""
+        return max(0, self.limit_bytes - self._used_bytes)
+
+    def by_class(self) -> dict[Kind, int]:
+        """Return the bytes of every kind, zeros too."""
+        return dict(self._by_kind)
+
+    def reserve(self, kind: Kind, nbytes: int) -> Reservation:
+        """Count `nbytes` as held, before they are allocated: all of them or none.
+
+        Raises:
+            NeverFits: they would not fit if everything but the weights were given up.
+            LedgerFull: they do not fit now.
+            ValueError: `nbytes` is negative.
+        """
+        reservation = Reservation(self, kind, 0)
+        self._held.add(reservation)
+        try:
+            self._resize(reservation, nbytes)
+        except BaseException:
+            self._held.remove(reservation)
+            raise
+        return reservation
+
+    def set_limit(self, limit_bytes: int) -> int:
+        """Change the limit and return by how many bytes what is held is over it: 0 if it fits."""
+        self.limit_bytes = _count("limit_bytes", limit_bytes)
+        return max(0, self._used_bytes - self.limit_bytes)
+
+    def check(self, recount: Mapping[Kind, int]) -> None:
+        """Raise AssertionError unless the account agrees to the byte with `recount`.
+
+        A kind that `recount` lacks must be empty. The sums are taken again, too.
+        """
+        held = dict.fromkeys(Kind, 0)
+        for reservation in self._held:
+            held[reservation.kind] += reservation.nbytes
+        wrong = [
+            f"{kind.value}: {counted} counted, {held[kind]} reserved, {recount.get(kind, 0)} found"
+            for kind, counted in self._by_kind.items()
+            if not counted == held[kind] == recount.get(kind, 0)
+        ]
+        if sum(held.values()) != self._used_bytes:
+            wrong.append(f"{self._used_bytes} used, {sum(held.values())} reserved")
+        if wrong:
+            raise AssertionError("; ".join(wrong))
+
+    def _resize(self, reservation: Reservation, nbytes: int) -> None:
+        if reservation not in self._held:
+            raise ValueError(f"{reservation} was released")
+        added = _count("nbytes", nbytes) - reservation.nbytes
+        if added > 0:
+            self._check_room(reservation, nbytes, added)
+        self._add(reservation, added)
+
+    def _release(self, reservation: Reservation) -> None:
+        if reservation in self._held:
+            self._add(reservation, -reservation.nbytes)
+            self._held.remove(reservation)
+
+    def _add(self, reservation: Reservation, nbytes: int) -> None:
+        reservation.nbytes += nbytes
+        self._by_kind[reservation.kind] += nbytes
+        self._used_bytes += nbytes
+
+    def _check_room(self, reservation: Reservation, nbytes: int, added: int) -> None:
+        what = reservation.kind.value
+        limit = format_bytes(self.limit_bytes)
+        own = reservation.nbytes if reservation.kind is Kind.WEIGHTS else 0
+        weights = self._by_kind[Kind.WEIGHTS] - own
+        room = max(0, self.limit_bytes - weights)
+        if nbytes > room:
+            beside = f" beside weights of {format_bytes(weights)}" if weights else ""
+            message = (
+                f"{what} of {format_bytes(nbytes)} can never fit in the limit of {limit}{beside}"
+            )
+            raise NeverFits(message, nbytes, room, self.limit_bytes)
+        if added > self.free_bytes:
+            message = (
+                f"{what} need {format_bytes(added)}; "
+                f"{format_bytes(self.free_bytes)} of the limit of {limit} are free"
+            )
+            raise LedgerFull(message, added, self.free_bytes, self.limit_bytes)
+
+
+def _count(name: str, value: int) -> int:
+    if value < 0:
+        raise ValueError(f"{name} must not be negative: {value}")
+    return value

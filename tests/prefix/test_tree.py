@@ -1,0 +1,373 @@
+"""The tree, act by act. The state machine beside it is in tests/stateful."""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from penstock.bench.blank import Blank
+from penstock.prefix import HalfLife, Node, PrefixTree, block_keys, root_key
+
+ROOT = root_key("model")
+SIZE = 4
+
+
+def keys(tokens: Sequence[int]) -> list[bytes]:
+    return block_keys(tokens, SIZE, ROOT)
+
+
+def put(tree: PrefixTree[Blank], tokens: Sequence[int], now: float = 0.0) -> Node[Blank]:
+    """Store a prompt as one more node."""
+    match = tree.match(keys(tokens))
+    parent = match.path[-1] if match.path else None
+    if parent is not None and match.ends_inside:
+        parent = tree.split(parent, match.blocks_in_last)
+    own = list(tokens[match.tokens : len(tokens) - len(tokens) % SIZE])
+    return tree.insert(parent, keys(tokens)[match.tokens // SIZE :], own, Blank(len(own)), now)
+
+
+@pytest.fixture
+def tree() -> PrefixTree[Blank]:
+    return PrefixTree(SIZE)
+
+
+def test_an_empty_tree_knows_nothing(tree: PrefixTree[Blank]) -> None:
+    match = tree.match(keys(range(8)))
+    assert (match.path, match.tokens, match.blocks_in_last, match.ends_inside) == ((), 0, 0, False)
+    assert tree.victim() is None
+    assert (len(tree), tree.tokens, tree.nbytes, tree.index_bytes, tree.pins) == (0,) * 5
+    tree.check()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "inside"),
+    [
+        (range(12), 12, False),
+        (range(14), 12, False),
+        (range(20), 12, False),
+        (range(11), 8, True),
+        (range(8), 8, True),
+        (range(3), 0, False),
+        ([*range(5), 99, 6, 7], 4, True),
+        ([99, *range(1, 12)], 0, False),
+    ],
+)
+def test_a_match_is_the_longest_prefix_of_whole_blocks(
+    tree: PrefixTree[Blank], prompt: Sequence[int], tokens: int, inside: bool
+) -> None:
+    put(tree, range(12))
+    match = tree.match(keys(prompt))
+    assert (match.tokens, match.ends_inside) == (tokens, inside)
+    assert match.blocks_in_last == tokens // SIZE
+
+
+def test_a_match_ends_inside_a_node_at_every_block(tree: PrefixTree[Blank]) -> None:
+    """Bisection at every place of an uneven and an even number of blocks."""
+    for blocks in (7, 8):
+        tokens = list(range(1000 * blocks, 1000 * blocks + blocks * SIZE))
+        put(tree, tokens)
+        for common in range(1, blocks + 1):
+            other = [*tokens[: common * SIZE], *range(5 * SIZE)]
+            assert tree.match(keys(other)).tokens == common * SIZE
+
+
+def test_a_second_branch_splits_the_node_it_leaves(tree: PrefixTree[Blank]) -> None:
+    first = put(tree, range(12))
+    second = put(tree, [*range(8), *range(50, 58)])
+    (head,) = (node for node in tree if node.children)
+    assert (head.start, head.end) == (0, 8)
+    assert first.parent is second.parent is head
+    assert (first.start, first.end, first.segment.tokens) == (8, 12, 4)
+    assert first.tokens.tolist() == [8, 9, 10, 11]
+    assert tree.tokens == tree.nbytes == 20
+    assert second.path() == (head, second)
+    tree.check()
+
+
+def test_tenants_with_different_salts_share_nothing(tree: PrefixTree[Blank]) -> None:
+    put(tree, range(12))
+    assert tree.match(block_keys(range(12), SIZE, root_key("model", "other"))).tokens == 0
+
+
+def test_tokens_are_copied(tree: PrefixTree[Blank]) -> None:
+    mine = np.arange(1_000, dtype=np.uint32)
+    node = tree.insert(None, keys(range(8)), mine[:8], Blank(8), 0.0)
+    mine[:] = 0
+    assert node.tokens.tolist() == list(range(8))
+    tree.check()
+
+
+def test_inserts_that_contradict_themselves_are_refused(tree: PrefixTree[Blank]) -> None:
+    node = put(tree, range(8))
+    good = keys(range(100, 108))
+    for own, tokens, segment in [
+        (good, list(range(100, 107)), Blank(8)),
+        (good, list(range(100, 108)), Blank(7)),
+        (good[:1], list(range(100, 108)), Blank(8)),
+        ([], [], Blank(0)),
+    ]:
+        with pytest.raises(ValueError, match="do not make a node"):
+            tree.insert(None, own, tokens, segment, 0.0)
+    with pytest.raises(ValueError, match="there already"):
+        tree.insert(None, keys(range(8)), list(range(8)), Blank(8), 0.0)
+    tree.remove(node)
+    with pytest.raises(ValueError, match="not in the tree"):
+        tree.insert(node, good, list(range(100, 108)), Blank(8), 0.0)
+    tree.check()
+    assert len(tree) == 0
+
+
+def test_a_pin_keeps_its_path_whatever_happens_around_it(tree: PrefixTree[Blank]) -> None:
+    node = put(tree, range(12))
+    with tree.pin(node, 1.0) as pin:
+        put(tree, [*range(4), *range(50, 54)])
+        assert [each.end for each in pin.path] == [4, 12]
+        assert [each.pins for each in pin.path] == [1, 1]
+        with pytest.raises(ValueError, match="pinned or has children"):
+            tree.remove(node)
+        victim = tree.victim()
+        assert victim is not None
+        assert victim is not node
+        tree.remove(victim)
+        assert tree.victim() is None
+        assert not tree.can_merge(pin.path[0])
+        with pytest.raises(ValueError, match="cannot be merged"):
+            tree.merge(pin.path[0])
+        tree.check()
+    assert tree.pins == 0
+    assert tree.victim() is node
+    assert tree.can_merge(node.path()[0])
+
+
+def test_a_pin_is_released_once(tree: PrefixTree[Blank]) -> None:
+    node = put(tree, range(8))
+    first, second = tree.pin(node, 1.0), tree.pin(node, 2.0)
+    first.release()
+    first.release()
+    assert (node.pins, tree.pins) == (1, 1)
+    tree.check()
+    with pytest.raises(ValueError, match="not a child"):
+        first.extend(put(tree, range(12)))
+    second.release()
+    assert node.pins == 0
+
+
+def test_a_fault_releases_the_pin(tree: PrefixTree[Blank]) -> None:
+    with pytest.raises(KeyError), tree.pin(put(tree, range(8)), 1.0):
+        raise KeyError
+    assert tree.pins == 0
+
+
+def test_a_pin_on_the_root_grows_with_what_is_sealed(tree: PrefixTree[Blank]) -> None:
+    with tree.pin(None, 1.0) as pin:
+        assert pin.path == ()
+        for end in (4, 8, 12):
+            pin.extend(put(tree, range(end), 1.0))
+        assert [node.end for node in pin.path] == [4, 8, 12]
+        assert [node.hits for node in pin.path] == [0, 0, 0]
+        with pytest.raises(ValueError, match="not a child"):
+            pin.extend(put(tree, range(90, 94)))
+        tree.check()
+    assert [node.pins for node in tree] == [0] * 4
+
+
+def test_a_read_counts_for_the_whole_path(tree: PrefixTree[Blank]) -> None:
+    put(tree, range(4), 1.0)
+    node = put(tree, range(8), 2.0)
+    tree.pin(node, 5.0).release()
+    assert [each.hits for each in node.path()] == [1, 1]
+    assert [each.last_used_seconds for each in node.path()] == [5.0, 5.0]
+
+
+def test_a_read_saves_from_eviction(tree: PrefixTree[Blank]) -> None:
+    """The order of eviction is that of the last reads, not that of the inserts."""
+    a, b, c = (put(tree, range(start, start + 4), start / 100) for start in (100, 200, 300))
+    tree.pin(a, 400.0).release()
+    gone = []
+    while (victim := tree.victim()) is not None:
+        gone.append(victim)
+        tree.remove(victim)
+    assert gone == [b, c, a]
+
+
+class EndsHeavily(Blank):
+    """A segment whose last token holds most of its bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens + 1_000
+
+    def split(self, at_tokens: int) -> tuple[Blank, EndsHeavily]:  # type: ignore[override]
+        return Blank(at_tokens), EndsHeavily(self.tokens - at_tokens)
+
+
+def test_what_a_split_makes_worth_less_goes_earlier(tree: PrefixTree[Blank]) -> None:
+    heavy = tree.insert(None, keys(range(40)), list(range(40)), EndsHeavily(40), 0.0)
+    other = tree.insert(None, keys(range(50, 58)), list(range(50, 58)), Blank(8), 0.0)
+    other.segment = EndsHeavily(300)  # between the heavy node and its end
+    tree._offer(other)
+    assert tree.worth(other) < tree.worth(heavy)
+    assert tree.victim() is other
+    tree.split(heavy, 9)
+    assert tree.worth(heavy) < tree.worth(other)
+    assert tree.victim() is heavy
+
+
+def test_leaves_go_before_what_they_stand_on(tree: PrefixTree[Blank]) -> None:
+    put(tree, range(4), 1.0)
+    leaf = put(tree, range(8), 900.0)
+    assert tree.victim() is leaf
+    with pytest.raises(ValueError, match="has children"):
+        tree.remove(leaf.path()[0])
+
+
+def test_merging_gives_the_longer_run_and_keeps_the_children(tree: PrefixTree[Blank]) -> None:
+    put(tree, range(4), 1.0)
+    middle = put(tree, range(8), 2.0)
+    leaf = put(tree, range(16), 3.0)
+    top = middle.path()[0]
+    assert tree.merge(top) is middle
+    assert top not in tree
+    assert (middle.start, middle.end, middle.parent) == (0, 8, None)
+    assert middle.last_used_seconds == 2.0
+    assert leaf.path() == (middle, leaf)
+    tree.check()
+    assert tree.match(keys(range(16))).tokens == 16
+    assert tree.merge(middle) is leaf
+    assert len(tree) == 1
+    tree.check()
+
+
+def test_nodes_are_merged_up_to_the_limit_and_not_further() -> None:
+    tree: PrefixTree[Blank] = PrefixTree(SIZE, max_merge_tokens=12)
+    put(tree, range(4))
+    node = put(tree, range(12))
+    assert tree.can_merge(node.path()[0])
+    tree.max_merge_tokens = 11
+    assert not tree.can_merge(node.path()[0])
+
+
+def test_what_is_merged_has_the_mean_heat_by_bytes() -> None:
+    """A cold tail does not keep a hot head for ever, nor the other way round."""
+    tree: PrefixTree[Blank] = PrefixTree(SIZE, HalfLife(10))
+    put(tree, range(4), 0.0)
+    node = put(tree, range(16), 0.0)
+    top = node.path()[0]
+    top.heat, node.heat = 3.0, 1.0
+    tree.merge(top)
+    assert 2**node.heat == pytest.approx((4 * 2**3 + 12 * 2**1) / 16)
+
+
+def test_a_branching_node_or_a_leaf_is_not_merged(tree: PrefixTree[Blank]) -> None:
+    leaf = put(tree, range(8))
+    put(tree, [*range(4), 9, 9, 9, 9])
+    for node in (leaf, leaf.path()[0]):
+        assert not tree.can_merge(node)
+        with pytest.raises(ValueError, match="cannot be merged"):
+            tree.merge(node)
+
+
+@pytest.mark.parametrize("blocks", [0, 3, 4, -1])
+def test_a_split_leaves_something_on_both_sides(tree: PrefixTree[Blank], blocks: int) -> None:
+    node = put(tree, range(12))
+    with pytest.raises(ValueError, match="cannot split"):
+        tree.split(node, blocks)
+    tree.check()
+
+
+def test_what_was_removed_is_not_known_any_more(tree: PrefixTree[Blank]) -> None:
+    node = put(tree, range(8))
+    tree.remove(node)
+    for act in (
+        lambda: tree.remove(node),
+        lambda: tree.pin(node, 1.0),
+        lambda: tree.split(node, 1),
+        lambda: tree.merge(node),
+    ):
+        with pytest.raises(ValueError, match="not in the tree"):
+            act()
+    assert tree.match(keys(range(8))).tokens == 0
+
+
+class BreaksApart(Blank):
+    """A segment that there is no memory for when it is cut or joined."""
+
+    def split(self, at_tokens: int) -> tuple[BreaksApart, BreaksApart]:
+        raise MemoryError
+
+    def join(self, other: Blank) -> BreaksApart:
+        raise MemoryError
+
+
+def test_an_act_that_fails_changes_nothing() -> None:
+    tree: PrefixTree[Blank] = PrefixTree(SIZE)
+    tree.insert(None, keys(range(8)), list(range(8)), BreaksApart(8), 0.0)
+    node = put(tree, range(12))
+    for act in (lambda: tree.split(node.path()[0], 1), lambda: tree.merge(node.path()[0])):
+        with pytest.raises(MemoryError):
+            act()
+        tree.check()
+        assert (len(tree), tree.tokens) == (2, 12)
+
+
+def test_check_notices_what_is_wrong(tree: PrefixTree[Blank]) -> None:
+    put(tree, range(8))
+    node = put(tree, range(16))
+    for name, wrong in [
+        ("pins", 1),
+        ("start", 4),
+        ("keys", keys(range(8))),
+        ("tokens", np.arange(9, 17, dtype=np.uint32)),
+        ("tokens", np.arange(20, dtype=np.uint32)[8:16]),
+        ("segment", Blank(4)),
+        ("parent", None),
+        ("heat", float("-inf")),
+        ("children", {keys(range(8))[0]: node}),
+    ]:
+        right = getattr(node, name)
+        setattr(node, name, wrong)
+        with pytest.raises(AssertionError):
+            tree.check()
+        setattr(node, name, right)
+        tree.check()
+    tree._nodes[99] = node
+    with pytest.raises(AssertionError):
+        tree.check()
+
+
+def test_the_index_costs_what_it_says() -> None:
+    for blocks in (1, 16):
+        gc.collect()
+        tracemalloc.start()
+        tree: PrefixTree[Blank] = PrefixTree(SIZE)
+        parent = None
+        for i in range(500):
+            tokens = np.full(blocks * SIZE, i, np.uint32)
+            own = block_keys(tokens, SIZE, parent.keys[-1] if parent else ROOT)
+            parent = tree.insert(parent, own, tokens, Blank(len(tokens)), i + 0.5)
+        gc.collect()
+        measured = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert measured <= 1.1 * tree.index_bytes <= 1.4 * measured
+
+
+def test_looking_up_is_linear_in_the_prompt() -> None:
+    """Ten times the goal is allowed here; `penstock bench lookup` measures."""
+    tree: PrefixTree[Blank] = PrefixTree(64)
+    prompt = np.random.default_rng(0).integers(0, 150_000, 131_072).tolist()
+    names = block_keys(prompt, 64, ROOT)
+    node = None
+    for i in range(0, len(names), 2):
+        own = prompt[64 * i : 64 * (i + 2)]
+        node = tree.insert(node, names[i : i + 2], own, Blank(128), 0.0)
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        assert tree.match(block_keys(prompt, 64, ROOT)).tokens == len(prompt)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.1

@@ -1,0 +1,189 @@
+"""Run the machine on the tree, and on broken trees, which it must notice."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from tree_machine import TreeMachine
+
+from penstock.prefix import HalfLife, Node, PrefixTree
+from penstock.prefix import tree as tree_module
+
+
+def run(
+    tree: type[PrefixTree] = PrefixTree,
+    policy: type[HalfLife] = HalfLife,
+    how: settings | None = None,
+) -> None:
+    machine = type("Machine", (TreeMachine,), {"make": tree, "policy": policy})
+    run_state_machine_as_test(machine, settings=how)
+
+
+def test_tree_says_what_a_dict_of_prefixes_says() -> None:
+    """At least as long as the hunts below, so that what they find is not found here."""
+    given = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+    run(how=settings(given, max_examples=max(150, given.max_examples), stateful_step_count=40))
+
+
+# ---- negative controls: each class below is wrong in one way
+
+
+class ForgetsTheTouch(PrefixTree):
+    """Counts a read, but not for eviction."""
+
+    def pin(self, node: Node | None, now_seconds: float) -> Any:
+        before = {} if node is None else {each.id: each.heat for each in node.path()}
+        pin = super().pin(node, now_seconds)
+        for each in pin.path:
+            each.heat = before[each.id]
+        return pin
+
+
+class TouchesTheLastNodeOnly(PrefixTree):
+    """Lets the upper part of a path grow cold."""
+
+    def pin(self, node: Node | None, now_seconds: float) -> Any:
+        before = {} if node is None else {each.id: each.heat for each in node.path()[:-1]}
+        pin = super().pin(node, now_seconds)
+        for each in pin.path[:-1]:
+            each.heat = before[each.id]
+        return pin
+
+
+class KeepsCountOfTheRemoved(PrefixTree):
+    """Lets the update of the byte count vanish in `remove`."""
+
+    def remove(self, node: Node) -> Any:
+        before = self._nbytes
+        segment = super().remove(node)
+        self._nbytes = before
+        return segment
+
+
+class RemovesInNameOnly(PrefixTree):
+    """Counts a node as gone and keeps it."""
+
+    def remove(self, node: Node) -> Any:
+        self._uncount(node)
+        return node.segment
+
+
+class KeepsWhatItRemoved(PrefixTree):
+    """Gives up a node and goes on holding its segment."""
+
+    def remove(self, node: Node) -> Any:
+        self.__dict__.setdefault("kept", []).append(node.segment)
+        return super().remove(node)
+
+
+class EvictsThePinned(PrefixTree):
+    """Does not ask for pins."""
+
+    def victim(self) -> Any:
+        return min(self.leaves(), key=self.worth, default=None)
+
+
+class EvictsTheFirst(PrefixTree):
+    """Gives up any leaf."""
+
+    def victim(self) -> Any:
+        return next((leaf for leaf in self.leaves() if not leaf.pins), None)
+
+
+class DropsPinsInSplit(PrefixTree):
+    """Splits as if nobody read the node."""
+
+    def split(self, node: Node, blocks: int) -> Any:
+        head = super().split(node, blocks)
+        head.pins = 0
+        return head
+
+
+class MergesThePinned(PrefixTree):
+    """Does not ask for pins before it merges."""
+
+    def can_merge(self, node: Node) -> bool:
+        pins, node.pins = node.pins, 0
+        try:
+            return super().can_merge(node)
+        finally:
+            node.pins = pins
+
+
+class MergesOneMore(PrefixTree):
+    """Is off by a block at the limit."""
+
+    def can_merge(self, node: Node) -> bool:
+        self.max_merge_tokens += self.block_size
+        try:
+            return super().can_merge(node)
+        finally:
+            self.max_merge_tokens -= self.block_size
+
+
+class ForgetsTheParent(PrefixTree):
+    """Never offers a node that has become a leaf."""
+
+    def remove(self, node: Node) -> Any:
+        segment = super().remove(node)
+        if node.parent is not None:
+            self._queue.drop(node.parent.id)
+        return segment
+
+
+class RemembersNothing(HalfLife):
+    def recall(self, key: bytes) -> float:
+        super().recall(key)
+        return -float("inf")
+
+
+class RemembersTooLong(HalfLife):
+    def forget(self, key: bytes, heat: float, last_used_seconds: float) -> None:
+        self.remembered_nodes += 1
+        super().forget(key, heat, last_used_seconds)
+
+
+class AgesTwice(HalfLife):
+    def used(self, heat: float, now_seconds: float) -> float:
+        return super().used(heat - 1, now_seconds)
+
+
+HUNT = settings(
+    settings.get_profile("default"),
+    max_examples=1_500,  # stops at the first that is noticed
+    stateful_step_count=40,
+    phases=[Phase.generate],
+)
+TREES = [each for each in PrefixTree.__subclasses__() if each.__module__ == __name__]
+POLICIES = [each for each in HalfLife.__subclasses__() if each.__module__ == __name__]
+
+
+@pytest.mark.parametrize("broken", TREES)
+def test_machine_notices_a_broken_tree(broken: type[PrefixTree]) -> None:
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run(tree=broken, how=HUNT)
+
+
+@pytest.mark.parametrize("broken", POLICIES)
+def test_machine_notices_a_broken_policy(broken: type[HalfLife]) -> None:
+    with pytest.raises(AssertionError):
+        run(policy=broken, how=HUNT)
+
+
+@pytest.mark.parametrize("wrong_by", [-1, 1])
+def test_machine_notices_a_wrong_end_of_a_match(
+    monkeypatch: pytest.MonkeyPatch, wrong_by: int
+) -> None:
+    right = tree_module._common
+
+    def wrong(own: Any, keys: Any, start: int) -> int:
+        found = right(own, keys, start)
+        return min(max(1, found + wrong_by), len(own)) if found < len(own) else found
+
+    monkeypatch.setattr(tree_module, "_common", wrong)
+    with pytest.raises((AssertionError, ValueError)):
+        run(how=HUNT)

@@ -1,0 +1,222 @@
+"""The ledger: nothing is let in above the limit, nothing is lost, and `check` notices."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.errors import LedgerFull, NeverFits, PenstockError
+from penstock.ledger import Kind, Ledger, Reservation
+
+
+def recount(*held: Reservation) -> dict[Kind, int]:
+    found: dict[Kind, int] = {}
+    for reservation in held:
+        found[reservation.kind] = found.get(reservation.kind, 0) + reservation.nbytes
+    return found
+
+
+def test_bytes_are_counted_by_kind_from_the_reservation_on() -> None:
+    ledger = Ledger(100)
+    nodes, tails = ledger.reserve(Kind.NODES, 30), ledger.reserve(Kind.TAILS, 20)
+    assert (ledger.used_bytes, ledger.free_bytes) == (50, 50)
+    assert ledger.by_class()[Kind.NODES] == 30
+    assert ledger.by_class()[Kind.BUFFERS] == 0
+    ledger.check(recount(nodes, tails))
+    nodes.release()
+    assert ledger.by_class()[Kind.NODES] == 0
+    ledger.check(recount(tails))
+
+
+def test_what_by_class_returns_is_a_copy() -> None:
+    ledger = Ledger(100)
+    ledger.by_class()[Kind.NODES] = 7
+    ledger.check({})
+
+
+def test_the_limit_may_be_filled_to_the_byte_and_not_further() -> None:
+    ledger = Ledger(100)
+    ledger.reserve(Kind.NODES, 99)
+    ledger.reserve(Kind.TAILS, 1)
+    assert ledger.free_bytes == 0
+    ledger.reserve(Kind.INDEX, 0)
+    with pytest.raises(LedgerFull):
+        ledger.reserve(Kind.TAILS, 1)
+    assert ledger.used_bytes == 100
+
+
+def test_a_refusal_says_the_numbers_and_takes_nothing() -> None:
+    ledger = Ledger(1_000)
+    held = ledger.reserve(Kind.NODES, 600)
+    with pytest.raises(LedgerFull, match=r"tails need 401 B; 400 B of the limit of 1.00 kB") as e:
+        ledger.reserve(Kind.TAILS, 401)
+    assert (e.value.needed_bytes, e.value.free_bytes, e.value.limit_bytes) == (401, 400, 1_000)
+    assert e.value.status == 503
+    assert isinstance(e.value, PenstockError)
+    ledger.check(recount(held))
+
+
+def test_what_can_never_fit_is_another_error() -> None:
+    ledger = Ledger(1_000)
+    ledger.reserve(Kind.WEIGHTS, 300)
+    cache = ledger.reserve(Kind.NODES, 500)
+    with pytest.raises(LedgerFull):
+        ledger.reserve(Kind.TAILS, 700)
+    with pytest.raises(NeverFits, match=r"701 B can never fit .* weights of 300 B") as e:
+        ledger.reserve(Kind.TAILS, 701)
+    assert (e.value.needed_bytes, e.value.room_bytes, e.value.limit_bytes) == (701, 700, 1_000)
+    assert e.value.status == 413
+    assert isinstance(e.value, ValueError)
+    with pytest.raises(NeverFits):
+        cache.resize(701)
+    assert ledger.used_bytes == 800
+
+
+def test_weights_may_grow_into_their_own_room() -> None:
+    ledger = Ledger(1_000)
+    weights = ledger.reserve(Kind.WEIGHTS, 900)
+    weights.resize(1_000)
+    with pytest.raises(NeverFits):
+        weights.resize(1_001)
+    assert ledger.by_class()[Kind.WEIGHTS] == 1_000
+
+
+def test_leaving_the_block_releases_what_was_not_committed() -> None:
+    ledger = Ledger(100)
+    with ledger.reserve(Kind.BUFFERS, 40):
+        assert ledger.used_bytes == 40
+    assert ledger.used_bytes == 0
+    with ledger.reserve(Kind.NODES, 40) as kept:
+        kept.commit()
+    assert ledger.used_bytes == 40
+
+
+def test_a_fault_in_the_block_releases_also_what_was_committed() -> None:
+    ledger = Ledger(100)
+    with pytest.raises(KeyError), ledger.reserve(Kind.NODES, 40) as kept:
+        kept.commit()
+        raise KeyError
+    ledger.check({})
+
+
+def test_commit_settles_for_what_was_allocated() -> None:
+    ledger = Ledger(100)
+    held = ledger.reserve(Kind.NODES, 40)
+    held.commit(35)
+    assert ledger.used_bytes == 35
+    held.commit(100)
+    with pytest.raises(NeverFits):
+        held.commit(101)
+    ledger.check({Kind.NODES: 100})
+
+
+def test_growing_needs_room_for_the_difference_only() -> None:
+    ledger = Ledger(100)
+    held = ledger.reserve(Kind.NODES, 60)
+    other = ledger.reserve(Kind.TAILS, 30)
+    held.resize(70)
+    with pytest.raises(LedgerFull, match="need 1 B; 0 B"):
+        held.resize(71)
+    ledger.check(recount(held, other))
+    assert held.nbytes == 70
+
+
+def test_released_once_however_often_it_is_called() -> None:
+    ledger = Ledger(100)
+    keep = ledger.reserve(Kind.NODES, 10)
+    held = ledger.reserve(Kind.NODES, 40)
+    held.release()
+    held.release()
+    assert ledger.used_bytes == keep.nbytes == 10
+    with pytest.raises(ValueError, match="was released"):
+        held.commit()
+    with pytest.raises(ValueError, match="was released"):
+        held.resize(1)
+    ledger.check(recount(keep))
+
+
+def test_negative_sizes_are_refused() -> None:
+    ledger = Ledger(100)
+    with pytest.raises(ValueError, match="nbytes must not be negative"):
+        ledger.reserve(Kind.NODES, -1)
+    with pytest.raises(ValueError, match="limit_bytes must not be negative"):
+        ledger.set_limit(-1)
+    with pytest.raises(ValueError, match="limit_bytes must not be negative"):
+        Ledger(-1)
+    ledger.check({})
+
+
+def test_a_smaller_limit_tells_what_is_over_and_lets_nothing_in() -> None:
+    ledger = Ledger(100)
+    held = ledger.reserve(Kind.NODES, 80)
+    assert ledger.set_limit(80) == 0
+    assert ledger.set_limit(50) == 30
+    assert ledger.free_bytes == 0
+    with pytest.raises(LedgerFull):
+        ledger.reserve(Kind.TAILS, 1)
+    held.resize(49)
+    assert ledger.free_bytes == 1
+    ledger.reserve(Kind.TAILS, 1)
+    assert ledger.set_limit(200) == 0
+    assert ledger.free_bytes == 150
+
+
+def test_any_order_of_acts_keeps_the_sums() -> None:
+    draw, ledger = random.Random(1), Ledger(1_000)
+    held: list[Reservation] = []
+    for _ in range(3_000):
+        fits = ledger.free_bytes
+        wanted = draw.randrange(400)
+        if held and draw.random() < 0.5:
+            draw.choice(held).release() if draw.random() < 0.3 else held.pop().release()
+        else:
+            try:
+                held.append(ledger.reserve(draw.choice(list(Kind)), wanted))
+                assert wanted <= fits
+            except (LedgerFull, NeverFits):
+                assert wanted > fits
+        held = [each for each in held if each in ledger._held]
+        ledger.check(recount(*held))
+        assert 0 <= ledger.used_bytes <= ledger.limit_bytes
+        assert ledger.used_bytes + ledger.free_bytes == ledger.limit_bytes
+
+
+# ---- negative controls: each ledger below is wrong in one way
+
+
+class ForgetsAKind(Ledger):
+    def _add(self, reservation: Reservation, nbytes: int) -> None:
+        super()._add(reservation, nbytes)
+        self._by_kind[Kind.NODES] = 0
+
+
+class ForgetsTheSum(Ledger):
+    def _add(self, reservation: Reservation, nbytes: int) -> None:
+        before = self._used_bytes
+        super()._add(reservation, nbytes)
+        self._used_bytes = max(before, self._used_bytes)
+
+
+class ReleasesInNameOnly(Ledger):
+    def _release(self, reservation: Reservation) -> None:
+        self._held.discard(reservation)
+
+
+@pytest.mark.parametrize("broken", [ForgetsAKind, ForgetsTheSum, ReleasesInNameOnly])
+def test_check_notices_a_broken_account(broken: type[Ledger]) -> None:
+    ledger = broken(100)
+    with pytest.raises(AssertionError):
+        kept = ledger.reserve(Kind.NODES, 30)
+        gone = ledger.reserve(Kind.TAILS, 20)
+        ledger.check(recount(kept, gone))
+        gone.release()
+        ledger.check(recount(kept))
+
+
+@pytest.mark.parametrize("found", [{}, {Kind.NODES: 29}, {Kind.NODES: 30, Kind.TAILS: 1}])
+def test_check_notices_a_recount_that_differs(found: dict[Kind, int]) -> None:
+    ledger = Ledger(100)
+    ledger.reserve(Kind.NODES, 30)
+    with pytest.raises(AssertionError, match="counted"):
+        ledger.check(found)
