@@ -175,3 +175,12 @@ def test_metadata_must_be_strings(tmp_path: Path) -> None:
     with pytest.raises(CacheFileError, match="metadata must be strings, not 'n': 3"):
         save_prompt_cache(tmp_path / "cache", [KVCache()], {"n": 3})  # type: ignore[dict-item]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_gives_rows_back_in_their_class_after_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    for kind in (RotatingKVCache, SinkRotatingKVCache, QuantizedRotatingKVCache):
+        save_prompt_cache(path, [batch_of(lambda kind=kind: kind(8, 2), 30, 2)])
+        (loaded,) = load_prompt_cache(path)
+        assert type(loaded.extract(0)) is kind
+        kind.merge([loaded.extract(0), fed(kind(8, 2), 3)])

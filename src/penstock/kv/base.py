@@ -88,7 +88,7 @@ class LayerCache:
         self._repacked()
         # What was asked for is not in the state. What was allocated is: growth goes on from
         # there, and does not start with a whole window for a sequence that is short.
-        self._capacity = col.columns(self.keys) or None
+        self._capacity = self._rounded(col.columns(self.keys)) or None
 
     @property
     def capacity(self) -> int:
@@ -169,7 +169,11 @@ class LayerCache:
         if held == 0 and self._capacity is not None and needed <= self._capacity:
             return self._capacity
         spare = max(self.step, held // 4) if held else 0
-        return -(-max(needed, held + spare) // self.step) * self.step
+        return self._rounded(max(needed, held + spare))
+
+    def _rounded(self, count: int) -> int:
+        """Return `count` columns, up to whole steps."""
+        return -(-count // self.step) * self.step
 
     def _make_room(self, needed: int, used: int, like: tuple[Side, Side]) -> None:
         """Allocate, or replace full buffers by larger ones, so that `needed` columns exist.

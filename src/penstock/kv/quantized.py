@@ -152,6 +152,7 @@ class BatchQuantizedRotatingKVCache(Quantized, BatchSinkRing):
     """Bounded windows of a batch, quantised; what merging `QuantizedRotatingKVCache`s gives."""
 
     carried: ClassVar[tuple[str, ...]] = (*Ring.carried, "group_size", "bits")
+    row_classes = (QuantizedRotatingKVCache,)
     single_class = QuantizedRotatingKVCache
 
     def __init__(

@@ -54,7 +54,10 @@ class BatchSinkRing(Bounded, Batch):
     """
 
     carried: ClassVar[tuple[str, ...]] = Ring.carried
+    row_classes: ClassVar[tuple[type[Ring], ...]]
+    """Classes that rows may have come in."""
     single_class: type[Ring]
+    """The class in which rows are given back."""
     keep: int
     _ends: list[int] | None = None
 
@@ -219,12 +222,14 @@ class BatchSinkRing(Bounded, Batch):
         return n
 
     def _state(self) -> tuple[Any, ...]:
-        return *super()._state(), self.offset, self.keep, self.max_size
+        rows_class = self.single_class.__name__
+        return *super()._state(), self.offset, self.keep, self.max_size, rows_class
 
     def _restore(self, state: Sequence[Any]) -> None:
-        *sides, tokens, self.keep, self.max_size = state
+        *sides, tokens, self.keep, self.max_size, rows_class = state
         super()._restore(sides)
         self._tokens = ints(tokens)
+        self.single_class = next(kind for kind in self.row_classes if kind.__name__ == rows_class)
 
     def filter(self, batch_indices: Any) -> None:
         """Keep the given rows, in the given order, in buffers of the columns they use."""
@@ -313,6 +318,7 @@ class BatchSinkRing(Bounded, Batch):
 class BatchSinkRotatingKVCache(BatchSinkRing):
     """Bounded windows of a batch with `keep`; what merging `RotatingKVCache`s with keep gives."""
 
+    row_classes = (SinkRotatingKVCache, RotatingKVCache)
     single_class = SinkRotatingKVCache
 
 
