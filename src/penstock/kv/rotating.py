@@ -97,9 +97,10 @@ class Ring(Bounded):
         if self._chunk is not None:
             return self._chunk
         keys, values = self._held()
-        if self.offset >= self.max_size:
+        used = self.offset
+        if used >= self.max_size:
             return keys, values
-        return col.take(keys, 0, self.offset), col.take(values, 0, self.offset)
+        return col.take(keys, 0, used), col.take(values, 0, used)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
         """Return the mask for the next N tokens, as mlx-lm's `RotatingKVCache` does.
