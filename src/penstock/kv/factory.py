@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import KEEP, MAX_KV_SIZE
@@ -43,50 +44,79 @@ def make_kv_cache(
         TypeError, ValueError: a size that is no integer, or out of range.
         SettingError: a layer's cache is of a kind that cannot be bounded.
     """
-    size, kept = positive("max_kv_size", max_kv_size), whole("keep", keep, 0)
     room = LayerCache.step if capacity is None else positive("capacity", capacity)
-    shared = _reads_other_layers(model)
+    bound = Bound(
+        positive("max_kv_size", max_kv_size),
+        whole("keep", keep, 0),
+        kv_bits,
+        kv_group_size,
+        room,
+        _reads_other_layers(model),
+    )
+    if hasattr(model, "make_cache"):
+        return [bound.on(cache) for cache in model.make_cache()]
+    return [bound.full() for _ in model.layers]
 
-    def full() -> Ring:
-        if kv_bits is not None:
-            return QuantizedRotatingKVCache(
-                size, _clipped(kept, size), kv_group_size, kv_bits, room
-            )
-        if kept:
-            return SinkRotatingKVCache(size, _clipped(kept, size), room)
-        return RotatingKVCache(size, capacity=room)
 
-    def sliding(window: int, kept: int) -> Ring:
-        if kv_bits is not None:
-            window = min(window, size)
-            return QuantizedRotatingKVCache(
-                window, _clipped(kept, window), kv_group_size, kv_bits, room
-            )
-        if window <= size:
-            return RotatingKVCache(window, kept, room)
-        # The model goes on asking for masks of its own, wider window.
-        return SinkRotatingKVCache(size, _clipped(kept, size), room)
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What all layers of a model have in common, and the cache of each kind of layer under it."""
 
-    def bounded(cache: Any) -> Any:
+    size: int
+    keep: int
+    bits: int | None
+    group_size: int
+    room: int
+    shared: bool
+
+    def on(self, cache: Any) -> Any:
+        """Return the bounded cache that takes the place of one that the model made."""
         if hasattr(cache, "caches"):  # CacheList
-            return type(cache)(*(bounded(part) for part in cache.caches))
+            return type(cache)(*(self.on(part) for part in cache.caches))
         if hasattr(cache, "cache"):  # ArraysCache: recurrent
             return cache
         if hasattr(cache, "chunk_size"):  # ChunkedKVCache
-            cache.chunk_size = min(cache.chunk_size, size)
+            cache.chunk_size = min(cache.chunk_size, self.size)
             return cache
         if not hasattr(cache, "update_and_fetch"):
             raise SettingError(
                 f"this model's {type(cache).__module__}.{type(cache).__name__} cannot be bounded; "
                 f"use the model's own make_cache()"
             )
-        ours = sliding(cache.max_size, cache.keep) if hasattr(cache, "max_size") else full()
-        ours.read_by_others = shared
-        return ours
+        if hasattr(cache, "max_size"):
+            return self.sliding(cache.max_size, cache.keep)
+        return self.full()
 
-    if hasattr(model, "make_cache"):
-        return [bounded(cache) for cache in model.make_cache()]
-    return [full() for _ in model.layers]
+    def full(self) -> Ring:
+        """Return the cache of a full-attention layer."""
+        if self.bits is not None:
+            return self._quantized(self.size, self.keep)
+        if self.keep:
+            return self._of(
+                SinkRotatingKVCache(self.size, _clipped(self.keep, self.size), self.room)
+            )
+        return self._of(RotatingKVCache(self.size, capacity=self.room))
+
+    def sliding(self, window: int, keep: int) -> Ring:
+        """Return the cache of a layer that sees `window` tokens, and the first `keep` of all."""
+        if self.bits is not None:
+            return self._quantized(min(window, self.size), keep)
+        if window <= self.size:
+            return self._of(RotatingKVCache(window, keep, self.room))
+        # The model goes on asking for masks of its own, wider window.
+        return self._of(SinkRotatingKVCache(self.size, _clipped(keep, self.size), self.room))
+
+    def _quantized(self, size: int, keep: int) -> Ring:
+        assert self.bits is not None
+        return self._of(
+            QuantizedRotatingKVCache(
+                size, _clipped(keep, size), self.group_size, self.bits, self.room
+            )
+        )
+
+    def _of(self, cache: Ring) -> Ring:
+        cache.read_by_others = self.shared
+        return cache
 
 
 def _clipped(keep: int, size: int) -> int:
