@@ -10,5 +10,5 @@ COMMON = {"deadline": None, "suppress_health_check": LAZY, "print_blob": True}
 settings.register_profile(
     "default", max_examples=25, stateful_step_count=30, derandomize=True, database=None, **COMMON
 )
-settings.register_profile("soak", max_examples=200, stateful_step_count=60, **COMMON)
+settings.register_profile("soak", max_examples=600, stateful_step_count=60, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
