@@ -23,7 +23,6 @@ from penstock.recall import MODEL_PATH, count_tokens, dialogue
 
 CLAIM = "Facts told within keep or within the window are known, the others are gone"
 RIVAL = "mlx-lm"
-RIVAL_KEEP = 4  # what mlx-lm's make_prompt_cache(max_kv_size=...) keeps
 ANSWER_TOKENS = 8
 CHUNK_TOKENS = 256
 PLACES = ("keep", "between", "window")
@@ -159,7 +158,7 @@ def makers(model: Any, setting: Setting) -> dict[str, Callable[[], list[Any]]]:
     theirs = rival_caches().RotatingKVCache
     return {
         "penstock": lambda: kv.make_kv_cache(model, setting.max_kv_size, setting.keep),
-        RIVAL: lambda: [theirs(setting.max_kv_size, RIVAL_KEEP) for _ in model.layers],
+        RIVAL: lambda: [theirs(setting.max_kv_size, setting.keep) for _ in model.layers],
     }
 
 
@@ -258,7 +257,7 @@ def write_page(report_: Report, folder: Path) -> None:
         for line in report_.lines
     ]
     load_ = report_.raw["load"]
-    text = PAGE.format(rows="\n".join(rows), rival_keep=RIVAL_KEEP, **load_)
+    text = PAGE.format(rows="\n".join(rows), chunk=CHUNK_TOKENS, **load_)
     (folder / "recall.md").write_text(text)
 
 
@@ -269,8 +268,9 @@ PAGE = """# What a bounded window remembers
 The embedded model reads {dialogues} dialogues of {tokens:,} tokens and is asked for each of the
 {facts} facts told in each. A window of `max_kv_size` tokens holds the first `keep` tokens and
 the most recent ones; facts told in between are dropped by design. mlx-lm's `RotatingKVCache`
-runs with the same size and `keep={rival_keep}`, which is what its `make_prompt_cache` gives;
-"told in keep" and "window" mean penstock's. A fact that lies across an edge is not counted.
+runs with the same size and the same `keep`, set by hand: its `make_prompt_cache` gives 4, or
+nothing at all to a model that makes its own caches. Both are read in chunks of {chunk} tokens. A
+fact that lies across an edge is not counted.
 
 | window, and where the fact was told | penstock | mlx-lm | goal | met |
 |---|---|---|---|---|

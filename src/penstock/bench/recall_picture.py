@@ -7,7 +7,6 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: no screen is needed, no state is shared
 
-from penstock.bench.recall import RIVAL_KEEP
 from penstock.bench.report import Report
 
 BIN_TOKENS = 100
@@ -31,7 +30,7 @@ def draw(report: Report, file: Path) -> None:
             interpolation="nearest",
             extent=(0, count * BIN_TOKENS, len(settings) - 0.5, -0.5),
         )
-        pane.set_title(side if side == "penstock" else f"{side}, same size, keep {RIVAL_KEEP}")
+        pane.set_title(side)
         pane.set_xlabel("where the fact was told, tokens from the start")
     panes[0].set_yticks(range(len(settings)), [f"{size:,}, keep {keep}" for size, keep in settings])
     panes[0].set_ylabel("max_kv_size")
