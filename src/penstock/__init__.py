@@ -1,4 +1,4 @@
-"""Bounded key/value caches that drop into mlx-lm.
+"""LLM serving on MLX inside a fixed amount of memory: an engine, and caches for mlx-lm.
 
 The names below load on first use, so that `import penstock` costs milliseconds and the
 command line answers at once. What `import penstock` does do is load a fast BLAS on a Linux
@@ -17,15 +17,20 @@ from penstock import blas as _blas
 _blas.load_blas()
 
 if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.request import Request, Sampling
     from penstock.errors import (
         CacheFileError,
+        EngineStopped,
         LedgerFull,
         ModelError,
         NeverFits,
         PenstockError,
         PoolFull,
+        QueueFull,
         SequenceOverflow,
         SettingError,
+        StepFailed,
         UnknownSequence,
     )
     from penstock.kv import (
@@ -54,6 +59,8 @@ __all__ = [
     "BatchRotatingKVCache",
     "BatchSinkRotatingKVCache",
     "CacheFileError",
+    "Engine",
+    "EngineStopped",
     "KVCache",
     "KVCacheManager",
     "LedgerFull",
@@ -64,10 +71,14 @@ __all__ = [
     "PrefixCache",
     "QuantizedKVCache",
     "QuantizedRotatingKVCache",
+    "QueueFull",
+    "Request",
     "RotatingKVCache",
+    "Sampling",
     "SequenceOverflow",
     "SettingError",
     "SinkRotatingKVCache",
+    "StepFailed",
     "UnknownSequence",
     "__version__",
     "load",
@@ -79,14 +90,20 @@ __all__ = [
 _HOMES = {
     "load": "penstock.models.mlx_lm",
     "PrefixCache": "penstock.prefix.cache",
+    "Engine": "penstock.engine.engine",
+    "Request": "penstock.engine.request",
+    "Sampling": "penstock.engine.request",
     "CacheFileError": "penstock.errors",
+    "EngineStopped": "penstock.errors",
     "LedgerFull": "penstock.errors",
     "ModelError": "penstock.errors",
     "NeverFits": "penstock.errors",
     "PenstockError": "penstock.errors",
     "PoolFull": "penstock.errors",
+    "QueueFull": "penstock.errors",
     "SequenceOverflow": "penstock.errors",
     "SettingError": "penstock.errors",
+    "StepFailed": "penstock.errors",
     "UnknownSequence": "penstock.errors",
 }
 """Where the names live that are not in penstock.kv."""

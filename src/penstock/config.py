@@ -18,6 +18,14 @@ TEMP = 0.0
 """Sampling temperature, without unit; 0 takes the likeliest token."""
 TOP_P = 1.0
 """Share of the probability that is sampled from, 0 to 1; 1 samples from all of it."""
+MAX_BATCH_SIZE = 8
+"""Sequences that the engine runs at the same time."""
+BLOCK_SIZE = 256
+"""Tokens of a block: what is shared, named and split as one."""
+PREFILL_CHUNK = 512
+"""Tokens of prompts that the engine reads in one step."""
+MAX_QUEUE = 256
+"""Answers that may wait for their place in the batch."""
 MLX_LM_MINOR = (0, 32)
 """The minor version of mlx-lm that the contract tests pass on."""
 

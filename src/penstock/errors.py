@@ -39,6 +39,21 @@ class PoolFull(PenstockError, MemoryError):
         )
 
 
+class QueueFull(PenstockError):
+    """More sequences wait for a place in the batch than may."""
+
+    status = 429
+
+    def __init__(self, waiting: int, added: int, max_queue: int) -> None:
+        super().__init__(
+            f"{waiting} sequences are waiting and {added} more do not fit in the queue of "
+            f"{max_queue}; try again later, or raise max_queue"
+        )
+        self.waiting = waiting
+        self.added = added
+        self.max_queue = max_queue
+
+
 class SequenceOverflow(PenstockError, ValueError):
     """More tokens than the sequence's slot has columns."""
 
@@ -61,6 +76,18 @@ class UnknownSequence(PenstockError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr, quotes included
         return str(self.args[0])
+
+
+class EngineStopped(PenstockError, RuntimeError):
+    """The engine was closed, or its thread has died."""
+
+    status = 503
+
+
+class StepFailed(PenstockError, RuntimeError):
+    """A step of the model raised; the requests that were in it fail, all others go on."""
+
+    status = 500
 
 
 class LedgerFull(PenstockError, MemoryError):

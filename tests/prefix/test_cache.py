@@ -153,7 +153,7 @@ def test_the_limit_holds_for_what_mlx_holds() -> None:
     assert prefix.counts.evicted_nodes > 30
     assert mx.get_active_memory() - before <= 400_000
     prefix.clear()
-    assert (len(prefix), prefix.nbytes) == (0, prefix.policy.nbytes)
+    assert (len(prefix), prefix.nbytes) == (0, prefix.prefixes.fixed_bytes)
     assert mx.get_active_memory() - before <= 4_096
 
 
@@ -239,7 +239,7 @@ def test_mlx_lms_server_finds_all_that_it_calls() -> None:
         "prefixes": {"n_sequences": len(prefix), "n_bytes": prefix.nbytes}
     }
     prefix.trim_to(n_sequences=0)
-    assert (len(prefix), prefix.nbytes) == (0, prefix.policy.nbytes)
+    assert (len(prefix), prefix.nbytes) == (0, prefix.prefixes.fixed_bytes)
 
 
 class Machine(RuleBasedStateMachine):

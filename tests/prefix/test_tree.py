@@ -135,13 +135,50 @@ def test_a_pin_keeps_its_path_whatever_happens_around_it(tree: PrefixTree[Blank]
         assert victim is not node
         tree.remove(victim)
         assert tree.victim() is None
-        assert not tree.can_merge(pin.path[0])
-        with pytest.raises(ValueError, match="cannot be merged"):
-            tree.merge(pin.path[0])
         tree.check()
-    assert tree.pins == 0
+    assert (tree.pins, tree.pinned_bytes) == (0, 0)
     assert tree.victim() is node
-    assert tree.can_merge(node.path()[0])
+
+
+def test_a_node_is_merged_when_all_who_read_it_read_its_child(tree: PrefixTree[Blank]) -> None:
+    top, node = put(tree, range(4)), put(tree, range(12))
+    with tree.pin(node, 1.0) as pin, tree.pin(node, 2.0) as other:
+        other.withdraw(top)
+        assert not tree.can_merge(top)
+        with pytest.raises(ValueError, match="a pin ends in it"):
+            tree.merge(top)
+        tree.check()
+        other.extend(node)
+        assert tree.merge(top) is node
+        assert pin.path == other.path == (node,)
+        tree.check()
+        other.withdraw(None)
+        assert (other.path, node.pins) == ((), 1)
+        assert tree.pinned_bytes == 12 + node.index_bytes
+    assert tree.pinned_bytes == 0
+    tree.check()
+
+
+def test_what_a_pin_withdraws_from_may_be_given_up(tree: PrefixTree[Blank]) -> None:
+    put(tree, range(4))
+    node = put(tree, range(8))
+    top = node.path()[0]
+    with tree.pin(node, 1.0) as pin:
+        pin.withdraw(top)
+        assert (pin.node, tree.victim()) == (top, node)
+        with pytest.raises(ValueError, match="not on the path"):
+            pin.withdraw(node)
+        tree.remove(node)
+        assert tree.victim() is None
+    with pytest.raises(ValueError, match="not on the path"):
+        pin.withdraw(None)
+
+
+def test_what_others_sealed_is_used_when_it_is_read(tree: PrefixTree[Blank]) -> None:
+    node = put(tree, range(4), 1.0)
+    with tree.pin(None, 2.0) as pin:
+        pin.extend(node, 3.0)
+        assert (node.hits, node.last_used_seconds) == (1, 3.0)
 
 
 def test_a_pin_is_released_once(tree: PrefixTree[Blank]) -> None:

@@ -103,15 +103,40 @@ class DropsPinsInSplit(PrefixTree):
         return head
 
 
-class MergesThePinned(PrefixTree):
+class MergesWherePinsEnd(PrefixTree):
     """Does not ask for pins before it merges."""
 
     def can_merge(self, node: Node) -> bool:
-        pins, node.pins = node.pins, 0
+        pins = node.pins
+        node.pins = sum(child.pins for child in node.children.values())
         try:
             return super().can_merge(node)
         finally:
             node.pins = pins
+
+
+class WithdrawsInNameOnly(PrefixTree):
+    """Leaves the pins on what a sequence does not read any more."""
+
+    def _withdraw(self, pin: Any, node: Node | None) -> None:
+        pin.node = node
+
+
+class ForgetsTheReadOfWhatOthersSealed(PrefixTree):
+    """Follows without counting a use."""
+
+    def _extend(self, pin: Any, child: Node, now_seconds: float | None) -> None:
+        super()._extend(pin, child, None)
+
+
+class LosesPinnedBytes(PrefixTree):
+    """Does not count what a read keeps."""
+
+    def pin(self, node: Node | None, now_seconds: float) -> Any:
+        before = self._pinned_bytes
+        pin = super().pin(node, now_seconds)
+        self._pinned_bytes = before
+        return pin
 
 
 class MergesOneMore(PrefixTree):

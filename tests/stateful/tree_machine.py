@@ -106,11 +106,25 @@ class TreeMachine(RuleBasedStateMachine):
         return self.tree.pin(last, self.reference.now), match.tokens
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), stay=st.booleans())
+    def leave(self, data: st.DataObject, stay: bool) -> None:
+        """Stop reading a path, or the end of it."""
         at = data.draw(st.integers(0, len(self.held) - 1))
-        self.held.pop(at).release()
-        self.reference.pins.pop(at)
+        if stay:
+            self._follow(at, data)
+        else:
+            self.held.pop(at).release()
+            self.reference.pins.pop(at)
+
+    def _follow(self, at: int, data: st.DataObject) -> None:
+        """Let go of the end of a path, and read on in what somebody else has sealed."""
+        end = data.draw(st.sampled_from([(), *self.reference.path(self.reference.pins[at])]))
+        self.held[at].withdraw(self.node(end) if end else None)
+        for child in sorted(self.reference.children(end))[:1]:
+            self.held[at].extend(self.node(child), self.reference.now)
+            self.reference.read(child)
+            end = child
+        self.reference.pins[at] = end
 
     @precondition(lambda self: self.reference.runs)
     @rule(data=st.data())
@@ -131,15 +145,20 @@ class TreeMachine(RuleBasedStateMachine):
             self.tree.merge(self.node(end))
             self.reference.merge(end)
 
-    @rule()
-    def evict(self) -> None:
+    @rule(times=st.integers(1, 4))
+    def evict(self, times: int) -> None:
+        """Make room."""
+        for _ in range(times):
+            self._evict()
+
+    def _evict(self) -> None:
         """Give up what is worth least, and see that its segment is gone from memory."""
         victim = self.tree.victim()
         candidates = self.reference.evictable()
         assert (victim is None) == (not candidates)
         if victim is None:
             return
-        end = next(e for e in candidates if self.node(e) is victim)
+        (end,) = [each for each in candidates if self.node(each) is victim]
         least = min(map(self.reference.worth, candidates))
         assert self.reference.worth(end) <= least * (1 + 1e-9)
         held = weakref.ref(victim.segment)
@@ -172,6 +191,6 @@ class TreeMachine(RuleBasedStateMachine):
             self.held.pop().release()
             self.reference.pins.pop()
         while self.reference.runs:
-            self.evict()
+            self._evict()
         self.agree()
         assert (len(self.tree), self.tree.nbytes, self.tree.index_bytes) == (0, 0, 0)

@@ -93,9 +93,12 @@ class Reference:
 
     def pin(self, end: Prefix) -> None:
         for each in self.path(end):
-            self.use(self.runs[each])
-            self.runs[each].hits += 1
+            self.read(each)
         self.pins.append(end)
+
+    def read(self, end: Prefix) -> None:
+        self.use(self.runs[end])
+        self.runs[end].hits += 1
 
     def insert(self, end: Prefix, start: int) -> None:
         run = Run(start, 0.0, self.now, self.now)
@@ -114,7 +117,7 @@ class Reference:
     def can_merge(self, end: Prefix) -> bool:
         children = self.children(end)
         small = len(children) == 1 and len(children[0]) - self.runs[end].start <= MOST_MERGED
-        return small and not self.pinned(end)
+        return small and end not in self.pins
 
     def merge(self, end: Prefix) -> None:
         (child,) = self.children(end)

@@ -5,9 +5,11 @@ What is leaned on here is named in `tests/test_contract_mlx_lm.py`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
@@ -16,12 +18,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import mlx_lm.models.base
 import mlx_lm.models.cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from penstock.config import SamplingSettings
 from penstock.errors import ModelError
+from penstock.kv.attention import Sight
+from penstock.kv.reads import Reads
 
 __all__ = [
     "Loaded",
@@ -172,6 +177,74 @@ def _checked_start(responses: Iterator[Any], quantized: bool) -> Iterator[Any]:
         ) from error
     yield first
     yield from responses
+
+
+def attach(model: nn.Module) -> tuple[str, ...]:
+    """Put the attention seam under a model; return the modules in which it was put.
+
+    In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound
+    to a dispatcher: a layer whose cache is one of penstock's `Reads` attends by it, everything
+    else goes to mlx-lm's function as before. Nothing else is patched. Again does nothing.
+    """
+    modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
+    names = {type(module).__module__ for module in modules}
+    found = []
+    for name in sorted(names):
+        module = sys.modules[name]
+        theirs = getattr(module, _ATTENTION, None)
+        if theirs is None:
+            continue
+        if not hasattr(theirs, "penstock_seam"):
+            setattr(module, _ATTENTION, _dispatching(theirs))
+        found.append(name)
+    return tuple(found)
+
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def _dispatching(theirs: Any) -> Any:
+    @wraps(theirs)
+    def dispatch(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> Any:
+        if isinstance(cache, Reads):
+            return cache.attend(queries, keys, values, scale, mask, sinks)
+        return theirs(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    dispatch.penstock_seam = True  # type: ignore[attr-defined]
+    return dispatch
+
+
+def sights(model: nn.Module) -> list[Sight]:
+    """Return what each layer of the model sees, from the caches mlx-lm would give it.
+
+    Raises:
+        ModelError: a layer keeps something else than one key and value a token.
+    """
+    found = []
+    for index, cache in enumerate(plain_caches(model)):
+        if type(cache) is mlx_lm.models.cache.KVCache:
+            found.append(Sight())
+        elif type(cache) is mlx_lm.models.cache.RotatingKVCache:
+            found.append(Sight(cache.max_size - cache.keep, cache.keep))
+        else:
+            raise ModelError(
+                f"layer {index} keeps a {type(cache).__name__}, which the engine cannot share or "
+                f"bound yet; use penstock generate or penstock chat for this model"
+            )
+    return found
+
+
+def plain_caches(model: nn.Module) -> list[Any]:
+    """Return mlx-lm's own caches for a model: one sequence, unbounded."""
+    return list(mlx_lm.models.cache.make_prompt_cache(model))
 
 
 def rival_caches() -> ModuleType:

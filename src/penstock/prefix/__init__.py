@@ -1,15 +1,20 @@
-"""What was computed before: an index of prompts by prefix, without arrays, threads or clocks.
+"""What was computed before: an index of prompts by prefix, without arrays or threads.
 
     tokens --block_keys--> chain of keys --PrefixTree.match--> path of nodes
 
-`blocks` names, `tree` holds and finds, `policy` says what goes first, `eviction` finds it.
+`blocks` names, `tree` holds and finds, `policy` says what goes first, `eviction` finds it;
+`prefixes` keeps them inside a ledger, `explanation` says why a prompt is not found further.
 """
 
 from penstock.prefix.blocks import as_tokens, block_keys, root_key
+from penstock.prefix.explanation import Explanation
 from penstock.prefix.policy import HalfLife, Policy, PrefillCost
+from penstock.prefix.prefixes import Counts, Prefixes, Sealed
 from penstock.prefix.tree import Match, Node, Pin, PrefixTree, Segment
 
 __all__ = [
+    "Counts",
+    "Explanation",
     "HalfLife",
     "Match",
     "Node",
@@ -17,6 +22,8 @@ __all__ = [
     "Policy",
     "PrefillCost",
     "PrefixTree",
+    "Prefixes",
+    "Sealed",
     "Segment",
     "as_tokens",
     "block_keys",

@@ -58,6 +58,8 @@ class Node(Generic[S]):
     last_used_seconds: float
     heat: float
     """What the policy makes of all uses."""
+    held_bytes: int = 0
+    """Bytes of segment and index, as the tree counts them."""
 
     @property
     def end(self) -> int:

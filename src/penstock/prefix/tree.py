@@ -26,9 +26,9 @@ __all__ = ["Match", "Node", "Pin", "PrefixTree", "Segment"]
 
 
 class Pin(Generic[S]):
-    """A claim that keeps a node and its path from eviction and merging, until released.
+    """A claim that keeps a node and its path from eviction, until released.
 
-    The path may be split meanwhile, so ask for it anew in every step.
+    The path may be split and its nodes merged meanwhile, so ask for it anew in every step.
     """
 
     __slots__ = ("_tree", "node")
@@ -36,20 +36,31 @@ class Pin(Generic[S]):
     def __init__(self, tree: PrefixTree[S], node: Node[S] | None) -> None:
         self._tree = tree
         self.node = node
-        """The deepest node of the path; None while the path is empty."""
+        """The deepest node of the path; None while the path is empty, and once released."""
 
     @property
     def path(self) -> tuple[Node[S], ...]:
         """The nodes from the root to the pinned one, as they are now."""
         return () if self.node is None else self.node.path()
 
-    def extend(self, child: Node[S]) -> None:
-        """Pin a child of the pinned node as well: what the sequence has just sealed. Not a use.
+    def extend(self, child: Node[S], now_seconds: float | None = None) -> None:
+        """Pin a child of the pinned node as well.
+
+        With a time it is a read of what somebody else has sealed, and counts as a use; without
+        one, the sequence's own work, whose insertion was counted.
 
         Raises:
             ValueError: released before, or `child` is not a child of the node.
         """
-        self._tree._extend(self, child)
+        self._tree._extend(self, child, now_seconds)
+
+    def withdraw(self, node: Node[S] | None) -> None:
+        """Give up the claim on what lies below `node` of the path; None is the root.
+
+        Raises:
+            ValueError: released before, or `node` is not on the path.
+        """
+        self._tree._withdraw(self, node)
 
     def release(self) -> None:
         """Give the claim up. Again does nothing."""
@@ -92,7 +103,7 @@ class PrefixTree(Generic[S]):
         self._pins: set[Pin[S]] = set()
         self._queue = EvictionQueue()
         self._next_id = 0
-        self._tokens = self._nbytes = self._index_bytes = 0
+        self._tokens = self._nbytes = self._index_bytes = self._pinned_bytes = 0
 
     # ---- questions
 
@@ -122,6 +133,11 @@ class PrefixTree(Generic[S]):
     def index_bytes(self) -> int:
         """Bytes of Python that the nodes cost beside their segments; see also `policy.nbytes`."""
         return self._index_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes, of segments and index, of the nodes that pins keep."""
+        return self._pinned_bytes
 
     @property
     def pins(self) -> int:
@@ -156,11 +172,14 @@ class PrefixTree(Generic[S]):
         return self.policy.worth(node.heat, node.start, node.end, node.segment.nbytes)
 
     def can_merge(self, node: Node[S]) -> bool:
-        """Tell whether `node` and its only child are unpinned and small enough together."""
-        if len(node.children) != 1 or node.pins:
+        """Tell whether `node` and its only child are read by the same, and small together.
+
+        Whoever reads `node` must read its child, too: the child is what a merge leaves.
+        """
+        if len(node.children) != 1:
             return False
         (child,) = node.children.values()
-        return child.end - node.start <= self.max_merge_tokens
+        return node.pins == child.pins and child.end - node.start <= self.max_merge_tokens
 
     # ---- acts
 
@@ -174,10 +193,8 @@ class PrefixTree(Generic[S]):
         if node is not None:
             self._check_known(node)
         for each in upwards(node):
-            each.pins += 1
-            each.hits += 1
-            each.last_used_seconds = now_seconds
-            each.heat = self.policy.used(each.heat, now_seconds)
+            self._claim(each, 1)
+            self._use(each, now_seconds)
         pin = Pin(self, node)
         self._pins.add(pin)
         return pin
@@ -232,11 +249,12 @@ class PrefixTree(Generic[S]):
         first, rest = node.segment.split(at)
         self._uncount(node)
         head = self._add(node.parent, node.keys[:blocks], node.tokens[:at].copy(), first)
-        head.pins, head.hits, head.heat = node.pins, node.hits, node.heat
+        head.hits, head.heat = node.hits, node.heat
         head.last_used_seconds = node.last_used_seconds
         node.keys, node.tokens, node.segment = node.keys[blocks:], node.tokens[at:].copy(), rest
         node.start, node.parent = head.end, head
         head.children[node.keys[0]] = node
+        self._claim(head, node.pins)
         self._count(node)
         self._offer(node)
         return head
@@ -244,12 +262,16 @@ class PrefixTree(Generic[S]):
     def merge(self, node: Node[S]) -> Node[S]:
         """Make `node` and its only child one node and return it: the child, grown upwards.
 
+        Pins that pass through both stay where they are.
+
         Raises:
             ValueError: `can_merge` says no, or the node is not in the tree.
         """
         self._check_known(node)
         if not self.can_merge(node):
-            raise ValueError(f"{node} cannot be merged: pinned, branching, a leaf, or too large")
+            raise ValueError(
+                f"{node} cannot be merged: branching, a leaf, too large, or a pin ends in it"
+            )
         (child,) = node.children.values()
         segment = node.segment.join(child.segment)
         child.heat = self.policy.joined(
@@ -289,14 +311,17 @@ class PrefixTree(Generic[S]):
         reached = self._check_shape()
         if reached != set(self._nodes):
             raise AssertionError(f"nodes reached {reached}, known {set(self._nodes)}")
-        counted = (self._tokens, self._nbytes, self._index_bytes)
+        counted = (self._tokens, self._nbytes, self._index_bytes, self._pinned_bytes)
         found = (
             sum(len(node.tokens) for node in self),
             sum(node.segment.nbytes for node in self),
             sum(node.index_bytes for node in self),
+            sum(node.segment.nbytes + node.index_bytes for node in self if node.pins),
         )
         if counted != found:
-            raise AssertionError(f"tokens, bytes, index bytes {counted} counted, {found} found")
+            raise AssertionError(
+                f"tokens, bytes, index bytes, pinned bytes {counted} counted, {found} found"
+            )
         pinned = Counter(node.id for pin in self._pins for node in pin.path)
         for node in self:
             if node.pins != pinned[node.id]:
@@ -373,9 +398,13 @@ class PrefixTree(Generic[S]):
         self._queue.drop(node.id)
 
     def _count(self, node: Node[S], sign: int = 1) -> None:
+        nbytes, index_bytes = node.segment.nbytes, node.index_bytes
+        node.held_bytes = nbytes + index_bytes
         self._tokens += sign * len(node.tokens)
-        self._nbytes += sign * node.segment.nbytes
-        self._index_bytes += sign * node.index_bytes
+        self._nbytes += sign * nbytes
+        self._index_bytes += sign * index_bytes
+        if node.pins:
+            self._pinned_bytes += sign * node.held_bytes
 
     def _uncount(self, node: Node[S]) -> None:
         self._count(node, -1)
@@ -388,19 +417,37 @@ class PrefixTree(Generic[S]):
         node = self._nodes[node_id]
         return self.worth(node) if _evictable(node) else None
 
-    def _extend(self, pin: Pin[S], child: Node[S]) -> None:
+    def _use(self, node: Node[S], now_seconds: float) -> None:
+        node.hits += 1
+        node.last_used_seconds = now_seconds
+        node.heat = self.policy.used(node.heat, now_seconds)
+
+    def _claim(self, node: Node[S], pins: int) -> None:
+        """Put so many more pins on one node, or take them off."""
+        before, node.pins = node.pins, node.pins + pins
+        if bool(before) != bool(node.pins):
+            self._pinned_bytes += node.held_bytes if node.pins else -node.held_bytes
+        self._offer(node)
+
+    def _extend(self, pin: Pin[S], child: Node[S], now_seconds: float | None) -> None:
         if pin not in self._pins or child not in self or child.parent is not pin.node:
             raise ValueError(f"{child} is not a child of a pinned {pin.node}")
-        child.pins += 1
+        self._claim(child, 1)
+        if now_seconds is not None:
+            self._use(child, now_seconds)
         pin.node = child
 
+    def _withdraw(self, pin: Pin[S], node: Node[S] | None) -> None:
+        if pin not in self._pins or not (node is None or node in pin.path):
+            raise ValueError(f"{node} is not on the path of a pinned {pin.node}")
+        while pin.node is not node and pin.node is not None:
+            below, pin.node = pin.node, pin.node.parent
+            self._claim(below, -1)
+
     def _unpin(self, pin: Pin[S]) -> None:
-        if pin not in self._pins:
-            return
-        self._pins.remove(pin)
-        for node in upwards(pin.node):
-            node.pins -= 1
-            self._offer(node)
+        if pin in self._pins:
+            self._withdraw(pin, None)
+            self._pins.remove(pin)
 
 
 def _common(own: Sequence[bytes], keys: Sequence[bytes], start: int) -> int:

@@ -1,0 +1,1 @@
+"""Many sequences at once over one tree and one ledger: requests, schedule, steps."""

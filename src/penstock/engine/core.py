@@ -1,0 +1,837 @@
+"""The engine without a thread: one step at a time, everything in the caller's hands.
+
+    submit ──> scheduler ──admit: a path is pinned, bytes are reserved, a slot is taken
+                 │
+    step:   decode all that run ──> choose ──> say; a full tail becomes a run, a full block a node
+            prefill some chunks ──> seal at once, so that others share them meanwhile
+
+A step that fails changes nothing that counts: what it wrote lies behind the visible ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import psutil
+from mlx.utils import tree_flatten
+
+from penstock import config
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.engine.sampling import Chooser, Chosen, choose_all, greedy_only, likeliest
+from penstock.engine.scheduler import Job, Scheduler, State
+from penstock.engine.sequence import Sequence
+from penstock.engine.stats import Stats, StepTimes, Tally
+from penstock.engine.step import Runner
+from penstock.engine.text import TextStream
+from penstock.errors import LedgerFull, NeverFits, PenstockError, SettingError, StepFailed
+from penstock.kv.attention import SCORES_AT_ONCE
+from penstock.kv.reads import Part, Row, in_order
+from penstock.kv.segment import Segment
+from penstock.kv.tails import Tails
+from penstock.ledger import Kind, Ledger
+from penstock.memory import format_bytes, parse_bytes
+from penstock.memory.machine import read_machine_memory
+from penstock.prefix.explanation import Explanation
+from penstock.prefix.prefixes import Prefixes
+
+TAIL_TOKENS = 16
+"""Columns of a tail. More are copied out less often; fewer waste less."""
+PRESSURE_SECONDS = 1.0
+"""How often the machine's memory is looked at."""
+SLACK = 1.10
+"""How much more a step may take than the one that was measured at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine is made with, every number checked."""
+
+    memory_bytes: int
+    max_kv_size: int
+    keep: int
+    max_batch_size: int
+    block_size: int
+    prefill_chunk: int
+    max_queue: int
+    memory_threshold: float | None
+    """Share of the machine's memory, in use by everybody, from which the cache gives way."""
+
+
+def limits(
+    *,
+    memory_limit: int | str | None = None,
+    max_kv_size: int = config.MAX_KV_SIZE,
+    keep: int | None = None,
+    max_batch_size: int = config.MAX_BATCH_SIZE,
+    block_size: int = config.BLOCK_SIZE,
+    prefill_chunk: int = config.PREFILL_CHUNK,
+    max_queue: int = config.MAX_QUEUE,
+    memory_threshold: float | None = None,
+) -> Limits:
+    """Check an engine's settings; None takes the default.
+
+    Raises:
+        SettingError: a number is out of its range.
+    """
+    if memory_limit is None:
+        memory_limit = read_machine_memory(mx.device_info()).default_limit_bytes
+    if isinstance(memory_limit, str):
+        memory_limit = parse_bytes(memory_limit)
+    for name, value, least in (
+        ("memory_limit", memory_limit, 1),
+        ("max_kv_size", max_kv_size, 2),
+        ("max_batch_size", max_batch_size, 1),
+        ("block_size", block_size, 1),
+        ("prefill_chunk", prefill_chunk, 1),
+        ("max_queue", max_queue, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise SettingError(f"{name} must be an integer of at least {least}, not {value!r}")
+    if keep is None:
+        keep = min(config.KEEP, max_kv_size // 2)
+    if not 0 <= keep < max_kv_size:
+        raise SettingError(
+            f"keep {keep} leaves no room in a window of max_kv_size {max_kv_size} tokens"
+        )
+    if memory_threshold is not None and not 0.0 < memory_threshold <= 1.0:
+        raise SettingError(f"memory_threshold must lie in 0..1, not {memory_threshold}")
+    return Limits(
+        memory_limit,
+        max_kv_size,
+        keep,
+        max_batch_size,
+        block_size,
+        prefill_chunk,
+        max_queue,
+        memory_threshold,
+    )
+
+
+class Core:
+    """Sequences, tree and ledger around one model. Not thread-safe; see `Engine`.
+
+    Args:
+        model: mlx-lm's.
+        tokenizer: mlx-lm's wrapper; None gives answers without text, and no end of sequence.
+        clock: seconds, for deadlines and recency.
+        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        settings: as `limits` takes them.
+
+    Raises:
+        ModelError: the engine cannot run this model.
+        NeverFits: weights and buffers alone are over the limit.
+        SettingError: a setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        fingerprint: str = "",
+        **settings: Any,
+    ) -> None:
+        self.limits = limits(**settings)
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.tally = Tally()
+        self.ledger = Ledger(self.limits.memory_bytes)
+        self._weights = self.ledger.reserve(Kind.WEIGHTS, weight_bytes(model))
+        self.runner = Runner(model, max_kv_size=self.limits.max_kv_size, keep=self.limits.keep)
+        columns = min(TAIL_TOKENS, self.limits.block_size)
+        slots = self.limits.max_batch_size
+        self._pool = self.ledger.reserve(Kind.TAILS, slots * columns * self.runner.token_bytes)
+        self.tails = Tails(slots, columns, self.runner.shapes)
+        self._buffers = self.ledger.reserve(Kind.BUFFERS, self._measure_step())
+        self._cache_limit = mx.set_cache_limit(self._buffers.nbytes)
+        self.prefixes: Prefixes[Segment] = Prefixes(
+            self.ledger, block_size=self.limits.block_size, fingerprint=fingerprint, clock=clock
+        )
+        self.scheduler = Scheduler(
+            slots, self.limits.prefill_chunk, self.limits.block_size, self.limits.max_queue
+        )
+        self._sequences: dict[int, Sequence] = {}
+        self._next_id = 0
+        self._oom_in_a_row = 0
+        self._looked_seconds = -PRESSURE_SECONDS
+        self._ends = frozenset(() if tokenizer is None else tokenizer.eos_token_ids)
+
+    # ---- requests
+
+    def submit(self, request: Request) -> Handle:
+        """Take a request in.
+
+        Raises:
+            NeverFits: its prompt and its answers would not fit beside the weights.
+            QueueFull: too many are waiting.
+            SettingError: a token that the model does not have.
+        """
+        handle = Handle(request, self.cancel)
+        self.enqueue(handle)
+        return handle
+
+    def enqueue(self, handle: Handle) -> None:
+        """Take in the request of a handle; raises as `submit` does."""
+        request = handle.request
+        size = self.runner.vocabulary_size
+        if max(request.prompt) >= size:
+            raise SettingError(
+                f"the prompt has token {max(request.prompt)}; the model knows {size} tokens"
+            )
+        sampling = request.sampling.with_seed()
+        now = self.clock()
+        sequences = [
+            self._sequence(handle, choice, Chooser(sampling, request.prompt, choice, size))
+            for choice in range(request.n)
+        ]
+        self._check_fits(sequences[0])
+        deadline = None if request.timeout_seconds is None else now + request.timeout_seconds
+        self.scheduler.add(
+            *(
+                Job(
+                    id=sequence.id,
+                    priority=request.priority,
+                    arrived=sequence.id,
+                    deadline_seconds=deadline,
+                    left=sequence.left,
+                )
+                for sequence in sequences
+            )
+        )
+        self._sequences.update((sequence.id, sequence) for sequence in sequences)
+        self.tally.requests += len(sequences)
+
+    def cancel(self, handle: Handle) -> None:
+        """End a request's answers that have not ended; what was computed stays in the tree."""
+        for sequence in [s for s in self._sequences.values() if s.handle is handle]:
+            self._finish(sequence, lambda s: s.end("cancelled"))
+
+    def close(self) -> None:
+        """Cancel everything, and let go of tree, tails and reservations."""
+        for sequence in list(self._sequences.values()):
+            self._finish(sequence, lambda s: s.end("cancelled"))
+        self.prefixes.clear()
+        mx.set_cache_limit(self._cache_limit)
+
+    # ---- the step
+
+    def step(self) -> bool:
+        """Run one step: let in, decode, prefill. False if there was nothing to do."""
+        self._drop_overdue()
+        self._yield_to_others()
+        self._admit()
+        self._catch_up()
+        plan = self.scheduler.plan()
+        if plan.decode:
+            self._decode([self._sequences[job_id] for job_id in plan.decode])
+        for chunk in plan.prefill:
+            # A decode step that ran out of memory parks everybody.
+            if chunk.id in self._sequences and self._state(chunk.id) is State.PREFILLING:
+                self._prefill(self._sequences[chunk.id], chunk.tokens)
+        return bool(plan.decode or plan.prefill)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is open."""
+        return not self._sequences
+
+    # ---- questions
+
+    def stats(self) -> Stats:
+        """Return what there is to tell, in O(open sequences)."""
+        tally, tree, counts = self.tally, self.prefixes.tree, self.prefixes.counts
+        states = {state: len(self.scheduler.jobs(state)) for state in State}
+        return Stats(
+            limit_bytes=self.ledger.limit_bytes,
+            used_bytes=self.ledger.used_bytes,
+            held_bytes=self.held_bytes,
+            by_kind={kind.value: n for kind, n in self.ledger.by_class().items()},
+            active_bytes=mx.get_active_memory(),
+            waiting=states[State.WAITING],
+            prefilling=states[State.PREFILLING],
+            running=states[State.RUNNING],
+            parked=states[State.PARKED],
+            requests=tally.requests,
+            finished=tally.finished,
+            failed=tally.failed,
+            prompt_tokens=tally.prompt_tokens,
+            hit_tokens=tally.hit_tokens,
+            prefilled_tokens=tally.prefilled_tokens,
+            generated_tokens=tally.generated_tokens,
+            nodes=len(tree),
+            held_tokens=tree.tokens,
+            evicted_nodes=counts.evicted_nodes,
+            evicted_bytes=counts.evicted_bytes,
+            parkings=tally.parkings,
+            out_of_memory=tally.out_of_memory,
+            copied_bytes=counts.copied_bytes,
+            decode=StepTimes.of(tally.decode_steps, tally.decode_seconds),
+            prefill=StepTimes.of(tally.prefill_steps, tally.prefill_seconds),
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in arrays between two steps: weights, nodes, runs and the pool of tails."""
+        runs = sum(run.segment.nbytes for s in self._sequences.values() for run in s.runs)
+        return self._weights.nbytes + self.prefixes.tree.nbytes + runs + self.tails.nbytes
+
+    def explain(self, tokens: Items[int], salt: str = "") -> Explanation:
+        """Say how far a prompt would match now, and what stands in the way of more."""
+        return self.prefixes.explain(list(tokens), salt)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Change the memory limit; what is over it goes at once: cold nodes, then parked work.
+
+        Raises:
+            NeverFits: weights, tails and buffers alone are over it; nothing is changed then.
+        """
+        fixed = self._fixed_bytes()
+        if fixed > limit_bytes:
+            raise NeverFits(
+                f"weights, tails, buffers and index take {format_bytes(fixed)}; "
+                f"the limit cannot be {format_bytes(limit_bytes)}",
+                fixed,
+                limit_bytes,
+                limit_bytes,
+            )
+        over = self.ledger.set_limit(limit_bytes)
+        over -= self.prefixes.shrink(over, "limit")
+        for job in reversed(
+            [*self.scheduler.jobs(State.RUNNING), *self.scheduler.jobs(State.PREFILLING)]
+        ):
+            over = self.ledger.used_bytes - limit_bytes
+            if over <= 0:
+                break
+            self._park(self._sequences[job.id])
+            self.prefixes.shrink(self.ledger.used_bytes - limit_bytes, "limit")
+        for job in [*self.scheduler.jobs(State.WAITING), *self.scheduler.jobs(State.PARKED)]:
+            sequence = self._sequences[job.id]
+            try:
+                self._check_fits(sequence)
+            except NeverFits as error:
+                self._fail(sequence, error)
+
+    def check(self) -> None:
+        """Recount everything from the arrays and raise AssertionError if something differs."""
+        self.prefixes.check()
+        self.scheduler.check()
+        sequences = self._sequences.values()
+        promised = sum(s.own.nbytes for s in sequences if s.own is not None)
+        steps = sum(s.step.nbytes for s in sequences if s.step is not None)
+        self.ledger.check(
+            {
+                **self.prefixes.recount(),
+                Kind.WEIGHTS: weight_bytes(self.runner.model),
+                Kind.TAILS: self.tails.nbytes + promised,
+                Kind.BUFFERS: self._buffers.nbytes + steps,
+            }
+        )
+        slots = [s.slot for s in sequences if s.slot is not None]
+        if len(slots) + self.tails.free_slots != self.tails.slots or len(set(slots)) != len(slots):
+            raise AssertionError(f"slots {slots} taken, {self.tails.free_slots} free")
+        pins = sum(s.pin is not None for s in sequences)
+        if pins != self.prefixes.tree.pins:
+            raise AssertionError(f"{self.prefixes.tree.pins} pins, {pins} owners")
+        for sequence in sequences:
+            own = sum(run.segment.nbytes for run in sequence.runs)
+            if sequence.own is None and (own or sequence.slot is not None or sequence.pin):
+                raise AssertionError(f"sequence {sequence.id} holds what was not reserved")
+            if sequence.own is not None and own > sequence.own.nbytes:
+                raise AssertionError(
+                    f"sequence {sequence.id} holds {own} bytes of {sequence.own.nbytes}"
+                )
+
+    # ---- letting in
+
+    def _sequence(self, handle: Handle, choice: int, chooser: Chooser) -> Sequence:
+        request = handle.request
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream(self.tokenizer.detokenizer, request.stop)
+        sequence = Sequence(
+            id=self._next_id,
+            request=request,
+            choice=choice,
+            handle=handle,
+            chooser=chooser,
+            text=text,
+            tokens=list(request.prompt),
+            keys=[],
+        )
+        self._next_id += 1
+        sequence.name_blocks(self.prefixes, self.limits.max_kv_size)
+        return sequence
+
+    def _own_bytes(self, sequence: Sequence, cut: int) -> int:
+        """Return the most bytes that a sequence can come to hold beside `cut` tokens of a path."""
+        most, window = sequence.most_tokens, self.limits.max_kv_size
+        own = max(0, min(most, window) - cut)
+        if most > window:  # past the window: its ring, and what is cut out of it
+            ring = window - self.limits.keep
+            own += min(most - window, ring + self.limits.prefill_chunk + self.limits.block_size)
+        return own * self.runner.token_bytes
+
+    def _step_bytes(self, sequence: Sequence) -> int:
+        """Return what a sequence's length adds to a step: a layer joined, and its scores."""
+        seen = min(sequence.most_tokens, self.limits.max_kv_size + self.limits.prefill_chunk)
+        return seen * (2 * self.runner.layer_bytes + 4 * 4 * self.runner.heads)
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        """Raise NeverFits if a sequence could not run though nobody else did."""
+        own, step = self._own_bytes(sequence, 0), self._step_bytes(sequence)
+        index = self.prefixes.index_bytes(len(sequence.keys) + 1)
+        fixed = self._fixed_bytes()
+        limit = self.ledger.limit_bytes
+        if fixed + own + step + index <= limit:
+            return
+        room = max(0, limit - fixed)
+        raise NeverFits(
+            f"KV for {sequence.most_tokens + 1:,} tokens needs {format_bytes(own + step + index)}; "
+            f"the limit of {format_bytes(limit)} leaves {format_bytes(room)} beside weights, tails "
+            f"and buffers of {format_bytes(fixed)}. Lower max_tokens or max_kv_size, shorten the "
+            f"prompt, or raise memory_limit",
+            own + step + index,
+            room,
+            limit,
+        )
+
+    def _fixed_bytes(self) -> int:
+        kinds = (self._weights, self._pool, self._buffers)
+        return sum(kind.nbytes for kind in kinds) + self.prefixes.fixed_bytes
+
+    def _admit(self) -> None:
+        """Let in who fits, in order; who does not fit lets nobody pass."""
+        for job in self.scheduler.in_line():
+            sequence = self._sequences[job.id]
+            while not (self.scheduler.free_places and self._try_admit(sequence)):
+                lower = self.scheduler.to_park(job)
+                if not lower:
+                    return
+                self._park(self._sequences[lower[0]])
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        """Pin a path, reserve the rest, take a slot; False, and nothing taken, if it must wait."""
+        sequence.name_blocks(self.prefixes, self.limits.max_kv_size)
+        match = self.prefixes.match(sequence.keys)
+        taken = self._take(sequence, match.tokens)
+        if not taken and self.tails.free_slots == self.tails.slots:
+            # A node that is longer than what the sequence reads of it may take the room that
+            # it needs. Nobody else runs: without the path, all nodes can give way.
+            taken = self._take(sequence, 0)
+        if not taken:
+            return False
+        sequence.slot = self.tails.take_slot()
+        self.scheduler.act(sequence.id, "admit")
+        if sequence.fresh:
+            self.tally.prompt_tokens += sequence.prompt_tokens
+            self._count_hit(sequence, sequence.cut)
+        self._report(sequence, 0)
+        return True
+
+    def _take(self, sequence: Sequence, matched: int) -> bool:
+        """Pin the first `matched` tokens and reserve the bytes of all others, or do nothing."""
+        blocks = matched // self.limits.block_size
+        pin = self.prefixes.pin(self.prefixes.match(sequence.keys[:blocks]))
+        cut = min(matched, len(sequence.tokens) - 1)
+        try:
+            own = self.prefixes.reserve(Kind.TAILS, self._own_bytes(sequence, cut))
+        except (LedgerFull, NeverFits):
+            pin.release()
+            return False
+        try:
+            step = self.prefixes.reserve(Kind.BUFFERS, self._step_bytes(sequence))
+        except (LedgerFull, NeverFits):
+            own.release()
+            pin.release()
+            return False
+        sequence.pin, sequence.cut, sequence.own, sequence.step = pin, cut, own, step
+        return True
+
+    def _count_hit(self, sequence: Sequence, tokens: int) -> None:
+        """Count prompt tokens that this answer did not have to compute."""
+        tokens = min(tokens, sequence.prompt_tokens - sequence.cached_tokens)
+        sequence.cached_tokens += tokens
+        self.tally.hit_tokens += tokens
+
+    def _report(self, sequence: Sequence, served_tokens: int) -> None:
+        """Tell the scheduler where a sequence stands."""
+        blocks = sequence.position // self.limits.block_size
+        key = sequence.keys[blocks] if blocks < len(sequence.keys) and not sequence.runs else None
+        left = sequence.left
+        self.scheduler.progress(
+            sequence.id,
+            position=sequence.position,
+            left=left,
+            next_key=key if left else None,
+            served_tokens=served_tokens,
+        )
+        if not left and self._state(sequence.id) is State.PREFILLING:
+            sequence.fresh = False
+            self.scheduler.act(sequence.id, "read")
+
+    def _state(self, sequence_id: int) -> State:
+        return self.scheduler.job(sequence_id).state
+
+    def _catch_up(self) -> None:
+        """Let who is prefilling share what others have sealed meanwhile."""
+        size = self.limits.block_size
+        for job in self.scheduler.jobs(State.PREFILLING):
+            sequence = self._sequences[job.id]
+            done = sequence.cut // size
+            if sequence.runs or sequence.cut % size or sequence.pin is None:
+                continue
+            if done >= len(sequence.keys):
+                continue
+            blocks = self.prefixes.follow(sequence.pin, sequence.keys, done)
+            if blocks > done:
+                cut = min(blocks * size, len(sequence.tokens) - 1)
+                gained = cut - sequence.cut
+                sequence.cut = cut
+                self._shrink_own(sequence, gained * self.runner.token_bytes)
+                if sequence.fresh:
+                    self._count_hit(sequence, gained)
+                self._report(sequence, 0)
+
+    def _shrink_own(self, sequence: Sequence, nbytes: int) -> None:
+        assert sequence.own is not None
+        sequence.own.resize(max(0, sequence.own.nbytes - nbytes))
+
+    # ---- decoding
+
+    def _decode(self, sequences: list[Sequence]) -> None:
+        """Compute and commit one token of each."""
+        rows = [sequence.row() for sequence in sequences]
+        order = in_order(rows)
+        sequences, rows = [sequences[i] for i in order], [rows[i] for i in order]
+        started = time.perf_counter()
+        try:
+            logits = self.runner.decode([s.tokens[-1] for s in sequences], rows, self.tails)
+            choosers = [s.chooser for s in sequences]
+            if greedy_only(choosers):
+                best = likeliest(logits)
+                mx.eval(best.tokens, best.values, self.tails.buffers())
+                chosen = best.read()
+            else:
+                mx.eval(logits, self.tails.buffers())
+                chosen = choose_all(logits, choosers, [s.generated for s in sequences])
+            del logits
+        # A boundary: a model's code may raise anything, and none of it may end the engine.
+        except Exception as error:  # noqa: BLE001
+            self._decode_failed(sequences, error)
+            return
+        self._oom_in_a_row = 0
+        self.tally.decode_steps += 1
+        self.tally.decode_seconds.append(time.perf_counter() - started)
+        del rows
+        for sequence, choice in zip(sequences, chosen, strict=True):
+            with self._isolated(sequence):
+                if isinstance(choice, Exception):
+                    raise choice
+                self._advance(sequence)
+                self._commit(sequence, choice)
+
+    def _advance(self, sequence: Sequence) -> None:
+        """Make the column that was written visible, and move full tails on."""
+        size = self.limits.block_size
+        if not sequence.runs and sequence.cut % size and sequence.tail == 0:
+            # The last token of a prompt that the path holds to its end: it was computed for
+            # its logits alone, and its KV is there already.
+            sequence.cut += 1
+            return
+        sequence.tail += 1
+        if sequence.tail == self.tails.columns or sequence.position % size == 0:
+            self._fold(sequence)
+
+    def _fold(self, sequence: Sequence) -> None:
+        """Turn the tail into a run, and a run that ends a block into a node."""
+        assert sequence.slot is not None
+        size = self.limits.block_size
+        start = sequence.sealed_end
+        tail = self.tails.cut(sequence.slot, sequence.tail)
+        grows = sequence.runs and sequence.runs[-1].end % size
+        if grows:
+            last = sequence.runs.pop()
+            joined = last.segment.join(tail)
+            sequence.runs.append(Part(joined, last.start, joined.tokens))
+        else:
+            sequence.runs.append(Part(tail, start, sequence.tail))
+        sequence.tail = 0
+        if sequence.position % size == 0:
+            self._seal(sequence)
+        self._forget_unseen(sequence)
+
+    def _seal(self, sequence: Sequence) -> None:
+        """Hang the runs of whole blocks that continue the path into the tree."""
+        size = self.limits.block_size
+        sequence.name_blocks(self.prefixes, self.limits.max_kv_size)
+        while sequence.runs and sequence.runs[0].start == sequence.cut:
+            run = sequence.runs[0]
+            if run.end % size or run.end > self._sealable():
+                break
+            if not self._insert(sequence, run.segment):
+                break
+            del sequence.runs[0]
+        if sequence.pin is not None:
+            self.prefixes.tidy(sequence.pin)
+
+    def _sealable(self) -> int:
+        """Return up to which position KV depends on the tokens alone, not on the window."""
+        size = self.limits.block_size
+        return self.limits.max_kv_size // size * size
+
+    def _insert(self, sequence: Sequence, segment: Segment) -> bool:
+        """Hang whole blocks behind a sequence's cut into the tree; False if there is no room."""
+        size = self.limits.block_size
+        assert sequence.pin is not None and sequence.own is not None
+        done, start = sequence.cut // size, sequence.cut
+        before = sequence.own.nbytes
+        sealed = self.prefixes.insert(
+            sequence.pin,
+            done,
+            sequence.keys,
+            sequence.tokens[start : start + segment.tokens],
+            segment,
+            sequence.own,
+        )
+        if sealed.refused is not None:
+            return False
+        gained = sealed.blocks_readable * size - start
+        sequence.cut = start + gained
+        # What the tree has taken over is off already; what others had sealed is not needed.
+        moved = before - sequence.own.nbytes
+        self._shrink_own(sequence, gained * self.runner.token_bytes - moved)
+        return True
+
+    def _forget_unseen(self, sequence: Sequence) -> None:
+        """Let go of runs, and of the path, that no layer will see again."""
+        nearest = self.runner.nearest(sequence.position)
+        keep = max(sight.keep for sight in self.runner.distinct_sights)
+        if nearest <= keep or not sequence.runs:
+            return
+        sequence.runs = [
+            run for run in sequence.runs if run.end > nearest or run is sequence.runs[-1]
+        ]
+        assert sequence.pin is not None
+        if sequence.cut > keep and nearest >= sequence.cut:
+            path = [node for node in sequence.pin.path if node.start < keep]
+            sequence.pin.withdraw(path[-1] if path else None)
+            sequence.cut = min(sequence.cut, path[-1].end if path else 0)
+
+    def _commit(self, sequence: Sequence, chosen: Chosen) -> None:
+        """Say a token, or end the answer with it."""
+        request = sequence.request
+        self.tally.generated_tokens += 1
+        ends = chosen.token in self._ends and not request.ignore_eos
+        if ends or chosen.token in request.stop_tokens:
+            sequence.tokens.append(chosen.token)
+            self._finish(sequence, lambda s: s.end("stop", stop=chosen.token))
+            return
+        sequence.say(chosen)
+        stopped = sequence.text.stopped if sequence.text is not None else None
+        if stopped is not None:
+            self._finish(sequence, lambda s: s.end("stop", stop=stopped))
+        elif sequence.generated_tokens >= request.max_tokens:
+            self._finish(sequence, lambda s: s.end("length"))
+
+    # ---- prefilling
+
+    def _prefill(self, sequence: Sequence, count: int) -> None:
+        """Read the next `count` tokens of a prompt and seal what blocks they fill."""
+        if sequence.runs and sequence.runs[-1].end % self.limits.block_size:
+            raise AssertionError(f"sequence {sequence.id} has an unfinished block to prefill")
+        start = sequence.position
+        tokens = sequence.tokens[start : start + count]
+        started = time.perf_counter()
+        for attempt in (1, 2):
+            try:
+                segment = self.runner.prefill(tokens, sequence.parts(), start)
+                break
+            # A boundary, as in `_decode`.
+            except Exception as error:  # noqa: BLE001
+                if attempt == 1 and self._shrink_after(error):
+                    continue
+                self._fail(sequence, _step_error("reading its prompt", error))
+                return
+        with self._isolated(sequence):
+            self._keep_chunk(sequence, segment, start)
+            del segment
+            self.tally.prefill_steps += 1
+            self.tally.prefilled_tokens += count
+            self.tally.prefill_seconds.append(time.perf_counter() - started)
+            self._report(sequence, count)
+
+    def _keep_chunk(self, sequence: Sequence, segment: Segment, start: int) -> None:
+        """Seal a chunk's whole blocks; what is left of it, or cannot be sealed, is a run."""
+        size = self.limits.block_size
+        end = start + segment.tokens
+        whole = min(end // size * size, self._sealable()) - start
+        if whole > 0 and not sequence.runs and sequence.cut == start:
+            head, rest = segment, None
+            if whole < segment.tokens:
+                head, rest = segment.split(whole)
+            if self._insert(sequence, head):
+                if rest is not None:
+                    sequence.runs.append(Part(rest, start + whole, rest.tokens))
+                return
+        # Runs end at blocks, but for the last one, which goes on growing.
+        last = max(0, end // size * size - start)
+        if 0 < last < segment.tokens:
+            head, rest = segment.split(last)
+            sequence.runs.append(Part(head, start, last))
+            sequence.runs.append(Part(rest, start + last, rest.tokens))
+        else:
+            sequence.runs.append(Part(segment, start, segment.tokens))
+        self._forget_unseen(sequence)
+
+    # ---- giving back
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back everything that a sequence holds; its tokens stay."""
+        sequence.runs.clear()
+        sequence.tail = sequence.cut = 0
+        if sequence.slot is not None:
+            self.tails.give_back(sequence.slot)
+            sequence.slot = None
+        if sequence.pin is not None:
+            node = sequence.pin.node
+            sequence.pin.release()
+            sequence.pin = None
+            self.prefixes.tidy(node)
+        for reservation in (sequence.own, sequence.step):
+            if reservation is not None:
+                reservation.release()
+        sequence.own = sequence.step = None
+
+    def _park(self, sequence: Sequence) -> None:
+        """Take a sequence out; it is let in again later and finds its sealed path."""
+        self._release(sequence)
+        self.tally.parkings += 1
+        self.scheduler.act(sequence.id, "park")
+        self.scheduler.progress(sequence.id, position=0, left=sequence.left)
+
+    def _finish(self, sequence: Sequence, tell: Callable[[Sequence], None]) -> None:
+        """Give all back, then tell the handle: who reads the end finds the bytes free."""
+        del self._sequences[sequence.id]
+        self._release(sequence)
+        self.scheduler.act(sequence.id, "finish")
+        self.tally.finished += 1
+        tell(sequence)
+
+    def _fail(self, sequence: Sequence, error: PenstockError) -> None:
+        self.tally.failed += 1
+        self._finish(sequence, lambda s: s.end("error", error=error))
+
+    @contextmanager
+    def _isolated(self, sequence: Sequence) -> Iterator[None]:
+        """Let an exception end one answer and nobody else's."""
+        try:
+            yield
+        # A boundary: a sampler, a detokenizer, a stop string of one request.
+        except Exception as error:
+            if sequence.id in self._sequences:
+                self._fail(sequence, _step_error("choosing its next token", error))
+            else:
+                raise
+
+    def _drop_overdue(self) -> None:
+        for sequence_id in self.scheduler.overdue(self.clock()):
+            self._finish(self._sequences[sequence_id], lambda s: s.end("timeout"))
+
+    # ---- bad days
+
+    def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
+        """End the step's answers; out of memory, only one of them, after a second try."""
+        self.tails.renew()
+        if not out_of_memory(error):
+            for sequence in sequences:
+                self._fail(sequence, _step_error("decoding", error))
+            return
+        self._oom_in_a_row += 1
+        if self._oom_in_a_row > 1:
+            largest = max(sequences, key=lambda s: (s.position, s.id))
+            self._fail(largest, _step_error("decoding", error))
+            sequences = [s for s in sequences if s is not largest]
+        self._shrink_after(error)
+        for sequence in sequences:
+            self._park(sequence)
+
+    def _shrink_after(self, error: Exception) -> bool:
+        """After MLX ran out of memory give up half of the cold nodes; tell whether it did."""
+        if not out_of_memory(error):
+            return False
+        self.tally.out_of_memory += 1
+        self.prefixes.shrink(max(1, self.prefixes.evictable_bytes // 2), "pressure")
+        return True
+
+    def _yield_to_others(self) -> None:
+        """Give up cold nodes while the whole machine uses more memory than it should."""
+        now = self.clock()
+        threshold = self.limits.memory_threshold
+        if threshold is None or now - self._looked_seconds < PRESSURE_SECONDS:
+            return
+        self._looked_seconds = now
+        memory = psutil.virtual_memory()
+        over = int(memory.total - memory.available - threshold * memory.total)
+        if over > 0:
+            self.prefixes.shrink(over, "pressure")
+
+    # ---- the measure of a step
+
+    def _measure_step(self) -> int:
+        """Run the largest steps once, on nothing, and return what they took beside their result."""
+        limits, runner = self.limits, self.runner
+        tokens = [0] * min(limits.prefill_chunk, limits.max_kv_size)
+
+        def peak(run: Callable[[], object]) -> int:
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            run()
+            return mx.get_peak_memory() - before
+
+        rows = [Row((), 0, slot, 0) for slot in range(limits.max_batch_size)]
+
+        def decode() -> None:
+            logits = runner.decode([0] * len(rows), rows, self.tails)
+            mx.eval(logits, self.tails.buffers())
+
+        taken = max(peak(lambda: runner.prefill(tokens, (), 0)), peak(decode))
+        # A chunk far into a prompt has as many scores at once as are ever computed together.
+        most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * limits.max_kv_size)
+        measured = min(most, runner.heads * len(tokens) ** 2)
+        folding = 2 * limits.block_size * runner.token_bytes
+        return int(taken * SLACK) + 4 * 4 * (most - measured) + folding
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of a model's weights."""
+    arrays: Any = tree_flatten(model.parameters())
+    return sum(array.nbytes for _, array in arrays)
+
+
+def _step_error(doing: str, error: Exception) -> PenstockError:
+    if isinstance(error, PenstockError):
+        return error
+    if out_of_memory(error):
+        failed = StepFailed(f"out of memory while {doing}, also after the cache gave way: {error}")
+        failed.status = 503
+        return failed
+    failed = StepFailed(f"the model failed while {doing}: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Tell whether MLX could not allocate; each back end says so in its own words."""
+    text = str(error).lower()
+    words = ("malloc", "unable to allocate", "out of memory", "bad_alloc", "attempting to allocate")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in words)
+    )

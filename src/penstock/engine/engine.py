@@ -1,0 +1,205 @@
+"""`Engine`: the core and the one thread that owns its arrays, its tree and its ledger."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from penstock.engine.core import Core, limits
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.engine.stats import Stats
+from penstock.errors import EngineStopped
+from penstock.prefix.explanation import Explanation
+
+ANSWER_SECONDS = 120.0
+"""How long a call waits for the engine's thread, which looks up between two steps."""
+IDLE_SECONDS = 0.2
+"""How long the idle thread sleeps at most before it looks around."""
+
+T = TypeVar("T")
+Call = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class Engine:
+    """Many sequences on one model, in a fixed amount of memory. Any thread may call it.
+
+    >>> import penstock
+    >>> from penstock.recall import MODEL_PATH
+    >>> with penstock.Engine(*penstock.load(MODEL_PATH), memory_limit="300MB") as engine:
+    ...     handle = engine.submit(penstock.Request(prompt=(1, 2, 3), max_tokens=4))
+    ...     len(handle.result(timeout_seconds=60)[0].tokens) <= 4
+    True
+
+    Args:
+        model: mlx-lm's.
+        tokenizer: mlx-lm's wrapper; None gives answers without text, and no end of sequence.
+        memory_limit: bytes, or a text like "16GB", for all that is ever allocated, the weights
+            included; by default a share of what the device recommends.
+        max_kv_size: tokens a sequence sees at most.
+        keep: first tokens that it always sees; by default 4,096, or half a smaller window.
+        max_batch_size: sequences that run at the same time.
+        block_size: tokens of a block, the unit of sharing.
+        prefill_chunk: tokens of prompts that are read in one step, between two decode steps.
+        max_queue: answers that may wait.
+        memory_threshold: share of the machine's memory, in use by everybody, from which cold
+            prefixes give way; None looks at the own limit alone.
+        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+
+    Raises:
+        ModelError: the engine cannot run this model.
+        NeverFits: weights and buffers alone are over the limit.
+        SettingError: a setting is out of its range.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, **settings: Any) -> None:
+        limits(**{k: v for k, v in settings.items() if k not in ("clock", "fingerprint")})
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
+        started: Future[Core] = Future()
+        self._calls.put((lambda: Core(model, tokenizer, **settings), started))
+        self._thread.start()
+        try:
+            # Arrays belong to the thread that made them: the core is made there.
+            self._core = started.result()
+        except BaseException:
+            self._closing = True
+            self._thread.join(ANSWER_SECONDS)
+            raise
+        atexit.register(self.close)
+
+    def submit(self, request: Request) -> Handle:
+        """Take a request in and return what its events come through.
+
+        Raises:
+            NeverFits: prompt and answer would not fit, whatever else gave way.
+            QueueFull: too many are waiting.
+            SettingError: a token that the model does not have.
+            EngineStopped: the engine is closed, or its thread has died.
+        """
+        handle = Handle(request, self._cancel, lambda: self.alive)
+        self._ask(lambda: self._core.enqueue(handle))
+        return handle
+
+    def stats(self) -> Stats:
+        """Return what there is to tell, as it is between two steps."""
+        return self._ask(self._core_stats)
+
+    def explain(self, tokens: Sequence[int], salt: str = "") -> Explanation:
+        """Say how far a prompt would match now, and what stands in the way of more."""
+        return self._ask(lambda: self._core.explain(tokens, salt))
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Change the memory limit; what is over it goes at once.
+
+        Raises:
+            NeverFits: weights, tails and buffers alone are over it.
+        """
+        self._ask(lambda: self._core.set_limit(limit_bytes))
+
+    def clear(self) -> None:
+        """Give up all prefixes that nobody reads."""
+        self._ask(lambda: self._core.prefixes.clear())
+
+    def check(self) -> None:
+        """Recount everything from the arrays, and raise AssertionError if something differs."""
+        self._ask(lambda: self._core.check())
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Cancel what is open, let go of everything, and end the thread. Again does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        self._thread.join(ANSWER_SECONDS)
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- between the threads
+
+    def _core_stats(self) -> Stats:
+        return self._core.stats()
+
+    def _cancel(self, handle: Handle) -> None:
+        if self.alive and not self._closing:
+            self._calls.put((lambda: self._core.cancel(handle), Future()))
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Have the engine's thread do something between two steps; its exceptions are ours."""
+        if self._closing or not self.alive:
+            raise EngineStopped("the engine is closed")
+        answer: Future[T] = Future()
+        self._calls.put((call, answer))
+        waited = 0.0
+        while True:
+            try:
+                return answer.result(timeout=IDLE_SECONDS)
+            except TimeoutError:
+                waited += IDLE_SECONDS
+                if answer.done():
+                    raise
+                if not self.alive:
+                    raise EngineStopped("the engine's thread has ended") from None
+                if waited >= ANSWER_SECONDS:
+                    raise
+
+    def _run(self) -> None:
+        """Be the thread: make the core, serve calls and run steps until closed."""
+        make, started = self._calls.get()
+        try:
+            try:
+                core = make()
+            except BaseException as error:  # noqa: BLE001 - handed to whoever makes the engine
+                started.set_exception(error)
+                return
+            started.set_result(core)
+            try:
+                while not self._closing:
+                    self._serve(wait=core.idle)
+                    if not core.idle:
+                        core.step()
+            finally:
+                core.close()
+        finally:
+            self._refuse_calls()
+            # A stream whose thread is gone would abort the process when the interpreter ends.
+            mx.clear_streams()
+
+    def _serve(self, *, wait: bool) -> None:
+        """Do what was asked for; when idle, wait a moment for it."""
+        try:
+            call, answer = self._calls.get(timeout=IDLE_SECONDS) if wait else self._calls.get(False)
+            while True:
+                try:
+                    answer.set_result(call())
+                except BaseException as error:  # noqa: BLE001 - handed to the caller
+                    answer.set_exception(error)
+                call, answer = self._calls.get(False)
+        except queue.Empty:
+            return
+
+    def _refuse_calls(self) -> None:
+        while not self._calls.empty():
+            self._calls.get()[1].set_exception(EngineStopped("the engine is closed"))

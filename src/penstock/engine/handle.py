@@ -1,0 +1,114 @@
+"""What a caller holds of a request: its events as they come, and its answers when it is done."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from penstock.engine.request import Event, Finish, Request, Token
+from penstock.errors import EngineStopped
+
+WAIT_SECONDS = 0.5
+"""How often a wait looks whether the engine still lives."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer, as far as it has come."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Token] = field(default_factory=list)
+    """The events of tokens that came with their log-probability."""
+    finish: Finish | None = None
+
+
+class Handle:
+    """A submitted request. Iterate for its events, or ask for `result`.
+
+    Any one thread may read it. At most `n x (max_tokens + 1)` events are ever in it.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        cancel: Callable[[Handle], None],
+        alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.request = request
+        self.choices = [Choice() for _ in range(request.n)]
+        self._cancel = cancel
+        self._alive = alive
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._open = request.n
+
+    @property
+    def done(self) -> bool:
+        """Whether every answer's end was read."""
+        return self._open == 0
+
+    def cancel(self) -> None:
+        """Ask for the end: within a step all bytes are given back. Again does nothing."""
+        self._cancel(self)
+
+    def events(self) -> list[Event]:
+        """Return the events that are there, without waiting."""
+        found = []
+        while not self._events.empty():
+            found.append(self._take(self._events.get_nowait()))
+        return found
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield events as they come, until the last answer has ended.
+
+        Raises:
+            EngineStopped: the engine is gone and nothing will come any more.
+        """
+        while not self.done:
+            yield self._wait(None)
+
+    def result(self, timeout_seconds: float | None = None) -> list[Choice]:
+        """Wait for the end of all answers and return them.
+
+        Raises:
+            TimeoutError: they did not end in time; the request goes on.
+            EngineStopped: the engine is gone.
+            PenstockError: what made an answer fail.
+        """
+        until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not self.done:
+            self._wait(until)
+        for choice in self.choices:
+            if choice.finish is not None and choice.finish.error is not None:
+                raise choice.finish.error
+        return self.choices
+
+    def post(self, event: Event) -> None:
+        """Add an event; the engine's thread calls this."""
+        self._events.put(event)
+
+    def _wait(self, until: float | None) -> Event:
+        while True:
+            left = WAIT_SECONDS if until is None else min(WAIT_SECONDS, until - time.monotonic())
+            try:
+                return self._take(self._events.get(timeout=max(0.0, left)))
+            except queue.Empty:
+                pass
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError("the answer did not end in time")
+            if not self._alive() and self._events.empty():
+                raise EngineStopped("the engine was stopped before this request ended")
+
+    def _take(self, event: Event) -> Event:
+        choice = self.choices[event.choice]
+        choice.text += event.text
+        if isinstance(event, Token):
+            choice.tokens.append(event.token)
+            if event.logprob is not None:
+                choice.logprobs.append(event)
+        else:
+            choice.finish = event
+            self._open -= 1
+        return event

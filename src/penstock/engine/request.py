@@ -1,0 +1,201 @@
+"""What is asked of the engine, and the events it answers with.
+
+A request is checked once, where it is made; past that every value is right. It holds tokens,
+not text: who has a tokenizer encodes the prompt.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, ValidationError, model_validator
+
+from penstock.config import MAX_TOKENS, Settings
+from penstock.errors import PenstockError, SettingError
+
+__all__ = ["Event", "Finish", "Reason", "Request", "Sampling", "Token", "Usage"]
+
+GREEDY_BELOW = 1e-5
+"""A lower temperature takes the likeliest token: divided by it, logits overflow."""
+
+TokenId: TypeAlias = Annotated[int, Field(ge=0)]
+Added: TypeAlias = Annotated[float, Field(ge=-1e30, le=1e30)]
+"""What is added to logits, and still a float32 when it was added many times."""
+
+
+class _Asked(Settings):
+    """Settings whose constructor says in one line what is wrong.
+
+    Raises:
+        SettingError: names the first value that is out of its range.
+    """
+
+    if not TYPE_CHECKING:  # type checkers go on reading the arguments off the fields
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise SettingError(_one_line(error)) from None
+
+
+class Sampling(_Asked):
+    """How one token is chosen from the model's logits; the default takes the likeliest.
+
+    In the order of mlx-lm: bias and penalties, then top-p, min-p, top-k, then temperature.
+
+    >>> Sampling(temperature=0.7, top_p=1.5)
+    Traceback (most recent call last):
+    penstock.errors.SettingError: top_p 1.5: Input should be less than or equal to 1
+    """
+
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the probability that is drawn from; 1 draws from all of it."""
+    top_k: int = Field(default=0, ge=0)
+    """Tokens that are drawn from; 0 draws from all."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Least probability that is drawn, as a share of the likeliest token's."""
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=1e30)
+    """Divides the positive logits, and multiplies the negative ones, of tokens that were in the
+    prompt or were generated; None and 1 change nothing."""
+    repetition_context: int | None = Field(default=None, ge=1)
+    """Last tokens, of prompt and answer together, that the repetition penalty looks at; None is
+    all of them."""
+    presence_penalty: Added = 0.0
+    """Subtracted from the logit of every token that was generated; the prompt does not count."""
+    frequency_penalty: Added = 0.0
+    """Subtracted once for every time the token was generated; the prompt does not count."""
+    logit_bias: dict[TokenId, Added] = Field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    """Decides every draw, together with the choice's number and the token's; None draws a seed
+    for each request."""
+    logprobs: bool = False
+    """Whether each token comes with its log-probability under the model's own distribution:
+    before bias, penalties, filters and temperature."""
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    """Likeliest tokens that are reported beside the chosen one."""
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> Sampling:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs {self.top_logprobs} needs logprobs=True")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken and nothing is drawn."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def plain(self) -> bool:
+        """Whether the answer is the place of the largest logit as the model gives it."""
+        return self.greedy and not self.logprobs and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a bias or a penalty is asked for."""
+        return bool(
+            self.logit_bias
+            or self.repetition_penalty not in (None, 1.0)
+            or self.presence_penalty
+            or self.frequency_penalty
+        )
+
+    def with_seed(self) -> Sampling:
+        """Return these settings with a seed: this one, or one drawn from the system."""
+        if self.seed is not None:
+            return self
+        return self.model_copy(update={"seed": int.from_bytes(os.urandom(8))})
+
+
+class Request(_Asked):
+    """A prompt and what to do with it; `n` answers are generated from one reading of it.
+
+    >>> Request(prompt=[])
+    Traceback (most recent call last):
+    penstock.errors.SettingError: prompt []: Tuple should have at least 1 item after validation, not 0
+    """  # noqa: E501 - the line is the example's
+
+    prompt: tuple[TokenId, ...] = Field(min_length=1)
+    max_tokens: int = Field(default=MAX_TOKENS, ge=1)
+    """Tokens of each answer, at most."""
+    sampling: Sampling = Sampling()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end an answer; they are not part of it."""
+    stop_tokens: tuple[TokenId, ...] = ()
+    """Tokens that end an answer, beside the tokenizer's own end of sequence."""
+    ignore_eos: bool = False
+    """Whether an answer goes on after the tokenizer's end of sequence."""
+    n: int = Field(default=1, ge=1, le=128)
+    """Answers."""
+    priority: int = 0
+    """Higher goes first."""
+    timeout_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """From `submit` to the last token; None waits forever."""
+    salt: str = ""
+    """Only requests of the same salt share what was computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token of one answer."""
+
+    choice: int
+    """Number of the answer, from 0."""
+    token: int
+    text: str
+    """What became certain with this token: empty in the middle of a character, or while the end
+    of the text may be the start of a stop string."""
+    logprob: float | None = None
+    """Natural logarithm; None when it was not asked for."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log-probabilities, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one answer took, in tokens."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt, read from what was computed before."""
+    completion_tokens: int
+
+
+Reason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of one answer; nothing follows for this choice."""
+
+    choice: int
+    reason: Reason
+    text: str
+    """Held back until now, and certain with the end."""
+    stop: str | int | None
+    """The text or the token that ended it."""
+    usage: Usage
+    error: PenstockError | None = None
+
+
+Event: TypeAlias = Token | Finish
+
+
+def _one_line(error: ValidationError) -> str:
+    """Say the first thing that is wrong: where, which value, why."""
+    first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    where = ".".join(str(part) for part in first["loc"])
+    if not where:
+        return message
+    if isinstance(first.get("ctx", {}).get("error"), SettingError):  # one of settings in settings
+        return f"{where}.{message}"
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} {reprlib.repr(first['input'])}: {message}"  # a prompt may be very long

@@ -1,0 +1,135 @@
+"""One answer in the making: its tokens, what of their KV it reads where, and what it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from penstock.engine.handle import Handle
+from penstock.engine.request import Finish, Reason, Request, Token, Usage
+from penstock.engine.sampling import Chooser, Chosen
+from penstock.engine.text import TextStream
+from penstock.errors import PenstockError
+from penstock.kv.reads import Part, Row
+from penstock.kv.segment import Segment
+from penstock.ledger import Reservation
+from penstock.prefix.prefixes import Prefixes
+from penstock.prefix.tree import Pin
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sequence:
+    """What the engine knows of one answer. Changed by the engine's thread alone.
+
+    Its KV lies in three places, one behind the other: the first `cut` tokens of the pinned
+    path, its own `runs`, and `tail` columns of a slot in the pool. Nothing of the last two
+    outlives its place in the batch.
+    """
+
+    id: int
+    request: Request
+    choice: int
+    handle: Handle
+    chooser: Chooser
+    text: TextStream | None
+    tokens: list[int]
+    """The prompt, and what was generated."""
+    keys: list[bytes]
+    """Names of the whole blocks of `tokens`, as far as they may be shared."""
+    cached_tokens: int = 0
+    """Of the prompt, what was not computed for this answer."""
+    fresh: bool = True
+    """Whether it was never in before: what it finds later is its own work."""
+    pin: Pin[Segment] | None = None
+    cut: int = 0
+    runs: list[Part] = field(default_factory=list)
+    slot: int | None = None
+    tail: int = 0
+    own: Reservation | None = None
+    """Bytes of runs, and of all that it may still compute."""
+    step: Reservation | None = None
+    """Bytes that its length adds to a step's buffers."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> Items[int]:
+        """The answer so far."""
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many tokens the answer has so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens whose KV it can ever read; the last one's is never needed."""
+        return self.prompt_tokens + self.request.max_tokens - 1
+
+    @property
+    def sealed_end(self) -> int:
+        """Position behind what is read in front of the tail."""
+        return self.runs[-1].end if self.runs else self.cut
+
+    @property
+    def position(self) -> int:
+        """Tokens whose KV it reads: the position of the next one to compute."""
+        return self.sealed_end + self.tail
+
+    @property
+    def left(self) -> int:
+        """Tokens to prefill; the last one is left to the decode step that needs its logits."""
+        return len(self.tokens) - 1 - self.position
+
+    def parts(self) -> tuple[Part, ...]:
+        """Return what lies in front of the tail, in order."""
+        path = self.pin.path if self.pin is not None else ()
+        shared = [
+            Part(node.segment, node.start, min(node.end, self.cut) - node.start)
+            for node in path
+            if node.start < self.cut
+        ]
+        return (*shared, *self.runs)
+
+    def row(self) -> Row:
+        """Return where the next token is decoded."""
+        assert self.slot is not None
+        return Row(self.parts(), self.position, self.slot, self.tail)
+
+    def name_blocks(self, prefixes: Prefixes[Segment], most_tokens: int) -> None:
+        """Extend the chain of names to the whole blocks that there are now."""
+        size = prefixes.block_size
+        blocks = min(len(self.tokens), most_tokens) // size
+        if blocks > len(self.keys):
+            rest = self.tokens[len(self.keys) * size : blocks * size]
+            after = self.keys[-1] if self.keys else None
+            self.keys += prefixes.keys(rest, self.request.salt, after=after)
+
+    def usage(self) -> Usage:
+        """Return what it took so far."""
+        return Usage(self.prompt_tokens, self.cached_tokens, self.generated_tokens)
+
+    def say(self, chosen: Chosen) -> None:
+        """Add a token to the answer and tell the handle."""
+        self.tokens.append(chosen.token)
+        text = self.text.push(chosen.token) if self.text is not None else ""
+        self.handle.post(Token(self.choice, chosen.token, text, chosen.logprob, chosen.top))
+
+    def end(
+        self,
+        reason: Reason,
+        *,
+        stop: str | int | None = None,
+        error: PenstockError | None = None,
+    ) -> None:
+        """Tell the handle that the answer has ended."""
+        text = ""
+        if self.text is not None and error is None:
+            text = self.text.finish()
+            if self.text.stopped is not None:
+                reason, stop = "stop", self.text.stopped
+        self.handle.post(Finish(self.choice, reason, text, stop, self.usage(), error))

@@ -1,0 +1,130 @@
+"""From tokens to text that is certain: whole characters, cut before the first stop string."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["Detokenizer", "TextStream"]
+
+
+class Detokenizer(Protocol):
+    """mlx-lm's streaming detokenizer, of which each answer has its own copy."""
+
+    def add_token(self, token: int) -> None:
+        """Take in one token."""
+
+    def finalize(self) -> None:
+        """Give up waiting for the rest of a character."""
+
+    @property
+    def last_segment(self) -> str:
+        """Whole characters since this was read last."""
+
+
+class TextStream:
+    """The text of one answer, piece by piece, each piece as soon as it is certain.
+
+    The stop string that is completed first ends the text, of several the longest; the text is
+    cut where it begins. How the text is divided into tokens makes no difference. What may be
+    the start of a stop string is held back until it is known. Linear in the text.
+    """
+
+    __slots__ = ("_detokenizer", "_held", "_state", "_stops", "stopped")
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stops = _Stops(stop) if stop else None
+        self._state = _ROOT
+        self._held = ""
+        self.stopped: str | None = None
+        """The stop string that was found."""
+
+    def push(self, token: int) -> str:
+        """Take in a token; return the text that is certain with it. Empty after a stop."""
+        if self.stopped is not None:
+            return ""
+        self._detokenizer.add_token(token)
+        return self._certain(self._detokenizer.last_segment)
+
+    def finish(self) -> str:
+        """Return what was held back; `stopped` may be set by its last characters."""
+        if self.stopped is not None:
+            return ""
+        self._detokenizer.finalize()
+        text = self._certain(self._detokenizer.last_segment)
+        held, self._held = self._held, ""
+        self._state = _ROOT
+        return text + held
+
+    def _certain(self, piece: str) -> str:
+        """Take in text; return what no stop string can begin in any more."""
+        if self._stops is None:
+            return piece
+        for end, char in enumerate(piece, 1):
+            self._state = self._stops.step(self._state, char)
+            found = self._stops.found[self._state]
+            if found is not None:
+                text = self._held + piece[:end]
+                self.stopped, self._held = found, ""
+                return text.removesuffix(found)
+        text = self._held + piece
+        certain = len(text) - self._stops.depth[self._state]
+        self._held = text[certain:]
+        return text[:certain]
+
+
+_ROOT = 0
+
+
+class _Stops:
+    """Finds several strings in one pass over the text (Aho and Corasick 1975).
+
+    A state is the longest end of the text so far that begins one of the strings.
+    """
+
+    __slots__ = ("_fallback", "_next", "depth", "found")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [_ROOT]
+        self.depth = [0]
+        """Characters of the state."""
+        self.found: list[str | None] = [None]
+        """The longest string that the state ends with."""
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def step(self, state: int, char: str) -> int:
+        """Return the state after one more character."""
+        while state != _ROOT and char not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(char, _ROOT)
+
+    def _add(self, stop: str) -> None:
+        if not stop:
+            raise ValueError("an empty stop string would end every text before it begins")
+        state = _ROOT
+        for char in stop:
+            if char not in self._next[state]:
+                self._next[state][char] = len(self._next)
+                self._next.append({})
+                self._fallback.append(_ROOT)
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(None)
+            state = self._next[state][char]
+        self.found[state] = stop
+
+    def _link(self) -> None:
+        """Fill in where each state goes on when a character does not fit, shallow ones first."""
+        waiting = deque(self._next[_ROOT].values())
+        while waiting:
+            state = waiting.popleft()
+            shorter = self._fallback[state]
+            if self.found[state] is None:
+                self.found[state] = self.found[shorter]
+            for char, child in self._next[state].items():
+                self._fallback[child] = self.step(shorter, char)
+                waiting.append(child)

@@ -1,0 +1,563 @@
+"""What a model is handed as its caches for one step: it writes to tails, and reads parts.
+
+One object a layer, alive for one forward pass. It speaks mlx-lm's cache protocol as far as a
+model's attention needs it (`offset`, `update_and_fetch`, `make_mask`); what `update_and_fetch`
+returns are the new tokens' keys and values alone, and `attend` reads all others where they lie.
+A model whose attention does not go through `attend` is handed the joined ones: a copy, of one
+layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.kv import attention
+from penstock.kv.attention import MASKED, Partial, Sight
+from penstock.kv.segment import Segment
+from penstock.kv.tails import Tails
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The first `columns` columns of a segment, which begin at position `start`."""
+
+    segment: Segment
+    start: int
+    columns: int
+
+    @property
+    def end(self) -> int:
+        """Position behind the last column."""
+        return self.start + self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of a decode step: what it reads, and where its new token goes.
+
+    The parts cover the positions in front of the tail; the tail's `tail` tokens end in front of
+    `position`, which is the new token's.
+    """
+
+    parts: tuple[Part, ...]
+    position: int
+    slot: int
+    tail: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRequest:
+    """What a model gets for a mask: it hands it on to attention, which knows what is seen.
+
+    A model that does anything else with it fails at once, and is then served joined KV.
+    """
+
+    window: int | None
+
+
+Piece = tuple[Segment, int, int]
+"""Columns start..stop-1 of a segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Consecutive pieces that the rows first..last-1 read together, and which of them is seen."""
+
+    first: int
+    last: int
+    pieces: tuple[Piece, ...]
+    seen: mx.array | None
+    """(rows, columns) booleans; None if every row sees all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the rows of a step read their parts, for one sight: the same in all of its layers."""
+
+    levels: tuple[tuple[Unit, ...], ...]
+    """Units of a level are in order and have no row in common."""
+    tail_seen: mx.array | None
+    """(b, 1, 1, columns) booleans; None if every row sees all columns."""
+    tail_columns: int
+
+
+def in_order(rows: Sequence[Row]) -> list[int]:
+    """Return the rows' indices in an order in which those that share parts are neighbours."""
+    return sorted(range(len(rows)), key=lambda i: [id(part.segment) for part in rows[i].parts])
+
+
+def lay_out(rows: Sequence[Row], sight: Sight) -> Layout:
+    """Group what rows in order (see `in_order`) read, so that a shared part is read once."""
+    levels: list[list[Unit]] = []
+
+    def descend(first: int, last: int, depth: int, level: int) -> None:
+        """Lay out the rows first..last-1, which share their first `depth` parts."""
+        start = first
+        for _, group in groupby(range(first, last), lambda i: _segment_id(rows[i], depth)):
+            stop = start + len(list(group))
+            if len(rows[start].parts) > depth:
+                # As far as all of these rows go on alike, the parts are read together.
+                end = depth + 1
+                while (key := _segment_id(rows[start], end)) is not None and key == _segment_id(
+                    rows[stop - 1], end
+                ):
+                    end += 1
+                unit = _unit(rows, start, stop, depth, end, sight)
+                if unit is not None:
+                    if level == len(levels):
+                        levels.append([])
+                    levels[level].append(unit)
+                descend(start, stop, end, level + (unit is not None))
+            start = stop
+
+    descend(0, len(rows), 0, 0)
+    columns = max(row.tail for row in rows) + 1
+    return Layout(tuple(map(tuple, levels)), _tail_seen(rows, columns, sight), columns)
+
+
+def _segment_id(row: Row, depth: int) -> int | None:
+    return id(row.parts[depth].segment) if depth < len(row.parts) else None
+
+
+def _unit(
+    rows: Sequence[Row], first: int, last: int, depth: int, end: int, sight: Sight
+) -> Unit | None:
+    """Return what these rows read of their parts depth..end-1; None if they see none of it."""
+    members = rows[first:last]
+    nearest = min(sight.starts_at(row.position) for row in members)
+    pieces: list[Piece] = []
+    columns: list[tuple[int, int]] = []
+    for depth_at in range(depth, end):
+        part = max((row.parts[depth_at] for row in members), key=lambda part: part.columns)
+        for start, stop in _pieces(part, nearest, sight.keep):
+            pieces.append((part.segment, start - part.start, stop - part.start))
+            columns.append((start, stop))
+    if not pieces:
+        return None
+    ends = [row.parts[end - 1].end for row in members]
+    furthest = max(sight.starts_at(row.position) for row in members)
+    whole = min(ends) == max(ends) and all(
+        start >= furthest or stop <= sight.keep for start, stop in columns
+    )
+    seen = None
+    if not whole:
+        at = mx.concatenate([mx.arange(start, stop) for start, stop in columns])
+        seen = sight.mask(mx.array([row.position for row in members]), at)
+        seen = seen & (at[None] < mx.array(ends)[:, None])
+    return Unit(first, last, tuple(pieces), seen)
+
+
+def _pieces(part: Part, nearest: int, keep: int) -> list[tuple[int, int]]:
+    """Return the positions of a part that are seen by a window from `nearest` on and a keep."""
+    if nearest <= max(keep, part.start):
+        return [(part.start, part.end)]
+    spans = [(part.start, min(part.end, keep)), (max(part.start, nearest), part.end)]
+    return [(start, stop) for start, stop in spans if start < stop]
+
+
+def _tail_seen(rows: Sequence[Row], columns: int, sight: Sight) -> mx.array | None:
+    if all(
+        row.tail + 1 == columns
+        and max(sight.starts_at(row.position), 0) <= max(row.position - row.tail, sight.keep)
+        for row in rows
+    ):
+        return None
+    positions = mx.array([row.position for row in rows])[:, None]
+    at = positions - mx.array([row.tail for row in rows])[:, None] + mx.arange(columns)[None]
+    seen = at <= positions
+    if sight.window is not None:
+        seen = seen & ((at > positions - sight.window) | (at < sight.keep))
+    return seen[:, None, None]
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """One decode step over rows in order: what all layers of it have in common."""
+
+    rows: Sequence[Row]
+    tails: Tails
+    slots: mx.array
+    columns: mx.array
+    offset: mx.array | int
+    layouts: dict[Sight, Layout]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], tails: Tails) -> DecodeStep:
+        """Prepare a step; nothing is computed yet."""
+        positions = [row.position for row in rows]
+        return cls(
+            rows,
+            tails,
+            mx.array([row.slot for row in rows]),
+            mx.array([row.tail for row in rows]),
+            positions[0] if len(rows) == 1 else mx.array(positions),
+            {},
+        )
+
+    def layout(self, sight: Sight) -> Layout:
+        """Return how the rows read under this sight."""
+        if sight not in self.layouts:
+            self.layouts[sight] = lay_out(self.rows, sight)
+        return self.layouts[sight]
+
+    def caches(self, sights: Sequence[Sight]) -> list[DecodeReads]:
+        """Return what the model is handed, one a layer."""
+        return [DecodeReads(self, layer, sight) for layer, sight in enumerate(sights)]
+
+
+class Reads:
+    """One layer of one step, read where it lies: what the seam recognises."""
+
+    offset: mx.array | int
+
+    def __init__(self, layer: int, sight: Sight) -> None:
+        self.layer = layer
+        self.sight = sight
+        self._given: tuple[Any, Any] | None = None
+
+    def make_mask(
+        self, n: int, return_array: bool = False, window_size: int | None = None
+    ) -> MaskRequest:
+        """Return what `attend` takes for a mask."""
+        if return_array:
+            raise TypeError("this model computes with masks; it needs joined keys and values")
+        return MaskRequest(window_size)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim).
+
+        Raises:
+            TypeError: keys, values or mask are not what this object gave out.
+        """
+        raise NotImplementedError
+
+    def check_given(self, keys: object, values: object, mask: object) -> Sight:
+        """Raise TypeError unless keys, values and mask are what this object gave out."""
+        if self._given is None or keys is not self._given[0] or values is not self._given[1]:
+            raise TypeError("this model changes keys or values after they were cached")
+        if not isinstance(mask, MaskRequest):
+            raise TypeError("this model makes its own masks")
+        return self.sight.within(mask.window)
+
+
+class DecodeReads(Reads):
+    """One layer of a decode step: every row adds one token to its tail."""
+
+    def __init__(self, step: DecodeStep, layer: int, sight: Sight) -> None:
+        super().__init__(layer, sight)
+        self.step = step
+        self.offset = step.offset
+        self.heads = 1
+        """Query heads, known once the layer has attended."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the rows' tokens, (b, kv_heads, 1, dim), behind their tails; return them."""
+        step = self.step
+        if len(step.rows) == 1:
+            row = step.rows[0]
+            step.tails.write_one(self.layer, row.slot, row.tail, keys, values)
+        else:
+            step.tails.write(self.layer, step.slots, step.columns, keys, values)
+        self._given = keys, values
+        return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend as the model's own attention would: (b, heads, 1, d) -> (b, heads, 1, dim)."""
+        layout = self.step.layout(self.check_given(keys, values, mask))
+        self.heads = queries.shape[1]
+        queries = attention.in_base_2(queries, scale)
+        if sinks is not None:
+            sinks = sinks.astype(queries.dtype) * attention.LOG2_E
+        if len(self.step.rows) == 1:
+            return self._attend_alone(queries, layout, sinks)
+        return self._attend_together(queries, layout, sinks)
+
+    def _attend_alone(self, queries: mx.array, layout: Layout, sinks: mx.array | None) -> mx.array:
+        """Read all parts and the tail under one softmax."""
+        row = self.step.rows[0]
+        heads = queries.shape[1]
+        tail = self.step.tails.read_one(self.layer, row.slot, row.tail + 1)
+        units = [unit for level in layout.levels for unit in level]
+        pieces = [piece for unit in units for piece in unit.pieces]
+        keys, values = _sides(pieces, self.layer)
+        seen = _seen_alone(units, layout, row.tail + 1)
+        stacked = attention.grouped(queries, tail[0].shape[1])
+        part = attention.attend_parts(stacked, [*keys, tail[0][0]], [*values, tail[1][0]], seen)
+        sunk = None if sinks is None else sinks.reshape(*stacked.shape[:2], 1)
+        return attention.ungrouped(attention.merged([part], sunk), 1, heads)
+
+    def _attend_together(
+        self, queries: mx.array, layout: Layout, sinks: mx.array | None
+    ) -> mx.array:
+        """Read shared parts once, own ones row by row, and all tails in one product."""
+        b, heads = queries.shape[:2]
+        tail_keys, tail_values = self.step.tails.read(
+            self.layer, self.step.slots, layout.tail_columns
+        )
+        kv_heads = tail_keys.shape[1]
+        r = heads // kv_heads
+        stacked = attention.grouped(queries, kv_heads)
+        partials = [self._tail_partial(queries, tail_keys, tail_values, layout)]
+        for level in layout.levels:
+            found: list[Partial] = []
+            row = 0
+            for unit in level:
+                if unit.first > row:
+                    found.append(_nothing(stacked, (unit.first - row) * r, tail_values))
+                found.append(self._unit_partial(stacked, unit, r))
+                row = unit.last
+            if row < b:
+                found.append(_nothing(stacked, (b - row) * r, tail_values))
+            partials.append(_side_by_side(found))
+        sunk = None
+        if sinks is not None:
+            each = mx.broadcast_to(sinks.reshape(kv_heads, 1, r), (kv_heads, b, r))
+            sunk = each.reshape(kv_heads, b * r, 1)
+        return attention.ungrouped(attention.merged(partials, sunk), b, heads)
+
+    def _unit_partial(self, stacked: mx.array, unit: Unit, r: int) -> Partial:
+        keys, values = _sides(unit.pieces, self.layer)
+        seen = None if unit.seen is None else mx.repeat(unit.seen, r, axis=0)[None]
+        rows = stacked
+        if stacked.shape[1] != (unit.last - unit.first) * r:
+            rows = stacked[:, unit.first * r : unit.last * r]
+        return attention.attend_parts(rows, keys, values, seen)
+
+    def _tail_partial(
+        self, queries: mx.array, keys: mx.array, values: mx.array, layout: Layout
+    ) -> Partial:
+        b, heads, _, d = queries.shape
+        kv_heads = keys.shape[1]
+        r = heads // kv_heads
+        scores = queries.reshape(b, kv_heads, r, d) @ keys.swapaxes(-1, -2)
+        if layout.tail_seen is not None:
+            scores = mx.where(layout.tail_seen, scores, MASKED)
+        top, weights, total = attention.weigh(scores)
+
+        def rows_last(x: mx.array) -> mx.array:
+            return x.swapaxes(0, 1).reshape(kv_heads, b * r, x.shape[-1])
+
+        return Partial(rows_last(top), rows_last(total), rows_last(weights @ values))
+
+
+def _sides(pieces: Sequence[Piece], layer: int) -> tuple[list[mx.array], list[mx.array]]:
+    """Return keys and values of the pieces, (kv_heads, columns, dim) each."""
+    keys, values = [], []
+    for segment, start, stop in pieces:
+        k, v = segment.layers[layer]
+        assert isinstance(k, mx.array) and isinstance(v, mx.array)
+        whole = start == 0 and stop == k.shape[2]
+        keys.append(k[0] if whole else k[0, :, start:stop])
+        values.append(v[0] if whole else v[0, :, start:stop])
+    return keys, values
+
+
+def _seen_alone(units: Sequence[Unit], layout: Layout, tail: int) -> mx.array | None:
+    """Return (1, columns) booleans over the units' columns and the tail's, if any is hidden."""
+    if layout.tail_seen is None and all(unit.seen is None for unit in units):
+        return None
+    masks = []
+    for unit in units:
+        count = sum(stop - start for _, start, stop in unit.pieces)
+        masks.append(mx.ones((1, count), mx.bool_) if unit.seen is None else unit.seen)
+    own = layout.tail_seen
+    masks.append(mx.ones((1, tail), mx.bool_) if own is None else own[0, 0])
+    return mx.concatenate(masks, axis=-1)
+
+
+def _nothing(stacked: mx.array, rows: int, values: mx.array) -> Partial:
+    """Return what rows that read nothing contribute."""
+    kv_heads, dtype = stacked.shape[0], stacked.dtype
+    top = mx.full((kv_heads, rows, 1), MASKED, dtype)
+    zero = mx.zeros((kv_heads, rows, 1), dtype)
+    return Partial(top, zero, mx.zeros((kv_heads, rows, values.shape[-1]), dtype))
+
+
+def _side_by_side(found: Sequence[Partial]) -> Partial:
+    if len(found) == 1:
+        return found[0]
+    return Partial(
+        mx.concatenate([part.top for part in found], axis=1),
+        mx.concatenate([part.total for part in found], axis=1),
+        mx.concatenate([part.mixed for part in found], axis=1),
+    )
+
+
+class ChunkReads(Reads):
+    """One layer of a prefill chunk of one sequence, behind the parts it reads.
+
+    The chunk's own keys and values are kept here, in buffers of just their size, and become a
+    segment when the step is done.
+    """
+
+    def __init__(self, layer: int, sight: Sight, parts: Sequence[Part], position: int) -> None:
+        super().__init__(layer, sight)
+        self.parts = parts
+        self.offset: int = position
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Keep the chunk's tokens, (1, kv_heads, n, dim), and return them."""
+        self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
+        self._given = keys, values
+        return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend as the model's own attention would: (1, heads, n, d) -> (1, heads, n, dim)."""
+        sight = self.check_given(keys, values, mask)
+        all_keys, all_values, columns = self.joined(sight)
+        return attention.attend_chunk(
+            queries,
+            all_keys,
+            all_values,
+            columns=columns,
+            start=self.offset,
+            scale=scale,
+            sight=sight,
+            sinks=None if sinks is None else sinks.astype(queries.dtype),
+        )
+
+    def joined(self, sight: Sight) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Join what is seen of the parts with the chunk: one layer, for as long as it is read.
+
+        Returns:
+            Keys, values (1, kv_heads, m, dim), and the positions (m,) of the columns, None if
+            they are 0 .. m - 1.
+        """
+        assert self.keys is not None and self.values is not None
+        return join_parts(self.parts, self.layer, sight, self.offset, (self.keys, self.values))
+
+
+def join_parts(
+    parts: Sequence[Part],
+    layer: int,
+    sight: Sight,
+    position: int,
+    own: tuple[mx.array, mx.array],
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """Join what a query at `position` sees of the parts with `own` columns behind them."""
+    nearest = sight.starts_at(position)
+    pieces: list[Piece] = []
+    spans: list[tuple[int, int]] = []
+    for part in parts:
+        for start, stop in _pieces(part, nearest, sight.keep):
+            pieces.append((part.segment, start - part.start, stop - part.start))
+            spans.append((start, stop))
+    keys, values = own
+    if not pieces:
+        begins = parts[-1].end if parts else position
+        return keys, values, _positions([(begins, begins + keys.shape[2])])
+    behind = parts[-1].end
+    spans.append((behind, behind + keys.shape[2]))
+    before = _sides(pieces, layer)
+    return (
+        mx.concatenate([*(side[None] for side in before[0]), keys], axis=2),
+        mx.concatenate([*(side[None] for side in before[1]), values], axis=2),
+        _positions(spans),
+    )
+
+
+def _positions(spans: Sequence[tuple[int, int]]) -> mx.array | None:
+    """Return the positions of the spans' columns, None if they are 0 .. m - 1."""
+    if spans[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(spans)):
+        return None
+    return mx.concatenate([mx.arange(start, stop) for start, stop in spans])
+
+
+class JoinedReads:
+    """One layer of one sequence's step, joined: for models that need contiguous KV.
+
+    The protocol of mlx-lm's plain cache; masks are arrays or "causal", as mlx-lm's are.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        sight: Sight,
+        parts: Sequence[Part],
+        position: int,
+        tail: tuple[Tails, int, int] | None = None,
+    ) -> None:
+        """`tail` is (tails, slot, tokens in it) in a decode step, None in a prefill chunk."""
+        self.layer = layer
+        self.sight = sight
+        self.parts = parts
+        self.offset = position
+        self.tail = tail
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._joined: tuple[mx.array, mx.array, mx.array | None] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Keep the new tokens and return all that is seen, they included."""
+        if self.tail is None:
+            self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
+            own = self.keys, self.values
+        else:
+            tails, slot, used = self.tail
+            tails.write_one(self.layer, slot, used, keys, values)
+            own = tails.read_one(self.layer, slot, used + 1)
+        self._joined = join_parts(self.parts, self.layer, self.sight, self.offset, own)
+        return self._joined[:2]
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return what `update_and_fetch` returned; later layers of some models read it."""
+        assert self._joined is not None
+        return self._joined[:2]
+
+    @property
+    def state(self) -> tuple[mx.array, mx.array, int]:
+        """Keys, values and offset, as of mlx-lm's plain cache."""
+        return (*self.keys_and_values(), self.offset)
+
+    def make_mask(
+        self, n: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Return what the new tokens see of the columns that `update_and_fetch` will return."""
+        sight = self.sight.within(window_size)
+        used = 0 if self.tail is None else self.tail[2]
+        begins = self.offset - used
+        if not return_array and sight.sees_all(self.offset + n - 1):
+            return None if n == 1 else "causal"
+        tail_seen = sight.starts_at(self.offset) <= max(begins, sight.keep)
+        if not return_array and n == 1 and sight == self.sight and tail_seen:
+            return None  # the parts were joined as far as they are seen
+        nearest = self.sight.starts_at(self.offset)
+        spans = [s for part in self.parts for s in _pieces(part, nearest, self.sight.keep)]
+        spans.append((begins, self.offset + n))
+        at = mx.concatenate([mx.arange(start, stop) for start, stop in spans])
+        return sight.mask(mx.arange(self.offset, self.offset + n), at)
+
+    def empty(self) -> bool:
+        """Tell whether nothing is in front of the new tokens."""
+        return self.offset == 0

@@ -1,0 +1,132 @@
+"""The pool of tails: the last few tokens of every running sequence, in one buffer a side.
+
+All memory is taken at the start, and a slot belongs to a sequence while it runs, as in
+`KVCacheManager`; what differs is that a step writes one token of many sequences at once, and that
+layers may have heads of different sizes. A tail that is full is copied out, exactly as long as it
+is, and begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from penstock.errors import PoolFull
+from penstock.kv import columns as col
+from penstock.kv.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one token takes in one layer."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one token's key and value."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+
+
+def token_bytes(shapes: Sequence[LayerShape]) -> int:
+    """Return the bytes of one token's KV in all layers."""
+    return sum(shape.nbytes for shape in shapes)
+
+
+class Tails:
+    """Keys and values of up to `slots` sequences, `columns` tokens each, all layers.
+
+    Not thread-safe: one owner, the thread that runs the model. What a step writes is visible
+    when its graph is evaluated; which columns count is known to the caller, so a step that is
+    given up half way changes nothing that counts.
+    """
+
+    def __init__(self, slots: int, columns: int, shapes: Sequence[LayerShape]) -> None:
+        self.slots = slots
+        self.columns = columns
+        self.shapes = tuple(shapes)
+        self._free = list(reversed(range(slots)))
+        self.renew()
+
+    def renew(self) -> None:
+        """Take all memory anew, zeroed: after a step whose writes cannot be evaluated."""
+
+        def zeros(shape: LayerShape, dim: int) -> mx.array:
+            return mx.zeros((self.slots, shape.kv_heads, self.columns, dim), shape.dtype)
+
+        self._keys: list[mx.array] = []
+        self._values: list[mx.array] = []
+        self._keys = [zeros(shape, shape.key_dim) for shape in self.shapes]
+        self._values = [zeros(shape, shape.value_dim) for shape in self.shapes]
+        mx.eval(self._keys, self._values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, from construction to the end."""
+        return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def take_slot(self) -> int:
+        """Give out a slot; nothing is allocated.
+
+        Raises:
+            PoolFull: all are taken.
+        """
+        if not self._free:
+            raise PoolFull(self.slots)
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Take a slot back, whatever is in it."""
+        if slot in self._free:
+            raise ValueError(f"slot {slot} is free already")
+        self._free.append(slot)
+
+    def write(
+        self, layer: int, slots: mx.array, columns: mx.array, keys: mx.array, values: mx.array
+    ) -> None:
+        """Write row i of keys and values, (b, kv_heads, 1, dim), at (slots[i], columns[i])."""
+        for buffers, new in ((self._keys, keys), (self._values, values)):
+            buffer = buffers[layer]
+            buffer[slots, :, columns] = new[:, :, 0]
+
+    def write_one(
+        self, layer: int, slot: int, column: int, keys: mx.array, values: mx.array
+    ) -> None:
+        """Write the one token of one sequence, (1, kv_heads, 1, dim)."""
+        self._keys[layer] = _written(self._keys[layer], slot, column, keys)
+        self._values[layer] = _written(self._values[layer], slot, column, values)
+
+    def read(self, layer: int, slots: mx.array, columns: int) -> tuple[mx.array, mx.array]:
+        """Return copies of the slots' first columns, (b, kv_heads, columns, dim)."""
+        return self._keys[layer][slots, :, :columns], self._values[layer][slots, :, :columns]
+
+    def read_one(self, layer: int, slot: int, columns: int) -> tuple[mx.array, mx.array]:
+        """Return a slot's first columns as views, (1, kv_heads, columns, dim)."""
+        rows = slice(slot, slot + 1)
+        return self._keys[layer][rows, :, :columns], self._values[layer][rows, :, :columns]
+
+    def buffers(self) -> list[mx.array]:
+        """Return all buffers, to be evaluated with the step that wrote to them."""
+        return [*self._keys, *self._values]
+
+    def cut(self, slot: int, stop: int) -> Segment:
+        """Copy the first `stop` columns of a slot; evaluated."""
+        return Segment.cut(
+            [self.read_one(layer, slot, self.columns) for layer in range(len(self.shapes))], 0, stop
+        )
+
+
+def _written(buffer: mx.array, slot: int, column: int, new: mx.array) -> mx.array:
+    written = col.write(buffer, column, new, slot)
+    assert isinstance(written, mx.array)
+    return written

@@ -1,0 +1,221 @@
+"""What benches need of mlx-lm beyond `penstock.models.mlx_lm`: its batching, driven step by step.
+
+For benches only. A random model of its llama class, and two ways to generate with mlx-lm: many
+sequences through `BatchGenerator`, as its server runs them, and one through `generate_step`.
+Both look prompts up in an `LRUPromptCache` before they read them. What is leaned on here is
+named in `tests/bench/test_engine_benches.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import llama
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+
+__all__ = ["Batched", "Solo", "random_llama"]
+
+PREFILL_STEP_TOKENS = 2_048
+"""Tokens of a prompt that mlx-lm reads at once: the default of its server."""
+PREFILL_BATCH = 8
+"""Prompts that it reads at once: the default of its server."""
+_KEY = "model"
+"""Names the model in the prompt cache."""
+
+
+def random_llama(
+    *,
+    layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocabulary_size: int,
+    rope_theta: float = 500_000.0,
+    seed: int = 0,
+) -> nn.Module:
+    """Make mlx-lm's llama with random float32 weights, evaluated; the same seed, the same model.
+
+    Matrices are drawn uniformly with the variance 1 / inputs, so that activations keep their
+    size from layer to layer. The head is not tied to the embedding: tied, a random model
+    repeats the token it was given, whatever its cache holds.
+    """
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=hidden_size,
+            num_hidden_layers=layers,
+            intermediate_size=intermediate_size,
+            num_attention_heads=query_heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=1e-5,
+            vocab_size=vocabulary_size,
+            rope_theta=rope_theta,
+            tie_word_embeddings=False,
+        )
+    )
+    parameters = dict(tree_flatten(model.parameters()))
+    shapes = [(name, weights.shape) for name, weights in parameters.items()]
+    keys = mx.random.split(mx.random.key(seed), len(shapes))
+    drawn = [(name, _drawn(keys[i], shape)) for i, (name, shape) in enumerate(shapes)]
+    model.update(tree_unflatten(drawn))
+    mx.eval(model.parameters())
+    made: nn.Module = model.eval()
+    return made
+
+
+def _drawn(key: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """Draw one parameter: a matrix (outputs, inputs), or ones for a norm."""
+    if len(shape) == 1:
+        return mx.ones(shape)
+    bound = (3.0 / shape[-1]) ** 0.5
+    return mx.random.uniform(-bound, bound, shape, key=key)
+
+
+class _Rival:
+    """What both ways share: the prompt cache, and the stream that all runs in."""
+
+    def __init__(self, model: nn.Module, prefill_step_tokens: int) -> None:
+        self._model = model
+        self._prefill_step_tokens = prefill_step_tokens
+        self._stream = mx.default_stream(mx.default_device())
+        self._known: Any = LRUPromptCache()
+
+    def learn(self, prefix: Sequence[int]) -> None:
+        """Read `prefix`, as far as it is not known, and keep its cache as one entry.
+
+        After a request with a system prompt mlx-lm's server holds such an entry for it. It
+        would keep another one of the whole prompt for every request, which is left out here.
+        """
+        caches, rest = self._fetch(list(prefix))
+        caches = caches or make_prompt_cache(self._model)
+        for start in range(0, len(rest), self._prefill_step_tokens):
+            chunk = mx.array(rest[start : start + self._prefill_step_tokens])
+            self._model(chunk[None], cache=caches)
+            mx.eval([cache.state for cache in caches])
+        self._known.insert_cache(_KEY, list(prefix), caches, cache_type="system")
+
+    def _fetch(self, prompt: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """Return the caches of the longest known prefix, None if there is none, and the rest."""
+        caches, rest = self._known.fetch_nearest_cache(_KEY, prompt)
+        return caches, rest
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight; mlx-lm computes one step ahead."""
+        mx.synchronize(self._stream)
+
+
+class Batched(_Rival):
+    """Several sequences through mlx-lm's `BatchGenerator`, as its server drives it.
+
+    `step` is its `next`: one token of every running sequence, or a chunk of every waiting
+    prompt. Not thread-safe, and everything is computed in the thread's default stream.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_size: int,
+        *,
+        prefill_batch: int = PREFILL_BATCH,
+        prefill_step_tokens: int = PREFILL_STEP_TOKENS,
+    ) -> None:
+        super().__init__(model, prefill_step_tokens)
+        self._generator: Any = BatchGenerator(
+            model,
+            completion_batch_size=batch_size,
+            prefill_batch_size=min(prefill_batch, batch_size),
+            prefill_step_size=prefill_step_tokens,
+            stream=self._stream,
+        )
+        self._places: dict[int, int] = {}
+        self._known_tokens: list[int] = []
+        self._read_tokens: list[int] = []
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that need not be computed, because an entry held them."""
+        return sum(self._known_tokens)
+
+    @property
+    def prompt_read(self) -> int:
+        """Tokens of the prompts that are in caches by now."""
+        return sum(self._read_tokens)
+
+    def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Hand in all prompts at once, each with what the prompt cache knows of it.
+
+        What was handed in before is given up.
+        """
+        self._generator.remove(list(self._places))
+        self._places, self._known_tokens, self._read_tokens = {}, [], []
+        for prompt in prompts:
+            tokens = list(prompt)
+            caches, rest = self._fetch(tokens)
+            known = len(tokens) - len(rest)
+            (uid,) = self._generator.insert(
+                [rest], [max_tokens], caches=[caches], all_tokens=[tokens[:known]]
+            )
+            self._places[uid] = len(self._places)
+            self._known_tokens.append(known)
+            self._read_tokens.append(known)
+
+    def step(self) -> list[tuple[int, int]]:
+        """Run one step; return (which prompt, token) of every token that came out."""
+        prefilled, generated = self._generator.next()
+        for response in prefilled:
+            place = self._places[response.uid]
+            self._read_tokens[place] = self._known_tokens[place] + response.progress[0]
+        return [(self._places[response.uid], int(response.token)) for response in generated]
+
+    def close(self) -> None:
+        """Give the generator's settings back; what it holds goes with the object."""
+        self._generator.close()
+
+
+class Solo(_Rival):
+    """One sequence through mlx-lm's `generate_step`: no batch, no padding, no mask of rows."""
+
+    def __init__(self, model: nn.Module, *, prefill_step_tokens: int = PREFILL_STEP_TOKENS) -> None:
+        super().__init__(model, prefill_step_tokens)
+        self._tokens: Iterator[tuple[Any, Any]] = iter(())
+        self.cached_tokens = 0
+        """Tokens of the prompt that need not be computed, because an entry held them."""
+        self.prompt_read = 0
+        """Tokens of the prompt that are in the cache by now."""
+
+    def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Take the one prompt, with what the prompt cache knows of it; give the last one up."""
+        self.close()
+        (prompt,) = prompts
+        caches, rest = self._fetch(list(prompt))
+        self.cached_tokens = len(prompt) - len(rest)
+
+        def progress(tokens: int, _: int) -> None:
+            self.prompt_read = self.cached_tokens + tokens
+
+        self._tokens = generate_step(
+            mx.array(rest),
+            self._model,
+            self._stream,
+            max_tokens=max_tokens,
+            prompt_cache=caches,
+            prefill_step_size=self._prefill_step_tokens,
+            prompt_progress_callback=progress,
+        )
+
+    def step(self) -> list[tuple[int, int]]:
+        """Run up to the next token, the first time through the whole prompt; return (0, token)."""
+        token, _ = next(self._tokens)
+        return [(0, int(token))]
+
+    def close(self) -> None:
+        """Stop generating."""
+        self._tokens = iter(())

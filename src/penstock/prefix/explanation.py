@@ -1,0 +1,71 @@
+"""Why a prompt is not found any further, and what to change."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+Why: TypeAlias = Literal["limit", "pressure", "cleared"]
+"""What took a node: the memory limit, memory pressure of the machine, or somebody's wish."""
+
+CAUSES: dict[Why, str] = {
+    "limit": "to stay inside the memory limit of {limit}; raise memory_limit to keep more",
+    "pressure": "because the machine ran short of memory; leave it more, or let more of it be "
+    "used (memory_threshold)",
+    "cleared": "because all was to be given up",
+}
+GIVEN_UP_BYTES = 300
+"""Of Python, for each block remembered: 170 to 280 as tracemalloc sees them."""
+
+
+class GivenUp(NamedTuple):
+    """The end of what was held."""
+
+    at_seconds: float
+    why: Why
+
+
+class Departures:
+    """Which blocks were given up last, when and why: `most` of them, whatever happens."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._by_key: OrderedDict[bytes, GivenUp] = OrderedDict()  # in order of giving up
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of Python that this may come to hold, to be counted once."""
+        return GIVEN_UP_BYTES * self.most
+
+    def note(self, keys: Sequence[bytes], at_seconds: float, why: Why) -> None:
+        """Remember that the blocks `keys`, a run of a chain, were given up."""
+        gone = GivenUp(at_seconds, why)
+        for key in reversed(keys[: self.most]):  # the run's first block is forgotten last
+            self._by_key[key] = gone
+            self._by_key.move_to_end(key)
+        while len(self._by_key) > self.most:
+            self._by_key.popitem(last=False)
+
+    def find(self, key: bytes) -> GivenUp | None:
+        """Return how the block was last given up, or None if that is not known."""
+        return self._by_key.get(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How far a prompt would match, and why no further."""
+
+    prompt_tokens: int
+    held_tokens: int
+    """Tokens of whole blocks that are held."""
+    diverges_at: int | None
+    """Index of the first token that differs from the nearest prompt that is held."""
+    held_token: int | None
+    """The token that stands there in what is held."""
+    given_token: int | None
+    reason: str
+    given_up_seconds_ago: float | None = None
+    """How long ago the next block was given up, if it was held and that is remembered."""
+    given_up_for: Why | None = None

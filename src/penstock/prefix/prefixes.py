@@ -1,0 +1,494 @@
+"""`Prefixes`: the tree of what was computed, inside a ledger that it may share with others.
+
+    tokens --keys--> chain --match--> path --pin--> read; follow what others seal --insert--> seal
+
+Every act makes room first: nodes worth least give way, pinned ones never. What does not fit is
+refused, and then nothing has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+
+from penstock.ledger import Kind, Ledger, Reservation
+from penstock.memory import format_bytes
+from penstock.prefix.blocks import TokenArray, Tokens, as_tokens, block_keys, root_key
+from penstock.prefix.explanation import CAUSES, Departures, Explanation, GivenUp, Why
+from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, S
+from penstock.prefix.policy import REMEMBERED_NODES, HalfLife, PrefillCost
+from penstock.prefix.tree import Pin, PrefixTree
+
+BYTES_PER_REMEMBERED = 20_000
+"""Bytes of the limit for each node, and block, remembered after it was given up: 500 bytes."""
+MAX_MERGE_TOKENS = 2_048
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the start."""
+
+    fetches: int = 0
+    hits: int = 0
+    fetched_tokens: int = 0
+    """Tokens whose KV was given out: prefill saved."""
+    asked_tokens: int = 0
+    stored_tokens: int = 0
+    refused: int = 0
+    evicted_nodes: int = 0
+    evicted_bytes: int = 0
+    """KV of the nodes given up."""
+    copied_bytes: int = 0
+    """KV copied by splits and merges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What `insert` did."""
+
+    blocks_readable: int
+    """Whole blocks of the chain, from the first one on, that can be read below the pin."""
+    new_tokens: int
+    """Tokens that were not in the tree before."""
+    refused: str | None = None
+    """Why nothing was inserted, if there was no room. Not set when all was known before."""
+
+
+class Prefixes(Generic[S]):
+    """KV by prefix. Not thread-safe: one owner, the thread with the arrays.
+
+    Args:
+        ledger: the account; what the tree holds is kept there as `NODES` and `INDEX`, and what
+            is copied while it is cut and joined as `BUFFERS`.
+        block_size: tokens of a block, the unit of identity.
+        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        clock: seconds, for recency.
+        cost: of a prefill, for the order of eviction.
+        remembered: how many of the nodes, and blocks, that were given up are remembered; by
+            default what 2.5 % of the limit hold, at most 16,384.
+        max_merge_tokens: nodes are not merged to more than this.
+
+    Raises:
+        LedgerFull, NeverFits: not even the empty index fits.
+
+    >>> prefixes = Prefixes(Ledger(1_000_000), block_size=64)
+    >>> prefixes.find(range(200)).tokens
+    0
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        block_size: int,
+        fingerprint: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        cost: PrefillCost | None = None,
+        remembered: int | None = None,
+        max_merge_tokens: int = MAX_MERGE_TOKENS,
+    ) -> None:
+        if remembered is None:
+            remembered = min(REMEMBERED_NODES, ledger.limit_bytes // BYTES_PER_REMEMBERED)
+        self.ledger = ledger
+        self.block_size = block_size
+        self.fingerprint = fingerprint
+        self.policy = HalfLife(cost=cost, remembered_nodes=remembered)
+        self.tree: PrefixTree[S] = PrefixTree(
+            block_size, self.policy, max_merge_tokens=max_merge_tokens
+        )
+        self.counts = Counts()
+        self._clock = clock
+        self._departures = Departures(remembered)
+        self._nodes = ledger.reserve(Kind.NODES, 0)
+        self._index = ledger.reserve(Kind.INDEX, self.fixed_bytes)
+
+    # ---- questions
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the index that are held whatever the tree holds: the memory of evictions."""
+        return self.policy.nbytes + self._departures.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, the index included."""
+        return self._nodes.nbytes + self._index.nbytes
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes that would be free if all nodes that nobody reads were given up."""
+        return self.tree.nbytes + self.tree.index_bytes - self.tree.pinned_bytes
+
+    def index_bytes(self, blocks: int) -> int:
+        """Return what a node of so many blocks costs beside its segment."""
+        return NODE_BYTES + (BLOCK_BYTES + 4 * self.block_size) * blocks
+
+    def keys(self, tokens: Tokens, salt: str = "", *, after: bytes | None = None) -> list[bytes]:
+        """Name the whole blocks of a prompt: the chain that all other questions are asked with.
+
+        Args:
+            tokens: the prompt, or what comes after the block `after`.
+            salt: the tenant's; others find nothing of it.
+            after: the last key of a chain that goes on; the salt is in it already.
+        """
+        return block_keys(tokens, self.block_size, self._root(salt) if after is None else after)
+
+    def match(self, keys: Sequence[bytes]) -> Match[S]:
+        """Find the longest prefix of a chain that is held. Valid until the tree changes."""
+        return self.tree.match(keys)
+
+    def find(self, tokens: Tokens, salt: str = "") -> Match[S]:
+        """Find the longest prefix of a prompt that is held. Valid until the tree changes."""
+        return self.match(self.keys(tokens, salt))
+
+    # ---- reading
+
+    def pin(self, match: Match[S]) -> Pin[S]:
+        """Read a match: keep its nodes until released, and count the use. Nothing is split.
+
+        The match may end inside its last node: how many blocks of the path are the sequence's
+        is for the sequence to remember (`blocks_done`).
+        """
+        return self.tree.pin(match.path[-1] if match.path else None, self._clock())
+
+    def follow(self, pin: Pin[S], keys: Sequence[bytes], blocks_done: int) -> int:
+        """Extend a pin along what others have sealed of `keys`, and let go of what is not theirs.
+
+        Args:
+            pin: a sequence's, whose path holds the first `blocks_done` blocks of `keys`.
+            keys: the chain of the sequence, from its first block on, as far as it may be read.
+            blocks_done: whole blocks of the path that the sequence reads now.
+
+        Returns:
+            Whole blocks that can be read now; at least `blocks_done`.
+
+        Raises:
+            ValueError: the path is not that of the chain.
+        """
+        match = self._match_at_least(keys, blocks_done)
+        self._lead(pin, match.path)
+        return match.tokens // self.block_size
+
+    # ---- writing
+
+    def insert(
+        self,
+        pin: Pin[S],
+        blocks_done: int,
+        keys: Sequence[bytes],
+        tokens: Tokens,
+        segment: S,
+        paid: Reservation,
+    ) -> Sealed:
+        """Hang finished blocks below the first `blocks_done` of a path, and pin them, too.
+
+        If others have sealed the same blocks meanwhile, their nodes are pinned instead; if they
+        sealed some of them, the others are copied out of `segment` and inserted. What `paid`
+        counts goes down by just the bytes the tree has taken over. So after anything but a
+        refusal the caller lets go of the segment, and of what `paid` still counts for it.
+
+        A refusal leaves all as it was, and nobody has given way; the blocks stay the caller's,
+        who goes on reading them.
+
+        Args:
+            pin: the sequence's.
+            blocks_done: whole blocks of the path that the sequence reads.
+            keys: the sequence's chain, from its first block on.
+            tokens: of the segment's blocks.
+            segment: the blocks behind `blocks_done`; not changed.
+            paid: a reservation that counts the segment's bytes already.
+
+        Raises:
+            ValueError: sizes that contradict each other, or a path that is not the chain's.
+        """
+        values = as_tokens(tokens)
+        blocks, over = divmod(segment.tokens, self.block_size)
+        end = blocks_done + blocks
+        if over or not blocks or len(values) != segment.tokens or len(keys) < end:
+            raise ValueError(
+                f"a segment of {segment.tokens} tokens, {len(values)} tokens and {len(keys)} "
+                f"keys do not make blocks of {self.block_size} behind block {blocks_done}"
+            )
+        if paid.nbytes < segment.nbytes:
+            raise ValueError(f"{paid} does not count the segment's {segment.nbytes} bytes")
+        match = self._match_at_least(keys[:end], blocks_done)
+        self._lead(pin, match.path)
+        known = match.tokens // self.block_size - blocks_done
+        if known == blocks:
+            return Sealed(end, 0)
+        needed = self._bytes_to_split(match) + self.index_bytes(blocks - known)
+        needed += segment.nbytes if known else 0
+        if not self.make_room(needed):
+            start = blocks_done * self.block_size
+            self._lead(pin, [node for node in match.path if node.start < start])
+            self.counts.refused += 1
+            return Sealed(blocks_done, 0, self.no_room(needed))
+        self.split(pin, match)
+        new_keys, new_values = keys[end - blocks + known : end], values[known * self.block_size :]
+        if known == 0:
+            self._hang(pin, new_keys, new_values, segment, paid)
+        else:
+            with self.ledger.reserve(Kind.BUFFERS, segment.nbytes) as copies:
+                rest = segment.split(known * self.block_size)[1]
+                self._hang(pin, new_keys, new_values, rest, copies)
+        return Sealed(end, len(new_values))
+
+    def split(self, pin: Pin[S], match: Match[S]) -> bool:
+        """Make a pinned path end where its match does, cutting the last node if need be.
+
+        `insert` does it by itself; do it before if the copy should not be held beside a segment.
+
+        Returns:
+            False if there is no room for the copy; nothing has changed then.
+        """
+        if not match.ends_inside:
+            return True
+        node = match.path[-1]
+        if not self.make_room(self._bytes_to_split(match)):
+            return False
+        self._index.resize(self._index.nbytes + NODE_BYTES)
+        with self._copying(node.segment.nbytes, node.index_bytes):
+            pin.withdraw(self.tree.split(node, match.blocks_in_last))
+        return True
+
+    def tidy(self, at: Pin[S] | Node[S] | None) -> int:
+        """Merge the small nodes of a path and return how many were merged.
+
+        A node is merged with its parent if that is not longer, as in a binary counter: a
+        sequence that seals block by block has each token copied O(log) times, and leaves a path
+        of few nodes. There must be room for the copy; nobody gives way for it.
+
+        Args:
+            at: the end of the path.
+        """
+        node = at.node if isinstance(at, Pin) else at
+        merged = 0
+        while node is not None and node.parent is not None:
+            if len(node.parent.tokens) <= len(node.tokens) and self._merge(node.parent):
+                merged += 1
+            else:
+                node = node.parent
+        return merged
+
+    # ---- room
+
+    def make_room(self, nbytes: int, why: Why = "limit") -> bool:
+        """Give up nodes until `nbytes` are free; False, and none given up, if that cannot be."""
+        short = self.ledger.used_bytes + nbytes - self.ledger.limit_bytes
+        if short > self.evictable_bytes:
+            return False
+        if short > 0:
+            self.shrink(short, why)
+        return True
+
+    def reserve(self, kind: Kind, nbytes: int) -> Reservation:
+        """Make room and count `nbytes` as held, before they are allocated.
+
+        Raises:
+            LedgerFull, NeverFits: there is no room; nobody gave way.
+        """
+        self.make_room(nbytes)
+        return self.ledger.reserve(kind, nbytes)
+
+    def shrink(self, nbytes: int, why: Why = "pressure") -> int:
+        """Give up what is worth least until `nbytes` were freed, or nothing is left to give.
+
+        Returns:
+            Bytes freed, index included: more than asked, or all that nobody reads.
+        """
+        freed = 0
+        while freed < nbytes and (node := self.tree.victim()) is not None:
+            freed += self._evict(node, why)
+        return freed
+
+    def clear(self) -> None:
+        """Give up everything that nobody is reading."""
+        while (node := self.tree.victim()) is not None:
+            self._evict(node, "cleared")
+
+    def no_room(self, nbytes: int) -> str:
+        """Return what to say when `make_room` has failed."""
+        return (
+            f"{format_bytes(nbytes)} do not fit in the limit of "
+            f"{format_bytes(self.ledger.limit_bytes)} beside what is being read; "
+            f"raise memory_limit"
+        )
+
+    # ---- proof
+
+    def recount(self) -> dict[Kind, int]:
+        """Count anew what the tree holds, for `Ledger.check`."""
+        return {
+            Kind.NODES: sum(node.segment.nbytes for node in self.tree),
+            Kind.INDEX: sum(node.index_bytes for node in self.tree) + self.fixed_bytes,
+        }
+
+    def check(self) -> None:
+        """Recount tree and reservations, and raise AssertionError if something differs."""
+        self.tree.check()
+        counted = {Kind.NODES: self._nodes.nbytes, Kind.INDEX: self._index.nbytes}
+        if counted != self.recount():
+            raise AssertionError(f"{counted} counted, {self.recount()} found")
+
+    def explain(self, tokens: Tokens, salt: str = "") -> Explanation:
+        """Say how far a prompt would match now, what stands in the way of more, and what to do."""
+        values = as_tokens(tokens)
+        keys = self.keys(values, salt)
+        match = self.match(keys)
+        blocks = match.tokens // self.block_size
+        gone = self._departures.find(keys[blocks]) if blocks < len(keys) else None
+        common, beyond = self._nearest(match, values[match.tokens :], self._root(salt))
+        at = match.tokens + common
+        differs = beyond is not None and at < len(values)
+        ago = None if gone is None else self._clock() - gone.at_seconds
+        return Explanation(
+            prompt_tokens=len(values),
+            held_tokens=match.tokens,
+            diverges_at=at if differs else None,
+            held_token=beyond if differs else None,
+            given_token=int(values[at]) if differs else None,
+            reason=self._reason(len(keys) - blocks, at if differs else None, gone, ago),
+            given_up_seconds_ago=ago,
+            given_up_for=None if gone is None else gone.why,
+        )
+
+    # ---- parts
+
+    def _root(self, salt: str) -> bytes:
+        return root_key(self.fingerprint, salt)
+
+    def _match_at_least(self, keys: Sequence[bytes], blocks: int) -> Match[S]:
+        match = self.match(keys)
+        if match.tokens < blocks * self.block_size:
+            raise ValueError(
+                f"{match.tokens // self.block_size} blocks of the chain are held, and a path of "
+                f"{blocks} was promised: the pin is not on this chain"
+            )
+        return match
+
+    def _lead(self, pin: Pin[S], path: Sequence[Node[S]]) -> None:
+        """Move a pin to the end of `path`; what it has not read yet counts as used now."""
+        own = set(pin.path)
+        shared = [node for node in path if node in own]
+        pin.withdraw(shared[-1] if shared else None)
+        now = self._clock()
+        for node in path[len(shared) :]:
+            pin.extend(node, now)
+
+    def _hang(
+        self,
+        pin: Pin[S],
+        keys: Sequence[bytes],
+        values: TokenArray,
+        segment: S,
+        paid: Reservation,
+    ) -> None:
+        """Insert below the pinned node, whose room was made, and pin what was inserted."""
+        self._index.resize(self._index.nbytes + self.index_bytes(len(keys)))
+        try:
+            pin.extend(self.tree.insert(pin.node, keys, values, segment, self._clock()))
+            # From one line of the account to another: there need not be room for both.
+            paid.resize(paid.nbytes - segment.nbytes)
+        finally:
+            self._settle()
+        self.counts.stored_tokens += len(values)
+
+    def _bytes_to_split(self, match: Match[S]) -> int:
+        """Return what must be free so that the match's last node can be cut where it ends."""
+        if not match.ends_inside:
+            return 0
+        node = match.path[-1]
+        return node.segment.nbytes + node.index_bytes + NODE_BYTES
+
+    def _merge(self, node: Node[S]) -> bool:
+        """Merge a node with its only child, if that is allowed and there is room for a copy."""
+        if not self.tree.can_merge(node):
+            return False
+        (child,) = node.children.values()
+        nbytes = node.segment.nbytes + child.segment.nbytes
+        index_bytes = node.index_bytes + child.index_bytes
+        if self.ledger.free_bytes < nbytes + index_bytes:
+            return False
+        with self._copying(nbytes, index_bytes):
+            self.tree.merge(node)
+        return True
+
+    @contextmanager
+    def _copying(self, nbytes: int, index_bytes: int) -> Iterator[None]:
+        """Count a copy of nodes while it is made, and what there is afterwards."""
+        with self.ledger.reserve(Kind.BUFFERS, nbytes + index_bytes):
+            try:
+                yield
+            finally:
+                self._settle()
+        self.counts.copied_bytes += nbytes
+
+    def _evict(self, node: Node[S], why: Why) -> int:
+        """Give up a node and return the bytes freed."""
+        before = self.nbytes
+        self._departures.note(node.keys, self._clock(), why)
+        self.counts.evicted_nodes += 1
+        self.counts.evicted_bytes += self.tree.remove(node).nbytes
+        self._settle()
+        return before - self.nbytes
+
+    def _settle(self) -> None:
+        """Bring the ledger to what the tree holds."""
+        self._nodes.resize(self.tree.nbytes)
+        self._index.resize(self.tree.index_bytes + self.fixed_bytes)
+
+    def _nearest(self, match: Match[S], rest: TokenArray, root: bytes) -> tuple[int, int | None]:
+        """Return how many more tokens some branch shares with `rest`, and its next one then."""
+        common, beyond = 0, None
+        for run in self._continuations(match, root):
+            same = _common_tokens(run, rest)
+            if beyond is None or same > common:
+                common = same
+                beyond = int(run[same]) if same < len(run) else None
+        return common, beyond
+
+    def _continuations(self, match: Match[S], root: bytes) -> list[TokenArray]:
+        """Return the tokens that follow the match in what is held, one array a branch.
+
+        Those of this root alone: nobody is shown another tenant's tokens.
+        """
+        size = self.block_size
+        if match.ends_inside:
+            return [match.path[-1].tokens[match.blocks_in_last * size :]]
+        if match.path:
+            return [child.tokens for child in match.path[-1].children.values()]
+        tops = (node for node in self.tree if node.parent is None)
+        return [
+            node.tokens
+            for node in tops
+            if block_keys(node.tokens[:size], size, root) == [node.keys[0]]
+        ]
+
+    def _reason(
+        self, blocks_missing: int, diverges: int | None, gone: GivenUp | None, ago: float | None
+    ) -> str:
+        if gone is not None:
+            cause = CAUSES[gone.why].format(limit=format_bytes(self.ledger.limit_bytes))
+            return f"the next block was held, and given up {ago:,.0f} s ago {cause}"
+        if diverges is not None:
+            return (
+                f"token {diverges} differs from the nearest prompt that is held; "
+                f"keep what changes (a date, a name) behind what does not"
+            )
+        if blocks_missing == 0:
+            return f"all whole blocks of {self.block_size} tokens are held"
+        if len(self.tree) == 0:
+            return "nothing is held"
+        return "the rest was never stored, or was given up longer ago than is remembered"
+
+
+def _common_tokens(run: TokenArray, rest: TokenArray) -> int:
+    """Count the first tokens that two arrays share."""
+    count = min(len(run), len(rest))
+    differ = np.nonzero(run[:count] != rest[:count])[0]
+    return int(differ[0]) if len(differ) else count

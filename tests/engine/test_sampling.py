@@ -1,0 +1,536 @@
+"""Choosing tokens: equal to mlx-lm's filters, to the same text in every company, row by row."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm import sample_utils
+
+from penstock.engine import sampling as module
+from penstock.engine.request import Sampling
+from penstock.engine.sampling import (
+    Chooser,
+    Chosen,
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    choose_all,
+    greedy_only,
+    likeliest,
+    without_frames,
+)
+from penstock.errors import PenstockError, SettingError
+
+SIZES = [7, 64, 3025]
+
+
+def random_logits(*shape: int, seed: int = 0, scale: float = 3.0) -> mx.array:
+    logits = scale * mx.random.normal(shape, key=mx.random.key(seed))
+    mx.eval(logits)
+    return logits
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def chooser(prompt: Sequence[int] = (), choice: int = 0, **values: Any) -> Chooser:
+    return Chooser(Sampling(**values), prompt, choice)
+
+
+def token_of(chosen: Chosen | Exception) -> int:
+    assert isinstance(chosen, Chosen), chosen
+    return chosen.token
+
+
+# The filters, beside mlx-lm's.
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])
+def test_top_p_is_mlx_lms(size: int, top_p: float) -> None:
+    logprobs = log_softmax(random_logits(4, size))
+    ours, theirs = apply_top_p(logprobs, top_p), sample_utils.apply_top_p(logprobs, top_p)
+    assert mx.array_equal(ours, theirs)
+    assert mx.array_equal(apply_top_p(logprobs[2], top_p), ours[2])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("min_p", [1e-6, 0.01, 0.2, 1.0])
+def test_min_p_is_mlx_lms(size: int, min_p: float) -> None:
+    logprobs = log_softmax(random_logits(4, size))
+    assert mx.array_equal(apply_min_p(logprobs, min_p), sample_utils.apply_min_p(logprobs, min_p))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+@pytest.mark.parametrize("scale", [3.0, 0.0], ids=["distinct", "all equal"])
+def test_top_k_is_mlx_lms(size: int, top_k: int, scale: float) -> None:
+    logprobs = log_softmax(random_logits(4, size, scale=scale))
+    ours = apply_top_k(logprobs, top_k)
+    assert mx.array_equal(ours, sample_utils.apply_top_k(logprobs, top_k))
+    assert (np.array(ours) > -np.inf).sum(axis=-1).tolist() == [top_k] * 4
+
+
+@settings(deadline=None)  # mlx-lm's filters compile anew for every number and shape
+@given(
+    logits=st.lists(st.integers(-40, 40), min_size=12, max_size=12),
+    top_p=st.sampled_from([0.01, 0.25, 0.5, 0.99]),
+    min_p=st.sampled_from([0.01, 0.5, 1.0]),
+)
+def test_filters_with_ties(logits: list[int], top_p: float, min_p: float) -> None:
+    logprobs = log_softmax(mx.array(logits, mx.float32) / 8)
+    for ours, theirs, bound in (
+        (apply_top_p, sample_utils.apply_top_p, top_p),
+        (apply_min_p, sample_utils.apply_min_p, min_p),
+    ):
+        assert mx.array_equal(ours(logprobs, bound), theirs(logprobs, bound))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 5},
+        {"top_p": 0.7, "min_p": 0.05, "top_k": 4},
+        {"top_k": 10**6},
+    ],
+)
+def test_a_draw_is_one_from_mlx_lms_distribution_by_our_key(values: dict[str, Any]) -> None:
+    logits = random_logits(50, 300)
+    ours = chooser(temperature=0.8, seed=11, **values)
+    for step, row in enumerate(logits):
+        kept = log_softmax(row)
+        if "top_p" in values:
+            kept = sample_utils.apply_top_p(kept, values["top_p"])
+        if "min_p" in values:
+            kept = sample_utils.apply_min_p(kept, values["min_p"])
+        if 0 < values.get("top_k", 0) < row.size:
+            kept = sample_utils.apply_top_k(kept, values["top_k"])
+        theirs = mx.random.categorical(kept / 0.8, key=ours.key(step))
+        assert ours.choose(row, [0] * step).token == theirs.item()
+
+
+def test_the_filters_are_in_mlx_lms_order() -> None:
+    """With these weights every other order of the filters leaves other tokens."""
+    logits = mx.log(mx.array([30.0, 20.0, 18.0, 12.0, 8.0, 7.0, 5.0]))
+    values = {"top_p": 0.65, "min_p": 0.61, "top_k": 2}
+    theirs = sample_utils.make_sampler(temp=2.0, **values)
+    mx.random.seed(0)
+    drawn = {theirs(log_softmax(logits)[None]).item() for _ in range(60)}
+    ours = chooser(temperature=2.0, seed=0, **values)
+    assert {ours.choose(logits, [0] * step).token for step in range(60)} == drawn
+
+
+@pytest.mark.parametrize("scale", [4.0, 0.01], ids=["found among the likeliest", "not found"])
+def test_top_p_of_a_large_vocabulary(scale: float) -> None:
+    """The likeliest tokens are looked at first, all of them where these do not hold enough."""
+    size = 10 * module.NUCLEUS_TOKENS
+    logits = random_logits(3, size, scale=scale)
+    _, enough = module._nucleus(logits[0] - mx.max(logits[0]), 0.9, module.NUCLEUS_TOKENS)
+    assert enough.item() == (scale > 1)
+    ours = chooser(temperature=1.0, top_p=0.9, seed=3)
+    for row in logits:
+        kept = sample_utils.apply_top_p(log_softmax(row), 0.9)
+        for step in range(20):
+            theirs = mx.random.categorical(kept, key=ours.key(step))
+            assert ours.choose(row, [0] * step).token == theirs.item()
+
+
+def test_control_the_likeliest_alone_would_be_wrong_when_they_do_not_hold_enough() -> None:
+    flat = random_logits(40_000, scale=0.01)
+    flat = flat - mx.max(flat)
+    quick, _ = module._nucleus(flat, 0.9, module.NUCLEUS_TOKENS)
+    assert not mx.array_equal(quick, apply_top_p(flat, 0.9))
+
+
+# Bias and penalties, beside mlx-lm's.
+
+
+def processed(logits: mx.array, tokens: Sequence[int], **values: Any) -> mx.array:
+    """Apply mlx-lm's processors, all with a context that holds everything."""
+    for name in list(values):
+        if name.endswith("penalty"):
+            values[f"{name.removesuffix('_penalty')}_context_size"] = 10**6
+    for process in sample_utils.make_logits_processors(**values):
+        logits = process(mx.array(tokens), logits[None])[0]
+    return logits
+
+
+PROMPT = [5, 5, 9, 60, 3, 9]
+ANSWER = [9, 9, 9, 1, 60, 2]
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7, 1.0])
+def test_the_repetition_penalty_is_mlx_lms_over_prompt_and_answer(penalty: float) -> None:
+    logits = random_logits(64)
+    theirs = processed(mx.array(logits), PROMPT + ANSWER, repetition_penalty=penalty)
+    ours = chooser(PROMPT, repetition_penalty=penalty).penalised(logits, ANSWER)
+    assert mx.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("context", [1, 3, 6, 7, 11, 12, 13, 1000])
+def test_the_repetition_penalty_looks_at_the_last_tokens(context: int) -> None:
+    logits = random_logits(64)
+    ours = chooser(PROMPT, repetition_penalty=1.5, repetition_context=context)
+    for end in range(len(ANSWER) + 1):
+        theirs = sample_utils.make_repetition_penalty(1.5, context)(
+            mx.array(PROMPT + ANSWER[:end]), mx.array(logits)[None]
+        )[0]
+        assert mx.array_equal(ours.penalised(logits, ANSWER[:end]), theirs)
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("penalty", [0.75, -0.5])
+def test_presence_and_frequency_are_mlx_lms_over_the_answer_alone(
+    name: str, penalty: float
+) -> None:
+    logits = random_logits(64)
+    theirs = processed(mx.array(logits), ANSWER, **{name: penalty})
+    for prompt in (PROMPT, ()):
+        ours = chooser(prompt, **{name: penalty}).penalised(logits, ANSWER)
+        assert mx.allclose(ours, theirs, atol=1e-6)
+        assert not mx.allclose(ours, logits, atol=1e-2)
+
+
+def test_all_of_them_are_in_mlx_lms_order() -> None:
+    """With an empty prompt all count the same tokens in both."""
+    logits = random_logits(64)
+    values: dict[str, Any] = {
+        "logit_bias": {9: -4.0, 2: 7.5, 0: 1.0},
+        "repetition_penalty": 1.7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    }
+    theirs = processed(mx.array(logits), ANSWER, **values)
+    assert mx.allclose(chooser(**values).penalised(logits, ANSWER), theirs, atol=1e-6)
+
+
+def test_penalties_change_what_is_chosen_and_nothing_of_the_input() -> None:
+    logits = mx.array([1.0, 3.0, 2.0])
+    ours = chooser(frequency_penalty=0.75)
+    answer: list[int] = []
+    for _ in range(5):
+        answer.append(ours.choose(logits, answer).token)
+    assert answer == [1, 1, 2, 1, 2]
+    assert logits.tolist() == [1.0, 3.0, 2.0]
+
+
+def test_an_answer_that_was_cut_short_is_counted_anew() -> None:
+    logits = random_logits(64)
+    ours = chooser(PROMPT, repetition_penalty=2.0, repetition_context=4, frequency_penalty=1.0)
+    for answer in (ANSWER, ANSWER[:2], [*ANSWER[:2], 7, 7], []):
+        fresh = Chooser(ours.sampling, PROMPT)
+        assert mx.array_equal(ours.penalised(logits, answer), fresh.penalised(logits, answer))
+
+
+@given(
+    before=st.lists(st.integers(0, 9), max_size=12),
+    answer=st.lists(st.integers(0, 9), max_size=30),
+    window=st.one_of(st.none(), st.integers(1, 15)),
+    data=st.data(),
+)
+def test_occurrences_are_kept_up(
+    before: list[int], answer: list[int], window: int | None, data: st.DataObject
+) -> None:
+    """Tokens 8 and 9 are beyond the vocabulary, as an image's placeholder may be."""
+    ours = module._Occurrences(before, window)
+    ends = data.draw(st.lists(st.integers(0, len(answer)), max_size=8))
+    for end in [*ends, *range(len(answer) + 1)]:
+        tokens = [*before, *answer[:end]]
+        kept = Counter(tokens if window is None else tokens[-window:])
+        counts = ours.counts(answer[:end], 8).tolist()
+        assert counts == [kept[token] for token in range(8)]
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
+    sampling = Sampling(logit_bias={3: 1.0, 64: 1.0})
+    Chooser(sampling, (), vocabulary_size=65)
+    with pytest.raises(SettingError, match="names token 64; the model has the 64 tokens"):
+        Chooser(sampling, (), vocabulary_size=64)
+    with pytest.raises(SettingError, match="names token 64"):
+        Chooser(sampling, ()).choose(random_logits(64), [])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_can_forbid_and_force(temperature: float) -> None:
+    logits = random_logits(32)
+    best = int(mx.argmax(logits).item())
+    forbid = chooser(temperature=temperature, seed=1, logit_bias={best: -1e30})
+    force = chooser(temperature=temperature, seed=1, logit_bias={7: 1e30})
+    for step in range(20):
+        assert forbid.choose(logits, [0] * step).token != best
+        assert force.choose(logits, [0] * step).token == 7
+
+
+# Draws.
+
+
+def drawn(ours: Chooser, logits: mx.array, count: int) -> list[int]:
+    answer: list[int] = []
+    for _ in range(count):
+        answer.append(ours.choose(logits, answer).token)
+    return answer
+
+
+def test_the_same_seed_draws_the_same_and_every_part_of_it_counts() -> None:
+    logits = mx.zeros(1000)
+    same = drawn(chooser(temperature=1.0, seed=5), logits, 12)
+    assert drawn(chooser([1, 2, 3], temperature=1.0, seed=5), logits, 12) == same
+    assert drawn(chooser(temperature=1.0, seed=6), logits, 12) != same
+    assert drawn(chooser(choice=1, temperature=1.0, seed=5), logits, 12) != same
+    assert drawn(chooser(temperature=1.0, seed=-5), logits, 12) != same
+    assert len(set(same)) > 6
+
+
+def test_without_a_seed_two_choosers_draw_differently() -> None:
+    logits = mx.zeros(1000)
+    one, two = (drawn(chooser(temperature=1.0), logits, 12) for _ in range(2))
+    assert one != two
+
+
+def test_the_global_generator_is_neither_read_nor_moved() -> None:
+    logits = random_logits(500)
+    ours = chooser(temperature=1.0, top_p=0.9, seed=5)
+    mx.random.seed(1)
+    before = [state.tolist() for state in mx.random.state]
+    first = drawn(ours, logits, 8)
+    assert [state.tolist() for state in mx.random.state] == before
+    mx.random.seed(2)
+    assert drawn(ours, logits, 8) == first
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_draws_follow_the_distribution(temperature: float) -> None:
+    """Chi squared of 4,000 draws over 8 tokens; 24.3 is passed once in a thousand seeds."""
+    logits, count = random_logits(8, scale=1.0), 4000
+    ours = chooser(temperature=temperature, seed=9)
+    tokens = [token_of(ours.choose(logits, range(step))) for step in range(count)]
+    wanted = np.array(mx.softmax(logits / temperature)) * count
+    seen = np.bincount(tokens, minlength=8)
+    assert ((seen - wanted) ** 2 / wanted).sum() < 24.3
+
+
+def test_neighbouring_draws_do_not_depend_on_each_other() -> None:
+    """Of two tokens: pairs of neighbours, of seeds and of choices are equally frequent."""
+    logits, count = mx.zeros(2), 1500
+    base = [chooser(temperature=1.0, seed=1).choose(logits, range(i)).token for i in range(count)]
+    seed = [chooser(temperature=1.0, seed=2).choose(logits, range(i)).token for i in range(count)]
+    other = [
+        chooser(choice=1, temperature=1.0, seed=1).choose(logits, range(i)).token
+        for i in range(count)
+    ]
+    for one, two in ((base, base[1:]), (base, seed), (base, other)):
+        pairs = Counter(zip(one, two, strict=False))
+        wanted = min(len(one), len(two)) / 4
+        assert len(pairs) == 4
+        assert sum((seen - wanted) ** 2 / wanted for seen in pairs.values()) < 16.3
+
+
+@pytest.mark.parametrize("temperature", [2e-5, 1e-3, 1e6])
+def test_extreme_temperatures(temperature: float) -> None:
+    logits = 1000 * random_logits(64)
+    tokens = set(drawn(chooser(temperature=temperature, seed=1), logits, 40))
+    assert tokens == {int(mx.argmax(logits).item())} or (temperature > 1 and len(tokens) > 20)
+
+
+# Log-probabilities.
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_logprobs_are_the_models_own(dtype: mx.Dtype) -> None:
+    logits = random_logits(500).astype(dtype)
+    exact = np.array(logits.astype(mx.float32)).astype(np.float64)
+    exact -= np.log(np.exp(exact).sum())
+    ours = chooser(
+        [1, 2, 3],
+        temperature=0.7,
+        top_p=0.9,
+        repetition_penalty=1.5,
+        logit_bias={4: 3.0},
+        seed=1,
+        logprobs=True,
+        top_logprobs=5,
+    )
+    chosen = ours.choose(logits, [7])
+    assert chosen.logprob == pytest.approx(exact[chosen.token], abs=1e-4)
+    order = sorted(range(500), key=lambda token: (-exact[token], token))[:5]
+    assert [token for token, _ in chosen.top] == order
+    assert [value for _, value in chosen.top] == pytest.approx(exact[order], abs=1e-4)
+
+
+def test_logprobs_of_a_greedy_choice_and_of_none_asked() -> None:
+    logits = random_logits(64)
+    plain = chooser().choose(logits, [])
+    asked = chooser(logprobs=True).choose(logits, [])
+    assert (plain.token, plain.logprob, plain.top) == (asked.token, None, ())
+    assert asked.logprob == pytest.approx(float(mx.max(log_softmax(logits)).item()), abs=1e-5)
+    assert asked.top == ()
+
+
+def test_more_top_logprobs_than_tokens() -> None:
+    chosen = chooser(logprobs=True, top_logprobs=20).choose(mx.zeros(3), [])
+    assert [token for token, _ in chosen.top] == [0, 1, 2]
+
+
+# A whole step.
+
+
+def company() -> list[Chooser]:
+    """Return choosers of every kind, each with its own seed."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "top_k": 50},
+        {"logprobs": True, "top_logprobs": 3},
+        {},
+        {"repetition_penalty": 1.3, "repetition_context": 5},
+        {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"logit_bias": {3: 5.0}},
+    ]
+    return [chooser([1, 2, 3], choice=row, seed=row, **kind) for row, kind in enumerate(kinds)]
+
+
+def test_every_row_is_what_it_is_alone() -> None:
+    """Over 12 steps, rows in another order each time, one of them broken."""
+    alone, together = company(), company()
+    answers: list[list[int]] = [[] for _ in alone]
+    order = np.random.default_rng(0)
+    for step in range(12):
+        logits = random_logits(len(alone) + 1, 200, seed=step)
+        rows = [int(row) for row in order.permutation(len(alone) + 1)]
+        everybody = [*together, chooser(logit_bias={200: 1.0})]
+        chosen = choose_all(
+            logits[mx.array(rows)],
+            [everybody[row] for row in rows],
+            [[*answers, []][row] for row in rows],
+        )
+        by_row = dict(zip(rows, chosen, strict=True))
+        assert isinstance(by_row.pop(len(alone)), SettingError)
+        for row, one in enumerate(alone):
+            assert by_row[row] == one.choose(logits[row], answers[row])
+        for row, answer in enumerate(answers):
+            answer.append(token_of(by_row[row]))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_greedy_rows_are_the_places_of_the_largest(dtype: mx.Dtype) -> None:
+    logits = random_logits(5, 3025).astype(dtype)
+    choosers = [chooser() for _ in range(5)]
+    assert greedy_only(choosers)
+    expected = mx.argmax(logits, axis=-1).tolist()
+    assert [token_of(one) for one in choose_all(logits, choosers, [[]] * 5)] == expected
+    best = likeliest(logits)
+    mx.eval(best.tokens, best.values, logits + 1)
+    assert [token_of(one) for one in best.read()] == expected
+    assert not greedy_only([*choosers, chooser(temperature=1.0)])
+    assert greedy_only([])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("mixed", [False, True], ids=["greedy", "mixed"])
+def test_a_row_of_logits_that_are_no_numbers_fails_alone(bad: float, mixed: bool) -> None:
+    logits = random_logits(8, 200)
+    logits[2] = bad
+    logits[4] = bad
+    choosers = company() if mixed else [chooser() for _ in range(8)]
+    chosen = choose_all(logits, choosers, [[]] * 8)
+    for row, one in enumerate(chosen):
+        assert isinstance(one, PenstockError) == (row in (2, 4))
+        if row not in (2, 4):
+            assert one == choosers[row].choose(logits[row], [])
+
+
+class Unreadable(list[int]):
+    """An answer that fails where a chooser looks at it."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("unreadable")
+
+
+def test_an_error_of_one_row_touches_no_other() -> None:
+    logits = random_logits(8, 200)
+    sound = choose_all(logits, company(), [[]] * 8)
+    for row in (1, 2, 5, 6):
+        answers: list[list[int]] = [[] for _ in range(8)]
+        answers[row] = Unreadable()
+        chosen = choose_all(logits, company(), answers)
+        assert isinstance(chosen[row], RuntimeError)
+        assert [one for at, one in enumerate(chosen) if at != row] == [
+            one for at, one in enumerate(sound) if at != row
+        ]
+
+
+def test_rows_and_choosers_must_be_as_many() -> None:
+    with pytest.raises(ValueError, match="3 rows for 2 choosers"):
+        choose_all(random_logits(3, 8), [chooser(), chooser()], [[], []])
+
+
+def test_one_row_and_one_token() -> None:
+    for one in (chooser(), chooser(temperature=1.0, top_p=0.5, top_k=1, min_p=0.5)):
+        assert token_of(choose_all(mx.zeros((1, 1)), [one], [[]])[0]) == 0
+
+
+def test_a_chooser_made_here_chooses_there() -> None:
+    """Streams belong to threads: nothing lazy may be made in the constructor."""
+    choosers, found = company(), []
+
+    def work() -> None:
+        with mx.stream(mx.new_thread_local_stream(mx.default_device())):
+            found.extend(choose_all(random_logits(8, 200), choosers, [[]] * 8))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == choose_all(random_logits(8, 200), company(), [[]] * 8)
+
+
+# What an error keeps.
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_kept_error_keeps_no_array() -> None:
+    before = mx.get_active_memory()
+    logits = random_logits(2, 100_000)
+    chosen = choose_all(logits, [chooser(logit_bias={100_000: 1.0}), chooser()], [[], []])
+    error = chosen[0]
+    assert mx.get_active_memory() - before >= 800_000
+    del logits, chosen
+    assert mx.get_active_memory() == before
+    assert isinstance(error, SettingError)
+    assert "penalised" in "".join(error.__notes__)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_control_an_error_with_its_frames_keeps_the_arrays() -> None:
+    def fail() -> Exception:
+        logits = random_logits(2, 100_000)
+        try:
+            raise KeyError(logits.shape[0])
+        except KeyError as error:
+            return error
+
+    before = mx.get_active_memory()
+    error = fail()
+    assert mx.get_active_memory() - before >= 800_000
+    without_frames(error)
+    assert mx.get_active_memory() == before

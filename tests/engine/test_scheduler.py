@@ -1,0 +1,1025 @@
+"""The scheduler: the table of states, who goes first, and what a step may read.
+
+The rules of a plan stand once more in `faults`, told from the jobs alone; `Simulation` is an
+engine without a model, whose tree is a set of names. A state machine drives it, and schedulers
+that break one rule each drive it until it fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Sequence
+from functools import partial
+from itertools import count, product
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from penstock.engine import scheduler as module
+from penstock.engine.scheduler import NEXT, Chunk, Event, Job, Plan, Scheduler, State, next_state
+from penstock.errors import PenstockError, QueueFull, UnknownSequence
+
+SOAK = os.environ.get("HYPOTHESIS_PROFILE") == "soak"
+QUICK = settings(
+    max_examples=1_000 if SOAK else 150,
+    stateful_step_count=80 if SOAK else 40,
+    derandomize=not SOAK,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+EVENTS: tuple[Event, ...] = ("admit", "read", "park", "finish")
+
+
+def make(
+    max_batch_size: int = 4,
+    prefill_chunk: int = 512,
+    block_size: int = 64,
+    max_queue: int = 100,
+    cls: type[Scheduler] = Scheduler,
+) -> Scheduler:
+    return cls(max_batch_size, prefill_chunk, block_size, max_queue)
+
+
+def admitted(scheduler: Scheduler, *jobs: Job) -> None:
+    """Add the jobs and give each a place."""
+    for job in jobs:
+        scheduler.add(job)
+        scheduler.act(job.id, "admit")
+
+
+def read(scheduler: Scheduler, plan: Plan) -> None:
+    """Report that the plan was run, as far as prefill goes, and that nothing is shared."""
+    for chunk in plan.prefill:
+        job = scheduler.job(chunk.id)
+        position, left = job.position + chunk.tokens, job.left - chunk.tokens
+        scheduler.progress(job.id, position=position, left=left, served_tokens=chunk.tokens)
+        if not left:
+            scheduler.act(job.id, "read")
+
+
+def shares(plan: Plan) -> dict[int, int]:
+    return {chunk.id: chunk.tokens for chunk in plan.prefill}
+
+
+def ids(jobs: Sequence[Job]) -> list[int]:
+    return [job.id for job in jobs]
+
+
+# ---- the table of states
+
+
+def test_every_event_is_in_the_table_or_refused_by_name() -> None:
+    for state, event in product(State, EVENTS):
+        if (state, event) in NEXT:
+            assert next_state(state, event) is NEXT[state, event]
+        else:
+            with pytest.raises(ValueError, match=f"'{event}' .* {state.value}"):
+                next_state(state, event)
+
+
+def test_the_table_says_what_the_picture_shows() -> None:
+    lives = {
+        "admit read finish": State.DONE,
+        "admit read park admit read": State.RUNNING,
+        "admit park admit": State.PREFILLING,
+        "admit park finish": State.DONE,
+        "admit finish": State.DONE,
+        "finish": State.DONE,
+    }
+    for life, end in lives.items():
+        state = State.WAITING
+        for event in life.split():
+            state = next_state(state, event)  # type: ignore[arg-type]
+        assert state is end
+    assert not any(state is State.DONE for state, _ in NEXT)
+    assert all((state, "finish") in NEXT for state in State if state is not State.DONE)
+
+
+def test_a_job_passes_through_its_life_and_is_forgotten() -> None:
+    scheduler, job = make(), Job(7, left=100)
+    scheduler.add(job)
+    assert scheduler.jobs(State.WAITING) == [job]
+    assert scheduler.act(7, "admit") is State.PREFILLING
+    assert (scheduler.jobs(State.WAITING), scheduler.jobs(State.PREFILLING)) == ([], [job])
+    scheduler.progress(7, position=100, left=0, served_tokens=100)
+    assert scheduler.act(7, "read") is State.RUNNING
+    assert scheduler.act(7, "park") is State.PARKED
+    assert scheduler.candidates() == [job]
+    assert scheduler.act(7, "admit") is State.PREFILLING
+    assert scheduler.act(7, "finish") is State.DONE
+    assert (len(scheduler), job.state, job.served) == (0, State.DONE, 100)
+    for question in (scheduler.job, lambda id: scheduler.act(id, "finish")):
+        with pytest.raises(UnknownSequence):
+            question(7)
+    scheduler.check()
+
+
+def test_nothing_left_to_prefill_goes_straight_on() -> None:
+    scheduler = make()
+    admitted(scheduler, Job(1, position=64))
+    assert scheduler.plan() == Plan((), ())
+    scheduler.act(1, "read")
+    assert scheduler.plan() == Plan((1,), ())
+
+
+@pytest.mark.parametrize("event", ["read", "park"])
+def test_an_illegal_event_changes_nothing(event: Event) -> None:
+    scheduler, job = make(), Job(1)
+    scheduler.add(job)
+    with pytest.raises(ValueError, match=f"'{event}' cannot happen to a job that is waiting"):
+        scheduler.act(1, event)
+    assert scheduler.candidates() == [job]
+    scheduler.check()
+
+
+def test_reading_ends_when_nothing_is_left() -> None:
+    scheduler = make()
+    admitted(scheduler, Job(1, left=1))
+    with pytest.raises(ValueError, match="job 1 has 1 tokens left"):
+        scheduler.act(1, "read")
+    scheduler.progress(1, position=1, left=0)
+    scheduler.act(1, "read")
+    with pytest.raises(ValueError, match="running and cannot have 5 tokens"):
+        scheduler.progress(1, position=0, left=5)
+    scheduler.act(1, "park")
+    scheduler.progress(1, position=0, left=5)
+    scheduler.check()
+
+
+def test_no_more_places_than_there_are() -> None:
+    scheduler = make(max_batch_size=2)
+    admitted(scheduler, Job(1), Job(2))
+    scheduler.act(2, "read")
+    late = Job(3, priority=9)
+    scheduler.add(late)
+    assert (scheduler.free_places, scheduler.candidates(), scheduler.in_line()) == (0, [], [late])
+    with pytest.raises(ValueError, match="job 3 cannot be admitted: all 2 places"):
+        scheduler.act(3, "admit")
+    assert late.state is State.WAITING
+    scheduler.check()
+    scheduler.act(1, "park")
+    scheduler.act(3, "admit")
+    scheduler.check()
+
+
+# ---- the queue
+
+
+def test_the_queue_may_be_filled_and_not_further() -> None:
+    scheduler = make(max_batch_size=1, max_queue=2)
+    admitted(scheduler, Job(0))
+    scheduler.add(Job(1))
+    scheduler.add(Job(2))
+    with pytest.raises(QueueFull, match=r"2 sequences are waiting and 1 more .* queue of 2") as e:
+        scheduler.add(Job(3))
+    assert (e.value.waiting, e.value.added, e.value.max_queue) == (2, 1, 2)
+    assert e.value.status == 429
+    assert isinstance(e.value, PenstockError)
+    assert len(scheduler) == 3
+    scheduler.act(0, "park")
+    scheduler.act(1, "admit")
+    scheduler.add(Job(3))  # the parked one is in line, and not in the queue
+    scheduler.check()
+
+
+def test_several_are_added_together_or_not_at_all() -> None:
+    scheduler = make(max_queue=3)
+    scheduler.add(Job(1))
+    with pytest.raises(QueueFull, match="1 sequences are waiting and 3 more"):
+        scheduler.add(Job(2), Job(3), Job(4))
+    with pytest.raises(ValueError, match="job 2 is not new"):
+        scheduler.add(Job(2), Job(2))
+    with pytest.raises(ValueError, match="job 1 is not new"):
+        scheduler.add(Job(2), Job(1))
+    assert ids(scheduler.in_line()) == [1]
+    scheduler.add(Job(2), Job(3))
+    assert ids(scheduler.in_line()) == [1, 2, 3]
+
+
+def test_impossible_numbers_are_refused() -> None:
+    scheduler = make()
+    with pytest.raises(ValueError, match="left of job 1 must not be negative: -1"):
+        scheduler.add(Job(1, left=-1))
+    with pytest.raises(ValueError, match="not new"):
+        scheduler.add(Job(1, state=State.RUNNING))
+    scheduler.add(Job(1, left=3))
+    for name in ("position", "left", "served_tokens"):
+        numbers = {"position": 0, "left": 0, name: -1}
+        with pytest.raises(ValueError, match=f"{name} of job 1 must not be negative: -1"):
+            scheduler.progress(1, **numbers)  # type: ignore[arg-type]
+    assert scheduler.job(1).left == 3
+    with pytest.raises(UnknownSequence, match="sequence 2 is not one of the 1 active"):
+        scheduler.progress(2, position=0, left=0)
+    for name in ("max_batch_size", "prefill_chunk", "block_size", "max_queue"):
+        make(**{name: 1})
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+            make(**{name: 0})
+
+
+def test_priority_goes_first_then_the_parked_then_the_earlier() -> None:
+    scheduler = make(max_batch_size=3)
+    scheduler.add(Job(1, arrived=1), Job(2, arrived=2), Job(3, priority=-1, arrived=3))
+    for job_id in (2, 3):
+        scheduler.act(job_id, "admit")
+        scheduler.act(job_id, "park")
+    scheduler.add(Job(4, priority=5, arrived=4), Job(6, arrived=5), Job(5, arrived=5))
+    assert ids(scheduler.candidates()) == [4, 2, 1, 5, 6, 3]
+    assert ids(scheduler.jobs(State.WAITING)) == [4, 1, 5, 6]
+    assert ids(scheduler.jobs(State.PARKED)) == [2, 3]
+    scheduler.candidates().clear()
+    assert len(scheduler.in_line()) == 6
+
+
+def test_overdue_from_the_deadline_on_in_any_state_but_done() -> None:
+    scheduler = make(max_batch_size=4)
+    states: list[list[Event]] = [[], ["admit"], ["admit", "read"], ["admit", "park"], ["finish"]]
+    for job_id, events in enumerate(states):
+        scheduler.add(Job(job_id, deadline_seconds=10.0 + job_id))
+        for event in events:
+            scheduler.act(job_id, event)
+    scheduler.add(Job(9))
+    assert scheduler.overdue(9.9) == []
+    assert scheduler.overdue(10.0) == [0]
+    assert scheduler.overdue(12.5) == [0, 1, 2]
+    assert scheduler.overdue(1e9) == [0, 1, 2, 3]
+
+
+def test_who_is_parked_for_whom() -> None:
+    scheduler = make(max_batch_size=6)
+    low = [Job(1, 0, 1), Job(2, -1, 2), Job(3, 0, 3), Job(4, -1, 0)]
+    admitted(scheduler, *low, Job(5, 1, 5))
+    scheduler.act(3, "read")
+    scheduler.add(Job(6, -5, 6))
+    assert scheduler.to_park(Job(7, priority=1)) == [2, 4, 3, 1]
+    assert scheduler.to_park(Job(7, priority=0)) == [2, 4]
+    assert scheduler.to_park(Job(7, priority=-1)) == []
+    assert scheduler.to_park(Job(7, priority=2)) == [2, 4, 3, 1, 5]
+
+
+# ---- what a step reads
+
+
+def test_all_that_run_decode_and_a_prompt_alone_has_the_budget() -> None:
+    scheduler = make()
+    admitted(scheduler, Job(1, arrived=1), Job(2, arrived=2), Job(3, arrived=3, left=1_000))
+    scheduler.act(2, "read")
+    assert scheduler.plan() == Plan((2,), (Chunk(3, 512),))
+    scheduler.act(1, "read")
+    assert scheduler.plan() == Plan((1, 2), (Chunk(3, 512),))
+    read(scheduler, scheduler.plan())
+    assert scheduler.plan() == Plan((1, 2), (Chunk(3, 488),))  # its last: it may end anywhere
+    read(scheduler, scheduler.plan())
+    assert scheduler.plan() == Plan((1, 2, 3), ())
+
+
+def test_chunks_end_on_blocks_wherever_they_begin() -> None:
+    scheduler = make(prefill_chunk=200)
+    admitted(scheduler, Job(1, position=10, left=500))
+    ends = []
+    while scheduler.job(1).left:
+        read(scheduler, scheduler.plan())
+        ends.append(scheduler.job(1).position)
+    assert ends == [192, 384, 510]
+
+
+def test_a_block_is_read_even_if_the_chunk_is_shorter() -> None:
+    scheduler = make(prefill_chunk=10, block_size=64)
+    admitted(scheduler, Job(1, left=65))
+    assert scheduler.budget_tokens == 64
+    assert shares(scheduler.plan()) == {1: 64}
+
+
+def test_the_first_has_half_and_the_least_served_the_rest() -> None:
+    scheduler = make()
+    admitted(
+        scheduler,
+        Job(1, arrived=1, left=9_000, served=50_000),
+        Job(2, arrived=2, left=9_000, served=500),
+        Job(3, arrived=3, left=9_000, served=100),
+    )
+    assert shares(scheduler.plan()) == {1: 256, 3: 256}
+    scheduler.add(Job(4, priority=1, arrived=4, left=9_000))
+    scheduler.act(4, "admit")
+    assert shares(scheduler.plan()) == {4: 256, 3: 256}
+
+
+def test_who_has_read_all_is_no_longer_the_first() -> None:
+    scheduler = make()
+    admitted(scheduler, *(Job(i, arrived=i, left=9_000) for i in range(3)))
+    scheduler.progress(0, position=9_000, left=0)
+    scheduler.progress(1, position=0, left=9_000, served_tokens=1)
+    assert shares(scheduler.plan()) == {1: 256, 2: 256}
+
+
+def test_what_nobody_else_can_use_returns_to_the_first() -> None:
+    scheduler = make()
+    admitted(scheduler, Job(1, arrived=1, left=9_000), Job(2, arrived=2, left=20))
+    assert shares(scheduler.plan()) == {1: 448, 2: 20}
+    admitted(scheduler, Job(3, arrived=3, left=30), Job(4, arrived=4, left=200))
+    assert shares(scheduler.plan()) == {1: 256, 2: 20, 3: 30, 4: 200}
+
+
+def test_a_short_prompt_does_not_wait_for_the_long_ones() -> None:
+    scheduler = make()
+    admitted(scheduler, *(Job(i, arrived=i, left=30_000) for i in range(3)))
+    for _ in range(5):
+        read(scheduler, scheduler.plan())
+    admitted(scheduler, Job(9, arrived=9, left=100))
+    assert shares(scheduler.plan())[9] == 100
+
+
+def test_of_equal_prompts_one_is_read() -> None:
+    scheduler = make()
+    equal = [Job(i, arrived=i, left=640, next_key=b"a") for i in range(3)]
+    admitted(scheduler, *equal, Job(7, arrived=7, left=64, next_key=b"b"))
+    assert shares(scheduler.plan()) == {0: 448, 7: 64}
+    scheduler.act(0, "park")
+    assert shares(scheduler.plan()) == {1: 448, 7: 64}
+    scheduler.progress(2, position=64, left=576, next_key=b"c")
+    assert shares(scheduler.plan()) == {1: 256, 2: 256}
+    for job in (1, 2):
+        scheduler.progress(job, position=576, left=64, next_key=None)
+    assert shares(scheduler.plan()) == {1: 64, 2: 64, 7: 64}
+
+
+def test_asked_twice_it_says_the_same() -> None:
+    for chunk in (64, 512):
+        scheduler = make(prefill_chunk=chunk)
+        admitted(scheduler, *(Job(i, arrived=i, left=5_000) for i in range(4)))
+        for _ in range(12):
+            plan = scheduler.plan()
+            assert [scheduler.plan() for _ in range(3)] == [plan] * 3
+            read(scheduler, plan)
+
+
+def test_blocks_too_coarse_for_two_are_taken_in_turns() -> None:
+    scheduler = make(prefill_chunk=64)
+    admitted(scheduler, *(Job(i, arrived=i, left=5_000) for i in range(3)))
+    order = []
+    for _ in range(8):
+        order += list(shares(scheduler.plan()))
+        read(scheduler, scheduler.plan())
+    assert order == [0, 1, 0, 2, 0, 1, 0, 2]
+
+
+def test_the_overlooked_goes_before_the_least_served() -> None:
+    scheduler = make(max_batch_size=3)
+    long = Job(1, arrived=1, left=9_000, served=70_000)
+    admitted(scheduler, Job(0, arrived=0, left=9_000), long)
+    for step in range(2, 5):
+        admitted(scheduler, Job(step, arrived=step, left=256))
+        assert set(shares(scheduler.plan())) == {0, step}
+        read(scheduler, scheduler.plan())
+        scheduler.act(step, "finish")
+    admitted(scheduler, Job(5, arrived=5, left=256))
+    assert set(shares(scheduler.plan())) == {0, 1}
+
+
+def test_whoever_reads_for_the_overlooked_goes_first_too() -> None:
+    scheduler = make(max_batch_size=4)
+    admitted(scheduler, Job(0, left=9_000), Job(1, arrived=1, left=9_000, served=70_000))
+    for step in range(2, 6):
+        admitted(scheduler, Job(step, arrived=step, left=256))
+        read(scheduler, scheduler.plan())
+        scheduler.act(step, "finish")
+    scheduler.progress(1, position=0, left=9_000, next_key=b"a")
+    admitted(scheduler, Job(6, arrived=6, left=256))
+    assert set(shares(scheduler.plan())) == {0, 1}
+    equal = Job(7, priority=0, arrived=0, left=9_000, served=90_000, next_key=b"a")
+    admitted(scheduler, equal)
+    assert set(shares(scheduler.plan())) == {0, 7}
+
+
+def test_sharing_another_s_chunk_is_getting_on() -> None:
+    scheduler = make(max_batch_size=3)
+    admitted(scheduler, Job(0, left=9_000), Job(1, left=9_000, served=70_000))
+    for step in range(1, 4):
+        admitted(scheduler, Job(9 + step, arrived=9 + step, left=256))
+        read(scheduler, scheduler.plan())
+        scheduler.progress(1, position=64 * step, left=9_000 - 64 * step)
+        scheduler.act(9 + step, "finish")
+    admitted(scheduler, Job(20, arrived=20, left=256))
+    assert set(shares(scheduler.plan())) == {0, 20}
+
+
+def test_it_knows_no_array_clock_or_thread() -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    known = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            known.add(str(node.module))
+    plain = {"__future__", "bisect", "collections", "dataclasses", "enum", "typing"}
+    assert known - plain == {"penstock.errors"}
+
+
+# ---- the rules, told once more
+
+
+def faults(plan: Plan, jobs: Sequence[Job], budget_tokens: int, block_size: int) -> list[str]:
+    """List what is wrong with a plan for these jobs, whatever was planned before."""
+    by_id = {job.id: job for job in jobs}
+    readers = sorted(
+        (job for job in jobs if job.state is State.PREFILLING and job.left),
+        key=lambda job: (-job.priority, job.arrived, job.id),
+    )
+    keys = [job.next_key for job in readers]
+    first = [
+        job
+        for index, job in enumerate(readers)
+        if job.next_key is None or job.next_key not in keys[:index]
+    ]
+    tokens = shares(plan)
+    unspent = budget_tokens - sum(tokens.values())
+
+    found = []
+    if sorted(plan.decode) != sorted(job.id for job in jobs if job.state is State.RUNNING):
+        found.append("not all that run decode, or others do, or twice")
+    if len(tokens) != len(plan.prefill):
+        found.append("two chunks for one job")
+    if unspent < 0:
+        found.append("more than the budget")
+    if not set(tokens) <= {job.id for job in readers}:
+        found.append("a chunk for a job that has nothing to read")
+        return found
+    if not set(tokens) <= {job.id for job in first}:
+        found.append("a block is read twice in one step")
+    for job_id, count_tokens in tokens.items():
+        job = by_id[job_id]
+        if not 0 < count_tokens <= job.left:
+            found.append("a chunk that is empty, or longer than the prompt")
+        if count_tokens < job.left and (job.position + count_tokens) % block_size:
+            found.append("a chunk ends inside a block")
+    for job in first:
+        read_to = job.position + tokens.get(job.id, 0)
+        end = job.position + job.left
+        next_end = min(end, (read_to // block_size + 1) * block_size)
+        if read_to < next_end <= read_to + unspent:
+            found.append("budget is left that somebody could use")
+    return found
+
+
+def short_of_half(plan: Plan, first: Job, budget_tokens: int) -> bool:
+    """Tell whether the first reader has less than half the budget, and is not at its end."""
+    own = shares(plan).get(first.id, 0)
+    return own < min(first.left, (budget_tokens + 1) // 2)
+
+
+class Simulation:
+    """An engine without a model: prompts are numbers, the tree is a set of block names.
+
+    It looks at every plan, and at who gets on how often.
+    """
+
+    def __init__(self, scheduler: Scheduler, memory_tokens: int = 10**9) -> None:
+        self.scheduler = scheduler
+        self.memory_tokens = memory_tokens  # of all that hold a place
+        self.tree: set[tuple[int, ...]] = set()
+        self.prompts: dict[int, tuple[int, ...]] = {}
+        self.to_decode: dict[int, int] = {}
+        self.states: dict[int, State] = {}
+        self.jobs: dict[int, Job] = {}
+        self.numbers = count()
+        self.unread_steps: dict[int, int] = {}
+        self.short_steps = 0
+        self.first: Job | None = None
+        self.read_tokens = 0
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        priority: int = 0,
+        n: int = 1,
+        outputs: int = 3,
+        deadline_seconds: float | None = None,
+    ) -> list[int]:
+        arrived = next(self.numbers)
+        new = [
+            Job(next(self.numbers), priority, arrived, deadline_seconds, left=len(prompt))
+            for _ in range(n)
+        ]
+        self.scheduler.add(*new)
+        for job in new:
+            self.jobs[job.id] = job
+            self.prompts[job.id] = tuple(prompt)
+            self.to_decode[job.id] = outputs
+            self.states[job.id] = State.WAITING
+        return [job.id for job in new]
+
+    def act(self, job_id: int, event: Event) -> None:
+        self.scheduler.act(job_id, event)
+        self.states[job_id] = NEXT[self.states[job_id], event]
+        self.unread_steps.pop(job_id, None)
+        if self.states[job_id] is State.DONE:
+            for known in (self.prompts, self.to_decode, self.states, self.jobs):
+                del known[job_id]
+
+    def of(self, *states: State) -> list[int]:
+        return [job_id for job_id, state in self.states.items() if state in states]
+
+    def park(self, job_id: int) -> None:
+        """Take everything from a sequence but what it has sealed."""
+        self.act(job_id, "park")
+        self.look_up(job_id, 0, 0)
+
+    def look_up(self, job_id: int, position: int, served_tokens: int) -> None:
+        """Extend a sequence along what the tree holds of its prompt, and report it."""
+        prompt, size = self.prompts[job_id], self.scheduler.block_size
+        while (end := (position // size + 1) * size) <= len(prompt) and prompt[:end] in self.tree:
+            position = end
+        whole = position % size == 0 and end <= len(prompt)
+        before = self.scheduler.job(job_id).position
+        self.scheduler.progress(
+            job_id,
+            position=position,
+            left=len(prompt) - position,
+            next_key=repr(prompt[:end]).encode() if whole else None,
+            served_tokens=served_tokens,
+        )
+        if position > before:
+            self.unread_steps.pop(job_id, None)
+
+    def admit(self) -> None:
+        expected = sorted(
+            (self.jobs[job_id] for job_id in self.of(State.WAITING, State.PARKED)),
+            key=lambda job: (
+                -job.priority,
+                self.states[job.id] is not State.PARKED,
+                job.arrived,
+                job.id,
+            ),
+        )
+        assert self.scheduler.in_line() == expected
+        for job in expected:
+            held = sum(len(self.prompts[i]) for i in self.of(State.PREFILLING, State.RUNNING))
+            if job not in self.scheduler.candidates():
+                break
+            if held and held + len(self.prompts[job.id]) > self.memory_tokens:
+                break
+            self.act(job.id, "admit")
+            self.look_up(job.id, 0, 0)
+            self.go_on(job.id)
+
+    def go_on(self, job_id: int) -> None:
+        if not self.scheduler.job(job_id).left:
+            self.act(job_id, "read")
+
+    def step(self) -> Plan:
+        """Admit, plan, look at the plan, run it."""
+        self.admit()
+        plan = self.scheduler.plan()
+        jobs = [self.jobs[job_id] for job_id in self.of(State.PREFILLING, State.RUNNING)]
+        wrong = faults(plan, jobs, self.scheduler.budget_tokens, self.scheduler.block_size)
+        assert wrong == []
+        self.look_at_half(plan)
+        for chunk in plan.prefill:
+            self.seal(chunk)
+        for job_id in self.of(State.PREFILLING):
+            if job_id not in shares(plan):
+                self.look_up(job_id, self.scheduler.job(job_id).position, 0)
+                self.go_on(job_id)
+        for job_id in plan.decode:
+            self.to_decode[job_id] -= 1
+            if not self.to_decode[job_id]:
+                self.act(job_id, "finish")
+        self.look_at_waits()
+        return plan
+
+    def seal(self, chunk: Chunk) -> None:
+        job, prompt = self.scheduler.job(chunk.id), self.prompts[chunk.id]
+        end, size = job.position + chunk.tokens, self.scheduler.block_size
+        new = {prompt[:at] for at in range(size, end + 1, size) if at > job.position}
+        assert not new & self.tree, "a block is read that was there"
+        self.tree |= new
+        self.read_tokens += chunk.tokens
+        self.look_up(chunk.id, end, chunk.tokens)
+        self.go_on(chunk.id)
+
+    def look_at_half(self, plan: Plan) -> None:
+        """Half of the budget for the first reader, or in every second step at least."""
+        readers = [self.jobs[job_id] for job_id in self.of(State.PREFILLING)]
+        if not readers:
+            return
+        first = min(readers, key=lambda job: (-job.priority, job.arrived, job.id))
+        short = short_of_half(plan, first, self.scheduler.budget_tokens)
+        self.short_steps = self.short_steps + 1 if short else 0
+        assert self.short_steps < 2, "the first reader is held up"
+        fine = self.scheduler.budget_tokens >= 4 * self.scheduler.block_size
+        assert not (short and fine), "less than half for the first reader"
+
+    def look_at_waits(self) -> None:
+        """Whoever holds a place gets on, once in three steps a place."""
+        for job_id in self.of(State.PREFILLING):
+            self.unread_steps[job_id] = self.unread_steps.get(job_id, 0) + 1
+            most = 3 * self.scheduler.max_batch_size
+            assert self.unread_steps[job_id] <= most, f"job {job_id} starves"
+
+    def check(self) -> None:
+        self.scheduler.check()
+        assert len(self.scheduler) == len(self.states)
+        for state in State:
+            assert set(ids(self.scheduler.jobs(state))) == set(self.of(state))
+        assert len(self.of(State.PREFILLING, State.RUNNING)) <= self.scheduler.max_batch_size
+        for job_id, prompt in self.prompts.items():
+            job = self.scheduler.job(job_id)
+            if self.states[job_id] is not State.WAITING:
+                assert job.position + job.left == len(prompt)
+
+    def finish(self) -> None:
+        """Run until nobody is left; each step must do something."""
+        while self.states:
+            plan = self.step()
+            assert plan.decode or plan.prefill, "a step does nothing while somebody waits"
+            self.check()
+
+
+# ---- any order of events
+
+CHUNKS = ((4, 4), (16, 4), (10, 4), (5, 4), (3, 8), (17, 8), (64, 8))
+"""Pairs of prefill_chunk and block_size: fine, coarse, and not multiples."""
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self, cls: type[Scheduler] = Scheduler) -> None:
+        super().__init__()
+        self.cls = cls
+        self.simulation = Simulation(make(cls=cls))
+        self.now_seconds = 0.0
+        self.started = False
+
+    @precondition(lambda self: not self.started)
+    @rule(places=st.integers(1, 4), sizes=st.sampled_from(CHUNKS), queue=st.integers(1, 6))
+    def start(self, places: int, sizes: tuple[int, int], queue: int) -> None:
+        self.simulation = Simulation(make(places, *sizes, queue, cls=self.cls), 400)
+        self.started = True
+
+    @precondition(lambda self: self.started)
+    @rule(
+        common=st.integers(0, 2),
+        common_tokens=st.integers(0, 40),
+        own_tokens=st.integers(0, 40),
+        priority=st.integers(-1, 1),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        seconds=st.none() | st.integers(1, 20),
+    )
+    def submit(
+        self,
+        common: int,
+        common_tokens: int,
+        own_tokens: int,
+        priority: int,
+        n: int,
+        seconds: int | None,
+    ) -> None:
+        simulation = self.simulation
+        own = [100 + next(simulation.numbers)] * own_tokens
+        deadline = None if seconds is None else self.now_seconds + seconds
+        waiting = len(simulation.of(State.WAITING))
+        fits = waiting + n <= simulation.scheduler.max_queue
+        try:
+            simulation.submit([common] * common_tokens + own, priority, n, 3, deadline)
+            assert fits
+        except QueueFull:
+            assert not fits
+
+    @precondition(lambda self: self.started)
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.simulation.step()
+
+    @precondition(lambda self: self.simulation.states)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.simulation.act(data.draw(st.sampled_from(self.simulation.of(*State))), "finish")
+
+    @precondition(lambda self: self.simulation.of(State.PREFILLING, State.RUNNING))
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        placed = self.simulation.of(State.PREFILLING, State.RUNNING)
+        self.simulation.park(data.draw(st.sampled_from(placed)))
+
+    @precondition(lambda self: self.simulation.scheduler.in_line())
+    @rule()
+    def make_way(self) -> None:
+        """Park what the first in line may push aside."""
+        simulation = self.simulation
+        job = simulation.scheduler.in_line()[0]
+        placed = [simulation.jobs[i] for i in simulation.of(State.PREFILLING, State.RUNNING)]
+        lower = [other for other in placed if other.priority < job.priority]
+        found = simulation.scheduler.to_park(job)
+        cheapest = sorted(lower, key=lambda j: (j.priority, -j.arrived, -j.id))
+        assert found == ids(cheapest)
+        for job_id in found[:1]:
+            simulation.park(job_id)
+
+    @precondition(lambda self: self.started)
+    @rule(data=st.data(), event=st.sampled_from(EVENTS))
+    def anything(self, data: st.DataObject, event: Event) -> None:
+        """What the table does not allow, nor the places, raises and changes nothing."""
+        simulation = self.simulation
+        job_id = data.draw(st.sampled_from([-1, *simulation.of(*State)]))
+        if job_id < 0:
+            with pytest.raises(UnknownSequence):
+                simulation.scheduler.act(job_id, event)
+            return
+        state = simulation.states[job_id]
+        placed = simulation.of(State.PREFILLING, State.RUNNING)
+        full = event == "admit" and len(placed) >= simulation.scheduler.max_batch_size
+        unread = event == "read" and simulation.jobs[job_id].left
+        if (state, event) not in NEXT or full or unread:
+            with pytest.raises(ValueError):
+                simulation.scheduler.act(job_id, event)
+
+    @precondition(lambda self: self.started)
+    @rule(seconds=st.integers(0, 10))
+    def time_passes(self, seconds: int) -> None:
+        self.now_seconds += seconds
+        jobs = self.simulation.jobs.values()
+        late = {job.id for job in jobs if (job.deadline_seconds or 1e9) <= self.now_seconds}
+        found = self.simulation.scheduler.overdue(self.now_seconds)
+        assert len(found) == len(set(found))
+        assert set(found) == late
+        for job_id in found:
+            self.simulation.act(job_id, "finish")
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.simulation.check()
+
+    def teardown(self) -> None:
+        self.simulation.finish()
+        assert len(self.simulation.scheduler) == 0
+
+
+def test_any_order_of_events() -> None:
+    run_state_machine_as_test(Machine, settings=QUICK)
+
+
+# ---- nobody starves, whoever arrives
+
+
+def besieged(
+    cls: type[Scheduler], places: int, chunk: int, block: int, priority: int, tokens: int
+) -> None:
+    """Read one long prompt while short ones take all the other places as soon as they are free."""
+    simulation = Simulation(make(places, chunk, block, 1_000, cls=cls))
+    (long,) = simulation.submit(range(20 * block))
+    simulation.step()
+    for _ in range(500 * places):
+        while len(simulation.states) < places + 2:
+            mark = next(simulation.numbers)
+            simulation.submit([-mark] * tokens, priority, outputs=1)
+        simulation.step()
+        simulation.check()
+        if long not in simulation.states:
+            return
+    raise AssertionError("the long prompt was never read")
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+@pytest.mark.parametrize("places", [2, 3, 4, 6])
+@pytest.mark.parametrize(("chunk", "block"), [(4, 4), (8, 4), (16, 4), (7, 4)])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_nobody_starves(places: int, chunk: int, block: int, priority: int, blocks: int) -> None:
+    besieged(Scheduler, places, chunk, block, priority, blocks * block)
+
+
+@QUICK
+@given(
+    places=st.integers(1, 5),
+    sizes=st.sampled_from(CHUNKS),
+    prompts=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 30), st.integers(0, 1)),
+        max_size=12,
+    ),
+)
+def test_equal_work_is_done_once(
+    places: int, sizes: tuple[int, int], prompts: list[tuple[int, int, int, int]]
+) -> None:
+    simulation = Simulation(make(places, *sizes))
+    block, texts = sizes[1], []
+    for common, common_tokens, own_tokens, priority in prompts:
+        own = [100 + next(simulation.numbers)] * own_tokens
+        texts.append((common,) * common_tokens + tuple(own))
+        simulation.submit(texts[-1], priority)
+    simulation.finish()
+    blocks = {text[:end] for text in texts for end in range(block, len(text) + 1, block)}
+    ends = sum(len(text) % block for text in texts)
+    assert simulation.tree == blocks
+    assert simulation.read_tokens == len(blocks) * block + ends
+
+
+def test_n_answers_read_their_prompt_once() -> None:
+    simulation = Simulation(make(max_batch_size=8, prefill_chunk=64, block_size=16))
+    simulation.submit([1] * 1_600, n=8)
+    simulation.finish()
+    assert simulation.read_tokens == 1_600
+
+
+# ---- negative controls: each scheduler below breaks one rule
+
+
+class PassesTheBudget(Scheduler):
+    def _prefill(self, readers: list[module._Reader]) -> tuple[Chunk, ...]:
+        return tuple(Chunk(r.job.id, self._whole(r.job, self.budget_tokens)) for r in readers)
+
+
+class CutsBlocks(Scheduler):
+    def _whole(self, job: Job, tokens: int) -> int:
+        return min(job.left, tokens)
+
+
+class ReadsEqualBlocksTwice(Scheduler):
+    def _readers(self, placed: list[Job]) -> list[module._Reader]:
+        return [r for job in placed for r in super(ReadsEqualBlocksTwice, self)._readers([job])]
+
+
+class KeepsTheRest(Scheduler):
+    def _offers(self, readers: list[module._Reader]) -> list[tuple[Job, int]]:
+        return super()._offers(readers)[:-1]
+
+
+class FirstComeOnlyServed(Scheduler):
+    def _offers(self, readers: list[module._Reader]) -> list[tuple[Job, int]]:
+        return [(reader.job, self.budget_tokens) for reader in readers]
+
+
+class LastComeFirstServed(Scheduler):
+    def _offers(self, readers: list[module._Reader]) -> list[tuple[Job, int]]:
+        return [(reader.job, self.budget_tokens) for reader in readers[::-1]]
+
+
+class OverlooksTheServed(Scheduler):
+    def _turn(self, reader: module._Reader) -> tuple[bool, int]:
+        return (False, reader.job.served)
+
+
+class TakesNoTurns(Scheduler):
+    def _offers(self, readers: list[module._Reader]) -> list[tuple[Job, int]]:
+        self._crowded_step = -1
+        return super()._offers(readers)
+
+
+class ForgetsOneThatRuns(Scheduler):
+    def plan(self) -> Plan:
+        plan = super().plan()
+        return Plan(plan.decode[:3], plan.prefill)
+
+
+class ForgetsTheParked(Scheduler):
+    def _enter(self, job: Job) -> None:
+        if job.state is not State.PARKED:
+            super()._enter(job)
+
+
+class RemembersTheDone(Scheduler):
+    def _enter(self, job: Job) -> None:
+        if job.state is not State.DONE:
+            super()._enter(job)
+
+
+class AddsAtTheEnd(Scheduler):
+    def _enter(self, job: Job) -> None:
+        super()._enter(job)
+        if job in self._line:
+            self._line.remove(job)
+            self._line.append(job)
+
+
+class HasOnePlaceMore(Scheduler):
+    @property
+    def free_places(self) -> int:
+        return super().free_places + 1
+
+
+class HasAQueueWithoutEnd(Scheduler):
+    def add(self, *jobs: Job) -> None:
+        limit, self.max_queue = self.max_queue, 10**9
+        super().add(*jobs)
+        self.max_queue = limit
+
+
+class TakesAnyEvent(Scheduler):
+    def act(self, job_id: int, event: Event) -> State:
+        if (self.job(job_id).state, event) not in NEXT:
+            return self.job(job_id).state
+        return super().act(job_id, event)
+
+
+BROKEN = [
+    PassesTheBudget,
+    CutsBlocks,
+    ReadsEqualBlocksTwice,
+    KeepsTheRest,
+    FirstComeOnlyServed,
+    LastComeFirstServed,
+    ForgetsOneThatRuns,
+    ForgetsTheParked,
+    RemembersTheDone,
+    AddsAtTheEnd,
+    HasOnePlaceMore,
+    HasAQueueWithoutEnd,
+    TakesAnyEvent,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_the_machine_notices_a_broken_scheduler(broken: type[Scheduler]) -> None:
+    many = settings(QUICK, max_examples=600, phases=[Phase.generate], print_blob=False)
+    with pytest.raises(BaseException) as caught:
+        run_state_machine_as_test(partial(Machine, broken), settings=many)
+    assert only_failures(caught.value), caught.value
+
+
+def only_failures(error: BaseException) -> bool:
+    """Tell whether a test failed by an assertion, and not by a mistake of its own."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(only_failures(inner) for inner in error.exceptions)
+    return isinstance(error, AssertionError | pytest.fail.Exception)
+
+
+@pytest.mark.parametrize(
+    ("broken", "chunk", "priority"),
+    [(FirstComeOnlyServed, 8, 1), (OverlooksTheServed, 8, 1), (TakesNoTurns, 4, 1)],
+)
+def test_starving_is_noticed(broken: type[Scheduler], chunk: int, priority: int) -> None:
+    with pytest.raises(AssertionError, match=r"starves|never read"):
+        besieged(broken, 4, chunk, 4, priority, 16)
+
+
+def test_work_done_twice_is_noticed() -> None:
+    simulation = Simulation(make(prefill_chunk=64, block_size=16, cls=ReadsEqualBlocksTwice))
+    simulation.submit([1] * 160, n=2)
+    with pytest.raises(AssertionError, match="a block is read twice"):
+        simulation.finish()
+
+
+def test_check_notices_what_is_lost_doubled_or_too_many() -> None:
+    def broken(how: int) -> None:
+        scheduler = make(max_batch_size=2, max_queue=2)
+        admitted(scheduler, Job(1), Job(2))
+        scheduler.add(Job(3), Job(4))
+        scheduler.check()
+        [
+            lambda: scheduler._placed.pop(1),
+            lambda: scheduler._line.pop(),
+            lambda: scheduler._line.append(scheduler._line[-1]),
+            lambda: scheduler._line.reverse(),
+            lambda: scheduler._jobs.pop(3),
+            lambda: scheduler._line.append(scheduler._placed.pop(1)),
+            lambda: setattr(scheduler, "max_batch_size", 1),
+            lambda: setattr(scheduler, "max_queue", 1),
+            lambda: setattr(scheduler.job(1), "state", State.DONE),
+            lambda: setattr(scheduler.job(3), "state", State.RUNNING),
+            lambda: scheduler._jobs.update({3: Job(3, state=State.DONE)}),
+            lambda: setattr(scheduler.job(1), "id", 9),
+        ][how]()
+        scheduler.check()
+
+    for how in range(12):
+        with pytest.raises(AssertionError):
+            broken(how)
+    scheduler = make()
+    admitted(scheduler, Job(1, left=0))
+    scheduler.act(1, "read")
+    scheduler.job(1).left = 3
+    with pytest.raises(AssertionError, match="left: 3"):
+        scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("plan", "fault"),
+    [
+        (Plan((), (Chunk(2, 8), Chunk(3, 8))), "not all that run"),
+        (Plan((1, 1), (Chunk(2, 8), Chunk(3, 8))), "not all that run"),
+        (Plan((1,), (Chunk(2, 4), Chunk(2, 4), Chunk(3, 8))), "two chunks"),
+        (Plan((1,), (Chunk(2, 12), Chunk(3, 8))), "more than the budget"),
+        (Plan((1,), (Chunk(1, 4), Chunk(2, 8))), "nothing to read"),
+        (Plan((1,), (Chunk(2, 8), Chunk(4, 8))), "read twice"),
+        (Plan((1,), (Chunk(2, 8), Chunk(3, 0))), "empty"),
+        (Plan((1,), (Chunk(2, 12), Chunk(3, 3))), "inside a block"),
+        (Plan((1,), (Chunk(2, 8), Chunk(3, 4))), "somebody could use"),
+    ],
+)
+def test_the_rules_notice_a_broken_plan(plan: Plan, fault: str) -> None:
+    jobs = [
+        Job(1, state=State.RUNNING),
+        Job(2, left=40, next_key=b"a", state=State.PREFILLING),
+        Job(3, left=10, state=State.PREFILLING),
+        Job(4, left=40, next_key=b"a", state=State.PREFILLING),
+    ]
+    assert faults(Plan((1,), (Chunk(2, 8), Chunk(3, 8))), jobs, 16, 4) == []
+    assert any(fault in each for each in faults(plan, jobs, 16, 4))

@@ -1,0 +1,298 @@
+"""Text as it becomes certain: characters across tokens, stop strings across everything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    NaiveStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from penstock.engine import text as text_module
+from penstock.engine.text import TextStream
+from penstock.models.mlx_lm import load_all
+from penstock.recall import MODEL_PATH
+
+# Tokens that are whole words, ends of stop strings, and halves of characters.
+PIECES = ["ab", "bc", "abc", "cab", "aaa", " a", "a ", "  ", "\n\n", "é", "🦫", "x🦫", "<|end|>"]
+VISIBLE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+"""How GPT-2 writes bytes as signs."""
+
+
+def as_signs(text: str) -> str:
+    """Return one sign a byte of `text`."""
+    return "".join(part for part, _ in VISIBLE.pre_tokenize_str(text))
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose first 256 tokens are the bytes, as GPT-2 writes them."""
+    signs = {sign: number for number, sign in enumerate(sorted(VISIBLE.alphabet()))}
+    for piece in PIECES:
+        signs[as_signs(piece)] = len(signs)
+    inner = Tokenizer(models.BPE(vocab=signs, merges=[]))
+    inner.pre_tokenizer = VISIBLE
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def sentence_piece() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the bytes as <0x..> and the pieces, as SentencePiece writes them."""
+    signs = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    for piece in PIECES:
+        signs[piece.replace(" ", "▁")] = len(signs)
+    inner = Tokenizer(models.BPE(vocab=signs, merges=[], byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+BYTE_LEVEL = byte_level()
+TOKENIZERS = {
+    "bpe": TokenizerWrapper(BYTE_LEVEL, BPEStreamingDetokenizer),
+    "naive": TokenizerWrapper(BYTE_LEVEL, NaiveStreamingDetokenizer),
+    "spm": TokenizerWrapper(sentence_piece(), SPMStreamingDetokenizer),
+}
+
+
+def tokens_of(kind: str, text: str) -> list[int]:
+    """Return `text` as one token a byte."""
+    if kind == "spm":
+        return list(text.encode())
+    return list(BYTE_LEVEL.convert_tokens_to_ids(list(as_signs(text))))
+
+
+def piece_token(piece: str) -> int:
+    return 256 + PIECES.index(piece)
+
+
+def whole(kind: str, tokens: Sequence[int]) -> str:
+    """Return mlx-lm's own text of the tokens, read once at the end."""
+    detokenizer = TOKENIZERS[kind].detokenizer
+    for token in tokens:
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    return str(detokenizer.text)
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Say by trying every end what a stream of `text` must come to."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def run(kind: str, tokens: Sequence[int], stops: Sequence[str]) -> tuple[list[str], TextStream]:
+    stream = TextStream(TOKENIZERS[kind].detokenizer, stops)
+    return [*(stream.push(token) for token in tokens), stream.finish()], stream
+
+
+@pytest.fixture(params=list(TOKENIZERS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_character_comes_when_its_last_byte_does(kind: str) -> None:
+    pieces, _ = run(kind, tokens_of(kind, "é🦫x"), ())
+    assert pieces == ["", "é", "", "", "", "🦫", "x", ""]
+
+
+def test_an_incomplete_character_at_the_end_is_said_to_be_one(kind: str) -> None:
+    pieces, _ = run(kind, tokens_of(kind, "a🦫")[:-1], ())
+    assert pieces[:-1] == ["a", "", "", ""]
+    assert set(pieces[-1]) == {"\ufffd"}
+
+
+def test_a_stop_string_across_tokens(kind: str) -> None:
+    tokens = [*tokens_of(kind, "x"), piece_token("ab"), piece_token("cab")]
+    pieces, stream = run(kind, tokens, ["bca"])
+    assert pieces == ["x", "a", "", ""]
+    assert stream.stopped == "bca"
+
+
+def test_control_no_token_holds_the_stop_string(kind: str) -> None:
+    """Looking into the pieces one by one would not find it."""
+    tokens = [*tokens_of(kind, "x"), piece_token("ab"), piece_token("cab")]
+    pieces, _ = run(kind, tokens, ())
+    assert "".join(pieces) == "xabcab"
+    assert not any("bca" in piece for piece in pieces)
+
+
+def test_a_stop_string_of_characters_cut_into_bytes(kind: str) -> None:
+    pieces, stream = run(kind, tokens_of(kind, "aé🦫b"), ["é🦫"])
+    assert "".join(pieces) == "a"
+    assert stream.stopped == "é🦫"
+
+
+def test_a_start_that_comes_to_nothing_is_given_back(kind: str) -> None:
+    pieces, stream = run(kind, tokens_of(kind, "aabaax"), ["aaba_", "aax!"])
+    assert pieces == ["", "", "", "", "aab", "", "aax"]
+    assert stream.stopped is None
+
+
+def test_the_end_gives_back_what_was_held(kind: str) -> None:
+    pieces, stream = run(kind, tokens_of(kind, "xab"), ["abc"])
+    assert pieces == ["x", "", "", "ab"]
+    assert stream.stopped is None
+    assert stream.finish() == ""
+
+
+def test_what_completes_first_stops_of_several_the_longest(kind: str) -> None:
+    for stops, text, found in (
+        (["abcd", "bc"], "x" + "a", "bc"),
+        (["bc", "abc"], "x", "abc"),
+        (["c", "bc"], "xa", "bc"),
+        (["abcd", "abc"], "x", "abc"),
+    ):
+        for tokens in (tokens_of(kind, "xabcd"), [*tokens_of(kind, "x"), piece_token("abc")]):
+            pieces, stream = run(kind, tokens, stops)
+            assert ("".join(pieces), stream.stopped) == (text, found)
+
+
+def test_a_stop_string_in_the_text_that_only_the_end_gives() -> None:
+    """mlx-lm's byte-level detokenizer keeps a lone space back."""
+    pieces, stream = run("bpe", tokens_of("bpe", "ab "), [" "])
+    assert "".join(pieces) == "ab"
+    assert stream.stopped == " "
+
+
+def test_after_a_stop_nothing_comes(kind: str) -> None:
+    stream = TextStream(TOKENIZERS[kind].detokenizer, ["b"])
+    assert [stream.push(token) for token in tokens_of(kind, "abc")] == ["a", "", ""]
+    assert (stream.finish(), stream.stopped) == ("", "b")
+
+
+def test_streams_of_one_tokenizer_do_not_mix(kind: str) -> None:
+    one, two = (TextStream(TOKENIZERS[kind].detokenizer, ["ab"]) for _ in range(2))
+    a, b = tokens_of(kind, "ab")
+    assert [one.push(a), two.push(b), one.push(b), two.push(a)] == ["", "b", "", ""]
+    assert (one.stopped, two.stopped) == ("ab", None)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty stop string"):
+        TextStream(TOKENIZERS["bpe"].detokenizer, ["a", ""])
+
+
+def test_the_embedded_model() -> None:
+    tokenizer = load_all(MODEL_PATH).tokenizer
+    text = "The code of the amber falcon is 4821. Noted."
+    stream = TextStream(tokenizer.detokenizer, [". No"])
+    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) + stream.finish() == "The code of the amber falcon is 4821"
+
+
+stop_strings = st.lists(
+    st.one_of(
+        st.text("abc 🦫é\n", min_size=1, max_size=5),
+        st.sampled_from(["aaa", "aa", "abab", "🦫", "<|end|>", "\ufffd", "a\ufffd"]),
+    ),
+    max_size=4,
+)
+valid = st.lists(
+    st.one_of(
+        st.sampled_from([*"aabbcc ", "é", "🦫"]).map(lambda sign: (sign, None)),
+        st.sampled_from(PIECES).map(lambda piece: (None, piece_token(piece))),
+    ),
+    max_size=24,
+)
+
+
+def joined(kind: str, parts: Sequence[tuple[str | None, int | None]]) -> list[int]:
+    return [
+        token
+        for sign, number in parts
+        for token in (tokens_of(kind, sign) if sign is not None else [number or 0])
+    ]
+
+
+@pytest.mark.parametrize("kind", list(TOKENIZERS))
+@given(parts=valid, stops=stop_strings)
+def test_the_pieces_are_the_whole_text_cut_at_the_first_stop(
+    kind: str, parts: list[tuple[str | None, int | None]], stops: list[str]
+) -> None:
+    tokens = joined(kind, parts)
+    pieces, stream = run(kind, tokens, stops)
+    assert ("".join(pieces), stream.stopped) == cut(whole(kind, tokens), stops)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+@given(tokens=st.lists(st.integers(0, 255 + len(PIECES)), max_size=24), stops=stop_strings)
+def test_the_same_with_bytes_that_are_no_text(
+    kind: str, tokens: list[int], stops: list[str]
+) -> None:
+    pieces, stream = run(kind, tokens, stops)
+    assert ("".join(pieces), stream.stopped) == cut(whole(kind, tokens), stops)
+
+
+@given(text=st.text("abc", max_size=40), stops=stop_strings, data=st.data())
+def test_text_is_held_back_no_longer_than_it_must_be(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    """After every token: what is out is all but the longest end that begins a stop string."""
+    stream, out = TextStream(TOKENIZERS["spm"].detokenizer, stops), ""
+    before = cut(text, stops)[0] if cut(text, stops)[1] else text
+    for end, token in enumerate(tokens_of("spm", text), 1):
+        out += stream.push(token)
+        if stream.stopped is not None:
+            assert out == before
+            return
+        begun = [
+            held
+            for held in range(end + 1)
+            if any(stop.startswith(text[end - held : end]) for stop in stops)
+        ]
+        assert out == text[: end - max(begun, default=0)]
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Count the lines of text.py that `work` runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != text_module.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def worst_texts(length: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield texts that begin a long stop string again and again, or hold most of it back."""
+    long = "a" * 200
+    yield "a" * length, [long + "b", long + "c", "b" + long]
+    yield ("a" * 199 + "b") * (length // 200), [long, "ab" * 100]
+    yield "abc" * (length // 3), []
+
+
+def test_the_work_is_linear_in_the_text() -> None:
+    for (short, stops), (long, _) in zip(worst_texts(3000), worst_texts(12000), strict=True):
+        costs = []
+        for text in (short, long):
+            tokens = tokens_of("spm", text)
+            stream = TextStream(TOKENIZERS["spm"].detokenizer, stops)
+            costs.append(lines_run(lambda s=stream, t=tokens: [s.push(token) for token in t]))
+        assert costs[1] < 4.2 * costs[0]
+        assert costs[1] < 25 * len(long)

@@ -1,0 +1,981 @@
+"""The tree inside a ledger: acts as sequences do them, and the limit at every instant."""
+
+from __future__ import annotations
+
+import gc
+import re
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import log2
+from typing import Any, ClassVar, Self
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from penstock.errors import LedgerFull, NeverFits
+from penstock.kv.segment import Segment
+from penstock.ledger import Kind, Ledger, Reservation
+from penstock.memory import format_bytes
+from penstock.prefix import Match, Pin, Prefixes, Sealed
+from penstock.prefix.explanation import Departures, GivenUp, Why
+
+SIZE = 4
+TOKEN_BYTES = 100
+
+
+@dataclass(eq=False)
+class Text:
+    """A segment that holds its tokens themselves, so that none can be mixed up."""
+
+    content: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.content)
+
+    @property
+    def nbytes(self) -> int:
+        return TOKEN_BYTES * len(self.content)
+
+    def split(self, at_tokens: int) -> tuple[Self, Self]:
+        return type(self)(self.content[:at_tokens]), type(self)(self.content[at_tokens:])
+
+    def join(self, other: Self) -> Self:
+        return type(self)(self.content + other.content)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(limit_bytes: int = 1_000_000, **settings: Any) -> Prefixes[Text]:
+    return Prefixes(Ledger(limit_bytes), block_size=SIZE, **settings)
+
+
+def seal(
+    prefixes: Prefixes[Text], pin: Pin[Text], tokens: Sequence[int], start: int, stop: int
+) -> Sealed:
+    """Insert the blocks start..stop-1, paid for as a sequence's own."""
+    own = tuple(tokens[start * SIZE : stop * SIZE])
+    with prefixes.reserve(Kind.TAILS, TOKEN_BYTES * len(own)) as paid:
+        sealed = prefixes.insert(pin, start, prefixes.keys(tokens), own, Text(own), paid)
+        prefixes.check()
+        prefixes.ledger.check({**prefixes.ledger.by_class(), **prefixes.recount()})
+    return sealed
+
+
+def put(prefixes: Prefixes[Text], tokens: Sequence[int]) -> Pin[Text]:
+    """Read a prompt and leave it behind, as one more node, pinned."""
+    match = prefixes.find(tokens)
+    pin = prefixes.pin(match)
+    if len(tokens) // SIZE > match.tokens // SIZE:
+        assert (
+            seal(prefixes, pin, tokens, match.tokens // SIZE, len(tokens) // SIZE).refused is None
+        )
+    return pin
+
+
+def spelled(pin: Pin[Text]) -> list[int]:
+    return [token for node in pin.path for token in node.segment.content]
+
+
+# ---- reading and writing
+
+
+def test_what_is_sealed_is_found_at_once() -> None:
+    prefixes = make()
+    tokens = list(range(20))
+    pin = prefixes.pin(prefixes.find(tokens))
+    assert seal(prefixes, pin, tokens, 0, 2) == Sealed(2, 8)
+    assert prefixes.find(tokens).tokens == 8
+    assert seal(prefixes, pin, tokens, 2, 5) == Sealed(5, 12)
+    assert spelled(pin) == tokens
+    assert (prefixes.tree.pins, prefixes.counts.stored_tokens) == (1, 20)
+    assert prefixes.find(tokens, salt="another tenant").tokens == 0
+
+
+def test_a_chain_goes_on_behind_its_last_key() -> None:
+    prefixes = make()
+    tokens = list(range(20))
+    first = prefixes.keys(tokens[:8], "tenant")
+    more = prefixes.keys(tokens[8:], after=first[-1])
+    assert [*first, *more] == prefixes.keys(tokens, "tenant")
+
+
+def test_the_segments_bytes_move_from_who_paid_to_the_nodes() -> None:
+    prefixes = make()
+    tokens = list(range(12))
+    pin = prefixes.pin(prefixes.find(tokens))
+    paid = prefixes.reserve(Kind.TAILS, 1_500)
+    before = prefixes.ledger.used_bytes
+    prefixes.insert(pin, 0, prefixes.keys(tokens), tokens, Text(tuple(tokens)), paid)
+    held = prefixes.ledger.by_class()
+    assert (paid.nbytes, held[Kind.TAILS], held[Kind.NODES]) == (300, 300, 1_200)
+    assert prefixes.ledger.used_bytes == before + prefixes.index_bytes(3)
+
+
+def test_what_others_seal_meanwhile_is_followed() -> None:
+    """Two read the same prompt; the second takes over what the first has sealed."""
+    prefixes = make()
+    tokens = list(range(20))
+    keys = prefixes.keys(tokens)
+    first, second = prefixes.pin(prefixes.find(tokens)), prefixes.pin(prefixes.find(tokens))
+    assert prefixes.follow(second, keys, 0) == 0
+    seal(prefixes, first, tokens, 0, 2)
+    assert prefixes.follow(second, keys, 0) == 2
+    seal(prefixes, first, tokens, 2, 4)
+    assert prefixes.follow(second, keys[:3], 2) == 3
+    assert prefixes.follow(second, keys, 3) == 4
+    assert [node.pins for node in second.path] == [2, 2]
+    assert [node.hits for node in second.path] == [1, 1]
+    assert seal(prefixes, second, tokens, 4, 5) == Sealed(5, 4)
+    assert prefixes.follow(first, keys, 4) == 5
+    assert spelled(first) == spelled(second) == tokens
+
+
+def test_the_same_blocks_are_inserted_once() -> None:
+    """Both have read the same blocks; the second finds them there and pays for its own."""
+    prefixes = make()
+    tokens = list(range(12))
+    first, second = prefixes.pin(prefixes.find(tokens)), prefixes.pin(prefixes.find(tokens))
+    seal(prefixes, first, tokens, 0, 3)
+    paid = prefixes.reserve(Kind.TAILS, 1_200)
+    sealed = prefixes.insert(second, 0, prefixes.keys(tokens), tokens, Text(tuple(tokens)), paid)
+    assert sealed == Sealed(3, 0)
+    assert paid.nbytes == 1_200
+    assert len(prefixes.tree) == 1
+    assert spelled(second) == tokens
+    prefixes.check()
+
+
+def test_of_blocks_known_in_part_the_others_are_inserted() -> None:
+    prefixes = make()
+    tokens = list(range(20))
+    first, second = prefixes.pin(prefixes.find(tokens)), prefixes.pin(prefixes.find(tokens))
+    seal(prefixes, first, tokens, 0, 2)
+    assert seal(prefixes, second, tokens, 0, 5) == Sealed(5, 12)
+    assert [node.end for node in second.path] == [8, 20]
+    assert spelled(second) == tokens
+    assert prefixes.tree.tokens == 20
+
+
+def test_a_path_that_ends_inside_a_node_splits_it_when_it_leaves() -> None:
+    prefixes = make()
+    tokens = list(range(20))
+    other = [*range(8), *range(50, 62)]
+    long = put(prefixes, tokens)
+    pin = prefixes.pin(prefixes.find(other))
+    assert [node.end for node in pin.path] == [20], "nothing is split for a reader"
+    assert seal(prefixes, pin, other, 2, 5) == Sealed(5, 12)
+    assert ([node.end for node in pin.path], spelled(pin)) == ([8, 20], other)
+    assert ([node.end for node in long.path], spelled(long)) == ([8, 20], tokens)
+    assert [node.pins for node in long.path] == [2, 1]
+    assert prefixes.counts.copied_bytes == 20 * TOKEN_BYTES
+
+
+def test_a_path_follows_a_branch_that_somebody_else_opened() -> None:
+    """It ends inside a node, which is split under it, and goes on below the other half."""
+    prefixes = make()
+    other = [*range(8), *range(50, 62)]
+    put(prefixes, list(range(20))).release()
+    keys = prefixes.keys(other)
+    waiting = prefixes.pin(prefixes.find(other))
+    put(prefixes, other)
+    assert prefixes.follow(waiting, keys, 2) == 5
+    assert spelled(waiting) == other
+    assert [node.pins for node in waiting.path] == [2, 2]
+    (rest,) = [node for node in prefixes.tree if node not in waiting.path]
+    assert rest.pins == 0, "what the path has left is not kept"
+
+
+def test_following_lets_go_of_what_is_not_read() -> None:
+    """Behind a split, a pin that ended inside a node keeps only the half that it reads."""
+    prefixes = make()
+    tokens = list(range(20))
+    put(prefixes, tokens).release()
+    pin = prefixes.pin(prefixes.find(tokens[:8]))
+    put(prefixes, [*range(8), *range(50, 62)]).release()
+    assert [node.end for node in pin.path] == [8, 20]
+    assert prefixes.follow(pin, prefixes.keys(tokens[:8]), 2) == 2
+    assert [node.end for node in pin.path] == [8]
+
+
+def test_contradictions_are_refused_and_nothing_changes() -> None:
+    prefixes = make()
+    tokens = list(range(20))
+    keys = prefixes.keys(tokens)
+    pin = put(prefixes, tokens[:8])
+    own = tuple(tokens[8:16])
+    paid = prefixes.reserve(Kind.TAILS, 800)
+    poor = prefixes.reserve(Kind.TAILS, 799)
+    other = prefixes.keys(list(range(50, 70)))
+    for blocks, chain, values, segment, pays, message in [
+        (2, keys, own[:4], Text(own), paid, "do not make blocks"),
+        (2, keys, own, Text(own[:7]), paid, "do not make blocks"),
+        (2, keys, (), Text(()), paid, "do not make blocks"),
+        (2, keys[:3], own, Text(own), paid, "do not make blocks"),
+        (2, keys, own, Text(own), poor, "does not count the segment's 800"),
+        (3, keys, own, Text(own), paid, "2 blocks of the chain are held"),
+        (2, other, own, Text(own), paid, "0 blocks of the chain are held"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prefixes.insert(pin, blocks, chain, values, segment, pays)
+    with pytest.raises(ValueError, match="not on this chain"):
+        prefixes.follow(pin, other, 1)
+    pin.release()
+    with pytest.raises(ValueError, match="not on the path"):
+        prefixes.insert(pin, 2, keys, own, Text(own), paid)
+    assert (len(prefixes.tree), prefixes.tree.tokens, paid.nbytes) == (1, 8, 800)
+    prefixes.check()
+
+
+class BreaksApart(Text):
+    """A segment that there is no memory for when it is cut or joined."""
+
+    def split(self, at_tokens: int) -> tuple[Self, Self]:
+        raise MemoryError
+
+    def join(self, other: Text) -> Self:
+        raise MemoryError
+
+
+def test_a_copy_that_fails_leaves_the_account_exact() -> None:
+    prefixes = make()
+    tokens = list(range(24))
+    keys = prefixes.keys(tokens)
+    pin = prefixes.pin(prefixes.find(tokens))
+    with prefixes.reserve(Kind.TAILS, 800) as paid:
+        prefixes.insert(pin, 0, keys, tokens[:8], BreaksApart(tuple(tokens[:8])), paid)
+    seal(prefixes, pin, tokens, 2, 6)
+    with pytest.raises(MemoryError):
+        prefixes.tidy(pin)
+    other = [*range(4), *range(50, 58)]
+    with pytest.raises(MemoryError):
+        put(prefixes, other)
+    prefixes.check()
+    prefixes.ledger.check(prefixes.recount())
+    assert prefixes.counts.copied_bytes == 0
+
+
+# ---- room
+
+
+def fill(prefixes: Prefixes[Text], prompts: int, blocks: int = 1) -> list[Pin[Text]]:
+    """Put prompts that share nothing; the earlier are worth less."""
+    return [put(prefixes, [1_000 * i + t for t in range(blocks * SIZE)]) for i in range(prompts)]
+
+
+NODE = SIZE * TOKEN_BYTES + Prefixes(Ledger(0), block_size=SIZE).index_bytes(1)
+"""What a node of one block takes in all."""
+
+
+def test_room_is_made_to_the_byte() -> None:
+    prefixes = make(10 * NODE, remembered=0)
+    pins = fill(prefixes, 10)
+    assert (prefixes.ledger.free_bytes, prefixes.evictable_bytes) == (0, 0)
+    assert prefixes.make_room(0)
+    assert not prefixes.make_room(1)
+    pins[0].release()
+    assert prefixes.evictable_bytes == NODE
+    assert not prefixes.make_room(NODE + 1)
+    assert prefixes.counts.evicted_nodes == 0, "what cannot succeed costs nobody anything"
+    assert prefixes.make_room(NODE)
+    assert (prefixes.counts.evicted_nodes, prefixes.counts.evicted_bytes) == (1, 400)
+    assert prefixes.make_room(NODE)
+    assert prefixes.counts.evicted_nodes == 1, "room that is there is not made again"
+    prefixes.check()
+
+
+def test_the_least_used_goes_first_and_what_is_read_never() -> None:
+    clock = Clock()
+    prefixes = make(10 * NODE, remembered=0, clock=clock)
+    pins = []
+    for i in range(10):
+        clock.now += 1
+        pins.append(put(prefixes, [1_000 * i + t for t in range(SIZE)]))
+    for pin in pins[:4]:
+        pin.release()
+    clock.now += 1
+    prefixes.pin(prefixes.find(range(SIZE))).release()
+    assert prefixes.make_room(2 * NODE)
+    held = {node.tokens[0] for node in prefixes.tree}
+    assert held == {0, *range(3_000, 10_000, 1_000)}
+
+
+def test_reserving_makes_room_or_says_what_is_missing() -> None:
+    prefixes = make(10 * NODE, remembered=0)
+    pins = fill(prefixes, 10)
+    pins[0].release()
+    with pytest.raises(LedgerFull, match="tails need"):
+        prefixes.reserve(Kind.TAILS, NODE + 1)
+    with pytest.raises(NeverFits, match="can never fit"):
+        prefixes.reserve(Kind.TAILS, 10 * NODE + 1)
+    assert prefixes.counts.evicted_nodes == 0
+    paid = prefixes.reserve(Kind.TAILS, NODE)
+    assert (paid.nbytes, len(prefixes.tree), prefixes.ledger.free_bytes) == (NODE, 9, 0)
+
+
+def test_an_insert_without_room_is_refused_with_the_numbers() -> None:
+    prefixes = make(10 * NODE, remembered=0)
+    fill(prefixes, 9)
+    tokens = list(range(50_000, 50_000 + SIZE))
+    keys = prefixes.keys(tokens)
+    pin = prefixes.pin(prefixes.find(tokens))
+    other = prefixes.ledger.reserve(Kind.WEIGHTS, 1)
+    with prefixes.ledger.reserve(Kind.TAILS, 400) as paid:
+        index = prefixes.index_bytes(1)
+        sealed = prefixes.insert(pin, 0, keys, tokens, Text(tuple(tokens)), paid)
+        assert (sealed.blocks_readable, sealed.new_tokens) == (0, 0)
+        assert f"{format_bytes(index)} do not fit in the limit" in str(sealed.refused)
+        assert (paid.nbytes, prefixes.counts.refused) == (400, 1)
+        prefixes.check()
+        other.release()
+        sealed = prefixes.insert(pin, 0, keys, tokens, Text(tuple(tokens)), paid)
+        assert sealed == Sealed(1, SIZE)
+    assert prefixes.ledger.free_bytes == 0
+
+
+def test_a_refusal_keeps_nothing_that_is_not_read() -> None:
+    """What others have sealed further on is let go of, for it could not be used."""
+    prefixes = make(1_000_000)
+    tokens = list(range(24))
+    pin = put(prefixes, tokens[:8])
+    put(prefixes, tokens[:16]).release()
+    own = tuple(tokens[8:])
+    with prefixes.ledger.reserve(Kind.TAILS, 1_600) as paid:
+        with prefixes.ledger.reserve(Kind.WEIGHTS, prefixes.ledger.free_bytes):
+            keys = prefixes.keys(tokens)
+            sealed = prefixes.insert(pin, 2, keys, own, Text(own), paid)
+        assert sealed.blocks_readable == 2
+        assert "do not fit" in str(sealed.refused)
+    assert [node.end for node in pin.path] == [8]
+    assert prefixes.find(tokens).tokens == 16
+    assert prefixes.counts.evicted_nodes == 0
+    prefixes.check()
+
+
+def test_shrinking_frees_at_least_what_was_asked_and_says_how_much() -> None:
+    prefixes = make(10 * NODE, remembered=0)
+    pins = fill(prefixes, 10)
+    assert prefixes.shrink(1) == 0, "all is being read"
+    for pin in pins[:5]:
+        pin.release()
+    assert prefixes.shrink(0) == 0
+    assert prefixes.shrink(NODE) == NODE
+    assert prefixes.shrink(NODE + 1) == 2 * NODE
+    assert prefixes.ledger.free_bytes == 3 * NODE
+    assert prefixes.shrink(10 * NODE) == 2 * NODE
+    assert len(prefixes.tree) == 5
+    prefixes.check()
+
+
+def test_a_limit_that_was_lowered_is_reached_again() -> None:
+    prefixes = make(10 * NODE, remembered=0)
+    for pin in fill(prefixes, 10)[:7]:
+        pin.release()
+    over = prefixes.ledger.set_limit(5 * NODE)
+    assert over == 5 * NODE
+    assert prefixes.make_room(0)
+    assert (prefixes.ledger.free_bytes, len(prefixes.tree)) == (0, 5)
+    prefixes.ledger.set_limit(2 * NODE)
+    assert not prefixes.make_room(0), "three are being read"
+    assert len(prefixes.tree) == 5
+
+
+def test_others_in_the_ledger_leave_less_room() -> None:
+    prefixes = make(10 * NODE, remembered=0)
+    prefixes.ledger.reserve(Kind.WEIGHTS, 7 * NODE)
+    for pin in fill(prefixes, 3):
+        pin.release()
+    put(prefixes, list(range(9_000, 9_000 + SIZE)))
+    assert len(prefixes.tree) == 3
+    prefixes.ledger.check({**prefixes.recount(), Kind.WEIGHTS: 7 * NODE})
+    with pytest.raises(AssertionError, match="weights"):
+        prefixes.ledger.check(prefixes.recount())
+
+
+def test_clearing_leaves_what_is_read() -> None:
+    prefixes = make()
+    pins = fill(prefixes, 5)
+    pins[0].release()
+    pins[1].release()
+    prefixes.clear()
+    assert len(prefixes.tree) == 3
+    for pin in pins:
+        pin.release()
+    prefixes.clear()
+    assert prefixes.nbytes == prefixes.ledger.used_bytes == prefixes.fixed_bytes
+
+
+def test_check_notices_a_wrong_account() -> None:
+    prefixes = make()
+    fill(prefixes, 2)
+    for reservation in (prefixes._nodes, prefixes._index):
+        reservation.resize(reservation.nbytes + 1)
+        with pytest.raises(AssertionError, match="counted"):
+            prefixes.check()
+        reservation.resize(reservation.nbytes - 1)
+    next(iter(prefixes.tree)).segment = Text((1,) * 8)
+    with pytest.raises(AssertionError):
+        prefixes.check()
+
+
+# ---- tidying
+
+
+def test_a_sequence_that_grows_block_by_block_leaves_few_nodes_and_copies_little() -> None:
+    blocks = 256
+    prefixes = make(10_000_000, max_merge_tokens=10_000)
+    tokens = list(range(blocks * SIZE))
+    pin = prefixes.pin(prefixes.find(tokens))
+    most = 0
+    for i in range(blocks):
+        assert seal(prefixes, pin, tokens, i, i + 1).refused is None
+        prefixes.tidy(pin)
+        most = max(most, len(pin.path))
+    assert most <= log2(blocks) + 1
+    assert len(pin.path) == 1
+    assert spelled(pin) == tokens
+    assert prefixes.counts.copied_bytes == blocks * SIZE * TOKEN_BYTES * log2(blocks)
+    prefixes.ledger.check(prefixes.recount())
+
+
+def grown(prefixes: Prefixes[Text], *sizes: int) -> Pin[Text]:
+    """One path of nodes of so many blocks."""
+    tokens = list(range(sum(sizes) * SIZE))
+    pin = prefixes.pin(prefixes.find(tokens))
+    at = 0
+    for blocks in sizes:
+        seal(prefixes, pin, tokens, at, at + blocks)
+        at += blocks
+    return pin
+
+
+def blocks_of(pin: Pin[Text]) -> list[int]:
+    return [len(node.keys) for node in pin.path]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "after", "merges"),
+    [
+        ((2, 1), [2, 1], 0),
+        ((1, 1), [2], 1),
+        ((1, 2), [3], 1),
+        ((4, 2, 1, 1), [8], 3),
+        ((5, 2, 1, 1), [5, 4], 2),
+        ((1, 1, 4, 2), [6, 2], 2),
+        ((8, 8), [8, 8], 0),
+        ((7, 8), [15], 1),
+    ],
+)
+def test_a_node_joins_a_parent_that_is_not_longer(
+    sizes: tuple[int, ...], after: list[int], merges: int
+) -> None:
+    prefixes = make(max_merge_tokens=15 * SIZE)
+    pin = grown(prefixes, *sizes)
+    assert prefixes.tidy(pin) == merges
+    assert blocks_of(pin) == after
+    assert prefixes.tidy(pin.node) == prefixes.tidy(None) == 0
+    prefixes.check()
+
+
+def test_nothing_is_merged_where_somebody_else_reads_on_or_stops() -> None:
+    prefixes = make()
+    pin = grown(prefixes, 1, 1, 1)
+    tokens = list(range(3 * SIZE))
+    stops = prefixes.pin(prefixes.find(tokens[: 2 * SIZE]))
+    assert prefixes.tidy(pin) == 1
+    assert blocks_of(pin) == [2, 1]
+    branch = put(prefixes, [*tokens[: 2 * SIZE], 9, 9, 9, 9])
+    stops.release()
+    assert prefixes.tidy(pin) == 0
+    branch.release()
+    prefixes.shrink(1)
+    pin = grown(prefixes, 1, 1, 1, 1)
+    assert spelled(pin) == list(range(4 * SIZE))
+
+
+def test_a_merge_waits_for_room_and_takes_it_from_nobody() -> None:
+    prefixes = make(10 * NODE, remembered=0)
+    pin = grown(prefixes, 1, 1)
+    for other in fill(prefixes, 8):
+        other.release()
+    spare = prefixes.ledger.free_bytes
+    prefixes.shrink(2 * NODE - spare)
+    with prefixes.ledger.reserve(Kind.TAILS, 1):
+        evicted = prefixes.counts.evicted_nodes
+        assert prefixes.tidy(pin) == 0
+        assert prefixes.counts.evicted_nodes == evicted
+    assert prefixes.ledger.free_bytes == 2 * NODE
+    assert prefixes.tidy(pin) == 1
+    prefixes.ledger.check(prefixes.recount())
+
+
+# ---- explaining
+
+
+def test_explain_tells_what_was_given_up_when_and_why() -> None:
+    clock = Clock()
+    prefixes = make(20 * NODE, clock=clock, remembered=8)
+    tokens = list(range(12))
+    most = prefixes.ledger.free_bytes
+    acts: dict[Why, tuple[str, Callable[[], object]]] = {
+        "limit": ("raise memory_limit", lambda: prefixes.reserve(Kind.TAILS, most).release()),
+        "pressure": ("short of memory", lambda: prefixes.shrink(1)),
+        "cleared": ("all was to be given up", prefixes.clear),
+    }
+    for why, (words, act) in acts.items():
+        put(prefixes, tokens).release()
+        told = prefixes.explain([*tokens, 1])
+        assert (told.held_tokens, told.given_up_for, told.given_up_seconds_ago) == (12, None, None)
+        act()
+        clock.now += 30
+        told = prefixes.explain([*tokens, 1])
+        assert (told.held_tokens, told.given_up_for, told.given_up_seconds_ago) == (0, why, 30.0)
+        assert re.search(f"given up 30 s ago .*{words}", told.reason)
+        assert prefixes.explain([*tokens, 1], "other").reason == "nothing is held"
+    prefixes.ledger.check(prefixes.recount())
+
+
+def test_explain_knows_every_block_of_a_run_that_was_given_up() -> None:
+    """A shorter prompt comes back; behind it, the rest of the longer one is missing."""
+    prefixes = make()
+    put(prefixes, range(20)).release()
+    prefixes.clear()
+    put(prefixes, range(8))
+    told = prefixes.explain(range(20))
+    assert (told.held_tokens, told.given_up_for) == (8, "cleared")
+    told = prefixes.explain([*range(8), 5, 5, 5, 5])
+    assert (told.held_tokens, told.given_up_for) == (8, None)
+    assert "never stored" in told.reason
+
+
+def test_departures_are_bounded_and_the_latest_is_told() -> None:
+    departures = Departures(4)
+    keys = [bytes([i]) * 16 for i in range(12)]
+    departures.note(keys[:3], 1.0, "limit")
+    departures.note(keys[4:7], 2.0, "cleared")
+    known = [i for i in range(12) if departures.find(keys[i])]
+    assert known == [0, 4, 5, 6], "of a run, its first block is forgotten last"
+    departures.note(keys[:1], 3.0, "pressure")
+    assert departures.find(keys[0]) == GivenUp(3.0, "pressure")
+    departures.note(keys, 4.0, "limit")
+    assert [i for i in range(12) if departures.find(keys[i])] == [0, 1, 2, 3]
+    nothing = Departures(0)
+    nothing.note(keys, 1.0, "limit")
+    assert (nothing.nbytes, nothing.find(keys[0])) == (0, None)
+
+
+@pytest.mark.parametrize("run", [1, 32])
+def test_departures_cost_what_they_say(run: int) -> None:
+    gc.collect()
+    tracemalloc.start()
+    departures = Departures(5_000)
+    for i in range(0, 12_000, run):
+        keys = [(i + j).to_bytes(16, "little") for j in range(run)]
+        departures.note(keys, i + 0.5, "limit")
+    gc.collect()
+    measured = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 0.4 * departures.nbytes < measured <= departures.nbytes
+
+
+# ---- arrays
+
+
+def columns(first: int, count: int) -> Segment:
+    """Two layers whose keys and values are the tokens themselves."""
+    side = mx.arange(first, first + count, dtype=mx.float32).reshape(1, 1, -1, 1)
+    side = mx.repeat(side, 64, axis=3)
+    return Segment.cut([(side, side), (side, side)], 0, count)
+
+
+def test_the_limit_holds_for_what_mlx_holds() -> None:
+    """Seal, branch inside nodes, tidy and evict, and ask MLX for the peak."""
+    limit = 3_000_000
+    prefixes: Prefixes[Segment] = Prefixes(Ledger(limit), block_size=16, max_merge_tokens=256)
+    bytes_per_token = columns(0, 16).nbytes // 16
+    gc.collect()
+    start = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for round_ in range(24):
+        first = 10_000 * (round_ // 3)
+        tokens = [
+            *range(first, first + 64 * (1 + round_ % 3)),
+            *range(90_000 + 512 * round_, 10**6),
+        ]
+        tokens = tokens[:512]
+        keys = prefixes.keys(tokens)
+        match = prefixes.find(tokens)
+        done = match.tokens // 16
+        with prefixes.pin(match) as pin:
+            del match
+            while done < len(keys):
+                blocks = min(3, len(keys) - done)
+                # Three times: `columns` builds what it cuts the segment from.
+                with prefixes.reserve(Kind.TAILS, 3 * blocks * 16 * bytes_per_token) as paid:
+                    own = tokens[done * 16 : (done + blocks) * 16]
+                    segment = columns(own[0], len(own))
+                    paid.resize(segment.nbytes)
+                    assert prefixes.insert(pin, done, keys, own, segment, paid).refused is None
+                    del segment
+                done += blocks
+                prefixes.tidy(pin)
+                prefixes.check()
+        prefixes.ledger.check(prefixes.recount())
+    assert prefixes.counts.evicted_nodes > 10
+    assert prefixes.counts.copied_bytes > limit
+    assert mx.get_peak_memory() - start <= limit
+    held = prefixes.ledger.by_class()[Kind.NODES]
+    assert held <= mx.get_active_memory() - start <= 1.05 * held
+    prefixes.clear()
+    assert mx.get_active_memory() - start <= 4_096
+
+
+# ---- many sequences at once, at random
+
+
+class Account:
+    """Every byte of segments that exists, against the ledger that should know of it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.live_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        held = self.ledger.by_class()
+        counted = held[Kind.NODES] + held[Kind.TAILS] + held[Kind.BUFFERS]
+        assert self.live_bytes <= counted, f"{self.live_bytes} exist, {counted} are counted"
+
+
+class Live(Text):
+    """Text whose bytes are on the account from its making until Python frees it."""
+
+    account: ClassVar[Account]
+
+    def __init__(self, content: tuple[int, ...]) -> None:
+        super().__init__(content)
+        self.on = self.account
+        self.on.add(self.nbytes)
+
+    def __del__(self) -> None:
+        if hasattr(self, "on"):
+            self.on.live_bytes -= self.nbytes
+
+
+@dataclass(eq=False)
+class Sequence_:
+    """One that reads a prompt: `done` blocks from the tree, and a run of its own behind them."""
+
+    prompt: tuple[int, ...]
+    keys: list[bytes]
+    pin: Pin[Live]
+    done: int
+    paid: Reservation
+    run: Live | None = None
+
+
+BLOCK = 2
+LIMIT = 12_000
+BRANCHES = [
+    tuple(range(16)),
+    (*range(6), *range(50, 60)),
+    (*range(10), *range(70, 76)),
+    tuple(range(90, 106)),
+]
+prompts = st.builds(
+    lambda branch, blocks: branch[: blocks * BLOCK], st.sampled_from(BRANCHES), st.integers(1, 8)
+)
+crowds = st.sampled_from([LIMIT, LIMIT, LIMIT, 0, 199, 200, 399, 1_200, 2_400])
+
+
+class Machine(RuleBasedStateMachine):
+    """Sequences that begin, read, seal, follow and leave, inside a ledger."""
+
+    make: ClassVar[type[Prefixes]] = Prefixes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.ledger = Ledger(LIMIT)
+        Live.account = Account(self.ledger)
+        self.prefixes: Prefixes[Live] = self.make(
+            self.ledger, block_size=BLOCK, clock=self.clock, remembered=4, max_merge_tokens=8
+        )
+        self.sequences: list[Sequence_] = []
+
+    def one(self, data: st.DataObject) -> Sequence_:
+        self.clock.now += 1
+        return self.sequences[data.draw(st.integers(0, len(self.sequences) - 1))]
+
+    @precondition(lambda self: len(self.sequences) < 5)
+    @rule(prompt=prompts)
+    def begin(self, prompt: tuple[int, ...]) -> None:
+        self.clock.now += 1
+        keys = self.prefixes.keys(prompt)
+        match = self.prefixes.match(keys)
+        told = self.prefixes.explain(prompt)
+        assert told.held_tokens == match.tokens
+        pin = self.prefixes.pin(match)
+        paid = self.ledger.reserve(Kind.TAILS, 0)
+        self.sequences.append(Sequence_(prompt, keys, pin, match.tokens // BLOCK, paid))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), blocks=st.integers(1, 4), left=crowds, at_once=st.booleans())
+    def read(self, data: st.DataObject, blocks: int, left: int, at_once: bool) -> None:
+        """Compute the KV of some blocks, if there is room, and perhaps seal them."""
+        one = self.one(data)
+        own = one.prompt[one.done * BLOCK : (one.done + blocks) * BLOCK]
+        if one.run is not None or not own:
+            return
+        with self.crowded(left):
+            self._read(one, own)
+        if one.run is not None and at_once:
+            with self.crowded(left):
+                self._seal(one)
+
+    def _read(self, one: Sequence_, own: tuple[int, ...]) -> None:
+        nbytes = TOKEN_BYTES * len(own)
+        possible = self.ledger.used_bytes + nbytes - self.prefixes.evictable_bytes
+        evicted = self.prefixes.counts.evicted_nodes
+        if self.prefixes.make_room(nbytes):
+            assert possible <= self.ledger.limit_bytes
+            one.paid.resize(nbytes)
+            one.run = Live(own)
+        else:
+            assert possible > self.ledger.limit_bytes
+            assert self.prefixes.counts.evicted_nodes == evicted
+
+    @precondition(lambda self: any(one.run for one in self.sequences))
+    @rule(data=st.data(), left=crowds)
+    def seal(self, data: st.DataObject, left: int) -> None:
+        running = [one for one in self.sequences if one.run]
+        with self.crowded(left):
+            self._seal(running[data.draw(st.integers(0, len(running) - 1))])
+
+    def _seal(self, one: Sequence_) -> None:
+        assert one.run is not None
+        run, counts = one.run, self.prefixes.counts
+        before = self.prefixes.tree.tokens, counts.evicted_nodes
+        known = self.prefixes.match(one.keys).tokens // BLOCK
+        sealed = self.prefixes.insert(one.pin, one.done, one.keys, run.content, run, one.paid)
+        end = one.done + run.tokens // BLOCK
+        if sealed.refused is not None:
+            assert (sealed.blocks_readable, sealed.new_tokens) == (one.done, 0)
+            assert (self.prefixes.tree.tokens, counts.evicted_nodes) == before
+            assert one.paid.nbytes == run.nbytes
+            return
+        assert sealed.blocks_readable == end
+        assert sealed.new_tokens == max(0, end - known) * BLOCK
+        assert one.paid.nbytes == (run.nbytes if known > one.done else 0)
+        one.done, one.run = end, None
+        del run
+        one.paid.resize(0)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def follow(self, data: st.DataObject) -> None:
+        one = self.one(data)
+        if one.run is None:
+            known = self.prefixes.match(one.keys).tokens // BLOCK
+            one.done = self.prefixes.follow(one.pin, one.keys, one.done)
+            assert one.done == known
+            start = one.pin.node.start if one.pin.node else -1
+            assert start < one.done * BLOCK, "a node that is not read is pinned"
+
+    @precondition(lambda self: self.sequences)
+    @rule(left=crowds)
+    def tidy(self, left: int) -> None:
+        with self.crowded(left):
+            self._tidy()
+
+    def _tidy(self) -> None:
+        evicted = self.prefixes.counts.evicted_nodes
+        for one in self.sequences:
+            nodes = len(self.prefixes.tree)
+            assert nodes - self.prefixes.tidy(one.pin) == len(self.prefixes.tree)
+            for node in one.pin.path[1:]:
+                assert node.parent is not None
+                short = len(node.parent.tokens) <= len(node.tokens)
+                if short and self.prefixes.tree.can_merge(node.parent):
+                    copy = node.parent.held_bytes + node.held_bytes
+                    assert self.ledger.free_bytes < copy, "there was room to merge"
+        assert self.prefixes.counts.evicted_nodes == evicted
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """Finished, aborted or parked: what was sealed stays."""
+        one = self.one(data)
+        self.sequences.remove(one)
+        one.pin.release()
+        one.run = None
+        one.paid.release()
+
+    @rule(nbytes=st.integers(0, 4_000))
+    def shrink(self, nbytes: int) -> None:
+        used, possible = self.ledger.used_bytes, self.prefixes.evictable_bytes
+        freed = self.prefixes.shrink(nbytes)
+        assert freed == used - self.ledger.used_bytes >= min(nbytes, possible)
+
+    @contextmanager
+    def crowded(self, left: int) -> Iterator[None]:
+        """Let others in the ledger leave so many bytes free, if they can."""
+        self.clock.now += 1
+        taken = max(0, self.ledger.free_bytes - left)
+        with self.ledger.reserve(Kind.CHECKPOINTS, taken):
+            yield
+
+    @rule(limit=st.sampled_from([7_000, LIMIT, LIMIT]))
+    def set_limit(self, limit: int) -> None:
+        over = self.ledger.set_limit(limit)
+        self.prefixes.shrink(over, "limit")
+
+    @invariant()
+    def all_is_counted(self) -> None:
+        self.prefixes.check()
+        paid = sum(one.paid.nbytes for one in self.sequences)
+        self.ledger.check({**self.prefixes.recount(), Kind.TAILS: paid})
+        held = self.ledger.by_class()
+        assert Live.account.live_bytes == held[Kind.NODES] + held[Kind.TAILS]
+        if self.ledger.used_bytes > self.ledger.limit_bytes:
+            assert self.prefixes.evictable_bytes == 0
+        assert self.prefixes.tree.pins == len(self.sequences)
+
+    @invariant()
+    def everyone_reads_its_own_prompt(self) -> None:
+        for one in self.sequences:
+            read = tuple(t for node in one.pin.path for t in node.segment.content)
+            read = read[: one.done * BLOCK]
+            assert len(read) == one.done * BLOCK
+            run = one.run.content if one.run else ()
+            assert (*read, *run) == one.prompt[: len(read) + len(run)]
+
+    def teardown(self) -> None:
+        for one in self.sequences:
+            one.pin.release()
+            one.run = None
+            one.paid.release()
+        self.sequences.clear()
+        self.prefixes.clear()
+        assert self.ledger.used_bytes == self.prefixes.fixed_bytes
+        assert Live.account.live_bytes == 0
+
+
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+OFTEN = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=QUIET,
+)
+HUNT = settings(OFTEN, max_examples=1_000, phases=[Phase.generate])
+
+
+def test_many_sequences_share_one_tree_inside_one_ledger() -> None:
+    run_state_machine_as_test(Machine, settings=OFTEN)
+
+
+class CopiesWithoutRoom(Prefixes):
+    """Splits and joins without counting the copy."""
+
+    def _copying(self, nbytes: int, index_bytes: int) -> Any:
+        return super()._copying(0, 0)
+
+
+class EvictsInVain(Prefixes):
+    """Gives up nodes before it knows whether that helps."""
+
+    def make_room(self, nbytes: int, why: Any = "limit") -> bool:
+        short = self.ledger.used_bytes + nbytes - self.ledger.limit_bytes
+        return short <= 0 or self.shrink(short, why) >= short
+
+
+class StopsOneByteEarly(Prefixes):
+    def make_room(self, nbytes: int, why: Any = "limit") -> bool:
+        return super().make_room(max(0, nbytes - 1), why)
+
+
+class ForgetsToSettle(Prefixes):
+    """Gives up nodes and goes on counting them."""
+
+    def _evict(self, node: Any, why: Any) -> int:
+        self.tree.remove(node)
+        return int(node.held_bytes)
+
+
+class TakesPaymentTwice(Prefixes):
+    """Leaves the segment's bytes with the sequence, too."""
+
+    def _hang(self, pin: Any, keys: Any, values: Any, segment: Any, paid: Reservation) -> None:
+        before = paid.nbytes
+        super()._hang(pin, keys, values, segment, paid)
+        paid.resize(before)
+
+
+class FollowsToTheEnd(Prefixes):
+    """Pins the whole path but does not let go of what was left."""
+
+    def _lead(self, pin: Any, path: Any) -> None:
+        for node in path[len(pin.path) :]:
+            pin.extend(node)
+
+
+class FollowsTooFar(Prefixes):
+    """Counts the whole last node as read."""
+
+    def follow(self, pin: Any, keys: Any, blocks_done: int) -> int:
+        super().follow(pin, keys, blocks_done)
+        return int(pin.node.end // self.block_size) if pin.node else 0
+
+
+class InsertsAllOfIt(Prefixes):
+    """Does not look at what others have sealed meanwhile."""
+
+    def _match_at_least(self, keys: Any, blocks: int) -> Match[Any]:
+        return super()._match_at_least(keys[:blocks] if len(keys) < 9 else keys, blocks)
+
+
+class NeverTidies(Prefixes):
+    def _merge(self, node: Any) -> bool:
+        return False
+
+
+class TidiesWithoutRoom(Prefixes):
+    """Makes others give way for a merge."""
+
+    def _merge(self, node: Any) -> bool:
+        if self.tree.can_merge(node):
+            self.make_room(2 * (node.held_bytes + next(iter(node.children.values())).held_bytes))
+        return super()._merge(node)
+
+
+BROKEN = [each for each in Prefixes.__subclasses__() if each.__module__ == __name__]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_machine_notices_what_is_broken(broken: type[Prefixes]) -> None:
+    machine = type("Broken", (Machine,), {"make": broken})
+    with pytest.raises((AssertionError, ValueError, MemoryError, KeyError)):
+        run_state_machine_as_test(machine, settings=HUNT)
+
+
+def test_refusals_say_which_limit() -> None:
+    assert re.search(r"2\.00 kB.*limit of 1\.00 MB.*raise memory_limit", make().no_room(2_000))
