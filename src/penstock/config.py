@@ -67,6 +67,43 @@ class SamplingSettings(Settings):
     """None draws a new one each time."""
 
 
+class EngineSettings(Settings):
+    """What an engine is made with."""
+
+    model_config = ConfigDict(strict=True)
+
+    memory_limit: int = Field(ge=1)
+    """Bytes, for all that is ever allocated, the weights included."""
+    max_kv_size: int = Field(MAX_KV_SIZE, ge=2)
+    """Tokens a sequence sees at most, the kept ones among them."""
+    keep: int | None = Field(None, ge=0)
+    """First tokens that it always sees; None is `KEEP`, or half of a smaller window."""
+    max_batch_size: int = Field(MAX_BATCH_SIZE, ge=1)
+    """Sequences that run at the same time."""
+    block_size: int = Field(BLOCK_SIZE, ge=1)
+    """Tokens of a block, the unit of sharing."""
+    prefill_chunk: int = Field(PREFILL_CHUNK, ge=1)
+    """Tokens of prompts that are read in one step, between two decode steps."""
+    max_queue: int = Field(MAX_QUEUE, ge=1)
+    """Answers that may wait for their place."""
+    memory_threshold: float | None = Field(None, gt=0.0, le=1.0)
+    """Share of the machine's memory, in use by everybody, from which cold prefixes give way;
+    None looks at the own limit alone."""
+
+    @model_validator(mode="after")
+    def _keep_leaves_room(self) -> EngineSettings:
+        if self.keep is not None and self.keep >= self.max_kv_size:
+            raise ValueError(
+                f"keep {self.keep} leaves no room in a window of max_kv_size {self.max_kv_size}"
+            )
+        return self
+
+    @property
+    def keep_tokens(self) -> int:
+        """First tokens of a window that are never dropped."""
+        return min(KEEP, self.max_kv_size // 2) if self.keep is None else self.keep
+
+
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 

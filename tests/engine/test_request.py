@@ -14,8 +14,40 @@ def test_the_defaults_are_greedy_and_plain() -> None:
     request = Request(prompt=(1, 2))
     assert request.sampling.greedy
     assert request.sampling.plain
-    assert (request.max_tokens, request.n, request.priority, request.salt) == (512, 1, 0, "")
-    assert request.timeout_seconds is None
+    assert request.model_dump() == {
+        "prompt": (1, 2),
+        "max_tokens": 512,
+        "sampling": {
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": None,
+            "repetition_context": None,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logit_bias": {},
+            "seed": None,
+            "logprobs": False,
+            "top_logprobs": 0,
+        },
+        "stop": (),
+        "stop_tokens": (),
+        "ignore_eos": False,
+        "n": 1,
+        "priority": 0,
+        "timeout_seconds": None,
+        "salt": "",
+    }
+
+
+def test_the_least_and_the_most() -> None:
+    least = Request(prompt=(0,), max_tokens=1, n=1, timeout_seconds=1e-3, stop=("x",))
+    assert (least.prompt, least.max_tokens) == ((0,), 1)
+    assert Request(prompt=(0,), n=128, priority=-3).priority == -3
+    assert Sampling(logprobs=True, top_logprobs=20).top_logprobs == 20
+    with pytest.raises(SettingError, match=r"^top_logprobs 21: "):
+        Sampling(logprobs=True, top_logprobs=21)
 
 
 def test_lists_become_tuples_and_dicts_settings() -> None:
@@ -65,7 +97,7 @@ def test_a_bad_request_is_refused_in_one_line(values: dict[str, Any], words: str
         ("frequency_penalty", [float("nan"), 1e31], [-2.0, 2.0]),
         ("logit_bias", [{-1: 0.0}, {1: float("inf")}, {1: 1e31}], [{0: -100.0}]),
         ("seed", [-(2**63) - 1, 2**64], [-(2**63), 0, 2**64 - 1]),
-        ("top_logprobs", [-1, 21], [0]),
+        ("top_logprobs", [-1], [0]),
     ],
 )
 def test_sampling_at_its_edges(name: str, bad: list[Any], edge: list[Any]) -> None:
@@ -86,6 +118,7 @@ def test_the_line_stays_short_for_a_long_value() -> None:
     "changed",
     [
         {"temperature": 0.5},
+        {"temperature": 1e-5},
         {"logprobs": True},
         {"logit_bias": {3: 1.0}},
         {"repetition_penalty": 1.1},

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -103,6 +104,8 @@ def test_filters_with_ties(logits: list[int], top_p: float, min_p: float) -> Non
         {"top_p": 0.8},
         {"min_p": 0.1},
         {"top_k": 5},
+        {"top_k": 1},
+        {"top_k": 299},
         {"top_p": 0.7, "min_p": 0.05, "top_k": 4},
         {"top_k": 10**6},
     ],
@@ -259,6 +262,7 @@ def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
     Chooser(sampling, (), vocabulary_size=65)
     with pytest.raises(SettingError, match="names token 64; the model has the 64 tokens"):
         Chooser(sampling, (), vocabulary_size=64)
+    assert Chooser(sampling, ()).choice == 0
     with pytest.raises(SettingError, match="names token 64"):
         Chooser(sampling, ()).choose(random_logits(64), [])
 
@@ -470,6 +474,46 @@ def test_an_error_of_one_row_touches_no_other() -> None:
         assert [one for at, one in enumerate(chosen) if at != row] == [
             one for at, one in enumerate(sound) if at != row
         ]
+
+
+class Unsure(Chooser):
+    """A chooser that fails where its row is computed, not where it is prepared."""
+
+    folder: Path
+
+    def penalised(self, logits: mx.array, generated: Sequence[int]) -> mx.array:
+        return logits + failing(self.folder, logits.size)
+
+
+def failing(folder: Path, *shape: int) -> mx.array:
+    """Return an array whose computation fails: its file is cut short before it is read."""
+    file = folder / "array.npy"
+    mx.save(str(file), mx.zeros(shape))
+    array = mx.load(str(file))
+    assert isinstance(array, mx.array)
+    with file.open("r+b") as opened:
+        opened.truncate(200)
+    return array
+
+
+def test_an_error_in_computing_one_row_touches_no_other(tmp_path: Path) -> None:
+    logits = random_logits(8, 200)
+    sound = choose_all(logits, company(), [[]] * 8)
+    for row in (0, 1, 7):
+        choosers = company()
+        choosers[row] = unsure = Unsure(Sampling(logprobs=True), ())
+        unsure.folder = tmp_path
+        chosen = choose_all(logits, choosers, [[]] * 8)
+        assert isinstance(chosen[row], RuntimeError)
+        del chosen[row]
+        assert chosen == [one for at, one in enumerate(sound) if at != row]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["greedy", "mixed"])
+def test_logits_that_cannot_be_computed_fail_the_step(tmp_path: Path, mixed: bool) -> None:
+    choosers = company() if mixed else [chooser() for _ in range(8)]
+    with pytest.raises(RuntimeError, match="Unable to read"):
+        choose_all(failing(tmp_path, 8, 200) + 1, choosers, [[]] * 8)
 
 
 def test_rows_and_choosers_must_be_as_many() -> None:

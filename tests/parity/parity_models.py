@@ -10,7 +10,18 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as theirs
-from mlx_lm.models import gemma3_text, llama, mixtral, qwen3
+from mlx_lm.models import (
+    deepseek_v3,
+    gear,
+    gemma2,
+    gemma3_text,
+    gpt_oss,
+    llama,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+)
 
 from penstock import kv
 from penstock.models.mlx_lm import load
@@ -28,6 +39,10 @@ SHARED = {
     "vocab_size": VOCABULARY_TOKENS,
 }
 FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "embedded")
+SHARED_FAMILIES = (*FAMILIES, "qwen2", "gpt_oss", "phi3")
+"""Those whose attention the engine takes over, so that it reads KV where it lies."""
+JOINED_FAMILIES = ("gemma2", "deepseek_v3", "gear")
+"""Those that the engine hands contiguous KV: attention, latents or masks of their own kind."""
 
 
 @functools.cache
@@ -35,15 +50,32 @@ def model_of(family: str) -> Any:
     """Return a random float32 model with head size 64, or the embedded one; always the same."""
     if family == "embedded":
         return load(MODEL_PATH)[0]
-    mx.random.seed(FAMILIES.index(family))
+    mx.random.seed((*SHARED_FAMILIES, *JOINED_FAMILIES).index(family))
+    model = _random(family)
+    model.set_dtype(mx.float32)
+    # With weights as they are initialised attention is nearly uniform and tokens repeat; louder,
+    # the text depends on single tokens of the past.
+    for layer in model.layers:
+        attention = layer.self_attn
+        for name in ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm", "v_proj", "o_proj"):
+            if name in attention:
+                attention[name].weight = attention[name].weight * LOUDER
+        if "sinks" in attention:
+            attention.sinks = mx.random.normal(attention.sinks.shape)
+    mx.eval(model.parameters())
+    return model
+
+
+def _random(family: str) -> Any:
+    """Return a model of a family as mlx-lm initialises it."""
     if family == "llama":
-        model = llama.Model(
+        return llama.Model(
             llama.ModelArgs(
                 model_type="llama", num_hidden_layers=3, tie_word_embeddings=False, **SHARED
             )
         )
-    elif family == "qwen3":
-        model = qwen3.Model(
+    if family == "qwen3":
+        return qwen3.Model(
             qwen3.ModelArgs(
                 model_type="qwen3",
                 num_hidden_layers=2,
@@ -54,8 +86,8 @@ def model_of(family: str) -> Any:
                 **SHARED,
             )
         )
-    elif family == "gemma3":
-        model = gemma3_text.Model(
+    if family == "gemma3":
+        return gemma3_text.Model(
             gemma3_text.ModelArgs(
                 model_type="gemma3_text",
                 num_hidden_layers=4,
@@ -66,22 +98,63 @@ def model_of(family: str) -> Any:
                 **SHARED,
             )
         )
-    else:
-        model = mixtral.Model(
+    if family == "mixtral":
+        return mixtral.Model(
             mixtral.ModelArgs(
                 model_type="mixtral", num_hidden_layers=2, num_local_experts=4, **SHARED
             )
         )
-    model.set_dtype(mx.float32)
-    # With weights as they are initialised attention is nearly uniform and tokens repeat; louder,
-    # the text depends on single tokens of the past.
-    for layer in model.layers:
-        attention = layer.self_attn
-        for name in ("q_proj", "k_proj", "q_norm", "k_norm", "v_proj", "o_proj"):
-            if name in attention:
-                attention[name].weight = attention[name].weight * LOUDER
-    mx.eval(model.parameters())
-    return model
+    if family == "qwen2":
+        return qwen2.Model(
+            qwen2.ModelArgs(
+                model_type="qwen2", num_hidden_layers=2, tie_word_embeddings=False, **SHARED
+            )
+        )
+    if family == "gpt_oss":
+        return gpt_oss.Model(
+            gpt_oss.ModelArgs(
+                num_hidden_layers=2,
+                head_dim=64,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                sliding_window=SLIDING_WINDOW,
+                layer_types=["sliding_attention", "full_attention"],
+                **SHARED,
+            )
+        )
+    if family == "phi3":
+        return phi3.Model(phi3.ModelArgs(model_type="phi3", num_hidden_layers=2, **SHARED))
+    if family == "gemma2":
+        return gemma2.Model(
+            gemma2.ModelArgs(model_type="gemma2", num_hidden_layers=2, head_dim=64, **SHARED)
+        )
+    if family == "deepseek_v3":
+        return deepseek_v3.Model(
+            deepseek_v3.ModelArgs(
+                num_hidden_layers=2,
+                q_lora_rank=None,
+                kv_lora_rank=32,
+                qk_rope_head_dim=16,
+                qk_nope_head_dim=32,
+                v_head_dim=48,
+                first_k_dense_replace=2,
+                rope_scaling=None,
+                n_routed_experts=None,
+                **SHARED,
+            )
+        )
+    assert family == "gear", family
+    return gear.Model(
+        gear.ModelArgs(
+            model_type="gear",
+            num_hidden_layers=2,
+            head_dim=64,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=SLIDING_WINDOW,
+            attn_logit_softcapping=50.0,
+            **SHARED,
+        )
+    )
 
 
 def prompt_of(tokens: int, seed: int = 0) -> list[int]:

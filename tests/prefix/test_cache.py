@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as theirs
 
 from penstock import KVCache, PrefixCache, RotatingKVCache, make_kv_cache
+from penstock.prefix import Counts
 from penstock.recall import MODEL_PATH, dialogue
 
 BLOCK = 16
@@ -135,6 +136,22 @@ def test_a_conversation_is_held_once() -> None:
     assert sum(node.segment.nbytes for node in prefix.tree) == 1_600 * TOKEN_BYTES
     assert prefix.store(turns, marked(turns)).new_tokens == 0
     prefix.check()
+
+
+def test_what_was_asked_found_and_stored_is_counted() -> None:
+    prefix = PrefixCache("1MB", block_size=BLOCK)
+    prompt = list(range(100))
+    assert prefix.fetch(prompt)[0] is None
+    prefix.store(prompt, marked(prompt))
+    prefix.store(prompt, marked(prompt))
+    prefix.fetch(prompt[:50])
+    prefix.store(prompt, [KVCache()])
+    assert prefix.counts == Counts(
+        fetches=2, hits=1, fetched_tokens=48, asked_tokens=150, stored_tokens=96, refused=1
+    )
+    prefix.clear()
+    assert (prefix.counts.evicted_nodes, prefix.counts.evicted_bytes) == (1, 96 * TOKEN_BYTES)
+    assert Counts() == Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def test_the_limit_holds_for_what_mlx_holds() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
 
 import typer
 
 from penstock.cli import options
+from penstock.errors import SettingError
+
+if TYPE_CHECKING:
+    from penstock.bench.report import Report
 
 app = typer.Typer(
     help="Measure the project's claims on this machine, a rival in the same run.",
@@ -26,6 +32,31 @@ Save: TypeAlias = Annotated[
 ]
 Rounds: TypeAlias = Annotated[
     int, typer.Option(help="How often each side runs; medians are compared.", min=1)
+]
+
+
+def _check_plot(file: Path | None) -> Path | None:
+    """Refuse before anything is measured what could not be drawn afterwards."""
+    if file is not None and find_spec("matplotlib") is None:
+        raise SettingError("--plot needs matplotlib: pip install matplotlib")
+    if file is not None and not file.absolute().parent.is_dir():
+        raise SettingError(f"--plot {file}: there is no folder {file.parent}")
+    return file
+
+
+Which: TypeAlias = Annotated[
+    Literal["random", "embedded"],
+    typer.Option("--model", help="A random llama of 21 million parameters, or the embedded one."),
+]
+Plot: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw the outcome into this file (needs matplotlib).",
+        metavar="FILE.png",
+        show_default="nothing is drawn",
+        dir_okay=False,
+        callback=_check_plot,
+    ),
 ]
 
 
@@ -149,4 +180,118 @@ def trace(
 
     report = measure(file, Load(node_blocks=node_blocks))
     publish(report, as_json=as_json, save=save)
+    raise typer.Exit(0 if report.met else 1)
+
+
+@app.command("shared-prefix")
+def shared_prefix(
+    model: Which = "random",
+    conversations: Annotated[
+        int, typer.Option(help="Conversations at the same time.", metavar="NUMBER", min=2)
+    ] = 8,
+    prefix: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="What they begin with; may be given several times.",
+            metavar="TOKENS",
+            show_default="8192 and 2048",
+            min=1,
+        ),
+    ] = None,
+    rounds: Rounds = 5,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Conversations that share their beginning: speed and bytes, against mlx-lm's batches.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.models import Choice
+    from penstock.bench.shared_prefix import Load, measure
+
+    load = Load(Choice(model), conversations=conversations, rounds=rounds)
+    if prefix:
+        load = replace(load, prefix_tokens=tuple(prefix))
+    _finish(measure(load), as_json=as_json, save=save, plot=plot)
+
+
+@app.command()
+def hit(
+    model: Which = "random",
+    tokens: Annotated[
+        int, typer.Option(help="Length of the known prompt.", metavar="TOKENS", min=1)
+    ] = 8_192,
+    rounds: Rounds = 5,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """First token and bytes copied when all of a prompt is known, against mlx-lm's prompt cache.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.hit import Load, measure
+    from penstock.bench.models import Choice
+
+    report = measure(Load(Choice(model), known_tokens=tokens, rounds=rounds))
+    _finish(report, as_json=as_json, save=save, plot=plot)
+
+
+@app.command()
+def ragged(
+    model: Which = "random",
+    rounds: Rounds = 5,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """One long sequence and seven short ones: speed and bytes, against mlx-lm's padded batches.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.models import Choice
+    from penstock.bench.ragged import Load, measure
+
+    report = measure(Load(Choice(model), rounds=rounds))
+    _finish(report, as_json=as_json, save=save, plot=plot)
+
+
+@app.command()
+def single(
+    model: Which = "random",
+    rounds: Rounds = 5,
+    longest: Annotated[
+        int,
+        typer.Option(
+            help="Show the cost of a step up to this length; 0 leaves that out.",
+            metavar="TOKENS",
+            min=0,
+        ),
+    ] = 32_768,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Sequences that share nothing: speed and the cost of a step, against mlx-lm's.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.models import Choice
+    from penstock.bench.single import Load, measure
+
+    load = Load(Choice(model), rounds=rounds)
+    report = measure(replace(load, curve_tokens=load.curve_to(longest)))
+    _finish(report, as_json=as_json, save=save, plot=plot)
+
+
+def _finish(report: Report, *, as_json: bool, save: Path | None, plot: Path | None) -> NoReturn:
+    """Publish a report and exit by it."""
+    from penstock.bench.report import publish
+
+    publish(report, as_json=as_json, save=save)
+    if plot is not None:
+        from penstock.bench.engine_picture import draw
+
+        draw(report, plot)
     raise typer.Exit(0 if report.met else 1)

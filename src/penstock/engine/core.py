@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -23,8 +22,15 @@ from mlx.utils import tree_flatten
 
 from penstock import config
 from penstock.engine.handle import Handle
-from penstock.engine.request import Request
-from penstock.engine.sampling import Chooser, Chosen, choose_all, greedy_only, likeliest
+from penstock.engine.request import Request, Sampling
+from penstock.engine.sampling import (
+    Chooser,
+    Chosen,
+    choose_all,
+    greedy_only,
+    likeliest,
+    without_frames,
+)
 from penstock.engine.scheduler import Job, Scheduler, State
 from penstock.engine.sequence import Sequence
 from penstock.engine.stats import Stats, StepTimes, Tally
@@ -39,79 +45,32 @@ from penstock.ledger import Kind, Ledger
 from penstock.memory import format_bytes, parse_bytes
 from penstock.memory.machine import read_machine_memory
 from penstock.prefix.explanation import Explanation
+from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 
-TAIL_TOKENS = 16
+TAIL_TOKENS = 8
 """Columns of a tail. More are copied out less often; fewer waste less."""
 PRESSURE_SECONDS = 1.0
 """How often the machine's memory is looked at."""
+SCORE_BUFFERS = 8
+"""Arrays of scores that are alive together while a slice of a chunk attends."""
 SLACK = 1.10
 """How much more a step may take than the one that was measured at the start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What an engine is made with, every number checked."""
-
-    memory_bytes: int
-    max_kv_size: int
-    keep: int
-    max_batch_size: int
-    block_size: int
-    prefill_chunk: int
-    max_queue: int
-    memory_threshold: float | None
-    """Share of the machine's memory, in use by everybody, from which the cache gives way."""
-
-
-def limits(
-    *,
-    memory_limit: int | str | None = None,
-    max_kv_size: int = config.MAX_KV_SIZE,
-    keep: int | None = None,
-    max_batch_size: int = config.MAX_BATCH_SIZE,
-    block_size: int = config.BLOCK_SIZE,
-    prefill_chunk: int = config.PREFILL_CHUNK,
-    max_queue: int = config.MAX_QUEUE,
-    memory_threshold: float | None = None,
-) -> Limits:
-    """Check an engine's settings; None takes the default.
+def checked(settings: dict[str, Any]) -> config.EngineSettings:
+    """Check an engine's settings, as its constructor takes them.
 
     Raises:
-        SettingError: a number is out of its range.
+        SettingError: a number is out of its range, or a name is none of a setting's.
     """
-    if memory_limit is None:
-        memory_limit = read_machine_memory(mx.device_info()).default_limit_bytes
-    if isinstance(memory_limit, str):
-        memory_limit = parse_bytes(memory_limit)
-    for name, value, least in (
-        ("memory_limit", memory_limit, 1),
-        ("max_kv_size", max_kv_size, 2),
-        ("max_batch_size", max_batch_size, 1),
-        ("block_size", block_size, 1),
-        ("prefill_chunk", prefill_chunk, 1),
-        ("max_queue", max_queue, 1),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise SettingError(f"{name} must be an integer of at least {least}, not {value!r}")
-    if keep is None:
-        keep = min(config.KEEP, max_kv_size // 2)
-    if not 0 <= keep < max_kv_size:
-        raise SettingError(
-            f"keep {keep} leaves no room in a window of max_kv_size {max_kv_size} tokens"
-        )
-    if memory_threshold is not None and not 0.0 < memory_threshold <= 1.0:
-        raise SettingError(f"memory_threshold must lie in 0..1, not {memory_threshold}")
-    return Limits(
-        memory_limit,
-        max_kv_size,
-        keep,
-        max_batch_size,
-        block_size,
-        prefill_chunk,
-        max_queue,
-        memory_threshold,
-    )
+    given = {name: value for name, value in settings.items() if value is not None}
+    limit = given.get("memory_limit")
+    if limit is None:
+        given["memory_limit"] = read_machine_memory(mx.device_info()).default_limit_bytes
+    elif isinstance(limit, str):
+        given["memory_limit"] = parse_bytes(limit)
+    return config.parse(config.EngineSettings, **given)
 
 
 class Core:
@@ -122,7 +81,7 @@ class Core:
         tokenizer: mlx-lm's wrapper; None gives answers without text, and no end of sequence.
         clock: seconds, for deadlines and recency.
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
-        settings: as `limits` takes them.
+        settings: see `config.EngineSettings`; `memory_limit` may be a text like "16GB".
 
     Raises:
         ModelError: the engine cannot run this model.
@@ -139,30 +98,53 @@ class Core:
         fingerprint: str = "",
         **settings: Any,
     ) -> None:
-        self.limits = limits(**settings)
+        self.limits = checked(settings)
         self.tokenizer = tokenizer
         self.clock = clock
         self.tally = Tally()
-        self.ledger = Ledger(self.limits.memory_bytes)
-        self._weights = self.ledger.reserve(Kind.WEIGHTS, weight_bytes(model))
-        self.runner = Runner(model, max_kv_size=self.limits.max_kv_size, keep=self.limits.keep)
-        columns = min(TAIL_TOKENS, self.limits.block_size)
-        slots = self.limits.max_batch_size
-        self._pool = self.ledger.reserve(Kind.TAILS, slots * columns * self.runner.token_bytes)
-        self.tails = Tails(slots, columns, self.runner.shapes)
-        self._buffers = self.ledger.reserve(Kind.BUFFERS, self._measure_step())
-        self._cache_limit = mx.set_cache_limit(self._buffers.nbytes)
-        self.prefixes: Prefixes[Segment] = Prefixes(
-            self.ledger, block_size=self.limits.block_size, fingerprint=fingerprint, clock=clock
-        )
+        self.ledger = Ledger(self.limits.memory_limit)
+        try:
+            self._make(model, fingerprint)
+        except LedgerFull as error:
+            needed, limit = self.ledger.used_bytes + error.needed_bytes, self.ledger.limit_bytes
+            raise NeverFits(
+                f"weights, tails, the buffers of a step and the index need "
+                f"{format_bytes(needed)} and more; the limit is {format_bytes(limit)}. Raise "
+                f"memory_limit, or lower max_batch_size or prefill_chunk",
+                needed,
+                limit,
+                limit,
+            ) from None
         self.scheduler = Scheduler(
-            slots, self.limits.prefill_chunk, self.limits.block_size, self.limits.max_queue
+            self.limits.max_batch_size,
+            self.limits.prefill_chunk,
+            self.limits.block_size,
+            self.limits.max_queue,
         )
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
         self._oom_in_a_row = 0
         self._looked_seconds = -PRESSURE_SECONDS
         self._ends = frozenset(() if tokenizer is None else tokenizer.eos_token_ids)
+        self._cache_limit = mx.set_cache_limit(self._buffers.nbytes)
+
+    def _make(self, model: Any, fingerprint: str) -> None:
+        """Make what takes memory, each part after its bytes were reserved."""
+        self._weights = self.ledger.reserve(Kind.WEIGHTS, weight_bytes(model))
+        self.runner = Runner(
+            model, max_kv_size=self.limits.max_kv_size, keep=self.limits.keep_tokens
+        )
+        columns = min(TAIL_TOKENS, self.limits.block_size)
+        slots = self.limits.max_batch_size
+        self._pool = self.ledger.reserve(Kind.TAILS, slots * columns * self.runner.token_bytes)
+        self.tails = Tails(slots, columns, self.runner.shapes)
+        self._buffers = self.ledger.reserve(Kind.BUFFERS, self._measure_step())
+        self.prefixes: Prefixes[Segment] = Prefixes(
+            self.ledger,
+            block_size=self.limits.block_size,
+            fingerprint=fingerprint,
+            clock=self.clock,
+        )
 
     # ---- requests
 
@@ -215,10 +197,13 @@ class Core:
             self._finish(sequence, lambda s: s.end("cancelled"))
 
     def close(self) -> None:
-        """Cancel everything, and let go of tree, tails and reservations."""
+        """Cancel everything and let go of it; what stays counted are weights and empty index."""
         for sequence in list(self._sequences.values()):
             self._finish(sequence, lambda s: s.end("cancelled"))
         self.prefixes.clear()
+        self.tails.drop()
+        self._pool.resize(0)
+        self._buffers.resize(0)
         mx.set_cache_limit(self._cache_limit)
 
     # ---- the step
@@ -375,14 +360,15 @@ class Core:
         most, window = sequence.most_tokens, self.limits.max_kv_size
         own = max(0, min(most, window) - cut)
         if most > window:  # past the window: its ring, and what is cut out of it
-            ring = window - self.limits.keep
+            ring = window - self.limits.keep_tokens
             own += min(most - window, ring + self.limits.prefill_chunk + self.limits.block_size)
         return own * self.runner.token_bytes
 
     def _step_bytes(self, sequence: Sequence) -> int:
         """Return what a sequence's length adds to a step: a layer joined, and its scores."""
         seen = min(sequence.most_tokens, self.limits.max_kv_size + self.limits.prefill_chunk)
-        return seen * (2 * self.runner.layer_bytes + 4 * 4 * self.runner.heads)
+        rows = 1 if self.runner.fitness.way == "shared" else self.limits.prefill_chunk
+        return seen * (2 * self.runner.layer_bytes + 4 * 4 * self.runner.heads * rows)
 
     def _check_fits(self, sequence: Sequence) -> None:
         """Raise NeverFits if a sequence could not run though nobody else did."""
@@ -412,10 +398,10 @@ class Core:
         for job in self.scheduler.in_line():
             sequence = self._sequences[job.id]
             while not (self.scheduler.free_places and self._try_admit(sequence)):
-                lower = self.scheduler.to_park(job)
-                if not lower:
+                lower = [self._sequences[other] for other in self.scheduler.to_park(job)]
+                if not lower or not self._worth_parking(sequence, lower):
                     return
-                self._park(self._sequences[lower[0]])
+                self._park(lower[0])
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Pin a path, reserve the rest, take a slot; False, and nothing taken, if it must wait."""
@@ -430,11 +416,23 @@ class Core:
             return False
         sequence.slot = self.tails.take_slot()
         self.scheduler.act(sequence.id, "admit")
-        if sequence.fresh:
+        if not sequence.admitted:
+            sequence.admitted = True
             self.tally.prompt_tokens += sequence.prompt_tokens
             self._count_hit(sequence, sequence.cut)
         self._report(sequence, 0)
         return True
+
+    def _worth_parking(self, sequence: Sequence, others: Items[Sequence]) -> bool:
+        """Tell whether a sequence would fit if all of the others were parked."""
+        needed = self._own_bytes(sequence, 0) + self._step_bytes(sequence)
+        freed = self.ledger.free_bytes + self.prefixes.evictable_bytes
+        for other in others:
+            held = [r.nbytes for r in (other.own, other.step) if r is not None]
+            path = other.pin.path if other.pin is not None else ()
+            freed += sum(held) + sum(n.segment.nbytes + n.index_bytes for n in path if n.pins == 1)
+        match = self.prefixes.match(sequence.keys)
+        return needed - match.tokens * self.runner.token_bytes <= freed
 
     def _take(self, sequence: Sequence, matched: int) -> bool:
         """Pin the first `matched` tokens and reserve the bytes of all others, or do nothing."""
@@ -456,8 +454,12 @@ class Core:
         return True
 
     def _count_hit(self, sequence: Sequence, tokens: int) -> None:
-        """Count prompt tokens that this answer did not have to compute."""
-        tokens = min(tokens, sequence.prompt_tokens - sequence.cached_tokens)
+        """Count prompt tokens that this answer did not have to compute.
+
+        What it finds again after it was parked is its own work, and no hit.
+        """
+        if sequence.was_parked:
+            return
         sequence.cached_tokens += tokens
         self.tally.hit_tokens += tokens
 
@@ -474,7 +476,6 @@ class Core:
             served_tokens=served_tokens,
         )
         if not left and self._state(sequence.id) is State.PREFILLING:
-            sequence.fresh = False
             self.scheduler.act(sequence.id, "read")
 
     def _state(self, sequence_id: int) -> State:
@@ -496,8 +497,7 @@ class Core:
                 gained = cut - sequence.cut
                 sequence.cut = cut
                 self._shrink_own(sequence, gained * self.runner.token_bytes)
-                if sequence.fresh:
-                    self._count_hit(sequence, gained)
+                self._count_hit(sequence, gained)
                 self._report(sequence, 0)
 
     def _shrink_own(self, sequence: Sequence, nbytes: int) -> None:
@@ -554,15 +554,12 @@ class Core:
         """Turn the tail into a run, and a run that ends a block into a node."""
         assert sequence.slot is not None
         size = self.limits.block_size
-        start = sequence.sealed_end
-        tail = self.tails.cut(sequence.slot, sequence.tail)
-        grows = sequence.runs and sequence.runs[-1].end % size
-        if grows:
+        start, last = sequence.sealed_end, None
+        if sequence.runs and start % size:  # an unfinished block goes on growing
             last = sequence.runs.pop()
-            joined = last.segment.join(tail)
-            sequence.runs.append(Part(joined, last.start, joined.tokens))
-        else:
-            sequence.runs.append(Part(tail, start, sequence.tail))
+            start = last.start
+        grown = self.tails.cut(sequence.slot, sequence.tail, last.segment if last else None)
+        sequence.runs.append(Part(grown, start, grown.tokens))
         sequence.tail = 0
         if sequence.position % size == 0:
             self._seal(sequence)
@@ -580,7 +577,7 @@ class Core:
                 break
             del sequence.runs[0]
         if sequence.pin is not None:
-            self.prefixes.tidy(sequence.pin)
+            self._tidy(sequence.pin.node)
 
     def _sealable(self) -> int:
         """Return up to which position KV depends on the tokens alone, not on the window."""
@@ -617,7 +614,9 @@ class Core:
         if nearest <= keep or not sequence.runs:
             return
         sequence.runs = [
-            run for run in sequence.runs if run.end > nearest or run is sequence.runs[-1]
+            run
+            for run in sequence.runs
+            if run.end > nearest or run.start < keep or run is sequence.runs[-1]
         ]
         assert sequence.pin is not None
         if sequence.cut > keep and nearest >= sequence.cut:
@@ -701,10 +700,8 @@ class Core:
             self.tails.give_back(sequence.slot)
             sequence.slot = None
         if sequence.pin is not None:
-            node = sequence.pin.node
             sequence.pin.release()
             sequence.pin = None
-            self.prefixes.tidy(node)
         for reservation in (sequence.own, sequence.step):
             if reservation is not None:
                 reservation.release()
@@ -712,21 +709,36 @@ class Core:
 
     def _park(self, sequence: Sequence) -> None:
         """Take a sequence out; it is let in again later and finds its sealed path."""
+        node = sequence.pin.node if sequence.pin is not None else None
         self._release(sequence)
+        sequence.was_parked = True
         self.tally.parkings += 1
         self.scheduler.act(sequence.id, "park")
         self.scheduler.progress(sequence.id, position=0, left=sequence.left)
+        self._tidy(node)
 
     def _finish(self, sequence: Sequence, tell: Callable[[Sequence], None]) -> None:
         """Give all back, then tell the handle: who reads the end finds the bytes free."""
+        node = sequence.pin.node if sequence.pin is not None else None
         del self._sequences[sequence.id]
         self._release(sequence)
         self.scheduler.act(sequence.id, "finish")
         self.tally.finished += 1
         tell(sequence)
+        self._tidy(node)
+
+    def _tidy(self, node: Node[Segment] | None) -> None:
+        """Merge small nodes of a path that somebody has left; it may fail, and nothing is lost."""
+        try:
+            self.prefixes.tidy(node)
+        except (MemoryError, RuntimeError):  # MLX found no room for the copy
+            self.tally.out_of_memory += 1
 
     def _fail(self, sequence: Sequence, error: PenstockError) -> None:
+        """End an answer with an error; what it wrote may be no numbers, and is wiped."""
         self.tally.failed += 1
+        if sequence.slot is not None:
+            self.tails.wipe(sequence.slot)
         self._finish(sequence, lambda s: s.end("error", error=error))
 
     @contextmanager
@@ -802,12 +814,28 @@ class Core:
             logits = runner.decode([0] * len(rows), rows, self.tails)
             mx.eval(logits, self.tails.buffers())
 
-        taken = max(peak(lambda: runner.prefill(tokens, (), 0)), peak(decode))
+        everything = Sampling(
+            temperature=1.0,
+            top_p=0.9,
+            top_k=50,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            presence_penalty=0.1,
+            logprobs=True,
+            top_logprobs=20,
+        )
+
+        def sample() -> None:
+            logits = mx.random.normal((len(rows), runner.vocabulary_size), key=mx.random.key(0))
+            choosers = [Chooser(everything, (0,), choice) for choice in range(len(rows))]
+            choose_all(logits, choosers, [()] * len(rows))
+
+        taken = max(peak(lambda: runner.prefill(tokens, (), 0)), peak(decode), peak(sample))
         # A chunk far into a prompt has as many scores at once as are ever computed together.
         most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * limits.max_kv_size)
         measured = min(most, runner.heads * len(tokens) ** 2)
         folding = 2 * limits.block_size * runner.token_bytes
-        return int(taken * SLACK) + 4 * 4 * (most - measured) + folding
+        return int(taken * SLACK) + 4 * SCORE_BUFFERS * (most - measured) + folding
 
 
 def weight_bytes(model: Any) -> int:
@@ -824,7 +852,7 @@ def _step_error(doing: str, error: Exception) -> PenstockError:
         failed.status = 503
         return failed
     failed = StepFailed(f"the model failed while {doing}: {type(error).__name__}: {error}")
-    failed.__cause__ = error
+    failed.__cause__ = without_frames(error)  # its frames would keep the step's arrays
     return failed
 
 

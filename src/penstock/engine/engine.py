@@ -6,13 +6,13 @@ import atexit
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from penstock.engine.core import Core, limits
+from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
 from penstock.engine.stats import Stats
@@ -60,7 +60,6 @@ class Engine:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **settings: Any) -> None:
-        limits(**{k: v for k, v in settings.items() if k not in ("clock", "fingerprint")})
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
@@ -153,17 +152,13 @@ class Engine:
         answer: Future[T] = Future()
         self._calls.put((call, answer))
         waited = 0.0
-        while True:
-            try:
-                return answer.result(timeout=IDLE_SECONDS)
-            except TimeoutError:
-                waited += IDLE_SECONDS
-                if answer.done():
-                    raise
-                if not self.alive:
-                    raise EngineStopped("the engine's thread has ended") from None
-                if waited >= ANSWER_SECONDS:
-                    raise
+        while not wait((answer,), timeout=IDLE_SECONDS).done:
+            waited += IDLE_SECONDS
+            if not self.alive and not answer.done():
+                raise EngineStopped("the engine's thread has ended")
+            if waited >= ANSWER_SECONDS and answer.cancel():
+                raise TimeoutError(f"the engine did not look up within {ANSWER_SECONDS:.0f} s")
+        return answer.result()
 
     def _run(self) -> None:
         """Be the thread: make the core, serve calls and run steps until closed."""
@@ -193,7 +188,8 @@ class Engine:
             call, answer = self._calls.get(timeout=IDLE_SECONDS) if wait else self._calls.get(False)
             while True:
                 try:
-                    answer.set_result(call())
+                    if answer.set_running_or_notify_cancel():
+                        answer.set_result(call())
                 except BaseException as error:  # noqa: BLE001 - handed to the caller
                     answer.set_exception(error)
                 call, answer = self._calls.get(False)

@@ -9,10 +9,9 @@ Nothing here keeps an array between calls: MLX binds lazy arrays to the thread t
 
 from __future__ import annotations
 
-import contextlib
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -229,12 +228,13 @@ def choose_all(
             drafts[row] = chooser._draft(logits[row], generated[row])
         except Exception as error:  # noqa: BLE001 - a boundary: it ends this row's answer alone
             chosen[row] = without_frames(error)
-    with contextlib.suppress(Exception):  # raised again below, at the row it belongs to
-        mx.eval([draft.arrays for draft in drafts.values()])
+    computed = _computed(drafts.values())
     for row, draft in drafts.items():
         try:
-            mx.eval(draft.arrays)
-            chosen[row] = choosers[row]._read(draft, logits[row], generated[row])
+            if computed:
+                chosen[row] = choosers[row]._read(draft, logits[row], generated[row])
+            else:
+                chosen[row] = choosers[row].choose(logits[row], generated[row])
         except Exception as error:  # noqa: BLE001 - a boundary, as above
             chosen[row] = without_frames(error)
     return chosen
@@ -288,11 +288,10 @@ def _filtered(
     scores: (vocabulary,) float32 of at most 0, log-probabilities but for a constant.
     """
     enough = None
-    if sampling.top_p < 1.0:
-        if sure or scores.size <= NUCLEUS_TOKENS:
-            scores = apply_top_p(scores, sampling.top_p)
-        else:
-            scores, enough = _nucleus(scores, sampling.top_p, NUCLEUS_TOKENS)
+    if sampling.top_p < 1.0 and (sure or scores.size <= NUCLEUS_TOKENS):
+        scores = apply_top_p(scores, sampling.top_p)
+    elif sampling.top_p < 1.0:
+        scores, enough = _nucleus(scores, sampling.top_p, NUCLEUS_TOKENS)
     if sampling.min_p > 0.0:
         scores = apply_min_p(scores, sampling.min_p)
     if 0 < sampling.top_k < scores.size:
@@ -400,6 +399,19 @@ def _check_bias(bias: dict[int, float], size: int) -> None:
         raise SettingError(
             f"logit_bias names token {max(bias)}; the model has the {size} tokens from 0"
         )
+
+
+def _computed(drafts: Iterable[_Draft]) -> bool:
+    """Compute the drafts, all at once; say whether all could be.
+
+    If not, none of them may be read: after an `mx.eval` that failed, arrays of its graph count
+    as computed and hold what was in the memory before.
+    """
+    try:
+        mx.eval([draft.arrays for draft in drafts])
+    except Exception:  # noqa: BLE001 - raised again by the row it belongs to, made anew and alone
+        return False
+    return True
 
 
 def _numbers(array: mx.array) -> Any:

@@ -9,7 +9,7 @@ from penstock.engine.handle import Handle
 from penstock.engine.request import Finish, Reason, Request, Token, Usage
 from penstock.engine.sampling import Chooser, Chosen
 from penstock.engine.text import TextStream
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, StepFailed
 from penstock.kv.reads import Part, Row
 from penstock.kv.segment import Segment
 from penstock.ledger import Reservation
@@ -38,8 +38,10 @@ class Sequence:
     """Names of the whole blocks of `tokens`, as far as they may be shared."""
     cached_tokens: int = 0
     """Of the prompt, what was not computed for this answer."""
-    fresh: bool = True
-    """Whether it was never in before: what it finds later is its own work."""
+    admitted: bool = False
+    """Whether it ever had a place."""
+    was_parked: bool = False
+    """Whether it was taken out: what it finds after that is its own work."""
     pin: Pin[Segment] | None = None
     cut: int = 0
     runs: list[Part] = field(default_factory=list)
@@ -129,7 +131,12 @@ class Sequence:
         """Tell the handle that the answer has ended."""
         text = ""
         if self.text is not None and error is None:
-            text = self.text.finish()
+            try:
+                text = self.text.finish()
+            # A boundary: a detokenizer's fault is this answer's, and the engine goes on.
+            except Exception as fault:  # noqa: BLE001
+                error = StepFailed(f"the end of the text failed: {type(fault).__name__}: {fault}")
+                reason, stop = "error", None
             if self.text.stopped is not None:
                 reason, stop = "stop", self.text.stopped
         self.handle.post(Finish(self.choice, reason, text, stop, self.usage(), error))

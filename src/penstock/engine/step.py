@@ -55,7 +55,7 @@ class Runner:
         mx.eval(model.parameters())
         layers = seam.sights(model)
         modules = seam.attach(model)
-        self.heads = 1
+        self.heads = seam.query_heads(model)
         self.shapes: tuple[LayerShape, ...] = ()
         self.vocabulary_size = 0
         self.sights = layers  # unbounded while the model is tried
@@ -104,7 +104,10 @@ class Runner:
     ) -> list[ChunkReads] | list[JoinedReads]:
         if way == "joined":
             return [JoinedReads(i, s, parts, position) for i, s in enumerate(self.sights)]
-        return [ChunkReads(i, s, parts, position) for i, s in enumerate(self.sights)]
+        last = len(self.sights) - 1
+        return [
+            ChunkReads(i, s, parts, position, last=i == last) for i, s in enumerate(self.sights)
+        ]
 
     def _decode_joined(self, token: int, row: Row, tails: Tails) -> mx.array:
         tail = (tails, row.slot, row.tail)
@@ -187,9 +190,7 @@ class Runner:
             found = mx.concatenate(logits)
         else:
             step = DecodeStep.of(rows, tails)
-            reads = step.caches(self.sights)
-            found = self._run([[before], [last]], reads)
-            self.heads = max(read.heads for read in reads)
+            found = self._run([[before], [last]], step.caches(self.sights))
         found = found.astype(mx.float32)
         mx.eval(found)
         return found, self.shapes[0].dtype

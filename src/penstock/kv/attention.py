@@ -53,10 +53,13 @@ class Sight:
         return self.starts_at(position) <= self.keep
 
     def within(self, window: int | None) -> Sight:
-        """Return this sight, narrowed by the window of a mask that the model asked for."""
+        """Return this sight, narrowed by the window of a mask that the model asked for.
+
+        A narrower window hides the kept tokens, too, as in the rings of `penstock.kv`.
+        """
         if window is None or (self.window is not None and self.window <= window):
             return self
-        return Sight(window, self.keep if self.window is not None else 0)
+        return Sight(window)
 
     def mask(self, queries: mx.array, columns: mx.array) -> mx.array:
         """Return what is seen: positions (n,) and columns (m,) give (n, m) booleans."""
@@ -70,7 +73,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Attention over some of the columns, unnormalised, in float32 or the queries' dtype.
+    """Attention over some of the columns, unnormalised, in float32.
 
     top: (..., 1), the largest score; total: (..., 1), the sum of 2^(score - top);
     mixed: (..., value_dim), the values weighted by the same.
@@ -96,8 +99,8 @@ def exp2(x: mx.array) -> mx.array:
 
 
 def in_base_2(queries: mx.array, scale: float) -> mx.array:
-    """Scale queries so that their scores are exponents of 2."""
-    return queries * (scale * LOG2_E)
+    """Scale queries so that `score` makes exponents of 2 of them."""
+    return queries * (scale * LOG2_E if queries.dtype == mx.float32 else scale)
 
 
 def grouped(queries: mx.array, kv_heads: int) -> mx.array:
@@ -108,7 +111,7 @@ def grouped(queries: mx.array, kv_heads: int) -> mx.array:
     b, heads, n, d = queries.shape
     r = heads // kv_heads
     split = queries.reshape(b, kv_heads, r * n, d)
-    return split[0] if b == 1 else split.swapaxes(0, 1).reshape(kv_heads, b * r * n, d)
+    return split.squeeze(0) if b == 1 else split.swapaxes(0, 1).reshape(kv_heads, b * r * n, d)
 
 
 def ungrouped(stacked: mx.array, b: int, heads: int) -> mx.array:
@@ -130,13 +133,30 @@ def weigh(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def score(stacked: mx.array, parts: Sequence[mx.array]) -> mx.array:
-    """Score queries (kv_heads, m, d) against keys (kv_heads, n_i, d): (kv_heads, m, sum n_i)."""
-    scores = [stacked @ keys.swapaxes(-1, -2) for keys in parts]
-    return scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)
+    """Score queries (..., m, d) against keys (..., n_i, d): (..., m, sum n_i), float32, base 2.
+
+    In half precision the matrix product is the last that is rounded; the softmax is not.
+    """
+    products = [stacked @ keys.swapaxes(-1, -2) for keys in parts]
+    scores = products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
+    return scores if scores.dtype == mx.float32 else scores.astype(mx.float32) * LOG2_E
 
 
-def mix(weights: mx.array, parts: Sequence[mx.array]) -> mx.array:
-    """Mix values (kv_heads, n_i, d) by weights (kv_heads, m, sum n_i): (kv_heads, m, d)."""
+def mix(weights: mx.array, total: mx.array, parts: Sequence[mx.array]) -> mx.array:
+    """Mix values (..., n_i, d) by float32 weights (..., m, sum n_i): (..., m, d), float32.
+
+    total: the weights' sums. Weights of float16 values are divided by them for the product,
+    which would overflow otherwise.
+    """
+    dtype = parts[0].dtype
+    if dtype == mx.float32:
+        return _mix(weights, parts)
+    if dtype == mx.float16:
+        return _mix((weights / total).astype(dtype), parts).astype(mx.float32) * total
+    return _mix(weights.astype(dtype), parts).astype(mx.float32)
+
+
+def _mix(weights: mx.array, parts: Sequence[mx.array]) -> mx.array:
     if len(parts) == 1:
         return weights @ parts[0]
     mixed, start = None, 0
@@ -166,11 +186,11 @@ def attend_parts(
     if seen is not None:
         scores = mx.where(seen, scores, MASKED)
     top, weights, total = weigh(scores)
-    return Partial(top, total, mix(weights, values))
+    return Partial(top, total, mix(weights, total, values))
 
 
 def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
-    """Merge partial results over disjoint columns into the attention's result.
+    """Merge partial results over disjoint columns into the attention's result, float32.
 
     Args:
         sinks: scores in base 2 that take part in the softmax and have no value, of a shape that
@@ -201,6 +221,7 @@ def attend_chunk(
     scale: float,
     sight: Sight,
     sinks: mx.array | None = None,
+    eager: bool = False,
 ) -> mx.array:
     """Let a prefill chunk read contiguous keys, its own at the end.
 
@@ -212,6 +233,7 @@ def attend_chunk(
         scale: what the model multiplies its scores by.
         sight: which columns are seen.
         sinks: (heads,) as the model has them, in base e.
+        eager: compute slice by slice now; left to MLX, the scores of many are alive together.
 
     Returns:
         (1, heads, n, value_dim).
@@ -227,13 +249,14 @@ def attend_chunk(
     heads, kv_heads = queries.shape[1], keys.shape[1]
     queries = in_base_2(queries, scale)
     step = max(1, SCORES_AT_ONCE // (heads * m))
+    keys, values = keys.squeeze(0), values.squeeze(0)
     done = []
     for first in range(0, n, step):
         some = min(step, n - first)
         # Columns behind the last query of these are seen by none of them.
         reach = m - n + first + some
         at = None if columns is None else columns[:reach]
-        scores = score(grouped(queries[:, :, first : first + some], kv_heads), [keys[0, :, :reach]])
+        scores = score(grouped(queries[:, :, first : first + some], kv_heads), [keys[:, :reach]])
         scores = scores.reshape(kv_heads, heads // kv_heads, some, reach)
         if at is None and sight.sees_all(start + first + some - 1):
             own = mx.where(mx.tri(some, some, 0, mx.bool_), scores[..., reach - some :], MASKED)
@@ -244,11 +267,18 @@ def attend_chunk(
         else:
             scores = mx.where(_seen(sight, start + first, some, reach, at), scores, MASKED)
         top, weights, total = weigh(scores)
-        flat = weights.reshape(kv_heads, -1, reach) @ values[0, :, :reach]
+        flat = mix(
+            weights.reshape(kv_heads, -1, reach),
+            total.reshape(kv_heads, -1, 1),
+            [values[:, :reach]],
+        )
         part = Partial(top, total, flat.reshape(*top.shape[:-1], values.shape[-1]))
         sunk = None if sinks is None else (sinks * LOG2_E).reshape(kv_heads, -1, 1, 1)
         done.append(merged([part], sunk).reshape(1, heads, some, -1))
-    return done[0] if len(done) == 1 else mx.concatenate(done, axis=2)
+        if eager and step < n:
+            mx.eval(done[-1])
+    result = done[0] if len(done) == 1 else mx.concatenate(done, axis=2)
+    return result.astype(queries.dtype)
 
 
 def _seen(sight: Sight, start: int, n: int, m: int, columns: mx.array | None) -> mx.array:

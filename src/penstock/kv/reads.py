@@ -94,30 +94,42 @@ def in_order(rows: Sequence[Row]) -> list[int]:
 def lay_out(rows: Sequence[Row], sight: Sight) -> Layout:
     """Group what rows in order (see `in_order`) read, so that a shared part is read once."""
     levels: list[list[Unit]] = []
-
-    def descend(first: int, last: int, depth: int, level: int) -> None:
-        """Lay out the rows first..last-1, which share their first `depth` parts."""
-        start = first
-        for _, group in groupby(range(first, last), lambda i: _segment_id(rows[i], depth)):
-            stop = start + len(list(group))
-            if len(rows[start].parts) > depth:
-                # As far as all of these rows go on alike, the parts are read together.
-                end = depth + 1
-                while (key := _segment_id(rows[start], end)) is not None and key == _segment_id(
-                    rows[stop - 1], end
-                ):
-                    end += 1
-                unit = _unit(rows, start, stop, depth, end, sight)
-                if unit is not None:
-                    if level == len(levels):
-                        levels.append([])
-                    levels[level].append(unit)
-                descend(start, stop, end, level + (unit is not None))
-            start = stop
-
-    descend(0, len(rows), 0, 0)
+    _descend(rows, 0, len(rows), 0, 0, sight, levels)
     columns = max(row.tail for row in rows) + 1
     return Layout(tuple(map(tuple, levels)), _tail_seen(rows, columns, sight), columns)
+
+
+def _descend(
+    rows: Sequence[Row],
+    first: int,
+    last: int,
+    depth: int,
+    level: int,
+    sight: Sight,
+    levels: list[list[Unit]],
+) -> None:
+    """Lay out the rows first..last-1, which share their first `depth` parts, from `level` on.
+
+    Not a function within a function: one that calls itself keeps what it refers to, here the
+    segments, until the garbage collector comes by.
+    """
+    start = first
+    for _, group in groupby(range(first, last), lambda i: _segment_id(rows[i], depth)):
+        stop = start + len(list(group))
+        if len(rows[start].parts) > depth:
+            # As far as all of these rows go on alike, the parts are read together.
+            end = depth + 1
+            while (key := _segment_id(rows[start], end)) is not None and key == _segment_id(
+                rows[stop - 1], end
+            ):
+                end += 1
+            unit = _unit(rows, start, stop, depth, end, sight)
+            if unit is not None:
+                if level == len(levels):
+                    levels.append([])
+                levels[level].append(unit)
+            _descend(rows, start, stop, end, level + (unit is not None), sight, levels)
+        start = stop
 
 
 def _segment_id(row: Row, depth: int) -> int | None:
@@ -260,8 +272,6 @@ class DecodeReads(Reads):
         super().__init__(layer, sight)
         self.step = step
         self.offset = step.offset
-        self.heads = 1
-        """Query heads, known once the layer has attended."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the rows' tokens, (b, kv_heads, 1, dim), behind their tails; return them."""
@@ -285,13 +295,12 @@ class DecodeReads(Reads):
     ) -> mx.array:
         """Attend as the model's own attention would: (b, heads, 1, d) -> (b, heads, 1, dim)."""
         layout = self.step.layout(self.check_given(keys, values, mask))
-        self.heads = queries.shape[1]
         queries = attention.in_base_2(queries, scale)
         if sinks is not None:
-            sinks = sinks.astype(queries.dtype) * attention.LOG2_E
-        if len(self.step.rows) == 1:
-            return self._attend_alone(queries, layout, sinks)
-        return self._attend_together(queries, layout, sinks)
+            sinks = sinks.astype(mx.float32) * attention.LOG2_E
+        attend = self._attend_alone if len(self.step.rows) == 1 else self._attend_together
+        result = attend(queries, layout, sinks)
+        return result if result.dtype == queries.dtype else result.astype(queries.dtype)
 
     def _attend_alone(self, queries: mx.array, layout: Layout, sinks: mx.array | None) -> mx.array:
         """Read all parts and the tail under one softmax."""
@@ -303,7 +312,9 @@ class DecodeReads(Reads):
         keys, values = _sides(pieces, self.layer)
         seen = _seen_alone(units, layout, row.tail + 1)
         stacked = attention.grouped(queries, tail[0].shape[1])
-        part = attention.attend_parts(stacked, [*keys, tail[0][0]], [*values, tail[1][0]], seen)
+        part = attention.attend_parts(
+            stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
+        )
         sunk = None if sinks is None else sinks.reshape(*stacked.shape[:2], 1)
         return attention.ungrouped(attention.merged([part], sunk), 1, heads)
 
@@ -350,7 +361,7 @@ class DecodeReads(Reads):
         b, heads, _, d = queries.shape
         kv_heads = keys.shape[1]
         r = heads // kv_heads
-        scores = queries.reshape(b, kv_heads, r, d) @ keys.swapaxes(-1, -2)
+        scores = attention.score(queries.reshape(b, kv_heads, r, d), [keys])
         if layout.tail_seen is not None:
             scores = mx.where(layout.tail_seen, scores, MASKED)
         top, weights, total = attention.weigh(scores)
@@ -358,7 +369,8 @@ class DecodeReads(Reads):
         def rows_last(x: mx.array) -> mx.array:
             return x.swapaxes(0, 1).reshape(kv_heads, b * r, x.shape[-1])
 
-        return Partial(rows_last(top), rows_last(total), rows_last(weights @ values))
+        mixed = attention.mix(weights, total, [values])
+        return Partial(rows_last(top), rows_last(total), rows_last(mixed))
 
 
 def _sides(pieces: Sequence[Piece], layer: int) -> tuple[list[mx.array], list[mx.array]]:
@@ -367,9 +379,11 @@ def _sides(pieces: Sequence[Piece], layer: int) -> tuple[list[mx.array], list[mx
     for segment, start, stop in pieces:
         k, v = segment.layers[layer]
         assert isinstance(k, mx.array) and isinstance(v, mx.array)
-        whole = start == 0 and stop == k.shape[2]
-        keys.append(k[0] if whole else k[0, :, start:stop])
-        values.append(v[0] if whole else v[0, :, start:stop])
+        # squeeze makes a view where an index of 0 would copy
+        if start > 0 or stop < k.shape[2]:
+            k, v = k[:, :, start:stop], v[:, :, start:stop]
+        keys.append(k.squeeze(0))
+        values.append(v.squeeze(0))
     return keys, values
 
 
@@ -388,10 +402,10 @@ def _seen_alone(units: Sequence[Unit], layout: Layout, tail: int) -> mx.array | 
 
 def _nothing(stacked: mx.array, rows: int, values: mx.array) -> Partial:
     """Return what rows that read nothing contribute."""
-    kv_heads, dtype = stacked.shape[0], stacked.dtype
-    top = mx.full((kv_heads, rows, 1), MASKED, dtype)
-    zero = mx.zeros((kv_heads, rows, 1), dtype)
-    return Partial(top, zero, mx.zeros((kv_heads, rows, values.shape[-1]), dtype))
+    kv_heads = stacked.shape[0]
+    top = mx.full((kv_heads, rows, 1), MASKED, mx.float32)
+    zero = mx.zeros((kv_heads, rows, 1))
+    return Partial(top, zero, mx.zeros((kv_heads, rows, values.shape[-1])))
 
 
 def _side_by_side(found: Sequence[Partial]) -> Partial:
@@ -411,9 +425,13 @@ class ChunkReads(Reads):
     segment when the step is done.
     """
 
-    def __init__(self, layer: int, sight: Sight, parts: Sequence[Part], position: int) -> None:
+    def __init__(
+        self, layer: int, sight: Sight, parts: Sequence[Part], position: int, *, last: bool = False
+    ) -> None:
+        """`last`: nobody reads what the layer attends to, so it is never computed."""
         super().__init__(layer, sight)
         self.parts = parts
+        self.last = last
         self.offset: int = position
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -421,6 +439,8 @@ class ChunkReads(Reads):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Keep the chunk's tokens, (1, kv_heads, n, dim), and return them."""
         self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
+        # All of the layers before is computed with them: what they had joined is let go.
+        mx.eval(self.keys, self.values)
         self._given = keys, values
         return keys, values
 
@@ -444,7 +464,8 @@ class ChunkReads(Reads):
             start=self.offset,
             scale=scale,
             sight=sight,
-            sinks=None if sinks is None else sinks.astype(queries.dtype),
+            sinks=sinks,
+            eager=not self.last,
         )
 
     def joined(self, sight: Sight) -> tuple[mx.array, mx.array, mx.array | None]:
@@ -516,24 +537,26 @@ class JoinedReads:
         self.tail = tail
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self._joined: tuple[mx.array, mx.array, mx.array | None] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Keep the new tokens and return all that is seen, they included."""
         if self.tail is None:
             self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
-            own = self.keys, self.values
+            mx.eval(self.keys, self.values)  # as in ChunkReads: one layer at a time
         else:
             tails, slot, used = self.tail
             tails.write_one(self.layer, slot, used, keys, values)
-            own = tails.read_one(self.layer, slot, used + 1)
-        self._joined = join_parts(self.parts, self.layer, self.sight, self.offset, own)
-        return self._joined[:2]
+        return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what `update_and_fetch` returned; later layers of some models read it."""
-        assert self._joined is not None
-        return self._joined[:2]
+        if self.tail is not None:
+            tails, slot, used = self.tail
+            own = tails.read_one(self.layer, slot, used + 1)
+        else:
+            assert self.keys is not None and self.values is not None
+            own = self.keys, self.values
+        return join_parts(self.parts, self.layer, self.sight, self.offset, own)[:2]
 
     @property
     def state(self) -> tuple[mx.array, mx.array, int]:

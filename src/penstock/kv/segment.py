@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import mlx.core as mx
+
 from penstock.kv import columns as col
 from penstock.kv.base import LayerCache
 from penstock.kv.columns import Side
@@ -52,14 +54,13 @@ class Segment:
         )
 
     def join(self, other: Segment) -> Segment:
-        """Return one segment of copies of this one's tokens and then `other`'s."""
-        return Segment(
-            tuple(
-                (placed([mine[0], theirs[0]], count), placed([mine[1], theirs[1]], count))
-                for mine, theirs in zip(self.layers, other.layers, strict=True)
-                for count in (self.tokens + other.tokens,)
-            )
+        """Return one segment of copies of this one's tokens and then `other`'s; evaluated."""
+        layers = tuple(
+            (col.join(mine[0], theirs[0]), col.join(mine[1], theirs[1]))
+            for mine, theirs in zip(self.layers, other.layers, strict=True)
         )
+        mx.eval([col.arrays(*layer) for layer in layers])
+        return Segment(layers)
 
 
 def placed(parts: Sequence[Side], count: int) -> Side:

@@ -53,14 +53,18 @@ class Tails:
         self._free = list(reversed(range(slots)))
         self.renew()
 
+    def drop(self) -> None:
+        """Let go of all memory; the pool cannot be used afterwards."""
+        self._keys: list[mx.array] = []
+        self._values: list[mx.array] = []
+
     def renew(self) -> None:
         """Take all memory anew, zeroed: after a step whose writes cannot be evaluated."""
 
         def zeros(shape: LayerShape, dim: int) -> mx.array:
             return mx.zeros((self.slots, shape.kv_heads, self.columns, dim), shape.dtype)
 
-        self._keys: list[mx.array] = []
-        self._values: list[mx.array] = []
+        self.drop()
         self._keys = [zeros(shape, shape.key_dim) for shape in self.shapes]
         self._values = [zeros(shape, shape.value_dim) for shape in self.shapes]
         mx.eval(self._keys, self._values)
@@ -84,6 +88,14 @@ class Tails:
         if not self._free:
             raise PoolFull(self.slots)
         return self._free.pop()
+
+    def wipe(self, slot: int) -> None:
+        """Zero a slot. Hidden columns are weighed with 0, and 0 x infinity is not a number."""
+        for buffers in (self._keys, self._values):
+            for layer, buffer in enumerate(buffers):
+                row = buffer[slot : slot + 1]
+                buffers[layer] = _written(buffer, slot, 0, mx.zeros_like(row))
+        mx.eval(self.buffers())
 
     def give_back(self, slot: int) -> None:
         """Take a slot back, whatever is in it."""
@@ -119,11 +131,14 @@ class Tails:
         """Return all buffers, to be evaluated with the step that wrote to them."""
         return [*self._keys, *self._values]
 
-    def cut(self, slot: int, stop: int) -> Segment:
-        """Copy the first `stop` columns of a slot; evaluated."""
-        return Segment.cut(
-            [self.read_one(layer, slot, self.columns) for layer in range(len(self.shapes))], 0, stop
-        )
+    def cut(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
+        """Copy the first `stop` columns of a slot, behind a segment if there is one; evaluated."""
+        layers = tuple(self.read_one(layer, slot, stop) for layer in range(len(self.shapes)))
+        if behind is not None:
+            return behind.join(Segment(layers))
+        copied = tuple((mx.contiguous(keys), mx.contiguous(values)) for keys, values in layers)
+        mx.eval(copied)
+        return Segment(copied)
 
 
 def _written(buffer: mx.array, slot: int, column: int, new: mx.array) -> mx.array:

@@ -242,6 +242,21 @@ def sights(model: nn.Module) -> list[Sight]:
     return found
 
 
+def query_heads(model: nn.Module) -> int:
+    """Return the most query heads that a layer can have: the attribute of its attention or its
+    arguments, under one of the names mlx-lm's models use; 64 if there is none."""
+    places = [getattr(model, "args", None)]
+    places.append(getattr(places[0], "text_config", None))
+    places += [getattr(layer, "self_attn", None) for layer in getattr(model, "layers", [])]
+    found = [
+        value
+        for place in places
+        for name in ("num_attention_heads", "n_heads", "n_head", "num_heads")
+        if isinstance(value := getattr(place, name, None), int)
+    ]
+    return max(found, default=64)
+
+
 def plain_caches(model: nn.Module) -> list[Any]:
     """Return mlx-lm's own caches for a model: one sequence, unbounded."""
     return list(mlx_lm.models.cache.make_prompt_cache(model))

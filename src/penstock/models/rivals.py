@@ -150,12 +150,7 @@ class Batched(_Rival):
         return sum(self._read_tokens)
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Hand in all prompts at once, each with what the prompt cache knows of it.
-
-        What was handed in before is given up.
-        """
-        self._generator.remove(list(self._places))
-        self._places, self._known_tokens, self._read_tokens = {}, [], []
+        """Hand in all prompts at once, each with what the prompt cache knows of it."""
         for prompt in prompts:
             tokens = list(prompt)
             caches, rest = self._fetch(tokens)
@@ -166,6 +161,11 @@ class Batched(_Rival):
             self._places[uid] = len(self._places)
             self._known_tokens.append(known)
             self._read_tokens.append(known)
+
+    def give_up(self) -> None:
+        """Take all sequences out of the generator; the prompt cache stays."""
+        self._generator.remove(list(self._places))
+        self._places, self._known_tokens, self._read_tokens = {}, [], []
 
     def step(self) -> list[tuple[int, int]]:
         """Run one step; return (which prompt, token) of every token that came out."""
@@ -192,8 +192,7 @@ class Solo(_Rival):
         """Tokens of the prompt that are in the cache by now."""
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Take the one prompt, with what the prompt cache knows of it; give the last one up."""
-        self.close()
+        """Take the one prompt, with what the prompt cache knows of it."""
         (prompt,) = prompts
         caches, rest = self._fetch(list(prompt))
         self.cached_tokens = len(prompt) - len(rest)
@@ -216,6 +215,10 @@ class Solo(_Rival):
         token, _ = next(self._tokens)
         return [(0, int(token))]
 
+    def give_up(self) -> None:
+        """Drop the generator and its caches; the prompt cache stays."""
+        self._tokens = iter(())
+
     def close(self) -> None:
         """Stop generating."""
-        self._tokens = iter(())
+        self.give_up()

@@ -251,7 +251,6 @@ class Prefixes(Generic[S]):
         node = match.path[-1]
         if not self.make_room(self._bytes_to_split(match)):
             return False
-        self._index.resize(self._index.nbytes + NODE_BYTES)
         with self._copying(node.segment.nbytes, node.index_bytes):
             pin.withdraw(self.tree.split(node, match.blocks_in_last))
         return True
@@ -282,8 +281,7 @@ class Prefixes(Generic[S]):
         short = self.ledger.used_bytes + nbytes - self.ledger.limit_bytes
         if short > self.evictable_bytes:
             return False
-        if short > 0:
-            self.shrink(short, why)
+        self.shrink(short, why)
         return True
 
     def reserve(self, kind: Kind, nbytes: int) -> Reservation:

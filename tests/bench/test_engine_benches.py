@@ -1,0 +1,442 @@
+"""The benches of the engine measure what they say, in a small size."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import (
+    BatchGenerator,
+    GenerationBatch,
+    PromptProcessingBatch,
+    generate_step,
+)
+from mlx_lm.models.cache import LRUPromptCache
+
+from penstock.bench import engine_runs, hit, ragged, shared_prefix, single
+from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, Run, Task
+from penstock.bench.models import Choice, LlamaShape, bench_model
+from penstock.bench.report import publish
+from penstock.cli import main
+from penstock.errors import SettingError
+from penstock.models.rivals import Batched, Solo, random_llama
+
+TINY = LlamaShape(
+    layers=2, hidden_size=64, intermediate_size=64, query_heads=4, kv_heads=2, head_dim=16
+)
+WIDE = replace(TINY, layers=4, kv_heads=4, head_dim=64)
+"""Much KV, so that a step's other buffers are small beside it."""
+SMALL = EngineShape(block_size=16, prefill_chunk=64)
+COMMON = {"decode_speed", "prefill_speed", "peak_memory", "held_memory"}
+SIZES: dict[str, Any] = {"llama": TINY, "engine": SMALL, "decode_tokens": 8, "rounds": 1}
+
+SHARED = shared_prefix.Load(**SIZES, conversations=3, prefix_tokens=(256,), suffix_tokens=20)
+HIT = hit.Load(**{**SIZES, "llama": WIDE}, known_tokens=512, hits=4)
+RAGGED = ragged.Load(**SIZES, shapes=((300, 20, 3),))
+SINGLE = single.Load(
+    **SIZES, shapes=((1, 100), (3, 50)), curve_tokens=(64, 128, 192), curve_steps=8
+)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return bench_model(Choice.RANDOM, TINY)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    return shared_prefix.measure(SHARED)
+
+
+@pytest.fixture(scope="module")
+def hits() -> Any:
+    return hit.measure(HIT)
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Any:
+    return ragged.measure(RAGGED)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return single.measure(SINGLE)
+
+
+# ---- what is leaned on in mlx-lm
+
+
+def test_mlx_lm_takes_what_the_rivals_pass() -> None:
+    wanted = {
+        BatchGenerator: {
+            "completion_batch_size",
+            "prefill_batch_size",
+            "prefill_step_size",
+            "stream",
+        },
+        BatchGenerator.insert: {"prompts", "max_tokens", "caches", "all_tokens"},
+        BatchGenerator.remove: {"uids"},
+        generate_step: {
+            "stream",
+            "max_tokens",
+            "prompt_cache",
+            "prefill_step_size",
+            "prompt_progress_callback",
+        },
+        LRUPromptCache.insert_cache: {"model", "tokens", "prompt_cache", "cache_type"},
+        LRUPromptCache.fetch_nearest_cache: {"model", "tokens"},
+    }
+    for function, names in wanted.items():
+        gone = names - set(inspect.signature(function).parameters)
+        assert gone == set(), f"mlx-lm's {function} lost {gone}"
+
+
+def test_mlx_lm_answers_what_the_rivals_read() -> None:
+    prompt = PromptProcessingBatch.Response.__annotations__
+    generated = GenerationBatch.Response.__annotations__
+    assert {"uid", "progress"} <= set(prompt)
+    assert {"uid", "token"} <= set(generated)
+
+
+def test_the_rivals_settings_are_those_of_mlx_lms_server() -> None:
+    from mlx_lm import server
+
+    source = inspect.getsource(server.main)
+    for flag, default in (("prefill-step-size", 2048), ("prompt-concurrency", 8)):
+        after = source.split(f'"--{flag}"')[1].split(")")[0]
+        assert f"default={default}" in after, f"mlx-lm's server has another --{flag} now"
+
+
+# ---- models
+
+
+def test_the_random_llama_has_twenty_million_parameters() -> None:
+    model = bench_model(Choice.RANDOM)
+    assert 20e6 <= model.parameters < 22e6
+    assert model.kv_bytes_per_token == 2 * 8 * 4 * 64 * 4
+    weights = dict(tree_flatten(model.model.parameters())).values()
+    assert {array.dtype for array in weights} == {mx.float32}
+
+
+def test_a_seed_makes_one_model() -> None:
+    def weights(seed: int) -> Any:
+        return random_llama(
+            layers=1,
+            hidden_size=16,
+            intermediate_size=16,
+            query_heads=2,
+            kv_heads=1,
+            head_dim=8,
+            vocabulary_size=32,
+            seed=seed,
+        ).lm_head.weight
+
+    one, again, other = weights(1), weights(1), weights(2)
+    assert mx.array_equal(one, again)
+    assert not mx.array_equal(one, other)
+
+
+@pytest.mark.parametrize("choice", list(Choice))
+def test_prompts_have_their_length_and_differ_by_seed(choice: Choice) -> None:
+    model = bench_model(choice, TINY)
+    for tokens in (1, 40, 4_500):
+        prompt = model.prompt(tokens, seed=0)
+        assert len(prompt) == tokens
+        assert prompt == model.prompt(tokens, seed=0)
+    assert model.prompt(40, seed=0) != model.prompt(40, seed=1)
+
+
+def test_what_is_generated_hangs_on_what_was_read_first() -> None:
+    """Otherwise equal tokens would say nothing about the caches."""
+    model = bench_model(Choice.RANDOM, TINY)
+    prompt = model.prompt(40, seed=0)
+    other = [(prompt[0] + 1) % 1_000, *prompt[1:]]
+    texts = [generated(Solo(model.model), tokens) for tokens in (prompt, other)]
+    assert texts[0] != texts[1]
+
+
+def generated(side: Any, prompt: Sequence[int], count: int = 12) -> list[int]:
+    side.submit([prompt], count + 8)
+    found: list[int] = []
+    while len(found) < count:
+        found += [token for _, token in side.step()]
+    side.close()
+    return found[:count]
+
+
+# ---- driving a side
+
+
+SIDES = {
+    "ours": lambda model, batch: Ours(model, batch, SMALL),
+    "batched": lambda model, batch: Batched(model.model, batch),
+    "solo": lambda model, batch: Solo(model.model),
+}
+
+
+@pytest.mark.parametrize("kind", SIDES)
+def test_a_side_counts_what_it_reads_and_what_it_knew(tiny: Any, kind: str) -> None:
+    prompts = [tiny.prompt(70, seed=0)]
+    side = SIDES[kind](tiny, 1)
+    side.learn(prompts[0][:64])
+    runs = [engine_runs.drive(side, Task(prompts, 5), watch=True) for _ in range(2)]
+    side.close()
+    for run in runs:
+        assert run.cached_tokens == 64
+        assert len(run.step_seconds) == run.decoded_tokens == 5
+        assert len(run.tokens[0]) == 6
+        # 70 of the prompt and the generated but for the last, give or take one in flight.
+        assert abs(run.moments[-1].needed_tokens - 75) <= 1
+    assert runs[0].tokens == runs[1].tokens
+
+
+@pytest.mark.parametrize("kind", ["ours", "batched"])
+def test_several_sequences_generate_what_each_generates_alone(tiny: Any, kind: str) -> None:
+    prompts = [tiny.prompt(tokens, seed=tokens) for tokens in (100, 30, 7)]
+    run = engine_runs.drive(SIDES[kind](tiny, 3), Task(prompts, 6))
+    for prompt, tokens in zip(prompts, run.tokens, strict=True):
+        assert tokens == generated(Solo(tiny.model), prompt, len(tokens))
+
+
+def test_a_sequence_that_ends_early_is_not_measured(tiny: Any) -> None:
+    class Short(Ours):
+        def submit(self, prompts: Any, max_tokens: int) -> None:
+            super().submit(prompts, 3)
+
+    with pytest.raises(AssertionError, match="ended while it was measured"):
+        engine_runs.run_side(lambda: Short(tiny, 1, SMALL), Task([[1, 2, 3]], 8))
+
+
+def test_bytes_left_behind_are_noticed(tiny: Any) -> None:
+    left = []
+
+    class Leaky(Ours):
+        def close(self) -> None:
+            left.append(mx.zeros(engine_runs.STRAY_BYTES))
+            mx.eval(left)
+            super().close()
+
+    makers = {OURS: lambda: Leaky(tiny, 1, SMALL), RIVAL: lambda: Solo(tiny.model)}
+    with pytest.raises(AssertionError, match=r"penstock left .* bytes behind"):
+        engine_runs.compare(makers, Task([[1, 2, 3]], 2), 1)
+
+
+def test_other_tokens_are_noticed() -> None:
+    def run(*tokens: int) -> Run:
+        return Run(1.0, [1.0], [[1, 2, 3], list(tokens)], 6)
+
+    engine_runs.check_same_tokens({OURS: [run(4, 5)], RIVAL: [run(4, 5, 6)]})
+    with pytest.raises(AssertionError, match="sequence 1, token 1: penstock generated 5, mlx-lm 7"):
+        engine_runs.check_same_tokens({OURS: [run(4, 5)], RIVAL: [run(4, 7)]})
+
+
+def test_mlx_caches_freed_buffers_again_after_a_comparison(tiny: Any) -> None:
+    limit = mx.set_cache_limit(12_345_678)
+    try:
+        makers = {OURS: lambda: Solo(tiny.model), RIVAL: lambda: Solo(tiny.model)}
+        engine_runs.compare(makers, Task([[1, 2, 3]], 2), 1)
+    finally:
+        assert mx.set_cache_limit(limit) == 12_345_678
+
+
+def test_the_least_ratio_stands_for_all_shapes() -> None:
+    found = engine_runs.least({"a": {"decode_speed": 3.0, "x": 1.0}, "b": {"decode_speed": 2.0}})
+    assert found == {
+        "decode_speed": 2.0,
+        "x": 1.0,
+        "a: decode_speed": 3.0,
+        "a: x": 1.0,
+        "b: decode_speed": 2.0,
+    }
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(3.99, False), (4.0, True)])
+def test_a_ratio_is_judged_by_its_goal(ratio: float, met: bool) -> None:
+    assert engine_runs.ratio_line("decode", ("1", "2"), ratio, 4.0).met is met
+    assert engine_runs.ratio_line("decode", ("1", "2"), ratio, None).met is None
+
+
+# ---- the benches
+
+
+def test_a_shared_prefix_is_read_once_and_held_once(shared: Any) -> None:
+    ours, theirs = shared.penstock["3 x 256"], shared.rival_figures["3 x 256"]
+    assert theirs["computed_prompt_tokens"] == theirs["prompt_tokens"] == 3 * 276
+    assert ours["computed_prompt_tokens"] <= 256 + 3 * (20 + 16)
+    token_bytes = bench_model(Choice.RANDOM, TINY).kv_bytes_per_token
+    # mlx-lm: the entry, and each of the three in the batch.
+    assert theirs["held_bytes"] >= 4 * 256 * token_bytes
+    assert ours["held_bytes"] < theirs["held_bytes"] / 2
+    assert theirs["cached_tokens"] == 3 * 256  # the decode figures are those of the warm one
+    assert set(shared.ratio) >= COMMON
+    assert shared.met
+
+
+def test_prompts_without_anything_in_common_are_not_read_once() -> None:
+    """Negative control: the judgement is not met by conversations that share nothing."""
+
+    class Apart(shared_prefix.Load):
+        def task(self, model: Any, prefix_tokens: int) -> Task:
+            prompts = [model.prompt(276, seed=10 + i) for i in range(3)]
+            return Task(prompts, self.decode_tokens, prefill_chunk=64)
+
+    assert not shared_prefix.measure(
+        Apart(**SIZES, conversations=3, prefix_tokens=(256,), suffix_tokens=20)
+    ).met
+
+
+def test_mlx_lm_reads_as_many_prompts_at_once_as_fit(tiny: Any) -> None:
+    assert shared_prefix.fitting_batch(tiny, 100) == 8
+    if mx.default_device() == mx.cpu:
+        assert shared_prefix.fitting_batch(replace(tiny, query_heads=10**6), 10**5) == 1
+
+
+def test_a_hit_copies_nothing_and_mlx_lms_copies_all(hits: Any) -> None:
+    known_bytes = 512 * bench_model(Choice.RANDOM, WIDE).kv_bytes_per_token
+    assert hits.penstock["bytes_copied"] == 0
+    assert hits.rival_figures["bytes_copied"] >= 0.9 * known_bytes
+    assert hits.penstock["cached_tokens"] == hits.rival_figures["cached_tokens"] == 512
+    assert {"first_token", "decode_speed", "peak_memory", "held_memory"} == set(hits.ratio)
+    assert len(hits.raw["runs"][OURS]["timed"]) == HIT.rounds * HIT.hits
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_copy_of_one_layer_at_a_hit_is_noticed(stays: bool) -> None:
+    model = bench_model(Choice.RANDOM, WIDE)
+    known_bytes = 512 * model.kv_bytes_per_token
+    layer_bytes = known_bytes // WIDE.layers
+
+    class Copies(Ours):
+        copies: tuple[mx.array, ...] = ()
+
+        def submit(self, prompts: Any, max_tokens: int) -> None:
+            super().submit(prompts, max_tokens)
+            copy = mx.zeros(layer_bytes, mx.uint8) + 1
+            mx.eval(copy)
+            if stays:
+                self.copies = (*self.copies, copy)
+
+    runs = engine_runs.run_side(lambda: Copies(model, 1, SMALL), HIT.task(model), watch=True)
+    assert hit.bytes_copied(runs, known_bytes, WIDE.layers) >= layer_bytes
+
+
+@pytest.mark.parametrize(
+    ("peaks", "copied"),
+    [
+        ([14, 14, 15], 0),  # as in any step
+        ([15, 11, 12], 0),  # the threads' turns
+        ([20, 12, 12], 8),  # beyond a plain step
+        ([40, 40, 40], 30),  # every step copies: half of one layer's keys is 25
+    ],
+)
+def test_what_counts_as_a_copy(peaks: list[int], copied: int) -> None:
+    moments = [Moment(1, 10, peak, decoding=True) for peak in peaks]
+    run = Run(1.0, [1.0], [[1]], 1, before_bytes=10, moments=moments)
+    assert hit.bytes_copied([run], known_bytes=400, layers=4) == copied
+
+
+def test_ragged_sees_the_rival_pad_to_the_longest(uneven: Any) -> None:
+    ours, theirs = uneven.penstock["300 + 3 x 20"], uneven.rival_figures["300 + 3 x 20"]
+    # Four rows of 300 columns where 360 tokens are.
+    assert theirs["held_over_ideal_decoding"] > 3
+    assert theirs["held_over_ideal_ever"] >= theirs["held_over_ideal_decoding"]
+    assert ours["held_bytes"] < theirs["held_bytes"] / 2
+    assert set(uneven.ratio) >= COMMON
+
+
+def test_what_is_held_is_compared_with_what_is_needed_then() -> None:
+    moments = [
+        Moment(0, 5, 5, decoding=False),  # nothing is needed: no ratio
+        Moment(10, 30, 30, decoding=False),
+        Moment(20, 40, 40, decoding=True),
+        Moment(30, 45, 45, decoding=True),
+    ]
+    run = Run(1.0, [1.0], [[1]], 10, moments=moments)
+    found = engine_runs.Found(Task([[1]], 1), {OURS: [run]}, {OURS: [run]})
+    assert ragged.held_over_ideal(found, OURS, token_bytes=1) == (2.0, 3.0)
+
+
+def test_single_shows_shares_ratios_and_a_curve(alone: Any) -> None:
+    assert set(alone.penstock) == {"1 x 100", "3 x 50", "curve"}
+    assert list(alone.penstock["curve"]["step_ms"]) == ["64", "128", "192"]
+    assert 0 < alone.penstock["1 x 100"]["machinery_share"] < 1
+    assert set(alone.ratio) >= COMMON
+    assert alone.penstock["1 x 100"]["cached_tokens"] == 0
+
+
+def test_a_straight_line_is_told_from_a_bent_one() -> None:
+    curve = single.Curve([1, 2, 3, 4], {OURS: [3.0, 5.0, 7.0, 9.0], RIVAL: [1.0, 1.0, 1.0, 9.0]})
+    assert curve.straightness(OURS) == pytest.approx(1.0)
+    assert curve.straightness(RIVAL) < 0.7
+
+
+def test_a_curve_ends_where_it_is_told_to() -> None:
+    load = single.Load()
+    assert load.curve_to(32_768) == load.curve_tokens
+    assert load.curve_to(3_000) == (512, 1_024, 2_048, 3_000)
+    assert load.curve_to(0) == ()
+    with pytest.raises(SettingError, match="--longest 512"):
+        load.curve_to(512)
+
+
+def test_time_outside_the_model_counts_as_machinery(tiny: Any) -> None:
+    side = Ours(tiny, 1, SMALL)
+    run = engine_runs.drive(side, Task([tiny.prompt(100, seed=0)], 8))
+    assert 0 < side.model_seconds < run.first_seconds + sum(run.step_seconds)
+    side.close()
+
+
+# ---- what comes out
+
+
+@pytest.mark.parametrize("name", ["shared", "hits", "uneven", "alone"])
+def test_a_report_is_printed_stored_and_drawn(
+    name: str, request: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report = request.getfixturevalue(name)
+    publish(report, as_json=True, save=tmp_path)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ratio"] == report.ratio
+    assert printed["environment"]["dtype"] == "float32"
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text())["raw"]["runs"]
+    publish(report, as_json=False, save=None)
+    printed = capsys.readouterr().out
+    assert printed.count("NOT MET") == sum(line.met is False for line in report.lines)
+    pytest.importorskip("matplotlib")
+    from penstock.bench.engine_picture import draw
+
+    draw(report, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1_000
+
+
+def test_a_picture_without_a_curve(tmp_path: Path, alone: Any) -> None:
+    pytest.importorskip("matplotlib")
+    from penstock.bench.engine_picture import draw
+
+    draw(replace(alone, raw={**alone.raw, "curve": None}), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1_000
+
+
+def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "bench shared-prefix --model embedded --conversations 2 --prefix 128 --rounds 1"
+    assert main([*command.split(), "--json"]) in (0, 1)
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed["penstock"]) == {"2 x 128"}
+
+
+def test_the_command_refuses_before_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, message in (
+        ("bench hit --plot /no/such/folder/x.png", "there is no folder /no/such/folder"),
+        ("bench single --longest 300", "--longest 300"),
+        ("bench ragged --model huge", "huge"),
+    ):
+        assert main(command.split()) != 0
+        assert message in capsys.readouterr().err
