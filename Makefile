@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 .PHONY: help run test lint docs bench peers soak clean
 
 help:
-	@echo 'make run     install, then talk to the embedded model: it answers from memory'
+	@echo 'make run     install, look at the machine, talk to the embedded model, then eight at once'
 	@echo 'make test    install with the tools for it; lint, types, all tests'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
@@ -27,6 +27,8 @@ run: $(VENV)/.run
 	@$(BIN)/penstock doctor || true
 	@echo
 	@$(BIN)/penstock chat --echo < examples/memory.txt
+	@echo
+	@$(BIN)/penstock agents
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

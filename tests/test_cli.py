@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -78,7 +79,15 @@ def test_help_is_quick() -> None:
     assert min(seconds() for _ in range(3)) < 0.4
 
 
-@pytest.mark.parametrize("command", [["--help"], ["generate", "x", "--kv-bits", "7"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["generate", "x", "--kv-bits", "7"],
+        ["agents", "--memory-limit", "much"],
+        ["doctor"],
+    ],
+)
 def test_mlx_lm_is_not_imported_where_it_is_not_needed(command: list[str]) -> None:
     code = (
         "import sys; from penstock.cli import main\n"
@@ -182,11 +191,127 @@ def test_a_history_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in shown
 
 
+FEW = ("agents", "--agents", "3", "--tokens", "200")
+
+
+def agents(*arguments: str, **environment: str) -> dict[str, Any]:
+    done = run("agents", "--json", *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def test_agents_know_their_own_facts_and_the_shared_ones() -> None:
+    report = agents(*FEW[1:])
+    answers = [answer for agent in report["agents"] for answer in agent["answers"]]
+    assert [agent["agent"] for agent in report["agents"]] == [1, 2, 3]
+    assert [answer["shared"] for answer in answers] == [True, False] * 6
+    assert [answer["answer"] for answer in answers] == [f"{a['expected']}." for a in answers]
+    assert report["right"] == report["asked"] == len(answers)
+
+
+def test_agents_account_for_every_token_and_byte() -> None:
+    report = agents(*FEW[1:])
+    stats, each = report["stats"], report["agents"]
+    for figure in ("hit_tokens", "prompt_tokens"):
+        assert sum(agent[figure] for agent in each) == report[figure] == stats[figure]
+    assert report["hit_tokens"] > 0
+    assert report["hit_rate"] == pytest.approx(report["hit_tokens"] / report["prompt_tokens"])
+    # The last token of a prompt is read by the step that decodes.
+    requests = stats["requests"]
+    assert report["prefilled_tokens"] == report["prompt_tokens"] - report["hit_tokens"] - requests
+    assert requests == stats["finished"] == 3 * 6
+    assert (stats["failed"], stats["running"], stats["waiting"]) == (0, 0, 0)
+    assert report["shared_tokens"] % report["block_size"] == 0
+    assert 0 < report["shared_tokens"] <= 200
+    # Everything that is held is the shared part, once, and what each has behind it.
+    own = sum(agent["own_bytes"] for agent in each)
+    assert report["held_bytes"] == report["shared_bytes"] + own == stats["by_kind"]["nodes"]
+    assert sum(stats["by_kind"].values()) == stats["used_bytes"] <= report["limit_bytes"]
+    assert report["plain_bytes"] == sum(agent["plain_bytes"] for agent in each)
+    assert report["plain_bytes"] == 2_048 * sum(agent["conversation_tokens"] for agent in each)
+    assert report["held_bytes"] < report["plain_bytes"]
+    assert 0 < report["peak_bytes"] <= report["limit_bytes"]
+
+
+def test_agents_of_one_seed_say_the_same() -> None:
+    def asked(seed: str) -> list[str]:
+        report = agents(PENSTOCK_AGENTS="2", PENSTOCK_TOKENS="64", PENSTOCK_SEED=seed)
+        assert len(report["agents"]) == 2
+        return [a["question"] for agent in report["agents"] for a in agent["answers"]]
+
+    assert asked("3") == asked("3") != asked("4")
+
+
+def test_agents_obey_the_limit_and_the_block_size_they_are_given() -> None:
+    report = agents(*FEW[1:], PENSTOCK_MEMORY_LIMIT="150 MB", PENSTOCK_BLOCK_SIZE="32")
+    assert (report["limit_bytes"], report["block_size"]) == (150_000_000, 32)
+
+
+def test_more_agents_than_places_wait_for_theirs() -> None:
+    report = agents("--agents", "11", "--tokens", "100")
+    assert report["right"] == report["asked"] == 44
+
+
+def test_agents_in_a_pipe_print_lines_and_no_control_characters() -> None:
+    done = run(*FEW, FORCE_COLOR="1", TERM="xterm-256color")
+    assert done.returncode == 0, done.stderr
+    assert [c for c in done.stdout if not (c.isprintable() or c == "\n")] == []
+    lines = done.stdout.splitlines()
+    live = [line for line in lines if " running, " in line]
+    assert live[-1].startswith("0 running, 0 waiting; ")
+    for part in (
+        "of 200.0 MB: weights 7.03 MB, nodes ",
+        "plain caches ",
+        "hit tokens (",
+        "tokens/s",
+    ):
+        assert part in live[-1]
+    assert sum(line.endswith(" right") for line in lines) == 12
+    assert lines[-3].split()[:2] == ["all", "12/12"]
+    assert lines[-1].startswith("At most ")
+
+
+def test_agents_at_a_terminal_draw_one_line_over_itself() -> None:
+    code, shown = typed("", *FEW)
+    assert code == 0
+    assert "\x1b[2K" in shown  # a line is wiped
+    assert "\x1b[?25h" in shown  # the cursor is back
+    assert "At most " in shown.splitlines()[-1]
+
+
+def test_control_c_ends_the_agents() -> None:
+    with subprocess.Popen(
+        [SCRIPT, "agents", "--tokens", "8000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        assert b"running" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert errors == b""
+
+
+def test_an_agents_model_must_have_a_chat_template(capsys: Capture, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, model)
+    (model / "chat_template.jinja").unlink()
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "no chat template" in refused(capsys, "agents", "--model", str(model))
+
+
 def test_doctor_prints_one_object() -> None:
     done = run("doctor", "--json")
     report = json.loads(done.stdout)
     assert report["versions"]["penstock"] == penstock.__version__
     assert report["gflops"]["float32"] > 0
+    assert report["model"] is None
     assert done.returncode == (1 if report["problems"] else 0)
 
 
@@ -229,6 +354,17 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
         (["generate", "x", "--model", "nosuch"], "there is no folder nosuch"),
         (["generate", "x", "--model", "./no/such"], "there is no folder ./no/such"),
         (["chat", "--model", "nosuch"], "there is no folder nosuch"),
+        (["agents", "--agents", "1"], "--agents"),
+        (["agents", "--tokens", "many"], "--tokens"),
+        (["agents", "--tokens", "31"], "--tokens"),
+        (["agents", "--block-size", "0"], "--block-size"),
+        (["agents", "--seed", "-1"], "--seed"),
+        (["agents", "--memory-limit", "much"], "'much' is not a size"),
+        (["agents", "--memory-limit", "0"], "--memory-limit 0"),
+        (["agents", "--memory-limit", "9MB"], "9.00 MB"),
+        (["agents", "--model", "nosuch"], "there is no folder nosuch"),
+        (["agents", "extra"], "extra"),
+        (["doctor", "nosuch"], "there is no folder nosuch"),
     ],
 )
 def test_a_wrong_call_is_one_line(capsys: Capture, arguments: list[str], complaint: str) -> None:

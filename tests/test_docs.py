@@ -81,3 +81,13 @@ def test_readme_opens_with_the_two_commands() -> None:
         "make run",
         "make test",
     ]
+
+
+@pytest.mark.parametrize("page", ["engine.md", "prefix.md"])
+def test_examples_in_the_docs_run(page: str) -> None:
+    """One after the other, as a reader would paste them; what they claim they assert."""
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    assert examples
+    for example in examples:
+        exec(compile(example, page, "exec"), names)  # the docs are ours

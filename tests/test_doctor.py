@@ -1,15 +1,28 @@
-"""What the doctor makes of a machine; the machines here are made up, the last one is real."""
+"""What the doctor makes of a machine; the machines here are made up, the last one is real.
+
+Then what it makes of models.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from penstock.blas import Blas
-from penstock.cli import doctor
-from penstock.cli.doctor import Machine, find_problems
+from penstock.cli import doctor, main
+from penstock.cli.doctor import Machine, find_misfits, find_problems
+from penstock.cli.fitness import Layers, try_model
 from penstock.memory import MachineMemory
+from penstock.models.mlx_lm import Loaded, load_all
+from penstock.recall import MODEL_PATH
+from small_models import BASE, build
 
 MEMORY = MachineMemory(64_000_000_000, 32_000_000_000, 64_000_000_000, 51_200_000_000)
 HEALTHY = Machine(
@@ -78,3 +91,113 @@ def test_this_machine_is_examined() -> None:
     memory = machine.memory
     assert 0 < memory.available_bytes <= memory.total_bytes
     assert memory.default_limit_bytes < memory.recommended_bytes
+
+
+# ------------------------------------------------------------------------------------- models
+
+FLOAT32 = {**BASE, "torch_dtype": "float32"}
+GPT_OSS = FLOAT32 | {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+MAMBA = FLOAT32 | {
+    "model_type": "mamba",
+    "state_size": 8,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": "auto",
+}
+
+
+def loaded(config: dict[str, Any]) -> Loaded:
+    mx.random.seed(0)
+    return Loaded(build(config), None, config)
+
+
+def test_the_embedded_model_is_read_where_its_kv_lies() -> None:
+    fit = try_model("recall", load_all(MODEL_PATH))
+    assert (fit.way, fit.modules) == ("shared", ("mlx_lm.models.llama",))
+    assert fit.layers == (Layers(2, "full"),)
+    assert fit.kv_bytes_per_token == 2_048  # as its card says
+    assert find_misfits(fit) == []
+
+
+def test_windows_are_told_with_their_size() -> None:
+    fit = try_model("x", loaded(GPT_OSS))
+    assert fit.way == "shared"
+    assert sorted(map(str, fit.layers)) == ["2 full", "2 window of 8 tokens"]
+    assert fit.kv_bytes_per_token == 4 * 2 * (16 + 16) * 4
+
+
+def test_attention_of_a_models_own_is_joined_and_the_reason_is_told() -> None:
+    config = FLOAT32 | {"model_type": "gemma2", "head_dim": 32}
+    fit = try_model("x", loaded(config))
+    assert fit.way == "joined"
+    assert "common function" in fit.why
+    assert find_misfits(fit) == []
+
+
+def test_a_reason_is_one_line() -> None:
+    config = FLOAT32 | {
+        "model_type": "gemma4_text",
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": 50,
+        "hidden_size_per_layer_input": 16,
+    }
+    fit = try_model("x", loaded(config))
+    assert fit.way == "joined"
+    assert fit.why == fit.why.strip().splitlines()[0]
+
+
+def test_a_model_without_keys_and_values_is_a_problem() -> None:
+    fit = try_model("x", loaded(MAMBA))
+    assert (fit.way, fit.modules, fit.kv_bytes_per_token) == (None, (), 0)
+    assert fit.layers == (Layers(4, "recurrent"),)
+    (problem,) = find_misfits(fit)
+    assert problem.what.startswith("x: layer 0 keeps ")
+    assert "penstock generate" in problem.remedy
+
+
+def folder(path: Path, config: dict[str, Any]) -> str:
+    """Write a random model of this config, with the embedded model's tokenizer."""
+    shutil.copytree(MODEL_PATH, path)
+    (path / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(build(config).parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    return str(path)
+
+
+def test_the_doctor_loads_a_model_and_tells_its_way(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", str(MODEL_PATH), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"]["way"] == "shared"
+    assert report["model"]["layers"] == [
+        {"count": 2, "kind": "full", "window_tokens": None, "keep": 0}
+    ]
+    assert code == (1 if report["problems"] else 0)
+    main(["doctor", str(MODEL_PATH)])
+    shown = capsys.readouterr().out
+    for part in ("2,048 bytes a token", "shared: ", "mlx_lm.models.llama"):
+        assert part in shown
+
+
+def test_a_model_the_engine_cannot_run_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = folder(tmp_path / "model", MAMBA)
+    assert main(["doctor", model, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"]["way"] is None
+    assert report["problems"][-1]["what"].startswith(f"{model}: layer 0 keeps ")
+    assert main(["doctor", model]) == 1
+    shown = capsys.readouterr().out
+    assert "cannot run it" in shown
+    assert "what to do: use it with penstock generate" in shown

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 LEVELS = (
     ("errors",),
     ("config",),
-    ("memory", "blas", "recall"),
+    ("memory", "blas", "heap", "recall"),
     ("ledger",),
     ("kv",),
     ("prefix",),

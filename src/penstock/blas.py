@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -63,6 +65,35 @@ def load_blas() -> Blas:
         late = "mlx.core was imported before penstock, so MLX keeps the slow reference BLAS"
         return Blas(False, "reference BLAS", late, f"{late}; import penstock first")
     return _load_named(wanted) if wanted else _load_first()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let OpenBLAS multiply on the calling thread alone meanwhile, for the whole process.
+
+    For work that is spread over MLX's streams: two of them that each call a threaded BLAS wait
+    for each other. Does nothing for other libraries.
+    """
+    library = _openblas()
+    if library is None:
+        yield
+        return
+    threads = library.openblas_get_num_threads()
+    library.openblas_set_num_threads(1)
+    try:
+        yield
+    finally:
+        library.openblas_set_num_threads(threads)
+
+
+@cache
+def _openblas() -> ctypes.CDLL | None:
+    """Return the OpenBLAS that MLX multiplies with, None if it is another library."""
+    blas = load_blas()
+    if sys.platform != "linux" or not blas.found or uses_cuda():
+        return None
+    library = ctypes.CDLL(blas.name)
+    return library if hasattr(library, "openblas_set_num_threads") else None
 
 
 def uses_cuda() -> bool:

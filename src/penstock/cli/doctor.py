@@ -1,4 +1,7 @@
-"""`penstock doctor`: what this machine has, what it measures, and what is wrong with it."""
+"""`penstock doctor`: what this machine has, what it measures, and what is wrong with it.
+
+With a model, also how the engine would run it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,22 @@ import json
 import platform
 import time
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from penstock import __version__
 from penstock.blas import CUDA_PACKAGES, INSTALL_HINT, Blas, installed, load_blas, nvidia_device
 from penstock.cli import options
 from penstock.config import MLX_LM_MINOR
 from penstock.memory import MachineMemory, format_bytes, read_machine_memory
+
+if TYPE_CHECKING:
+    from penstock.cli.fitness import Fit
 
 PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "numpy")
 DTYPES = ("float32", "float16")
@@ -49,17 +58,33 @@ class Machine:
     versions: dict[str, str]
 
 
-def doctor(as_json: options.Json = False) -> None:
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder of a model, or its Hugging Face name: it is loaded and tried.",
+            show_default="no model is loaded",
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
     """Show back end, BLAS and its speed, memory and versions, and what is wrong with them.
+
+    With a model, show which way the engine reads its keys and values, and why: where they lie
+    (shared), or joined layer by layer; or why the engine cannot run it.
 
     Exits with 0 if nothing is wrong and with 1 if something makes penstock slow or unusable.
     """
     machine = examine()
     problems = find_problems(machine)
+    fit = None if model is None or machine.back_end == "none" else _try_model(model)
+    if fit is not None:
+        problems += find_misfits(fit)
     if as_json:
-        print(json.dumps({**asdict(machine), "problems": [asdict(p) for p in problems]}))
+        found = {**asdict(machine), "model": None if fit is None else asdict(fit)}
+        print(json.dumps({**found, "problems": [asdict(p) for p in problems]}))
     else:
-        _show(machine, problems)
+        _show(machine, fit, problems)
     raise typer.Exit(1 if problems else 0)
 
 
@@ -107,6 +132,23 @@ def find_problems(machine: Machine) -> list[Problem]:
     return problems
 
 
+def find_misfits(fit: Fit) -> list[Problem]:
+    """List what keeps the engine from running a model."""
+    if fit.way is not None:
+        return []
+    remedy = "use it with penstock generate or penstock chat; the engine needs another model"
+    return [Problem(f"{fit.model}: {fit.why}", remedy)]
+
+
+def _try_model(model: str) -> Fit:
+    """Load a model and try it on the engine."""
+    # mlx-lm takes a second to import, which a look at the machine need not wait for.
+    from penstock.cli.fitness import try_model
+    from penstock.models.mlx_lm import load_all
+
+    return try_model(model, load_all(model))
+
+
 def _cpu_problems(machine: Machine) -> list[Problem]:
     problems = []
     speed = machine.gflops["float32"]
@@ -136,7 +178,7 @@ def _measure(dtype: str, size: int) -> float:
     return round(2 * size**3 / best_seconds / 1e9, 1)
 
 
-def _show(machine: Machine, problems: list[Problem]) -> None:
+def _show(machine: Machine, fit: Fit | None, problems: list[Problem]) -> None:
     console = Console(highlight=False)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -152,9 +194,26 @@ def _show(machine: Machine, problems: list[Problem]) -> None:
     table.add_row("  limit", f"{format_bytes(memory.default_limit_bytes)} by default")
     for name, version in machine.versions.items():
         table.add_row(name, version)
+    if fit is not None:
+        _add_fit(table, fit)
     console.print(table)
     for problem in problems:
-        console.print(f"[bold red]problem[/]: {problem.what}", soft_wrap=True)
+        console.print(f"[bold red]problem[/]: {escape(problem.what)}", soft_wrap=True)
         console.print(f"  what to do: {problem.remedy}", soft_wrap=True, markup=False)
     if not problems:
         console.print("Nothing is wrong.")
+
+
+def _add_fit(table: Table, fit: Fit) -> None:
+    """Add a model's rows; what comes from outside is text, whatever brackets are in it."""
+    table.add_row("model", Text(f"{fit.model} ({fit.model_type})"))
+    table.add_row("  layers", ", ".join(map(str, fit.layers)))
+    table.add_row("  KV", f"{fit.kv_bytes_per_token:,} bytes a token")
+    if fit.way is None:
+        table.add_row("  engine", "cannot run it")
+        return
+    where = {"shared": "read where they lie", "joined": "joined layer by layer, a copy each step"}
+    table.add_row("  engine", f"{fit.way}: keys and values are {where[fit.way]}")
+    table.add_row("  because", Text(fit.why))
+    if fit.modules:
+        table.add_row("  through", ", ".join(fit.modules))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ import psutil
 from mlx.utils import tree_flatten
 
 from penstock import config
+from penstock.blas import one_thread
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
 from penstock.engine.sampling import (
@@ -37,6 +38,7 @@ from penstock.engine.stats import Stats, StepTimes, Tally
 from penstock.engine.step import Runner
 from penstock.engine.text import TextStream
 from penstock.errors import LedgerFull, NeverFits, PenstockError, SettingError, StepFailed
+from penstock.heap import keep_freed_memory
 from penstock.kv.attention import SCORES_AT_ONCE
 from penstock.kv.reads import Part, Row, in_order
 from penstock.kv.segment import Segment
@@ -99,6 +101,8 @@ class Core:
         **settings: Any,
     ) -> None:
         self.limits = checked(settings)
+        if mx.default_device() == mx.cpu:
+            keep_freed_memory()
         self.tokenizer = tokenizer
         self.clock = clock
         self.tally = Tally()
@@ -515,13 +519,15 @@ class Core:
         try:
             logits = self.runner.decode([s.tokens[-1] for s in sequences], rows, self.tails)
             choosers = [s.chooser for s in sequences]
-            if greedy_only(choosers):
-                best = likeliest(logits)
-                mx.eval(best.tokens, best.values, self.tails.buffers())
-                chosen = best.read()
-            else:
-                mx.eval(logits, self.tails.buffers())
-                chosen = choose_all(logits, choosers, [s.generated for s in sequences])
+            # Rows are computed on two streams; one multiplies better with all threads of BLAS.
+            with one_thread() if len(rows) > 1 else nullcontext():
+                if greedy_only(choosers):
+                    best = likeliest(logits)
+                    mx.eval(best.tokens, best.values, self.tails.buffers())
+                    chosen = best.read()
+                else:
+                    mx.eval(logits, self.tails.buffers())
+                    chosen = choose_all(logits, choosers, [s.generated for s in sequences])
             del logits
         # A boundary: a model's code may raise anything, and none of it may end the engine.
         except Exception as error:  # noqa: BLE001
@@ -660,6 +666,11 @@ class Core:
                 self._fail(sequence, _step_error("reading its prompt", error))
                 return
         with self._isolated(sequence):
+            if not segment.is_finite():
+                raise StepFailed(
+                    f"the model computed something without a number at tokens {start} to "
+                    f"{start + count} of the prompt, as weights that overflow in float16 do"
+                )
             self._keep_chunk(sequence, segment, start)
             del segment
             self.tally.prefill_steps += 1

@@ -14,8 +14,12 @@ would be two thirds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import log2
 
 import mlx.core as mx
@@ -25,6 +29,8 @@ MASKED = -1e30
 """The score of a column that is not seen; finite, so that no difference of two is NaN."""
 SCORES_AT_ONCE = 2**20
 """Scores that a prefill chunk computes at a time; 4 MiB in float32."""
+LANES_FROM = 2**16
+"""Scores from which it pays to divide them between two streams."""
 POLYNOMIAL_FROM = 2**16
 """Elements from which 14 quick passes beat one slow one."""
 
@@ -127,9 +133,17 @@ def weigh(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
     The sum is a matrix product with ones: four times as fast as a reduction on the CPU.
     """
-    top = mx.max(scores, axis=-1, keepdims=True)
+    top = _largest(scores)
     weights = exp2(scores - top)
     return top, weights, weights @ mx.ones((scores.shape[-1], 1), weights.dtype)
+
+
+def _largest(scores: mx.array) -> mx.array:
+    """Return the maximum over the last axis, (..., 1); down columns it is twice as fast."""
+    *rows, n = scores.shape
+    if n >= 1024 and n % 64 == 0:
+        scores = mx.max(scores.reshape(*rows, n // 64, 64), axis=-2)
+    return mx.max(scores, axis=-1, keepdims=True)
 
 
 def score(stacked: mx.array, parts: Sequence[mx.array]) -> mx.array:
@@ -177,16 +191,78 @@ def attend_parts(
 ) -> Partial:
     """Let stacked queries (kv_heads, m, d) read consecutive parts, under one softmax.
 
+    On the CPU much work is divided between two streams, by heads.
+
     Args:
         keys: (kv_heads, n_i, d) each.
         values: (kv_heads, n_i, value_dim) each.
         seen: booleans that broadcast to (kv_heads, m, sum n_i); None sees everything.
     """
+    kv_heads, rows, _ = stacked.shape
+    count = kv_heads * rows * sum(side.shape[-2] for side in keys)
+    if kv_heads > 1 and count >= LANES_FROM and _has_lanes():
+        half = kv_heads // 2
+        first = _attend(stacked[:half], [k[:half] for k in keys], [v[:half] for v in values], seen)
+        with lane(1):
+            rest = _attend(
+                stacked[half:], [k[half:] for k in keys], [v[half:] for v in values], seen
+            )
+        return Partial(
+            mx.concatenate([first.top, rest.top]),
+            mx.concatenate([first.total, rest.total]),
+            mx.concatenate([first.mixed, rest.mixed]),
+        )
+    return _attend(stacked, keys, values, seen)
+
+
+def _attend(
+    stacked: mx.array,
+    keys: Sequence[mx.array],
+    values: Sequence[mx.array],
+    seen: mx.array | None,
+) -> Partial:
     scores = score(stacked, keys)
     if seen is not None:
         scores = mx.where(seen, scores, MASKED)
     top, weights, total = weigh(scores)
     return Partial(top, total, mix(weights, total, values))
+
+
+class _Lane(threading.local):
+    """A thread's second stream; streams cannot be shared between threads."""
+
+    stream: mx.Stream | None = None
+    taken = False
+
+
+_second = _Lane()
+
+
+@contextmanager
+def lane(number: int | None) -> Iterator[None]:
+    """Put what is computed here on one of two streams, by its number's parity; None: neither.
+
+    Two streams of the CPU back end run on two cores. A lane within a lane stays in it.
+    """
+    if number is None or _second.taken or not _has_lanes():
+        yield
+        return
+    _second.taken = True
+    try:
+        if number % 2 == 0:
+            yield
+        else:
+            if _second.stream is None:
+                _second.stream = mx.new_stream(mx.cpu)
+            with mx.stream(_second.stream):
+                yield
+    finally:
+        _second.taken = False
+
+
+@cache
+def _has_lanes() -> bool:
+    return bool(mx.default_device() == mx.cpu) and len(os.sched_getaffinity(0)) > 1
 
 
 def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:

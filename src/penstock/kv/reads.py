@@ -87,8 +87,16 @@ class Layout:
 
 
 def in_order(rows: Sequence[Row]) -> list[int]:
-    """Return the rows' indices in an order in which those that share parts are neighbours."""
-    return sorted(range(len(rows)), key=lambda i: [id(part.segment) for part in rows[i].parts])
+    """Return the rows' indices in an order in which those that share parts are neighbours.
+
+    Beyond that they are in the order of their slots, which often makes one slice of them.
+    """
+    by_slot = sorted(range(len(rows)), key=lambda i: rows[i].slot)
+    rank: dict[int, int] = {}
+    for i in by_slot:
+        for part in rows[i].parts:
+            rank.setdefault(id(part.segment), len(rank))
+    return sorted(by_slot, key=lambda i: [rank[id(part.segment)] for part in rows[i].parts])
 
 
 def lay_out(rows: Sequence[Row], sight: Sight) -> Layout:
@@ -196,18 +204,25 @@ class DecodeStep:
     slots: mx.array
     columns: mx.array
     offset: mx.array | int
+    aligned: bool
+    """Whether all rows write to the same column of neighbouring slots: one block."""
+    neighbours: bool
+    """Whether the rows' slots are one slice of the pool."""
     layouts: dict[Sight, Layout]
 
     @classmethod
     def of(cls, rows: Sequence[Row], tails: Tails) -> DecodeStep:
         """Prepare a step; nothing is computed yet."""
         positions = [row.position for row in rows]
+        neighbours = all(row.slot == rows[0].slot + i for i, row in enumerate(rows))
         return cls(
             rows,
             tails,
             mx.array([row.slot for row in rows]),
             mx.array([row.tail for row in rows]),
             positions[0] if len(rows) == 1 else mx.array(positions),
+            neighbours and all(row.tail == rows[0].tail for row in rows),
+            neighbours,
             {},
         )
 
@@ -276,9 +291,9 @@ class DecodeReads(Reads):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the rows' tokens, (b, kv_heads, 1, dim), behind their tails; return them."""
         step = self.step
-        if len(step.rows) == 1:
-            row = step.rows[0]
-            step.tails.write_one(self.layer, row.slot, row.tail, keys, values)
+        if step.aligned:
+            first = step.rows[0]
+            step.tails.write_block(self.layer, first.slot, first.tail, keys, values)
         else:
             step.tails.write(self.layer, step.slots, step.columns, keys, values)
         self._given = keys, values
@@ -306,15 +321,16 @@ class DecodeReads(Reads):
         """Read all parts and the tail under one softmax."""
         row = self.step.rows[0]
         heads = queries.shape[1]
-        tail = self.step.tails.read_one(self.layer, row.slot, row.tail + 1)
+        tail = self.step.tails.read_block(self.layer, row.slot, 1, row.tail + 1)
         units = [unit for level in layout.levels for unit in level]
         pieces = [piece for unit in units for piece in unit.pieces]
         keys, values = _sides(pieces, self.layer)
         seen = _seen_alone(units, layout, row.tail + 1)
         stacked = attention.grouped(queries, tail[0].shape[1])
-        part = attention.attend_parts(
-            stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
-        )
+        with attention.lane(0):  # one row multiplies better with all threads of BLAS
+            part = attention.attend_parts(
+                stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
+            )
         sunk = None if sinks is None else sinks.reshape(*stacked.shape[:2], 1)
         return attention.ungrouped(attention.merged([part], sunk), 1, heads)
 
@@ -323,9 +339,13 @@ class DecodeReads(Reads):
     ) -> mx.array:
         """Read shared parts once, own ones row by row, and all tails in one product."""
         b, heads = queries.shape[:2]
-        tail_keys, tail_values = self.step.tails.read(
-            self.layer, self.step.slots, layout.tail_columns
-        )
+        tails, columns = self.step.tails, layout.tail_columns
+        if self.step.neighbours:
+            tail_keys, tail_values = tails.read_block(
+                self.layer, self.step.rows[0].slot, b, columns
+            )
+        else:
+            tail_keys, tail_values = tails.read(self.layer, self.step.slots, columns)
         kv_heads = tail_keys.shape[1]
         r = heads // kv_heads
         stacked = attention.grouped(queries, kv_heads)
@@ -333,10 +353,11 @@ class DecodeReads(Reads):
         for level in layout.levels:
             found: list[Partial] = []
             row = 0
-            for unit in level:
+            for number, unit in enumerate(level):
                 if unit.first > row:
                     found.append(_nothing(stacked, (unit.first - row) * r, tail_values))
-                found.append(self._unit_partial(stacked, unit, r))
+                with attention.lane(number if len(level) > 1 else None):
+                    found.append(self._unit_partial(stacked, unit, r))
                 row = unit.last
             if row < b:
                 found.append(_nothing(stacked, (b - row) * r, tail_values))
@@ -545,14 +566,14 @@ class JoinedReads:
             mx.eval(self.keys, self.values)  # as in ChunkReads: one layer at a time
         else:
             tails, slot, used = self.tail
-            tails.write_one(self.layer, slot, used, keys, values)
+            tails.write_block(self.layer, slot, used, keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what `update_and_fetch` returned; later layers of some models read it."""
         if self.tail is not None:
             tails, slot, used = self.tail
-            own = tails.read_one(self.layer, slot, used + 1)
+            own = tails.read_block(self.layer, slot, 1, used + 1)
         else:
             assert self.keys is not None and self.values is not None
             own = self.keys, self.values

@@ -45,6 +45,12 @@ class Segment:
         """Bytes it holds."""
         return sum(col.nbytes(*layer) for layer in self.layers)
 
+    def is_finite(self) -> bool:
+        """Tell whether every number is one; whoever shares one that is not, even unseen, gets
+        none either: weights of 0 x infinity."""
+        checks = [mx.isfinite(part).all() for layer in self.layers for part in col.arrays(*layer)]
+        return bool(mx.stack(checks).all())
+
     def split(self, at_tokens: int) -> tuple[Segment, Segment]:
         """Return copies of the first `at_tokens` tokens, and of the others."""
         tokens = self.tokens

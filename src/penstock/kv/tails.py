@@ -93,14 +93,15 @@ class Tails:
         """Zero a slot. Hidden columns are weighed with 0, and 0 x infinity is not a number."""
         for buffers in (self._keys, self._values):
             for layer, buffer in enumerate(buffers):
-                row = buffer[slot : slot + 1]
-                buffers[layer] = _written(buffer, slot, 0, mx.zeros_like(row))
+                zeros = mx.zeros((1, *buffer.shape[1:]), buffer.dtype)
+                buffers[layer] = _written(buffer, slot, 0, zeros)
+        del buffer
         mx.eval(self.buffers())
 
     def give_back(self, slot: int) -> None:
         """Take a slot back, whatever is in it."""
-        if slot in self._free:
-            raise ValueError(f"slot {slot} is free already")
+        if slot in self._free or not 0 <= slot < self.slots:
+            raise ValueError(f"slot {slot} is not taken")
         self._free.append(slot)
 
     def write(
@@ -111,10 +112,10 @@ class Tails:
             buffer = buffers[layer]
             buffer[slots, :, columns] = new[:, :, 0]
 
-    def write_one(
+    def write_block(
         self, layer: int, slot: int, column: int, keys: mx.array, values: mx.array
     ) -> None:
-        """Write the one token of one sequence, (1, kv_heads, 1, dim)."""
+        """Write rows (b, kv_heads, 1, dim) at one column, from `slot` on: quicker by far."""
         self._keys[layer] = _written(self._keys[layer], slot, column, keys)
         self._values[layer] = _written(self._values[layer], slot, column, values)
 
@@ -122,9 +123,11 @@ class Tails:
         """Return copies of the slots' first columns, (b, kv_heads, columns, dim)."""
         return self._keys[layer][slots, :, :columns], self._values[layer][slots, :, :columns]
 
-    def read_one(self, layer: int, slot: int, columns: int) -> tuple[mx.array, mx.array]:
-        """Return a slot's first columns as views, (1, kv_heads, columns, dim)."""
-        rows = slice(slot, slot + 1)
+    def read_block(
+        self, layer: int, slot: int, count: int, columns: int
+    ) -> tuple[mx.array, mx.array]:
+        """Return the first columns of neighbouring slots as views, (b, kv_heads, columns, dim)."""
+        rows = slice(slot, slot + count)
         return self._keys[layer][rows, :, :columns], self._values[layer][rows, :, :columns]
 
     def buffers(self) -> list[mx.array]:
@@ -133,10 +136,12 @@ class Tails:
 
     def cut(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
         """Copy the first `stop` columns of a slot, behind a segment if there is one; evaluated."""
-        layers = tuple(self.read_one(layer, slot, stop) for layer in range(len(self.shapes)))
+        numbers = range(len(self.shapes))
         if behind is not None:
-            return behind.join(Segment(layers))
-        copied = tuple((mx.contiguous(keys), mx.contiguous(values)) for keys, values in layers)
+            return behind.join(Segment(tuple(self.read_block(i, slot, 1, stop) for i in numbers)))
+        # Read by an index it is a copy; `mx.contiguous` keeps a buffer that is little larger.
+        row = mx.array([slot])
+        copied = tuple(self.read(i, row, stop) for i in numbers)
         mx.eval(copied)
         return Segment(copied)
 

@@ -1,0 +1,195 @@
+"""`penstock agents`: several conversations at once that share a long system prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock import config, memory
+from penstock.blas import load_blas
+from penstock.cli import options
+from penstock.memory import format_bytes
+from penstock.recall import MODEL_PATH
+
+if TYPE_CHECKING:
+    from penstock.cli.crowd import Account, Crowd, Figures, Report
+
+EMBEDDED_LIMIT = "200MB"
+"""Eight plain caches would take 330 MB for a prompt of 20,000 tokens."""
+EMBEDDED_BLOCK_SIZE = 64
+LIVE_SECONDS = 0.1
+PLAIN_SECONDS = 1.0
+"""How often the line is printed where it cannot be drawn over."""
+
+
+def agents(
+    model: options.Model = str(MODEL_PATH),
+    count: Annotated[
+        int,
+        typer.Option(
+            "--agents",
+            help="Conversations at the same time.",
+            envvar="PENSTOCK_AGENTS",
+            metavar="NUMBER",
+            min=2,
+        ),
+    ] = 8,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            help="Length of the system prompt that all share, at most.",
+            envvar="PENSTOCK_TOKENS",
+            metavar="TOKENS",
+            min=32,
+        ),
+    ] = 4_000,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for everything, the weights included: 16GB is 16 x 10^9 bytes.",
+            envvar="PENSTOCK_MEMORY_LIMIT",
+            metavar="BYTES",
+            show_default=f"{EMBEDDED_LIMIT} for the embedded model, else as penstock doctor shows",
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Share and name tokens by blocks of this many.",
+            envvar="PENSTOCK_BLOCK_SIZE",
+            metavar="TOKENS",
+            show_default=f"{EMBEDDED_BLOCK_SIZE} for the embedded model, else {config.BLOCK_SIZE}",
+            min=1,
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of the facts and of who asks what.",
+            envvar="PENSTOCK_SEED",
+            metavar="NUMBER",
+            min=0,
+        ),
+    ] = 1,
+    as_json: options.Json = False,
+) -> None:
+    """Let several conversations share a long system prompt.
+
+    All run at once on the engine. The prompt is made of facts; each agent tells facts of its
+    own, and asks for those and for shared ones. The answers are compared with the facts. A line
+    shows meanwhile who runs and waits, what the ledger counts, and what a plain cache for each
+    would hold.
+    """
+    embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
+    if memory_limit is None and embedded:
+        memory_limit = EMBEDDED_LIMIT
+    if memory_limit is not None:
+        memory.parse_bytes(memory_limit)
+    if block_size is None:
+        block_size = EMBEDDED_BLOCK_SIZE if embedded else config.BLOCK_SIZE
+    options.warn_of_slow_blas(load_blas())
+
+    # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
+    from penstock.cli.crowd import Crowd
+    from penstock.models.mlx_lm import load_all
+
+    with Crowd(
+        load_all(model),
+        agents=count,
+        prompt_tokens=tokens,
+        seed=seed,
+        memory_limit=memory_limit,
+        block_size=block_size,
+    ) as crowd:
+        if as_json:
+            crowd.run(lambda _: None, PLAIN_SECONDS)
+            print(json.dumps(crowd.report().record()))
+            return
+        # Where nobody looks, nothing is drawn over and nothing is coloured.
+        console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
+        _watch(crowd, console)
+        _show(crowd.report(), console)
+
+
+def _watch(crowd: Crowd, console: Console) -> None:
+    """Run the agents and show a line meanwhile: drawn over at a terminal, else one a second."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        crowd.run(lambda figures: console.print(figures.line(), soft_wrap=True), PLAIN_SECONDS)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+
+        def draw(figures: Figures) -> None:
+            live.update(Text(figures.line()), refresh=True)
+
+        crowd.run(draw, LIVE_SECONDS)
+
+
+def _show(report: Report, console: Console) -> None:
+    said = Table(box=None, pad_edge=False)
+    for title in ("agent", "asked", "fact", "answered", ""):
+        said.add_column(title, overflow="fold")
+    for account in report.agents:
+        for index, answer in enumerate(account.answers):
+            said.add_row(
+                "" if index else str(account.agent),
+                answer.question,
+                "shared" if answer.shared else "own",
+                answer.answer,
+                "right" if answer.right else f"wrong: {answer.expected}",
+            )
+    console.print(said)
+    console.print()
+    console.print(_figures_table(report))
+    for line in _summary(report):
+        console.print(line, soft_wrap=True)
+
+
+def _figures_table(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("agent")
+    for title in ("right", "tokens", "holds", "plain cache", "hit rate", "prefill avoided"):
+        table.add_column(title, justify="right")
+    shared = format_bytes(report.shared_bytes)
+    table.add_row("shared", "", f"{report.shared_tokens:,}", shared, "", "", "")
+    for account in report.agents:
+        table.add_row(
+            str(account.agent),
+            _right(account),
+            f"{account.conversation_tokens:,}",
+            format_bytes(account.own_bytes),
+            format_bytes(account.plain_bytes),
+            f"{account.hit_rate:.0%}",
+            f"{account.hit_tokens:,}",
+        )
+    table.add_row(
+        "all",
+        f"{report.right}/{report.asked}",
+        f"{sum(account.conversation_tokens for account in report.agents):,}",
+        format_bytes(report.held_bytes),
+        format_bytes(report.plain_bytes),
+        f"{report.hit_rate:.0%}",
+        f"{report.hit_tokens:,}",
+    )
+    return table
+
+
+def _right(account: Account) -> str:
+    return f"{sum(answer.right for answer in account.answers)}/{len(account.answers)}"
+
+
+def _summary(report: Report) -> list[str]:
+    return [
+        f"Prefilled {report.prefilled_tokens:,} tokens; agents with caches of their own would "
+        f"have prefilled {report.plain_prefilled_tokens:,}.",
+        f"At most {format_bytes(report.peak_bytes)} were allocated, of a limit of "
+        f"{format_bytes(report.limit_bytes)}; {report.generated_tokens:,} tokens generated in "
+        f"{report.seconds:.1f} s.",
+    ]

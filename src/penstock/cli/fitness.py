@@ -1,0 +1,95 @@
+"""How the engine would run a model: tried on the loaded model, and told with the reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from penstock import config, memory
+from penstock.engine.step import Runner, Way
+from penstock.errors import ModelError
+from penstock.memory import LayerKind
+from penstock.models import mlx_lm as seam
+from penstock.models.mlx_lm import Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Layers that are alike."""
+
+    count: int
+    kind: LayerKind
+    window_tokens: int | None = None
+    """What they see beside the kept tokens; None is everything."""
+    keep: int = 0
+
+    def __str__(self) -> str:
+        seen = "" if self.window_tokens is None else f" of {self.window_tokens:,} tokens"
+        kept = f" and the first {self.keep:,}" if self.keep else ""
+        return f"{self.count} {self.kind}{seen}{kept}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A model, and which way the engine reads its KV."""
+
+    model: str
+    model_type: str
+    layers: tuple[Layers, ...]
+    kv_bytes_per_token: int
+    """In all layers; recurrent ones have none."""
+    way: Way | None
+    """None: the engine cannot run it."""
+    why: str
+    modules: tuple[str, ...]
+    """Modules of mlx-lm in which the name of its attention is bound to the engine's."""
+
+
+def try_model(name: str, loaded: Loaded) -> Fit:
+    """Try a model on the engine's ways of reading KV.
+
+    Raises:
+        ModelError: the engine cannot run it, and its config does not say what it holds.
+    """
+    model_type = str(loaded.config.get("model_type"))
+    try:
+        layers = _seen_layers(loaded.model)
+        runner = Runner(loaded.model, max_kv_size=config.MAX_KV_SIZE, keep=config.KEEP)
+    except ModelError as error:
+        spec = memory.read_model_spec(loaded.config)
+        return Fit(
+            model=name,
+            model_type=model_type,
+            layers=tuple(
+                Layers(count, layer.kind, layer.window_tokens)
+                for count, layer in memory.layer_groups(spec)
+            ),
+            kv_bytes_per_token=memory.bytes_per_token(spec),
+            way=None,
+            why=_one_line(str(error)),
+            modules=(),
+        )
+    fitness = runner.fitness
+    return Fit(
+        model=name,
+        model_type=model_type,
+        layers=layers,
+        kv_bytes_per_token=runner.token_bytes,
+        way=fitness.way,
+        why=_one_line(fitness.why),
+        modules=fitness.modules,
+    )
+
+
+def _seen_layers(model: Any) -> tuple[Layers, ...]:
+    sights = Counter(seam.sights(model))
+    return tuple(
+        Layers(count, "full" if sight.window is None else "window", sight.window, sight.keep)
+        for sight, count in sights.items()
+    )
+
+
+def _one_line(text: str) -> str:
+    """Return the first line: an error of MLX's own goes on with all the types it takes."""
+    return text.strip().partition("\n")[0]

@@ -1,0 +1,298 @@
+"""The pool of tails: what is where, whose the bytes are, and what a write costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers import peak_above
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PoolFull
+from penstock.kv.tails import LayerShape, Tails, token_bytes
+
+SHAPES = (LayerShape(2, 8, 4, mx.float32), LayerShape(1, 16, 16, mx.float16))
+SLOTS, COLUMNS = 3, 5
+
+
+@pytest.fixture(autouse=True)
+def exact_buffers() -> Iterator[None]:
+    """Let MLX reuse no buffer: a cached one may be larger than what is asked for."""
+    limit = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(limit)
+
+
+def made(slots: int = SLOTS, columns: int = COLUMNS) -> Tails:
+    return Tails(slots, columns, SHAPES)
+
+
+def token(layer: int, number: float, rows: int = 1) -> tuple[mx.array, mx.array]:
+    """Return keys full of a number and values full of its opposite."""
+    shape = SHAPES[layer]
+    keys = mx.full((rows, shape.kv_heads, 1, shape.key_dim), number, shape.dtype)
+    values = mx.full((rows, shape.kv_heads, 1, shape.value_dim), -number, shape.dtype)
+    return keys, values
+
+
+def write_block(tails: Tails, slot: int, column: int, number: float) -> None:
+    for layer in range(len(SHAPES)):
+        tails.write_block(layer, slot, column, *token(layer, number))
+    mx.eval(tails.buffers())
+
+
+def write_many(tails: Tails, slots: list[int], columns: list[int], first: float) -> None:
+    """Write first, first + 1, ... into the slots."""
+    for layer in range(len(SHAPES)):
+        tokens = [token(layer, first + i) for i in range(len(slots))]
+        keys, values = (mx.concatenate(side) for side in zip(*tokens, strict=True))
+        tails.write(layer, mx.array(slots), mx.array(columns), keys, values)
+    mx.eval(tails.buffers())
+
+
+def contents(tails: Tails) -> list[list[float]]:
+    """Return the number in every column of every slot, the same in all layers and heads."""
+    for layer in range(len(SHAPES)):
+        for slot in range(tails.slots):
+            keys, values = tails.read_block(layer, slot, 1, tails.columns)
+            first = keys[:, :1, :, :1]
+            assert mx.all(keys == first) and mx.all(values == -first)
+    keys = [tails.read_block(1, slot, 1, tails.columns)[0] for slot in range(tails.slots)]
+    return [side[0, 0, :, 0].tolist() for side in keys]
+
+
+# ---- slots
+
+
+def test_slots_are_given_out_once_until_they_are_given_back() -> None:
+    tails = made()
+    taken = [tails.take_slot() for _ in range(SLOTS)]
+    assert sorted(taken) == [0, 1, 2]
+    assert tails.free_slots == 0
+    with pytest.raises(PoolFull, match="3"):
+        tails.take_slot()
+    tails.give_back(taken[1])
+    assert tails.free_slots == 1
+    assert tails.take_slot() == taken[1]
+
+
+def test_a_free_slot_cannot_be_given_back() -> None:
+    """Else two sequences would write to it."""
+    tails = made()
+    slot = tails.take_slot()
+    tails.give_back(slot)
+    with pytest.raises(ValueError, match=f"slot {slot} is not taken"):
+        tails.give_back(slot)
+    assert tails.free_slots == SLOTS
+
+
+# ---- bytes
+
+
+def test_all_bytes_are_taken_at_the_start() -> None:
+    a_token = (2 * (8 + 4)) * 4 + (1 * (16 + 16)) * 2
+    assert token_bytes(SHAPES) == a_token
+    before = mx.get_active_memory()
+    tails = made()
+    assert tails.nbytes == SLOTS * COLUMNS * a_token == mx.get_active_memory() - before
+    for step in range(12):
+        write_block(tails, step % SLOTS, step % COLUMNS, step)
+        write_many(tails, [2, 0], [1, 3], step)
+    assert tails.nbytes == SLOTS * COLUMNS * a_token == mx.get_active_memory() - before
+
+
+def test_everything_is_zero_at_first() -> None:
+    assert contents(made()) == [[0.0] * COLUMNS] * SLOTS
+
+
+# ---- writing
+
+acts = st.one_of(
+    st.tuples(st.just("one"), st.integers(0, SLOTS - 1), st.integers(0, COLUMNS - 1)),
+    st.tuples(
+        st.just("many"),
+        st.lists(st.integers(0, SLOTS - 1), min_size=1, unique=True),
+        st.lists(st.integers(0, COLUMNS - 1), min_size=SLOTS, max_size=SLOTS),
+    ),
+    st.tuples(st.just("wipe"), st.integers(0, SLOTS - 1), st.none()),
+    st.tuples(st.just("renew"), st.none(), st.none()),
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(st.lists(acts, max_size=10))
+def test_what_is_written_is_there_and_nothing_else_is_changed(script: list[Any]) -> None:
+    tails, expected = made(), np.zeros((SLOTS, COLUMNS))
+    for number, (what, slot, column) in enumerate(script, start=1):
+        if what == "one":
+            write_block(tails, slot, column, number)
+            expected[slot, column] = number
+        elif what == "many":
+            columns = column[: len(slot)]
+            write_many(tails, slot, columns, number)
+            expected[slot, columns] = np.arange(number, number + len(slot))
+        elif what == "wipe":
+            tails.wipe(slot)
+            expected[slot] = 0
+        else:
+            tails.renew()
+            expected[:] = 0
+    assert contents(tails) == expected.tolist()
+    keys, values = tails.read(0, mx.array([2, 0]), 3)
+    assert keys[:, 1, :, 3].tolist() == expected[[2, 0], :3].tolist()
+    assert values[:, 1, :, 3].tolist() == (-expected[[2, 0], :3]).tolist()
+
+
+def test_a_pool_of_one_column_takes_nothing_but_the_token() -> None:
+    """The write covers all of the buffer, and must not keep what the token is a view of."""
+    tails = made(1, 1)
+    before = mx.get_active_memory()
+    keys, values = mx.ones((1, 2, 2_000, 8)), mx.ones((1, 2, 2_000, 4))
+    tails.write_block(0, 0, 0, keys[:, :, 7:8], values[:, :, 7:8])
+    mx.eval(tails.buffers())
+    del keys, values
+    assert mx.get_active_memory() == before
+    assert mx.all(tails.read_block(0, 0, 1, 1)[0] == 1)
+
+
+# ---- what a write costs
+
+WIDE = (LayerShape(2, 64, 64, mx.float32), LayerShape(2, 64, 64, mx.float32))
+WIDE_TOKEN = token_bytes(WIDE)
+
+
+def write_wide(tails: Tails, *, column: int, together: bool) -> None:
+    for layer, shape in enumerate(WIDE):
+        rows = tails.slots if together else 1
+        new = mx.zeros((rows, shape.kv_heads, 1, shape.key_dim))
+        if together:
+            tails.write(layer, mx.arange(rows), mx.full((rows,), column, mx.int32), new, new)
+        else:
+            tails.write_block(layer, 1, column, new, new)
+    mx.eval(tails.buffers())
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one", "many"])
+def test_writes_are_in_place(together: bool) -> None:
+    tails = Tails(4, 256, WIDE)
+    rows = tails.slots if together else 1
+    extra = peak_above(lambda: [write_wide(tails, column=c, together=together) for c in range(20)])
+    assert extra <= 2 * rows * WIDE_TOKEN + 1_024, "a write copied the pool"
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one", "many"])
+def test_the_measure_sees_a_copy_for_whoever_holds_a_view(together: bool) -> None:
+    """Negative control, and why nobody may keep what `read_one` returned over a step."""
+    tails = Tails(4, 256, WIDE)
+    view = tails.read_block(0, 1, 1, 3)
+    mx.eval(view)
+    extra = peak_above(lambda: write_wide(tails, column=5, together=together))
+    assert extra >= tails.nbytes // len(WIDE)
+    del view
+
+
+def test_reading_a_row_copies_nothing() -> None:
+    tails = Tails(4, 256, WIDE)
+    assert peak_above(lambda: mx.eval(tails.read_block(0, 1, 1, 200))) <= 1_024
+
+
+# ---- wiping and renewing
+
+
+def test_wiping_costs_a_slot_and_holds_nothing() -> None:
+    tails = Tails(8, 64, WIDE)
+    before = mx.get_active_memory()
+    assert peak_above(lambda: tails.wipe(3)) <= tails.nbytes // tails.slots + 1_024
+    assert mx.get_active_memory() == before
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_wiped_slot_has_numbers_again(bad: float, slots: int) -> None:
+    tails = made(slots)
+    for column in range(COLUMNS):
+        write_block(tails, slots - 1, column, bad)
+    tails.wipe(slots - 1)
+    assert contents(tails) == [[0.0] * COLUMNS] * slots
+
+
+def test_renewing_zeroes_all_and_never_holds_both() -> None:
+    tails = Tails(4, 64, WIDE)
+    slot = tails.take_slot()
+    before = mx.get_active_memory()
+    write_wide(tails, column=0, together=True)
+    assert peak_above(tails.renew) <= 1_024
+    assert mx.get_active_memory() == before
+    assert not any(mx.any(buffer).item() for buffer in tails.buffers())
+    assert slot not in {tails.take_slot() for _ in range(3)}, "a taken slot was given out"
+
+
+def test_a_write_that_cannot_be_evaluated_is_gone_after_renewing() -> None:
+    tails = made()
+    write_block(tails, 1, 1, 7.0)
+    tails.write_block(0, 0, 0, *token(0, 3.0))  # never evaluated
+    tails.renew()
+    assert contents(tails) == [[0.0] * COLUMNS] * SLOTS
+
+
+def test_a_pool_that_was_dropped_holds_nothing() -> None:
+    before = mx.get_active_memory()
+    tails = made()
+    tails.drop()
+    assert (tails.nbytes, mx.get_active_memory()) == (0, before)
+
+
+# ---- cutting
+
+
+@pytest.mark.parametrize("stop", [1, 3, COLUMNS])
+def test_a_cut_is_a_copy_of_the_first_columns(stop: int) -> None:
+    tails = made()
+    for column in range(COLUMNS):
+        write_block(tails, 1, column, column + 1.0)
+    segment = tails.cut(1, stop)
+    assert (segment.tokens, segment.nbytes) == (stop, stop * token_bytes(SHAPES))
+    for column in range(COLUMNS):
+        write_block(tails, 1, column, 100.0)
+    for keys, values in segment.layers:
+        assert isinstance(keys, mx.array) and isinstance(values, mx.array)
+        for head in range(keys.shape[1]):
+            assert keys[0, head, :, 0].tolist() == [c + 1.0 for c in range(stop)]
+            assert values[0, head, :, -1].tolist() == [-c - 1.0 for c in range(stop)]
+
+
+def test_a_cut_goes_on_behind_what_was_cut_before() -> None:
+    tails = made()
+    for column in range(COLUMNS):
+        write_block(tails, 2, column, column + 1.0)
+    before = tails.cut(2, 2)
+    grown = tails.cut(2, 4, before)
+    assert grown.tokens == 6
+    assert grown.nbytes == 6 * token_bytes(SHAPES)
+    for keys, _ in grown.layers:
+        assert isinstance(keys, mx.array)
+        assert keys[0, 0, :, 0].tolist() == [1.0, 2.0, 1.0, 2.0, 3.0, 4.0]
+    assert before.tokens == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 64])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind"])
+def test_a_cut_holds_its_own_bytes_and_no_others(slots: int, kv_heads: int, behind: bool) -> None:
+    """Of pools large and small: a view would keep the pool alive, and make the next write copy."""
+    before = mx.get_active_memory()
+    tails = Tails(slots, 8, [LayerShape(kv_heads, 64, 64, mx.float32)])
+    segment = tails.cut(0, 8, tails.cut(0, 8) if behind else None)
+    del tails
+    assert mx.get_active_memory() - before == segment.nbytes
+
+
+def test_a_write_after_a_cut_is_in_place() -> None:
+    tails = Tails(2, 8, WIDE)
+    segment = tails.cut(1, 8)
+    assert peak_above(lambda: write_wide(tails, column=0, together=False)) <= 2 * WIDE_TOKEN
+    assert segment.tokens == 8

@@ -1,0 +1,779 @@
+"""The engine's tokens are those of a plain mlx-lm loop, one for one, wherever the KV came from."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import cache as theirs
+from parity_models import (
+    JOINED_FAMILIES,
+    SHARED_FAMILIES,
+    Step,
+    assert_same,
+    generate,
+    model_of,
+    prompt_of,
+)
+
+from penstock import kv
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request, Sampling
+from penstock.engine.sampling import Chooser
+from penstock.engine.scheduler import State
+from penstock.errors import PenstockError
+from penstock.kv import attention
+from penstock.kv.attention import Sight
+from penstock.kv.reads import DecodeStep, Part
+from penstock.kv.segment import Segment
+from penstock.kv.tails import Tails
+from penstock.models.mlx_lm import attach
+from penstock.prefix import prefixes
+from penstock.prefix.prefixes import Sealed
+from penstock.prefix.tree import PrefixTree
+
+FAMILIES = (*SHARED_FAMILIES, *JOINED_FAMILIES)
+KINDS = ("llama", "gemma3", "gpt_oss", "gemma2")
+"""One each of plain attention, windows, windows and sinks, and joined KV."""
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_kind = pytest.mark.parametrize("family", KINDS)
+SMALL = {"block_size": 16, "prefill_chunk": 32}
+BASE = tuple(prompt_of(70))
+"""Four whole blocks and six tokens."""
+LONGEST = 40
+"""Tokens of the longest answer."""
+
+
+@contextmanager
+def engine(model: Any, **settings: Any) -> Iterator[Core]:
+    core = Core(model, **{"memory_limit": "400MB", **settings})
+    try:
+        yield core
+        recount(core)
+        assert core.idle and core.prefixes.tree.pins == 0
+        assert core.tails.free_slots == core.tails.slots
+    finally:
+        core.close()
+
+
+def ask(core: Core, prompt: Sequence[int], tokens: int, **settings: Any) -> Handle:
+    return core.submit(Request(prompt=tuple(prompt), max_tokens=tokens, **settings))
+
+
+def recount(core: Core) -> None:
+    core.check()
+    stats = core.stats()
+    assert stats.held_bytes <= stats.used_bytes <= stats.limit_bytes
+
+
+def drain(core: Core, steps: int | None = None) -> None:
+    """Run to the end, or for so many steps, recounting after every one."""
+    while steps != 0 and core.step():
+        recount(core)
+        steps = None if steps is None else steps - 1
+
+
+def answer(handle: Handle, choice: int = 0) -> list[int]:
+    return handle.result(timeout_seconds=0)[choice].tokens
+
+
+def cached(handle: Handle) -> int:
+    """Return how many tokens of the prompt were not computed for the first answer."""
+    finish = handle.result(timeout_seconds=0)[0].finish
+    assert finish is not None
+    return finish.usage.cached_tokens
+
+
+@functools.cache
+def long_text(family: str, prompt: tuple[int, ...]) -> list[Step]:
+    return generate(model_of(family), prompt, theirs.make_prompt_cache(model_of(family)), LONGEST)
+
+
+def plain_text(family: str, prompt: Sequence[int], tokens: int) -> list[Step]:
+    """Generate in mlx-lm's loop."""
+    return long_text(family, tuple(prompt))[:tokens]
+
+
+def check(family: str, *handles: Handle) -> None:
+    """Compare answers with those of a plain loop."""
+    for number, handle in enumerate(handles):
+        request = handle.request
+        reference = plain_text(family, request.prompt, request.max_tokens)
+        what = f"{family}, request {number} of {len(request.prompt)} tokens"
+        assert_same(answer(handle), reference, what)
+
+
+# ---- one after the other
+
+
+@every_family
+def test_cold_and_warm_and_the_next_turn(family: str) -> None:
+    with engine(model_of(family), **SMALL) as core:
+        way = "shared" if family in SHARED_FAMILIES else "joined"
+        assert core.runner.fitness.way == way, core.runner.fitness.why
+        for hits, computed in ((0, 69), (64, 5)):
+            before = core.stats().prefilled_tokens
+            handle = ask(core, BASE, 24)
+            drain(core)
+            check(family, handle)
+            assert cached(handle) == hits
+            assert core.stats().prefilled_tokens - before == computed
+        # What was generated was sealed, too: 70 + 23 tokens have five whole blocks.
+        turn = ask(core, (*BASE, *answer(handle), *prompt_of(4)), 24)
+        drain(core)
+        check(family, turn)
+        assert cached(turn) == 80
+
+
+@every_family
+def test_a_prompt_that_is_held_to_its_end_is_not_computed(family: str) -> None:
+    """It ends on a block: its last token is decoded for its logits; nothing is copied."""
+    prompt = BASE[:64]
+    with engine(model_of(family), **SMALL) as core:
+        first = ask(core, prompt, 20)
+        drain(core)
+        before = core.stats()
+        again = [ask(core, prompt, 20), ask(core, prompt, 3), ask(core, (*prompt, 7), 20)]
+        drain(core, 1)
+        assert len(again[0].events()) == 1, "the first step gave no token"
+        after = core.stats()
+        assert after.prefilled_tokens == before.prefilled_tokens
+        assert after.copied_bytes == before.copied_bytes
+        drain(core)
+        check(family, first, *again)
+        assert [cached(handle) for handle in again] == [63, 63, 64]
+
+
+def first_token_bytes(family: str) -> float:
+    """Return the peak of a full hit's first step, as a share of the prompt's KV."""
+    prompt = prompt_of(256)
+    with engine(model_of(family), block_size=64, prefill_chunk=256) as core:
+        for _ in range(2):
+            ask(core, prompt, 1)
+            drain(core)
+        handle = ask(core, prompt, 1)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        drain(core)
+        peak = mx.get_peak_memory() - before
+        check(family, handle)
+        return peak / (256 * core.runner.token_bytes)
+
+
+def test_a_full_hit_takes_no_bytes_for_the_prompt() -> None:
+    assert first_token_bytes("llama") < 0.1
+    # Negative control: joined models copy a layer, of which this one has two.
+    assert first_token_bytes("gemma2") > 0.3
+
+
+# ---- at the same time
+
+
+@every_kind
+def test_simultaneous_requests_compute_what_they_share_once(family: str) -> None:
+    fork = (*BASE[:50], *prompt_of(10, 3))
+    with engine(model_of(family), **SMALL) as core:
+        handles = [ask(core, prompt, 20) for prompt in (BASE, fork, BASE, fork, BASE)]
+        drain(core)
+        check(family, *handles)
+        # The four blocks of BASE, three of which are the fork's; what is no whole block, and
+        # the fork's last eleven tokens, each for himself. The last token is decoded.
+        assert core.stats().prefilled_tokens == 64 + 3 * 5 + 2 * 11
+        assert core.stats().hit_tokens == 2 * 64 + 2 * 48
+
+
+@every_kind
+def test_joined_while_the_prompt_is_being_read(family: str) -> None:
+    """It shares what is sealed by then, and follows what is sealed after."""
+    with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
+        first = ask(core, BASE, 20)
+        drain(core, 3)
+        assert core.stats().prefilled_tokens == 24
+        second, fork = ask(core, BASE, 20), ask(core, (*BASE[:50], 3, 1, 4), 20)
+        drain(core)
+        check(family, first, second, fork)
+        assert (cached(second), cached(fork)) == (64, 48)
+        assert core.stats().prefilled_tokens == 69 + 5 + 4
+
+
+@every_kind
+def test_what_an_aborted_request_has_computed_is_shared(family: str) -> None:
+    with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
+        first = ask(core, BASE, 20)
+        drain(core, 3)
+        first.cancel()
+        recount(core)
+        second = ask(core, BASE, 20)
+        drain(core)
+        check(family, second)
+        assert answer(first) == []
+        assert cached(second) == 24
+
+
+@every_kind
+def test_a_node_split_while_it_is_read(family: str) -> None:
+    with engine(model_of(family), block_size=16, prefill_chunk=64) as core:
+        first = ask(core, BASE, 30)
+        drain(core, 5)
+        assert [node.end for node in core.prefixes.tree] == [64]
+        fork = ask(core, (*BASE[:40], *prompt_of(30, 3)), 20)
+        drain(core, 1)
+        assert (0, 32) in {(node.start, node.end) for node in core.prefixes.tree}
+        warm = ask(core, BASE, 20)
+        drain(core)
+        check(family, first, fork, warm)
+        assert (cached(fork), cached(warm)) == (32, 64)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(("block", "chunk"), [(1, 1), (3, 7), (8, 16), (32, 5), (128, 512)])
+def test_blocks_and_chunks(family: str, block: int, chunk: int) -> None:
+    fork = (*BASE[:40], *prompt_of(9, 3))
+    with engine(model_of(family), block_size=block, prefill_chunk=chunk) as core:
+        cold = [ask(core, BASE, 20), ask(core, fork, 20)]
+        drain(core)
+        warm = [ask(core, prompt, 20) for prompt in (fork, BASE[:48], BASE)]
+        drain(core)
+        check(family, *cold, *warm)
+        assert cached(warm[2]) == min(69, 70 // block * block)
+
+
+# ---- after things have gone
+
+
+@every_kind
+def test_after_eviction(family: str) -> None:
+    fork = (*BASE[:40], *prompt_of(30, 3))
+    with engine(model_of(family), **SMALL) as core:
+        for prompt in (BASE, fork):
+            ask(core, prompt, 20)
+        drain(core)
+        while len(core.prefixes.tree):
+            core.prefixes.shrink(1)  # a leaf at a time
+            recount(core)
+            held = core.prefixes.tree.tokens
+            handles = [ask(core, prompt, 8) for prompt in (BASE, fork)]
+            drain(core)
+            check(family, *handles)
+            while core.prefixes.tree.tokens > held:
+                core.prefixes.shrink(1)
+
+
+@every_kind
+def test_prompts_that_drive_each_other_out(family: str) -> None:
+    """There is room for one and a half."""
+    prompts = [tuple(prompt_of(70, seed)) for seed in (1, 2, 3)]
+    with engine(model_of(family), **SMALL, max_kv_size=256) as core:
+        probe = ask(core, BASE, 1)
+        core.step()
+        needed = core.stats().used_bytes
+        probe.cancel()
+        core.prefixes.clear()
+        core.set_limit(needed + 40 * core.runner.token_bytes)
+        for _ in range(2):
+            handles = [ask(core, prompt, 12) for prompt in prompts]
+            drain(core)
+            check(family, *handles)
+        assert core.stats().evicted_nodes >= 3
+
+
+@every_kind
+@pytest.mark.parametrize("steps", [1, 3, 12])
+def test_after_parking(family: str, steps: int) -> None:
+    """There is one place, and somebody more important comes: while it reads, and while it says."""
+    with engine(model_of(family), **SMALL, max_batch_size=1) as core:
+        low = ask(core, BASE, 30)
+        drain(core, steps)
+        high = ask(core, (*BASE[:40], *prompt_of(9, 3)), 10, priority=1)
+        drain(core)
+        check(family, low, high)
+        assert core.stats().parkings == 1
+        assert cached(low) == 0, "its own work was counted as a hit"
+
+
+# ---- beside one that fails
+
+
+def test_a_prompt_that_computes_no_numbers_ends_alone() -> None:
+    """Its neighbour reads the first half of a node whose second half holds no numbers."""
+    model = model_of("llama")
+    embedding = model.model.embed_tokens
+    weight = embedding.weight
+    expected = plain_text("llama", BASE[:34], 10)
+    bad = min({*range(9, 99)} - {*BASE, *(step.token for step in expected)})
+    try:
+        nowhere = mx.arange(weight.shape[0])[:, None] == bad
+        embedding.weight = mx.where(nowhere, float("nan"), weight)
+        with engine(model, block_size=16, prefill_chunk=64) as core:
+            for _ in range(2):
+                ill = ask(core, (*BASE[:40], *[bad] * 20), 10)
+                well = ask(core, BASE[:34], 10)
+                drain(core)
+                with pytest.raises(PenstockError, match="number"):
+                    answer(ill)
+                check("llama", well)
+    finally:
+        embedding.weight = weight
+
+
+# ---- crowds
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A request, when it comes, and after how many steps it leaves."""
+
+    arrives: int
+    prompt: tuple[int, ...]
+    tokens: int
+    leaves: int | None
+    salt: str
+
+
+def guests(dice: random.Random, count: int) -> list[Guest]:
+    """Draw requests for prompts that have much in common, the first to come at the end."""
+
+    def one() -> Guest:
+        own = prompt_of(dice.choice([1, 9, 16, 30]), dice.randint(5, 6))
+        return Guest(
+            dice.randint(0, 20),
+            (*BASE[: dice.choice([0, 16, 17, 40, 64])], *own),
+            dice.choice([1, 3, 17, 24]),
+            dice.randint(1, 8) if dice.random() < 0.2 else None,
+            dice.choice(["", "", "tenant"]),
+        )
+
+    return sorted((one() for _ in range(count)), key=lambda guest: guest.arrives, reverse=True)
+
+
+def receive(
+    core: Core, dice: random.Random, count: int, reference: Callable[[Guest], list[Step]]
+) -> None:
+    """Let guests come and go, and park some on the way; compare what each was told."""
+    coming, here, now = guests(dice, count), [], 0
+    while coming or not core.idle:
+        while coming and coming[-1].arrives <= now:
+            guest = coming.pop()
+            here.append((guest, ask(core, guest.prompt, guest.tokens, salt=guest.salt)))
+        for guest, handle in here:
+            if guest.leaves is not None and now == guest.arrives + guest.leaves:
+                handle.cancel()
+        core.step()
+        recount(core)
+        for job in core.scheduler.jobs(State.RUNNING):
+            if dice.random() < 0.02:
+                core._park(core._sequences[job.id])
+        now += 1
+        assert now < 2_000, "somebody waits for ever"
+    for guest, handle in here:
+        said, expected = answer(handle), reference(guest)
+        if guest.leaves is not None:
+            expected = expected[: len(said)]
+        assert_same(said, expected, f"{guest}")
+
+
+@pytest.mark.parametrize(
+    ("family", "places", "counts"),
+    [
+        *((family, 8, (11,)) for family in FAMILIES),
+        ("llama", 1, (6,)),
+        ("llama", 2, (8, 4)),
+        ("llama", 16, (20, 8)),
+        ("gemma3", 16, (16,)),
+        ("gpt_oss", 3, (8, 4)),
+    ],
+)
+def test_a_crowd(family: str, places: int, counts: tuple[int, ...]) -> None:
+    """The second one finds the tree as the first has left it."""
+
+    def reference(guest: Guest) -> list[Step]:
+        return plain_text(family, guest.prompt, guest.tokens)
+
+    with engine(model_of(family), **SMALL, max_batch_size=places) as core:
+        for seed, count in enumerate(counts, start=places):
+            receive(core, random.Random(seed), count, reference)
+
+
+# ---- bounded windows
+
+
+@functools.cache
+def bounded_text(
+    family: str, prompt: tuple[int, ...], tokens: int, max_size: int, keep: int
+) -> list[Step]:
+    """Generate in mlx-lm's loop over windows of the same rule of sight, token by token."""
+    caches = [
+        theirs.RotatingKVCache(min(cache.max_size, max_size))
+        if isinstance(cache, theirs.RotatingKVCache)
+        else kv.SinkRotatingKVCache(max_size, keep)
+        for cache in theirs.make_prompt_cache(model_of(family))
+    ]
+    return generate(model_of(family), prompt, caches, tokens, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("block_size", [8, 32, 64])
+@pytest.mark.parametrize("prompt_tokens", [10, 100])
+def test_a_window_with_kept_tokens(family: str, block_size: int, prompt_tokens: int) -> None:
+    """Also where a block is longer than the window, so that nothing can be sealed."""
+    prompt = tuple(prompt_of(prompt_tokens))
+    reference = bounded_text(family, prompt, 60, 24, 8)
+    settings = {"max_kv_size": 24, "keep": 8, "block_size": block_size, "prefill_chunk": 64}
+    with engine(model_of(family), **settings) as core:
+        handle = ask(core, prompt, 60)
+        drain(core)
+        assert_same(answer(handle), reference, f"{family}, blocks of {block_size}")
+
+
+def test_a_window_whose_kept_tokens_could_not_be_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree has no room: kept tokens stay in the sequence's own runs, and stay in sight."""
+    prompt = tuple(prompt_of(60))
+    reference = bounded_text("llama", prompt, 40, 48, 12)
+    settings = {"max_kv_size": 48, "keep": 12, "block_size": 8, "prefill_chunk": 16}
+    with engine(model_of("llama"), **settings) as core:
+        refused = lambda pin, blocks_done, *_: Sealed(blocks_done, 0, "no room")  # noqa: E731
+        monkeypatch.setattr(core.prefixes, "insert", refused)
+        handle = ask(core, prompt, 40)
+        drain(core)
+        assert_same(answer(handle), reference, "nothing sealed")
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
+def test_half_precision_windows_of_different_reach_share_a_prefix(dtype: mx.Dtype) -> None:
+    model = model_of("gemma3")
+    model.set_dtype(dtype)
+    try:
+        shared = prompt_of(48)
+        with engine(model, block_size=16, prefill_chunk=64) as core:
+            handles = [ask(core, shared, 10), ask(core, shared + prompt_of(64, 3), 10)]
+            drain(core)
+            assert [len(answer(handle)) for handle in handles] == [10, 10]
+    finally:
+        model_of.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gemma2", "gear", "deepseek_v3"])
+def test_a_crowd_in_windows(family: str) -> None:
+    """Who is past its window lets go of what it no longer sees, and not of what others read."""
+
+    def reference(guest: Guest) -> list[Step]:
+        return bounded_text(family, guest.prompt, 24, 48, 12)[: guest.tokens]
+
+    settings = {"max_kv_size": 48, "keep": 12, "block_size": 8, "prefill_chunk": 16}
+    with engine(model_of(family), **settings, max_batch_size=4) as core:
+        receive(core, random.Random(4), 7, reference)
+
+
+def test_a_crowd_in_windows_with_little_memory() -> None:
+    """Blocks cannot be sealed for want of room, and cold ones give way all the time."""
+
+    def reference(guest: Guest) -> list[Step]:
+        return bounded_text("llama", guest.prompt, 24, 48, 12)[: guest.tokens]
+
+    settings = {"max_kv_size": 48, "keep": 12, "block_size": 8, "prefill_chunk": 16}
+    with engine(model_of("llama"), **settings, max_batch_size=4) as core:
+        core.set_limit(core.stats().used_bytes + 200 * core.runner.token_bytes)
+        receive(core, random.Random(4), 10, reference)
+        assert core.stats().evicted_nodes > 0
+
+
+# ---- sampling
+
+
+WAYS = {
+    "seeded": Sampling(temperature=0.9, seed=11),
+    "filtered": Sampling(temperature=1.2, top_p=0.9, top_k=40, min_p=0.01, seed=-5),
+    "penalised": Sampling(
+        repetition_penalty=1.6,
+        repetition_context=30,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias={7: 2.0, 11: -3.0},
+    ),
+    "both": Sampling(temperature=0.8, repetition_penalty=1.3, seed=3),
+}
+
+
+@functools.cache
+def drawn_text(family: str, prompt: tuple[int, ...], way: str, choice: int = 0) -> list[int]:
+    """Draw 20 tokens in a plain loop on mlx-lm's caches, by the same rule."""
+    model, sampling = model_of(family), WAYS[way]
+    caches = theirs.make_prompt_cache(model)
+    chooser, drawn = Chooser(sampling, prompt, choice), list[int]()
+    logits = model(mx.array([prompt]), cache=caches)[0, -1]
+    while len(drawn) < 20:
+        drawn.append(chooser.choose(logits, drawn).token)
+        logits = model(mx.array([drawn[-1:]]), cache=caches)[0, -1]
+    return drawn
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_draws_do_not_depend_on_company_or_cache(family: str, way: str) -> None:
+    """Alone and cold; warm; in a batch that reads the same; and after parking."""
+    sampling = WAYS[way]
+    expected = drawn_text(family, BASE, way)
+    with engine(model_of(family), **SMALL) as core:
+        for _ in ("cold", "warm"):
+            alone = ask(core, BASE, 20, sampling=sampling)
+            drain(core)
+            assert answer(alone) == expected
+        others = [ask(core, BASE[:length], 20) for length in (70, 40, 33)]
+        within = ask(core, BASE, 20, sampling=sampling)
+        others.append(ask(core, BASE, 20, sampling=Sampling(temperature=1.0, seed=1)))
+        drain(core, 8)
+        for job in core.scheduler.jobs(State.RUNNING):
+            core._park(core._sequences[job.id])
+        drain(core)
+        assert answer(within) == expected
+        check(family, *others[:3])
+        assert answer(others[3]) != expected
+
+
+@every_kind
+def test_choices_are_drawn_each_by_its_own_seed_from_one_reading(family: str) -> None:
+    with engine(model_of(family), **SMALL) as core:
+        handle = ask(core, BASE, 20, n=3, sampling=WAYS["seeded"])
+        drain(core)
+        texts = [answer(handle, choice) for choice in range(3)]
+        assert texts == [drawn_text(family, BASE, "seeded", choice) for choice in range(3)]
+        assert len(set(map(tuple, texts))) == 3
+        assert core.stats().prefilled_tokens == 64 + 3 * 5
+
+
+def test_other_seeds_and_none_draw_other_texts() -> None:
+    with engine(model_of("llama"), **SMALL) as core:
+        handles = [
+            ask(core, BASE, 20, sampling=Sampling(temperature=0.9, seed=seed))
+            for seed in (11, 12, None, None)
+        ]
+        drain(core)
+        texts = [tuple(answer(handle)) for handle in handles]
+        assert list(texts[0]) == drawn_text("llama", BASE, "seeded")
+        assert len(set(texts)) == 4
+
+
+# ---- the seam
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_the_seam_leaves_plain_mlx_lm_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, name = model_of(family), "scaled_dot_product_attention"
+    module = importlib.import_module(type(model).__module__)
+    plain = getattr(module, name)
+    monkeypatch.setattr(module, name, getattr(plain, "__wrapped__", plain))
+
+    def logits() -> mx.array:
+        caches = theirs.make_prompt_cache(model)
+        model(mx.array([BASE]), cache=caches)
+        return model(mx.array([[5]]), cache=caches)
+
+    before, untouched = logits(), set(vars(module))
+    assert module.__name__ in attach(model)
+    once = getattr(module, name)
+    assert set(vars(module)) == untouched
+    assert mx.array_equal(logits(), before), "a plain loop computes something else"
+    assert module.__name__ in attach(model)
+    assert getattr(module, name) is once, "attached twice"
+
+
+@every_kind
+def test_a_plain_loop_beside_an_engine_at_work(family: str) -> None:
+    model = model_of(family)
+    with engine(model, **SMALL) as core:
+        handle = ask(core, BASE, 20)
+        drain(core, 8)
+        beside = generate(model, BASE, theirs.make_prompt_cache(model), 20)
+        drain(core)
+        assert_same([step.token for step in beside], plain_text(family, BASE, 20), "beside")
+        check(family, handle)
+
+
+# ---- who may share what
+
+
+def test_other_salts_and_fingerprints_share_nothing() -> None:
+    with engine(model_of("llama"), **SMALL) as core:
+        check_salts(core)
+    assert prefixes.root_key("model") != prefixes.root_key("another")
+
+
+def check_salts(core: Core) -> None:
+    """Ask the same thing as three tenants, at once and again."""
+    for hits in (0, 64):
+        handles = [ask(core, BASE, 12, salt=salt) for salt in ("", "a", "b")]
+        drain(core)
+        check("llama", *handles)
+        assert [cached(handle) for handle in handles] == [hits] * 3
+
+
+# ---- negative controls: an engine at work is broken in one way, and the comparison sees it
+
+
+def work(core: Core, family: str) -> None:
+    """Do a bit of everything: cold, warm, forks, one block's last token changed, full hits."""
+    changed = (*BASE[:31], BASE[31] ^ 1, *BASE[32:])
+    fork = (*BASE[:40], *prompt_of(20, 3))
+    for prompts in ((BASE,), (BASE, changed, BASE[:64]), (fork, changed, BASE[:50])):
+        handles = [ask(core, prompt, 24) for prompt in prompts]
+        drain(core)
+        check(family, *handles)
+
+
+@every_kind
+def test_the_work_that_is_broken_below_is_right(family: str) -> None:
+    with engine(model_of(family), **SMALL) as core:
+        work(core, family)
+
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def one_column_too_many(patch: pytest.MonkeyPatch) -> None:
+    def mask(sight: Sight, queries: mx.array, columns: mx.array) -> mx.array:
+        near = columns[None] > queries[:, None] - (sight.window or 10**6) - 1
+        return (columns[None] <= queries[:, None]) & near
+
+    patch.setattr(Sight, "mask", mask)
+
+
+def a_window_too_long_by_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sight, "starts_at", lambda sight, p: max(0, p - (sight.window or 10**6)))
+
+
+def the_tail_dropped(patch: pytest.MonkeyPatch) -> None:
+    real = DecodeStep.of
+
+    def of(rows: Any, tails: Any) -> DecodeStep:
+        for row in rows:
+            if row.tail:
+                tails.wipe(row.slot)
+        return real(rows, tails)
+
+    patch.setattr(DecodeStep, "of", of)
+
+
+def the_tail_dropped_when_it_is_full(patch: pytest.MonkeyPatch) -> None:
+    def cut(self: Any, slot: int, stop: int, behind: Segment | None = None) -> Segment:
+        found = real(self, slot, stop, behind)
+        return Segment(tuple((keys, mx.zeros_like(values)) for keys, values in found.layers))
+
+    real = Tails.cut
+    patch.setattr(Tails, "cut", cut)
+
+
+def a_part_one_token_short(patch: pytest.MonkeyPatch) -> None:
+    def pieces(part: Part, nearest: int, keep: int) -> list[tuple[int, int]]:
+        return [(part.start, part.end - 1)]
+
+    patch.setattr("penstock.kv.reads._pieces", pieces)
+
+
+def slots_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    real = DecodeStep.of
+
+    def of(rows: Any, tails: Any) -> DecodeStep:
+        step = real(rows, tails)
+        step.slots = step.slots[::-1]
+        return step
+
+    patch.setattr(DecodeStep, "of", of)
+
+
+def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    real = DecodeStep.of
+
+    def of(rows: Any, tails: Any) -> DecodeStep:
+        step = real(rows, tails)
+        step.offset = step.offset + 1
+        return step
+
+    patch.setattr(DecodeStep, "of", of)
+
+
+def a_key_that_leaves_out_a_token(patch: pytest.MonkeyPatch) -> None:
+    def keys(tokens: Any, block_size: int, root: bytes) -> list[bytes]:
+        blurred = list(map(int, tokens))
+        for last in range(block_size - 1, len(blurred), block_size):
+            blurred[last] = 0
+        return real(blurred, block_size, root)
+
+    real = prefixes.block_keys
+    patch.setattr(prefixes, "block_keys", keys)
+    patch.setattr(PrefixTree, "check", lambda tree: None)
+
+
+def keys_without_what_is_in_front(patch: pytest.MonkeyPatch) -> None:
+    """Each block named by itself: blocks behind a change look like those of another prompt."""
+
+    def keys(tokens: Any, block_size: int, root: bytes) -> list[bytes]:
+        starts = range(0, len(tokens) - block_size + 1, block_size)
+        blocks = [list(tokens[at : at + block_size]) for at in starts]
+        return [real(block, block_size, bytes(16))[0] for block in blocks]
+
+    real = prefixes.block_keys
+    patch.setattr(prefixes, "block_keys", keys)
+    patch.setattr(PrefixTree, "check", lambda tree: None)
+
+
+def sinks_forgotten(patch: pytest.MonkeyPatch) -> None:
+    real = attention.merged
+    patch.setattr(attention, "merged", lambda parts, sinks=None: real(parts))
+
+
+@pytest.mark.parametrize(
+    ("family", "broken"),
+    [
+        ("gemma3", one_column_too_many),
+        ("gemma3", a_window_too_long_by_one),
+        ("llama", the_tail_dropped),
+        ("llama", the_tail_dropped_when_it_is_full),
+        ("gemma2", the_tail_dropped_when_it_is_full),
+        ("llama", a_part_one_token_short),
+        ("gemma2", a_part_one_token_short),
+        ("llama", slots_mixed_up),
+        ("llama", positions_off_by_one),
+        ("llama", a_key_that_leaves_out_a_token),
+        ("llama", keys_without_what_is_in_front),
+        ("gpt_oss", sinks_forgotten),
+    ],
+)
+def test_the_comparison_sees(family: str, broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Core(model_of(family), memory_limit="400MB", **SMALL)
+    broken(monkeypatch)
+    with pytest.raises(AssertionError, match="which led by"):
+        work(core, family)
+    core.close()
+
+
+def test_the_tree_sees_keys_that_do_not_name_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Core(model_of("llama"), memory_limit="400MB", **SMALL)
+    check = PrefixTree.check
+    a_key_that_leaves_out_a_token(monkeypatch)
+    monkeypatch.setattr(PrefixTree, "check", check)
+    with pytest.raises(AssertionError, match="do not name its tokens"):
+        work(core, "llama")
+    core.close()
+
+
+def test_the_comparison_sees_salts_that_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = prefixes.root_key
+    monkeypatch.setattr(prefixes, "root_key", lambda fingerprint, salt: real(fingerprint))
+    core = Core(model_of("llama"), memory_limit="400MB", **SMALL)
+    with pytest.raises(AssertionError, match=r"\[0, 64, 64\]"):
+        check_salts(core)
+    core.close()
+
+
+def test_the_count_sees_prompts_that_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Core, "_catch_up", lambda self: None)
+    with pytest.raises(AssertionError):
+        test_simultaneous_requests_compute_what_they_share_once("llama")

@@ -1,0 +1,42 @@
+"""What MLX frees stays with the process, where there is a C library that can be told so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Softmax weights of several sizes, one after the other. The kernel counts the pages that have to
+# be mapped anew; they say whether memory was used again, which times would not.
+SCRIPT = """
+import resource, sys
+import penstock
+import mlx.core as mx
+from penstock.heap import keep_freed_memory
+from penstock.kv.attention import exp2
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+faults = 0
+for columns in (8192, 2048, 2304):
+    scores = -mx.abs(mx.random.normal((4, 32, columns)))
+    for count in (5, 50):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(count):
+            mx.eval(exp2(scores))
+    faults += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)
+"""
+
+
+def page_faults(mode: str) -> int:
+    command = [sys.executable, "-c", SCRIPT, mode]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_memory_that_was_freed_is_not_mapped_anew() -> None:
+    by_default = page_faults("not kept")
+    if by_default < 10_000:
+        pytest.skip(f"this C library keeps it by itself: {by_default} faults")
+    assert page_faults("kept") < by_default / 100
