@@ -162,7 +162,7 @@ def test_a_model_without_keys_and_values_is_a_problem() -> None:
     assert (fit.way, fit.modules, fit.kv_bytes_per_token) == (None, (), 0)
     assert fit.layers == (Layers(4, "recurrent"),)
     (problem,) = find_misfits(fit)
-    assert problem.what.startswith("x: layer 0 keeps ")
+    assert problem.what.startswith("x: what layer 0 keeps ")
     assert "penstock generate" in problem.remedy
 
 
@@ -196,7 +196,7 @@ def test_a_model_the_engine_cannot_run_exits_with_1(
     assert main(["doctor", model, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["model"]["way"] is None
-    assert report["problems"][-1]["what"].startswith(f"{model}: layer 0 keeps ")
+    assert report["problems"][-1]["what"].startswith(f"{model}: what layer 0 keeps ")
     assert main(["doctor", model]) == 1
     shown = capsys.readouterr().out
     assert "cannot run it" in shown

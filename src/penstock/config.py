@@ -107,8 +107,8 @@ class EngineSettings(Settings):
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
-def parse(kind: type[SettingsT], **values: Any) -> SettingsT:
-    """Make settings from flags; a bad value is one line that names the flag.
+def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> SettingsT:
+    """Make settings; a bad value is one line that names it, as a flag unless told otherwise.
 
     >>> parse(KVSettings, max_kv_size=1024, keep_kv_size=16).max_kv_size
     1024
@@ -125,6 +125,8 @@ def parse(kind: type[SettingsT], **values: Any) -> SettingsT:
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
-            flag = str(first["loc"][0]).replace("_", "-")
-            message = f"--{flag} {first['input']}: {message}"
+            name = str(first["loc"][0])
+            if flags:
+                name = "--" + name.replace("_", "-")
+            message = f"{name} {first['input']}: {message}"
         raise SettingError(message) from None

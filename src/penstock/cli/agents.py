@@ -16,6 +16,7 @@ from rich.text import Text
 from penstock import config, memory
 from penstock.blas import load_blas
 from penstock.cli import options
+from penstock.errors import SettingError
 from penstock.memory import format_bytes
 from penstock.recall import MODEL_PATH
 
@@ -91,8 +92,8 @@ def agents(
     embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
     if memory_limit is None and embedded:
         memory_limit = EMBEDDED_LIMIT
-    if memory_limit is not None:
-        memory.parse_bytes(memory_limit)
+    if memory_limit is not None and memory.parse_bytes(memory_limit) < 1:
+        raise SettingError(f"--memory-limit {memory_limit}: nothing fits in it")
     if block_size is None:
         block_size = EMBEDDED_BLOCK_SIZE if embedded else config.BLOCK_SIZE
     options.warn_of_slow_blas(load_blas())

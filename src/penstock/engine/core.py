@@ -72,7 +72,7 @@ def checked(settings: dict[str, Any]) -> config.EngineSettings:
         given["memory_limit"] = read_machine_memory(mx.device_info()).default_limit_bytes
     elif isinstance(limit, str):
         given["memory_limit"] = parse_bytes(limit)
-    return config.parse(config.EngineSettings, **given)
+    return config.parse(config.EngineSettings, flags=False, **given)
 
 
 class Core:
@@ -143,6 +143,7 @@ class Core:
         self._pool = self.ledger.reserve(Kind.TAILS, slots * columns * self.runner.token_bytes)
         self.tails = Tails(slots, columns, self.runner.shapes)
         self._buffers = self.ledger.reserve(Kind.BUFFERS, self._measure_step())
+        self._chunk = self.ledger.reserve(Kind.BUFFERS, 0)
         self.prefixes: Prefixes[Segment] = Prefixes(
             self.ledger,
             block_size=self.limits.block_size,
@@ -320,7 +321,7 @@ class Core:
                 **self.prefixes.recount(),
                 Kind.WEIGHTS: weight_bytes(self.runner.model),
                 Kind.TAILS: self.tails.nbytes + promised,
-                Kind.BUFFERS: self._buffers.nbytes + steps,
+                Kind.BUFFERS: self._buffers.nbytes + steps + self._chunk.nbytes,
             }
         )
         slots = [s.slot for s in sequences if s.slot is not None]
@@ -368,15 +369,25 @@ class Core:
             own += min(most - window, ring + self.limits.prefill_chunk + self.limits.block_size)
         return own * self.runner.token_bytes
 
+    def _seen_tokens(self, sequence: Sequence) -> int:
+        """Return the most tokens that one step of a sequence reads."""
+        return min(sequence.most_tokens, self.limits.max_kv_size + self.limits.prefill_chunk)
+
     def _step_bytes(self, sequence: Sequence) -> int:
-        """Return what a sequence's length adds to a step: a layer joined, and its scores."""
-        seen = min(sequence.most_tokens, self.limits.max_kv_size + self.limits.prefill_chunk)
-        rows = 1 if self.runner.fitness.way == "shared" else self.limits.prefill_chunk
-        return seen * (2 * self.runner.layer_bytes + 4 * 4 * self.runner.heads * rows)
+        """Return what a sequence's length adds to every step in which it decodes: its scores."""
+        return self._seen_tokens(sequence) * 4 * 4 * self.runner.heads
+
+    def _chunk_bytes(self, sequence: Sequence) -> int:
+        """Return what its length adds to a step that prefills it: a layer joined, and the scores
+        of a whole chunk if the model attends to it by itself. One sequence at a time does."""
+        rows = 0 if self.runner.fitness.way == "shared" else self.limits.prefill_chunk
+        each = 2 * self.runner.layer_bytes + 4 * 4 * self.runner.heads * rows
+        return self._seen_tokens(sequence) * each
 
     def _check_fits(self, sequence: Sequence) -> None:
         """Raise NeverFits if a sequence could not run though nobody else did."""
-        own, step = self._own_bytes(sequence, 0), self._step_bytes(sequence)
+        own = self._own_bytes(sequence, 0)
+        step = self._step_bytes(sequence) + self._chunk_bytes(sequence)
         index = self.prefixes.index_bytes(len(sequence.keys) + 1)
         fixed = self._fixed_bytes()
         limit = self.ledger.limit_bytes
@@ -430,6 +441,7 @@ class Core:
     def _worth_parking(self, sequence: Sequence, others: Items[Sequence]) -> bool:
         """Tell whether a sequence would fit if all of the others were parked."""
         needed = self._own_bytes(sequence, 0) + self._step_bytes(sequence)
+        needed += max(0, self._chunk_bytes(sequence) - self._chunk.nbytes)
         freed = self.ledger.free_bytes + self.prefixes.evictable_bytes
         for other in others:
             held = [r.nbytes for r in (other.own, other.step) if r is not None]
@@ -454,6 +466,13 @@ class Core:
             own.release()
             pin.release()
             return False
+        more = self._chunk_bytes(sequence) - self._chunk.nbytes
+        if more > 0 and not self.prefixes.make_room(more):
+            step.release()
+            own.release()
+            pin.release()
+            return False
+        self._chunk.resize(self._chunk.nbytes + max(0, more))
         sequence.pin, sequence.cut, sequence.own, sequence.step = pin, cut, own, step
         return True
 
@@ -717,6 +736,8 @@ class Core:
             if reservation is not None:
                 reservation.release()
         sequence.own = sequence.step = None
+        admitted = [s for s in self._sequences.values() if s.own is not None]
+        self._chunk.resize(max(map(self._chunk_bytes, admitted), default=0))
 
     def _park(self, sequence: Sequence) -> None:
         """Take a sequence out; it is let in again later and finds its sealed path."""

@@ -156,7 +156,8 @@ class Runner:
         # A boundary: a model's own code is handed caches it was not written for, and may do
         # anything with them; whatever it raises, the other way is tried.
         except Exception as error:  # noqa: BLE001
-            return f"{type(error).__name__}: {error}"
+            text = str(error).strip() or type(error).__name__
+            return f"{type(error).__name__}: {text.splitlines()[0]}"
         difference = float(mx.abs(found - expected).max())
         off = difference / max(1e-6, float(mx.abs(expected).max()))
         if not off <= TOLERANCE.get(dtype, HALF_TOLERANCE):

@@ -236,8 +236,8 @@ def sights(model: nn.Module) -> list[Sight]:
             found.append(Sight(cache.max_size - cache.keep, cache.keep))
         else:
             raise ModelError(
-                f"layer {index} keeps a {type(cache).__name__}, which the engine cannot share or "
-                f"bound yet; use penstock generate or penstock chat for this model"
+                f"what layer {index} keeps ({type(cache).__name__}) the engine can neither share "
+                f"nor bound yet; use penstock generate or penstock chat for this model"
             )
     return found
 
