@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -275,7 +276,17 @@ class Core:
 
     def explain(self, tokens: Items[int], salt: str = "") -> Explanation:
         """Say how far a prompt would match now, and what stands in the way of more."""
-        return self.prefixes.explain(list(tokens), salt)
+        found = self.prefixes.explain(list(tokens), salt)
+        return replace(
+            found,
+            held_text=self._text(found.held_token),
+            given_text=self._text(found.given_token),
+        )
+
+    def _text(self, token: int | None) -> str | None:
+        if token is None or self.tokenizer is None:
+            return None
+        return str(self.tokenizer.decode([token]))
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the memory limit; what is over it goes at once: cold nodes, then parked work.

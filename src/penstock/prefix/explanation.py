@@ -69,3 +69,6 @@ class Explanation:
     given_up_seconds_ago: float | None = None
     """How long ago the next block was given up, if it was held and that is remembered."""
     given_up_for: Why | None = None
+    held_text: str | None = None
+    """What `held_token` reads like, where a tokenizer is at hand."""
+    given_text: str | None = None

@@ -1,0 +1,27 @@
+"""What the engine says of a prompt that was not found."""
+
+from __future__ import annotations
+
+import penstock
+from penstock.engine.core import Core
+from penstock.models.mlx_lm import encode
+from penstock.recall import MODEL_PATH
+
+
+def test_the_first_token_that_differs_is_named_and_spelled() -> None:
+    model, tokenizer = penstock.load(MODEL_PATH)
+    core = Core(model, tokenizer, memory_limit="100MB", block_size=8)
+    told = encode(tokenizer, "The code of the amber falcon is 4821. Animals are good company.")
+    asked = encode(tokenizer, "The code of the amber falcon is 4821. Animals are small company.")
+    core.submit(penstock.Request(prompt=tuple(told), max_tokens=2))
+    while core.step():
+        pass
+    found = core.explain(asked)
+    at = next(i for i, (a, b) in enumerate(zip(told, asked, strict=True)) if a != b)
+    assert (found.diverges_at, found.held_tokens) == (at, at // 8 * 8)
+    assert (found.held_text, found.given_text) == (" good", " small")
+    assert core.explain(told).given_text is None
+    core.prefixes.clear()
+    gone = core.explain(told)
+    assert (gone.held_tokens, gone.given_up_for) == (0, "cleared")
+    core.close()
