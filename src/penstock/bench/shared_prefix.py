@@ -55,7 +55,7 @@ class Load:
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
     cold_rounds: int = 1
-    """mlx-lm reads the prefix for every conversation, which takes minutes."""
+    """mlx-lm reads the prefix for every conversation, which takes minutes; 0 leaves it out."""
 
     def task(self, model: BenchModel, prefix_tokens: int) -> Task:
         """Make the prompts. Nothing is known before: all conversations come at once."""
@@ -91,7 +91,9 @@ class Sharing:
     """Of our engine, tokens."""
 
     def ratios(self) -> dict[str, float]:
-        """Return the ratios; prefill is compared cold with cold."""
+        """Return the ratios; prefill is compared cold with cold, if mlx-lm's was measured."""
+        if not self.cold:
+            return {k: v for k, v in ratios(self.found).items() if k != "prefill_speed"}
         seconds = statistics.median(run.first_seconds for run in self.cold)
         ours = self.found.median(OURS, "first_seconds")
         return {**ratios(self.found), "prefill_speed": round(seconds / ours, 3)}
@@ -100,6 +102,8 @@ class Sharing:
         """Return the figures of one side, and how much of the prompts it computed."""
         known = figures(self.found, who)
         cold = self.cold if who == RIVAL else self.found.timed[who]
+        if not cold:
+            return {k: v for k, v in known.items() if not k.startswith("prefill_")}
         seconds = statistics.median(run.first_seconds for run in cold)
         computed = {run.prompt_tokens - run.cached_tokens for run in cold}
         return {
@@ -198,15 +202,16 @@ def _lines(load: Load, shape: str, one: Sharing, goal: Mapping[str, float]) -> l
         texts = write(ours[key]), write(theirs[key])
         return ratio_line(f"{shape}: {figure}", texts, ratio[name], goal.get(name))
 
+    prefill = ("prefill cold, tokens/s", "prefill_speed", "prefill_tokens_per_second")
     return [
         line("decode, tokens/s", "decode_speed", "decode_tokens_per_second"),
-        line("prefill cold, tokens/s", "prefill_speed", "prefill_tokens_per_second"),
+        *([line(*prefill)] if one.cold else []),
         line("KV held", "held_memory", "held_bytes"),
         line("peak", "peak_memory", "peak_bytes"),
         Line(
             f"{shape}: prompt tokens computed",
             f"{computed:,}",
-            f"{theirs['computed_prompt_tokens']:,}",
+            f"{theirs['computed_prompt_tokens']:,}" if one.cold else "not measured",
             f"<= {once:,}",
             computed <= once,
         ),

@@ -199,6 +199,13 @@ def shared_prefix(
         ),
     ] = None,
     rounds: Rounds = 5,
+    cold_rounds: Annotated[
+        int,
+        typer.Option(
+            help="How often mlx-lm reads the prefix for every conversation, which takes minutes.",
+            min=0,
+        ),
+    ] = 1,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -210,7 +217,7 @@ def shared_prefix(
     from penstock.bench.models import Choice
     from penstock.bench.shared_prefix import Load, measure
 
-    load = Load(Choice(model), conversations=conversations, rounds=rounds)
+    load = Load(Choice(model), conversations=conversations, rounds=rounds, cold_rounds=cold_rounds)
     if prefix:
         load = replace(load, prefix_tokens=tuple(prefix))
     _finish(measure(load), as_json=as_json, save=save, plot=plot)

@@ -27,8 +27,8 @@ import mlx.core as mx
 LOG2_E = log2(2.718281828459045)
 MASKED = -1e30
 """The score of a column that is not seen; finite, so that no difference of two is NaN."""
-SCORES_AT_ONCE = 2**20
-"""Scores that a prefill chunk computes at a time; 4 MiB in float32."""
+SCORES_AT_ONCE = 2**19
+"""Scores that a prefill chunk computes at a time; 2 MiB in float32."""
 LANES_FROM = 2**16
 """Scores from which it pays to divide them between two streams."""
 POLYNOMIAL_FROM = 2**16
