@@ -53,7 +53,7 @@ def test_cli_page_shows_every_command() -> None:
 def test_commands_in_the_docs_exist(page: Path) -> None:
     """Every `penstock X` in backticks, or at the start of a line of a shell block."""
     groups = {name.split()[0] for name in COMMANDS if " " in name}
-    for words in typed_in(page, "penstock ([a-z]+(?: [a-z]+)?)"):
+    for words in typed_in(page, "penstock ([a-z]+(?: [a-z][a-z-]*)?)"):
         first, _, second = words.partition(" ")
         wanted = words if first in groups and second else first
         assert wanted in COMMANDS, f"{page.name}: there is no penstock {wanted}"

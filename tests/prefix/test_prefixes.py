@@ -898,7 +898,7 @@ OFTEN = settings(
     database=None,
     suppress_health_check=QUIET,
 )
-HUNT = settings(OFTEN, max_examples=1_000, phases=[Phase.generate])
+HUNT = settings(OFTEN, max_examples=10_000, phases=[Phase.generate])
 
 
 def test_many_sequences_share_one_tree_inside_one_ledger() -> None:

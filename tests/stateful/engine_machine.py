@@ -1,0 +1,493 @@
+"""A Hypothesis state machine that asks the engine for answers, and treats it badly meanwhile.
+
+Every answer is compared with what the model says alone, and memory with what MLX says is
+allocated: to the byte, for which MLX is told to keep no freed buffers (it hands out larger ones
+than were asked for). The garbage collector rests, so that what only it could free is seen, too.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import mlx.core as mx
+import pytest
+from engine_reference import (
+    ENDS,
+    KINDS,
+    MOST_NEW,
+    MOST_PROMPT,
+    Answer,
+    Kind,
+    answer,
+    common,
+    solo,
+)
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine_faults import (
+    Alphabet,
+    Broken,
+    Fault,
+    Faulty,
+    computes_no_numbers,
+    fails,
+    fails_late,
+    model_of,
+    runs_out_of_memory,
+    spell,
+)
+from penstock.engine.core import Core
+from penstock.engine.handle import Choice, Handle
+from penstock.engine.request import Finish, Request, Sampling
+from penstock.errors import NeverFits, PenstockError, QueueFull, StepFailed
+from penstock.ledger import Kind as Bytes
+
+ROOMS = (60_000, 130_000, 250_000, 1_000_000)
+"""Bytes beside what is always held: for hardly anybody, for one or two, for a few, for all."""
+MAX_QUEUE = 6
+PLACES = 4
+HOW = (fails, fails_late, runs_out_of_memory, computes_no_numbers)
+FAULTS = ("a model's bug", "Attempting to allocate")
+"""What the errors of a failed step say."""
+
+blocks = st.lists(st.integers(0, 2), max_size=5)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request is made from."""
+
+    blocks: list[int]
+    over: int
+    max_tokens: int
+    sampling: Sampling
+    stop_at: int | None
+    ignore_eos: bool
+    n: int
+    priority: int
+    timeout: float | None
+    salt: str
+    fault: str | None
+    """What of the last choice is broken."""
+    fault_at: int
+
+
+samplings = st.sampled_from(
+    [
+        Sampling(),
+        Sampling(),
+        Sampling(logprobs=True, top_logprobs=2),
+        Sampling(temperature=1.0, seed=1),
+        Sampling(temperature=1.0, seed=2),
+    ]
+)
+picks = st.integers(0, 99)
+"""Which of those that are there, counted round."""
+wishes = st.builds(
+    Wish,
+    blocks=blocks,
+    over=st.integers(0, 15),
+    max_tokens=st.integers(1, MOST_NEW),
+    sampling=samplings,
+    stop_at=st.sampled_from([None, None, 0, 5, 9]),
+    ignore_eos=st.booleans(),
+    n=st.sampled_from([1, 1, 1, 3]),
+    priority=st.sampled_from([0, 0, 1, 2]),
+    timeout=st.sampled_from([None, None, 1.0, 4.0]),
+    salt=st.sampled_from(["", "", "b"]),
+    fault=st.sampled_from([None] * 9 + ["sampler", "detokenizer", "finalize"]),
+    fault_at=st.integers(0, 6),
+)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request that was taken in, and what may become of it."""
+
+    request: Request
+    handle: Handle
+    deadline: float | None
+    fault: str | None
+    """What of the last choice is broken."""
+    fault_at: int
+    """Its tokens up to there are right."""
+    cancelled: bool = False
+    may_fail: list[type[PenstockError]] = field(default_factory=list)
+    """Errors that something which happened meanwhile may have caused."""
+    ended: list[Finish] = field(default_factory=list)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """A core, everything that was asked of it, and a clock that stands still by itself."""
+
+    make: ClassVar[type[Core]] = Core
+    kind: ClassVar[Kind] = KINDS[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.disable()
+        self.now = 0.0
+        self.model = model_of(self.kind.family)
+        self.tokenizer = Alphabet(ENDS)
+        self.asked: list[Asked] = []
+        self.cache_limit = mx.set_cache_limit(0)
+        self.open_core()
+
+    def open_core(self) -> None:
+        self.core = self.make(
+            self.model,
+            self.tokenizer,
+            clock=lambda: self.now,
+            memory_limit=40_000_000,
+            max_batch_size=PLACES,
+            max_queue=MAX_QUEUE,
+            **self.kind.settings,
+        )
+        mx.set_cache_limit(0)  # the core has set one
+        self.faulty = Faulty(self.core.runner.model)
+        self.core.runner.model = self.faulty
+        self.others = mx.get_active_memory() - self.core.held_bytes
+        self.fixed = self.core.ledger.used_bytes
+        self.failed = 0
+        self.core.set_limit(self.fixed + ROOMS[1])
+
+    @property
+    def open(self) -> list[Asked]:
+        return [asked for asked in self.asked if not asked.handle.done]
+
+    # ---- asking
+
+    @initialize(wishes=st.lists(wishes, min_size=2, max_size=4))
+    def begin(self, wishes: list[Wish]) -> None:
+        """Begin with some who run."""
+        self.submit(wishes)
+        self.run_step()
+
+    @rule(wishes=st.lists(wishes, min_size=1, max_size=4))
+    def submit(self, wishes: list[Wish]) -> None:
+        """Ask with prompts of a few shared blocks, and some tokens over."""
+        pieces, size = self.kind.pieces, self.kind.block_size
+        for wish in wishes:
+            prompt = tuple(t for i in wish.blocks for t in pieces[i])
+            prompt += pieces[0][: wish.over % size]
+            prompt = (prompt or pieces[2][:1])[:MOST_PROMPT]
+            seed = wish.sampling.seed if wish.sampling.temperature else None
+            stop = ()
+            if wish.stop_at is not None:
+                steps = solo(self.kind, prompt, seed)[wish.stop_at :]
+                stop = (spell([step.token for step in steps[:2]]),)
+            request = Request(
+                prompt=prompt,
+                max_tokens=wish.max_tokens,
+                sampling=wish.sampling,
+                stop=stop,
+                ignore_eos=wish.ignore_eos,
+                n=wish.n,
+                priority=wish.priority,
+                timeout_seconds=wish.timeout,
+                salt=wish.salt,
+            )
+            self.ask(request, wish.fault, wish.fault_at)
+
+    @precondition(lambda self: any(asked.handle.done for asked in self.asked))
+    @rule(pick=picks, more=st.integers(1, 12))
+    def go_on(self, pick: int, more: int) -> None:
+        """Ask as the next turn of a conversation: prompt, answer, and some more."""
+        done = [asked for asked in self.asked if asked.handle.done]
+        before = done[pick % len(done)]
+        said = tuple(before.handle.choices[0].tokens)
+        prompt = (before.request.prompt + said + self.kind.pieces[1])[:MOST_PROMPT][: -more or None]
+        if len(prompt) > more:
+            self.ask(Request(prompt=prompt, max_tokens=8, salt=before.request.salt))
+
+    @precondition(lambda self: self.core.stats().running)
+    @rule(pick=picks)
+    def outrank(self, pick: int) -> None:
+        """Ask for so many answers, and with such a priority, that everybody else is parked."""
+        prompt = self.kind.pieces[pick % 3][:3]
+        asked = self.ask(Request(prompt=prompt, n=PLACES, max_tokens=2, priority=9))
+        self.run_step()
+        if asked is not None and self.core.ledger.limit_bytes == self.fixed + ROOMS[-1]:
+            assert self.core.stats().parked, "lower priorities go on in the way of higher ones"
+
+    def ask(self, request: Request, fault: str | None = None, at: int = 0) -> Asked | None:
+        core = self.core
+        opened = core.stats().waiting
+        if fault in ("detokenizer", "finalize"):
+            self.tokenizer.breaks = [None] * (request.n - 1) + [-1 if fault == "finalize" else at]
+        try:
+            handle = core.submit(request)
+        except NeverFits as error:
+            assert error.needed_bytes > error.room_bytes
+            assert error.limit_bytes == core.ledger.limit_bytes
+            return None
+        except QueueFull as error:
+            assert (error.waiting, error.added) == (opened, request.n)
+            assert opened + request.n > MAX_QUEUE
+            return None
+        finally:
+            self.tokenizer.breaks.clear()
+        assert opened + request.n <= MAX_QUEUE
+        if fault == "sampler":
+            last = [s for s in core._sequences.values() if s.handle is handle][-1]
+            last.chooser = Broken(last.chooser, at)
+        timeout = request.timeout_seconds
+        deadline = None if timeout is None else self.now + timeout
+        self.asked.append(Asked(request, handle, deadline, fault, at))
+        return self.asked[-1]
+
+    @rule(pick=picks, over=st.integers(0, 7), close=st.sampled_from([False] * 5 + [True]))
+    def finish_all(self, pick: int, over: int, close: bool) -> None:
+        """Let all end; ask for what is held, with nobody else there; perhaps close."""
+        self.run_out()
+        if known := self.texts(""):
+            text = known[pick % len(known)][: MOST_PROMPT - over]
+            self.ask_alone(text[: len(text) - over] or text)
+        if close:
+            self.close_core()
+            self.open_core()
+
+    def ask_alone(self, prompt: tuple[int, ...]) -> None:
+        """Ask, and see that all that is held of the prompt is read from there."""
+        found = self.core.prefixes.find(prompt).tokens
+        evicted = self.core.stats().evicted_nodes
+        asked = self.ask(Request(prompt=prompt, max_tokens=2))
+        if asked is None:
+            return
+        self.run_out()
+        (usage,) = [finish.usage for finish in asked.ended]
+        if self.core.stats().evicted_nodes == evicted:
+            assert usage.cached_tokens == min(found, len(prompt) - 1)
+
+    # ---- time, and what happens in it
+
+    @rule(times=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.0, 0.0, 0.5, 5.0]))
+    def step(self, times: int, seconds: float) -> None:
+        self.now += seconds
+        for _ in range(times):
+            self.run_step()
+
+    def run_out(self) -> None:
+        """Run until nobody is left; with so few and short answers that is soon."""
+        for _ in range(1_000):
+            if not self.run_step():
+                break
+        assert self.core.idle, "answers that never end"
+        self.take_in()
+        assert not self.open
+
+    def run_step(self) -> bool:
+        due = [a for a in self.open if a.deadline is not None and a.deadline <= self.now]
+        mx.reset_peak_memory()
+        more = self.core.step()
+        taken = mx.get_peak_memory() - self.others + self.core.ledger.by_class()[Bytes.INDEX]
+        assert taken <= self.core.ledger.limit_bytes, "the limit was passed during the step"
+        self.take_in()
+        assert all(asked.handle.done for asked in due), "still there after the deadline"
+        assert more or self.core.idle, "a step that does nothing while somebody waits"
+        return more
+
+    @precondition(lambda self: self.open)
+    @rule(pick=picks)
+    def cancel(self, pick: int) -> None:
+        asked = self.open[pick % len(self.open)]
+        asked.cancelled = True
+        asked.handle.cancel()
+        self.take_in()
+        assert asked.handle.done
+        asked.handle.cancel()
+
+    @precondition(lambda self: self.open)
+    @rule(how=st.sampled_from(HOW), times=st.sampled_from([1, 1, 2, 3]))
+    def fail_a_step(self, how: Fault, times: int) -> None:
+        """Let calls of the model fail; exactly who was in them has failed then."""
+        times = 1 if how is not runs_out_of_memory else times
+        self.faulty.arm(how, times)
+        for asked in self.open:
+            asked.may_fail.append(PenstockError if how is computes_no_numbers else StepFailed)
+        before = self.failed
+        while self.faulty.times and not self.core.idle:
+            self.run_step()
+        while self.core._oom_in_a_row and not self.core.idle:
+            self.run_step()  # to the end of what began with these calls
+        rows, self.faulty.times = self.faulty.rows, 0
+        failed = self.failed - before
+        if how is runs_out_of_memory:
+            assert failed <= len(rows) // 2, "one try again before anybody fails"
+        elif how is not computes_no_numbers:  # a prompt's logits are not looked at
+            assert failed >= sum(rows), "who was in a failed call goes on"
+        for asked in self.open:
+            asked.may_fail.clear()
+
+    # ---- room
+
+    @rule(room=st.sampled_from(ROOMS))
+    def set_limit(self, room: int) -> None:
+        self.set_no_limit_at_all()
+        for asked in self.open:
+            asked.may_fail.append(NeverFits)
+        self.core.set_limit(self.fixed + room)
+        self.take_in()
+        for asked in self.open:
+            asked.may_fail.remove(NeverFits)
+
+    def set_no_limit_at_all(self) -> None:
+        """Ask for less than is always held: refused, and nothing has changed."""
+        before = self.core.stats()
+        with pytest.raises(NeverFits) as caught:
+            self.core.set_limit(self.fixed - 1)
+        assert caught.value.needed_bytes == self.fixed
+        assert caught.value.limit_bytes == self.fixed - 1
+        assert self.core.stats() == before
+
+    @rule(
+        nbytes=st.one_of(st.none(), st.integers(1, 100_000)),
+        chosen=blocks,
+        salt=st.sampled_from(["", "b", "nobody's"]),
+    )
+    def give_up(self, nbytes: int | None, chosen: list[int], salt: str) -> None:
+        """Drop what nobody reads: all of it, or some, as when the machine's memory runs short."""
+        self.look(chosen, salt)
+        prefixes = self.core.prefixes
+        before = self.core.ledger.used_bytes
+        if nbytes is None:
+            prefixes.clear()
+            path = {node for s in self.core._sequences.values() if s.pin for node in s.pin.path}
+            assert set(prefixes.tree) == path
+        else:
+            freed = prefixes.shrink(nbytes)
+            assert before - self.core.ledger.used_bytes == freed
+            assert freed >= nbytes or not prefixes.evictable_bytes
+
+    def look(self, chosen: list[int], salt: str) -> None:
+        prompt = tuple(t for i in chosen for t in self.kind.pieces[i])
+        before = self.core.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree]
+        held = self.core.explain(prompt, salt).held_tokens
+        assert held == self.core.prefixes.find(prompt, salt).tokens
+        assert held <= self.most_shared(prompt, salt)
+        assert before == (self.core.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree])
+
+    def most_shared(self, prompt: tuple[int, ...], salt: str, but: Asked | None = None) -> int:
+        """Return how many tokens of a prompt anybody of this salt may have computed."""
+        most = max((common(prompt, text) for text in self.texts(salt, but)), default=0)
+        return most // self.kind.block_size * self.kind.block_size
+
+    def texts(self, salt: str, but: Asked | None = None) -> list[tuple[int, ...]]:
+        """Return what was read and said under a salt, finished or not."""
+        return [
+            asked.request.prompt + tuple(choice.tokens)
+            for asked in self.asked
+            if asked.request.salt == salt and asked is not but
+            for choice in asked.handle.choices
+        ]
+
+    # ---- what must always hold
+
+    def take_in(self) -> None:
+        """Read all events that are there, and judge who has ended."""
+        for asked in self.asked:
+            if asked.handle.done:
+                continue
+            for event in asked.handle.events():
+                assert not any(end.choice == event.choice for end in asked.ended), "after the end"
+                if isinstance(event, Finish):
+                    asked.ended.append(event)
+                    self.judge(asked, event)
+
+    def judge(self, asked: Asked, finish: Finish) -> None:
+        """Compare an answer with the solo one, as far as it went."""
+        request, choice = asked.request, asked.handle.choices[finish.choice]
+        right = answer(self.kind, request, finish.choice)
+        said = tuple(choice.tokens)
+        off = common(said, right.tokens)
+        if off >= right.sure:
+            return  # from a tie on, nothing can be said
+        broken = asked.fault if finish.choice == request.n - 1 else None
+        self.judge_text(choice, right, finish.reason)
+        self.judge_end(asked, finish, right, broken, len(said))
+        usage = finish.usage
+        assert usage.prompt_tokens == len(request.prompt)
+        assert usage.completion_tokens - len(said) in (0, 1)
+        if request.n == 1:
+            most = self.most_shared(request.prompt, request.salt, asked)
+            size = self.kind.block_size
+            assert usage.cached_tokens // size * size <= most, "read what nobody had computed"
+
+    def judge_text(self, choice: Choice, right: Answer, reason: str) -> None:
+        said = tuple(choice.tokens)
+        assert said == right.tokens[: len(said)], f"{said} said, {right.tokens} alone"
+        if reason in ("stop", "length"):
+            assert (said, choice.text) == (right.tokens, right.text)
+        else:
+            assert spell(said).startswith(choice.text)
+            assert reason == "error" or choice.text == spell(said)
+
+    def judge_end(
+        self, asked: Asked, finish: Finish, right: Answer, broken: str | None, said: int
+    ) -> None:
+        reason, error = finish.reason, finish.error
+        if reason == "error":
+            self.failed += any(words in str(error) for words in FAULTS)
+            due = said if broken == "finalize" else asked.fault_at if broken else None
+            mine = due == said and isinstance(error, StepFailed)
+            assert mine or isinstance(error, tuple(asked.may_fail)), f"failed by itself: {error!r}"
+        elif reason == "cancelled":
+            assert asked.cancelled
+        elif reason == "timeout":
+            assert asked.deadline is not None and asked.deadline <= self.now
+        else:
+            assert (reason, finish.stop) == (right.reason, right.stop)
+            assert finish.usage.completion_tokens == right.drawn
+            assert broken != "sampler" or asked.fault_at >= right.drawn, "a fault passed over"
+            assert broken != "detokenizer" or asked.fault_at >= len(right.tokens)
+
+    @invariant()
+    def account_is_right(self) -> None:
+        core = self.core
+        core.check()
+        assert core.ledger.used_bytes <= core.ledger.limit_bytes
+        assert mx.get_active_memory() - self.others == core.held_bytes
+        held = core.held_bytes + core.ledger.by_class()[Bytes.INDEX]
+        assert held <= core.ledger.used_bytes
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        core = self.core
+        owners = {id(s.pin) for s in core._sequences.values() if s.pin is not None}
+        assert owners == set(map(id, core.prefixes.tree._pins)), "a pin without an owner"
+        reached, families = set(), [core.prefixes.tree._tops]
+        while families:
+            for node in families.pop().values():
+                reached.add(node)
+                families.append(node.children)
+        assert reached == set(core.prefixes.tree), "nodes that cannot be reached"
+        self.take_in()
+        stats = core.stats()
+        open_choices = sum(a.request.n - len(a.ended) for a in self.asked)
+        assert stats.waiting + stats.prefilling + stats.running + stats.parked == open_choices
+        assert len(core._sequences) == open_choices
+
+    def close_core(self) -> None:
+        """Everything is given back, to the byte."""
+        core = self.core
+        core.prefixes.clear()
+        self.account_is_right()
+        assert core.ledger.used_bytes == self.fixed
+        assert len(core.prefixes.tree) == 0
+        weights = core._weights.nbytes
+        core.close()
+        assert mx.get_active_memory() - self.others == weights
+        left = {kind: n for kind, n in core.ledger.by_class().items() if n}
+        assert left == {Bytes.WEIGHTS: weights, Bytes.INDEX: core.prefixes.fixed_bytes}
+
+    def teardown(self) -> None:
+        try:
+            self.faulty.times = 0
+            self.run_out()
+            self.close_core()
+        finally:
+            mx.set_cache_limit(self.cache_limit)
+            gc.enable()

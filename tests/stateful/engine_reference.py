@@ -1,0 +1,146 @@
+"""What the engine must answer, told by plain mlx-lm alone.
+
+`solo` is mlx-lm's model on mlx-lm's caches, one sequence by itself, remembered by prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as theirs
+
+from engine_faults import VOCABULARY_TOKENS, model_of, spell
+from penstock import kv
+from penstock.engine.request import Request, Sampling
+from penstock.engine.sampling import Chooser
+
+MOST_NEW = 14
+"""Tokens of the longest answer."""
+MOST_PROMPT = 100
+TIE = 1e-4
+"""Two logits closer than this may change places with the order of summation."""
+ENDS = frozenset(range(0, VOCABULARY_TOKENS, 29))
+"""Tokens that end a sequence: one in 29, so that answers do end."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine under test: a model, and how it is run."""
+
+    name: str
+    family: str
+    block_size: int
+    prefill_chunk: int
+    max_kv_size: int = 256
+    keep: int | None = None
+
+    @property
+    def window(self) -> bool:
+        """Whether sequences grow beyond what they may see."""
+        return self.max_kv_size < MOST_PROMPT + MOST_NEW
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "block_size": self.block_size,
+            "prefill_chunk": self.prefill_chunk,
+            "max_kv_size": self.max_kv_size,
+            "keep": self.keep,
+        }
+
+    def caches(self) -> list[Any]:
+        """Return mlx-lm's caches; past a window, the class whose rule of sight is the engine's."""
+        if self.window:
+            assert self.keep is not None
+            layers = model_of(self.family).layers
+            return [kv.SinkRotatingKVCache(self.max_kv_size, self.keep) for _ in layers]
+        return list(theirs.make_prompt_cache(model_of(self.family)))
+
+    @functools.cached_property
+    def pieces(self) -> list[tuple[int, ...]]:
+        """The blocks that prompts are made of: few, so that prompts meet."""
+        draw = random.Random(self.block_size)
+        return [
+            tuple(draw.randrange(VOCABULARY_TOKENS) for _ in range(self.block_size))
+            for _ in range(3)
+        ]
+
+
+KINDS = [
+    Kind("shared", "llama", 16, 24),
+    Kind("joined", "gemma2", 8, 16),
+    Kind("window", "llama", 8, 16, max_kv_size=48, keep=12),
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token, and how far ahead of the next it was."""
+
+    token: int
+    gap: float
+
+
+@functools.cache
+def solo(
+    kind: Kind, prompt: tuple[int, ...], seed: int | None = None, choice: int = 0
+) -> tuple[Step, ...]:
+    """Generate `MOST_NEW` tokens alone; with a seed, drawn at temperature 1."""
+    model, caches = model_of(kind.family), kind.caches()
+    chooser = None if seed is None else Chooser(Sampling(temperature=1.0, seed=seed), (), choice)
+    steps: list[Step] = []
+    read: Sequence[int] = prompt
+    while len(steps) < MOST_NEW:
+        scores = model(mx.array([read]), cache=caches)[0, -1]
+        if chooser is not None:
+            scores = scores - mx.max(scores)
+            scores = scores + mx.random.gumbel(scores.shape, key=chooser.key(len(steps)))
+        second, best = mx.sort(mx.topk(scores, 2)).tolist()
+        steps.append(Step(int(mx.argmax(scores)), best - second))
+        read = (steps[-1].token,)
+    return tuple(steps)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one answer must be if nothing goes wrong."""
+
+    tokens: tuple[int, ...]
+    text: str
+    reason: str
+    stop: str | int | None
+    drawn: int
+    """Tokens that were chosen: with the one that ends a sequence, which is not said."""
+    sure: int
+    """Tokens that no order of summation can change."""
+
+
+def answer(kind: Kind, request: Request, choice: int) -> Answer:
+    """Tell the answer to a request from what the model says alone."""
+    seed = request.sampling.seed if request.sampling.temperature else None
+    steps = solo(kind, request.prompt, seed, choice if seed is not None else 0)
+    sure = next((i for i, step in enumerate(steps) if step.gap < TIE), len(steps))
+    tokens: list[int] = []
+    for drawn, step in enumerate(steps[: request.max_tokens], 1):
+        ends = step.token in ENDS and not request.ignore_eos
+        if ends or step.token in request.stop_tokens:
+            return Answer(tuple(tokens), spell(tokens), "stop", step.token, drawn, sure)
+        tokens.append(step.token)
+        text = spell(tokens)
+        found = [stop for stop in request.stop if text.endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            cut = text.removesuffix(stop)
+            return Answer(tuple(tokens), cut, "stop", stop, drawn, sure)
+    return Answer(tuple(tokens), spell(tokens), "length", None, len(tokens), sure)
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Count the first tokens that two sequences share."""
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))

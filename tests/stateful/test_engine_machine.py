@@ -1,0 +1,196 @@
+"""Run the machine on the engine, and on broken engines, which it must notice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Items
+from typing import Any
+
+import pytest
+from engine_machine import EngineMachine
+from engine_reference import KINDS, Kind
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from test_machines import causes
+
+from penstock.engine.core import Core
+from penstock.engine.sequence import Sequence
+
+LONG = KINDS[0]
+"""The one that gets all of a profile's examples; the others get a third."""
+
+
+def run(kind: Kind, core: type[Core] = Core, how: settings | None = None) -> None:
+    machine = type("Machine", (EngineMachine,), {"make": core, "kind": kind})
+    run_state_machine_as_test(machine, settings=how)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_engine_says_what_the_model_says_alone(kind: Kind) -> None:
+    given = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+    examples = given.max_examples if kind is LONG else given.max_examples // 3
+    run(kind, how=settings(given, max_examples=examples))
+
+
+# ---- negative controls: each class below is wrong in one way
+
+
+class ForgetsAPin(Core):
+    """Lets a path be forgotten by who read it, and pinned for ever."""
+
+    def _release(self, sequence: Sequence) -> None:
+        sequence.pin = None
+        super()._release(sequence)
+
+
+class CountsNoRuns(Core):
+    """Reserves nothing for what a sequence computes."""
+
+    def _own_bytes(self, sequence: Sequence, cut: int) -> int:
+        return 0
+
+
+class KeepsASlot(Core):
+    """Never gives a slot back."""
+
+    def _release(self, sequence: Sequence) -> None:
+        sequence.slot = None
+        super()._release(sequence)
+
+
+class KeepsWhatItReleased(Core):
+    """Goes on holding the runs of those who have left."""
+
+    def _release(self, sequence: Sequence) -> None:
+        self.__dict__.setdefault("kept", []).append(list(sequence.runs))
+        super()._release(sequence)
+
+
+class SharesBetweenSalts(Core):
+    """Names blocks as if there were one tenant."""
+
+    def _sequence(self, handle: Any, choice: int, chooser: Any) -> Sequence:
+        given = handle.request
+        handle.request = given.model_copy(update={"salt": ""})
+        sequence = super()._sequence(handle, choice, chooser)
+        handle.request = given
+        return sequence
+
+
+class DrawsTheSameForAll(Core):
+    """Gives every answer of a request the draws of the first."""
+
+    def _sequence(self, handle: Any, choice: int, chooser: Any) -> Sequence:
+        chooser.choice = 0
+        return super()._sequence(handle, choice, chooser)
+
+
+class CutsOneTooMany(Core):
+    """Lets a sequence read one token more of the path than its prompt has in common."""
+
+    def _take(self, sequence: Sequence, matched: int) -> bool:
+        taken = super()._take(sequence, matched)
+        if taken and sequence.pin is not None and 0 < sequence.cut < len(sequence.tokens) - 1:
+            sequence.cut += sequence.pin.node is not None and sequence.pin.node.end > sequence.cut
+        return taken
+
+
+class ServesFromNowhere(Core):
+    """Counts what was computed as found."""
+
+    def _count_hit(self, sequence: Sequence, tokens: int) -> None:
+        super()._count_hit(sequence, tokens + self.limits.block_size)
+
+
+class SharesNothing(Core):
+    """Never looks what is held."""
+
+    def _take(self, sequence: Sequence, matched: int) -> bool:
+        return super()._take(sequence, 0)
+
+    def _catch_up(self) -> None:
+        pass
+
+
+class KeepsTheRoom(Core):
+    """Hears of a lower limit, and gives nothing up."""
+
+    def set_limit(self, limit_bytes: int) -> None:
+        if limit_bytes < self._fixed_bytes():
+            super().set_limit(limit_bytes)
+        self.ledger.set_limit(limit_bytes)
+
+
+class ForgetsTheTime(Core):
+    """Lets everybody go on for ever."""
+
+    def _drop_overdue(self) -> None:
+        pass
+
+
+class EndsAllForOne(Core):
+    """Fails everybody for the bug of one."""
+
+    def _fail(self, sequence: Sequence, error: Any) -> None:
+        for each in list(self._sequences.values()):
+            super()._fail(each, error)
+
+
+class TriesOnce(Core):
+    """Fails a prompt when MLX first runs out of memory."""
+
+    def _shrink_after(self, error: Exception) -> bool:
+        super()._shrink_after(error)
+        return False
+
+
+class ForgetsWhoFailed(Core):
+    """Takes the step's sequences up again after a bug, as if it had been memory."""
+
+    def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
+        super()._decode_failed(sequences, MemoryError(str(error)))
+
+
+class ParksWithATail(Core):
+    """Thinks that a parked sequence's tail is still there."""
+
+    def _park(self, sequence: Sequence) -> None:
+        tail = sequence.tail
+        super()._park(sequence)
+        sequence.tail = tail
+
+
+class ForgetsTheUnfinishedBlock(Core):
+    """Drops the run that goes on growing when the tail is full."""
+
+    def _fold(self, sequence: Sequence) -> None:
+        super()._fold(sequence)
+        size = self.limits.block_size
+        if len(sequence.runs) == 1 and sequence.runs[0].end % size:
+            sequence.cut, sequence.runs = sequence.runs[0].end, []
+
+
+class SealsWithoutASegment(Core):
+    """Says it has sealed what it has not."""
+
+    def _insert(self, sequence: Sequence, segment: Any) -> bool:
+        sequence.cut += segment.tokens
+        return True
+
+
+HUNT = settings(
+    settings.get_profile("default"),
+    max_examples=150,  # stops at the first that is noticed
+    stateful_step_count=30,
+    phases=[Phase.generate],
+    print_blob=False,
+)
+BROKEN: Items[type[Core]] = [c for c in Core.__subclasses__() if c.__module__ == __name__]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_machine_notices_a_broken_engine(broken: type[Core]) -> None:
+    with pytest.raises((AssertionError, ValueError, BaseExceptionGroup)) as caught:
+        run(LONG, broken, HUNT)
+    # A tree that is told nonsense says so by a ValueError.
+    assert {type(cause) for cause in causes(caught.value)} <= {AssertionError, ValueError}
