@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import mlx.core as mx
@@ -131,7 +132,7 @@ class Core:
         self._oom_in_a_row = 0
         self._looked_seconds = -PRESSURE_SECONDS
         self._ends = frozenset(() if tokenizer is None else tokenizer.eos_token_ids)
-        self._cache_limit = mx.set_cache_limit(self._buffers.nbytes)
+        _share_mlx_cache(self, self._buffers.nbytes)
 
     def _make(self, model: Any, fingerprint: str) -> None:
         """Make what takes memory, each part after its bytes were reserved."""
@@ -202,15 +203,22 @@ class Core:
         for sequence in [s for s in self._sequences.values() if s.handle is handle]:
             self._finish(sequence, lambda s: s.end("cancelled"))
 
-    def close(self) -> None:
-        """Cancel everything and let go of it; what stays counted are weights and empty index."""
+    def close(self, error: PenstockError | None = None) -> None:
+        """Cancel everything and let go of it; what stays counted are weights and empty index.
+
+        Args:
+            error: what open answers end with, if they were not cancelled but lost.
+        """
         for sequence in list(self._sequences.values()):
-            self._finish(sequence, lambda s: s.end("cancelled"))
+            if error is None:
+                self._finish(sequence, lambda s: s.end("cancelled"))
+            else:
+                self._fail(sequence, error)
         self.prefixes.clear()
         self.tails.drop()
         self._pool.resize(0)
         self._buffers.resize(0)
-        mx.set_cache_limit(self._cache_limit)
+        _share_mlx_cache(self, None)
 
     # ---- the step
 
@@ -881,6 +889,29 @@ class Core:
         return int(taken * SLACK) + 4 * SCORE_BUFFERS * (most - measured) + folding
 
 
+_kept_bytes: dict[int, int] = {}
+_kept_before: list[int] = []
+_keeping = Lock()
+
+
+def _share_mlx_cache(owner: Core, nbytes: int | None) -> None:
+    """Let MLX keep as many freed bytes as a step of each open core takes; None closes one.
+
+    The limit is the process's: the first core notes what it was, and the last restores it.
+    """
+    with _keeping:
+        if nbytes is None:
+            _kept_bytes.pop(id(owner), None)
+        else:
+            _kept_bytes[id(owner)] = nbytes
+        if _kept_bytes:
+            before = mx.set_cache_limit(sum(_kept_bytes.values()))
+            if not _kept_before:
+                _kept_before.append(before)
+        elif _kept_before:
+            mx.set_cache_limit(_kept_before.pop())
+
+
 def weight_bytes(model: Any) -> int:
     """Return the bytes of a model's weights."""
     arrays: Any = tree_flatten(model.parameters())
@@ -889,6 +920,7 @@ def weight_bytes(model: Any) -> int:
 
 def _step_error(doing: str, error: Exception) -> PenstockError:
     if isinstance(error, PenstockError):
+        without_frames(error)  # they would keep the step's arrays
         return error
     if out_of_memory(error):
         failed = StepFailed(f"out of memory while {doing}, also after the cache gave way: {error}")

@@ -173,10 +173,12 @@ class Engine:
             try:
                 while not self._closing:
                     self._serve(wait=core.idle)
-                    if not core.idle:
-                        core.step()
-            finally:
-                core.close()
+                    core.step()  # with nothing to do it still gives way to others
+            except BaseException as error:
+                fault = f"{type(error).__name__}: {error}"
+                core.close(EngineStopped(f"the engine's thread has died: {fault}"))
+                raise
+            core.close()
         finally:
             self._refuse_calls()
             # A stream whose thread is gone would abort the process when the interpreter ends.
@@ -198,4 +200,6 @@ class Engine:
 
     def _refuse_calls(self) -> None:
         while not self._calls.empty():
-            self._calls.get()[1].set_exception(EngineStopped("the engine is closed"))
+            _, answer = self._calls.get()
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(EngineStopped("the engine is closed"))

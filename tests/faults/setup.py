@@ -1,0 +1,166 @@
+"""An engine for a test of faults: what is asked of it, what the model says alone, exact bytes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine_faults import VOCABULARY_TOKENS, Alphabet, Faulty, model_of, spell
+from penstock.engine.core import Core
+from penstock.engine.handle import Choice, Handle
+from penstock.engine.request import Finish, Request
+from penstock.engine.scheduler import State
+from penstock.engine.sequence import Sequence
+
+BLOCK = 16
+CHUNK = 32
+SETTINGS: dict[str, Any] = {
+    "memory_limit": 40_000_000,
+    "block_size": BLOCK,
+    "prefill_chunk": CHUNK,
+    "max_batch_size": 3,
+    "max_kv_size": 1_024,
+    "max_queue": 8,
+}
+
+
+def prompt_of(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Return random tokens: other seeds, other prompts from the first token on."""
+    draw = random.Random(f"{tokens} {seed}")
+    return tuple(draw.randrange(VOCABULARY_TOKENS) for _ in range(tokens))
+
+
+@functools.cache
+def solo(prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Return the greedy tokens of plain mlx-lm."""
+    model = model_of("llama")
+    caches = make_prompt_cache(model)
+    said: list[int] = []
+    read: tuple[int, ...] = prompt
+    while len(said) < tokens:
+        said.append(int(mx.argmax(model(mx.array([read]), cache=caches)[0, -1])))
+        read = (said[-1],)
+    return tuple(said)
+
+
+class Setup:
+    """A core of a small model with no tokens that end an answer, and a clock that stands still.
+
+    MLX keeps no freed buffers and the garbage collector rests, so that between two steps what
+    MLX says is allocated is what the engine says it holds, to the byte.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        gc.collect()
+        gc.disable()
+        self.now = 0.0
+        self.tokenizer = Alphabet()
+        self.cache_limit = mx.set_cache_limit(0)
+        self.core = Core(
+            model_of("llama"), self.tokenizer, clock=lambda: self.now, **{**SETTINGS, **settings}
+        )
+        mx.set_cache_limit(0)  # the core has set one
+        self.model = Faulty(self.core.runner.model)
+        self.core.runner.model = self.model
+        self.others = mx.get_active_memory() - self.core.held_bytes
+        self.fixed = self.core.ledger.used_bytes
+        self.asked: list[Handle] = []
+
+    def ask(self, tokens: int | tuple[int, ...], max_tokens: int = 12, **settings: Any) -> Handle:
+        """Ask with a prompt, or with a random one of so many tokens."""
+        prompt = prompt_of(tokens, len(self.asked)) if isinstance(tokens, int) else tokens
+        handle = self.core.submit(Request(prompt=prompt, max_tokens=max_tokens, **settings))
+        self.asked.append(handle)
+        return handle
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.core.step()
+            self.check()
+
+    def until(self, handle: Handle, state: State) -> None:
+        """Run until an answer is in a state."""
+        for _ in range(200):
+            if self.state(handle) is state:
+                return
+            self.step()
+        raise AssertionError(f"never {state.value}")
+
+    def drain(self) -> None:
+        for _ in range(1_000):
+            if not self.core.step():
+                break
+            self.check()
+        assert self.core.idle
+
+    def sequence(self, handle: Handle) -> Sequence:
+        """Return the last answer's inside."""
+        return [s for s in self.core._sequences.values() if s.handle is handle][-1]
+
+    def state(self, handle: Handle) -> State:
+        if handle.events() or handle.done:
+            pass  # read what is there
+        if handle.done:
+            return State.DONE
+        return self.core.scheduler.job(self.sequence(handle).id).state
+
+    def check(self) -> None:
+        """See that account, arrays and MLX agree to the byte."""
+        self.core.check()
+        assert self.core.ledger.used_bytes <= self.core.ledger.limit_bytes
+        assert mx.get_active_memory() - self.others == self.core.held_bytes
+
+
+def end_of(handle: Handle, choice: int = 0) -> Finish:
+    """Return how an answer ended; it has."""
+    handle.events()
+    finish = handle.choices[choice].finish
+    assert finish is not None, "the answer has not ended"
+    return finish
+
+
+def error_of(handle: Handle, choice: int = 0) -> Any:
+    finish = end_of(handle, choice)
+    assert finish.reason == "error", finish
+    return finish.error
+
+
+def assert_right(handle: Handle, choice: int = 0) -> None:
+    """See that an answer is whole, and is what the model says alone."""
+    finish, found = end_of(handle, choice), handle.choices[choice]
+    expected = solo(handle.request.prompt, handle.request.max_tokens)
+    assert (finish.reason, finish.error) == ("length", None)
+    assert (tuple(found.tokens), found.text) == (expected, spell(expected))
+
+
+def assert_begins_right(handle: Handle, choice: int = 0) -> None:
+    """See that an answer is right as far as it went."""
+    handle.events()
+    found: Choice = handle.choices[choice]
+    assert tuple(found.tokens) == solo(handle.request.prompt, len(found.tokens))
+    assert spell(found.tokens).startswith(found.text)
+
+
+@contextmanager
+def made(**settings: Any) -> Iterator[Setup]:
+    """Make an engine; afterwards all that is left open is answered, and given back to the byte."""
+    setup = Setup(**settings)
+    core = setup.core
+    try:
+        yield setup
+        setup.drain()
+        core.prefixes.clear()
+        setup.check()
+        assert core.ledger.used_bytes == setup.fixed
+    finally:
+        gc.enable()
+        core.close()
+        mx.set_cache_limit(setup.cache_limit)
+    assert mx.get_active_memory() - setup.others == core._weights.nbytes

@@ -1,0 +1,831 @@
+"""What goes wrong in a step, a sampler, a text or the memory stays with whom it belongs to."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from setup import (
+    BLOCK,
+    CHUNK,
+    SETTINGS,
+    Setup,
+    assert_begins_right,
+    assert_right,
+    end_of,
+    error_of,
+    made,
+    prompt_of,
+    solo,
+)
+
+from engine_faults import (
+    Broken,
+    Fault,
+    computes_no_numbers,
+    decodes,
+    fails,
+    fails_late,
+    model_of,
+    reads_a_chunk,
+    runs_out_of_memory,
+    spell,
+)
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request, Sampling
+from penstock.engine.scheduler import State
+from penstock.errors import NeverFits, PenstockError, QueueFull, SettingError, StepFailed
+from penstock.kv.segment import Segment
+from penstock.ledger import Kind
+
+LONG, SHORT = 200, 10
+"""Tokens of a prompt that takes many chunks, and of one that takes one."""
+
+
+def crowd(setup: Setup) -> tuple[list[Handle], Handle, Handle]:
+    """Return two answers that run, one that is prefilling, and one that waits for a place."""
+    running = [setup.ask(SHORT), setup.ask(SHORT)]
+    for handle in running:
+        setup.until(handle, State.RUNNING)
+    prefilling = setup.ask(LONG)
+    setup.until(prefilling, State.PREFILLING)
+    waiting = setup.ask(SHORT)
+    setup.step()
+    states = [setup.state(handle) for handle in (*running, prefilling, waiting)]
+    assert states == [State.RUNNING, State.RUNNING, State.PREFILLING, State.WAITING]
+    return running, prefilling, waiting
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("how", [fails, fails_late])
+def test_a_failed_decode_step_fails_who_was_in_it_and_nobody_else(how: Fault) -> None:
+    with made() as setup:
+        running, prefilling, waiting = crowd(setup)
+        setup.model.arm(how, only=decodes)
+        setup.step()
+        assert setup.model.rows == [2]
+        for handle in running:
+            error = error_of(handle)
+            assert isinstance(error, StepFailed)
+            assert "while decoding: ValueError: a model's bug" in str(error)
+            assert error.status == 500
+            assert_begins_right(handle)
+            with pytest.raises(StepFailed, match="a model's bug"):
+                handle.result(timeout_seconds=0)
+        setup.drain()
+        assert_right(prefilling)
+        assert_right(waiting)
+        stats = setup.core.stats()
+        assert (stats.requests, stats.finished, stats.failed) == (4, 4, 2)
+        again = setup.ask(running[0].request.prompt)
+        setup.drain()
+        assert_right(again)
+
+
+@pytest.mark.parametrize("how", [fails, fails_late])
+def test_a_failed_chunk_fails_whose_prompt_it_was(how: Fault) -> None:
+    with made() as setup:
+        running, prefilling, waiting = crowd(setup)
+        setup.model.arm(how, only=reads_a_chunk)
+        setup.step()
+        assert "reading its prompt: ValueError: a model's bug" in str(error_of(prefilling))
+        setup.drain()
+        for handle in (*running, waiting):
+            assert_right(handle)
+        # What was read before the failure is there for whoever asks again.
+        again = setup.ask(prefilling.request.prompt)
+        setup.drain()
+        assert_right(again)
+        assert end_of(again).usage.cached_tokens >= CHUNK
+
+
+def test_who_shares_a_prompt_goes_on_when_its_reader_fails() -> None:
+    with made() as setup:
+        prompt = prompt_of(LONG)
+        handles = [setup.ask(prompt) for _ in range(3)]
+        setup.step()
+        setup.model.arm(fails, only=reads_a_chunk)
+        setup.drain()
+        assert [isinstance(end_of(handle).error, StepFailed) for handle in handles].count(True) == 1
+        for handle in handles:
+            if end_of(handle).error is None:
+                assert_right(handle)
+
+
+def test_logits_without_a_number_fail_the_rows() -> None:
+    with made() as setup:
+        running, prefilling, waiting = crowd(setup)
+        setup.model.arm(computes_no_numbers, only=decodes)
+        setup.step()
+        for handle in running:
+            assert "logit is nan" in str(error_of(handle))
+        setup.drain()
+        assert_right(prefilling)
+        assert_right(waiting)
+
+
+def overflows(model: Any, tokens: mx.array, cache: Any) -> Any:
+    """Write keys that are infinite, as float16 weights do that overflow."""
+    update = type(cache[0]).update_and_fetch
+
+    class Overflowing(type(cache[0])):  # type: ignore[misc]
+        def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+            return update(self, keys * float("inf"), values)
+
+    cache[0].__class__ = Overflowing
+    return model(tokens, cache=cache)
+
+
+def test_keys_without_a_number_are_not_shared() -> None:
+    with made() as setup:
+        prompt = prompt_of(LONG)
+        first = setup.ask(prompt)
+        setup.step()
+        setup.model.arm(overflows, only=reads_a_chunk)
+        setup.step()
+        assert "without a number at tokens" in str(error_of(first))
+        again = setup.ask(prompt)
+        setup.drain()
+        assert_right(again)
+
+
+@pytest.mark.parametrize(
+    ("how", "only"),
+    [
+        (fails, decodes),
+        (fails, reads_a_chunk),
+        (fails_late, decodes),
+        (fails_late, reads_a_chunk),
+        (computes_no_numbers, decodes),
+        (overflows, reads_a_chunk),
+    ],
+)
+def test_an_error_that_somebody_keeps_keeps_no_arrays(how: Fault, only: Any) -> None:
+    """Not even until the garbage collector comes by: it rests, and `step` counts to the byte."""
+    with made() as setup:
+        handles = []
+        for _ in range(3):
+            handles.append(setup.ask(LONG))
+            setup.model.arm(how, only=only)
+            for _ in range(30):
+                setup.step()
+            assert not setup.model.times
+            setup.core.prefixes.clear()
+            setup.check()
+        for handle in handles:
+            error: BaseException | None = error_of(handle)
+            while error is not None:
+                assert error.__traceback__ is None, "frames keep their local variables"
+                error = error.__cause__ or error.__context__
+
+
+# ---- one request's own faults
+
+
+def breaks_the_sampler(setup: Setup, handle: Handle) -> None:
+    sequence = setup.sequence(handle)
+    sequence.chooser = Broken(sequence.chooser, sequence.generated_tokens + 1)
+
+
+def breaks_the_stops(setup: Setup, handle: Handle) -> None:
+    text = setup.sequence(handle).text
+    assert text is not None and text._stops is not None
+    text._stops.depth = []
+
+
+def breaks_the_detokenizer(setup: Setup, handle: Handle) -> None:
+    text: Any = setup.sequence(handle).text
+    text._detokenizer.breaks_at = text._detokenizer.count + 1
+
+
+def breaks_the_end(setup: Setup, handle: Handle) -> None:
+    text: Any = setup.sequence(handle).text
+    text._detokenizer.breaks_at = -1
+
+
+@pytest.mark.parametrize(
+    "breaks", [breaks_the_sampler, breaks_the_stops, breaks_the_detokenizer, breaks_the_end]
+)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(logprobs=True)])
+def test_a_request_s_own_fault_touches_no_other(
+    breaks: Callable[[Setup, Handle], None], sampling: Sampling
+) -> None:
+    with made() as setup:
+        others = [setup.ask(SHORT), setup.ask(SHORT, sampling=Sampling(logprobs=True))]
+        bad = setup.ask(SHORT, stop=("never said",), sampling=sampling)
+        setup.until(bad, State.RUNNING)
+        breaks(setup, bad)
+        setup.drain()
+        error = error_of(bad)
+        assert isinstance(error, StepFailed)
+        assert "Error: " in str(error)
+        assert_begins_right(bad)
+        for handle in others:
+            assert_right(handle)
+
+
+def test_one_answer_of_a_request_fails_and_the_others_do_not() -> None:
+    with made() as setup:
+        setup.tokenizer.breaks = [None, 4, None]
+        handle = setup.ask(SHORT, n=3)
+        setup.drain()
+        assert "a detokenizer's bug" in str(error_of(handle, 1))
+        assert len(handle.choices[1].tokens) == 4
+        assert_right(handle, 0)
+        assert_right(handle, 2)
+        with pytest.raises(StepFailed):
+            handle.result(timeout_seconds=0)
+
+
+def test_a_bias_that_overflows_fails_its_own_row() -> None:
+    """A fault that a request can ask for: no mock."""
+    with made() as setup:
+        good = setup.ask(SHORT)
+        prompt = prompt_of(SHORT, 9)
+        bad = setup.ask(
+            prompt, sampling=Sampling(logit_bias={prompt[0]: 1e30}, repetition_penalty=1e-20)
+        )
+        setup.drain()
+        assert "the largest logit is inf" in str(error_of(bad))
+        assert type(error_of(bad)) is PenstockError
+        assert_right(good)
+
+
+def test_a_tokenizer_that_cannot_be_copied_is_the_caller_s_error() -> None:
+    with made() as setup:
+        other = setup.ask(SHORT)
+        setup.core.tokenizer = SimpleNamespace()
+        with pytest.raises(AttributeError):
+            setup.ask(SHORT)
+        setup.core.tokenizer = setup.tokenizer
+        setup.drain()
+        assert_right(other)
+
+
+# ---- no memory
+
+
+@pytest.mark.parametrize("only", [decodes, reads_a_chunk])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_out_of_memory_shrinks_the_cache_tries_again_and_then_fails_one(
+    only: Callable[[mx.array], bool], times: int
+) -> None:
+    with made() as setup:
+        for _ in range(4):  # what nobody reads any more
+            setup.ask(2 * BLOCK + 1, max_tokens=1)
+        setup.drain()
+        held = setup.core.stats().nodes
+        running, prefilling, waiting = crowd(setup)
+        before = setup.core.stats()
+        setup.model.arm(runs_out_of_memory, times, only=only)
+        setup.drain()
+        assert not setup.model.times
+        after = setup.core.stats()
+        if times == 1:
+            assert 0 < after.evicted_nodes - before.evicted_nodes < held, "half of it goes"
+        handles = [*running, prefilling, waiting]
+        failed = [handle for handle in handles if end_of(handle).error is not None]
+        # A chunk is tried again at once; a step is when all of it was parked and let in again.
+        assert len(failed) == after.failed == (times // 2 if only is reads_a_chunk else times - 1)
+        # Of a prompt that is given up, the second time is not counted.
+        assert after.out_of_memory in (times, times - len(failed))
+        for handle in failed:
+            error = error_of(handle)
+            assert isinstance(error, StepFailed)
+            assert error.status == 503
+            assert "out of memory" in str(error)
+        for handle in handles:
+            if handle not in failed:
+                assert_right(handle)
+
+
+def test_of_a_step_without_memory_the_longest_goes() -> None:
+    with made() as setup:
+        short, longest = setup.ask(SHORT), setup.ask(LONG)
+        setup.until(short, State.RUNNING)
+        setup.until(longest, State.RUNNING)
+        setup.model.arm(runs_out_of_memory, 2, only=decodes)
+        setup.drain()
+        assert isinstance(error_of(longest), StepFailed)
+        assert_right(short)
+
+
+def too_much_for_mlx(model: Any, tokens: mx.array, cache: Any) -> Any:
+    """Ask MLX for 2^46 numbers: more than an axis can have."""
+    mx.eval(mx.zeros((1 << 46,)))
+
+
+def test_an_array_that_mlx_refuses_is_a_bug_like_any_other() -> None:
+    with made() as setup:
+        running, prefilling, waiting = crowd(setup)
+        setup.model.arm(too_much_for_mlx, only=decodes)
+        setup.drain()
+        for handle in running:
+            assert "OverflowError" in str(error_of(handle))
+        assert_right(prefilling)
+        assert_right(waiting)
+
+
+class NoRoom:
+    """Lets the next merge of two whole segments fail, as if MLX had no room for the copy."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times = 0
+        self.join = Segment.join
+        monkeypatch.setattr(Segment, "join", lambda mine, other: self(mine, other))
+
+    def __call__(self, mine: Segment, other: Segment) -> Segment:
+        if self.times and mine.tokens % BLOCK == 0:
+            self.times -= 1
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        return self.join(mine, other)
+
+
+@pytest.mark.parametrize("after", [0, 5, 30])
+def test_a_merge_that_fails_fails_nobody(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Merging is housekeeping: in a chunk, when a block is full, and when an answer has ended."""
+    with made() as setup:
+        no_room = NoRoom(monkeypatch)
+        handle = setup.ask(3 * BLOCK, max_tokens=4 * BLOCK)
+        setup.step(after)
+        no_room.times = 1
+        setup.drain()
+        assert no_room.times == 0, "nothing was merged"
+        assert_right(handle)
+        assert setup.core.stats().out_of_memory == 1
+        again = setup.ask(handle.request.prompt)
+        setup.drain()
+        assert_right(again)
+
+
+def test_a_block_that_cannot_be_copied_fails_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with made() as setup:
+        first, second = setup.ask(BLOCK - 6), setup.ask(SHORT)
+        setup.until(first, State.RUNNING)
+        setup.until(second, State.RUNNING)
+        slot = setup.sequence(first).slot
+        cut = setup.core.tails.cut
+
+        def without_room(of: int, stop: int, behind: Segment | None = None) -> Segment:
+            if of == slot:
+                raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+            return cut(of, stop, behind)
+
+        monkeypatch.setattr(setup.core.tails, "cut", without_room)
+        setup.drain()
+        assert isinstance(error_of(first), StepFailed)
+        assert_right(second)
+
+
+# ---- what can never be, or not now
+
+
+def test_what_never_fits_is_refused_with_the_numbers() -> None:
+    with made() as setup:
+        setup.core.set_limit(setup.fixed + 100_000)
+        with pytest.raises(
+            NeverFits, match=r"KV for 500 tokens needs .* kB; the limit of"
+        ) as caught:
+            setup.ask(SHORT, max_tokens=490)
+        error = caught.value
+        assert (error.room_bytes, error.limit_bytes) == (100_000, setup.fixed + 100_000)
+        assert error.needed_bytes > 499 * setup.core.runner.token_bytes
+        assert error.status == 413
+        assert setup.core.idle
+        assert setup.core.stats().requests == 0
+        setup.check()
+        # One byte decides.
+        handle = None
+        for more in (0, 1):
+            setup.core.set_limit(setup.fixed + error.needed_bytes - 1 + more)
+            if more:
+                handle = setup.ask(SHORT, max_tokens=490)
+            else:
+                with pytest.raises(NeverFits):
+                    setup.ask(SHORT, max_tokens=490)
+        assert handle is not None
+        setup.drain()
+        assert_right(handle)
+
+
+def test_who_waits_is_told_when_it_will_never_fit() -> None:
+    with made() as setup:
+        running = [setup.ask(SHORT) for _ in range(3)]
+        setup.step()
+        waiting, small = setup.ask(LONG), setup.ask(SHORT)
+        setup.core.set_limit(setup.fixed + 100_000)
+        assert isinstance(error_of(waiting), NeverFits)
+        setup.drain()
+        for handle in (*running, small):
+            assert_right(handle)
+
+
+def test_a_limit_below_what_is_always_held_is_refused() -> None:
+    with made() as setup:
+        handle = setup.ask(SHORT)
+        setup.step(2)
+        before = setup.core.ledger.limit_bytes
+        with pytest.raises(NeverFits):
+            setup.core.set_limit(setup.fixed - 1)
+        assert setup.core.ledger.limit_bytes == before
+        setup.drain()
+        assert_right(handle)
+
+
+def test_a_full_queue_refuses_all_answers_of_a_request() -> None:
+    with made(max_queue=4) as setup:
+        waiting = setup.ask(SHORT, n=3)
+        with pytest.raises(QueueFull, match=r"3 sequences are waiting and 2 more .* queue of 4"):
+            setup.ask(SHORT, n=2)
+        last = setup.ask(SHORT)
+        with pytest.raises(QueueFull) as caught:
+            setup.ask(SHORT)
+        assert (caught.value.waiting, caught.value.added, caught.value.max_queue) == (4, 1, 4)
+        assert caught.value.status == 429
+        assert setup.core.stats().requests == 4
+        setup.step()
+        after = setup.ask(SHORT)  # three have a place now
+        setup.drain()
+        for choice in range(3):
+            assert_right(waiting, choice)
+        assert_right(last)
+        assert_right(after)
+
+
+def test_a_token_that_the_model_does_not_have() -> None:
+    with made() as setup:
+        with pytest.raises(SettingError, match="token 512; the model knows 512 tokens"):
+            setup.ask((5, 512))
+        with pytest.raises(SettingError, match="logit_bias names token 512"):
+            setup.ask((5,), sampling=Sampling(logit_bias={512: 1.0}))
+        assert setup.core.idle
+
+
+# ---- leaving early
+
+
+def in_state(setup: Setup, state: State, **settings: Any) -> tuple[Handle, list[Handle]]:
+    """Return an answer in a state, and the others that it takes to get there."""
+    if state is State.PREFILLING:
+        handle = setup.ask(LONG, **settings)
+        setup.step(2)
+        return handle, []
+    if state is State.WAITING:
+        others = [setup.ask(SHORT) for _ in range(3)]
+        return setup.ask(SHORT, **settings), others
+    handle = setup.ask(BLOCK + 3, 30, **settings)
+    setup.step(7)
+    if state is not State.PARKED:
+        return handle, []
+    others = [setup.ask(SHORT, priority=1) for _ in range(3)]
+    setup.step()
+    return handle, others
+
+
+OPEN = [State.WAITING, State.PREFILLING, State.RUNNING, State.PARKED]
+
+
+@pytest.mark.parametrize("state", OPEN)
+def test_cancel_gives_everything_back_at_once(state: State) -> None:
+    with made() as setup:
+        handle, others = in_state(setup, state)
+        assert setup.state(handle) is state
+        handle.cancel()
+        finish = end_of(handle)
+        assert (finish.reason, finish.error) == ("cancelled", None)
+        assert_begins_right(handle)
+        assert handle.choices[0].text == spell(handle.choices[0].tokens), "said, and not told"
+        assert (len(handle.choices[0].tokens) > 0) == (state in (State.RUNNING, State.PARKED))
+        setup.check()
+        handle.cancel()  # again does nothing
+        assert handle.events() == []
+        assert handle.result(timeout_seconds=0)[0].finish is finish
+        setup.drain()
+        for other in others:
+            assert_right(other)
+        again = setup.ask(handle.request.prompt, handle.request.max_tokens)
+        setup.drain()
+        assert_right(again)
+        assert (end_of(again).usage.cached_tokens > 0) == (state is not State.WAITING)
+
+
+def test_cancel_of_some_answers_and_not_of_those_that_have_ended() -> None:
+    with made() as setup:
+        handle = setup.ask(SHORT, n=3)
+        setup.step(3)
+        setup.sequence(handle).request = handle.request.model_copy(update={"max_tokens": 3})
+        setup.step(2)
+        assert end_of(handle, 2).reason == "length"
+        handle.cancel()
+        assert [end_of(handle, i).reason for i in range(3)] == ["cancelled", "cancelled", "length"]
+
+
+def test_cancel_from_within_the_events() -> None:
+    with made() as setup:
+        handle, other = setup.ask(SHORT), setup.ask(SHORT)
+        setup.step(5)
+        for event in handle:
+            if event.__class__.__name__ == "Token" and len(handle.choices[0].tokens) == 2:
+                handle.cancel()
+        assert end_of(handle).reason == "cancelled"
+        setup.drain()
+        assert_right(other)
+
+
+@pytest.mark.parametrize("state", OPEN)
+def test_time_is_up_in_any_state(state: State) -> None:
+    with made() as setup:
+        handle, others = in_state(setup, state, timeout_seconds=5.0)
+        assert setup.state(handle) is state
+        setup.now = 4.999
+        setup.step()
+        assert not handle.done
+        setup.now = 5.0
+        setup.step()
+        finish = end_of(handle)
+        assert (finish.reason, finish.error) == ("timeout", None)
+        assert_begins_right(handle)
+        setup.drain()
+        for other in others:
+            assert_right(other)
+
+
+# ---- priorities
+
+
+def test_a_higher_priority_parks_the_latest_of_the_lowest() -> None:
+    with made() as setup:
+        low = [setup.ask(BLOCK + i, 25, priority=p) for i, p in enumerate((0, 1, 0))]
+        setup.step(6)
+        high = setup.ask(SHORT, priority=2)
+        setup.step()
+        states = [setup.state(handle) for handle in low]
+        assert states == [State.RUNNING, State.RUNNING, State.PARKED]
+        setup.until(high, State.DONE)
+        assert [handle.done for handle in low] == [False] * 3
+        setup.drain()
+        for handle in (*low, high):
+            assert_right(handle)
+        assert setup.core.stats().parkings == 1
+        assert end_of(low[2]).usage.cached_tokens == 0, "its own work is no hit"
+
+
+def test_parked_again_and_again_an_answer_stays_right() -> None:
+    with made(max_batch_size=1) as setup:
+        low = setup.ask(BLOCK + 5, 40)
+        high = []
+        for _ in range(10):
+            setup.step(4)
+            high.append(setup.ask(SHORT, 2, priority=1))
+        setup.drain()
+        assert setup.core.stats().parkings == 10
+        for handle in (low, *high):
+            assert_right(handle)
+
+
+def test_parked_while_prefilling() -> None:
+    with made() as setup:
+        long = setup.ask(LONG)
+        setup.step(2)
+        high = [setup.ask(SHORT, 3, priority=1) for _ in range(3)]
+        setup.step()
+        assert setup.state(long) is State.PARKED
+        setup.drain()
+        for handle in (long, *high):
+            assert_right(handle)
+        stats = setup.core.stats()
+        assert (stats.parkings, stats.hit_tokens) == (1, 0)
+        assert stats.prompt_tokens == LONG + 3 * SHORT
+        assert stats.prefilled_tokens == LONG - 1 + 3 * (SHORT - 1), "what was read is read again"
+
+
+def test_equal_priorities_wait_for_their_turn() -> None:
+    with made() as setup:
+        first = [setup.ask(SHORT) for _ in range(3)]
+        setup.step()
+        later = setup.ask(SHORT)
+        setup.step()
+        assert setup.state(later) is State.WAITING
+        setup.drain()
+        assert setup.core.stats().parkings == 0
+        for handle in (*first, later):
+            assert_right(handle)
+
+
+# ---- the machine's memory
+
+
+def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    used = 0.4
+
+    def memory() -> Any:
+        looks.append(used)
+        return SimpleNamespace(total=1_000_000, available=int((1 - used) * 1_000_000))
+
+    monkeypatch.setattr("penstock.engine.core.psutil.virtual_memory", memory)
+    with made(memory_threshold=0.5) as setup:
+        old, cold, warm = (prompt_of(5 * BLOCK, seed) for seed in (1, 2, 3))
+        for prompt in (old, cold, warm, old):  # `cold` was used least recently
+            setup.ask(prompt, 1)
+            setup.drain()
+            setup.now += 100.0
+        assert len(looks) >= 4
+        used = 0.501
+        looks.clear()
+        running = setup.ask(SHORT)
+        setup.step()
+        found = {p: setup.core.explain(p) for p in (old, cold, warm)}
+        assert {p for p in found if found[p].held_tokens < 5 * BLOCK} == {cold}
+        assert found[cold].given_up_for == "pressure"
+        assert "memory" in found[cold].reason
+        setup.step(3)
+        assert looks == [0.501], "once a second, not once a step"
+        used = 0.9
+        setup.now += 1.0
+        setup.step()
+        own = {node for node in setup.core.prefixes.tree if node.pins}
+        assert set(setup.core.prefixes.tree) == own, "all that nobody reads is gone"
+        setup.drain()
+        assert_right(running)
+
+
+def test_without_a_threshold_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory() -> Any:
+        raise AssertionError("looked")
+
+    monkeypatch.setattr("penstock.engine.core.psutil.virtual_memory", memory)
+    with made() as setup:
+        handle = setup.ask(SHORT)
+        setup.drain()
+        assert_right(handle)
+
+
+# ---- what is given back
+
+
+def test_what_is_let_go_of_is_free_without_the_garbage_collector() -> None:
+    """Reference cycles once kept whole segments until it came by: in no ledger, over the limit."""
+    with made() as setup:
+        for _ in range(4):
+            handles = [setup.ask(LONG, 3) for _ in range(2)]
+            setup.drain()
+            for handle in handles:
+                assert_right(handle)
+            setup.core.prefixes.clear()
+            setup.check()
+            assert setup.core.held_bytes == setup.core._weights.nbytes + setup.core.tails.nbytes
+
+
+def test_no_cycle_holds_an_array() -> None:
+    with made() as setup:
+        crowd(setup)
+        setup.drain()
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            crowd(setup)
+            setup.drain()
+            gc.collect()
+            assert not [kept for kept in gc.garbage if isinstance(kept, (mx.array, Segment))]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+
+
+def test_close_counts_only_weights_and_the_empty_index() -> None:
+    with made() as setup:
+        handles = crowd(setup)
+        setup.core.close()
+        for handle in (*handles[0], *handles[1:]):
+            assert end_of(handle).reason == "cancelled"
+            assert_begins_right(handle)
+        left = {kind: n for kind, n in setup.core.ledger.by_class().items() if n}
+        weights, index = setup.core._weights.nbytes, setup.core.prefixes.fixed_bytes
+        assert left == {Kind.WEIGHTS: weights, Kind.INDEX: index}
+        assert setup.core.idle
+        setup.fixed = weights + index
+
+
+# ---- making one
+
+
+def fixed_bytes() -> dict[Kind, int]:
+    core = Core(model_of("llama"), None, **SETTINGS)
+    try:
+        return core.ledger.by_class()
+    finally:
+        core.close()
+
+
+@pytest.fixture
+def cache_limit() -> Any:
+    """The limit of MLX's own cache, which an engine that could not be made leaves as it was."""
+    before = mx.set_cache_limit(123_456_789)
+    yield 123_456_789
+    mx.set_cache_limit(before)
+
+
+def test_an_engine_that_does_not_fit_is_not_made(cache_limit: int) -> None:
+    found = fixed_bytes()
+    weights, tails = found[Kind.WEIGHTS], found[Kind.TAILS]
+    buffers = found[Kind.BUFFERS]
+    active = mx.get_active_memory()
+    steps = [1_000, weights, weights + tails, weights + tails + buffers // 2]
+    for limit in steps:
+        with pytest.raises(NeverFits) as caught:
+            Core(model_of("llama"), None, **{**SETTINGS, "memory_limit": limit})
+        error = caught.value
+        assert error.limit_bytes == limit
+        assert error.needed_bytes > error.room_bytes
+        assert "limit" in str(error)
+        del caught, error
+        assert mx.set_cache_limit(cache_limit) == cache_limit
+        gc.collect()
+        assert mx.get_active_memory() == active, "something of it is still there"
+
+
+def test_the_cache_limit_is_as_before_after_close(cache_limit: int) -> None:
+    core = Core(model_of("llama"), None, **SETTINGS)
+    core.close()
+    assert mx.set_cache_limit(cache_limit) == cache_limit
+
+
+def test_two_engines_at_a_time_leave_the_cache_limit_as_it_was(cache_limit: int) -> None:
+    first = Core(model_of("llama"), None, **SETTINGS)
+    second = Core(model_of("llama"), None, **{**SETTINGS, "max_batch_size": 5})
+    first.close()
+    second.close()
+    assert mx.set_cache_limit(cache_limit) == cache_limit
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"memory_limit": "abc"},
+        {"memory_limit": 1e9},
+        {"memory_limit": True},
+        {"memory_limit": 0},
+        {"memory_limit": -1},
+        {"keep": "a"},
+        {"keep": 1.5},
+        {"keep": True},
+        {"keep": -1},
+        {"keep": 1_024},
+        {"max_kv_size": 1},
+        {"max_batch_size": 0},
+        {"block_size": 0},
+        {"prefill_chunk": 0},
+        {"max_queue": 0},
+        {"memory_threshold": "x"},
+        {"memory_threshold": 0.0},
+        {"memory_threshold": 1.5},
+        {"memory_threshold": float("nan")},
+        {"nonsense": 1},
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingError) as caught:
+        Core(model_of("llama"), None, **{**SETTINGS, **wrong})
+    (name,) = wrong
+    assert name in str(caught.value) or name == "memory_limit"
+    assert "\n" not in str(caught.value)
+
+
+def test_a_request_that_makes_no_sense_is_not_taken_in() -> None:
+    for wrong in ({"prompt": ()}, {"prompt": (-1,)}, {"max_tokens": 0}, {"n": 129}):
+        with pytest.raises(SettingError):
+            Request(**{"prompt": (1,), **wrong})
+
+
+def test_the_reference_sees_a_wrong_text() -> None:
+    """Negative control: another prompt, another text."""
+    with made() as setup:
+        handle = setup.ask(SHORT)
+        setup.drain()
+        assert_right(handle)
+        handle.choices[0].tokens[-1] ^= 1
+        with pytest.raises(AssertionError):
+            assert_right(handle)
+        assert solo(prompt_of(SHORT, 1), 12) != solo(prompt_of(SHORT, 2), 12)
+
+
+def test_the_measure_sees_a_segment_that_is_kept() -> None:
+    """Negative control: one array beside what the engine holds."""
+    with made() as setup:
+        setup.ask(LONG)
+        setup.step(3)
+        kept = mx.zeros((1,))
+        mx.eval(kept)
+        with pytest.raises(AssertionError):
+            setup.check()
+        del kept
+        setup.check()

@@ -1,0 +1,462 @@
+"""The engine's one thread: who calls it from others, when it is closed, and when it dies."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from setup import SETTINGS, assert_begins_right, assert_right, end_of, error_of, prompt_of
+
+from engine_faults import Alphabet, Faulty, fails, model_of
+from penstock.engine import engine as engine_module
+from penstock.engine.engine import Engine
+from penstock.engine.handle import Handle
+from penstock.engine.request import Finish, Request
+from penstock.errors import EngineStopped, NeverFits, SettingError, StepFailed
+
+SOON = 20.0
+"""Seconds within which things happen, on a busy machine."""
+ENDLESS = 100_000
+"""Tokens of an answer that does not end by itself."""
+
+
+def make(tokenizer: Any = None, **settings: Any) -> Engine:
+    return Engine(model_of("llama"), tokenizer or Alphabet(), **{**SETTINGS, **settings})
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with make() as made:
+        yield made
+
+
+def ask(engine: Engine, tokens: int = 10, max_tokens: int = 12, **settings: Any) -> Handle:
+    prompt = prompt_of(tokens, settings.pop("seed", 0))
+    return engine.submit(Request(prompt=prompt, max_tokens=max_tokens, **settings))
+
+
+def run_all(*calls: Callable[[], Any]) -> list[Any]:
+    """Make calls at the same time; return what they returned, or raised."""
+
+    def caught(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - it is what the test looks at
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(SOON) for future in [pool.submit(caught, call) for call in calls]]
+
+
+# ---- many callers
+
+
+def test_many_threads_ask_at_the_same_time(engine: Engine) -> None:
+    def client(number: int) -> list[Handle]:
+        handles = [ask(engine, 10 + 30 * (i % 2), seed=number % 3) for i in range(3)]
+        for handle in handles:
+            handle.result(SOON)
+            engine.stats()
+            engine.explain(handle.request.prompt)
+        return handles
+
+    # Six at a time, in a queue of 8 and 3 places: each waits for its own answers.
+    found = run_all(*(lambda number=number: client(number) for number in range(3)))
+    for handles in found:
+        for handle in handles:
+            assert_right(handle)
+    engine.check()
+    stats = engine.stats()
+    assert (stats.requests, stats.finished, stats.failed) == (9, 9, 0)
+
+
+def test_a_thread_reads_while_another_cancels(engine: Engine) -> None:
+    handle = ask(engine, max_tokens=ENDLESS)
+    read: list[Any] = []
+
+    def reader() -> None:
+        read.extend(handle)
+
+    def canceller() -> None:
+        while not read:
+            time.sleep(0.01)
+        handle.cancel()
+
+    assert run_all(reader, canceller) == [None, None]
+    assert isinstance(read[-1], Finish)
+    assert read[-1].reason == "cancelled"
+    engine.check()
+
+
+def test_a_wait_that_is_too_short_leaves_the_request_alone(engine: Engine) -> None:
+    handle = ask(engine, max_tokens=300)
+    for seconds in (0, 0.001):
+        with pytest.raises(TimeoutError, match="did not end in time"):
+            handle.result(timeout_seconds=seconds)
+    assert handle.result(SOON)[0].finish is end_of(handle)
+    assert_right(handle)
+
+
+def test_events_come_while_the_answer_is_made(engine: Engine) -> None:
+    handle = ask(engine, max_tokens=ENDLESS)
+    events = iter(handle)
+    for _ in range(5):
+        assert not isinstance(next(events), Finish)
+    handle.cancel()
+    assert isinstance(list(events)[-1], Finish)
+
+
+def test_an_iteration_that_is_given_up_holds_nobody(engine: Engine) -> None:
+    handle = ask(engine, max_tokens=ENDLESS)
+    for _ in handle:
+        break
+    handle.cancel()
+    assert handle.result(SOON)[0].finish is not None
+
+
+# ---- closing
+
+
+def test_close_ends_what_is_open() -> None:
+    engine = make()
+    handles = [ask(engine, 10 + i, ENDLESS, n=2) for i in range(3)]
+    next(iter(handles[0]))
+    started = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started < SOON
+    assert not engine.alive
+    for handle in handles:
+        assert [end_of(handle, i).reason for i in range(2)] == ["cancelled"] * 2
+        for choice in range(2):
+            assert len(handle.choices[choice].tokens) < ENDLESS
+        assert handle.result(SOON) == handle.choices
+        handle.cancel()
+    engine.close()  # again does nothing
+
+
+def test_close_wakes_who_waits() -> None:
+    engine = make()
+    handle = ask(engine, max_tokens=ENDLESS)
+    other = ask(engine, max_tokens=ENDLESS)
+
+    def close() -> None:
+        time.sleep(0.3)
+        engine.close()
+
+    choices, events, _ = run_all(handle.result, lambda: list(other), close)
+    assert choices[0].finish.reason == "cancelled"
+    assert events[-1].reason == "cancelled"
+
+
+def test_after_close_nothing_is_taken_in() -> None:
+    engine = make()
+    handle = ask(engine)
+    handle.result(SOON)
+    engine.close()
+    calls: list[Callable[[], Any]] = [
+        lambda: ask(engine),
+        engine.stats,
+        engine.check,
+        engine.clear,
+        lambda: engine.explain([1, 2, 3]),
+        lambda: engine.set_limit(10**9),
+    ]
+    for call in calls:
+        with pytest.raises(EngineStopped):
+            call()
+    assert_right(handle)
+
+
+def test_close_gives_the_memory_back() -> None:
+    model_of("llama")
+    gc.collect()
+    before = mx.get_active_memory()
+    with make() as engine:
+        ask(engine, 200, ENDLESS)
+        assert engine.stats().held_bytes > 0
+    del engine
+    gc.collect()
+    assert mx.get_active_memory() == before
+
+
+def test_an_exception_in_the_block_closes_the_engine() -> None:
+    with pytest.raises(ZeroDivisionError), make() as engine:
+        ask(engine, max_tokens=ENDLESS)
+        raise ZeroDivisionError
+    assert not engine.alive
+
+
+@pytest.mark.parametrize("time_of_day", range(3))
+def test_close_and_calls_at_the_same_time(time_of_day: int) -> None:
+    engine = make()
+
+    def wait() -> Any:
+        return ask(engine, max_tokens=3).result(SOON)
+
+    found = run_all(engine.stats, wait, engine.stats, engine.close, wait, wait, engine.stats)
+    wrong = [x for x in found if isinstance(x, Exception) and not isinstance(x, EngineStopped)]
+    assert not wrong
+    assert not engine.alive
+
+
+# ---- bad days
+
+
+def test_a_failed_step_leaves_the_engine_alive(engine: Engine) -> None:
+    runner = engine._core.runner
+    faulty = Faulty(runner.model)
+    faulty.arm(fails)
+    runner.model = faulty
+    handle = ask(engine)
+    with pytest.raises(StepFailed):
+        handle.result(SOON)
+    after = ask(engine)
+    after.result(SOON)
+    assert_right(after)
+    engine.check()
+
+
+def test_a_bug_in_the_end_of_a_text_leaves_the_engine_alive() -> None:
+    tokenizer = Alphabet()
+    with make(tokenizer) as engine:
+        good = ask(engine, max_tokens=100)
+        tokenizer.breaks = [-1]
+        bad = ask(engine, seed=1)
+        with pytest.raises(StepFailed, match="in finalize"):
+            bad.result(SOON)
+        good.result(SOON)
+        assert_right(good)
+        assert engine.stats().finished == 2
+
+
+def test_a_call_that_raises_raises_where_it_was_made(engine: Engine) -> None:
+    with pytest.raises(SettingError, match="the model knows 512 tokens"):
+        engine.submit(Request(prompt=(100_000,)))
+    with pytest.raises(NeverFits):
+        engine.set_limit(1_000)
+    engine.check()
+
+
+class Dies(BaseException):
+    """What ends the engine's thread in these tests."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_hangs_nobody() -> None:
+    engine = make()
+    try:
+        running = [ask(engine, max_tokens=ENDLESS, seed=i) for i in range(2)]
+        next(iter(running[0]))
+
+        def dies() -> bool:
+            raise Dies
+
+        def wait(handle: Handle) -> Any:
+            return handle.result(SOON)
+
+        engine._core.step = dies  # type: ignore[method-assign]
+        started = time.monotonic()
+        found = run_all(lambda: wait(running[0]), lambda: list(running[1]), engine.stats)
+        assert time.monotonic() - started < SOON / 2
+        assert not any(isinstance(each, TimeoutError) for each in found)
+        for handle in running:
+            assert_begins_right(handle)
+        for call in (lambda: ask(engine), engine.stats, engine.check):
+            with pytest.raises(EngineStopped):
+                call()
+    finally:
+        engine.close()
+    assert not engine.alive
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_was_running_is_told_that_the_thread_died() -> None:
+    """A cut answer must not pass for one that the caller has cancelled."""
+    engine = make()
+    try:
+        handle = ask(engine, max_tokens=ENDLESS)
+        next(iter(handle))
+
+        def dies() -> bool:
+            raise Dies
+
+        engine._core.step = dies  # type: ignore[method-assign]
+        with pytest.raises(EngineStopped):
+            handle.result(SOON)
+    finally:
+        engine.close()
+
+
+def test_an_answer_that_comes_just_when_the_wait_is_over(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wait` says that nothing was done, and then it is."""
+    wait, waits = engine_module.wait, []
+
+    def slow(futures: Any, timeout: float) -> Any:
+        waits.append(timeout)
+        done = wait(futures, timeout=SOON)
+        return done if len(waits) > 1 else SimpleNamespace(done=set())
+
+    monkeypatch.setattr(engine_module, "wait", slow)
+    assert engine._ask(lambda: 7) == 7
+    assert len(waits) == 2
+
+
+def stall(engine: Engine) -> threading.Event:
+    """Let the engine's thread stand still in a step, until the event is set."""
+    step, stands, go_on = engine._core.step, threading.Event(), threading.Event()
+
+    def slow() -> bool:
+        stands.set()
+        go_on.wait(SOON)
+        return step()
+
+    engine._core.step = slow  # type: ignore[method-assign]
+    assert stands.wait(SOON)
+    return go_on
+
+
+def test_a_call_that_is_not_answered_in_time_is_never_made(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = ask(engine, max_tokens=400)
+    go_on = stall(engine)
+    try:
+        monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.4)
+        with pytest.raises(TimeoutError, match="did not look up"):
+            ask(engine, seed=1)
+    finally:
+        monkeypatch.undo()
+        go_on.set()
+    handle.result(SOON)
+    assert_right(handle)
+    assert engine.stats().requests == 1, "who asked thinks that it was not taken in"
+
+
+def test_a_call_that_was_given_up_does_not_disturb_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also an engine that is closed before it could look at it ends as it should."""
+    engine = make()
+    handle = ask(engine, max_tokens=ENDLESS)
+    go_on = stall(engine)
+    try:
+        monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.4)
+        with pytest.raises(TimeoutError):
+            engine.stats()
+        monkeypatch.undo()
+    finally:
+        assert run_all(engine.close, go_on.set) == [None, None]
+    assert end_of(handle).reason == "cancelled"
+
+
+def test_an_idle_engine_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large cold cache is just what nobody works with."""
+    used = 0.1
+
+    def memory() -> Any:
+        return SimpleNamespace(total=10**9, available=int((1 - used) * 10**9))
+
+    monkeypatch.setattr("penstock.engine.core.psutil.virtual_memory", memory)
+    with make(memory_threshold=0.5) as engine:
+        ask(engine, 200).result(SOON)
+        assert engine.stats().nodes > 0
+        used = 0.9
+        until = time.monotonic() + 4.0
+        while engine.stats().nodes and time.monotonic() < until:
+            time.sleep(0.1)
+        assert engine.stats().nodes == 0
+
+
+# ---- making one
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"memory_limit": 1_000}, NeverFits),
+        ({"memory_limit": "much"}, SettingError),
+        ({"max_batch_size": 0}, SettingError),
+        ({"nonsense": 1}, SettingError),
+    ],
+    ids=str,
+)
+def test_an_engine_that_cannot_be_made_leaves_no_thread(
+    wrong: dict[str, Any], error: type[Exception]
+) -> None:
+    before = threading.active_count()
+    with pytest.raises(error):
+        make(**wrong)
+    assert threading.active_count() == before
+
+
+def test_two_engines_side_by_side(engine: Engine) -> None:
+    with make() as second:
+        handles = [ask(each, 60, 30, seed=i) for i in range(3) for each in (engine, second)]
+        for handle in handles:
+            handle.result(SOON)
+            assert_right(handle)
+        second.check()
+    engine.check()
+
+
+# ---- processes
+
+SCRIPT = """
+import sys
+import penstock
+from penstock.recall import MODEL_PATH
+
+engine = penstock.Engine(*penstock.load(MODEL_PATH), memory_limit="100MB", block_size=64)
+handle = engine.submit(penstock.Request(prompt=(5, 6, 7), max_tokens=10_000, ignore_eos=True))
+for event in handle:
+    break
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0),
+        ("del engine, handle", 0),
+        ("engine.close()", 0),
+        ("sys.exit(3)", 3),
+        ("raise KeyboardInterrupt", 130),
+        ("engine._core.step = None", 0),  # the thread dies
+    ],
+)
+def test_a_process_that_forgets_to_close_ends_as_it_would_without(end: str, code: int) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(end=end)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    codes = {code, -2} if code == 130 else {code}  # -2: ended by SIGINT
+    assert found.returncode in codes, found.stderr
+    if code in (0, 3) and "None" not in end:
+        assert found.stderr == ""
+
+
+def test_an_error_of_a_finished_request_can_be_read_after_close() -> None:
+    tokenizer = Alphabet(breaks=[2])
+    with make(tokenizer) as engine:
+        handle = ask(engine)
+        while not handle.done:
+            handle.events()
+            time.sleep(0.01)
+    assert "a detokenizer's bug" in str(error_of(handle))
