@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from threading import Lock
 from typing import Any
+from weakref import finalize
 
 import mlx.core as mx
 import psutil
@@ -132,7 +133,8 @@ class Core:
         self._oom_in_a_row = 0
         self._looked_seconds = -PRESSURE_SECONDS
         self._ends = frozenset(() if tokenizer is None else tokenizer.eos_token_ids)
-        _share_mlx_cache(self, self._buffers.nbytes)
+        _share_mlx_cache(id(self), self._buffers.nbytes)
+        finalize(self, _share_mlx_cache, id(self), None)  # also of a core that nobody closed
 
     def _make(self, model: Any, fingerprint: str) -> None:
         """Make what takes memory, each part after its bytes were reserved."""
@@ -218,7 +220,7 @@ class Core:
         self.tails.drop()
         self._pool.resize(0)
         self._buffers.resize(0)
-        _share_mlx_cache(self, None)
+        _share_mlx_cache(id(self), None)
 
     # ---- the step
 
@@ -894,16 +896,16 @@ _kept_before: list[int] = []
 _keeping = Lock()
 
 
-def _share_mlx_cache(owner: Core, nbytes: int | None) -> None:
+def _share_mlx_cache(owner: int, nbytes: int | None) -> None:
     """Let MLX keep as many freed bytes as a step of each open core takes; None closes one.
 
     The limit is the process's: the first core notes what it was, and the last restores it.
     """
     with _keeping:
         if nbytes is None:
-            _kept_bytes.pop(id(owner), None)
+            _kept_bytes.pop(owner, None)
         else:
-            _kept_bytes[id(owner)] = nbytes
+            _kept_bytes[owner] = nbytes
         if _kept_bytes:
             before = mx.set_cache_limit(sum(_kept_bytes.values()))
             if not _kept_before:
