@@ -44,6 +44,10 @@ class Side(Protocol):
     def cached_tokens(self) -> int:
         """Of them, those that were not computed: known before, or computed for another."""
 
+    @property
+    def model_seconds(self) -> float:
+        """What model and choice of tokens took so far; 0 where that is not told apart."""
+
     def learn(self, prefix: Sequence[int]) -> None:
         """Read `prefix` and keep it for prompts that begin with it."""
 
@@ -208,6 +212,10 @@ class Run:
     """Came out in the timed steps, of all sequences."""
     before_bytes: int = 0
     """Held before the submission: what the engine keeps ready, and what was learned."""
+    seconds: float = 0.0
+    """From the submission to the end."""
+    model_seconds: float = 0.0
+    """Of them, in the model and the choice of tokens; 0 where that is not told apart."""
     peak_bytes: int = 0
     """From the submission to the end."""
     moments: list[Moment] = field(default_factory=list, repr=False)
@@ -222,6 +230,11 @@ class Run:
     def prefill_tokens_per_second(self) -> float:
         """Tokens of all prompts, known ones too, up to the last first token."""
         return self.prompt_tokens / self.first_seconds
+
+    @property
+    def machinery_share(self) -> float:
+        """Share of the time that was spent on anything but the model."""
+        return 1 - self.model_seconds / self.seconds
 
     @property
     def held_bytes(self) -> int:
@@ -297,6 +310,7 @@ def drive(side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -
         before_bytes=mx.get_active_memory() - base_bytes,
     )
     mx.reset_peak_memory()
+    model_seconds = side.model_seconds
     began = time.perf_counter()
     side.submit(task.prompts, task.max_tokens)
     before = began
@@ -322,6 +336,8 @@ def drive(side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -
         before = now if not watch else time.perf_counter()
     else:
         raise AssertionError(f"only {len(run.step_seconds)} steps with all sequences generating")
+    run.seconds = now - began
+    run.model_seconds = side.model_seconds - model_seconds
     run.peak_bytes = max(run.peak_bytes, mx.get_peak_memory() - base_bytes)
     run.cached_tokens = side.cached_tokens
     return run

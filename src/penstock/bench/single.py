@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -111,22 +110,6 @@ class Curve:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """What one shape showed."""
-
-    found: Found
-    machinery: Sequence[float]
-    """Share of our engine's time that is not the model's, in each round."""
-
-    def figures(self, who: str) -> dict[str, Any]:
-        """Return the figures of one side."""
-        own = figures(self.found, who)
-        if who == OURS:
-            own["machinery_share"] = round(statistics.median(self.machinery), 5)
-        return own
-
-
 def measure(load: Load) -> Report:
     """Run every shape on both sides, turn by turn, and then the curve."""
     model = bench_model(load.model, load.llama)
@@ -135,27 +118,22 @@ def measure(load: Load) -> Report:
     return report(load, model, found, curve)
 
 
-def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Pair:
+def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Found:
     batch_size = shape[0]
-    task = load.task(model, shape)
     makers: dict[str, MakeSide] = {
         OURS: lambda: Ours(model, batch_size, load.engine),
         # One sequence needs no batch; mlx-lm's generate_step is its fastest way.
         RIVAL: lambda: Solo(model.model) if batch_size == 1 else Batched(model.model, batch_size),
     }
-    found = compare(makers, task, load.rounds)
-    return Pair(found, [machinery(load, model, task) for _ in range(load.rounds)])
+    return compare(makers, load.task(model, shape), load.rounds)
 
 
-def machinery(load: Load, model: BenchModel, task: Task) -> float:
-    """Return the share of a cold run, prefill and decode, that is not spent in the model."""
-    side = Ours(model, len(task.prompts), load.engine)
-    began = time.perf_counter()
-    drive(side, task)
-    seconds = time.perf_counter() - began
-    spent = side.model_seconds
-    side.close()
-    return 1 - spent / seconds
+def _figures(found: Found, who: str) -> dict[str, Any]:
+    """Return the figures of one side; of ours, the share of all time that is not the model's."""
+    own = figures(found, who)
+    if who == OURS:
+        own["machinery_share"] = round(found.median(OURS, "machinery_share"), 5)
+    return own
 
 
 def measure_curve(load: Load, model: BenchModel) -> Curve:
@@ -184,13 +162,13 @@ def measure_curve(load: Load, model: BenchModel) -> Curve:
 
 
 def report(
-    load: Load, model: BenchModel, found: Mapping[Shape, Pair], curve: Curve | None
+    load: Load, model: BenchModel, found: Mapping[Shape, Found], curve: Curve | None
 ) -> Report:
     """Set both sides against each other and against the goals."""
-    ratio = {name(shape): ratios(pair.found) for shape, pair in found.items()}
-    lines = [line for shape, pair in found.items() for line in _lines(shape, pair)]
+    ratio = {name(shape): ratios(of) for shape, of in found.items()}
+    lines = [line for shape, of in found.items() for line in _lines(shape, of)]
     sides: dict[str, dict[str, Any]] = {
-        who: {name(shape): pair.figures(who) for shape, pair in found.items()}
+        who: {name(shape): _figures(of, who) for shape, of in found.items()}
         for who in (OURS, RIVAL)
     }
     if curve is not None:
@@ -214,8 +192,7 @@ def report(
         raw={
             "load": asdict(load),
             "model": model.as_object(),
-            "runs": {name(shape): pair.found.as_object() for shape, pair in found.items()},
-            "machinery": {name(shape): list(pair.machinery) for shape, pair in found.items()},
+            "runs": {name(shape): of.as_object() for shape, of in found.items()},
             "curve": None if curve is None else asdict(curve),
         },
         dtype=model.dtype,
@@ -227,8 +204,8 @@ def name(shape: Shape) -> str:
     return f"{shape[0]} x {shape[1]:,}"
 
 
-def _lines(shape: Shape, pair: Pair) -> list[Line]:
-    ours, theirs, ratio = pair.figures(OURS), pair.figures(RIVAL), ratios(pair.found)
+def _lines(shape: Shape, found: Found) -> list[Line]:
+    ours, theirs, ratio = _figures(found, OURS), _figures(found, RIVAL), ratios(found)
     goal = GOALS.get(shape, {})
 
     def line(figure: str, key: str, times: str) -> Line:
