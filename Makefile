@@ -9,7 +9,7 @@ help:
 	@echo 'make test    install with the tools for it; lint, types, all tests'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
-	@echo 'make soak    the state machines, for much longer'
+	@echo 'make soak    10,000 requests to the byte, and the state machines for much longer'
 	@echo 'make docs    write the help texts into docs/cli.md'
 	@echo 'make clean   remove the environment and what the tools left'
 	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none)'
@@ -46,11 +46,17 @@ bench: $(VENV)/.dev
 	$(BIN)/penstock bench growth --save bench/results --docs docs
 	$(BIN)/penstock bench recall --save bench/results --docs docs
 	$(BIN)/penstock bench recall
+	$(BIN)/penstock bench lookup --save bench/results
+	$(BIN)/penstock bench shared-prefix --cold-rounds 0 --save bench/results
+	$(BIN)/penstock bench hit --rounds 2 --save bench/results
+	$(BIN)/penstock bench single --save bench/results --plot docs/single.png
+	$(BIN)/penstock bench ragged --save bench/results
 
 peers: $(VENV)/.dev
 	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)")
 
 soak: $(VENV)/.dev
+	$(BIN)/python tools/soak.py
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful
 
 clean:
