@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 .PHONY: help run test lint docs bench peers soak clean
 
 help:
-	@echo 'make run     install, look at the machine, talk to the embedded model, then eight at once'
+	@echo 'make run     install, look at the machine, start the server and talk to it'
 	@echo 'make test    install with the tools for it; lint, types, all tests'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
@@ -16,7 +16,7 @@ help:
 
 # The stamps stand for "installed with these dependencies", so a second make does nothing.
 $(VENV)/.run: pyproject.toml tools/environment.sh
-	@tools/environment.sh $(VENV)
+	@tools/environment.sh $(VENV) clients
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml tools/environment.sh
@@ -26,9 +26,7 @@ $(VENV)/.dev: pyproject.toml tools/environment.sh
 run: $(VENV)/.run
 	@$(BIN)/penstock doctor || true
 	@echo
-	@$(BIN)/penstock chat --echo < examples/memory.txt
-	@echo
-	@$(BIN)/penstock agents
+	@$(BIN)/python tools/first_run.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

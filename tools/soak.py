@@ -44,7 +44,8 @@ SYSTEM_PROMPTS = 8
 IN_FLIGHT = 24
 """Requests that are open at the same time: some run, some wait."""
 STRAY_OBJECTS = 200
-"""Python objects that may be added between two looks, whatever the number of requests."""
+"""Python objects that may be added after the first look, whatever the number of requests: the
+engine remembers what it gave up, and when."""
 WAIT_SECONDS = 120.0
 
 
@@ -149,7 +150,8 @@ class Soak:
     def __init__(self, engine: penstock.Engine, crowd: Crowd, outcome: Outcome) -> None:
         self.engine, self.crowd, self.outcome = engine, crowd, outcome
         self._open: deque[Asked] = deque()
-        self._answers: dict[str, list[tuple[int, ...]]] = {}
+        self._answers: dict[str, int] = {}
+        """Hashes: they are no objects to Python's collector, whose count is looked at."""
 
     def ask(self) -> None:
         """Submit the crowd's next request, waiting for the oldest if too many are open."""
@@ -191,12 +193,10 @@ class Soak:
             self._compare(asked)
 
     def _compare(self, asked: Asked) -> None:
-        found = [tuple(choice.tokens) for choice in asked.handle.choices]
-        before = self._answers.setdefault(asked.name, found)
-        if before is not found:
-            self.outcome.repeated += 1
-        if before != found:
-            self.outcome.faults.append(f"{asked.name}: {found}, and {before} before")
+        tokens = tuple(tuple(choice.tokens) for choice in asked.handle.choices)
+        self.outcome.repeated += asked.name in self._answers
+        if self._answers.setdefault(asked.name, hash(tokens)) != hash(tokens):
+            self.outcome.faults.append(f"{asked.name}: {tokens}, and something else before")
 
     def look(self, requests: int) -> None:
         """Run dry, give everything up, recount, and take down what is left."""
@@ -214,7 +214,7 @@ class Soak:
                 active_bytes=stats.active_bytes,
                 used_bytes=stats.used_bytes,
                 held_bytes=stats.held_bytes,
-                objects=len(gc.get_objects()) - len(self._answers),
+                objects=len(gc.get_objects()),
                 resident_bytes=psutil.Process().memory_info().rss,
             )
         )

@@ -68,6 +68,7 @@ def test_a_row_whose_window_has_left_a_shared_part(dtype: mx.Dtype) -> None:
     shared = Part(segment(16, 1, dtype), 0, 16)
     own = Part(segment(32, 3, dtype), 16, 32)
     tails = Tails(2, 4, [LayerShape(1, WIDTH, WIDTH, dtype)])
+    tails.ready()
     rows = [Row((shared,), 16, 0, 0), Row((shared, own), 48, 1, 0)]
     assert all_finite(decode(rows, tails, Sight(window=20), dtype))
 
@@ -99,6 +100,7 @@ def test_many_columns_of_equal_score(dtype: mx.Dtype, columns: int, value: float
 def test_what_a_slot_held_before_is_of_no_account(stale: float) -> None:
     """A longer tail beside it makes the columns behind a row's tail take part, at weight 0."""
     tails = Tails(2, 4, [LayerShape(1, WIDTH, WIDTH, mx.float32)])
+    tails.ready()
     bad = mx.full((1, 1, 1, WIDTH), stale)
     tails.write_block(0, 0, 1, bad, bad)
     rows = [Row((), 0, 0, 0), Row((), 2, 1, 2)]

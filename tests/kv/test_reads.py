@@ -74,6 +74,7 @@ class Scene:
         """Return tails with a number in every column, whether it is of account or not."""
         shape = LayerShape(self.kv_heads, KEY_WIDTH, VALUE_WIDTH, mx.float32)
         tails = Tails(len(self.rows), TAIL, [shape])
+        tails.ready()
         for slot in range(tails.slots):
             for column in range(TAIL):
                 tails.write_block(0, slot, column, *self.sides(1, 1))

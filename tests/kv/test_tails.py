@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -27,8 +27,12 @@ def exact_buffers() -> Iterator[None]:
     mx.set_cache_limit(limit)
 
 
-def made(slots: int = SLOTS, columns: int = COLUMNS) -> Tails:
-    return Tails(slots, columns, SHAPES)
+def made(
+    slots: int = SLOTS, columns: int = COLUMNS, shapes: Sequence[LayerShape] = SHAPES
+) -> Tails:
+    tails = Tails(slots, columns, shapes)
+    tails.ready()
+    return tails
 
 
 def token(layer: int, number: float, rows: int = 1) -> tuple[mx.array, mx.array]:
@@ -178,7 +182,7 @@ def write_wide(tails: Tails, *, column: int, together: bool) -> None:
 
 @pytest.mark.parametrize("together", [False, True], ids=["one", "many"])
 def test_writes_are_in_place(together: bool) -> None:
-    tails = Tails(4, 256, WIDE)
+    tails = made(4, 256, WIDE)
     rows = tails.slots if together else 1
     extra = peak_above(lambda: [write_wide(tails, column=c, together=together) for c in range(20)])
     assert extra <= 2 * rows * WIDE_TOKEN + 1_024, "a write copied the pool"
@@ -187,7 +191,7 @@ def test_writes_are_in_place(together: bool) -> None:
 @pytest.mark.parametrize("together", [False, True], ids=["one", "many"])
 def test_the_measure_sees_a_copy_for_whoever_holds_a_view(together: bool) -> None:
     """Negative control, and why nobody may keep what `read_one` returned over a step."""
-    tails = Tails(4, 256, WIDE)
+    tails = made(4, 256, WIDE)
     view = tails.read_block(0, 1, 1, 3)
     mx.eval(view)
     extra = peak_above(lambda: write_wide(tails, column=5, together=together))
@@ -196,15 +200,32 @@ def test_the_measure_sees_a_copy_for_whoever_holds_a_view(together: bool) -> Non
 
 
 def test_reading_a_row_copies_nothing() -> None:
-    tails = Tails(4, 256, WIDE)
+    tails = made(4, 256, WIDE)
     assert peak_above(lambda: mx.eval(tails.read_block(0, 1, 1, 200))) <= 1_024
+
+
+def test_nothing_is_held_before_the_first_step_nor_taken_twice() -> None:
+    before = mx.get_active_memory()
+    tails = Tails(4, 64, WIDE)
+    slot = tails.take_slot()
+    assert (tails.nbytes, mx.get_active_memory()) == (0, before)
+    tails.ready()
+    assert tails.nbytes == 4 * 64 * WIDE_TOKEN == mx.get_active_memory() - before
+    ones = mx.ones((1, WIDE[0].kv_heads, 1, WIDE[0].key_dim), WIDE[0].dtype)
+    tails.write_block(0, slot, 0, ones, ones)
+    tails.ready()
+    assert mx.any(tails.buffers()[0]).item()
+    del ones
+    tails.drop()
+    tails.give_back(slot)
+    assert mx.get_active_memory() == before
 
 
 # ---- wiping and renewing
 
 
 def test_wiping_costs_a_slot_and_holds_nothing() -> None:
-    tails = Tails(8, 64, WIDE)
+    tails = made(8, 64, WIDE)
     before = mx.get_active_memory()
     assert peak_above(lambda: tails.wipe(3)) <= tails.nbytes // tails.slots + 1_024
     assert mx.get_active_memory() == before
@@ -221,7 +242,7 @@ def test_a_wiped_slot_has_numbers_again(bad: float, slots: int) -> None:
 
 
 def test_renewing_zeroes_all_and_never_holds_both() -> None:
-    tails = Tails(4, 64, WIDE)
+    tails = made(4, 64, WIDE)
     slot = tails.take_slot()
     before = mx.get_active_memory()
     write_wide(tails, column=0, together=True)
@@ -285,14 +306,14 @@ def test_a_cut_goes_on_behind_what_was_cut_before() -> None:
 def test_a_cut_holds_its_own_bytes_and_no_others(slots: int, kv_heads: int, behind: bool) -> None:
     """Of pools large and small: a view would keep the pool alive, and make the next write copy."""
     before = mx.get_active_memory()
-    tails = Tails(slots, 8, [LayerShape(kv_heads, 64, 64, mx.float32)])
+    tails = made(slots, 8, [LayerShape(kv_heads, 64, 64, mx.float32)])
     segment = tails.cut(0, 8, tails.cut(0, 8) if behind else None)
     del tails
     assert mx.get_active_memory() - before == segment.nbytes
 
 
 def test_a_write_after_a_cut_is_in_place() -> None:
-    tails = Tails(2, 8, WIDE)
+    tails = made(2, 8, WIDE)
     segment = tails.cut(1, 8)
     assert peak_above(lambda: write_wide(tails, column=0, together=False)) <= 2 * WIDE_TOKEN
     assert segment.tokens == 8

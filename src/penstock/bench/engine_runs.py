@@ -310,11 +310,12 @@ def drive(side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -
         before_bytes=mx.get_active_memory() - base_bytes,
     )
     mx.reset_peak_memory()
+    max_tokens = task.max_tokens  # takes milliseconds, which are nobody's
     model_seconds = side.model_seconds
     began = time.perf_counter()
-    side.submit(task.prompts, task.max_tokens)
+    side.submit(task.prompts, max_tokens)
     before = began
-    for _ in range(4 * task.max_tokens):
+    for _ in range(4 * max_tokens):
         found = side.step()
         if watch:
             side.settle()

@@ -29,6 +29,10 @@ MASKED = -1e30
 """The score of a column that is not seen; finite, so that no difference of two is NaN."""
 SCORES_AT_ONCE = 2**19
 """Scores that a prefill chunk computes at a time; 2 MiB in float32."""
+SCORE_BUFFERS = 8
+"""Arrays of float32 that are alive together while scores become weights: 7.7 at most, measured."""
+HALF_SCORE_BUFFERS = 10
+"""The same where keys are of half precision, which is widened and narrowed again: 9.5 at most."""
 LANES_FROM = 2**16
 """Scores from which it pays to divide them between two streams."""
 POLYNOMIAL_FROM = 2**16
@@ -88,6 +92,11 @@ class Partial:
     top: mx.array
     total: mx.array
     mixed: mx.array
+
+
+def score_bytes(dtype: mx.Dtype) -> int:
+    """Return the working memory of one score, in bytes, for keys of this type."""
+    return 4 * (SCORE_BUFFERS if dtype == mx.float32 else HALF_SCORE_BUFFERS)
 
 
 def exp2(x: mx.array) -> mx.array:

@@ -1,9 +1,9 @@
 """The pool of tails: the last few tokens of every running sequence, in one buffer a side.
 
-All memory is taken at the start, and a slot belongs to a sequence while it runs, as in
-`KVCacheManager`; what differs is that a step writes one token of many sequences at once, and that
-layers may have heads of different sizes. A tail that is full is copied out, exactly as long as it
-is, and begins anew.
+All memory is taken at once, before the first step that writes, and a slot belongs to a sequence
+while it runs, as in `KVCacheManager`; what differs is that a step writes one token of many
+sequences at once, and that layers may have heads of different sizes. A tail that is full is
+copied out, exactly as long as it is, and begins anew.
 """
 
 from __future__ import annotations
@@ -51,12 +51,17 @@ class Tails:
         self.columns = columns
         self.shapes = tuple(shapes)
         self._free = list(reversed(range(slots)))
-        self.renew()
+        self.drop()
 
     def drop(self) -> None:
-        """Let go of all memory; the pool cannot be used afterwards."""
+        """Let go of all memory, and of what is in it."""
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
+
+    def ready(self) -> None:
+        """Take all memory if it is not there, before a step that writes."""
+        if not self._keys:
+            self.renew()
 
     def renew(self) -> None:
         """Take all memory anew, zeroed: after a step whose writes cannot be evaluated."""
@@ -71,7 +76,7 @@ class Tails:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, from construction to the end."""
+        """Bytes held now: all of the pool's, or none before the first step."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     @property
@@ -92,10 +97,10 @@ class Tails:
     def wipe(self, slot: int) -> None:
         """Zero a slot. Hidden columns are weighed with 0, and 0 x infinity is not a number."""
         for buffers in (self._keys, self._values):
-            for layer, buffer in enumerate(buffers):
-                zeros = mx.zeros((1, *buffer.shape[1:]), buffer.dtype)
-                buffers[layer] = _written(buffer, slot, 0, zeros)
-        del buffer
+            for layer in range(len(buffers)):  # no other name holds a buffer while it is written
+                shape, dtype = buffers[layer].shape, buffers[layer].dtype
+                zeros = mx.zeros((1, *shape[1:]), dtype)
+                buffers[layer] = _written(buffers[layer], slot, 0, zeros)
         mx.eval(self.buffers())
 
     def give_back(self, slot: int) -> None:

@@ -1,0 +1,111 @@
+"""The soak in a small size, and that it would see what it looks for."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.kv.segment import Segment
+
+FILE = Path(__file__).parent.parent / "tools" / "soak.py"
+
+
+@pytest.fixture(scope="module")
+def soak() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("soak", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(soak: Any, requests: int = 60) -> Any:
+    return soak.soak(requests, memory_limit=60_000_000, looks=3)
+
+
+def test_every_byte_comes_back(soak: ModuleType) -> None:
+    outcome = run(soak, 120)
+    assert outcome.faults == []
+    assert len(outcome.looks) == 3
+    assert outcome.repeated > 0
+    assert {"stop", "length", "NeverFits", "SettingError"} <= set(outcome.ends)
+    assert outcome.evicted_nodes > 0
+    assert outcome.hit_tokens > outcome.prompt_tokens // 2
+
+
+def test_arrays_that_somebody_keeps_are_seen(
+    soak: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Segment] = []
+    split = Segment.split
+
+    def keeping(self: Segment, at_tokens: int) -> tuple[Segment, Segment]:
+        kept.append(self)
+        return split(self, at_tokens)
+
+    monkeypatch.setattr(Segment, "split", keeping)
+    outcome = run(soak)
+    kept.clear()
+    assert any("active_bytes" in fault for fault in outcome.faults)
+
+
+def test_objects_that_somebody_keeps_are_seen(
+    soak: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+    submit = penstock.Engine.submit
+
+    def keeping(self: penstock.Engine, request: penstock.Request) -> Any:
+        kept.append([[] for _ in range(10)])
+        return submit(self, request)
+
+    monkeypatch.setattr(penstock.Engine, "submit", keeping)
+    outcome = run(soak)
+    assert any("objects" in fault for fault in outcome.faults)
+
+
+def test_another_answer_to_the_same_request_is_seen(
+    soak: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.engine.handle import Choice
+
+    finished: list[int] = []
+    result = soak.Soak._compare
+
+    def altered(self: Any, asked: Any) -> None:
+        finished.append(1)
+        if len(finished) > 30:
+            asked.handle.choices.append(Choice(tokens=[1]))
+        result(self, asked)
+
+    monkeypatch.setattr(soak.Soak, "_compare", altered)
+    outcome = run(soak, 150)
+    assert any("something else before" in fault for fault in outcome.faults)
+
+
+def test_a_fault_is_an_exit_code(
+    soak: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import typer
+
+    def faulty(requests: int, **_: Any) -> Any:
+        looks: Sequence[Any] = [soak.Look(1, 2, 3, 4, 5, 6)] * 2
+        return soak.Outcome(requests, looks=list(looks), faults=["one"])
+
+    for outcome, code in (
+        (faulty, 1),
+        (lambda n, **more: soak.Outcome(n, looks=faulty(n).looks), 0),
+    ):
+        monkeypatch.setattr(soak, "soak", outcome)
+        with pytest.raises(typer.Exit) as ended:
+            soak.main(requests=1, memory_limit="1MB")
+        assert ended.value.exit_code == code
+    assert "FAULT: one" in capsys.readouterr().out
