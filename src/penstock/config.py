@@ -26,6 +26,16 @@ PREFILL_CHUNK = 512
 """Tokens of prompts that the engine reads in one step."""
 MAX_QUEUE = 256
 """Answers that may wait for their place in the batch."""
+HOST = "127.0.0.1"
+"""Address that the server listens on: this machine's own, which nobody else reaches."""
+PORT = 8080
+"""TCP port of the server; 0 takes a free one."""
+REQUEST_TIMEOUT_SECONDS = 600.0
+"""From a request's arrival to its last token, at most."""
+DRAIN_TIMEOUT_SECONDS = 30.0
+"""How long a server that is told to stop goes on with the answers that are open, at most."""
+HOLD_SECONDS = 300.0
+"""How long a prefix that a client names (`prompt_cache_key`) is held after its last use."""
 MLX_LM_MINOR = (0, 32)
 """The minor version of mlx-lm that the contract tests pass on."""
 
@@ -104,6 +114,44 @@ class EngineSettings(Settings):
         return min(KEEP, self.max_kv_size // 2) if self.keep is None else self.keep
 
 
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine that only programs on it can reach."""
+
+
+class ServerSettings(Settings):
+    """What the HTTP server is made with, besides its engine."""
+
+    host: str = Field(HOST, min_length=1)
+    port: int = Field(PORT, ge=0, le=65_535)
+    api_key: str | None = Field(None, min_length=1, repr=False)
+    """What clients must show; None lets everybody in who can reach the host."""
+    cors_origin: tuple[str, ...] = ()
+    """Origins whose pages may call the server from a browser; `*` is all."""
+    max_tokens: int = Field(MAX_TOKENS, ge=1)
+    """Tokens of an answer whose request does not say how many."""
+    request_timeout_seconds: float = Field(REQUEST_TIMEOUT_SECONDS, gt=0.0, allow_inf_nan=False)
+    drain_timeout_seconds: float = Field(DRAIN_TIMEOUT_SECONDS, ge=0.0, allow_inf_nan=False)
+    hold_seconds: float = Field(HOLD_SECONDS, ge=0.0, allow_inf_nan=False)
+    max_body_bytes: int = Field(16_000_000, ge=1)
+    max_depth: int = Field(64, ge=1)
+    """Brackets within brackets of a JSON body."""
+    body_timeout_seconds: float = Field(30.0, gt=0.0)
+    """For a body to arrive."""
+    max_unread: int = Field(1_024, ge=1)
+    """Events of one request that wait for a slow reader; with more it is cancelled."""
+    send_timeout_seconds: float = Field(30.0, gt=0.0)
+    """For a reader to take the next piece of a stream, before its connection is closed."""
+    ping_seconds: float = Field(5.0, gt=0.0)
+    """Between two keep-alive comments of a stream."""
+    recent: int = Field(100, ge=0)
+    """Requests that are remembered for the page and `penstock top`."""
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only programs on this machine can reach the server."""
+        return self.host in LOOPBACK_HOSTS
+
+
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
@@ -127,6 +175,6 @@ def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> Settin
         if first["loc"]:
             name = str(first["loc"][0])
             if flags:
-                name = "--" + name.replace("_", "-")
+                name = "--" + name.removesuffix("_seconds").replace("_", "-")
             message = f"{name} {first['input']}: {message}"
         raise SettingError(message) from None

@@ -101,6 +101,7 @@ CASES = [
         sampling=EVERYTHING,
     ),
     case("joined", 1_200, model_type="gemma2", num_hidden_layers=3),
+    case("joined, float16", 1_200, 2, model_type="gemma2", torch_dtype="float16"),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
@@ -235,7 +236,6 @@ def test_the_limit_holds_when_it_is_lowered_on_the_way() -> None:
         assert watch.core.tally.parkings
 
 
-@pytest.mark.xfail(strict=False, reason="not met yet: see docs/engine.md, Limits")
 def test_the_limit_holds_with_half_precision_and_one_key_head() -> None:
     """Of such a model, a step is nearly all of what is allocated."""
     small = case("half", 2_000, torch_dtype="float16", num_key_value_heads=1, num_hidden_layers=2)
@@ -246,7 +246,6 @@ def test_the_limit_holds_with_half_precision_and_one_key_head() -> None:
         assert finished(handles)
 
 
-@pytest.mark.xfail(strict=False, reason="not met yet: see docs/engine.md, Limits")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_limit_holds_where_the_scores_of_one_token_are_many(
     monkeypatch: pytest.MonkeyPatch, dtype: str

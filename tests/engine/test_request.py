@@ -38,6 +38,9 @@ def test_the_defaults_are_greedy_and_plain() -> None:
         "priority": 0,
         "timeout_seconds": None,
         "salt": "",
+        "grammar": None,
+        "hold_seconds": 0.0,
+        "hold_tokens": None,
     }
 
 

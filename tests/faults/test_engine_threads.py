@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,10 @@ from setup import SETTINGS, assert_begins_right, assert_right, end_of, error_of,
 
 from engine_faults import Alphabet, Faulty, fails, model_of
 from penstock.engine import engine as engine_module
+from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.handle import Handle
-from penstock.engine.request import Finish, Request
+from penstock.engine.request import Event, Finish, Request
 from penstock.errors import EngineStopped, NeverFits, SettingError, StepFailed
 
 SOON = 20.0
@@ -122,6 +124,139 @@ def test_an_iteration_that_is_given_up_holds_nobody(engine: Engine) -> None:
         break
     handle.cancel()
     assert handle.result(SOON)[0].finish is not None
+
+
+# ---- an event loop's ways
+
+
+async def read_all(handle: Handle) -> list[Event]:
+    """Read a handle as a server does: woken by the listener, never waiting for the engine."""
+    loop, woken = asyncio.get_running_loop(), asyncio.Event()
+    handle.listen(lambda: loop.call_soon_threadsafe(woken.set))
+    found: list[Event] = []
+    while not handle.done:
+        await asyncio.wait_for(woken.wait(), SOON)
+        woken.clear()
+        found += handle.events()
+    return found
+
+
+def test_an_event_loop_reads_many_answers_and_never_waits(engine: Engine) -> None:
+    async def one(seed: int) -> Handle:
+        handle = engine.open(Request(prompt=prompt_of(20, seed), max_tokens=12))
+        await asyncio.wrap_future(engine.later(lambda core: core.enqueue(handle)))
+        events = await read_all(handle)
+        assert len(events) == 13
+        return handle
+
+    async def everybody() -> list[Handle]:
+        return await asyncio.gather(*(one(seed) for seed in range(6)))
+
+    for handle in asyncio.run(everybody()):
+        assert_right(handle)
+        assert handle.unread == 0
+    engine.check()
+
+
+def test_who_listens_late_is_called_at_once(engine: Engine) -> None:
+    handle = ask(engine, max_tokens=3)
+    while handle.unread < 4:  # three tokens and the end
+        time.sleep(0.01)
+    called: list[threading.Thread] = []
+    handle.listen(lambda: called.append(threading.current_thread()))
+    assert called == [threading.current_thread()]
+    assert len(handle.events()) == 4
+    handle.listen(lambda: called.append(threading.current_thread()))
+    assert len(called) == 1, "nothing was there to tell of"
+
+
+def test_a_listener_that_raises_ends_nothing(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    stalled = stall(engine)
+    handle = engine.open(Request(prompt=prompt_of(10), max_tokens=12))
+    calls = []
+
+    def broken() -> None:
+        calls.append(1)
+        raise RuntimeError("Event loop is closed")
+
+    handle.listen(broken)
+    asked = engine.later(lambda core: core.enqueue(handle))
+    stalled.set()
+    asked.result(SOON)
+    handle.result(SOON)
+    assert_right(handle)
+    assert calls == [1]
+    assert "is not called again" in caplog.text
+    engine.check()
+
+
+def test_what_raises_later_raises_in_the_future(engine: Engine) -> None:
+    handle = engine.open(Request(prompt=(100_000,)))
+    with pytest.raises(SettingError, match="the model knows 512 tokens"):
+        engine.later(lambda core: core.enqueue(handle)).result(SOON)
+    assert engine.later(lambda core: core.idle).result(SOON)
+
+
+def test_a_request_that_is_cancelled_before_it_is_in_is_not_left_running(engine: Engine) -> None:
+    handle = engine.open(Request(prompt=prompt_of(10), max_tokens=ENDLESS))
+    asked = engine.later(lambda core: core.enqueue(handle))
+    handle.cancel()
+    asked.result(SOON)
+    assert handle.result(SOON)[0].finish is not None
+    assert end_of(handle).reason == "cancelled"
+
+
+def test_a_grammar_that_is_none_is_refused_before_the_engine_is_asked(engine: Engine) -> None:
+    with pytest.raises(SettingError, match="cannot be followed"):
+        engine.open(Request(prompt=(1,), grammar="none"))
+
+
+# ---- draining
+
+
+def test_draining_lets_the_open_ones_end_and_nobody_in(engine: Engine) -> None:
+    handle = ask(engine, max_tokens=200)
+    assert engine.drain(SOON)
+    assert_right(handle)
+    with pytest.raises(EngineStopped, match="shutting down"):
+        ask(engine)
+    assert engine.stats().requests == 1
+
+
+def test_draining_gives_up_in_time() -> None:
+    with make() as engine:
+        handle = ask(engine, max_tokens=700)
+        go_on = stall(engine)
+        threading.Timer(0.2, go_on.set).start()
+        assert not engine.drain(0.0)
+        assert not handle.done
+        started = time.monotonic()
+        handle.cancel()
+        assert engine.drain(SOON)
+        assert time.monotonic() - started < SOON / 2
+
+
+def test_a_closed_engine_is_drained() -> None:
+    engine = make()
+    engine.close()
+    assert engine.drain(SOON)
+
+
+def test_no_call_is_lost_while_the_engine_closes() -> None:
+    """Every future comes true, or says that the engine is gone."""
+    engine = make()
+    futures: list[Future[bool]] = []
+
+    def many() -> None:
+        for _ in range(2_000):
+            futures.append(engine.later(lambda core: core.idle))
+
+    run_all(many, many, engine.close)
+    for future in futures:
+        error = future.exception(SOON)
+        assert error is None or isinstance(error, EngineStopped)
 
 
 # ---- closing
@@ -297,20 +432,16 @@ def test_who_was_running_is_told_that_the_thread_died() -> None:
         engine.close()
 
 
-def test_an_answer_that_comes_just_when_the_wait_is_over(
+def test_a_call_that_is_being_done_when_the_wait_is_over_is_waited_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`wait` says that nothing was done, and then it is."""
-    wait, waits = engine_module.wait, []
+    monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.05)
 
-    def slow(futures: Any, timeout: float) -> Any:
-        waits.append(timeout)
-        done = wait(futures, timeout=SOON)
-        return done if len(waits) > 1 else SimpleNamespace(done=set())
+    def slow(core: Core) -> int:
+        time.sleep(0.3)
+        return 7
 
-    monkeypatch.setattr(engine_module, "wait", slow)
-    assert engine._ask(lambda: 7) == 7
-    assert len(waits) == 2
+    assert engine._ask(slow) == 7
 
 
 def stall(engine: Engine) -> threading.Event:

@@ -336,6 +336,128 @@ def test_the_least_used_goes_first_and_what_is_read_never() -> None:
     assert held == {0, *range(3_000, 10_000, 1_000)}
 
 
+def rows(clock: Clock, count: int = 6) -> tuple[Prefixes[Text], list[list[int]]]:
+    """Fill a ledger with prompts of a node each, one a second; nobody reads them any more."""
+    prefixes = make(count * NODE, remembered=0, clock=clock)
+    prompts = [[1_000 * i + t for t in range(SIZE)] for i in range(count)]
+    for prompt in prompts:
+        clock.now += 1
+        put(prefixes, prompt).release()
+    return prefixes, prompts
+
+
+def hold(prefixes: Prefixes[Text], prompt: Sequence[int], seconds: float) -> None:
+    """Read a prompt and hold it for a while."""
+    with prefixes.pin(prefixes.find(prompt)) as pin:
+        prefixes.hold(pin, len(prompt), seconds)
+    prefixes.check()
+
+
+def left(prefixes: Prefixes[Text], prompts: list[list[int]]) -> list[int]:
+    return [i for i, prompt in enumerate(prompts) if prefixes.find(prompt).tokens]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_is_held_goes_when_nothing_else_can(held: bool) -> None:
+    """And the negative control: not held, it goes first."""
+    clock = Clock()
+    prefixes, prompts = rows(clock)
+    hold(prefixes, prompts[0], 100.0 if held else -1.0)
+    for prompt in prompts[1:]:  # ten uses of all others
+        for _ in range(10):
+            clock.now += 1
+            prefixes.pin(prefixes.find(prompt)).release()
+    assert prefixes.make_room(NODE)
+    assert left(prefixes, prompts) == ([0, 2, 3, 4, 5] if held else [1, 2, 3, 4, 5])
+    assert prefixes.make_room(5 * NODE)
+    assert left(prefixes, prompts) == ([0] if held else [5])
+    assert prefixes.make_room(6 * NODE), "held is a preference: the limit comes first"
+    assert len(prefixes.tree) == 0
+
+
+def test_a_hold_ends_and_the_node_is_worth_what_it_was() -> None:
+    clock = Clock()
+    prefixes, prompts = rows(clock)
+    hold(prefixes, prompts[0], 10.0)
+    hold(prefixes, prompts[0], 5.0)  # a shorter one takes nothing away
+    end = clock.now + 10.0
+    for prompt in prompts[1:]:
+        clock.now += 1
+        prefixes.pin(prefixes.find(prompt)).release()
+    clock.now = end - 0.5
+    assert prefixes.make_room(NODE)
+    assert left(prefixes, prompts) == [0, 2, 3, 4, 5]
+    clock.now = end
+    assert prefixes.make_room(2 * NODE)
+    assert left(prefixes, prompts) == [2, 3, 4, 5]
+    prefixes.check()
+
+
+def test_among_held_ones_the_least_used_goes_first() -> None:
+    clock = Clock()
+    prefixes, prompts = rows(clock, 3)
+    for prompt in (prompts[1], prompts[0], prompts[2]):
+        clock.now += 1
+        hold(prefixes, prompt, 100.0)
+    assert prefixes.make_room(NODE)
+    assert left(prefixes, prompts) == [0, 2]
+
+
+def test_held_and_not_held_are_not_merged_and_a_split_holds_both() -> None:
+    clock = Clock()
+    prefixes = make(clock=clock)
+    tokens = list(range(40))
+    pin = put(prefixes, tokens[:16])
+    prefixes.hold(pin, 9, 100.0)  # inside the node: all of it
+    assert seal(prefixes, pin, tokens, 4, 10).refused is None
+    assert prefixes.tidy(pin) == 0
+    pin.release()
+    put(prefixes, [*tokens[:8], 99, 99, 99, 99]).release()  # cuts the held node
+    prefixes.check()
+    views = {(view.start, view.end): view for view in prefixes.views()}
+    held = {place: view.held_seconds for place, view in views.items()}
+    assert held == {(0, 8): 100.0, (8, 16): 100.0, (8, 12): 0.0, (16, 40): 0.0}
+    clock.now = 200.0
+    prefixes.shrink(1)
+    assert {view.held_seconds for view in prefixes.views()} == {0.0}
+
+
+def test_what_is_merged_of_two_held_ones_is_held_to_the_later_end() -> None:
+    clock = Clock()
+    prefixes = make(clock=clock)
+    tokens = list(range(40))
+    pin = put(prefixes, tokens[:16])
+    prefixes.hold(pin, 16, 100.0)
+    seal(prefixes, pin, tokens, 4, 10)
+    prefixes.hold(pin, 40, 50.0)
+    assert prefixes.tidy(pin) == 1
+    prefixes.check()
+    assert [view.held_seconds for view in prefixes.views()] == [100.0]
+
+
+def test_views_show_every_node_parents_first() -> None:
+    clock = Clock()
+    prefixes = make(clock=clock)
+    pin = put(prefixes, range(100))
+    other = put(prefixes, [*range(48), *range(500, 540)])
+    clock.now = 3.0
+    views = prefixes.views()
+    seen: set[int | None] = {None}
+    for view in views:
+        assert view.parent in seen
+        seen.add(view.id)
+    assert sorted((view.start, view.end, view.pins) for view in views) == [
+        (0, 48, 2),
+        (48, 88, 1),
+        (48, 100, 1),
+    ]
+    assert sum(view.nbytes for view in views) == prefixes.nbytes - prefixes.fixed_bytes
+    assert {view.idle_seconds for view in views} == {3.0}
+    (head,) = [view for view in views if view.start == 0]
+    assert head.tokens == tuple(range(32))
+    pin.release(), other.release()
+
+
 def test_reserving_makes_room_or_says_what_is_missing() -> None:
     prefixes = make(10 * NODE, remembered=0)
     pins = fill(prefixes, 10)
@@ -838,6 +960,10 @@ class Machine(RuleBasedStateMachine):
                     assert self.ledger.free_bytes < copy, "there was room to merge"
         assert self.prefixes.counts.evicted_nodes == evicted
 
+    @rule(at=st.integers(0, 3), blocks=st.integers(0, 8), seconds=st.integers(0, 20))
+    def hold(self, at: int, blocks: int, seconds: int) -> None:
+        self.prefixes.hold(self.sequences[at].pin, blocks * BLOCK, seconds)
+
     @rule(nbytes=st.integers(0, 4_000))
     def shrink(self, nbytes: int) -> None:
         used, possible = self.ledger.used_bytes, self.prefixes.evictable_bytes
@@ -963,6 +1089,14 @@ class InsertsAllOfIt(Prefixes):
 
     def _match_at_least(self, keys: Any, blocks: int) -> Match[Any]:
         return super()._match_at_least(keys[:blocks] if len(keys) < 9 else keys, blocks)
+
+
+class HoldsForEver(Prefixes):
+    """Nobody will look when the hold ends."""
+
+    def hold(self, pin: Any, tokens: int, seconds: float) -> None:
+        for node in pin.path:
+            node.held_until_seconds = self._clock() + seconds
 
 
 class NeverTidies(Prefixes):

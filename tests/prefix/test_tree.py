@@ -372,12 +372,25 @@ def test_check_notices_what_is_wrong(tree: PrefixTree[Blank]) -> None:
             tree.check()
         setattr(node, name, right)
         tree.check()
+    node.held_until_seconds = 1.0  # and nobody will look when it ends
+    with pytest.raises(AssertionError, match="held for ever"):
+        tree.check()
+    node.held_until_seconds = None
+    tree.hold(node, 1.0)
+    tree._queue.drop(node.id)
+    tree._offer(node)
+    node.held_until_seconds = None  # and its place in the queue is still a held one's
+    with pytest.raises(AssertionError, match="too late"):
+        tree.check()
+    tree._offer(node)
+    tree.check()
     tree._nodes[99] = node
     with pytest.raises(AssertionError):
         tree.check()
 
 
-def test_the_index_costs_what_it_says() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_the_index_costs_what_it_says(held: bool) -> None:
     for blocks in (1, 16):
         gc.collect()
         tracemalloc.start()
@@ -387,6 +400,8 @@ def test_the_index_costs_what_it_says() -> None:
             tokens = np.full(blocks * SIZE, i, np.uint32)
             own = block_keys(tokens, SIZE, parent.keys[-1] if parent else ROOT)
             parent = tree.insert(parent, own, tokens, Blank(len(tokens)), i + 0.5)
+            if held:
+                tree.hold(parent, i + 100.5)
         gc.collect()
         measured = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()

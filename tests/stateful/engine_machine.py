@@ -70,6 +70,7 @@ class Wish:
     priority: int
     timeout: float | None
     salt: str
+    hold: float
     fault: str | None
     """What of the last choice is broken."""
     fault_at: int
@@ -98,6 +99,7 @@ wishes = st.builds(
     priority=st.sampled_from([0, 0, 1, 2]),
     timeout=st.sampled_from([None, None, 1.0, 4.0]),
     salt=st.sampled_from(["", "", "b"]),
+    hold=st.sampled_from([0.0, 0.0, 2.0, 20.0]),
     fault=st.sampled_from([None] * 9 + ["sampler", "detokenizer", "finalize"]),
     fault_at=st.integers(0, 6),
 )
@@ -189,6 +191,7 @@ class EngineMachine(RuleBasedStateMachine):
                 priority=wish.priority,
                 timeout_seconds=wish.timeout,
                 salt=wish.salt,
+                hold_seconds=wish.hold,
             )
             self.ask(request, wish.fault, wish.fault_at)
 

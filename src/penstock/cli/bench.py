@@ -292,6 +292,100 @@ def single(
     _finish(report, as_json=as_json, save=save, plot=plot)
 
 
+@app.command()
+def serve(
+    model: Which = "random",
+    sessions: Annotated[
+        int, typer.Option(help="Agents that talk at the same time.", metavar="NUMBER", min=1)
+    ] = 8,
+    turns: Annotated[int, typer.Option(help="Turns of each.", metavar="NUMBER", min=1)] = 5,
+    system: Annotated[
+        int,
+        typer.Option(help="Length of the system prompt they share.", metavar="TOKENS", min=64),
+    ] = 4_000,
+    answer: Annotated[
+        int, typer.Option(help="Length of an answer, at most.", metavar="TOKENS", min=2)
+    ] = 64,
+    forks: Annotated[
+        int,
+        typer.Option(
+            help="Of the agents, those that go on twice after two turns.", metavar="NUMBER", min=0
+        ),
+    ] = 0,
+    edits: Annotated[
+        int,
+        typer.Option(
+            help="Of the agents, those whose fourth turn replaces the third.",
+            metavar="NUMBER",
+            min=0,
+        ),
+    ] = 0,
+    rate: Annotated[
+        float,
+        typer.Option(
+            help="Then send requests that come at random, so many a second on average, whether "
+            "or not the servers keep up; 0 leaves that out.",
+            metavar="REQUESTS",
+            min=0.0,
+        ),
+    ] = 0.0,
+    arrivals: Annotated[
+        int, typer.Option(help="How many of those come.", metavar="REQUESTS", min=1)
+    ] = 40,
+    connections: Annotated[
+        int,
+        typer.Option(
+            help="Requests to penstock at the same moment; 0 leaves them out.",
+            metavar="NUMBER",
+            min=0,
+        ),
+    ] = 200,
+    overhead_rounds: Annotated[
+        int,
+        typer.Option(
+            help="How often the server and the engine without one are timed; 0 leaves it out.",
+            min=0,
+        ),
+    ] = 5,
+    rounds: Annotated[
+        int, typer.Option(help="How often each server is started and given the sessions.", min=1)
+    ] = 1,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Our server under load over HTTP, against mlx-lm's on the same model.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.models import Choice
+    from penstock.bench.report import publish
+    from penstock.bench.serve import Load, measure
+
+    report = measure(
+        Load(
+            Choice(model),
+            rounds=rounds,
+            sessions=sessions,
+            turns=turns,
+            system_tokens=system,
+            answer_tokens=answer,
+            forks=forks,
+            edits=edits,
+            rate=rate,
+            arrivals=arrivals,
+            connections=connections,
+            overhead_rounds=overhead_rounds,
+        )
+    )
+    publish(report, as_json=as_json, save=save)
+    if plot is not None:
+        from penstock.bench.serve_picture import draw
+
+        draw(report, plot)
+    raise typer.Exit(0 if report.met else 1)
+
+
 def _finish(report: Report, *, as_json: bool, save: Path | None, plot: Path | None) -> NoReturn:
     """Publish a report and exit by it."""
     from penstock.bench.report import publish

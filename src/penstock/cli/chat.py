@@ -1,35 +1,70 @@
-"""`penstock chat`: a conversation whose history stays in the KV caches."""
+"""`penstock chat`: a conversation, here or with a server."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Protocol
 
 import typer
 
 from penstock import config
 from penstock.blas import load_blas
 from penstock.cli import options
-from penstock.errors import SettingError
+from penstock.errors import PenstockError, SettingError
 from penstock.recall import MODEL_PATH
 
-if TYPE_CHECKING:
-    from penstock.cli.conversation import Conversation
-    from penstock.models.mlx_lm import Piece
-
 HELP = """\
-/stats  tokens, KV bytes, capacity, growths; speed of the last answer
+/stats  tokens and speed of the last answer; KV held here, or cached tokens at a server
 /reset  forget the conversation
 /help   this list
 /exit   leave (so does the end of input)"""
 
 
+LOCAL_FLAGS = ("max_kv_size", "keep_kv_size", "kv_bits")
+"""What a server decides for itself."""
+
+
+class Piece(Protocol):
+    """Some text of an answer."""
+
+    @property
+    def text(self) -> str:
+        """What became readable."""
+
+
+class Partner(Protocol):
+    """Who answers: a model in this process, or a server."""
+
+    def answer(self, text: str, sampling: config.SamplingSettings) -> Generator[Piece]:
+        """Yield the answer piece by piece; a turn that is broken off is forgotten."""
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt."""
+
+    def stats(self) -> str:
+        """Say in one line what the last answer took."""
+
+
 def chat(
+    context: typer.Context,
     model: options.Model = str(MODEL_PATH),
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Talk to this server in place of a model here: any that speaks OpenAI's chat "
+            "completions. --model is then what it calls the model, by default its first.",
+            envvar="PENSTOCK_URL",
+            metavar="URL",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Key for the server.", envvar="PENSTOCK_API_KEY", metavar="KEY"),
+    ] = None,
     system: options.System = None,
     max_tokens: options.MaxTokens = config.MAX_TOKENS,
     max_kv_size: options.MaxKVSize = config.MAX_KV_SIZE,
@@ -52,8 +87,8 @@ def chat(
 ) -> None:
     """Talk with a model, line by line.
 
-    Each turn reads only what the caches do not hold yet. Lines piped in are answered in
-    order, without prompts. /help lists the commands.
+    Each turn reads only what the caches do not hold yet, here or at the server of --url.
+    Lines piped in are answered in order, without prompts. /help lists the commands.
     """
     kv = config.parse(
         config.KVSettings, max_kv_size=max_kv_size, keep_kv_size=keep_kv_size, kv_bits=kv_bits
@@ -63,18 +98,40 @@ def chat(
     )
     options.check_text("--system", system or "")
     options.lenient_input()
-    options.warn_of_slow_blas(load_blas())
+    partner = _local(model, kv, system) if url is None else _remote(context, url, api_key, system)
+    if sys.stdin.isatty():
+        with _line_editing(history):
+            Chat(partner, sampling, interactive=True).run(_typed_lines())
+    else:
+        Chat(partner, sampling, echo=echo).run(sys.stdin)
 
+
+def _local(model: str, kv: config.KVSettings, system: str | None) -> Partner:
+    options.warn_of_slow_blas(load_blas())
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.conversation import Conversation
     from penstock.models.mlx_lm import load_all
 
-    conversation = Conversation(load_all(model), kv, system)
-    if sys.stdin.isatty():
-        with _line_editing(history):
-            Chat(conversation, sampling, interactive=True).run(_typed_lines())
-    else:
-        Chat(conversation, sampling, echo=echo).run(sys.stdin)
+    return Conversation(load_all(model), kv, system)
+
+
+def _remote(context: typer.Context, url: str, api_key: str | None, system: str | None) -> Partner:
+    """Connect to a server; a flag that means nothing to it is refused, not passed over."""
+    for name in LOCAL_FLAGS:
+        if _source(context, name) == "COMMANDLINE":
+            flag = "--" + name.replace("_", "-")
+            raise SettingError(f"{flag} is the server's to decide; leave it out with --url")
+    # A model named in the environment is a folder here, and nothing to the server.
+    model = context.params["model"] if _source(context, "model") == "COMMANDLINE" else None
+    from penstock.cli.remote import Remote  # httpx takes a moment, too
+
+    return Remote(url, api_key=api_key, model=model, system=system)
+
+
+def _source(context: typer.Context, name: str) -> str | None:
+    """Return where a parameter's value comes from: COMMANDLINE, ENVIRONMENT, DEFAULT."""
+    source = context.get_parameter_source(name)
+    return None if source is None else source.name
 
 
 class Chat:
@@ -82,17 +139,16 @@ class Chat:
 
     def __init__(
         self,
-        conversation: Conversation,
+        partner: Partner,
         sampling: config.SamplingSettings,
         *,
         interactive: bool = False,
         echo: bool = False,
     ) -> None:
-        self.conversation = conversation
+        self.partner = partner
         self.sampling = sampling
         self.interactive = interactive
         self.echo = echo
-        self.last: Piece | None = None
 
     def run(self, lines: Iterator[str]) -> None:
         """Handle lines until they end or one of them is /exit."""
@@ -111,32 +167,29 @@ class Chat:
 
     def _obey(self, command: str) -> None:
         if command == "/stats":
-            print(self._stats())
+            print(self.partner.stats())
         elif command == "/reset":
-            self.conversation.reset()
-            self.last = None
+            self.partner.reset()
             print("The conversation is forgotten.")
         elif command == "/help":
             print(HELP)
         else:
             print(f"penstock: unknown command {command}; /help lists them", file=sys.stderr)
 
-    def _stats(self) -> str:
-        from penstock.cli.conversation import figures_line, kv_line
-
-        use = self.conversation.kv_use()
-        return kv_line(use) if self.last is None else figures_line(self.last, use)
-
     def _answer(self, text: str) -> None:
         """Print the answer as it comes; at a terminal Ctrl-C breaks it off and the chat goes on."""
         try:
-            for piece in self.conversation.answer(text, self.sampling):
-                print(piece.text, end="", flush=True)
-                self.last = piece
+            with closing(self.partner.answer(text, self.sampling)) as pieces:
+                for piece in pieces:
+                    print(piece.text, end="", flush=True)
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
             print("\n(broken off; this turn is forgotten)", end="")
+        except PenstockError as error:
+            if not self.interactive:
+                raise
+            print(f"penstock: {error}; this turn is forgotten", file=sys.stderr)
         print(flush=True)
 
 

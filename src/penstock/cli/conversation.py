@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,9 +86,10 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
+        self.last: Piece | None = None
         self._empty_caches()
 
-    def answer(self, text: str, sampling: SamplingSettings) -> Iterator[Piece]:
+    def answer(self, text: str, sampling: SamplingSettings) -> Generator[Piece]:
         """Yield the answer to `text` piece by piece.
 
         A turn counts once its last piece was taken; one that is broken off is forgotten.
@@ -99,6 +100,7 @@ class Conversation:
         try:
             for piece in stream(self.loaded, prompt, caches=self.caches, sampling=sampling):
                 pieces.append(piece)
+                self.last = piece
                 yield piece
         finally:
             if not pieces or pieces[-1].finish_reason is None:
@@ -110,6 +112,11 @@ class Conversation:
     def kv_use(self) -> KVUse:
         """Sum up what the caches hold."""
         return kv_use(self.caches, len(self.held))
+
+    def stats(self) -> str:
+        """Say in one line what the last answer took, and what the caches hold."""
+        use = self.kv_use()
+        return kv_line(use) if self.last is None else figures_line(self.last, use)
 
     def _read_from(self, wanted: list[int]) -> list[int]:
         """Fit the caches to `wanted` and return the tokens that are still to be read."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from threading import Lock
 from typing import Any
@@ -25,6 +26,7 @@ from mlx.utils import tree_flatten
 
 from penstock import config
 from penstock.blas import one_thread
+from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
 from penstock.engine.sampling import (
@@ -39,10 +41,17 @@ from penstock.engine.scheduler import Job, Scheduler, State
 from penstock.engine.sequence import Sequence
 from penstock.engine.stats import Stats, StepTimes, Tally
 from penstock.engine.step import Runner
-from penstock.engine.text import TextStream
-from penstock.errors import LedgerFull, NeverFits, PenstockError, SettingError, StepFailed
+from penstock.engine.text import Detokenizer, TextStream
+from penstock.errors import (
+    EngineStopped,
+    LedgerFull,
+    NeverFits,
+    PenstockError,
+    SettingError,
+    StepFailed,
+)
 from penstock.heap import keep_freed_memory
-from penstock.kv.attention import SCORES_AT_ONCE
+from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
 from penstock.kv.reads import Part, Row, in_order
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
@@ -50,15 +59,15 @@ from penstock.ledger import Kind, Ledger
 from penstock.memory import format_bytes, parse_bytes
 from penstock.memory.machine import read_machine_memory
 from penstock.prefix.explanation import Explanation
-from penstock.prefix.node import Node
+from penstock.prefix.node import Node, NodeView
 from penstock.prefix.prefixes import Prefixes
 
 TAIL_TOKENS = 8
 """Columns of a tail. More are copied out less often; fewer waste less."""
 PRESSURE_SECONDS = 1.0
 """How often the machine's memory is looked at."""
-SCORE_BUFFERS = 8
-"""Arrays of scores that are alive together while a slice of a chunk attends."""
+JOINED_SCORE_BYTES = 16
+"""Working memory of one score in MLX's own attention, which joined models use."""
 SLACK = 1.10
 """How much more a step may take than the one that was measured at the start."""
 
@@ -107,6 +116,7 @@ class Core:
         if mx.default_device() == mx.cpu:
             keep_freed_memory()
         self.tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None
         self.clock = clock
         self.tally = Tally()
         self.ledger = Ledger(self.limits.memory_limit)
@@ -130,8 +140,12 @@ class Core:
         )
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
+        self._draining = False
         self._oom_in_a_row = 0
         self._looked_seconds = -PRESSURE_SECONDS
+        self.grammars = (
+            None if tokenizer is None else Grammars(tokenizer, self.runner.vocabulary_size)
+        )
         self._ends = frozenset(() if tokenizer is None else tokenizer.eos_token_ids)
         _share_mlx_cache(id(self), self._buffers.nbytes)
         finalize(self, _share_mlx_cache, id(self), None)  # also of a core that nobody closed
@@ -144,6 +158,9 @@ class Core:
         )
         columns = min(TAIL_TOKENS, self.limits.block_size)
         slots = self.limits.max_batch_size
+        self._score_bytes = max(score_bytes(shape.dtype) for shape in self.runner.shapes)
+        if self.runner.fitness.way == "joined":
+            self._score_bytes = JOINED_SCORE_BYTES
         self._pool = self.ledger.reserve(Kind.TAILS, slots * columns * self.runner.token_bytes)
         self.tails = Tails(slots, columns, self.runner.shapes)
         self._buffers = self.ledger.reserve(Kind.BUFFERS, self._measure_step())
@@ -163,7 +180,8 @@ class Core:
         Raises:
             NeverFits: its prompt and its answers would not fit beside the weights.
             QueueFull: too many are waiting.
-            SettingError: a token that the model does not have.
+            SettingError: a token that the model does not have, or a grammar that is none.
+            EngineStopped: it is being drained.
         """
         handle = Handle(request, self.cancel)
         self.enqueue(handle)
@@ -171,6 +189,8 @@ class Core:
 
     def enqueue(self, handle: Handle) -> None:
         """Take in the request of a handle; raises as `submit` does."""
+        if self._draining:
+            raise EngineStopped("the engine is shutting down and takes no more requests")
         request = handle.request
         size = self.runner.vocabulary_size
         if max(request.prompt) >= size:
@@ -180,7 +200,13 @@ class Core:
         sampling = request.sampling.with_seed()
         now = self.clock()
         sequences = [
-            self._sequence(handle, choice, Chooser(sampling, request.prompt, choice, size))
+            self._sequence(
+                handle,
+                choice,
+                Chooser(
+                    sampling, request.prompt, choice, size, constraint=self.constraint(request)
+                ),
+            )
             for choice in range(request.n)
         ]
         self._check_fits(sequences[0])
@@ -200,10 +226,26 @@ class Core:
         self._sequences.update((sequence.id, sequence) for sequence in sequences)
         self.tally.requests += len(sequences)
 
+    def constraint(self, request: Request) -> Constraint | None:
+        """Return a new place at the beginning of a request's grammar; any thread may ask.
+
+        Raises:
+            SettingError: the grammar is none, or there is no tokenizer to follow it with.
+        """
+        if request.grammar is None:
+            return None
+        if self.grammars is None:
+            raise SettingError("a grammar needs a tokenizer, and the engine has none")
+        return self.grammars.constraint(request.grammar)
+
     def cancel(self, handle: Handle) -> None:
         """End a request's answers that have not ended; what was computed stays in the tree."""
         for sequence in [s for s in self._sequences.values() if s.handle is handle]:
             self._finish(sequence, lambda s: s.end("cancelled"))
+
+    def drain(self) -> None:
+        """Take no more requests in; those that are open go on to their end."""
+        self._draining = True
 
     def close(self, error: PenstockError | None = None) -> None:
         """Cancel everything and let go of it; what stays counted are weights and empty index.
@@ -293,6 +335,10 @@ class Core:
             given_text=self._text(found.given_token),
         )
 
+    def tree(self) -> list[NodeView]:
+        """Show every node of the tree, parents before their children. O(nodes)."""
+        return self.prefixes.views()
+
     def _text(self, token: int | None) -> str | None:
         if token is None or self.tokenizer is None:
             return None
@@ -341,10 +387,12 @@ class Core:
             {
                 **self.prefixes.recount(),
                 Kind.WEIGHTS: weight_bytes(self.runner.model),
-                Kind.TAILS: self.tails.nbytes + promised,
+                Kind.TAILS: self._pool.nbytes + promised,
                 Kind.BUFFERS: self._buffers.nbytes + steps + self._chunk.nbytes,
             }
         )
+        if self.tails.nbytes not in (0, self._pool.nbytes):
+            raise AssertionError(f"tails of {self.tails.nbytes} bytes, {self._pool.nbytes} counted")
         slots = [s.slot for s in sequences if s.slot is not None]
         if len(slots) + self.tails.free_slots != self.tails.slots or len(set(slots)) != len(slots):
             raise AssertionError(f"slots {slots} taken, {self.tails.free_slots} free")
@@ -366,7 +414,7 @@ class Core:
         request = handle.request
         text = None
         if self.tokenizer is not None:
-            text = TextStream(self.tokenizer.detokenizer, request.stop)
+            text = TextStream(self._new_detokenizer(), request.stop)
         sequence = Sequence(
             id=self._next_id,
             request=request,
@@ -380,6 +428,15 @@ class Core:
         self._next_id += 1
         sequence.name_blocks(self.prefixes, self.limits.max_kv_size)
         return sequence
+
+    def _new_detokenizer(self) -> Detokenizer:
+        """Return one for an answer. The first is made by mlx-lm, from the whole vocabulary, which
+        takes long; the others are copies that share its tables."""
+        if self._detokenizer is None:
+            self._detokenizer = self.tokenizer.detokenizer
+        made = copy(self._detokenizer)
+        made.reset()
+        return made
 
     def _own_bytes(self, sequence: Sequence, cut: int) -> int:
         """Return the most bytes that a sequence can come to hold beside `cut` tokens of a path."""
@@ -396,14 +453,16 @@ class Core:
 
     def _step_bytes(self, sequence: Sequence) -> int:
         """Return what a sequence's length adds to every step in which it decodes: its scores."""
-        return self._seen_tokens(sequence) * 4 * 4 * self.runner.heads
+        return self._seen_tokens(sequence) * self.runner.heads * self._score_bytes
 
     def _chunk_bytes(self, sequence: Sequence) -> int:
         """Return what its length adds to a step that prefills it: a layer joined, and the scores
-        of a whole chunk if the model attends to it by itself. One sequence at a time does."""
-        rows = 0 if self.runner.fitness.way == "shared" else self.limits.prefill_chunk
-        each = 2 * self.runner.layer_bytes + 4 * 4 * self.runner.heads * rows
-        return self._seen_tokens(sequence) * each
+        beyond those that are computed at a time in any case: of one token, or, if the model
+        attends to a chunk by itself, of all. One sequence at a time does."""
+        seen, alone = self._seen_tokens(sequence), self.runner.fitness.way == "joined"
+        scores = seen * self.runner.heads * (self.limits.prefill_chunk if alone else 1)
+        beyond = scores if alone else max(0, scores - SCORES_AT_ONCE)
+        return 2 * self.runner.layer_bytes * seen + beyond * self._score_bytes
 
     def _check_fits(self, sequence: Sequence) -> None:
         """Raise NeverFits if a sequence could not run though nobody else did."""
@@ -646,6 +705,8 @@ class Core:
         )
         if sealed.refused is not None:
             return False
+        if start < sequence.hold_tokens:
+            self._hold(sequence)  # before it is merged with what is not to be held
         gained = sealed.blocks_readable * size - start
         sequence.cut = start + gained
         # What the tree has taken over is off already; what others had sealed is not needed.
@@ -666,6 +727,7 @@ class Core:
         ]
         assert sequence.pin is not None
         if sequence.cut > keep and nearest >= sequence.cut:
+            self._hold(sequence)
             path = [node for node in sequence.pin.path if node.start < keep]
             sequence.pin.withdraw(path[-1] if path else None)
             sequence.cut = min(sequence.cut, path[-1].end if path else 0)
@@ -674,15 +736,19 @@ class Core:
         """Say a token, or end the answer with it."""
         request = sequence.request
         self.tally.generated_tokens += 1
-        ends = chosen.token in self._ends and not request.ignore_eos
+        goes_on = request.ignore_eos and request.grammar is None
+        ends = chosen.token in self._ends and not goes_on
         if ends or chosen.token in request.stop_tokens:
             sequence.tokens.append(chosen.token)
             self._finish(sequence, lambda s: s.end("stop", stop=chosen.token))
             return
+        complete = sequence.chooser.accept(chosen.token)
         sequence.say(chosen)
         stopped = sequence.text.stopped if sequence.text is not None else None
         if stopped is not None:
             self._finish(sequence, lambda s: s.end("stop", stop=stopped))
+        elif complete:
+            self._finish(sequence, lambda s: s.end("stop"))
         elif sequence.generated_tokens >= request.max_tokens:
             self._finish(sequence, lambda s: s.end("length"))
 
@@ -751,6 +817,7 @@ class Core:
             self.tails.give_back(sequence.slot)
             sequence.slot = None
         if sequence.pin is not None:
+            self._hold(sequence)
             sequence.pin.release()
             sequence.pin = None
         for reservation in (sequence.own, sequence.step):
@@ -759,6 +826,12 @@ class Core:
         sequence.own = sequence.step = None
         admitted = [s for s in self._sequences.values() if s.own is not None]
         self._chunk.resize(max(map(self._chunk_bytes, admitted), default=0))
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Prefer the first nodes of a sequence's path from now on, if its request asks for it."""
+        if sequence.pin is not None and sequence.hold_tokens:
+            seconds = sequence.request.hold_seconds
+            self.prefixes.hold(sequence.pin, sequence.hold_tokens, seconds)
 
     def _park(self, sequence: Sequence) -> None:
         """Take a sequence out; it is let in again later and finds its sealed path."""
@@ -814,7 +887,7 @@ class Core:
 
     def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
         """End the step's answers; out of memory, only one of them, after a second try."""
-        self.tails.renew()
+        self.tails.drop()  # what it wrote may be no numbers
         if not out_of_memory(error):
             for sequence in sequences:
                 self._fail(sequence, _step_error("decoding", error))
@@ -888,7 +961,7 @@ class Core:
         most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * limits.max_kv_size)
         measured = min(most, runner.heads * len(tokens) ** 2)
         folding = 2 * limits.block_size * runner.token_bytes
-        return int(taken * SLACK) + 4 * SCORE_BUFFERS * (most - measured) + folding
+        return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
 
 
 _kept_bytes: dict[int, int] = {}

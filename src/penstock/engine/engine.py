@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ ANSWER_SECONDS = 120.0
 """How long a call waits for the engine's thread, which looks up between two steps."""
 IDLE_SECONDS = 0.2
 """How long the idle thread sleeps at most before it looks around."""
+DRAIN_SECONDS = 0.05
+"""How often `drain` looks whether the last answer has ended."""
 
 T = TypeVar("T")
 Call = tuple[Callable[[], Any], "Future[Any]"]
@@ -61,6 +64,9 @@ class Engine:
 
     def __init__(self, model: Any, tokenizer: Any = None, **settings: Any) -> None:
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        """Held to put a call into the queue, and to close the queue for good."""
+        self._closed = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         started: Future[Core] = Future()
@@ -81,20 +87,66 @@ class Engine:
         Raises:
             NeverFits: prompt and answer would not fit, whatever else gave way.
             QueueFull: too many are waiting.
-            SettingError: a token that the model does not have.
-            EngineStopped: the engine is closed, or its thread has died.
+            SettingError: a token that the model does not have, or a grammar that is none.
+            EngineStopped: the engine is closed or being drained, or its thread has died.
         """
-        handle = Handle(request, self._cancel, lambda: self.alive)
-        self._ask(lambda: self._core.enqueue(handle))
+        handle = self.open(request)
+        self._ask(lambda core: core.enqueue(handle))
         return handle
+
+    def open(self, request: Request) -> Handle:
+        """Return a handle whose request is not taken in yet.
+
+        For who must not wait: `engine.later(lambda core: core.enqueue(handle))` takes it in.
+        Who gives up waiting for that cancels the handle. A grammar is compiled here, which may
+        take a second the first time: nothing for an event loop's own thread.
+
+        Raises:
+            SettingError: the grammar is none.
+        """
+        self._core.constraint(request)
+        return Handle(request, self._cancel, lambda: self.alive)
+
+    def later(self, call: Callable[[Core], T]) -> Future[T]:
+        """Have the engine's thread call `call(core)` between two steps; never waits.
+
+        In an event loop: `await asyncio.wrap_future(engine.later(lambda core: core.stats()))`.
+
+        Returns:
+            What the call returns or raises; EngineStopped if the engine is gone before.
+        """
+        answer: Future[T] = Future()
+        with self._gate:
+            if not (self._closing or self._closed):
+                self._calls.put((lambda: call(self._core), answer))
+                return answer
+        answer.set_exception(EngineStopped("the engine is closed"))
+        return answer
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Take no more requests in, and wait until the open ones have ended.
+
+        Returns:
+            Whether they have; if not, `close` cancels them. True if the engine is gone.
+        """
+        until = time.monotonic() + timeout_seconds
+        try:
+            self._ask(lambda core: core.drain())
+            while not self._ask(lambda core: core.idle):
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(DRAIN_SECONDS)
+        except EngineStopped:
+            pass
+        return True
 
     def stats(self) -> Stats:
         """Return what there is to tell, as it is between two steps."""
-        return self._ask(self._core_stats)
+        return self._ask(lambda core: core.stats())
 
     def explain(self, tokens: Sequence[int], salt: str = "") -> Explanation:
         """Say how far a prompt would match now, and what stands in the way of more."""
-        return self._ask(lambda: self._core.explain(tokens, salt))
+        return self._ask(lambda core: core.explain(tokens, salt))
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the memory limit; what is over it goes at once.
@@ -102,15 +154,15 @@ class Engine:
         Raises:
             NeverFits: weights, tails and buffers alone are over it.
         """
-        self._ask(lambda: self._core.set_limit(limit_bytes))
+        self._ask(lambda core: core.set_limit(limit_bytes))
 
     def clear(self) -> None:
         """Give up all prefixes that nobody reads."""
-        self._ask(lambda: self._core.prefixes.clear())
+        self._ask(lambda core: core.prefixes.clear())
 
     def check(self) -> None:
         """Recount everything from the arrays, and raise AssertionError if something differs."""
-        self._ask(lambda: self._core.check())
+        self._ask(lambda core: core.check())
 
     @property
     def alive(self) -> bool:
@@ -138,27 +190,20 @@ class Engine:
 
     # ---- between the threads
 
-    def _core_stats(self) -> Stats:
-        return self._core.stats()
-
     def _cancel(self, handle: Handle) -> None:
-        if self.alive and not self._closing:
-            self._calls.put((lambda: self._core.cancel(handle), Future()))
+        self.later(lambda core: core.cancel(handle))
 
-    def _ask(self, call: Callable[[], T]) -> T:
-        """Have the engine's thread do something between two steps; its exceptions are ours."""
-        if self._closing or not self.alive:
-            raise EngineStopped("the engine is closed")
-        answer: Future[T] = Future()
-        self._calls.put((call, answer))
-        waited = 0.0
-        while not wait((answer,), timeout=IDLE_SECONDS).done:
-            waited += IDLE_SECONDS
-            if not self.alive and not answer.done():
-                raise EngineStopped("the engine's thread has ended")
-            if waited >= ANSWER_SECONDS and answer.cancel():
-                raise TimeoutError(f"the engine did not look up within {ANSWER_SECONDS:.0f} s")
-        return answer.result()
+    def _ask(self, call: Callable[[Core], T]) -> T:
+        """Have the engine's thread do something between two steps, and wait for it."""
+        answer = self.later(call)
+        try:
+            return answer.result(ANSWER_SECONDS)
+        except TimeoutError:
+            if not answer.cancel():  # it is being done, or it raised a TimeoutError of its own
+                return answer.result()
+            raise TimeoutError(
+                f"the engine did not look up within {ANSWER_SECONDS:.0f} s"
+            ) from None
 
     def _run(self) -> None:
         """Be the thread: make the core, serve calls and run steps until closed."""
@@ -199,6 +244,8 @@ class Engine:
             return
 
     def _refuse_calls(self) -> None:
+        with self._gate:
+            self._closed = True
         while not self._calls.empty():
             _, answer = self._calls.get()
             if answer.set_running_or_notify_cancel():

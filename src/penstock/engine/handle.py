@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 
 from penstock.engine.request import Event, Finish, Request, Token
 from penstock.errors import EngineStopped
+
+logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.5
 """How often a wait looks whether the engine still lives."""
@@ -43,11 +46,28 @@ class Handle:
         self._alive = alive
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._open = request.n
+        self._listener: Callable[[], object] | None = None
 
     @property
     def done(self) -> bool:
         """Whether every answer's end was read."""
         return self._open == 0
+
+    @property
+    def unread(self) -> int:
+        """Events that were posted and nobody has taken yet."""
+        return self._events.qsize()
+
+    def listen(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called after each event, on the engine's thread: it must be quick.
+
+        It is called at once, on this thread, if events are there already, so none is missed
+        and one may be told twice. One that raises is logged and not called again. An event
+        loop listens with `lambda: loop.call_soon_threadsafe(wake)` and takes `events()` there.
+        """
+        self._listener = callback
+        if self.unread:
+            self._tell()
 
     def cancel(self) -> None:
         """Ask for the end: within a step all bytes are given back. Again does nothing."""
@@ -88,6 +108,19 @@ class Handle:
     def post(self, event: Event) -> None:
         """Add an event; the engine's thread calls this."""
         self._events.put(event)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Call the listener, if there is one."""
+        listener = self._listener
+        if listener is None:
+            return
+        try:
+            listener()
+        # A boundary: a reader's code, say a loop that was closed, must not end the engine.
+        except Exception:
+            self._listener = None
+            logger.exception("the listener of a request has failed and is not called again")
 
     def _wait(self, until: float | None) -> Event:
         while True:

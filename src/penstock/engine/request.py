@@ -46,6 +46,7 @@ class Sampling(_Asked):
     """How one token is chosen from the model's logits; the default takes the likeliest.
 
     In the order of mlx-lm: bias and penalties, then top-p, min-p, top-k, then temperature.
+    Before all of them a request's grammar takes out what it does not allow.
 
     >>> Sampling(temperature=0.7, top_p=1.5)
     Traceback (most recent call last):
@@ -76,7 +77,7 @@ class Sampling(_Asked):
     for each request."""
     logprobs: bool = False
     """Whether each token comes with its log-probability under the model's own distribution:
-    before bias, penalties, filters and temperature."""
+    before grammar, bias, penalties, filters and temperature."""
     top_logprobs: int = Field(default=0, ge=0, le=20)
     """Likeliest tokens that are reported beside the chosen one."""
 
@@ -139,6 +140,14 @@ class Request(_Asked):
     """From `submit` to the last token; None waits forever."""
     salt: str = ""
     """Only requests of the same salt share what was computed."""
+    grammar: str | None = Field(default=None, min_length=1)
+    """What the answers must follow, in llguidance's form (`constraint.json_schema_grammar`);
+    one that is complete ends its answer with "stop", whatever `ignore_eos` says."""
+    hold_seconds: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """For so long after this request what it read stays held: it is given up only when nothing
+    else can be. A preference, never a claim: it takes no room from what runs."""
+    hold_tokens: int | None = Field(default=None, ge=0)
+    """First tokens of the prompt that are held, in whole nodes; None is all of them."""
 
 
 @dataclass(frozen=True, slots=True)

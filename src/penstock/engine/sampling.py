@@ -1,4 +1,4 @@
-"""From logits to tokens: bias, penalties, filters and seeded draws, row by row.
+"""From logits to tokens: grammar, bias, penalties, filters and seeded draws, row by row.
 
 The filters are mlx-lm's (`mlx_lm.sample_utils`), in its order; the draws are not: each has a
 key of its own, made from the seed, the choice and the token's number. No generator is shared,
@@ -20,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.constraint import Constraint
 from penstock.engine.request import Sampling
 from penstock.errors import PenstockError, SettingError
 
@@ -60,6 +61,7 @@ class Chooser:
         choice: Number of the answer; it goes into the draws.
         vocabulary_size: Tokens the model has; a `logit_bias` beyond it is refused here, or by
             `choose` where this is None.
+        constraint: The answer's place in its grammar; who commits a token tells `accept`.
 
     Raises:
         SettingError: `logit_bias` names a token that the model does not have.
@@ -71,9 +73,12 @@ class Chooser:
         prompt_tokens: Sequence[int],
         choice: int = 0,
         vocabulary_size: int | None = None,
+        *,
+        constraint: Constraint | None = None,
     ) -> None:
         self.sampling = sampling.with_seed()
-        self.plain = sampling.plain
+        self.constraint = constraint
+        self.plain = sampling.plain and constraint is None
         """Whether the place of the largest logit is all that is asked for."""
         self.choice = choice
         self._in_all = _Occurrences(prompt_tokens, sampling.repetition_context)
@@ -95,6 +100,14 @@ class Chooser:
         draft = self._draft(logits, generated)
         mx.eval(draft.arrays)
         return self._read(draft, logits, generated)
+
+    def accept(self, token: int) -> bool:
+        """Go on behind a token of the answer; return whether its grammar is complete with it.
+
+        Raises:
+            StepFailed: the grammar does not allow it.
+        """
+        return self.constraint is not None and self.constraint.accept(token)
 
     def key(self, position: int) -> mx.array:
         """Return the random key of the answer's token number `position`."""
@@ -126,11 +139,17 @@ class Chooser:
             logits = logits - sampling.frequency_penalty * counts.astype(mx.float32)
         return logits
 
+    def _allowed(self, logits: mx.array) -> mx.array:
+        """Set what the grammar does not allow to -inf. logits: (vocabulary,) float32."""
+        if self.constraint is None:
+            return logits
+        return mx.where(mx.array(self.constraint.allowed(logits.size)), logits, -math.inf)
+
     def _draft(self, logits: mx.array, generated: Sequence[int], *, sure: bool = False) -> _Draft:
         """Prepare the choice without computing it; `sure` is slow and always right."""
         sampling = self.sampling
         own = logits.astype(mx.float32)
-        scores = self.penalised(own, generated)
+        scores = self.penalised(self._allowed(own), generated)
         enough = None
         if sampling.greedy:
             token = mx.argmax(scores)

@@ -68,6 +68,15 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def hold_tokens(self) -> int:
+        """First tokens of the prompt that stay held for a while; 0 if that is not asked for."""
+        request = self.request
+        if not request.hold_seconds:
+            return 0
+        asked = self.prompt_tokens if request.hold_tokens is None else request.hold_tokens
+        return min(asked, self.prompt_tokens)
+
+    @property
     def most_tokens(self) -> int:
         """Tokens whose KV it can ever read; the last one's is never needed."""
         return self.prompt_tokens + self.request.max_tokens - 1

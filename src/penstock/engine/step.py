@@ -86,6 +86,7 @@ class Runner:
         The rows' order is `reads.in_order`'s. The tails' buffers must be evaluated with the
         logits.
         """
+        tails.ready()
         if self.fitness.way == "joined":
             return mx.concatenate(
                 [self._decode_joined(t, row, tails) for t, row in zip(tokens, rows, strict=True)]
@@ -182,6 +183,7 @@ class Runner:
             self.model(mx.array([rest]), cache=caches)
             ends.append(Part(_segment(caches), half, len(rest)))
         tails = Tails(2, 2, self.shapes)
+        tails.ready()
         rows = [Row((shared, end), end.end, slot, 0) for slot, end in enumerate(ends)]
         if way == "joined":
             logits = [

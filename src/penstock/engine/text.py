@@ -18,6 +18,9 @@ class Detokenizer(Protocol):
     def finalize(self) -> None:
         """Give up waiting for the rest of a character."""
 
+    def reset(self) -> None:
+        """Begin another text, in buffers of its own."""
+
     @property
     def last_segment(self) -> str:
         """Whole characters since this was read last."""

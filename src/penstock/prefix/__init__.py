@@ -8,6 +8,7 @@
 
 from penstock.prefix.blocks import as_tokens, block_keys, root_key
 from penstock.prefix.explanation import Explanation
+from penstock.prefix.node import NodeView
 from penstock.prefix.policy import HalfLife, Policy, PrefillCost
 from penstock.prefix.prefixes import Counts, Prefixes, Sealed
 from penstock.prefix.tree import Match, Node, Pin, PrefixTree, Segment
@@ -18,6 +19,7 @@ __all__ = [
     "HalfLife",
     "Match",
     "Node",
+    "NodeView",
     "Pin",
     "Policy",
     "PrefillCost",

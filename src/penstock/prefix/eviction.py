@@ -19,6 +19,10 @@ class EvictionQueue:
     def __contains__(self, item: int) -> bool:
         return item in self._queued
 
+    def queued(self, item: int) -> float | None:
+        """Return the worth at which `item` is queued, or None if it is not."""
+        return self._queued.get(item)
+
     def offer(self, item: int, worth: float) -> None:
         """Queue `item`; if it is queued at this worth or less, do nothing."""
         queued = self._queued.get(item)

@@ -58,6 +58,8 @@ class Node(Generic[S]):
     last_used_seconds: float
     heat: float
     """What the policy makes of all uses."""
+    held_until_seconds: float | None = None
+    """Until then it is given up only when nothing else can be; None if it is not held."""
     held_bytes: int = 0
     """Bytes of segment and index, as the tree counts them."""
 
@@ -77,6 +79,49 @@ class Node(Generic[S]):
 
     def __repr__(self) -> str:
         return f"Node({self.id}, tokens {self.start}..{self.end}, pins {self.pins})"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as it was when somebody looked: numbers, and no array."""
+
+    id: int
+    parent: int | None
+    """None for a node at the beginning of prompts."""
+    start: int
+    """Tokens in front of this node's."""
+    end: int
+    nbytes: int
+    """Of its segment and its place in the index."""
+    pins: int
+    hits: int
+    idle_seconds: float
+    """Since it was read or made."""
+    held_seconds: float
+    """For which it is still held; 0 if it is not."""
+    tokens: tuple[int, ...]
+    """The first ones."""
+
+
+VIEW_TOKENS = 32
+"""Tokens that a view shows."""
+
+
+def view(node: Node[S], now_seconds: float) -> NodeView:
+    """Show a node as it is now."""
+    until = node.held_until_seconds
+    return NodeView(
+        id=node.id,
+        parent=None if node.parent is None else node.parent.id,
+        start=node.start,
+        end=node.end,
+        nbytes=node.held_bytes,
+        pins=node.pins,
+        hits=node.hits,
+        idle_seconds=max(0.0, now_seconds - node.last_used_seconds),
+        held_seconds=0.0 if until is None else max(0.0, until - now_seconds),
+        tokens=tuple(node.tokens[:VIEW_TOKENS].tolist()),
+    )
 
 
 def upwards(node: Node[S] | None) -> Iterator[Node[S]]:

@@ -20,7 +20,7 @@ from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
 from penstock.prefix.blocks import TokenArray, Tokens, as_tokens, block_keys, root_key
 from penstock.prefix.explanation import CAUSES, Departures, Explanation, GivenUp, Why
-from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, S
+from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, NodeView, S
 from penstock.prefix.policy import REMEMBERED_NODES, HalfLife, PrefillCost
 from penstock.prefix.tree import Pin, PrefixTree
 
@@ -146,6 +146,10 @@ class Prefixes(Generic[S]):
         """Find the longest prefix of a prompt that is held. Valid until the tree changes."""
         return self.match(self.keys(tokens, salt))
 
+    def views(self) -> list[NodeView]:
+        """Show every node of the tree as it is now, parents before their children."""
+        return self.tree.views(self._clock())
+
     # ---- reading
 
     def pin(self, match: Match[S]) -> Pin[S]:
@@ -173,6 +177,16 @@ class Prefixes(Generic[S]):
         match = self._match_at_least(keys, blocks_done)
         self._lead(pin, match.path)
         return match.tokens // self.block_size
+
+    def hold(self, pin: Pin[S], tokens: int, seconds: float) -> None:
+        """Hold the nodes of a path that begin within its first `tokens` for so long from now.
+
+        They are given up only when nothing else can be: a preference, unlike the pin.
+        """
+        until = self._clock() + seconds
+        for node in pin.path:
+            if node.start < tokens:
+                self.tree.hold(node, until)
 
     # ---- writing
 
@@ -300,6 +314,7 @@ class Prefixes(Generic[S]):
             Bytes freed, index included: more than asked, or all that nobody reads.
         """
         freed = 0
+        self.tree.expire(self._clock())
         while freed < nbytes and (node := self.tree.victim()) is not None:
             freed += self._evict(node, why)
         return freed

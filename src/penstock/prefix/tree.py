@@ -19,10 +19,16 @@ import numpy as np
 
 from penstock.prefix.blocks import TokenArray, Tokens, as_tokens, block_keys
 from penstock.prefix.eviction import EvictionQueue
-from penstock.prefix.node import Match, Node, S, Segment, upwards
+from penstock.prefix.node import Match, Node, NodeView, S, Segment, upwards, view
 from penstock.prefix.policy import COLD, HalfLife, Policy
 
 __all__ = ["Match", "Node", "Pin", "PrefixTree", "Segment"]
+
+HELD_WORTH = 2.0**30
+"""What being held adds to a node's worth: more than any use, and little enough that the worths
+of two held nodes still differ after a second."""
+ROUNDING = 1e-6
+"""By which a worth may differ when it is computed anew."""
 
 
 class Pin(Generic[S]):
@@ -102,6 +108,7 @@ class PrefixTree(Generic[S]):
         self._nodes: dict[int, Node[S]] = {}
         self._pins: set[Pin[S]] = set()
         self._queue = EvictionQueue()
+        self._holds = EvictionQueue()  # of held nodes, by when it ends
         self._next_id = 0
         self._tokens = self._nbytes = self._index_bytes = self._pinned_bytes = 0
 
@@ -168,17 +175,31 @@ class PrefixTree(Generic[S]):
         return None if found is None else self._nodes[found]
 
     def worth(self, node: Node[S]) -> float:
-        """Return what the policy gives the node; the least goes first."""
-        return self.policy.worth(node.heat, node.start, node.end, node.segment.nbytes)
+        """Return what the policy gives the node, and more if it is held; the least goes first."""
+        worth = self.policy.worth(node.heat, node.start, node.end, node.segment.nbytes)
+        return worth if node.held_until_seconds is None else worth + HELD_WORTH
+
+    def views(self, now_seconds: float) -> list[NodeView]:
+        """Show every node, parents before their children."""
+        found = []
+        waiting = list(self._tops.values())
+        while waiting:
+            node = waiting.pop()
+            found.append(view(node, now_seconds))
+            waiting.extend(node.children.values())
+        return found
 
     def can_merge(self, node: Node[S]) -> bool:
         """Tell whether `node` and its only child are read by the same, and small together.
 
-        Whoever reads `node` must read its child, too: the child is what a merge leaves.
+        Whoever reads `node` must read its child, too: the child is what a merge leaves. Of a
+        held node and one that is not, one would lose what makes it different.
         """
         if len(node.children) != 1:
             return False
         (child,) = node.children.values()
+        if (node.held_until_seconds is None) != (child.held_until_seconds is None):
+            return False
         return node.pins == child.pins and child.end - node.start <= self.max_merge_tokens
 
     # ---- acts
@@ -251,6 +272,8 @@ class PrefixTree(Generic[S]):
         head = self._add(node.parent, node.keys[:blocks], node.tokens[:at].copy(), first)
         head.hits, head.heat = node.hits, node.heat
         head.last_used_seconds = node.last_used_seconds
+        if node.held_until_seconds is not None:
+            self.hold(head, node.held_until_seconds)
         node.keys, node.tokens, node.segment = node.keys[blocks:], node.tokens[at:].copy(), rest
         node.start, node.parent = head.end, head
         head.children[node.keys[0]] = node
@@ -279,6 +302,8 @@ class PrefixTree(Generic[S]):
         )
         child.hits = max(child.hits, node.hits)
         child.last_used_seconds = max(child.last_used_seconds, node.last_used_seconds)
+        if node.held_until_seconds is not None:
+            self.hold(child, node.held_until_seconds)
         self._uncount(node)
         self._uncount(child)
         self._forget(node)
@@ -306,6 +331,27 @@ class PrefixTree(Generic[S]):
             self._offer(node.parent)
         return node.segment
 
+    def hold(self, node: Node[S], until_seconds: float) -> None:
+        """Prefer a node to all that are not held, until then; a later end stays.
+
+        Raises:
+            ValueError: the node is not in the tree.
+        """
+        self._check_known(node)
+        until = node.held_until_seconds
+        node.held_until_seconds = until_seconds if until is None else max(until, until_seconds)
+        self._holds.offer(node.id, node.held_until_seconds)
+
+    def expire(self, now_seconds: float) -> None:
+        """Let go of the holds that have ended: those nodes are worth what they were without."""
+        while (found := self._holds.first(self._held_until)) is not None:
+            node = self._nodes[found]
+            if node.held_until_seconds is None or node.held_until_seconds > now_seconds:
+                return
+            node.held_until_seconds = None
+            self._holds.drop(found)
+            self._offer(node)
+
     def check(self) -> None:
         """Recount everything, and raise AssertionError if something is lost, doubled or wrong."""
         reached = self._check_shape()
@@ -326,8 +372,13 @@ class PrefixTree(Generic[S]):
         for node in self:
             if node.pins != pinned[node.id]:
                 raise AssertionError(f"{node} has {pinned[node.id]} pins")
-            if _evictable(node) and node.id not in self._queue:
+            queued = self._queue.queued(node.id)
+            if _evictable(node) and queued is None:
                 raise AssertionError(f"{node} will never be given up")
+            if _evictable(node) and queued is not None and queued > self.worth(node) + ROUNDING:
+                raise AssertionError(f"{node} will be given up too late")
+            if node.held_until_seconds is not None and node.id not in self._holds:
+                raise AssertionError(f"{node} will be held for ever")
             if not node.last_used_seconds > -inf < node.heat:
                 raise AssertionError(f"{node} was never used")
 
@@ -396,6 +447,7 @@ class PrefixTree(Generic[S]):
         del self._nodes[node.id]
         del self._children(node.parent)[node.keys[0]]
         self._queue.drop(node.id)
+        self._holds.drop(node.id)
 
     def _count(self, node: Node[S], sign: int = 1) -> None:
         nbytes, index_bytes = node.segment.nbytes, node.index_bytes
@@ -412,6 +464,9 @@ class PrefixTree(Generic[S]):
     def _offer(self, node: Node[S]) -> None:
         if _evictable(node):
             self._queue.offer(node.id, self.worth(node))
+
+    def _held_until(self, node_id: int) -> float | None:
+        return self._nodes[node_id].held_until_seconds
 
     def _worth_if_evictable(self, node_id: int) -> float | None:
         node = self._nodes[node_id]

@@ -1,0 +1,217 @@
+"""Clients of a server under load: chat completions over real sockets, with a clock on each.
+
+closed loop   a session sends its next turn when the last answer is there
+open loop     requests come when they come, whether the server is ready or not
+crowd         many connections at the same moment
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import httpx
+
+PATIENCE_SECONDS = 600.0
+"""How long a client waits for the next byte; a slow server is slow, not wrong."""
+FORK_AFTER = 2
+"""Turns after which a session that forks goes on twice."""
+EDIT_AT = 3
+"""The turn, from 0, which a session that edits says in place of the turn before it."""
+
+Message = dict[str, str]
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came back of one request. Times are seconds of one clock of the bench."""
+
+    turn: int
+    sent: float
+    text_times: list[float] = field(default_factory=list)
+    """When each piece of text came; without streaming one, with all of it."""
+    ended: float = 0.0
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def first_seconds(self) -> float:
+        """From the request to the first piece of text."""
+        return self.text_times[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between one piece of text and the next."""
+        return [b - a for a, b in zip(self.text_times, self.text_times[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one agent says, turn by turn, after the system prompt."""
+
+    lines: Sequence[str]
+    fork: Sequence[str] = ()
+    """What its second branch says from `FORK_AFTER` on, beside the first."""
+    edit: str | None = None
+    """Said at `EDIT_AT`, where the turn before is forgotten."""
+
+
+class Client:
+    """Sends chat completions to one server, each on a connection of its own if need be."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
+        self._http = http
+        self._model = model
+        self.open = 0
+        self.most_open = 0
+        """Requests that were under way at the same time, at most."""
+
+    async def ask(
+        self, messages: Sequence[Message], max_tokens: int, *, turn: int = 0, stream: bool = True
+    ) -> Reply:
+        """Send one request and read its answer to the end; what goes wrong is in the reply."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "stream": stream,
+        }
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        reply = Reply(turn, time.perf_counter())
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            await (self._streamed(body, reply) if stream else self._whole(body, reply))
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            reply.error = f"{type(error).__name__}: {error}"
+        finally:
+            self.open -= 1
+        reply.ended = time.perf_counter()
+        if reply.error is None and not reply.completion_tokens:
+            reply.error = "the answer ended without its usage"
+        return reply
+
+    async def _streamed(self, body: dict[str, Any], reply: Reply) -> None:
+        async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                reply.error = f"{response.status_code}: {(await response.aread())[:200]!r}"
+                return
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    _take(json.loads(line[6:]), reply)
+
+    async def _whole(self, body: dict[str, Any], reply: Reply) -> None:
+        response = await self._http.post("/v1/chat/completions", json=body)
+        if response.status_code != httpx.codes.OK:
+            reply.error = f"{response.status_code}: {response.content[:200]!r}"
+            return
+        found = response.json()
+        reply.text = found["choices"][0]["message"]["content"] or ""
+        reply.text_times.append(time.perf_counter())
+        _count(found["usage"], reply)
+
+
+def _take(chunk: dict[str, Any], reply: Reply) -> None:
+    """Add what one event of a stream brings."""
+    if "error" in chunk:
+        reply.error = str(chunk["error"])
+    for choice in chunk.get("choices", ()):
+        text = choice["delta"].get("content")
+        if text:
+            reply.text += text
+            reply.text_times.append(time.perf_counter())
+    if chunk.get("usage"):
+        _count(chunk["usage"], reply)
+
+
+def _count(usage: dict[str, Any], reply: Reply) -> None:
+    reply.prompt_tokens = usage["prompt_tokens"]
+    reply.completion_tokens = usage["completion_tokens"]
+    reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+
+@asynccontextmanager
+async def connected(url: str, model: str) -> AsyncIterator[Client]:
+    """Yield a client without a bound on its connections, and without a proxy between."""
+    async with httpx.AsyncClient(
+        base_url=url,
+        timeout=PATIENCE_SECONDS,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        trust_env=False,
+    ) as http:
+        yield Client(http, model)
+
+
+# ---------------------------------------------------------------- loads
+
+
+async def closed_loop(
+    client: Client, system: str, sessions: Sequence[Session], max_tokens: int
+) -> list[Reply]:
+    """Let all sessions talk at once, each with its own conversation; return every reply."""
+    replies: list[Reply] = []
+
+    async def talk(messages: list[Message], said: Sequence[str], first: int, of: Session) -> None:
+        for turn, line in enumerate(said, first):
+            if turn == EDIT_AT and of.edit is not None:
+                del messages[-2:]
+                line = of.edit
+            messages.append({"role": "user", "content": line})
+            reply = await client.ask(messages, max_tokens, turn=turn)
+            replies.append(reply)
+            if reply.error is not None:
+                return
+            messages.append({"role": "assistant", "content": reply.text})
+            if turn + 1 == FORK_AFTER and of.fork:
+                branches.create_task(talk(list(messages), of.fork, FORK_AFTER, Session(of.fork)))
+
+    async with asyncio.TaskGroup() as branches:
+        for session in sessions:
+            start = [{"role": "system", "content": system}]
+            branches.create_task(talk(start, session.lines, 0, session))
+    return replies
+
+
+async def open_loop(
+    client: Client, system: str, said: Sequence[str], times: Sequence[float], max_tokens: int
+) -> list[Reply]:
+    """Send one request at each of `times` (seconds from now), whatever is still open."""
+
+    async def send(line: str, at: float) -> Reply:
+        await asyncio.sleep(at)
+        start = [{"role": "system", "content": system}, {"role": "user", "content": line}]
+        return await client.ask(start, max_tokens)
+
+    sent = (send(line, at) for line, at in zip(said, times, strict=True))
+    return list(await asyncio.gather(*sent))
+
+
+async def at_once(
+    client: Client, said: Sequence[Sequence[Message]], max_tokens: int, *, stream: bool = True
+) -> list[Reply]:
+    """Send all requests at the same moment."""
+    sent = (client.ask(messages, max_tokens, stream=stream) for messages in said)
+    return list(await asyncio.gather(*sent))
+
+
+# ---------------------------------------------------------------- figures
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the least of the values that `percent` per cent of them do not exceed.
+
+    >>> percentile([4.0, 1.0, 3.0, 2.0], 50), percentile([4.0, 1.0, 3.0, 2.0], 95)
+    (2.0, 4.0)
+    """
+    return sorted(values)[max(0, ceil(len(values) * percent / 100) - 1)]

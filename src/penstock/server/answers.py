@@ -1,0 +1,261 @@
+"""What an answer's text is made of: text, reasoning, and calls of tools.
+
+    text of the engine ──push──> [ text | reasoning | call ] ──> Delta
+
+The marks that begin and end reasoning and calls are the model's own, as mlx-lm knows them; what
+stands in a call is read by mlx-lm's parser for the model.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from penstock.engine.handle import Choice
+from penstock.engine.request import Finish, Usage
+
+__all__ = ["Delta", "Ended", "Reader", "ToolCall", "total_usage"]
+
+Kind: TypeAlias = Literal["text", "reasoning", "call"]
+Ended: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that a model asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What has become certain of an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls)
+
+
+class Reader:
+    """Reads one answer. What may be the start of a mark is held back until it is known.
+
+    Args:
+        tokenizer: mlx-lm's wrapper, which knows the model's marks.
+        tools: what the request offers, in OpenAI's form; without any, calls are plain text.
+        reasoning: whether the prompt ends inside the model's reasoning
+            (`Prompts.starts_in_reasoning`).
+    """
+
+    def __init__(
+        self, tokenizer: Any, tools: Sequence[Any] | None = None, *, reasoning: bool = False
+    ) -> None:
+        self._parse = getattr(tokenizer, "tool_parser", None)
+        self._tools = list(tools) if tools else None
+        self._kind: Kind = "reasoning" if reasoning else "text"
+        self._held = ""
+        self._call: list[str] = []
+        self._texts: list[str] = []
+        self._reasonings: list[str] = []
+        self.calls: list[ToolCall] = []
+        """Calls so far."""
+        self.finish: Finish | None = None
+        """How it ended."""
+        self._marks = _marks(tokenizer, calls=bool(tools))
+        self._call_marks = (
+            getattr(tokenizer, "tool_call_start", None) or "",
+            getattr(tokenizer, "tool_call_end", None) or "",
+        )
+
+    @property
+    def text(self) -> str:
+        """The text so far, without reasoning and calls."""
+        return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(self._reasonings)
+
+    @property
+    def reason(self) -> Ended:
+        """Why the answer has ended, in OpenAI's words."""
+        if self.finish is not None and self.finish.reason == "length":
+            return "length"
+        return "tool_calls" if self.calls else "stop"
+
+    def push(self, text: str) -> Delta:
+        """Take in text of the engine; return what is certain with it."""
+        if not self._marks:  # nothing to look for: all that comes is text
+            return self._note(Delta(text=text))
+        made = _Made()
+        self._held += text
+        while (found := self._next_mark()) is not None:
+            at, mark, kind = found
+            self._add(self._held[:at], made)
+            self._held = self._held[at + len(mark) :]
+            self._enter(kind, made)
+        certain = len(self._held) - _beginning(self._held, self._marks.get(self._kind, {}))
+        self._add(self._held[:certain], made)
+        self._held = self._held[certain:]
+        return self._note(made.delta())
+
+    def end(self, finish: Finish) -> Delta:
+        """Take in the end, and the text that comes with it; return what was held back."""
+        self.finish = finish
+        delta = self.push(finish.text)
+        made = _Made()
+        self._add(self._held, made)
+        self._held = ""
+        if self._kind == "call":
+            self._enter("text", made, closed=False)
+        return _joined(delta, self._note(made.delta()))
+
+    def read(self, choice: Choice) -> Reader:
+        """Take in a whole answer; returns itself."""
+        assert choice.finish is not None
+        whole = choice.text
+        self.push(whole.removesuffix(choice.finish.text) if choice.finish.text else whole)
+        self.end(choice.finish)
+        return self
+
+    def _next_mark(self) -> tuple[int, str, Kind] | None:
+        """Return the first mark that is held whole, where it begins and what comes after it."""
+        found = [
+            (at, -len(mark), mark, kind)
+            for mark, kind in self._marks.get(self._kind, {}).items()
+            if (at := self._held.find(mark)) >= 0
+        ]
+        if not found:
+            return None
+        at, _, mark, kind = min(found)
+        return at, mark, kind
+
+    def _add(self, text: str, made: _Made) -> None:
+        if not text:
+            return
+        if self._kind == "call":
+            self._call.append(text)
+        elif self._kind == "reasoning":
+            made.reasoning += text
+        else:
+            made.text += text
+
+    def _enter(self, kind: Kind, made: _Made, *, closed: bool = True) -> None:
+        if self._kind == "call":
+            called = "".join(self._call)
+            self._call.clear()
+            calls = self._parsed(called)
+            if calls is None:  # what cannot be read as a call is not kept from the client
+                start, end = self._call_marks
+                made.text += f"{start}{called}{end if closed else ''}"
+            else:
+                made.calls += calls
+        self._kind = kind
+
+    def _parsed(self, text: str) -> list[ToolCall] | None:
+        """Read what stands between the marks of a call; None if it is none."""
+        assert self._parse is not None
+        try:
+            found = self._parse(text, self._tools)
+            return [_tool_call(one) for one in (found if isinstance(found, list) else [found])]
+        # A boundary: the text is the model's, and the parsers are mlx-lm's, one a family.
+        except Exception:  # noqa: BLE001
+            return None
+
+    def _note(self, delta: Delta) -> Delta:
+        if delta.text:
+            self._texts.append(delta.text)
+        if delta.reasoning:
+            self._reasonings.append(delta.reasoning)
+        self.calls.extend(delta.calls)
+        return delta
+
+
+class _Made:
+    """A delta in the making."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.calls: list[ToolCall] = []
+
+    def delta(self) -> Delta:
+        return Delta(self.text, self.reasoning, tuple(self.calls))
+
+
+def _joined(first: Delta, second: Delta) -> Delta:
+    return Delta(
+        first.text + second.text, first.reasoning + second.reasoning, first.calls + second.calls
+    )
+
+
+def join(deltas: Iterable[Delta]) -> Delta:
+    """Join what has come one after the other into one."""
+    whole = Delta()
+    for delta in deltas:
+        whole = _joined(whole, delta)
+    return whole
+
+
+def _marks(tokenizer: Any, *, calls: bool) -> dict[Kind, dict[str, Kind]]:
+    """Return, for each kind of text, the marks that end it and what they begin."""
+    found: dict[Kind, dict[str, Kind]] = {}
+    if getattr(tokenizer, "has_thinking", False):
+        found["text"] = {tokenizer.think_start: "reasoning"}
+        found["reasoning"] = {tokenizer.think_end: "text"}
+    if calls and getattr(tokenizer, "has_tool_calling", False):
+        start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+        found.setdefault("text", {})[start] = "call"
+        # Some models write a mark before each call and none behind it.
+        found["call"] = {end: "text"} if end else {start: "call"}
+    return found
+
+
+def _beginning(text: str, marks: Iterable[str]) -> int:
+    """Return how many characters at the end of a text may be the start of a mark."""
+    return max(
+        (
+            size
+            for mark in marks
+            for size in range(min(len(mark) - 1, len(text)), 0, -1)
+            if text.endswith(mark[:size])
+        ),
+        default=0,
+    )
+
+
+def _tool_call(parsed: Any) -> ToolCall:
+    """Make a call of what a parser returns; raises if it has no name."""
+    arguments = parsed.get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    name = parsed["name"]
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call without a name")
+    return ToolCall(str(parsed.get("id") or f"call_{uuid.uuid4().hex[:24]}"), name, arguments)
+
+
+def total_usage(finishes: Sequence[Finish]) -> Usage:
+    """Sum up the answers of requests; several to one prompt have read it once.
+
+    What of a prompt was cached is what its first reader found: the others found what that one had
+    just computed.
+
+    Args:
+        finishes: of all answers to one prompt.
+    """
+    usages = [finish.usage for finish in finishes]
+    return Usage(
+        prompt_tokens=max((usage.prompt_tokens for usage in usages), default=0),
+        cached_tokens=min((usage.cached_tokens for usage in usages), default=0),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+    )

@@ -1,0 +1,379 @@
+"""Anthropic's interface: messages, streamed or whole, and the counting of their tokens.
+
+MessagesRequest ──prompt_of──> Prompt ──> Request ──engine──> Delta ──Blocks──> events
+
+What a client asks for and this server cannot give is refused in words, or left alone where
+leaving it alone changes no answer's meaning (`thinking` of a model that does not, `metadata`).
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+from sse_starlette import ServerSentEvent
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from penstock.engine.request import Finish, Request, Sampling, Token
+from penstock.errors import PenstockError
+from penstock.server.answers import Delta, Reader, ToolCall, join
+from penstock.server.anthropic_forms import (
+    CountRequest,
+    MessagesRequest,
+    prompt_of,
+    schema_of,
+    tools_of,
+)
+from penstock.server.calls import call_grammar
+from penstock.server.errors import BadRequest, dumps
+from penstock.server.forms import grammar_for
+from penstock.server.prompts import check_text
+from penstock.server.service import Answering, Service, until_gone
+from penstock.server.sse import EVENT, Stream, data
+
+LABEL = "/v1/messages"
+
+StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+# ---- what is answered, for the OpenAPI document
+
+
+class TextOut(BaseModel):
+    """Text of the answer."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingOut(BaseModel):
+    """The model's reasoning, where the client has asked to see it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    """Always empty."""
+
+
+class ToolUseOut(BaseModel):
+    """A call that the model asks for."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class UsageOut(BaseModel):
+    """Tokens; the three kinds of input add up to the prompt."""
+
+    input_tokens: int
+    """Of the prompt, computed and not held any more: its unfinished block."""
+    cache_creation_input_tokens: int | None
+    """Of the prompt, computed and now held for whoever comes next."""
+    cache_read_input_tokens: int | None
+    """Of the prompt, read from what was held."""
+    output_tokens: int
+
+
+class MessageOut(BaseModel):
+    """A message of the model."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Annotated[TextOut | ThinkingOut | ToolUseOut, Field(discriminator="type")]]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: UsageOut
+
+
+class CountOut(BaseModel):
+    """How long a prompt is."""
+
+    input_tokens: int
+
+
+class ErrorDetail(BaseModel):
+    """What was wrong."""
+
+    type: str
+    message: str
+
+
+class ErrorOut(BaseModel):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: ErrorDetail
+
+
+FAILURES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorOut, "description": description}
+    for status, description in {
+        400: "A field is missing or wrong, or the prompt does not fit",
+        401: "The key is missing or wrong",
+        403: "A foreign host, where there is no key",
+        408: "The body did not arrive in time",
+        413: "The body is too large",
+        422: "A field is wrong",
+        429: "Too many are waiting",
+        500: "The model has failed",
+        503: "Out of memory, or the server is stopping",
+        504: "The answer did not end in time",
+    }.items()
+}
+STREAMED = {"text/event-stream": {"schema": EVENT}}
+
+
+# ---- the routes
+
+
+def router(service: Service) -> APIRouter:
+    """Make the routes of Anthropic's interface."""
+    made = APIRouter(tags=["anthropic"], responses=FAILURES)
+
+    @made.post(
+        LABEL,
+        response_model=MessageOut,
+        responses={200: {"description": "The message, or its events", "content": STREAMED}},
+    )
+    async def messages(body: MessagesRequest, http: HttpRequest) -> Response:
+        """Answer a conversation."""
+        request, reader = await until_gone(http, service.work(_prepare, service, body))
+        answering = await service.open(request, LABEL)
+        told = _Telling(service, answering, reader, Blocks(thinking=body.thinks))
+        if body.stream:
+            stream = Stream(service, LABEL, answering, told.events())
+            stream.ping_message_factory = lambda: ServerSentEvent(
+                event="ping", data='{"type":"ping"}', sep="\n"
+            )
+            return stream
+        async with answering:
+            return Response(dumps(await told.message(http)), media_type="application/json")
+
+    @made.post(f"{LABEL}/count_tokens", response_model=CountOut)
+    async def count_tokens(body: CountRequest, http: HttpRequest) -> JSONResponse:
+        """Count the tokens of a prompt; nothing is computed."""
+        prompt = await until_gone(http, service.work(prompt_of, body, service.prompts))
+        return JSONResponse({"input_tokens": len(prompt.tokens)})
+
+    return made
+
+
+def _prepare(service: Service, body: MessagesRequest) -> tuple[Request, Reader]:
+    """Do what is slow, in a worker thread: the engine's request, and the reader of its answer.
+
+    Raises:
+        BadRequest: naming the field that cannot be served.
+        SettingError: a number is out of its range.
+    """
+    check_text(body.cache_salt, "cache_salt")
+    prompt = prompt_of(body, service.prompts)
+    chosen: dict[str, Any] = body.model_dump(
+        include={"temperature", "top_p", "top_k"}, exclude_none=True
+    )
+    request = Request(
+        prompt=prompt.tokens,
+        max_tokens=body.max_tokens,
+        sampling=Sampling(**chosen),
+        stop=tuple(body.stop_sequences or ()),
+        salt=body.cache_salt,
+        timeout_seconds=service.settings.request_timeout_seconds,
+        grammar=_grammar(service, body),
+        hold_seconds=prompt.hold.seconds if prompt.hold else 0.0,
+        hold_tokens=prompt.hold.tokens if prompt.hold else None,
+    )
+    reasoning = prompt.in_reasoning and not body.constrained
+    reader = Reader(service.tokenizer, tools_of(body), reasoning=reasoning)
+    return request, reader
+
+
+def _grammar(service: Service, body: MessagesRequest) -> str | None:
+    """Return what the answer must follow: a call that is demanded, or a schema; or nothing."""
+    choice, schema = body.tool_choice, schema_of(body)
+    if choice is not None and choice.type in ("any", "tool"):
+        if choice.type == "tool" and choice.name is None:
+            raise BadRequest("tool_choice.name is missing", param="tool_choice.name")
+        name = choice.name if choice.type == "tool" else None
+        return call_grammar(service.tokenizer, tools_of(body), name)
+    return None if schema is None else grammar_for(schema, "output_config.format.schema")
+
+
+# ---- the answer
+
+
+class Blocks:
+    """Turns what becomes certain of an answer into content blocks, and the events of their coming.
+
+    Args:
+        thinking: whether reasoning is shown; if not it is left out.
+    """
+
+    def __init__(self, *, thinking: bool) -> None:
+        self.content: list[dict[str, Any]] = []
+        """The blocks so far."""
+        self._thinking = thinking
+        self._open = False
+
+    def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Add to the blocks; yield the events that tell of it."""
+        if delta.reasoning and self._thinking:
+            yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            self.content[-1]["thinking"] += delta.reasoning
+            yield self._more({"type": "thinking_delta", "thinking": delta.reasoning})
+        if delta.text:
+            yield from self._begin({"type": "text", "text": ""})
+            self.content[-1]["text"] += delta.text
+            yield self._more({"type": "text_delta", "text": delta.text})
+        for call in delta.calls:
+            yield from self._call(call)
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        """Yield the event that ends the last block, if it is open."""
+        if self._open:
+            self._open = False
+            yield {"type": "content_block_stop", "index": len(self.content) - 1}
+
+    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
+        arguments = _arguments(call)
+        yield from self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        self.content[-1]["input"] = arguments
+        written = dumps(arguments).decode()
+        yield self._more({"type": "input_json_delta", "partial_json": written})
+        yield from self.end()
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Open a block, unless one of its type is open."""
+        if self._open and self.content[-1]["type"] == block["type"]:
+            return
+        yield from self.end()
+        self._open = True
+        self.content.append(block)
+        yield {
+            "type": "content_block_start",
+            "index": len(self.content) - 1,
+            "content_block": dict(block),
+        }
+
+    def _more(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    """Return a call's arguments as the object that clients expect."""
+    arguments = None
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(call.arguments or "{}")
+    return arguments if isinstance(arguments, dict) else {"arguments": call.arguments}
+
+
+@dataclass
+class _Telling:
+    """One answer on its way to the client."""
+
+    service: Service
+    answering: Answering
+    reader: Reader
+    blocks: Blocks
+    id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex[:24]}")
+
+    async def message(self, http: HttpRequest) -> dict[str, Any]:
+        """Wait for the end and return the whole message."""
+        (choice,) = await self.answering.result(http)
+        self.reader.read(choice)
+        whole = Delta(self.reader.text, self.reader.reasoning, tuple(self.reader.calls))
+        for _ in (*self.blocks.push(whole), *self.blocks.end()):
+            pass
+        return {**self._head(), **_ended(self.reader), "usage": await self._usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of the stream, from `message_start` to `message_stop`."""
+        yield _event({"type": "message_start", "message": self._start()})
+        yield _event({"type": "ping"})
+        async with self.answering:
+            async for batch in self.answering.batches():
+                for event in self.blocks.push(join(self._read(one) for one in batch)):
+                    yield _event(event)
+        for event in self.blocks.end():
+            yield _event(event)
+        usage = await self._usage()
+        yield _event({"type": "message_delta", "delta": _ended(self.reader), "usage": usage})
+        yield _event({"type": "message_stop"})
+
+    def _read(self, event: Token | Finish) -> Delta:
+        if isinstance(event, Finish):
+            return self.reader.end(event)
+        return self.reader.push(event.text)
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.model_name,
+            "content": self.blocks.content,
+        }
+
+    def _start(self) -> dict[str, Any]:
+        """Return the message as it is before the prompt is read: what was cached shows later."""
+        (handle,) = self.answering.handles
+        usage = UsageOut(
+            input_tokens=len(handle.request.prompt),
+            cache_creation_input_tokens=None,
+            cache_read_input_tokens=None,
+            output_tokens=0,
+        )
+        nothing = {"stop_reason": None, "stop_sequence": None}
+        return {**self._head(), "content": [], **nothing, "usage": usage.model_dump()}
+
+    async def _usage(self) -> dict[str, Any]:
+        """Return what was read, what was computed and is held now, and the rest."""
+        used = self.answering.usage()
+        (handle,) = self.answering.handles
+        request, held = handle.request, 0
+        with suppress(PenstockError):  # the engine has stopped meanwhile: nothing is held
+            ask = partial(_held_tokens, request)
+            held = await self.service.ask(ask)
+        created = max(0, held - used.cached_tokens)
+        if used.cached_tokens == used.prompt_tokens - 1:
+            created = 0  # the last token was computed for its logits alone; its KV was there
+        usage = UsageOut(
+            input_tokens=used.prompt_tokens - used.cached_tokens - created,
+            cache_creation_input_tokens=created,
+            cache_read_input_tokens=used.cached_tokens,
+            output_tokens=used.completion_tokens,
+        )
+        return usage.model_dump()
+
+
+def _held_tokens(request: Request, core: Any) -> int:
+    return int(core.explain(request.prompt, request.salt).held_tokens)
+
+
+def _ended(reader: Reader) -> dict[str, Any]:
+    """Say why an answer has ended."""
+    stop = reader.finish.stop if reader.finish is not None else None
+    reason: StopReason = "end_turn"
+    if reader.reason == "length":
+        reason = "max_tokens"
+    elif reader.reason == "tool_calls":
+        reason = "tool_use"
+    elif isinstance(stop, str):
+        reason = "stop_sequence"
+    sequence = stop if reason == "stop_sequence" else None
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    """Write one event, named by its type."""
+    return data(content, content["type"])

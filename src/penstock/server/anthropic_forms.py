@@ -1,0 +1,407 @@
+"""Anthropic's wire format: what a request holds, and what it means to a chat template.
+
+system, tools, messages with blocks ──> OpenAI's form, which templates read
+`cache_control` of a block          ──> Hold: the prompt up to there, and for how long
+
+Nothing here knows the engine: it is the reading of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, Field, Tag
+
+from penstock.server.errors import BadRequest
+from penstock.server.forms import MOST_STOP_CHARACTERS, MOST_STOPS, Form, Name
+from penstock.server.prompts import Prompts
+
+BETWEEN_BLOCKS = "\n\n"
+"""What stands between the blocks of text of one message, for a template that reads one text."""
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+LIFETIMES_SECONDS = {"5m": 300.0, "1h": 3600.0}
+
+
+class CacheControl(Form):
+    """Asks for the prompt up to a block to be held."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def seconds(self) -> float:
+        """How long it is held after its last use."""
+        return LIFETIMES_SECONDS[self.ttl]
+
+
+class Marked(Form):
+    """What may carry a `cache_control`."""
+
+    cache_control: CacheControl | None = None
+
+
+def _text_or_list(content: Any) -> str:
+    return "[list]" if isinstance(content, list) else "[text]"
+
+
+TextOrList = Discriminator(_text_or_list)
+"""Tells which of the two is meant, so that an error tells of that one alone. Names in brackets
+are left out where an error says its place."""
+
+
+class TextBlock(Marked):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+Texts: TypeAlias = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[list[TextBlock], Tag("[list]")], TextOrList
+]
+
+
+class ToolUse(Marked):
+    """A call that the model has asked for."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResult(Marked):
+    """What a call has given."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts = ""
+    is_error: bool = False
+
+
+class Thinking(Form):
+    """Reasoning of an earlier answer; templates are not given it again."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+Block: TypeAlias = Annotated[
+    TextBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")
+]
+Blocks: TypeAlias = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[list[Block], Tag("[list]")], TextOrList
+]
+
+
+class Turn(Form):
+    """A message: a text, or blocks."""
+
+    role: Literal["user", "assistant"]
+    content: Blocks
+
+    @property
+    def blocks(self) -> list[TextBlock | ToolUse | ToolResult | Thinking]:
+        """Its content as blocks."""
+        if isinstance(self.content, str):
+            return [TextBlock(type="text", text=self.content)]
+        return list(self.content)
+
+
+class Tool(Marked):
+    """A function that the client offers."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str = ""
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+
+
+class ToolChoice(Form):
+    """Whether the model must, may or must not call; `name` goes with `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+
+
+class OutputFormat(Form):
+    """The JSON schema that the answer's text must follow."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Form):
+    """How the answer's text is shaped."""
+
+    format: OutputFormat | None = None
+
+
+class ThinkingConfig(Form):
+    """Whether the model's reasoning is shown, if it has any; budgets are not counted."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountRequest(Form):
+    """What is counted, and the part of a request that makes its prompt."""
+
+    model: Name
+    """Any name is served by the one model there is."""
+    messages: list[Turn] = Field(min_length=1, max_length=16_384)
+    system: Texts = ""
+    tools: list[Tool] | None = Field(None, max_length=512)
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools that the model may call."""
+        none = self.tool_choice is not None and self.tool_choice.type == "none"
+        return [] if none else list(self.tools or ())
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answer has a form that leaves no room for reasoning."""
+        return self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the client wants to see the model's reasoning."""
+        wanted = self.thinking is not None and self.thinking.type != "disabled"
+        return wanted and not self.constrained
+
+    @property
+    def system_blocks(self) -> list[TextBlock]:
+        """The system prompt as blocks."""
+        if isinstance(self.system, str):
+            return [TextBlock(type="text", text=self.system)] if self.system else []
+        return list(self.system)
+
+
+class MessagesRequest(CountRequest):
+    """A request for a message."""
+
+    max_tokens: int = Field(ge=1, lt=2**31)
+    stream: bool | None = None
+    stop_sequences: list[Stop] | None = Field(None, max_length=MOST_STOPS)
+    temperature: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
+    """0, which is the default here, takes the likeliest token."""
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    output_config: OutputConfig | None = None
+    cache_salt: str = Field("", max_length=1_024)
+    """Only requests of the same salt share what was computed; not Anthropic's, but ours."""
+
+    @property
+    def constrained(self) -> bool:
+        return super().constrained or schema_of(self) is not None
+
+
+# ---- the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """First tokens of a prompt that a client wants held."""
+
+    seconds: float
+    """After their last use."""
+    tokens: int | None
+    """None is the whole prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's prompt."""
+
+    tokens: tuple[int, ...]
+    hold: Hold | None
+    in_reasoning: bool
+    """Whether it ends inside the model's reasoning."""
+
+
+def prompt_of(request: CountRequest, prompts: Prompts) -> Prompt:
+    """Render a request's prompt, and find how much of it is to be held. Slow: not for a loop.
+
+    Raises:
+        BadRequest: naming the field that cannot be rendered.
+    """
+    tokens = _render(request, prompts, request.system_blocks, request.messages)
+    return Prompt(
+        tokens=tokens,
+        hold=_hold(request, prompts, tokens),
+        in_reasoning=prompts.starts_in_reasoning(tokens),
+    )
+
+
+def tools_of(request: CountRequest) -> list[dict[str, Any]]:
+    """Return the tools that may be called, in OpenAI's form."""
+    made = []
+    for index, tool in enumerate(request.offered):
+        if tool.input_schema is None:
+            raise BadRequest(
+                f"tools.{index}: {str(tool.type)[:40]!r} runs on Anthropic's side; here a tool "
+                "has a name, a description and an input_schema",
+                param=f"tools.{index}.input_schema",
+            )
+        function = {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.input_schema,
+        }
+        made.append({"type": "function", "function": function})
+    return made
+
+
+def _render(
+    request: CountRequest,
+    prompts: Prompts,
+    system: Sequence[TextBlock],
+    turns: Sequence[Turn],
+    *,
+    whole: bool = True,
+) -> tuple[int, ...]:
+    """Render a conversation; one that ends with the assistant's turn is to be gone on with."""
+    messages: list[dict[str, Any]] = []
+    if text := _text_of(system):
+        messages.append({"role": "system", "content": text})
+    messages += _messages(turns)
+    goes_on = messages[-1]["role"] == "assistant"
+    more: dict[str, Any] = {}
+    if getattr(prompts.tokenizer, "has_thinking", False):
+        more["enable_thinking"] = request.thinks
+    if whole and goes_on:
+        more["continue_final_message"] = True
+    tools = tools_of(request)
+    return prompts.render(messages, tools or None, answer=whole and not goes_on, **more)
+
+
+def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Turn messages into OpenAI's form; of one role in a row they are one."""
+    made: list[dict[str, Any]] = []
+    names = {
+        block.id: block.name
+        for turn in turns
+        for block in turn.blocks
+        if isinstance(block, ToolUse)
+    }
+    for role, blocks in _joined(turns):
+        texts = [block for block in blocks if isinstance(block, TextBlock)]
+        for block in blocks:
+            if isinstance(block, ToolResult):
+                made.append(_result(block, names.get(block.tool_use_id)))
+        asked = [_call(block) for block in blocks if isinstance(block, ToolUse)]
+        if asked:
+            made.append({"role": role, "content": _text_of(texts), "tool_calls": asked})
+        elif texts or not any(isinstance(block, ToolResult) for block in blocks):
+            made.append({"role": role, "content": _text_of(texts)})
+    return made
+
+
+def _joined(turns: Sequence[Turn]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the roles, and the blocks of all messages that one of them says in a row."""
+    role, blocks = turns[0].role, list[Any]()
+    for turn in turns:
+        if turn.role != role:
+            yield role, blocks
+            role, blocks = turn.role, []
+        blocks += turn.blocks
+    yield role, blocks
+
+
+def _text_of(blocks: Sequence[TextBlock]) -> str:
+    return BETWEEN_BLOCKS.join(block.text for block in blocks)
+
+
+def _call(block: ToolUse) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": block.input}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _result(block: ToolResult, name: str | None) -> dict[str, Any]:
+    text = block.content if isinstance(block.content, str) else _text_of(block.content)
+    if block.is_error:
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text}
+
+
+# ---- what is to be held
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A `cache_control`, and what of the request stands before its end."""
+
+    control: CacheControl
+    system: Sequence[TextBlock]
+    turns: Sequence[Turn]
+
+
+def _marks(request: CountRequest) -> Iterator[_Mark]:
+    """Yield what is marked, from the prompt's beginning on."""
+    system = request.system_blocks
+    for tool in request.offered:
+        if tool.cache_control is not None:
+            # Templates write tools before or behind the system prompt: both are held.
+            yield _Mark(tool.cache_control, system, ())
+    for index, block in enumerate(system):
+        if block.cache_control is not None:
+            yield _Mark(block.cache_control, system[: index + 1], ())
+    for index, turn in enumerate(request.messages):
+        blocks = turn.blocks
+        for place, said in enumerate(blocks):
+            control = said.cache_control if isinstance(said, Marked) else None
+            if control is not None:
+                cut = Turn(role=turn.role, content=blocks[: place + 1])
+                yield _Mark(control, system, [*request.messages[:index], cut])
+
+
+def _hold(request: CountRequest, prompts: Prompts, tokens: tuple[int, ...]) -> Hold | None:
+    """Return how much is held: up to the last mark of those that last longest."""
+    marks = list(_marks(request))
+    whole = request.cache_control
+    seconds = max((mark.control.seconds for mark in marks), default=0.0)
+    if whole is not None and whole.seconds >= seconds:
+        return Hold(whole.seconds, None)
+    longest = [mark for mark in marks if mark.control.seconds == seconds]
+    if not longest:
+        return None
+    try:
+        before = _up_to(request, prompts, longest[-1])
+    except BadRequest:  # a template that refuses a conversation cut there; the whole one it takes
+        return None
+    common = _common(tokens, before)
+    return Hold(seconds, common) if common else None
+
+
+def _up_to(request: CountRequest, prompts: Prompts, mark: _Mark) -> tuple[int, ...]:
+    """Render the conversation up to a mark; what comes behind it differs from the prompt."""
+    # A template may want a user's message, whatever it says: its text is where the two part.
+    turns = mark.turns or [Turn(role="user", content=_other(request))]
+    return _render(request, prompts, mark.system, turns, whole=False)
+
+
+def _other(request: CountRequest) -> str:
+    """Return a text that begins otherwise than the first message does."""
+    first = _text_of([b for b in request.messages[0].blocks if isinstance(b, TextBlock)])
+    return "1" if first.startswith("0") else "0"
+
+
+def _common(tokens: Sequence[int], other: Sequence[int]) -> int:
+    """Count the first tokens that two prompts have in common.
+
+    >>> _common((1, 2, 3), (1, 2, 4, 5))
+    2
+    """
+    pairs = zip(tokens, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def schema_of(request: MessagesRequest) -> dict[str, Any] | None:
+    """Return the JSON schema that the answer must follow, if there is one."""
+    config = request.output_config
+    return None if config is None or config.format is None else config.format.schema_

@@ -1,0 +1,413 @@
+"""The application: routes, what stands before all of them, and the process that serves it.
+
+socket ─> request id ─> last resort ─> CORS ─> host ─> key ─> body ─> routes ─> Service
+
+Streams pass through all of it as they come: no middleware here holds a response back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import signal
+import threading
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any, Literal
+
+import uvicorn
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock import __version__
+from penstock.config import LOOPBACK_HOSTS, ServerSettings
+from penstock.errors import PenstockError
+from penstock.server import anthropic, cache, live, metrics, openai, responses
+from penstock.server.errors import (
+    BadRequest,
+    ServerError,
+    TooLarge,
+    Unauthorized,
+    problem_of,
+    response_for,
+)
+from penstock.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
+"""Answered without a key."""
+OPEN_FOLDER = "/page/"
+"""The page's own files, answered without a key."""
+GOODBYE_SECONDS = 1.0
+"""How long a server whose engine has died still tells so before it stops."""
+FLUSH_SECONDS = 3
+"""How long connections have for their last bytes when the server stops."""
+
+
+class Health(BaseModel):
+    """The answer of `/health` and `/ready`."""
+
+    status: Literal["ok", "draining", "dead"]
+    model: str
+    open_requests: int
+    """Requests that have not ended."""
+
+
+def create_app(service: Service) -> FastAPI:
+    """Make the application around a service."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(service.watch())
+        yield
+        watching.cancel()
+        service.close()
+
+    app = FastAPI(
+        title="penstock",
+        version=__version__,
+        summary="Language models inside a fixed amount of memory",
+        lifespan=lifespan,
+    )
+    for error in (HTTPException, RequestValidationError, PenstockError):
+        app.add_exception_handler(error, _respond)
+    app.include_router(_health(service))
+    for module in (openai, responses, anthropic, cache, metrics, live):
+        app.include_router(module.router(service))
+    _guard(app, service.settings)
+    return app
+
+
+def _respond(http: HttpRequest, error: Exception) -> Response:
+    """Tell the client of an error that a route has raised."""
+    problem = problem_of(error)
+    if problem.status >= 500 and problem.status != 503:
+        logger.error("%s failed: %s", http.url.path, type(error).__name__)
+        logger.debug("its error", exc_info=error)
+    return response_for(http.url.path, error)
+
+
+def _health(service: Service) -> APIRouter:
+    router = APIRouter(tags=["health"])
+
+    def state(status: Literal["ok", "draining", "dead"]) -> JSONResponse:
+        told = Health(status=status, model=service.model_name, open_requests=service.open_requests)
+        return JSONResponse(told.model_dump(), 200 if status == "ok" else 503)
+
+    @router.get("/health", response_model=Health, responses={503: {"model": Health}})
+    async def health() -> JSONResponse:
+        """Tell whether the engine lives: 503 when its thread has ended."""
+        return state("ok" if service.alive else "dead")
+
+    @router.get("/ready", response_model=Health, responses={503: {"model": Health}})
+    async def ready() -> JSONResponse:
+        """Tell whether requests are taken in: 503 also while the server drains."""
+        if not service.alive:
+            return state("dead")
+        return state("draining" if service.draining else "ok")
+
+    return router
+
+
+# ---- what stands before the routes
+
+
+def _guard(app: FastAPI, settings: ServerSettings) -> None:
+    """Put the middlewares around the routes, the innermost first."""
+    app.add_middleware(Body, settings=settings)
+    if settings.api_key is not None:
+        app.add_middleware(Key, api_key=settings.api_key)
+    elif settings.on_loopback:
+        app.add_middleware(OwnHost)
+    if settings.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origin),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(LastResort)
+    app.add_middleware(RequestId)
+
+
+class RequestId:
+    """Gives every response an `x-request-id`: the client's own if it is a plain word."""
+
+    PLAIN = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        name = given if self.PLAIN.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = name
+                headers["request-id"] = name  # as Anthropic's clients look for it
+            await send(message)
+
+        return await self.app(scope, receive, named)
+
+
+class LastResort:
+    """Answers 500 to whatever nobody has foreseen; the log has its class, and no text of it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        # A boundary: the outermost one.
+        except Exception as error:
+            name = scope.get("state", {}).get("request_id", "")
+            logger.error("request %s failed: %s", name, type(error).__name__)
+            logger.debug("its error", exc_info=error)
+            if not started:
+                await response_for(scope["path"], error)(scope, receive, send)
+        return None
+
+
+class OwnHost:
+    """Refuses requests that name another host than this machine's own.
+
+    A server without a key trusts every program on its machine. A page from elsewhere is none,
+    but it can let its own name point here (DNS rebinding); its requests carry that name.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _names_loopback(Headers(scope=scope).get("host", "")):
+            error = ServerError(
+                "without an API key only requests to localhost are answered; start the server "
+                "with --api-key, or ask for http://127.0.0.1",
+                status=403,
+                code="foreign_host",
+            )
+            return await response_for(scope["path"], error)(scope, receive, send)
+        return await self.app(scope, receive, send)
+
+
+def _names_loopback(host: str) -> bool:
+    """Tell whether a Host header names this machine's own address.
+
+    >>> [_names_loopback(h) for h in ("localhost:8080", "[::1]:8080", "a.example", "")]
+    [True, True, False, True]
+    """
+    if not host:  # HTTP/1.0, which no browser speaks
+        return True
+    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    return name.lower() in LOOPBACK_HOSTS
+
+
+class Key:
+    """Lets nobody in without the key, but for what says nothing of anybody."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self.app = app
+        self._key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _is_open(scope) or self._known(Headers(scope=scope)):
+            return await self.app(scope, receive, send)
+        response = response_for(scope["path"], Unauthorized())
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return await response(scope, receive, send)
+
+    def _known(self, headers: Headers) -> bool:
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", "")]
+        if kind.lower() == "bearer":
+            given.append(token.strip())
+        # All are compared, each in constant time; headers are Latin-1 on the wire.
+        known = [hmac.compare_digest(one.encode("latin-1"), self._key) for one in given]
+        return any(known)
+
+
+def _is_open(scope: Scope) -> bool:
+    path: str = scope["path"]
+    if scope["method"] not in ("GET", "HEAD"):
+        return False
+    return path in OPEN_PATHS or (path.startswith(OPEN_FOLDER) and ".." not in path)
+
+
+class Body:
+    """Reads a request's body before anything else, and refuses one that is too much.
+
+    Too many bytes are 413, too many brackets within brackets 400, too slow 408. Behind it a body
+    is there at once, and `receive` waits for nothing but the client's leaving.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return await self.app(scope, receive, send)
+        try:
+            body = await self._read(scope, receive)
+        except ServerError as error:
+            response = response_for(scope["path"], error)
+            response.headers["Connection"] = "close"  # the rest of the body is not read
+            return await response(scope, receive, send)
+        if body is None:
+            return None
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return await self.app(scope, replay, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Return the body; None if the client has gone."""
+        limit = self._settings.max_body_bytes
+        told = Headers(scope=scope).get("content-length", "0")
+        if told.isdigit() and (len(told) > 18 or int(told) > limit):
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > limit:
+                        raise _too_large(limit)
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            seconds = self._settings.body_timeout_seconds
+            raise ServerError(
+                f"the body did not arrive within {seconds:.0f} s", status=408
+            ) from None
+        body = b"".join(parts)
+        if too_deep(body, self._settings.max_depth):
+            raise BadRequest(
+                f"the body has more than {self._settings.max_depth} brackets within brackets",
+                code="too_deep",
+            )
+        return body
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {limit:,} bytes", code="body_too_large")
+
+
+_TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_BRACKETS = re.compile(rb"[\[{\]}]")
+
+
+def too_deep(body: bytes, most: int) -> bool:
+    """Tell whether JSON has more than `most` brackets within brackets; linear, no recursion.
+
+    >>> too_deep(b'[[1]]', 2), too_deep(b'[[[1]]]', 2), too_deep(b'["[[[["]', 2)
+    (False, True, False)
+    """
+    if body.count(b"[") + body.count(b"{") <= most:
+        return False
+    depth = 0
+    for bracket in _BRACKETS.findall(_TEXTS.sub(b"", body)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > most:
+            return True
+    return False
+
+
+# ---- the process
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which drains the engine before it stops, and stops when the engine has died.
+
+    The first signal: no more requests are taken in, `/ready` says so, and those that are open go
+    on to their end, or for `drain_timeout_seconds`. The second signal ends it at once.
+    """
+
+    def __init__(self, service: Service, **settings: Any) -> None:
+        self.service = service
+        config = uvicorn.Config(
+            create_app(service),
+            host=service.settings.host,
+            port=service.settings.port,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+            h11_max_incomplete_event_size=64 * 1024,
+            **settings,
+        )
+        super().__init__(config)
+        self.dead = False
+        """Whether the engine's thread has ended by itself."""
+        service.died.append(self._engine_died)
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; the second time, stop at once."""
+        if self.service.draining:
+            self.should_exit = True
+            self.force_exit = sig == signal.SIGINT
+            return
+        self.drain()
+
+    def drain(self) -> None:
+        """Take nothing more in, and stop when what is open has ended."""
+        self.service.draining = True
+        threading.Thread(target=self._drain, name="penstock-drain", daemon=True).start()
+
+    def _drain(self) -> None:
+        try:
+            self.service.engine.drain(self.service.settings.drain_timeout_seconds)
+        finally:
+            self.should_exit = True
+
+    def _engine_died(self) -> None:
+        self.dead = True
+        asyncio.get_running_loop().call_later(GOODBYE_SECONDS, self._stop)
+
+    def _stop(self) -> None:
+        self.should_exit = True

@@ -1,0 +1,212 @@
+"""What the prefix cache holds and what it would do: `/v1/cache/...`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.engine.core import Core
+from penstock.engine.request import TokenId
+from penstock.engine.stats import Stats
+from penstock.prefix.explanation import Explanation
+from penstock.prefix.node import NodeView
+from penstock.server.errors import BadRequest
+from penstock.server.openai import ERRORS
+from penstock.server.service import Service
+
+MOST_NODES = 10_000
+"""Nodes that one answer tells of."""
+
+
+class Tier(BaseModel):
+    """Where KV is kept."""
+
+    state: Literal["on", "off"]
+    used_bytes: int
+    limit_bytes: int
+
+
+class Tiers(BaseModel):
+    """All of them, the fastest first."""
+
+    ram: Tier
+    ssd: Tier = Tier(state="off", used_bytes=0, limit_bytes=0)
+
+
+class CacheStats(BaseModel):
+    """The engine's figures; their fields are described in docs/engine.md."""
+
+    stats: Stats
+    hit_rate: float
+    """Share of all prompt tokens that were not computed again."""
+    tiers: Tiers
+
+    @classmethod
+    def of(cls, stats: Stats) -> Self:
+        """Tell of figures."""
+        ram = Tier(state="on", used_bytes=stats.used_bytes, limit_bytes=stats.limit_bytes)
+        return cls(stats=stats, hit_rate=stats.hit_rate, tiers=Tiers(ram=ram))
+
+
+class Node(BaseModel):
+    """A node of the prefix tree."""
+
+    id: int
+    parent: int | None
+    """The id of the node in front of it; None at the beginning of a prompt."""
+    start: int
+    """Tokens in front of it."""
+    end: int
+    """Tokens in front of what follows it."""
+    nbytes: int
+    pins: int
+    """Answers that read it now."""
+    hits: int
+    """Times it was read after it was made."""
+    idle_seconds: float
+    """Since it was used last."""
+    held_seconds: float
+    """For how long it is still held by somebody's wish."""
+    text: str | None = None
+    """Its first words, if they were asked for."""
+
+
+class Tree(BaseModel):
+    """The prefix tree, parents before children."""
+
+    nodes: list[Node]
+    left_out: int
+    """Nodes that are not told of here, because there are too many."""
+    count: int
+    """Nodes in all."""
+    tokens: int
+    """Tokens in all."""
+    nbytes: int
+    """Bytes in all."""
+
+
+class Question(BaseModel):
+    """A prompt that may come: messages, a text, or tokens."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | None = None
+    cache_salt: str | None = Field(None, max_length=1_000)
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError("give either messages or prompt")
+        return self
+
+
+class Cleared(BaseModel):
+    """What was given up."""
+
+    nodes: int
+    nbytes: int
+    """Of keys and values."""
+
+
+def router(service: Service) -> APIRouter:
+    """Make the routes; they need the key if the server has one."""
+    router = APIRouter(prefix="/v1/cache", tags=["cache"], responses=ERRORS)
+
+    @router.get("/stats")
+    async def stats() -> CacheStats:
+        """Tell what is held, for what, and how much of the prompts was served from it."""
+        return CacheStats.of(await service.ask(Core.stats))
+
+    @router.get("/tree")
+    async def tree(
+        text: Annotated[
+            bool, Query(description="Whether to show each node's first words.")
+        ] = False,
+    ) -> Tree:
+        """Tell every node of the prefix tree; no text of prompts unless it is asked for."""
+        views = await service.ask(Core.tree)
+        made = tree_of(views, MOST_NODES)
+        if text:
+            await service.work(partial(_add_text, service.tokenizer, made, views))
+        return made
+
+    @router.post("/explain")
+    async def explain(question: Question) -> Explanation:
+        """Tell how far a prompt would match now, and why no further; changes nothing."""
+        tokens = await service.work(partial(_tokens, service, question))
+        salt = question.cache_salt or ""
+        return await service.ask(partial(_explain, tokens=tokens, salt=salt))
+
+    @router.delete("")
+    async def clear() -> Cleared:
+        """Give up all prefixes that nobody reads at the moment."""
+        return await service.ask(_clear)
+
+    return router
+
+
+def tree_of(views: Sequence[NodeView], most: int) -> Tree:
+    """Tell of the tree; of too many nodes those are left out that were used longest ago."""
+    shown = sorted(views, key=lambda view: view.start)  # a parent lies in front of its children
+    if len(views) > most:
+        # A node is pinned and touched with all that is in front of it: no parent is left out.
+        newest = sorted(shown, key=lambda view: (view.idle_seconds, view.start))[:most]
+        kept = {view.id for view in newest}
+        shown = [view for view in shown if view.id in kept]
+    return Tree(
+        nodes=[_node(view) for view in shown],
+        left_out=len(views) - len(shown),
+        count=len(views),
+        tokens=sum(view.end - view.start for view in views),
+        nbytes=sum(view.nbytes for view in views),
+    )
+
+
+def _node(view: NodeView) -> Node:
+    return Node(
+        id=view.id,
+        parent=view.parent,
+        start=view.start,
+        end=view.end,
+        nbytes=view.nbytes,
+        pins=view.pins,
+        hits=view.hits,
+        idle_seconds=view.idle_seconds,
+        held_seconds=view.held_seconds,
+    )
+
+
+def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
+    tokens = {view.id: view.tokens for view in views}
+    for node in tree.nodes:
+        node.text = str(tokenizer.decode(list(tokens[node.id])))
+
+
+def _tokens(service: Service, question: Question) -> tuple[int, ...]:
+    if question.messages is not None:
+        return service.prompts.render(question.messages, question.tools)
+    if isinstance(question.prompt, str):
+        return service.prompts.encode(question.prompt)
+    return tuple(question.prompt or ())
+
+
+def _explain(core: Core, tokens: Sequence[int], salt: str) -> Explanation:
+    size = core.runner.vocabulary_size
+    if tokens and max(tokens) >= size:
+        raise BadRequest(
+            f"prompt has token {max(tokens)}; the model knows {size} tokens", param="prompt"
+        )
+    return core.explain(tokens, salt)
+
+
+def _clear(core: Core) -> Cleared:
+    tree = core.prefixes.tree
+    nodes, nbytes = len(tree), tree.nbytes
+    core.prefixes.clear()
+    return Cleared(nodes=nodes - len(tree), nbytes=nbytes - tree.nbytes)

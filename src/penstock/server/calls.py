@@ -1,0 +1,70 @@
+"""Calls that a client demands: a grammar that lets the model say nothing else.
+
+Possible where a model writes its calls as JSON between two marks, as most do; which tool it
+calls, and with what, stays its own choice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.server.errors import BadRequest
+
+_PROBE = {"name": "probe", "arguments": {"n": 1}}
+
+
+def call_grammar(
+    tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None, name: str | None = None
+) -> str:
+    """Return the grammar of one call.
+
+    Args:
+        tokenizer: mlx-lm's wrapper, which knows how its model writes calls.
+        tools: what is offered, in OpenAI's form.
+        name: of the tool that is to be called; None is any of them.
+
+    Raises:
+        BadRequest: there is no such tool, or this model writes its calls in another way.
+    """
+    functions = [tool["function"] for tool in tools or ()]
+    wanted = [function for function in functions if name in (None, function["name"])]
+    if not wanted:
+        what = "no tool" if name is None else f"no tool named {name[:80]!r}"
+        raise BadRequest(f"tool_choice: {what} is offered", param="tool_choice")
+    if not _writes_json(tokenizer):
+        raise BadRequest(
+            "tool_choice can be auto or none with this model: how it writes its calls cannot be "
+            "kept to",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    call = json.dumps({"anyOf": [_schema(function) for function in wanted]})
+    start, end = (json.dumps(mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end))
+    return f'start: {start} "\\n"? call "\\n"? {end}\ncall: %json {call}\n'
+
+
+def _writes_json(tokenizer: Any) -> bool:
+    """Tell whether the model's calls are JSON between marks, by what mlx-lm's parser reads."""
+    if not (getattr(tokenizer, "has_tool_calling", False) and tokenizer.tool_call_end):
+        return False
+    try:
+        read = tokenizer.tool_parser(json.dumps(_PROBE), None)
+    # A boundary: a parser of another way of writing may raise anything.
+    except Exception:  # noqa: BLE001
+        return False
+    return bool(read == _PROBE)
+
+
+def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call of one function."""
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": function["name"]},
+            "arguments": function.get("parameters") or {"type": "object"},
+        },
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }

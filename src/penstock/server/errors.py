@@ -1,0 +1,279 @@
+"""Every error of the server, and the one place that makes a response of it.
+
+an exception ──problem_of──> Problem ──body_for(path)──> OpenAI's or Anthropic's error object
+
+Errors that are meant for a client say what was wrong, how much, and what to do. Of all others it
+is told nothing: what they say may be somebody else's prompt, or a path of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from penstock.errors import (
+    EngineStopped,
+    LedgerFull,
+    NeverFits,
+    PenstockError,
+    QueueFull,
+    SettingError,
+)
+
+RETRY_SECONDS = 2
+"""What a client is told to wait when there is no room at the moment."""
+ANTHROPIC_PATHS = "/v1/messages"
+"""Under it, errors have Anthropic's form; everywhere else OpenAI's."""
+SHOWN_CHARACTERS = 80
+"""Of a wrong value, at most, in a message."""
+
+
+class ServerError(PenstockError):
+    """A request that cannot be answered; `status` is HTTP's.
+
+    Args:
+        message: what was wrong, how much, and what to do.
+        status: of the response; the class's own if it is not given.
+        code: a word for programs, as "context_length_exceeded".
+        param: the field of the request that is wrong, as "messages.0.content".
+    """
+
+    status = 500
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        if status is not None:
+            self.status = status
+        self.code = code
+        self.param = param
+
+
+class BadRequest(ServerError):
+    """A field has a value that cannot be served."""
+
+    status = 400
+
+
+class Unauthorized(ServerError):
+    """The key is missing or wrong."""
+
+    status = 401
+
+    def __init__(self, message: str = "the API key is missing or wrong") -> None:
+        super().__init__(message, code="invalid_api_key")
+
+
+class NotFound(ServerError):
+    """There is no such thing."""
+
+    status = 404
+
+
+class TooLarge(ServerError):
+    """The body is larger than it may be."""
+
+    status = 413
+
+
+class ClientGone(ServerError):
+    """Who asked does not wait any more; nobody reads this answer."""
+
+    status = 499
+
+
+class TooSlow(ServerError):
+    """Who asked does not read its answer; it was cancelled."""
+
+    status = 408
+
+
+class TimedOut(ServerError):
+    """The answer did not end in the time that it had."""
+
+    status = 504
+
+    def __init__(self, message: str = "the answer did not end within --request-timeout") -> None:
+        super().__init__(message, code="timeout")
+
+
+class Unavailable(ServerError):
+    """The server is stopping, or its engine has stopped."""
+
+    status = 503
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a client is told of an error."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def problem_of(error: BaseException) -> Problem:
+    """Say what a client is told of any exception; of those not meant for it, nothing."""
+    if isinstance(error, ServerError):
+        return Problem(error.status, str(error), error.code, error.param, _retry(error.status))
+    if isinstance(error, NeverFits):
+        return Problem(400, str(error), "context_length_exceeded")
+    if isinstance(error, QueueFull):
+        return Problem(429, str(error), "queue_full", headers=_retry(429))
+    if isinstance(error, LedgerFull):
+        return Problem(503, str(error), "out_of_memory", headers=_retry(503))
+    if isinstance(error, EngineStopped):
+        return Problem(503, str(error), "engine_stopped", headers=_retry(503))
+    if isinstance(error, PenstockError):
+        return _own(error)
+    if isinstance(error, RequestValidationError | ValidationError):
+        return _validation(error.errors())
+    if isinstance(error, HTTPException):
+        return Problem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    if isinstance(error, TimeoutError):
+        return Problem(504, "this took too long", "timeout")
+    return Problem(500, "something went wrong inside the server; its log says more")
+
+
+def _own(error: PenstockError) -> Problem:
+    """Tell of an error that the engine has raised on purpose."""
+    if error.status == 500:  # a model's code has failed: what it said may quote the prompt
+        return Problem(500, "the model failed on this request; the server's log says more")
+    if error.status == 503:
+        return Problem(503, str(error), "out_of_memory", headers=_retry(503))
+    code = "invalid_value" if isinstance(error, SettingError) else None
+    return Problem(error.status, str(error), code)
+
+
+def _retry(status: int) -> dict[str, str]:
+    return {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
+
+
+def _validation(errors: Sequence[Any]) -> Problem:
+    """Tell of the first field that has the wrong form; an unknown number of others may follow."""
+    first: Mapping[str, Any] = errors[0] if errors else {}
+    where = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
+    message = str(first.get("msg", "the request has the wrong form"))
+    message = message.removeprefix("Value error, ")
+    if first.get("type") == "json_invalid":
+        message = f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
+        return Problem(400, message, "invalid_json")
+    # The names of the alternatives that were tried stand in the place; no client knows them.
+    where = [part for part in where if part not in _TYPES and "[" not in part]
+    param = ".".join(where) or None
+    if param is None and first.get("type") in ("missing", "model_attributes_type"):
+        return Problem(400, "the body must be a JSON object, sent as application/json")
+    code = "missing_required_parameter" if first.get("type") == "missing" else "invalid_type"
+    return Problem(400, f"{param}: {message}" if param else message, code, param)
+
+
+_TYPES = frozenset({"bool", "dict", "float", "int", "list", "str"})
+
+# ---- what it looks like on the wire
+
+_OPENAI_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def openai_body(problem: Problem) -> dict[str, Any]:
+    """Return OpenAI's error object.
+
+    >>> openai_body(Problem(400, "n: too many", "invalid_value", "n"))["error"]["param"]
+    'n'
+    """
+    kind = "invalid_request_error" if problem.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": problem.message,
+            "type": _OPENAI_KINDS.get(problem.status, kind),
+            "param": problem.param,
+            "code": problem.code,
+        }
+    }
+
+
+def anthropic_body(problem: Problem) -> dict[str, Any]:
+    """Return Anthropic's error object.
+
+    >>> anthropic_body(Problem(429, "full"))["error"]["type"]
+    'rate_limit_error'
+    """
+    kind = "invalid_request_error" if problem.status < 500 else "api_error"
+    kind = _ANTHROPIC_KINDS.get(problem.status, kind)
+    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+
+
+def body_for(path: str, problem: Problem) -> dict[str, Any]:
+    """Return the error object in the form that clients of a path expect."""
+    if path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/"):
+        return anthropic_body(problem)
+    return openai_body(problem)
+
+
+class ErrorResponse(JSONResponse):
+    """An error as JSON; also a text that is no Unicode passes, escaped."""
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content, ascii_only=True)
+
+
+def response_for(path: str, error: BaseException) -> JSONResponse:
+    """Make the response that tells of any exception."""
+    problem = problem_of(error)
+    return ErrorResponse(body_for(path, problem), problem.status, problem.headers)
+
+
+_UNICODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_ASCII = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+
+def dumps(content: Any, *, ascii_only: bool = False) -> bytes:
+    """Write JSON in UTF-8; what has no form in it is escaped, numbers that are none are null."""
+    try:
+        return (_ASCII if ascii_only else _UNICODE).encode(content).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, as a client may send it
+        return dumps(content, ascii_only=True)
+    except ValueError:
+        return dumps(_finite(content), ascii_only=ascii_only)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return content

@@ -1,0 +1,258 @@
+"""OpenAI's wire format: what requests hold, checked once, and what it means to the engine.
+
+Fields that are not known are passed over, as OpenAI does; those that are known have their type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.config import TEMP
+from penstock.engine.constraint import json_schema_grammar
+from penstock.engine.request import Request, Sampling
+from penstock.errors import SettingError
+from penstock.server.errors import BadRequest
+from penstock.server.prompts import check_text
+from penstock.server.service import Service
+
+LEAST_TOP_P = 1e-6
+"""OpenAI allows 0, and means the likeliest token."""
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 256
+
+Name = Annotated[str, Field(max_length=256)]
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Form(BaseModel):
+    """Base of all that clients send: strict about types, lenient about names."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class StreamOptions(Form):
+    """What a stream holds besides the answer."""
+
+    include_usage: bool | None = None
+    """Whether a last chunk says what the request took."""
+
+
+class JsonSchema(Form):
+    """A schema that the answer must keep to."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Form):
+    """The form of the answer: any text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class FunctionTool(Form):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Form):
+    """A tool that the model may call; there are functions alone."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class Sampled(Form):
+    """How tokens are chosen, and for whom; common to all ways of asking."""
+
+    model: Name | None = None
+    """Any name is served by the one model there is."""
+    temperature: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
+    """0, which is the default here, takes the likeliest token."""
+    top_p: float | None = Field(None, ge=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    """0 and -1 draw from all tokens."""
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
+    logit_bias: dict[str, float] | None = Field(None, max_length=4_096)
+    """Token ids and what is added to their logits, -100 to 100."""
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=1_024)] | None = None
+    """Prefixes of requests with a key are kept longer than others."""
+    cache_salt: Annotated[str, Field(max_length=1_024)] | None = None
+    """Only requests of the same salt share what was computed."""
+
+    def sampling(self, *, logprobs: bool = False, top_logprobs: int = 0) -> Sampling:
+        """Return the rules by which tokens are chosen.
+
+        Raises:
+            BadRequest: a bias that is none.
+        """
+        return Sampling(
+            temperature=TEMP if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=_bias(self.logit_bias or {}),
+            seed=self.seed,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+        )
+
+    def request(
+        self,
+        service: Service,
+        prompt: Sequence[int],
+        *,
+        sampling: Sampling,
+        max_tokens: int | None,
+        stop: str | list[str] | None = None,
+        n: int = 1,
+        grammar: str | None = None,
+    ) -> Request:
+        """Return what the engine is asked."""
+        settings = service.settings
+        if self.cache_salt is not None:
+            check_text(self.cache_salt, "cache_salt")
+        return Request(
+            prompt=tuple(prompt),
+            max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
+            sampling=sampling,
+            stop=_stops(stop),
+            n=n,
+            timeout_seconds=settings.request_timeout_seconds,
+            salt=self.cache_salt or "",
+            grammar=grammar,
+            hold_seconds=settings.hold_seconds if self.prompt_cache_key else 0.0,
+        )
+
+
+class ChatMessage(Form):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[dict[str, Any] | str] | None = None
+    """A text, or parts of which each is a text."""
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(Sampled):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=16_384)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    stop: str | list[str] | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=512)
+    tool_choice: str | dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed on to the model's chat template."""
+
+
+class CompletionRequest(Sampled):
+    """The body of `POST /v1/completions`."""
+
+    prompt: str | list[str] | list[Id] | list[list[Id]]
+    """A text or its tokens, or several of them."""
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    stop: str | list[str] | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1, le=128)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    """How many of the likeliest tokens are told beside each chosen one."""
+    echo: bool | None = None
+    suffix: str | None = None
+    stream_options: StreamOptions | None = None
+
+
+def grammar_for(schema: dict[str, Any] | bool | None, param: str) -> str:
+    """Return the grammar of a JSON schema, or of any JSON object. Slow: not in an event loop.
+
+    Raises:
+        BadRequest: the schema is none, or of a kind that cannot be kept to.
+    """
+    if isinstance(schema, bool):
+        raise BadRequest(f"{param} must be an object", param=param)
+    try:
+        return json_schema_grammar(schema)
+    except SettingError as error:
+        raise BadRequest(str(error), param=param, code="invalid_schema") from error
+
+
+def grammar_of(wanted: ResponseFormat | None) -> str | None:
+    """Return the grammar of a `response_format`; None if any text will do. Slow, as above."""
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return grammar_for(None, "response_format")
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise BadRequest(
+            "response_format.json_schema.schema is missing", param="response_format.json_schema"
+        )
+    return grammar_for(wanted.json_schema.schema_, "response_format.json_schema.schema")
+
+
+def offered(
+    tools: Sequence[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None
+) -> list[dict[str, Any]] | None:
+    """Return the tools that a prompt offers, as `tool_choice` wants it.
+
+    Raises:
+        BadRequest: a call is demanded, which cannot be kept to.
+    """
+    if tool_choice is not None and tool_choice not in ("auto", "none"):
+        raise BadRequest(
+            "tool_choice can be auto or none: whether it calls is left to the model",
+            param="tool_choice",
+            code="unsupported_value",
+        )
+    return list(tools) if tools and tool_choice != "none" else None
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    made = {}
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise BadRequest(f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
+        if not -100.0 <= bias <= 100.0:
+            raise BadRequest("logit_bias: a bias is -100 to 100", param="logit_bias")
+        made[int(token)] = bias
+    return made
+
+
+def _stops(given: str | list[str] | None) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given or []
+    if len(stops) > MOST_STOPS:
+        raise BadRequest(f"stop: at most {MOST_STOPS} texts", param="stop")
+    for stop in stops:
+        if not 0 < len(stop) <= MOST_STOP_CHARACTERS:
+            raise BadRequest(
+                f"stop: a text has 1 to {MOST_STOP_CHARACTERS} characters", param="stop"
+            )
+    return tuple(stops)

@@ -1,0 +1,340 @@
+"""`/v1/live`, a stream of what the engine does, and the page at `/` that draws it.
+
+    engine ──ask, twice a second──> Pulse ──the newest snapshot──> stream, stream, ...
+
+However many look on, the engine is asked once. Who reads slowly misses snapshots, and nothing
+is kept for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.engine.core import Core
+from penstock.engine.stats import Stats
+from penstock.errors import EngineStopped
+from penstock.prefix.node import NodeView
+from penstock.server.cache import CacheStats, Tree, tree_of
+from penstock.server.errors import NotFound, Unavailable
+from penstock.server.service import Service
+from penstock.server.sse import Stream, data
+
+WATCHED_SECONDS = 0.5
+"""Between two snapshots while somebody looks on."""
+UNWATCHED_SECONDS = 2.0
+"""Between two entries of the history while nobody does."""
+HISTORY_SECONDS = 300
+TREE_SECONDS = 10.0
+"""After which a tree that has not changed is told again: what is cold has become colder."""
+TREE_SECONDS_A_NODE = 0.000_5
+"""Between two looks at a large tree, for each of its nodes: a look takes a hundredth of it."""
+RATE_SECONDS = 1.4
+"""Over which a speed is measured."""
+MOST_WATCHERS = 64
+SHOWN_NODES = 250
+SHOWN_REQUESTS = 40
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""Files with other names are not served."""
+
+
+class History(BaseModel):
+    """What was in the last minutes, a column each, oldest first."""
+
+    at_seconds: list[float]
+    limit_bytes: list[int]
+    by_kind: dict[str, list[int]]
+    generated_per_second: list[float]
+
+
+class Snapshot(CacheStats):
+    """What one event of `/v1/live` tells."""
+
+    at_seconds: float
+    """Since 1970."""
+    model: str
+    version: str
+    max_batch_size: int
+    generated_per_second: float
+    prefilled_per_second: float
+    requests: list[dict[str, Any]]
+    """The last ones, oldest first: figures and an explanation, no text."""
+    tree: Tree | None = None
+    """None if it has not changed since the last event."""
+    history: History | None = None
+    """In the first event alone."""
+
+
+class Moment(NamedTuple):
+    """What is remembered of a look at the engine."""
+
+    at_seconds: float
+    stats: Stats
+    generated_per_second: float
+    prefilled_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the engine's thread tells."""
+
+    stats: Stats
+    max_batch_size: int
+    mark: object
+    """Equal as long as the tree is."""
+    tree: list[NodeView] | None
+
+
+class Pulse:
+    """Looks at the engine again and again, and tells whoever looks on. Lives in the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.watchers = 0
+        self.history: deque[Moment] = deque(maxlen=int(HISTORY_SECONDS / WATCHED_SECONDS))
+        self._ended = False
+        self._number = 0
+        self._newest: Look | None = None
+        self._tree: Tree | None = None
+        self._tree_number = 0
+        self._tree_seconds = 0.0
+        self._tree_nodes = 0
+        self._mark: object = None
+        self._changed = asyncio.Condition()
+        self._wanted = asyncio.Event()
+
+    async def run(self) -> None:
+        """Be the task that looks; ends with the engine."""
+        try:
+            while not self.service.draining:
+                self._wanted.clear()  # before the look: who comes meanwhile is not missed
+                try:
+                    await self._look()
+                except EngineStopped:
+                    return
+                pause = WATCHED_SECONDS if self.watchers else UNWATCHED_SECONDS
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wanted.wait(), pause)
+        finally:
+            self._ended = True
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def snapshots(self) -> AsyncIterator[Snapshot]:
+        """Yield what there is now, and what changes, until the server stops."""
+        self.watchers += 1
+        try:
+            seen, tree_seen = self._number, 0
+            self._wanted.set()
+            history = True
+            while await self._next(seen):
+                seen = self._number
+                if self._tree is None:  # this look began when nobody wanted one
+                    continue
+                tree = self._tree if tree_seen != self._tree_number else None
+                tree_seen = self._tree_number
+                yield self._snapshot(tree, history)
+                history = False
+        finally:
+            self.watchers -= 1
+
+    async def _next(self, seen: int) -> bool:
+        """Wait for the next look; False if there will be none."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._ended or self._number != seen)
+        return not self._ended
+
+    async def _look(self) -> None:
+        now = time.time()
+        age = now - self._tree_seconds
+        mark = None if age > TREE_SECONDS else self._mark
+        due = self.watchers > 0 and age >= self._tree_nodes * TREE_SECONDS_A_NODE
+        look = await self.service.ask(partial(_look, tree=due, mark=mark))
+        self._remember(now, look.stats)
+        if look.tree is not None:
+            self._tree = tree_of(look.tree, SHOWN_NODES)
+            self._tree_number += 1
+            self._tree_nodes = len(look.tree)
+            self._tree_seconds, self._mark = now, look.mark
+        self._newest = look
+        self._number += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _remember(self, now: float, stats: Stats) -> None:
+        generated = prefilled = 0.0
+        lately = [past for past in self.history if now - past.at_seconds < RATE_SECONDS]
+        before = lately[0] if lately else self.history[-1] if self.history else None
+        if before is not None and now > before.at_seconds:
+            seconds = now - before.at_seconds
+            generated = (stats.generated_tokens - before.stats.generated_tokens) / seconds
+            prefilled = (stats.prefilled_tokens - before.stats.prefilled_tokens) / seconds
+        self.history.append(Moment(now, stats, generated, prefilled))
+
+    def _snapshot(self, tree: Tree | None, history: bool) -> Snapshot:
+        look, now = self._newest, self.history[-1]
+        assert look is not None  # `_number` counts looks
+        recent = list(self.service.recent)[-SHOWN_REQUESTS:]
+        return Snapshot(
+            **dict(CacheStats.of(look.stats)),
+            at_seconds=now.at_seconds,
+            model=self.service.model_name,
+            version=__version__,
+            max_batch_size=look.max_batch_size,
+            generated_per_second=now.generated_per_second,
+            prefilled_per_second=now.prefilled_per_second,
+            requests=[request.record() for request in recent],
+            tree=tree,
+            history=self._history(now.at_seconds) if history else None,
+        )
+
+    def _history(self, now: float) -> History:
+        shown = [past for past in self.history if now - past.at_seconds <= HISTORY_SECONDS]
+        kinds = shown[-1].stats.by_kind
+        return History(
+            at_seconds=[past.at_seconds for past in shown],
+            limit_bytes=[past.stats.limit_bytes for past in shown],
+            by_kind={kind: [past.stats.by_kind[kind] for past in shown] for kind in kinds},
+            generated_per_second=[past.generated_per_second for past in shown],
+        )
+
+
+def router(service: Service) -> APIRouter:
+    """Make the routes of the stream and of the page."""
+    pulse = Pulse(service)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(pulse.run())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    router = APIRouter(lifespan=lifespan)
+
+    @router.get("/v1/live", tags=["cache"], response_model=Snapshot, include_in_schema=False)
+    async def live(http: HttpRequest) -> Response:
+        """Stream snapshots of the engine as server-sent events, without end."""
+        if pulse.watchers >= MOST_WATCHERS:
+            raise Unavailable(f"{MOST_WATCHERS} look on already; close a page", code="too_many")
+        if service.draining:
+            raise Unavailable("the server is shutting down", code="shutting_down")
+        if not service.alive:
+            raise EngineStopped("the engine has stopped")
+        return Stream(service, http.url.path, None, _events(pulse))
+
+    _add_page(router)
+    return router
+
+
+async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
+    async for snapshot in pulse.snapshots():
+        yield data(snapshot.model_dump(exclude_none=False), "snapshot")
+
+
+def _look(core: Core, tree: bool, mark: object) -> Look:
+    """Look at the engine, on its thread."""
+    stats = core.stats()
+    # Whatever changes the tree, or what is pinned in it, changes one of these.
+    now = (
+        stats.nodes,
+        stats.held_tokens,
+        stats.evicted_nodes,
+        stats.copied_bytes,
+        stats.prompt_tokens,
+        stats.finished,
+        stats.parkings,
+        stats.prefilling,
+        stats.running,
+    )
+    nodes = core.tree() if tree and now != mark else None
+    return Look(stats, core.limits.max_batch_size, now, nodes)
+
+
+# ---- the page
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file of the page, read once."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+    def respond(self, http: HttpRequest) -> Response:
+        """Answer with the file, or with 304 if the browser has it."""
+        headers = {**PAGE_HEADERS, "ETag": self.etag}
+        if self.etag in http.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, media_type=self.content_type, headers=headers)
+
+
+def page_files() -> dict[str, PageFile]:
+    """Read the page's files, by their paths."""
+    found: dict[str, PageFile] = {}
+    _read(files("penstock.server") / "page", "", found)
+    return found
+
+
+def _read(folder: Traversable, path: str, found: dict[str, PageFile]) -> None:
+    for entry in folder.iterdir():
+        name = f"{path}{entry.name}"
+        if entry.is_dir():
+            _read(entry, f"{name}/", found)
+        elif (kind := TYPES.get(f".{entry.name.rpartition('.')[2]}")) is not None:
+            content = entry.read_bytes()
+            etag = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
+            found[name] = PageFile(content, kind, etag)
+
+
+def _add_page(router: APIRouter) -> None:
+    """Add the page: its files and no others, whatever path is asked for."""
+    found = page_files()
+
+    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page(http: HttpRequest) -> Response:
+        return found["index.html"].respond(http)
+
+    @router.api_route("/favicon.ico", methods=["GET", "HEAD"], include_in_schema=False)
+    async def icon(http: HttpRequest) -> Response:
+        return found["icon.svg"].respond(http)
+
+    @router.api_route("/page/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
+    async def file(name: str, http: HttpRequest) -> Response:
+        if name not in found:
+            raise NotFound("the page has no such file")
+        return found[name].respond(http)

@@ -1,0 +1,70 @@
+"""Log-probabilities of tokens in OpenAI's two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.engine.request import Token
+
+MOST_TEXTS = 65_536
+"""Tokens whose text is remembered."""
+
+
+class Logprobs:
+    """Writes what tokens read like, and how likely they were."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def text(self, token: int) -> str:
+        """Return what one token reads like, by itself."""
+        found = self._texts.get(token)
+        if found is None:
+            found = str(self._tokenizer.decode([token]))
+            if len(self._texts) >= MOST_TEXTS:
+                self._texts.clear()
+            self._texts[token] = found
+        return found
+
+    def chat(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        """Return the `content` of a chat choice's logprobs."""
+        return [
+            {
+                **self._one(token.token, token.logprob),
+                "top_logprobs": [self._one(other, value) for other, value in token.top],
+            }
+            for token in tokens
+        ]
+
+    def completion(self, tokens: Sequence[Token], offset: int = 0) -> dict[str, Any]:
+        """Return the logprobs of a completion's choice.
+
+        Args:
+            tokens: of this choice, or of this chunk of it.
+            offset: characters of the text before them.
+        """
+        texts = [self.text(token.token) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                {self.text(other): value for other, value in token.top} for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+    def _one(self, token: int, value: float | None) -> dict[str, Any]:
+        text = self.text(token)
+        # A part of a character has no text of its own, and its bytes are not known here.
+        known = "\ufffd" not in text
+        return {
+            "token": text,
+            "logprob": value,
+            "bytes": list(text.encode(errors="replace")) if known else None,
+        }

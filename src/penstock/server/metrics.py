@@ -1,0 +1,163 @@
+"""`/metrics`: the engine's figures and what clients wait for, as Prometheus reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+
+from penstock.engine.core import Core
+from penstock.engine.stats import Stats, StepTimes
+from penstock.errors import EngineStopped
+from penstock.server.service import Recent, Service
+
+FIRST_TOKEN_SECONDS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+NEXT_TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
+)  # fmt: skip
+
+
+class Metrics:
+    """What is counted beside the engine; a listener of the service."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.engine = EngineMetrics()
+        self.registry.register(self.engine)
+        self._requests = Counter(
+            "penstock_requests",
+            "Requests that have ended, by their path and by how they ended.",
+            ("path", "finish"),
+            registry=self.registry,
+        )
+        self._first = Histogram(
+            "penstock_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=FIRST_TOKEN_SECONDS,
+            registry=self.registry,
+        )
+        self._next = Histogram(
+            "penstock_inter_token_seconds",
+            "From one token of an answer to the next.",
+            buckets=NEXT_TOKEN_SECONDS,
+            registry=self.registry,
+        )
+
+    def first_token(self, seconds: float) -> None:
+        """Count the first token of a request."""
+        self._first.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """Count another token of an answer."""
+        self._next.observe(seconds)
+
+    def ended(self, recent: Recent) -> None:
+        """Count the end of a request."""
+        self._requests.labels(recent.label, recent.finish or recent.state).inc()
+
+
+class EngineMetrics(Collector):
+    """The engine's figures, as they were when `stats` was set; None if it is gone."""
+
+    def __init__(self) -> None:
+        self.stats: Stats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what there is to tell."""
+        up = 0 if self.stats is None else 1
+        yield _gauge("engine_up", "Whether the engine's thread runs.", up)
+        if self.stats is None:
+            return
+        yield from _memory(self.stats)
+        yield from _work(self.stats)
+        yield from _steps({"decode": self.stats.decode, "prefill": self.stats.prefill})
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: the names are not asked for."""
+        yield from ()
+
+
+def router(service: Service) -> APIRouter:
+    """Make the route, and begin to count."""
+    router = APIRouter(tags=["metrics"])
+    metrics = Metrics()
+    service.listeners.append(metrics)
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def scrape(http: HttpRequest) -> Response:
+        """Tell all figures in Prometheus' text format."""
+        try:
+            stats = await service.ask(Core.stats)
+        except EngineStopped:
+            stats = None
+        metrics.engine.stats = stats  # nothing awaits until it is written
+        encode, content_type = choose_encoder(http.headers.get("accept", ""))
+        return Response(encode(metrics.registry), media_type=content_type)
+
+    return router
+
+
+def _memory(stats: Stats) -> Iterator[Metric]:
+    yield _gauge("memory_limit_bytes", "The limit that is never passed.", stats.limit_bytes)
+    used = GaugeMetricFamily(
+        "penstock_memory_used_bytes", "Held or promised, by what it is for.", labels=["kind"]
+    )
+    for kind, nbytes in stats.by_kind.items():
+        used.add_metric([kind], nbytes)
+    yield used
+    yield _gauge("memory_held_bytes", "Of those, what is there now.", stats.held_bytes)
+    yield _gauge("memory_active_bytes", "What MLX says is allocated.", stats.active_bytes)
+    yield _gauge("tree_nodes", "Nodes of the prefix tree.", stats.nodes)
+    yield _gauge("tree_tokens", "Tokens in the prefix tree.", stats.held_tokens)
+    yield _counter("evicted_nodes", "Nodes that were given up.", stats.evicted_nodes)
+    yield _counter("evicted_bytes", "Bytes of nodes that were given up.", stats.evicted_bytes)
+    yield _counter("copied_bytes", "KV copied by splits and merges.", stats.copied_bytes)
+
+
+def _work(stats: Stats) -> Iterator[Metric]:
+    states = GaugeMetricFamily(
+        "penstock_answers", "Answers that are open, by their state.", labels=["state"]
+    )
+    for state in ("waiting", "prefilling", "running", "parked"):
+        states.add_metric([state], getattr(stats, state))
+    yield states
+    yield _counter("answers_started", "Answers that were asked for.", stats.requests)
+    yield _counter("answers_finished", "Answers that have ended.", stats.finished)
+    yield _counter("answers_failed", "Of those, ended with an error.", stats.failed)
+    yield _counter("prompt_tokens", "Tokens of prompts that were let in.", stats.prompt_tokens)
+    yield _counter("hit_tokens", "Of those, read and not computed.", stats.hit_tokens)
+    yield _counter("prefilled_tokens", "Tokens of prompts computed.", stats.prefilled_tokens)
+    yield _counter("generated_tokens", "Tokens generated.", stats.generated_tokens)
+    yield _counter("parkings", "Answers that had to give way for a while.", stats.parkings)
+    yield _counter("out_of_memory", "Times that MLX ran out of memory.", stats.out_of_memory)
+
+
+def _steps(kinds: dict[str, StepTimes]) -> Iterator[Metric]:
+    count = CounterMetricFamily("penstock_steps", "Steps of the engine.", labels=["kind"])
+    seconds = GaugeMetricFamily(
+        "penstock_step_seconds", "Of the last 512 steps.", labels=["kind", "quantile"]
+    )
+    for kind, times in kinds.items():
+        count.add_metric([kind], times.count)
+        seconds.add_metric([kind, "0.5"], times.median_seconds)
+        seconds.add_metric([kind, "0.95"], times.p95_seconds)
+        seconds.add_metric([kind, "1"], times.worst_seconds)
+    yield count
+    yield seconds
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"penstock_{name}", words, value)
+
+
+def _counter(name: str, words: str, value: float) -> Metric:
+    return CounterMetricFamily(f"penstock_{name}", words, value)

@@ -1,0 +1,520 @@
+"""OpenAI's wire format: chat, completions and models; `/v1/responses` has its own file.
+
+body ──Form──> Request ──Service──> events ──Reader──> deltas ──> one object, or chunks
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from penstock.engine.handle import Choice
+from penstock.engine.request import Event, Finish, Token, Usage
+from penstock.server.answers import Delta, Reader, ToolCall, join
+from penstock.server.errors import BadRequest, NotFound, ServerError, dumps
+from penstock.server.forms import (
+    ChatRequest,
+    CompletionRequest,
+    grammar_of,
+    offered,
+)
+from penstock.server.logprobs import Logprobs
+from penstock.server.prompts import client_arguments
+from penstock.server.service import Answering, Service, until_gone
+from penstock.server.sse import EVENT, Stream, data
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MOST_PROMPTS = 128
+"""Prompts of one request."""
+DONE = b"data: [DONE]\n\n"
+
+
+# ---- what is answered; written by hand below, and described by these in the OpenAPI document
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+class PromptDetails(BaseModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+    """Read from what was computed before."""
+
+
+class OpenAIUsage(BaseModel):
+    """What a request took, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: dict[str, Any]
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """All answers to a conversation."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: OpenAIUsage
+
+
+class TextChoice(BaseModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+
+
+class Completion(BaseModel):
+    """All continuations of a prompt."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: OpenAIUsage
+
+
+class Model(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+
+
+class Models(BaseModel):
+    """All models that are served: one."""
+
+    object: str
+    data: list[Model]
+
+
+class Json(JSONResponse):
+    """JSON in which any text and any number has a form."""
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": OpenAIError, "description": text}
+    for status, text in {
+        400: "A field is wrong, or prompt and answer do not fit",
+        401: "The key is missing or wrong",
+        403: "The request names a foreign host",
+        404: "There is no such thing",
+        408: "The body came too slowly",
+        413: "The body is too large",
+        422: "A field is wrong",
+        429: "Too many requests wait",
+        500: "Something went wrong inside",
+        503: "Out of memory, or stopping",
+        504: "The answer did not end in time",
+    }.items()
+}
+"""What any of the routes may answer, for the OpenAPI document."""
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": EVENT}}}
+}
+
+
+def router(service: Service) -> APIRouter:
+    """Return the routes of chat, completions and models."""
+    made = APIRouter(tags=["openai"], responses=ERRORS)
+    logprobs = Logprobs(service.tokenizer)
+
+    @made.post(CHAT, response_model=ChatCompletion, responses=STREAMED)
+    async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
+        """Answer a conversation."""
+        return await _Chat(service, logprobs, body).respond(http)
+
+    @made.post(COMPLETIONS, response_model=Completion, responses=STREAMED)
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        """Continue a text as it is, without a chat template."""
+        return await _Completions(service, logprobs, body).respond(http)
+
+    @made.post("/v1/embeddings", response_model=None, responses={501: {"model": OpenAIError}})
+    async def embeddings() -> Response:
+        """Refuse: this server generates text."""
+        raise ServerError(
+            "embeddings are not served: this server generates text",
+            status=501,
+            code="unsupported_endpoint",
+        )
+
+    @made.get("/v1/models", response_model=Models)
+    async def models() -> Response:
+        """List the models: there is one."""
+        return Json({"object": "list", "data": [_model(service)]})
+
+    @made.get("/v1/models/{model_id:path}", response_model=Model)
+    async def model(model_id: str) -> Response:
+        """Describe a model."""
+        if model_id != service.model_name:
+            raise NotFound(
+                f"there is no model of this name; {service.model_name} is served",
+                code="model_not_found",
+                param="model",
+            )
+        return Json(_model(service))
+
+    return made
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "penstock",
+    }
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Return what a request took, as OpenAI writes it."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class _Chat:
+    """One request for chat."""
+
+    def __init__(self, service: Service, logprobs: Logprobs, body: ChatRequest) -> None:
+        self.service = service
+        self.logprobs = logprobs
+        self.body = body
+        self.head = _head(service, "chatcmpl")
+        self.readers: list[Reader] = []
+
+    async def respond(self, http: HttpRequest) -> Response:
+        """Hand the request in, and answer whole or in chunks."""
+        answering = await self._open(http)
+        if self.body.stream:
+            return Stream(self.service, CHAT, answering, self._chunks(answering))
+        async with answering:
+            choices = await answering.result(http)
+            return Json(self._whole(choices, answering.usage()))
+
+    async def _open(self, http: HttpRequest) -> Answering:
+        body, service = self.body, self.service
+        if body.modalities is not None and body.modalities != ["text"]:
+            raise BadRequest("modalities: this server answers with text only", param="modalities")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise BadRequest("top_logprobs needs logprobs", param="top_logprobs")
+        tools = offered(
+            [tool.model_dump(exclude_none=True) for tool in body.tools or ()], body.tool_choice
+        )
+        prompt, grammar = await until_gone(http, service.work(self._read, tools))
+        most = body.max_completion_tokens
+        request = body.request(
+            service,
+            prompt,
+            sampling=body.sampling(
+                logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs or 0
+            ),
+            max_tokens=body.max_tokens if most is None else most,
+            stop=body.stop,
+            n=body.n or 1,
+            grammar=grammar,
+        )
+        # A grammar leaves no room for reasoning, whatever the template has opened.
+        reasoning = grammar is None and service.prompts.starts_in_reasoning(prompt)
+        self.readers = [
+            Reader(service.tokenizer, tools, reasoning=reasoning) for _ in range(request.n)
+        ]
+        return await service.open(request, CHAT)
+
+    def _read(self, tools: list[dict[str, Any]] | None) -> tuple[tuple[int, ...], str | None]:
+        """Do what is slow, in a worker thread: the prompt's tokens, the answer's grammar."""
+        messages = [message.model_dump(exclude_none=True) for message in self.body.messages]
+        prompt = self.service.prompts.render(
+            messages, tools, **client_arguments(self.body.chat_template_kwargs)
+        )
+        return prompt, grammar_of(self.body.response_format)
+
+    def _whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        return {
+            **self.head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": index,
+                    "message": _message(reader.read(choice)),
+                    "logprobs": self._logprobs(choice.logprobs),
+                    "finish_reason": reader.reason,
+                }
+                for index, (reader, choice) in enumerate(zip(self.readers, choices, strict=True))
+            ],
+            "usage": usage_object(usage),
+        }
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        return {"content": self.logprobs.chat(tokens), "refusal": None}
+
+    async def _chunks(self, answering: Answering) -> AsyncIterator[bytes]:
+        """Write the answers as they come; several tokens that are there together are one chunk."""
+        told = self.body.stream_options is not None and self.body.stream_options.include_usage
+        head = {**self.head, "object": "chat.completion.chunk"}
+        if told:
+            head["usage"] = None
+        started: set[int] = set()
+        calls = [0] * len(self.readers)
+        async for events in answering.batches():
+            for index, (delta, tokens, finish) in _read_all(events, self.readers).items():
+                content = _delta(delta, calls[index])
+                calls[index] += len(delta.calls)
+                if index not in started:
+                    started.add(index)
+                    content = {"role": "assistant", "content": "", **content}
+                if content or tokens:
+                    yield data({**head, "choices": [self._choice(index, content, tokens, None)]})
+                if finish is not None:
+                    reason = self.readers[index].reason
+                    yield data({**head, "choices": [self._choice(index, {}, [], reason)]})
+        if told:
+            yield data({**head, "choices": [], "usage": usage_object(answering.usage())})
+        yield DONE
+
+    def _choice(
+        self, index: int, delta: dict[str, Any], tokens: Sequence[Token], reason: str | None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "finish_reason": reason}
+        if self.body.logprobs:
+            choice["logprobs"] = self._logprobs(tokens) if tokens else None
+        return choice
+
+
+def _read_all(
+    events: Iterable[Event], readers: Sequence[Reader]
+) -> dict[int, tuple[Delta, list[Token], Finish | None]]:
+    """Sum up events by answer: what became certain, tokens with a log-probability, the end."""
+    deltas: dict[int, list[Delta]] = {}
+    tokens: dict[int, list[Token]] = {}
+    ends: dict[int, Finish] = {}
+    for event in events:
+        reader = readers[event.choice]
+        if isinstance(event, Finish):
+            ends[event.choice] = event
+            delta = reader.end(event)
+        else:
+            if event.logprob is not None:
+                tokens.setdefault(event.choice, []).append(event)
+            delta = reader.push(event.text)
+        deltas.setdefault(event.choice, []).append(delta)
+    return {
+        index: (join(parts), tokens.get(index, []), ends.get(index))
+        for index, parts in deltas.items()
+    }
+
+
+def _message(reader: Reader) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": "assistant", "content": reader.text, "refusal": None}
+    if reader.calls:
+        made["content"] = reader.text or None
+        made["tool_calls"] = [_call(call) for call in reader.calls]
+    if reader.reasoning:
+        made["reasoning_content"] = reader.reasoning
+    return made
+
+
+def _delta(delta: Delta, calls: int) -> dict[str, Any]:
+    """Write what is new; `calls` is how many calls the answer has made before."""
+    made: dict[str, Any] = {}
+    if delta.text:
+        made["content"] = delta.text
+    if delta.reasoning:
+        made["reasoning_content"] = delta.reasoning
+    if delta.calls:
+        made["tool_calls"] = [
+            {"index": calls + at, **_call(call)} for at, call in enumerate(delta.calls)
+        ]
+    return made
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+class _Completions:
+    """One request for continuations, of one prompt or several."""
+
+    def __init__(self, service: Service, logprobs: Logprobs, body: CompletionRequest) -> None:
+        self.service = service
+        self.logprobs = logprobs
+        self.body = body
+        self.head = {**_head(service, "cmpl"), "object": "text_completion"}
+        self.n = body.n or 1
+        self.echoes: list[str] = []
+        """What stands before each prompt's continuations."""
+
+    async def respond(self, http: HttpRequest) -> Response:
+        """Hand the request in, and answer whole or in chunks."""
+        answering = await self._open(http)
+        if self.body.stream:
+            return Stream(self.service, COMPLETIONS, answering, self._chunks(answering))
+        async with answering:
+            choices = await answering.result(http)
+            return Json(self._whole(choices, answering.usage()))
+
+    async def _open(self, http: HttpRequest) -> Answering:
+        body = self.body
+        if body.suffix:
+            raise BadRequest("suffix: text is continued at its end only", param="suffix")
+        if body.best_of is not None and body.best_of != self.n:
+            raise BadRequest("best_of must be n: all that is generated is told", param="best_of")
+        if body.echo and body.logprobs is not None:
+            raise BadRequest("echo and logprobs do not go together", param="echo")
+        prompts = await until_gone(http, self.service.work(self._read))
+        sampling = body.sampling(
+            logprobs=body.logprobs is not None, top_logprobs=body.logprobs or 0
+        )
+        requests = [
+            body.request(
+                self.service,
+                prompt,
+                sampling=sampling,
+                max_tokens=body.max_tokens,
+                stop=body.stop,
+                n=self.n,
+            )
+            for prompt in prompts
+        ]
+        return await self.service.open_all(requests, COMPLETIONS)
+
+    def _read(self) -> list[tuple[int, ...]]:
+        """Do what is slow, in a worker thread: the tokens of the prompts, or their text."""
+        given = self.body.prompt
+        texts_or_tokens: list[Any] = [given] if isinstance(given, str) else list(given)
+        if texts_or_tokens and isinstance(texts_or_tokens[0], int):
+            texts_or_tokens = [texts_or_tokens]
+        if not 0 < len(texts_or_tokens) <= MOST_PROMPTS:
+            raise BadRequest(f"prompt: 1 to {MOST_PROMPTS} prompts", param="prompt")
+        prompts = self.service.prompts
+        read = [
+            prompts.encode(one) if isinstance(one, str) else tuple(one) for one in texts_or_tokens
+        ]
+        for tokens in read:
+            if not tokens:
+                raise BadRequest("prompt has no tokens", param="prompt")
+        if self.body.echo:
+            self.echoes = [
+                one if isinstance(one, str) else prompts.decode(one) for one in texts_or_tokens
+            ]
+        else:
+            self.echoes = [""] * len(read)
+        return read
+
+    def _whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        made = []
+        for index, choice in enumerate(choices):
+            assert choice.finish is not None
+            made.append(
+                {
+                    "index": index,
+                    "text": self.echoes[index // self.n] + choice.text,
+                    "logprobs": self._logprobs(choice.logprobs, 0),
+                    "finish_reason": choice.finish.reason,
+                }
+            )
+        return {**self.head, "choices": made, "usage": usage_object(usage)}
+
+    def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        return self.logprobs.completion(tokens, offset)
+
+    async def _chunks(self, answering: Answering) -> AsyncIterator[bytes]:
+        told = self.body.stream_options is not None and self.body.stream_options.include_usage
+        head = {**self.head, "usage": None} if told else self.head
+        offsets: dict[int, int] = {}
+        async for events in answering.batches():
+            for index, (text, tokens, reason) in _sum_up(events).items():
+                if index not in offsets:
+                    text = self.echoes[index // self.n] + text
+                    offsets[index] = 0
+                if not (text or tokens or reason):
+                    continue
+                choice = {
+                    "index": index,
+                    "text": text,
+                    "logprobs": self._logprobs(tokens, offsets[index]),
+                    "finish_reason": reason,
+                }
+                offsets[index] += len(text)
+                yield data({**head, "choices": [choice]})
+        if told:
+            yield data({**head, "choices": [], "usage": usage_object(answering.usage())})
+        yield DONE
+
+
+def _sum_up(events: Iterable[Event]) -> dict[int, tuple[str, list[Token], str | None]]:
+    """Sum up events by answer: text, tokens with a log-probability, the reason of the end."""
+    texts: dict[int, list[str]] = {}
+    tokens: dict[int, list[Token]] = {}
+    ends: dict[int, str] = {}
+    for event in events:
+        texts.setdefault(event.choice, []).append(event.text)
+        if isinstance(event, Finish):
+            ends[event.choice] = event.reason
+        elif event.logprob is not None:
+            tokens.setdefault(event.choice, []).append(event)
+    return {
+        index: ("".join(parts), tokens.get(index, []), ends.get(index))
+        for index, parts in texts.items()
+    }
+
+
+def _head(service: Service, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"{kind}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": service.model_name,
+    }

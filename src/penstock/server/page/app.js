@@ -1,0 +1,133 @@
+// The page: one stream of snapshots from the server, and a part of the page for each thing in them.
+
+import { events } from "./api.js";
+import { Chat } from "./chat.js";
+import { MemoryChart } from "./chart.js";
+import { byId, bytes, make, many, percent, rough, say, speed } from "./format.js";
+import { Requests } from "./requests.js";
+import { TreeView } from "./tree.js";
+
+const AGAIN_SECONDS = 2;
+const SILENCE_SECONDS = 10;
+const SPARK_POINTS = 60;
+
+const chart = new MemoryChart();
+const tree = new TreeView();
+const requests = new Requests();
+const chat = new Chat();
+const speeds = [];
+
+/** Follow the server for ever; when it goes, say so and come back. */
+async function follow() {
+  for (;;) {
+    const silence = new AbortController();
+    let timer;
+    try {
+      const alive = () => {
+        clearTimeout(timer);
+        timer = setTimeout(() => silence.abort(), SILENCE_SECONDS * 1000);
+      };
+      for await (const { event, data } of events("v1/live", { signal: silence.signal, alive })) {
+        if (event === "snapshot") show(JSON.parse(data));
+      }
+      state("waiting", "reconnecting");
+    } catch (error) {
+      console.warn(error);
+      state("gone", "not there");
+    }
+    clearTimeout(timer);
+    await new Promise((resolve) => setTimeout(resolve, AGAIN_SECONDS * 1000));
+  }
+}
+
+function show(snapshot) {
+  state("live", "live");
+  say(byId("model"), snapshot.model);
+  say(byId("version"), `penstock ${snapshot.version}`);
+  document.title = `${percent(snapshot.stats.used_bytes / snapshot.stats.limit_bytes)} · penstock`;
+  chat.serves(snapshot.model);
+  if (snapshot.history) {
+    chart.remember(snapshot.history);
+    speeds.push(...snapshot.history.generated_per_second.slice(-SPARK_POINTS));
+  }
+  showTiles(snapshot);
+  chart.show(snapshot);
+  requests.show(snapshot.requests);
+  if (snapshot.tree) tree.show(snapshot.tree);
+}
+
+function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, prefilled_per_second: prefilled, max_batch_size: slots }) {
+  const used = stats.used_bytes / stats.limit_bytes;
+  say(byId("used"), bytes(stats.used_bytes));
+  meter("used-meter", used);
+  say(byId("used-note"), `${percent(used)} of the limit of ${bytes(stats.limit_bytes)}`);
+  say(byId("hit"), stats.prompt_tokens ? percent(hitRate) : "–");
+  meter("hit-meter", hitRate);
+  say(byId("hit-note"), `${rough(stats.hit_tokens)} of ${rough(stats.prompt_tokens)} prompt tokens`);
+  say(byId("speed"), `${speed(generated)} tokens/s`);
+  say(byId("speed-note"), `${speed(prefilled)} prompt tokens/s read`);
+  speeds.push(generated);
+  while (speeds.length > SPARK_POINTS) speeds.shift();
+  spark();
+  const working = stats.running + stats.prefilling;
+  say(byId("running"), working ? `${working} running` : stats.waiting ? "waiting" : "idle");
+  say(byId("queue-note"), `${many(stats.waiting, "answer")} waiting, ${stats.parked} parked`);
+  showSlots(stats, slots);
+}
+
+function meter(id, share) {
+  const element = byId(id);
+  element.setAttribute("aria-valuenow", Math.round(share * 100));
+  element.firstElementChild.style.width = `${Math.min(1, share) * 100}%`;
+}
+
+/** A box for each place in the batch: writing, reading its prompt, or free. */
+function showSlots({ running, prefilling }, slots) {
+  const place = byId("slots");
+  const drawn = Math.min(slots, 32);
+  while (place.children.length < drawn) place.append(make("i"));
+  while (place.children.length > drawn) place.lastElementChild.remove();
+  [...place.children].forEach((box, at) => {
+    box.className = at < running ? "running" : at < running + prefilling ? "prefilling" : "";
+  });
+}
+
+function spark() {
+  const [area, line] = byId("speed-spark").children;
+  const most = Math.max(1, ...speeds);
+  const step = 120 / (SPARK_POINTS - 1);
+  const from = 120 - (speeds.length - 1) * step;
+  const points = speeds.map((value, at) => `${(from + at * step).toFixed(1)} ${(22.5 - (value / most) * 21).toFixed(1)}`);
+  line.setAttribute("d", `M${points.join("L")}`);
+  area.setAttribute("d", `M${points.join("L")}L120 24L${from.toFixed(1)} 24Z`);
+}
+
+function state(kind, text) {
+  const element = byId("state");
+  element.dataset.state = kind;
+  say(element.lastElementChild, text);
+}
+
+function dark() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function showTheme() {
+  say(byId("theme"), dark() ? "☀" : "☾");
+  chart.restyle();
+}
+
+byId("theme").addEventListener("click", () => {
+  const theme = dark() ? "light" : "dark";
+  document.documentElement.dataset.theme = theme;
+  try {
+    localStorage.setItem("penstock-theme", theme);
+  } catch {
+    // no storage: for this visit
+  }
+  showTheme();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
+showTheme();
+follow();

@@ -1,0 +1,235 @@
+// Memory over time: what the ledger counts, stacked by what it is for, against the limit.
+
+import { byId, bytes, colour, make, percent, say } from "./format.js";
+
+/** From the ground up: what stays lies below what comes and goes. */
+export const KINDS = [
+  ["weights", "Weights", "the model"],
+  ["buffers", "Buffers", "the working memory of a step"],
+  ["index", "Index", "tokens, names and nodes of the tree"],
+  ["checkpoints", "Checkpoints", "states of recurrent layers"],
+  ["tails", "Tails", "what running answers own, held or promised"],
+  ["nodes", "Nodes", "keys and values in the tree, shared"],
+];
+const SHOWN_SECONDS = 300;
+const LEAST_SECONDS = 30;
+const HEIGHT = 232;
+
+/** Columns of time, limit, and each kind; what is older than is shown is dropped. */
+class History {
+  times = [];
+  limits = [];
+  kinds = Object.fromEntries(KINDS.map(([kind]) => [kind, []]));
+
+  add(at, limit, byKind) {
+    const last = this.times.at(-1);
+    if (last !== undefined && at <= last) return;
+    this.times.push(at);
+    this.limits.push(limit);
+    for (const [kind] of KINDS) this.kinds[kind].push(byKind[kind] ?? 0);
+    while (this.times[0] < at - SHOWN_SECONDS - 5) {
+      this.times.shift();
+      this.limits.shift();
+      for (const [kind] of KINDS) this.kinds[kind].shift();
+    }
+  }
+
+  /** Return the tops of the layers, the highest first: so each hides the foot of the last. */
+  tops() {
+    const sums = this.times.map(() => 0);
+    return KINDS.map(([kind]) => this.kinds[kind].map((value, at) => (sums[at] += value))).reverse();
+  }
+}
+
+/** The chart with its legend and tiers. */
+export class MemoryChart {
+  constructor() {
+    this.history = new History();
+    this.place = byId("chart");
+    this.zoom = byId("zoom");
+    this.zoom.addEventListener("change", () => this.draw());
+    this.legend = new Map(KINDS.map(([kind, name, what]) => [kind, legendEntry(kind, name, what)]));
+    byId("legend").append(...[...this.legend.values()].map((entry) => entry.element));
+    new ResizeObserver(() => this.resize()).observe(this.place);
+  }
+
+  /** Take in what the server remembers from before this page was opened. */
+  remember({ at_seconds: times, limit_bytes: limits, by_kind: kinds }) {
+    times.forEach((at, row) =>
+      this.history.add(
+        at,
+        limits[row],
+        Object.fromEntries(Object.entries(kinds).map(([kind, values]) => [kind, values[row]])),
+      ),
+    );
+  }
+
+  /** Take in a snapshot, and draw. */
+  show({ at_seconds: at, stats, tiers }) {
+    this.history.add(at, stats.limit_bytes, stats.by_kind);
+    for (const [kind, entry] of this.legend) {
+      const value = stats.by_kind[kind] ?? 0;
+      say(entry.value, bytes(value));
+      entry.element.classList.toggle("none", value === 0);
+    }
+    this.place.setAttribute(
+      "aria-label",
+      `Memory over time: ${bytes(stats.used_bytes)} of ${bytes(stats.limit_bytes)} used now`,
+    );
+    this.showTiers(stats, tiers);
+    this.draw();
+  }
+
+  showTiers(stats, tiers) {
+    const ram = make("span", { class: "bar" });
+    for (const [kind] of KINDS) {
+      const share = (stats.by_kind[kind] ?? 0) / stats.limit_bytes;
+      if (!share) continue;
+      const piece = make("i", { class: kind });
+      piece.style.width = `${share * 100}%`;
+      ram.append(piece);
+    }
+    const ssd = tiers.ssd;
+    byId("tiers").replaceChildren(
+      make("dt", {}, "RAM"),
+      make("dd", {}, ram, make("span", { class: "said" }, tierText(tiers.ram))),
+      make("dt", {}, "SSD"),
+      make(
+        "dd",
+        { class: ssd.state === "off" ? "off" : "" },
+        make("span", { class: "bar" }),
+        make("span", { class: "said" }, ssd.state === "off" ? "off" : tierText(ssd)),
+      ),
+    );
+  }
+
+  /** Draw anew, in the colours of the theme. */
+  restyle() {
+    this.plot?.destroy();
+    this.plot = undefined;
+    this.draw();
+  }
+
+  draw() {
+    if (typeof uPlot === "undefined" || this.history.times.length < 1) return;
+    const columns = [this.history.times, ...this.history.tops(), this.history.limits];
+    if (this.plot) this.plot.setData(columns);
+    else this.plot = new uPlot(this.options(), columns, this.place);
+  }
+
+  resize() {
+    this.plot?.setSize({ width: this.place.clientWidth, height: HEIGHT });
+  }
+
+  options() {
+    const kinds = KINDS.map(([kind]) => kind).reverse();
+    const muted = colour("--muted");
+    const axis = {
+      stroke: muted,
+      font: "11px " + getComputedStyle(document.body).fontFamily,
+      grid: { stroke: colour("--grid"), width: 1 },
+      ticks: { show: false },
+    };
+    return {
+      width: this.place.clientWidth,
+      height: HEIGHT,
+      padding: [10, 18, 0, 0],
+      legend: { show: false },
+      cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
+      scales: {
+        x: { time: false, range: (_, least, most) => [Math.max(Math.min(least, most - LEAST_SECONDS), most - SHOWN_SECONDS), most] },
+        y: { range: (_, __, most) => [0, this.top(most)] },
+      },
+      axes: [
+        {
+          ...axis,
+          grid: { show: false },
+          size: 30,
+          gap: 9,
+          space: 70,
+          splits: (_, __, least, most) => ages(least, most),
+          values: (plot, splits) => splits.map((at) => ageText(plot.scales.x.max - at)),
+        },
+        {
+          ...axis,
+          size: 62,
+          space: 38,
+          values: (_, splits) => splits.map(bytes),
+          splits: (_, __, ___, most) => this.marks(most),
+        },
+      ],
+      series: [
+        {},
+        ...kinds.map((kind) => ({
+          fill: colour(`--${kind}`),
+          stroke: colour("--card"),
+          width: 1,
+          points: { show: false },
+        })),
+        {
+          stroke: colour("--limit"),
+          width: 2,
+          dash: [6, 5],
+          points: { show: false },
+        },
+      ],
+      hooks: { setCursor: [(plot) => this.point(plot.cursor.idx)] },
+    };
+  }
+
+  /** The top of the scale: the limit, or what was used if zoomed in. */
+  top(most) {
+    if (!this.zoom.checked) return most * 1.06;
+    return Math.max(...this.history.tops()[0]) * 1.15;
+  }
+
+  /** Round sizes to mark, and the limit itself. */
+  marks(most) {
+    const limit = this.history.limits.at(-1);
+    if (limit > most) return rounds(most);
+    return [...rounds(most).filter((value) => value < limit * 0.92), limit];
+  }
+
+  /** Show the values under the pointer in the legend. */
+  point(at) {
+    const past = at !== null && at !== undefined;
+    for (const [kind, entry] of this.legend) {
+      const value = past ? this.history.kinds[kind][at] : this.history.kinds[kind].at(-1);
+      if (value !== undefined) say(entry.value, bytes(value));
+    }
+  }
+}
+
+function legendEntry(kind, name, what) {
+  const value = make("b", {}, "–");
+  const element = make("li", { class: kind, title: what }, make("i"), `${name} `, value);
+  return { element, value };
+}
+
+function tierText({ used_bytes: used, limit_bytes: limit }) {
+  return `${bytes(used)} of ${bytes(limit)} (${percent(used / limit)})`;
+}
+
+/** Round times to mark, counted back from now. */
+function ages(least, most) {
+  const step = [5, 10, 15, 30, 60, 120].find((seconds) => (most - least) / seconds <= 6) ?? 300;
+  const found = [];
+  for (let age = 0; most - age >= least; age += step) found.unshift(most - age);
+  return found;
+}
+
+function ageText(age) {
+  const seconds = Math.round(age);
+  if (seconds === 0) return "now";
+  return seconds < 60 || seconds % 60 ? `−${seconds} s` : `−${seconds / 60} min`;
+}
+
+/** Round sizes to mark, four or five of them. */
+function rounds(most) {
+  const rough = most / 4;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((value) => value >= rough * 0.9);
+  const found = [];
+  for (let value = 0; value <= most; value += step) found.push(value);
+  return found;
+}

@@ -1,0 +1,209 @@
+"""From messages and texts to the tokens of a prompt, by the model's own tokenizer and template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any, TypeAlias
+
+from penstock.server.errors import BadRequest
+
+Message: TypeAlias = Mapping[str, Any]
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+"""Types of content parts that are text; their text stands under `text` or `refusal`."""
+
+RESERVED = frozenset(
+    (
+        *("add_generation_prompt", "answer", "chat_template", "continue_final_message"),
+        *("conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
+        *("return_dict", "return_tensors", "self", "tokenize", "tokenizer_kwargs", "tools"),
+        "truncation",
+    )
+)
+"""Arguments of a template that are not the client's: a `chat_template` of its own is a program."""
+
+
+class Prompts:
+    """Encodes what clients send. Slow for long prompts: never to be called in an event loop.
+
+    Any thread may call it; one at a time does its work, because tokenizers are not all safe.
+    `Service.work` calls it in a thread of its own.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._lock = Lock()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        answer: bool = True,
+        **template_args: Any,
+    ) -> tuple[int, ...]:
+        """Turn a conversation into tokens by the model's chat template.
+
+        Args:
+            messages: OpenAI's form: `role`, `content` (a text, or parts that are text), and
+                perhaps `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
+            tools: OpenAI's form: `{"type": "function", "function": {...}}`.
+            answer: end where the model's answer begins.
+            template_args: what a client sends as `chat_template_kwargs`.
+
+        Raises:
+            BadRequest: naming the message that cannot be rendered.
+        """
+        if not messages:
+            raise BadRequest("messages must not be empty", param="messages", code="invalid_value")
+        if not self.tokenizer.has_chat_template:
+            raise BadRequest(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        flat = [_plain(message, f"messages.{i}") for i, message in enumerate(messages)]
+        for name in ("tokenize", "return_dict", "return_tensors", "add_generation_prompt"):
+            template_args.pop(name, None)
+        with self._lock:
+            try:
+                tokens = self.tokenizer.apply_chat_template(
+                    flat,
+                    tools=list(tools) if tools else None,
+                    add_generation_prompt=answer,
+                    **template_args,
+                )
+            # A boundary: a template is a program of the model's makers, and raises anything.
+            except Exception as error:
+                raise BadRequest(
+                    f"the model's chat template refuses these messages: {_one_line(error)}",
+                    param="messages",
+                    code="invalid_value",
+                ) from error
+        return self._some(tokens, "messages")
+
+    def encode(self, text: str, param: str = "prompt") -> tuple[int, ...]:
+        """Turn raw text into tokens, with the special tokens that the tokenizer adds by itself.
+
+        Raises:
+            BadRequest: the text is empty, or not Unicode.
+        """
+        check_text(text, param)
+        with self._lock:
+            try:
+                tokens = self.tokenizer.encode(text)
+            # A boundary, as above.
+            except Exception as error:
+                raise BadRequest(
+                    f"the tokenizer refuses this text: {_one_line(error)}", param=param
+                ) from error
+        return self._some(tokens, param)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text."""
+        with self._lock:
+            return str(self.tokenizer.decode(list(tokens)))
+
+    def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Tell whether the template has opened the model's reasoning at the prompt's end."""
+        if not getattr(self.tokenizer, "has_thinking", False):
+            return False
+        start = int(self.tokenizer.rfind_think_start(prompt))
+        return start > int(self.tokenizer.rfind_think_end(prompt))
+
+    def _some(self, tokens: Any, param: str) -> tuple[int, ...]:
+        if len(tokens) == 0:
+            raise BadRequest(f"{param} has no tokens", param=param, code="invalid_value")
+        return tuple(tokens)
+
+
+def client_arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a client gives to the chat template, as `chat_template_kwargs`.
+
+    Raises:
+        BadRequest: naming the first that is the server's own.
+    """
+    for name in given or {}:
+        if name in RESERVED:
+            place = f"chat_template_kwargs.{name}"
+            raise BadRequest(f"{place} cannot be set by a request", param=place)
+    return dict(given or {})
+
+
+def flatten(content: Any, where: str) -> str:
+    """Return the text of a message's content: a text, or a list of parts that are text.
+
+    Raises:
+        BadRequest: naming the first part that is none.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        check_text(content, where)
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where} must be a text or a list of parts", param=where)
+    texts = []
+    for index, part in enumerate(content):
+        place = f"{where}.{index}"
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, Mapping):
+            raise BadRequest(f"{place} must be an object", param=place)
+        kind = part.get("type")
+        if kind not in TEXT_PARTS:
+            raise BadRequest(
+                f"{place}: content of type {str(kind)[:40]!r} cannot be read; this server reads "
+                "text only",
+                param=place,
+                code="unsupported_content",
+            )
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise BadRequest(f"{place}.text must be a text", param=f"{place}.text")
+        check_text(text, f"{place}.text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"{where} is not Unicode text: U+{ord(text[error.start]):04X} at character "
+            f"{error.start} is half of a pair",
+            param=where,
+            code="invalid_unicode",
+        ) from None
+
+
+def _plain(message: Message, where: str) -> dict[str, Any]:
+    """Return a message as templates expect it: content a text, arguments of calls an object."""
+    made = {name: value for name, value in message.items() if value is not None}
+    made["content"] = flatten(message.get("content"), f"{where}.content")
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [
+            _call(call, f"{where}.tool_calls.{index}") for index, call in enumerate(calls)
+        ]
+    return made
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"{where}.function must have a name", param=where)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            place = f"{where}.function.arguments"
+            raise BadRequest(f"{place} is not JSON", param=place) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

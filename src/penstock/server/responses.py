@@ -1,0 +1,431 @@
+"""OpenAI's `/v1/responses`, for text and calls of functions; nothing is stored between requests.
+
+response.created, in_progress
+  output_item.added ─ content_part.added ─ output_text.delta ... done ─ ... done
+  output_item.added ─ function_call_arguments.delta, done ─ output_item.done
+response.completed | response.incomplete
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.engine.request import Finish, Token, Usage
+from penstock.server.answers import Delta, Reader, ToolCall
+from penstock.server.errors import BadRequest
+from penstock.server.forms import Form, Name, Sampled, grammar_for, offered
+from penstock.server.logprobs import Logprobs
+from penstock.server.openai import ERRORS, STREAMED, Json
+from penstock.server.prompts import flatten
+from penstock.server.service import Answering, Service, until_gone
+from penstock.server.sse import Stream, data
+
+PATH = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` must name for log-probabilities."""
+
+
+class TextFormat(Form):
+    """The form of the answer."""
+
+    type: str
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class TextSettings(Form):
+    """The form of the answer, as `text` holds it."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Sampled):
+    """The body of `POST /v1/responses`."""
+
+    input: str | list[dict[str, Any]]
+    """A text, or messages, calls and their outputs."""
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    text: TextSettings | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tool_choice: str | dict[str, Any] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    include: list[Name] | None = None
+    metadata: dict[str, str] | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+
+
+class InputDetails(BaseModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(BaseModel):
+    """Of the answer's tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(BaseModel):
+    """What a request took, in tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseObject(BaseModel):
+    """An answer."""
+
+    id: str
+    object: str
+    created_at: int
+    status: str
+    model: str
+    output: list[dict[str, Any]]
+    usage: ResponsesUsage | None
+
+
+def router(service: Service) -> APIRouter:
+    """Return the route of responses."""
+    made = APIRouter(tags=["openai"], responses=ERRORS)
+    logprobs = Logprobs(service.tokenizer)
+
+    @made.post(PATH, response_model=ResponseObject, responses=STREAMED)
+    async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
+        """Answer an input of texts, calls and their outputs."""
+        return await _Responses(service, logprobs, body).respond(http)
+
+    return made
+
+
+class _Responses:
+    """One request."""
+
+    def __init__(self, service: Service, logprobs: Logprobs, body: ResponsesRequest) -> None:
+        self.service = service
+        self.logprobs = logprobs
+        self.body = body
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
+
+    async def respond(self, http: HttpRequest) -> Response:
+        """Hand the request in, and answer whole or by events."""
+        answering, reader = await self._open(http)
+        if self.body.stream:
+            return Stream(self.service, PATH, answering, self._events(answering, reader))
+        async with answering:
+            (choice,) = await answering.result(http)
+            reader.read(choice)
+            output = _Output(self.id)
+            output.add(Delta(reader.text, reader.reasoning, tuple(reader.calls)))
+            output.logprobs = self._logprobs(choice.logprobs)
+            output.end(incomplete=reader.reason == "length")
+            return Json(self._object(output.items, reader, answering.usage()))
+
+    async def _open(self, http: HttpRequest) -> tuple[Answering, Reader]:
+        body, service = self.body, self.service
+        for name in ("previous_response_id", "conversation", "background"):
+            if getattr(body, name):
+                raise BadRequest(
+                    f"{name}: nothing is stored between requests; send the whole input",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        tools = offered(
+            [_tool(tool, i) for i, tool in enumerate(body.tools or ())], body.tool_choice
+        )
+        prompt, grammar = await until_gone(http, service.work(self._read, tools))
+        request = body.request(
+            service,
+            prompt,
+            sampling=body.sampling(
+                logprobs=self.wants_logprobs, top_logprobs=body.top_logprobs or 0
+            ),
+            max_tokens=body.max_output_tokens,
+            grammar=grammar,
+        )
+        reasoning = service.prompts.starts_in_reasoning(prompt)
+        reader = Reader(service.tokenizer, tools, reasoning=reasoning)
+        return await service.open(request, PATH), reader
+
+    def _read(self, tools: list[dict[str, Any]] | None) -> tuple[tuple[int, ...], str | None]:
+        """Do what is slow, in a worker thread: the prompt's tokens, the answer's grammar."""
+        messages = list(_messages(self.body.input))
+        if self.body.instructions:
+            messages.insert(0, {"role": "system", "content": self.body.instructions})
+        if not messages:
+            raise BadRequest("input is empty", param="input")
+        return self.service.prompts.render(messages, tools), self._grammar()
+
+    def _grammar(self) -> str | None:
+        wanted = self.body.text.format if self.body.text is not None else None
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return grammar_for(None, "text.format")
+        if wanted.type != "json_schema":
+            raise BadRequest(
+                "text.format.type: text, json_object or json_schema", param="text.format.type"
+            )
+        if wanted.schema_ is None:
+            raise BadRequest("text.format.schema is missing", param="text.format.schema")
+        return grammar_for(wanted.schema_, "text.format.schema")
+
+    def _logprobs(self, tokens: list[Token]) -> list[dict[str, Any]]:
+        return self.logprobs.chat(tokens) if self.wants_logprobs else []
+
+    def _object(
+        self, items: list[dict[str, Any]], reader: Reader | None = None, usage: Usage | None = None
+    ) -> dict[str, Any]:
+        body = self.body
+        status = "in_progress"
+        if reader is not None:
+            status = "incomplete" if reader.reason == "length" else "completed"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": (
+                {"reason": "max_output_tokens"} if status == "incomplete" else None
+            ),
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.service.model_name,
+            "output": items,
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "usage": None if usage is None else _usage(usage),
+        }
+
+    async def _events(self, answering: Answering, reader: Reader) -> AsyncIterator[bytes]:
+        numbers = iter(range(2**31))
+
+        def event(kind: str, content: dict[str, Any]) -> bytes:
+            return data({"type": kind, "sequence_number": next(numbers), **content}, kind)
+
+        for kind in ("response.created", "response.in_progress"):
+            yield event(kind, {"response": self._object([])})
+        output = _Output(self.id)
+        async for events in answering.batches():
+            for one in events:
+                if isinstance(one, Finish):
+                    delta = reader.end(one)
+                else:
+                    if one.logprob is not None:
+                        output.new_logprobs += self._logprobs([one])
+                    delta = reader.push(one.text)
+                for kind, content in output.add(delta):
+                    yield event(kind, content)
+        incomplete = reader.reason == "length"
+        for kind, content in output.end(incomplete=incomplete):
+            yield event(kind, content)
+        whole = self._object(output.items, reader, answering.usage())
+        kind = "response.incomplete" if incomplete else "response.completed"
+        yield event(kind, {"response": whole})
+
+
+Event = tuple[str, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class _Output:
+    """The items of a response in the making; says which events tell of each change."""
+
+    response_id: str
+    items: list[dict[str, Any]] = field(default_factory=list)
+    """Reasoning, message and calls, those that have begun."""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    new_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Of tokens whose text has not been told yet."""
+    _text: list[str] = field(default_factory=list)
+    _open: str | None = None
+    """The type of the last item, while it goes on."""
+
+    def add(self, delta: Delta) -> list[Event]:
+        """Take in what has become certain."""
+        return [
+            *(self._say("reasoning", delta.reasoning) if delta.reasoning else ()),
+            *(self._say("message", delta.text) if delta.text else ()),
+            *(event for call in delta.calls for event in self._call(call)),
+        ]
+
+    def end(self, *, incomplete: bool) -> list[Event]:
+        """Finish the last item; an answer without any has an empty message."""
+        events: list[Event] = []
+        if not self.items:
+            events += self._begin("message")
+        return [*events, *self._finish("incomplete" if incomplete else "completed")]
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _say(self, kind: str, text: str) -> Iterator[Event]:
+        if self._open != kind:
+            yield from self._finish("completed")
+            yield from self._begin(kind)
+        self._text.append(text)
+        content = {**self._place(), "content_index": 0, "delta": text}
+        if kind == "message":
+            content["logprobs"] = self.new_logprobs
+            self.logprobs += self.new_logprobs
+            self.new_logprobs = []
+        yield f"response.{_PARTS[kind]}.delta", content
+
+    def _begin(self, kind: str) -> Iterator[Event]:
+        item: dict[str, Any] = {
+            "id": f"{_IDS[kind]}_{uuid.uuid4().hex}",
+            "type": kind,
+            "status": "in_progress",
+        }
+        if kind == "reasoning":
+            item["summary"] = []
+        else:
+            item["role"] = "assistant"
+        item["content"] = []
+        self.items.append(item)
+        self._open = kind
+        self._text = []
+        yield "response.output_item.added", self._item()
+        yield (
+            "response.content_part.added",
+            {
+                **self._place(),
+                "content_index": 0,
+                "part": self._part(kind, ""),
+            },
+        )
+
+    def _finish(self, status: str) -> Iterator[Event]:
+        kind, self._open = self._open, None
+        if kind is None:
+            return
+        text = "".join(self._text)
+        self.logprobs += self.new_logprobs
+        self.new_logprobs = []
+        done = {**self._place(), "content_index": 0, "text": text}
+        if kind == "message":
+            done["logprobs"] = self.logprobs
+        yield f"response.{_PARTS[kind]}.done", done
+        part = self._part(kind, text)
+        yield "response.content_part.done", {**self._place(), "content_index": 0, "part": part}
+        self.items[-1] |= {"content": [part], "status": status}
+        yield "response.output_item.done", self._item()
+
+    def _call(self, call: ToolCall) -> Iterator[Event]:
+        yield from self._finish("completed")
+        self.items.append(
+            {
+                "id": f"fc_{uuid.uuid4().hex}",
+                "type": "function_call",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": "",
+                "status": "in_progress",
+            }
+        )
+        yield "response.output_item.added", self._item()
+        kind = "response.function_call_arguments"
+        yield f"{kind}.delta", {**self._place(), "delta": call.arguments}
+        yield f"{kind}.done", {**self._place(), "arguments": call.arguments, "name": call.name}
+        self.items[-1] |= {"arguments": call.arguments, "status": "completed"}
+        yield "response.output_item.done", self._item()
+
+    def _item(self) -> dict[str, Any]:
+        return {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+    def _part(self, kind: str, text: str) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        logprobs = self.logprobs if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_IDS = {"message": "msg", "reasoning": "rs"}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a tool in the form that chat templates know."""
+    name, place = tool.get("name"), f"tools.{index}"
+    if tool.get("type") != "function" or not isinstance(name, str) or not name:
+        raise BadRequest(
+            f"{place}: only tools of type function, with a name, can be offered", param=place
+        )
+    function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
+    return {"type": "function", "function": function}
+
+
+def _messages(given: str | list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield an input's items as messages of a chat."""
+    if isinstance(given, str):
+        yield {"role": "user", "content": given}
+        return
+    for index, item in enumerate(given):
+        place = f"input.{index}"
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = item.get("role")
+            if not isinstance(role, str):
+                raise BadRequest(f"{place}.role is missing", param=f"{place}.role")
+            content = flatten(item.get("content"), f"{place}.content")
+            yield {"role": "system" if role == "developer" else role, "content": content}
+        elif kind == "function_call":
+            yield {"role": "assistant", "content": "", "tool_calls": [_called(item, place)]}
+        elif kind == "function_call_output":
+            output = flatten(item.get("output"), f"{place}.output")
+            yield {"role": "tool", "content": output, "tool_call_id": str(item.get("call_id"))}
+        elif kind != "reasoning":  # what the model thought before, templates leave out
+            raise BadRequest(
+                f"{place}: items of type {str(kind)[:40]!r} cannot be read",
+                param=f"{place}.type",
+                code="unsupported_content",
+            )
+
+
+def _called(item: dict[str, Any], place: str) -> dict[str, Any]:
+    name, arguments = item.get("name"), item.get("arguments", "{}")
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise BadRequest(f"{place}: a call has a name and arguments", param=place)
+    return {
+        "id": str(item.get("call_id")),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }

@@ -1,0 +1,466 @@
+"""What all routers share: the engine seen from an event loop.
+
+    engine's thread                              event loop
+    post ──listen──> call_soon_threadsafe ──> Answering ──> a response, or a stream
+         <──────────── cancel ──────────────── left early, client gone, or reader too slow
+
+The event loop never touches an array and never waits for the engine: it asks with
+`Engine.later` and is told through `Handle.listen`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from penstock.config import ServerSettings
+from penstock.engine.core import Core
+from penstock.engine.engine import Engine
+from penstock.engine.handle import Choice, Handle
+from penstock.engine.request import Event, Finish, Request, Token, Usage
+from penstock.errors import EngineStopped
+from penstock.prefix.explanation import Explanation
+from penstock.server.answers import total_usage
+from penstock.server.errors import ClientGone, TimedOut, TooSlow, Unavailable
+from penstock.server.prompts import Prompts
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.25
+"""How often it is looked whether the engine's thread lives."""
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclass(slots=True)
+class Recent:
+    """What is remembered of a request: figures, and no text."""
+
+    id: str
+    label: str
+    """The path that was asked, as "/v1/chat/completions"."""
+    started: float
+    """Seconds since 1970."""
+    state: str = "waiting"
+    """`waiting`, `running`, and at the end `done`, `failed` or `cancelled`."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_seconds: float | None = None
+    """From the request to its first token."""
+    seconds: float | None = None
+    """From the request to its end."""
+    finish: str | None = None
+    """The reason of the end."""
+    explanation: dict[str, Any] | None = None
+    """How far the prompt matched when it came, and why no further; see `Explanation`."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all its answers after the first one, by the time they took."""
+        if self.first_token_seconds is None or self.seconds is None:
+            return None
+        took = self.seconds - self.first_token_seconds
+        return (self.completion_tokens - 1) / took if took > 0 else None
+
+    def record(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+
+
+class Listener(Protocol):
+    """Who is told of what requests take; called in the event loop, and must be quick."""
+
+    def first_token(self, seconds: float) -> None:
+        """A request has got its first token, this long after it came."""
+
+    def next_token(self, seconds: float) -> None:
+        """An answer has got another token, this long after the one before."""
+
+    def ended(self, recent: Recent) -> None:
+        """A request has ended."""
+
+
+class Service:
+    """One engine, and what all routers need beside it.
+
+    All methods belong to the event loop of the server; `engine` may be used from any thread.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Any, settings: ServerSettings, model_name: str
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.model_name = model_name
+        self.created = int(time.time())
+        self.prompts = Prompts(tokenizer)
+        self.recent: deque[Recent] = deque(maxlen=settings.recent)
+        """Newest last."""
+        self.listeners: list[Listener] = []
+        self.draining = False
+        """Whether no more requests are taken in; endless streams end when they see it."""
+        self.died: list[Callable[[], None]] = []
+        """Called once, in the event loop, when the engine's thread has ended by itself."""
+        self._open: set[Answering] = set()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-prompts")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self.engine.alive
+
+    async def open(self, request: Request, label: str) -> Answering:
+        """Hand a request to the engine and return what its events come through.
+
+        Use it as `async with await service.open(...) as answering`, or call `close`.
+
+        Raises:
+            NeverFits: the prompt and its answers would not fit, whatever else gave way.
+            QueueFull: too many are waiting.
+            SettingError: a token that the model does not have.
+            EngineStopped: the engine is gone, or takes nothing more in.
+        """
+        return await self.open_all((request,), label)
+
+    async def open_all(self, requests: Sequence[Request], label: str) -> Answering:
+        """Hand several requests to the engine, all or none; as `open`.
+
+        The answers are numbered through: those of the second request follow on the first's.
+        """
+        if self.draining:
+            raise Unavailable("the server is shutting down", code="shutting_down")
+        recent = Recent(f"req_{uuid.uuid4().hex[:16]}", label, time.time())
+        recent.prompt_tokens = sum(len(request.prompt) for request in requests)
+        answering = Answering(self, [self.engine.open(request) for request in requests], recent)
+        try:
+            explanation = await self.ask(partial(_take_in, answering.handles))
+        except BaseException as error:  # also when the client has gone meanwhile
+            answering.fail(error)
+            answering.close()
+            raise
+        recent.explanation = _without_text(explanation)
+        self._open.add(answering)
+        self.recent.append(recent)
+        answering.listen()
+        return answering
+
+    async def ask(self, call: Callable[[Core], T]) -> T:
+        """Have the engine's thread call `call(core)` between two steps."""
+        return await asyncio.wrap_future(self.engine.later(call))
+
+    async def work(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Have a worker thread do what takes long: `await service.work(prompts.render, messages)`.
+
+        There is one such thread: tokenizers and templates are Python's or lock each other out.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._worker, partial(call, *args, **kwargs))
+
+    async def watch(self) -> None:
+        """Be the task that looks whether the engine lives; ends when it does not."""
+        while self.alive:
+            await asyncio.sleep(WATCH_SECONDS)
+        for answering in list(self._open):
+            answering.fail(EngineStopped("the engine has stopped before this request ended"))
+        if not self.draining:
+            logger.error("the engine's thread has ended; nothing can be answered any more")
+            for call in self.died:
+                call()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def close(self) -> None:
+        """Let go of the worker thread."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _closed(self, answering: Answering) -> None:
+        self._open.discard(answering)
+        for listener in self.listeners:
+            listener.ended(answering.recent)
+
+
+def _take_in(handles: Sequence[Handle], core: Core) -> Explanation | None:
+    """Enqueue requests, all or none, and say how far the first one's prompt matches by now."""
+    taken: list[Handle] = []
+    try:
+        for handle in handles:
+            core.enqueue(handle)
+            taken.append(handle)
+    except BaseException:
+        for handle in taken:
+            core.cancel(handle)
+        raise
+    first = handles[0].request
+    try:
+        return core.explain(first.prompt, first.salt)
+    # A boundary: an explanation may fail, an answer may not.
+    except Exception as error:
+        logger.error("a prompt could not be explained: %s", type(error).__name__)
+        logger.debug("its error", exc_info=error)
+        return None
+
+
+def _without_text(explanation: Explanation | None) -> dict[str, Any] | None:
+    """Return an explanation without what tells of the prompt's content."""
+    if explanation is None:
+        return None
+    bare = replace(explanation, held_token=None, given_token=None, held_text=None, given_text=None)
+    return asdict(bare)
+
+
+@dataclass(slots=True)
+class _Times:
+    """When a request's tokens came, in seconds of `time.monotonic`."""
+
+    started: float = field(default_factory=time.monotonic)
+    last: dict[int, float] = field(default_factory=dict)
+    """Of each answer."""
+
+
+class Answering:
+    """A request that the engine works on. Leaving it early cancels what has not ended.
+
+    >>> async def texts(service, request):
+    ...     async with await service.open(request, "/v1/completions") as answering:
+    ...         return [event.text async for event in answering]
+
+    One task reads it, by `batches`, by iteration or by `result`.
+    """
+
+    def __init__(self, service: Service, handles: Sequence[Handle], recent: Recent) -> None:
+        self.handles = tuple(handles)
+        self.recent = recent
+        self.finishes: dict[int, Finish] = {}
+        """The ends of answers, by their numbers."""
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._offsets = _offsets(handles)
+        self._wake = asyncio.Event()
+        self._told = False
+        self._slow = False
+        self._error: BaseException | None = None
+        self._closed = False
+        self._times = _Times()
+
+    @property
+    def answers(self) -> int:
+        """How many answers come."""
+        return sum(handle.request.n for handle in self.handles)
+
+    @property
+    def done(self) -> bool:
+        """Whether every answer has ended."""
+        return len(self.finishes) == self.answers
+
+    def usage(self) -> Usage:
+        """Return what the request has taken so far, its answers that have ended together."""
+        totals = [
+            total_usage([self.finishes[i] for i in range(start, end) if i in self.finishes])
+            for start, end in zip(self._offsets, [*self._offsets[1:], self.answers], strict=True)
+        ]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in totals),
+            cached_tokens=sum(usage.cached_tokens for usage in totals),
+            completion_tokens=sum(usage.completion_tokens for usage in totals),
+        )
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """Yield events, all that are there at once, until the last answer has ended.
+
+        Raises:
+            PenstockError: what made an answer fail: its timeout, the end of the engine, a reader
+                that is too slow.
+        """
+        while True:
+            self._wake.clear()
+            self._told = False  # before the events are taken: none is missed
+            events = self._take()
+            if events:
+                yield events
+            elif self._error is not None:
+                raise self._error
+            elif self.done:
+                return
+            else:
+                await self._wake.wait()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        async for events in self.batches():
+            for event in events:
+                yield event
+
+    async def result(self, http: HttpRequest | None = None) -> list[Choice]:
+        """Wait for the end of all answers and return them, in the order of their numbers.
+
+        Args:
+            http: whose client is watched: when it goes, nothing is computed any more.
+
+        Raises:
+            ClientGone: it went.
+            PenstockError: as `batches`.
+        """
+        await (self._read_all() if http is None else until_gone(http, self._read_all()))
+        return [choice for handle in self.handles for choice in handle.choices]
+
+    async def _read_all(self) -> None:
+        async for _ in self.batches():
+            pass
+
+    def listen(self) -> None:
+        """Begin to be told of events."""
+        for handle in self.handles:
+            handle.listen(self._tell)
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, after the events that are there."""
+        self._error = self._error or error
+        self._wake.set()
+
+    def close(self) -> None:
+        """Cancel what has not ended. Again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.done:
+            for handle in self.handles:
+                handle.cancel()
+        self._note_end()
+        self._service._closed(self)
+
+    async def __aenter__(self) -> Answering:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- between the threads
+
+    def _tell(self) -> None:
+        """Wake the reader; the engine's thread calls this after each event."""
+        unread = sum(handle.unread for handle in self.handles)
+        if unread > self._service.settings.max_unread and not self._slow:
+            self._slow = True
+            for handle in self.handles:
+                handle.cancel()
+        if not self._told:
+            self._told = True
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _take(self) -> list[Event]:
+        """Return the events that are there, numbered through, without ends that are errors."""
+        found: list[Event] = []
+        for offset, handle in zip(self._offsets, self.handles, strict=True):
+            for event in handle.events():
+                if offset:
+                    event = replace(event, choice=event.choice + offset)
+                if isinstance(event, Finish):
+                    self.finishes[event.choice] = event
+                    error = self._error_of(event)
+                    if error is not None:
+                        self._error = self._error or error
+                        continue
+                found.append(event)
+        if found:
+            self._note(found)
+        return found
+
+    def _error_of(self, finish: Finish) -> BaseException | None:
+        if finish.error is not None:
+            return finish.error
+        if finish.reason == "timeout":
+            return TimedOut()
+        if finish.reason == "cancelled":
+            if self._slow:
+                return TooSlow("the client does not read its stream; it was cancelled")
+            return Unavailable("the server stopped before the answer ended", code="shutting_down")
+        return None
+
+    def _note(self, events: Sequence[Event]) -> None:
+        """Keep the figures of what has come."""
+        now, times, recent = time.monotonic(), self._times, self.recent
+        came: dict[int, int] = {}
+        for event in events:
+            if isinstance(event, Token):
+                came[event.choice] = came.get(event.choice, 0) + 1
+        if came and recent.first_token_seconds is None:
+            recent.first_token_seconds = now - times.started
+            recent.state = "running"
+            for listener in self._service.listeners:
+                listener.first_token(recent.first_token_seconds)
+        for choice, tokens in came.items():
+            recent.completion_tokens += tokens
+            last = times.last.get(choice)
+            times.last[choice] = now
+            if last is not None:
+                for listener in self._service.listeners:
+                    for _ in range(tokens):
+                        listener.next_token((now - last) / tokens)
+
+    def _note_end(self) -> None:
+        recent = self.recent
+        recent.seconds = time.monotonic() - self._times.started
+        if self.finishes:
+            usage = self.usage()
+            recent.cached_tokens = usage.cached_tokens
+            recent.completion_tokens = max(recent.completion_tokens, usage.completion_tokens)
+        if self._error is not None:
+            recent.state, recent.finish = "failed", type(self._error).__name__
+        elif not self.done:
+            recent.state, recent.finish = "cancelled", "cancelled"
+        else:
+            recent.state, recent.finish = "done", self.finishes[0].reason
+
+
+def _offsets(handles: Sequence[Handle]) -> list[int]:
+    offsets = [0]
+    for handle in handles[:-1]:
+        offsets.append(offsets[-1] + handle.request.n)
+    return offsets
+
+
+async def until_gone(http: HttpRequest, doing: Awaitable[T]) -> T:
+    """Wait for something as long as the client does, whose body must have been read.
+
+    Raises:
+        ClientGone: the client has closed the connection; what was done is cancelled.
+    """
+    task = asyncio.ensure_future(doing)
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client has closed the connection")
+        return task.result()
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

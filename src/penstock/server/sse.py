@@ -1,0 +1,82 @@
+"""Streams of server-sent events: kept alive while a prompt is read, and ended when nobody reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.types import Receive, Scope, Send
+
+from penstock.server.errors import body_for, dumps, problem_of
+from penstock.server.service import Answering, Service
+
+logger = logging.getLogger(__name__)
+
+EVENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
+"""Each event of a stream, for the OpenAPI document; its data is JSON, or `[DONE]`."""
+
+
+def data(content: Any, event: str | None = None) -> bytes:
+    r"""Write one event; `content` is what will be its JSON.
+
+    >>> data({"n": 1}), data({}, "ping")
+    (b'data: {"n":1}\n\n', b'event: ping\ndata: {}\n\n')
+    """
+    name = f"event: {event}\n".encode() if event is not None else b""
+    return name + b"data: " + dumps(content) + b"\n\n"
+
+
+class Stream(EventSourceResponse):
+    """A stream of a request's events. However it ends, what has not ended is cancelled.
+
+    Args:
+        service: for its settings.
+        path: of the request; errors have the form that clients of it expect.
+        answering: closed at the end; None if there is no request behind the stream.
+        events: written as they come. Raises a PenstockError to end with an `error` event.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        path: str,
+        answering: Answering | None,
+        events: AsyncIterator[bytes],
+    ) -> None:
+        super().__init__(
+            _with_error(path, events),
+            ping=service.settings.ping_seconds,
+            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+            send_timeout=service.settings.send_timeout_seconds,
+            headers={"Content-Type": "text/event-stream; charset=utf-8"},
+        )
+        self._answering = answering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            logger.info("a stream was ended: its reader did not take what was sent")
+        finally:
+            if self._answering is not None:
+                self._answering.close()
+
+
+async def _with_error(path: str, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Pass events on; an error after the first byte is an event too, and the last one."""
+    try:
+        async for event in events:
+            yield event
+    # A boundary: the status has been sent, so nothing above could tell the client any more.
+    except Exception as error:
+        problem = problem_of(error)
+        if problem.status == 500:
+            logger.error("a stream has failed: %s", type(error).__name__)
+            logger.debug("its error", exc_info=error)
+        yield data(body_for(path, problem), "error")

@@ -1,0 +1,331 @@
+"""The server bench measures what it says, in a small size: real processes, real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+import pytest
+
+from penstock.bench import serve, serve_model, serve_process
+from penstock.bench.engine_runs import OURS, RIVAL
+from penstock.bench.models import Choice, LlamaShape
+from penstock.bench.report import publish
+from penstock.bench.serve_client import (
+    Client,
+    Reply,
+    Session,
+    at_once,
+    closed_loop,
+    connected,
+    open_loop,
+    percentile,
+)
+from penstock.models.mlx_lm import load, render
+from penstock.recall import count_tokens
+from stand_in_server import stand_in
+
+TINY = LlamaShape(
+    layers=2, hidden_size=64, intermediate_size=64, query_heads=4, kv_heads=2, head_dim=16
+)
+SMALL = serve.Load(
+    llama=TINY,
+    sessions=3,
+    turns=4,
+    system_tokens=600,
+    line_tokens=20,
+    answer_tokens=8,
+    forks=1,
+    edits=1,
+    rate=20.0,
+    arrivals=6,
+    connections=30,
+    connection_tokens=4,
+    overhead_rounds=2,
+    overhead_prompt_tokens=60,
+    overhead_tokens=16,
+)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Any:
+    return serve.measure(SMALL)
+
+
+# ---- the model's folder, and what is said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model") / "random"
+    serve_model.write_random(place, TINY)
+    return place
+
+
+def test_the_written_model_says_words_whose_text_has_the_same_tokens(folder: Path) -> None:
+    model, tokenizer = load(folder)
+    tokens = render(tokenizer, [{"role": "user", "content": "Hello!"}])
+    prompt = len(tokens)
+    for _ in range(24):
+        tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1])))
+    answer = tokenizer.decode(tokens[prompt:])
+    assert tokenizer.eos_token_id not in tokens[prompt:]
+    said = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": answer.strip()}]
+    assert render(tokenizer, said, answer=False)[:-1] == tokens
+
+
+@pytest.mark.parametrize("tokens", [100, 4_000])
+def test_a_system_prompt_has_its_length(tokens: int) -> None:
+    _, tokenizer = load(serve_model.MODEL_PATH)
+    message = [{"role": "system", "content": serve_model.system_prompt(tokens)}]
+    assert tokens - 20 < len(render(tokenizer, message, answer=False)) <= tokens
+
+
+def test_lines_differ_and_have_about_their_length() -> None:
+    said = serve_model.lines(1, 10, 40)
+    assert len(set(said)) == 10
+    assert all(40 <= count_tokens([{"role": "user", "content": line}]) < 80 for line in said)
+    assert said != serve_model.lines(2, 10, 40)
+
+
+# ---- loads, on a stand-in
+
+
+def send(url: str, load: Callable[[Client], Awaitable[list[Reply]]]) -> list[Reply]:
+    async def run() -> list[Reply]:
+        async with connected(url, "counter") as client:
+            return await load(client)
+
+    return asyncio.run(run())
+
+
+def test_a_session_sends_what_was_said_before() -> None:
+    with stand_in() as server:
+        replies = send(server.url, lambda c: closed_loop(c, "S", [Session(["a", "b"])], 4))
+    assert server.said == [["S", "a"], ["S", "a", "message 2", "b"]]
+    assert [reply.turn for reply in replies] == [0, 1]
+    assert all(reply.error is None for reply in replies)
+    assert all(reply.sent < min(reply.text_times) <= reply.ended for reply in replies)
+    assert [len(reply.text_times) for reply in replies] == [2, 2]  # no comment, no empty delta
+    assert (replies[0].prompt_tokens, replies[0].cached_tokens) == (20, 15)
+
+
+def test_a_fork_goes_on_twice_and_an_edit_forgets() -> None:
+    session = Session(["a", "b", "c", "d"], fork=["x", "y"], edit="e")
+    with stand_in() as server:
+        replies = send(server.url, lambda c: closed_loop(c, "S", [session], 4))
+    said = {tuple(text for text in of if not text.startswith("message")) for of in server.said}
+    assert said == {
+        ("S", "a"), ("S", "a", "b"), ("S", "a", "b", "c"), ("S", "a", "b", "e"),
+        ("S", "a", "b", "x"), ("S", "a", "b", "x", "y"),
+    }  # fmt: skip
+    assert len(replies) == 6
+
+
+def test_requests_of_the_open_loop_come_at_their_times() -> None:
+    with stand_in() as server:
+        began = time.perf_counter()
+        replies = send(server.url, lambda c: open_loop(c, "S", ["a", "b"], [0.05, 0.3], 4))
+    assert [reply.sent - began > at for reply, at in zip(replies, (0.05, 0.3), strict=True)]
+    assert replies[1].sent - replies[0].sent == pytest.approx(0.25, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    [("status", True), ("status", False), ("event", True), ("cut", True), ("no usage", True)],
+)
+def test_what_goes_wrong_is_counted(fault: str, stream: bool) -> None:
+    said = [[{"role": "user", "content": "a"}]] * 3
+    with stand_in(fault=fault) as server:
+        replies = send(server.url, lambda c: at_once(c, said, 4, stream=stream))
+    assert [reply.error is not None for reply in replies] == [True] * 3
+
+
+def test_a_server_that_is_not_there_is_counted() -> None:
+    said = [[{"role": "user", "content": "a"}]]
+    replies = send(f"http://127.0.0.1:{serve_process.free_port()}", lambda c: at_once(c, said, 4))
+    assert "ConnectError" in str(replies[0].error)
+
+
+# ---- memory and processes
+
+
+def test_a_moment_of_much_memory_is_seen() -> None:
+    code = "from time import *; sleep(0.5); x = bytearray(2 * 10**8); sleep(0.3); del x; sleep(0.3)"
+    with (
+        subprocess.Popen([sys.executable, "-c", code]) as process,
+        serve_process.watched(psutil.Process(process.pid)) as memory,
+    ):
+        process.wait()
+    assert memory.peak_bytes - memory.samples[0][1] > 150_000_000
+    assert memory.samples[-1][1] < memory.peak_bytes - 100_000_000
+    gaps = [b[0] - a[0] for a, b in zip(memory.samples, memory.samples[1:], strict=False)]
+    assert percentile(gaps, 50) < 0.1
+
+
+def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words() -> None:
+    ends = (sys.executable, "-c", "raise SystemExit('no such model')")
+    broken = serve_process.Kind("broken", ends, signal.SIGTERM)
+    started = serve_process.serving(broken, serve_process.free_port())
+    with pytest.raises(serve_process.ServerFailed, match="no such model"), started:
+        pass
+
+
+def test_a_bench_that_is_told_to_end_leaves_no_process_behind() -> None:
+    code = (
+        "import sys, time\n"
+        "from penstock.bench.serve_process import _started, ending_cleanly, stop, signal\n"
+        "waits = (sys.executable, '-c', 'import time; time.sleep(60)')\n"
+        "with ending_cleanly(), _started(waits, {}) as (process, _):\n"
+        "    try:\n"
+        "        print(process.pid, flush=True)\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        stop(process, signal.SIGTERM)\n"
+    )
+    arguments = [sys.executable, "-c", code]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        child = int(bench.stdout.readline())
+        assert psutil.pid_exists(child)
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(20) == 143
+    assert not psutil.pid_exists(child)
+
+
+# ---- all of it
+
+
+def test_both_servers_answer_every_session(measured: Any) -> None:
+    forked = SMALL.turns - 2
+    wanted = SMALL.sessions * SMALL.turns + SMALL.forks * forked
+    for side in (measured.penstock["sessions"], measured.rival_figures["sessions"]):
+        assert (side["requests"], side["errors"]) == (wanted, 0)
+        assert side["completion_tokens"] == wanted * SMALL.answer_tokens
+        assert side["ttft_p50_seconds"] <= side["ttft_p95_seconds"] <= side["ttft_p99_seconds"]
+        assert side["peak_bytes"] >= side["idle_bytes"] > 50_000_000
+        assert side["peak_above_idle_bytes"] == side["peak_bytes"] - side["idle_bytes"]
+    assert measured.penstock["sessions"]["cached_tokens"] > 0
+    assert {"throughput", "ttft_p95", "peak_memory"} <= set(measured.ratio)
+
+
+def test_both_servers_get_the_requests_that_come_at_random(measured: Any) -> None:
+    for side in (measured.penstock["arrivals"], measured.rival_figures["arrivals"]):
+        assert (side["requests"], side["errors"]) == (SMALL.arrivals, 0)
+
+
+def test_all_connections_are_open_at_the_same_time(measured: Any) -> None:
+    crowd = measured.penstock["connections"]
+    assert (crowd["requests"], crowd["errors"]) == (SMALL.connections, 0)
+    assert crowd["most_open"] == SMALL.connections
+
+
+def test_the_overhead_is_measured_with_the_same_work(measured: Any) -> None:
+    raw = measured.raw["overhead"]
+    assert raw["tokens"] == 8 * SMALL.overhead_tokens
+    assert [len(raw[way]) for way in ("alone", "streamed", "whole")] == [2, 2, 2]
+
+
+def test_the_report_is_printed_stored_and_drawn(
+    measured: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    publish(measured, as_json=True, save=tmp_path)
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed) == {
+        "claim", "penstock", RIVAL, "ratio", "goal", "met", "environment",
+    }  # fmt: skip
+    (stored,) = tmp_path.glob("serve-*.json")
+    record = json.loads(stored.read_text())["raw"]
+    assert set(record["sessions"]) == {OURS, RIVAL}
+    assert "4821" not in stored.read_text()  # figures, and no text of anybody
+    assert record["sessions"][OURS][0]["memory"]
+    publish(measured, as_json=False, save=None)
+    assert "completion tokens/s" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    from penstock.bench.serve_picture import draw
+
+    draw(measured, tmp_path / "serve.png")
+    assert (tmp_path / "serve.png").stat().st_size > 10_000
+
+
+def phase(seconds: float, replies: Sequence[Reply], peak_bytes: int) -> serve.Phase:
+    memory = serve_process.Memory([(0.0, 100), (0.1, peak_bytes)])
+    return serve.Phase(seconds, list(replies), memory, 100, 1.0, None)
+
+
+def reply(first: float, gap: float, error: str | None = None) -> Reply:
+    times = [] if error else [first, first + gap, first + 2 * gap]
+    return Reply(0, 0.0, times, first + 2 * gap, "", 10, 5, 0 if error else 3, error)
+
+
+def found(folder_like: Any, ours: serve.Phase, theirs: serve.Phase) -> serve.Found:
+    return serve.Found({OURS: [ours], RIVAL: [theirs]}, {}, None, None, folder_like)
+
+
+FOLDER = serve_model.Folder(Path(), "none", 64, 1, 1)
+THEIRS = phase(30.0, [reply(5.0, 0.2)] * 4, 400)
+
+
+@pytest.mark.parametrize(
+    ("ours", "met"),
+    [
+        (phase(10.0, [reply(1.0, 0.1)] * 4, 200), True),
+        (phase(10.1, [reply(1.0, 0.1)] * 4, 200), False),  # throughput
+        (phase(10.0, [reply(1.1, 0.1)] * 4, 200), False),  # first token
+        (phase(10.0, [reply(1.0, 0.1)] * 4, 201), False),  # memory
+        (phase(7.5, [*[reply(1.0, 0.1)] * 4, reply(1.0, 0.1, "500")], 200), False),  # an error
+    ],
+)
+def test_every_goal_can_be_missed(ours: serve.Phase, met: bool) -> None:
+    made = serve.report(serve.Load(), found(FOLDER, ours, THEIRS))
+    assert made.met is met
+    assert len([line for line in made.lines if line.goal]) == 4
+
+
+def test_goals_are_for_their_shape_alone() -> None:
+    slow = phase(100.0, [reply(50.0, 1.0)], 4_000)
+    assert serve.report(replace(SMALL), found(FOLDER, slow, THEIRS)).met
+
+
+def test_an_error_among_the_connections_is_not_met() -> None:
+    good = phase(1.0, [reply(1.0, 0.1)] * 2, 200)
+    bad = phase(1.0, [reply(1.0, 0.1), reply(1.0, 0.1, "503")], 200)
+    for crowd, met in ((good, True), (bad, False)):
+        of = replace(found(FOLDER, good, THEIRS), connections=crowd)
+        assert serve.report(SMALL, of).met is met
+
+
+@pytest.mark.parametrize(("streamed", "met"), [([1.04, 1.04], True), ([1.06, 1.06], False)])
+def test_the_overhead_has_a_goal(streamed: list[float], met: bool) -> None:
+    good = phase(1.0, [reply(1.0, 0.1)] * 2, 200)
+    overhead = serve.Overhead([1.0, 1.0], streamed, [1.0, 1.0], 100)
+    of = replace(found(FOLDER, good, THEIRS), overhead=overhead)
+    assert serve.report(SMALL, of).met is met
+
+
+def test_other_prompts_are_noticed() -> None:
+    ours, theirs = (phase(1.0, [reply(1.0, 0.1)], 200) for _ in range(2))
+    serve._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
+    theirs.replies[0].prompt_tokens = 11
+    with pytest.raises(AssertionError, match="different prompts"):
+        serve._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
+
+
+def test_the_command_is_there() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "bench", "serve", "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert "--connections NUMBER" in done.stdout
+    assert Choice.RANDOM in done.stdout

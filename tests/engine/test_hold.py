@@ -1,0 +1,161 @@
+"""Prefixes that a request wants kept for a while, and the tree as a page would show it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine_faults import model_of
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.errors import SettingError
+
+BLOCK = 16
+
+
+def prompt(seed: int, tokens: int = 160) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(512) for _ in range(tokens))
+
+
+class Held:
+    """A core with room for a few prompts, and a clock that stands still by itself."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now = 0.0
+        small: dict[str, Any] = {"block_size": BLOCK, "prefill_chunk": 64, "max_batch_size": 2}
+        small |= {"max_kv_size": 512, **settings}
+        self.core = Core(model_of("llama"), memory_limit="40MB", clock=lambda: self.now, **small)
+        self.core.set_limit(self.core._fixed_bytes() + 500_000)
+
+    def ask(self, tokens: tuple[int, ...], **settings: Any) -> Handle:
+        handle = self.core.submit(Request(prompt=tokens, **{"max_tokens": 4, **settings}))
+        while self.core.step():
+            self.core.check()
+        handle.result(0.0)
+        return handle
+
+    def crowd(self, first: int = 100) -> None:
+        """Ask what has nothing to do with anything, more than there is room for, twice each."""
+        for seed in range(first, first + 12):
+            self.now += 1
+            self.ask(prompt(seed))
+            self.ask(prompt(seed))
+        assert self.core.prefixes.counts.evicted_nodes > 0
+
+    def found(self, tokens: tuple[int, ...], salt: str = "") -> int:
+        return self.core.explain(tokens, salt).held_tokens
+
+
+@pytest.fixture
+def small() -> Iterator[Held]:
+    made = Held()
+    yield made
+    made.core.close()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1_000.0])
+def test_a_held_prompt_outlives_a_crowd(small: Held, seconds: float) -> None:
+    """And the negative control: not held, it goes."""
+    small.ask(prompt(0), hold_seconds=seconds)
+    small.crowd()
+    assert small.found(prompt(0)) == (160 if seconds else 0)
+
+
+def test_a_hold_ends(small: Held) -> None:
+    small.ask(prompt(0), hold_seconds=60.0)
+    small.crowd()
+    assert small.found(prompt(0)) == 160
+    small.now += 60.0
+    small.crowd(200)
+    assert small.found(prompt(0)) == 0
+
+
+def test_each_such_request_holds_anew(small: Held) -> None:
+    for _ in range(3):
+        small.ask(prompt(0), hold_seconds=60.0)
+        small.now += 40.0
+    small.crowd()
+    assert small.found(prompt(0)) == 160
+    small.ask(prompt(0))  # reads it, and asks for nothing
+    small.now += 3_000.0
+    small.crowd(200)
+    assert small.found(prompt(0)) == 0
+
+
+def test_the_first_tokens_alone_are_held(small: Held) -> None:
+    """As whole nodes: of chunks of 64 tokens, the second holds token 65."""
+    small.ask(prompt(0), hold_seconds=1_000.0, hold_tokens=65)
+    held = {view.start: view.held_seconds for view in small.core.tree()}
+    assert held == {0: 1_000.0, 128: 0.0}
+    small.crowd()
+    assert small.found(prompt(0)) == 128
+
+
+def test_what_is_held_gives_way_to_what_runs(small: Held) -> None:
+    """Held is no claim: everything is held, and a prompt that needs the room gets it."""
+    for seed in range(30):
+        small.now += 1
+        small.ask(prompt(seed), hold_seconds=10_000.0)
+        assert small.core.ledger.used_bytes <= small.core.ledger.limit_bytes
+    counts = small.core.prefixes.counts
+    assert counts.evicted_nodes > 0
+    assert small.found(prompt(29)) == 160
+    assert small.found(prompt(0)) == 0, "of held ones the one not used for longest"
+    small.core.prefixes.clear()
+    assert len(small.core.tree()) == 0
+
+
+def test_it_is_held_also_when_the_answer_was_cancelled(small: Held) -> None:
+    wish = Request(prompt=prompt(0), max_tokens=200, hold_seconds=1_000.0)
+    handle = small.core.submit(wish)
+    for _ in range(8):
+        small.core.step()
+    handle.cancel()
+    small.crowd()
+    assert small.found(prompt(0)) == 160
+
+
+def test_past_the_window_the_first_tokens_stay_held() -> None:
+    small = Held(max_kv_size=128, keep=32)
+    small.ask(prompt(0, 100), max_tokens=200, hold_seconds=1_000.0)
+    assert small.core.tree()
+    assert all(view.held_seconds > 0 for view in small.core.tree() if view.start < 100)
+    small.core.close()
+
+
+def test_tenants_hold_their_own(small: Held) -> None:
+    small.ask(prompt(0), hold_seconds=1_000.0, salt="a")
+    small.ask(prompt(0), salt="b")
+    small.crowd()
+    assert (small.found(prompt(0), "a"), small.found(prompt(0), "b")) == (160, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hold_seconds": -1.0}, {"hold_seconds": float("inf")}, {"hold_tokens": -1}]
+)
+def test_a_hold_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match=next(iter(wrong))):
+        Request(prompt=(1,), **wrong)
+
+
+def test_the_tree_shows_what_is_read_and_what_was() -> None:
+    core = Held().core
+    core.submit(Request(prompt=prompt(0), max_tokens=60))
+    core.submit(Request(prompt=(*prompt(0)[:80], *prompt(1)[:80]), max_tokens=60))
+    for _ in range(12):
+        core.step()
+    views = core.tree()
+    ends = {view.id: view.end for view in views}
+    for view in views:
+        assert view.start == (0 if view.parent is None else ends[view.parent])
+        assert len(view.tokens) == min(32, view.end - view.start)
+    (head,) = [view for view in views if view.parent is None]
+    assert (head.pins, head.tokens) == (2, prompt(0)[:32])
+    assert sum(view.nbytes for view in views) == core.prefixes.nbytes - core.prefixes.fixed_bytes
+    core.close()
+    assert core.tree() == []

@@ -1,0 +1,25 @@
+"""The server that most tests of the server share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from servers import MODEL_NAME, Running, serve_in_thread, serving, settings, wait_until
+
+from penstock.recall import Dialogue, dialogue
+
+__all__ = ["MODEL_NAME", "Running", "serve_in_thread", "serving", "settings", "wait_until"]
+
+
+@pytest.fixture(scope="session")
+def recall_server() -> Iterator[Running]:
+    """One server of the embedded model for all tests that leave it as it was."""
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def told() -> Dialogue:
+    """A conversation with facts, whose questions the embedded model answers."""
+    return dialogue(7, tokens=600, facts=4)

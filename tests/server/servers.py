@@ -1,0 +1,83 @@
+"""Real servers for the tests: a model behind uvicorn, on a socket of this machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from penstock import Engine, load
+from penstock.config import ServerSettings
+from penstock.recall import MODEL_PATH
+from penstock.server.app import Server
+from penstock.server.service import Service
+
+MODEL_NAME = "recall"
+START_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that listens."""
+
+    url: str
+    service: Service
+    server: Server
+
+
+@contextmanager
+def serve_in_thread(service: Service) -> Iterator[Running]:
+    """Serve on a free port, in a thread with an event loop of its own, until left."""
+    server = Server(service)
+    thread = threading.Thread(target=server.run, name="test-server")
+    thread.start()
+    try:
+        until = time.monotonic() + START_SECONDS
+        while not server.started:
+            assert thread.is_alive() and time.monotonic() < until, "the server did not start"
+            time.sleep(0.01)
+        yield Running(f"http://127.0.0.1:{server.port}", service, server)
+    finally:
+        server.should_exit = True
+        thread.join(START_SECONDS)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def settings(**changed: Any) -> ServerSettings:
+    return ServerSettings(**{"port": 0, **changed})
+
+
+@contextmanager
+def serving(
+    model: Any = None,
+    tokenizer: Any = None,
+    *,
+    engine: dict[str, Any] | None = None,
+    **changed: Any,
+) -> Iterator[Running]:
+    """Serve a model, the embedded one by default; `changed` are settings of the server.
+
+    At the end the engine is recounted.
+    """
+    if model is None:
+        model, loaded = load(MODEL_PATH)
+        tokenizer = tokenizer or loaded
+    with Engine(
+        model, tokenizer, **{"memory_limit": "200MB", "block_size": 64, **(engine or {})}
+    ) as made:
+        service = Service(made, tokenizer, settings(**changed), MODEL_NAME)
+        with serve_in_thread(service) as running:
+            yield running
+        if made.alive:
+            made.check()
+
+
+def wait_until(true: Any, seconds: float = 10.0) -> None:
+    """Wait until a function returns something true."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not become true"
+        time.sleep(0.01)

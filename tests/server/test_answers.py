@@ -1,0 +1,121 @@
+"""What text is divided into: however it is cut into pieces, the same comes out."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.request import Finish, Reason, Usage
+from penstock.server.answers import Delta, Reader, join, total_usage
+
+USAGE = Usage(10, 4, 3)
+TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+
+
+def tokenizer(end: str = "</call>", *, thinking: bool = True) -> Any:
+    """The part of mlx-lm's wrapper that knows marks; the parser is JSON, as several of theirs."""
+    return SimpleNamespace(
+        has_thinking=thinking,
+        think_start="<think>",
+        think_end="</think>",
+        has_tool_calling=True,
+        tool_call_start="<call>",
+        tool_call_end=end,
+        tool_parser=lambda text, _: json.loads(text),
+    )
+
+
+def finish(reason: Reason = "stop", text: str = "") -> Finish:
+    return Finish(0, reason, text, None, USAGE)
+
+
+def read(pieces: list[str], reader: Reader, reason: Reason = "stop") -> Delta:
+    *first, last = pieces or [""]
+    return join([*(reader.push(piece) for piece in first), reader.end(finish(reason, last))])
+
+
+CALL = '<call>{"name": "f", "arguments": {"a": 1}}</call>'
+TEXTS = [
+    "plain text",
+    "<think>so</think>then",
+    f"first {CALL} and {CALL} last",
+    f"<think>a <call> is no call here</think>{CALL}",
+    "a < b, <thin, <cal, </call> and the end <",
+    "<call>no JSON</call> after",
+    "<call>cut off",
+    "<think>cut off",
+    '<call>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": "{}"}]</call>',
+    "",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@given(cuts=st.sets(st.integers(0, 120)))
+def test_pieces_make_no_difference(text: str, cuts: set[int]) -> None:
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(places)]
+    whole = read([text], Reader(tokenizer(), TOOLS))
+    divided = read(pieces, Reader(tokenizer(), TOOLS))
+    assert (divided.text, divided.reasoning) == (whole.text, whole.reasoning)
+    assert [(c.name, c.arguments) for c in divided.calls] == [
+        (c.name, c.arguments) for c in whole.calls
+    ]
+
+
+def test_what_the_kinds_are() -> None:
+    reader = Reader(tokenizer(), TOOLS)
+    read([f"<think>so</think>then {CALL}!"], reader)
+    assert (reader.text, reader.reasoning) == ("then !", "so")
+    (call,) = reader.calls
+    assert (call.name, json.loads(call.arguments)) == ("f", {"a": 1})
+    assert reader.reason == "tool_calls"
+
+
+def test_text_goes_out_as_soon_as_it_can_be_no_mark() -> None:
+    reader = Reader(tokenizer(), TOOLS)
+    assert reader.push("a <").text == "a "
+    assert reader.push("b").text == "<b"
+
+
+def test_what_is_no_call_is_given_back() -> None:
+    reader = Reader(tokenizer(), TOOLS)
+    assert read(["<call>no JSON</call> after"], reader).text == "<call>no JSON</call> after"
+    assert read(["<call>cut"], Reader(tokenizer(), TOOLS), "length").text == "<call>cut"
+    assert reader.calls == [] and reader.reason == "stop"
+
+
+def test_calls_without_an_end_mark() -> None:
+    reader = Reader(tokenizer(""), TOOLS)
+    read(['a<call>{"name": "f"}<call>{"name": "g"}'], reader)
+    assert [call.name for call in reader.calls] == ["f", "g"]
+    assert reader.text == "a"
+
+
+def test_without_tools_marks_of_calls_are_text() -> None:
+    assert read([CALL], Reader(tokenizer(), None)).text == CALL
+
+
+def test_a_prompt_may_end_inside_the_reasoning() -> None:
+    delta = read(["so</think>then"], Reader(tokenizer(), None, reasoning=True))
+    assert (delta.reasoning, delta.text) == ("so", "then")
+
+
+def test_length_is_length_also_after_a_call() -> None:
+    reader = Reader(tokenizer(), TOOLS)
+    read([CALL, " and"], reader, "length")
+    assert reader.reason == "length" and reader.calls
+
+
+def test_several_answers_to_a_prompt_read_it_once() -> None:
+    ends = [
+        Finish(0, "stop", "", None, Usage(10, 2, 3)),
+        Finish(1, "stop", "", None, Usage(10, 9, 4)),
+    ]
+    assert total_usage(ends) == Usage(10, 2, 7)
+    assert total_usage([]) == Usage(0, 0, 0)

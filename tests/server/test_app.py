@@ -1,0 +1,282 @@
+"""What stands before all routes, and how a server begins, drains and ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from servers import Running, serving, wait_until
+
+from penstock.recall import Dialogue
+from penstock.server.app import too_deep
+
+CHAT = "/v1/chat/completions"
+LONG: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello!"}],
+    "max_tokens": 20_000,
+    "logit_bias": {"300": 100},
+    "stream": True,
+}
+
+
+def ask(running: Running, **more: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
+    return httpx.post(f"{running.url}{CHAT}", json=body, timeout=30, **more)
+
+
+# ---- keys, origins, hosts
+
+
+def test_a_key_is_needed() -> None:
+    with serving(api_key="secret") as running:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secre"}):
+            refused = ask(running, headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        for headers in ({"Authorization": "Bearer secret"}, {"x-api-key": "secret"}):
+            assert ask(running, headers=headers).status_code == 200
+        for path in ("/health", "/ready"):
+            assert httpx.get(running.url + path).status_code == 200
+        closed = ("/metrics", "/v1/models", "/v1/cache/stats", "/v1/cache/tree", "/openapi.json")
+        for path in (*closed, "/v1/live", "/page/../v1/models", "/docs"):
+            assert httpx.get(running.url + path).status_code == 401, path
+        assert httpx.delete(f"{running.url}/v1/cache").status_code == 401
+        refused = httpx.post(f"{running.url}/v1/messages", json={})
+        assert refused.json()["error"]["type"] == "authentication_error"
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret") as api:
+            assert api.models.list().data
+        stranger = openai.OpenAI(base_url=f"{running.url}/v1", api_key="other", max_retries=0)
+        with stranger as api, pytest.raises(openai.AuthenticationError):
+            api.models.list()
+
+
+def test_headers_that_are_no_ascii_are_no_key() -> None:
+    with serving(api_key="secret") as running:
+        refused = ask(running, headers={b"x-api-key": "sécret".encode()})
+        assert refused.status_code == 401
+
+
+def test_origins_are_named() -> None:
+    with serving(api_key="secret", cors_origin=("https://a.example",)) as running:
+        asking = {"Access-Control-Request-Method": "POST", "Origin": "https://a.example"}
+        answer = httpx.options(running.url + CHAT, headers=asking)
+        assert answer.status_code == 200, "the browser asks without the key"
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        other = httpx.options(running.url + CHAT, headers={**asking, "Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+        failed = ask(running, headers={"Origin": "https://a.example"})
+        assert failed.status_code == 401
+        assert "access-control-allow-origin" in failed.headers, "or a page could not read why"
+
+
+def test_a_foreign_host_is_refused_without_a_key(recall_server: Running) -> None:
+    """What a page from elsewhere sends whose name was made to point here."""
+    assert ask(recall_server, headers={"Host": "evil.example"}).status_code == 403
+    assert ask(recall_server, headers={"Host": "localhost:1"}).status_code == 200
+
+
+# ---- bodies
+
+
+def test_a_body_that_is_too_large() -> None:
+    with serving(max_body_bytes=2_000) as running:
+        fits = {"messages": [{"role": "user", "content": "a" * 1_000}], "max_tokens": 1}
+        assert httpx.post(running.url + CHAT, json=fits).status_code == 200
+        fits["messages"] = [{"role": "user", "content": "a" * 2_000}]
+        refused = httpx.post(running.url + CHAT, json=fits)
+        assert refused.status_code == 413
+        assert refused.json()["error"]["code"] == "body_too_large"
+
+        def pieces() -> Any:  # sent without saying how much it will be
+            for _ in range(100):
+                yield b"a" * 1_000
+
+        try:
+            refused = httpx.post(running.url + CHAT, content=pieces())
+        except httpx.WriteError:  # the connection may be closed before all is sent
+            return
+        assert refused.status_code == 413
+
+
+def test_a_body_that_never_comes() -> None:
+    with serving(body_timeout_seconds=0.2) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(
+                f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{".encode()
+            )
+            connection.settimeout(10)
+            assert b" 408 " in connection.recv(1_000)
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"[" * 100_000, "too_deep"),
+        (b'{"a":' * 100_000, "too_deep"),
+        (b"{", "invalid_json"),
+        (b"", None),
+        (b"\xff\xfe", None),
+        (b"null", None),
+        (b"[]", None),
+        (b"1" * 10_000, None),
+    ],
+    ids=lambda value: repr(value)[:12],
+)
+def test_a_body_that_is_no_request(recall_server: Running, content: bytes, code: Any) -> None:
+    answer = httpx.post(
+        recall_server.url + CHAT, content=content, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    if code is not None:
+        assert answer.json()["error"]["code"] == code
+
+
+JSON = st.recursive(
+    st.none() | st.text('[]{}\\"a') | st.integers(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('[{"\\'), inner),
+)
+
+
+@given(JSON, st.integers(0, 6))
+def test_depth_is_that_of_the_value(value: Any, most: int) -> None:
+    def depth(of: Any) -> int:
+        if isinstance(of, dict):
+            of = list(of.values())
+        return 1 + max(map(depth, of), default=0) if isinstance(of, list) else 0
+
+    assert too_deep(json.dumps(value).encode(), most) is (depth(value) > most)
+
+
+# ---- errors, ids, documents
+
+
+def test_paths_that_are_not_there_have_error_objects(recall_server: Running) -> None:
+    missing = httpx.get(f"{recall_server.url}/v1/nothing")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["type"] == "not_found_error"
+    missing = httpx.get(f"{recall_server.url}/v1/messages/nothing")
+    assert missing.json()["type"] == "error"
+    wrong = httpx.get(recall_server.url + CHAT)
+    assert wrong.status_code == 405
+    assert "error" in wrong.json()
+
+
+def test_every_response_has_an_id(recall_server: Running) -> None:
+    first, second = (ask(recall_server).headers["x-request-id"] for _ in range(2))
+    assert first != second
+    given_id = ask(recall_server, headers={"x-request-id": "mine-1"})
+    assert given_id.headers["x-request-id"] == "mine-1"
+    strange = ask(recall_server, headers={"x-request-id": "a b"})
+    assert strange.headers["x-request-id"] != "a b"
+    assert "server" not in strange.headers
+
+
+def test_the_document_of_the_interface(recall_server: Running) -> None:
+    document = httpx.get(f"{recall_server.url}/openapi.json").json()
+    for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/models", "/health", "/ready"):
+        assert path in document["paths"]
+    chat = document["paths"][CHAT]["post"]
+    assert {"400", "401", "413", "429", "503"} <= set(chat["responses"])
+    assert "text/event-stream" in chat["responses"]["200"]["content"]
+    assert httpx.get(f"{recall_server.url}/docs").status_code == 200
+
+
+# ---- readers that are too slow
+
+
+def test_a_slow_reader_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(max_unread=64, send_timeout_seconds=1.0) as running:
+        engine = running.service.engine
+        host, port = running.url.removeprefix("http://").split(":")
+        body = json.dumps({**LONG, "n": 8, "logprobs": True, "top_logprobs": 20}).encode()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            connection.connect((host, int(port)))
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: engine.stats().running > 0, 30)
+            wait_until(lambda: engine.stats().running == 0, 60)
+            assert engine.stats().generated_tokens < 8 * 20_000
+            wait_until(lambda: running.service.open_requests == 0, 30)
+
+
+# ---- the end
+
+
+def test_health_and_readiness(recall_server: Running) -> None:
+    for path in ("/health", "/ready"):
+        answer = httpx.get(recall_server.url + path)
+        assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+
+
+def test_a_drained_server_ends_what_is_open(told: Dialogue) -> None:
+    with serving() as running, httpx.Client(timeout=30) as api:
+        body = {**LONG, "max_tokens": 300}
+        with api.stream("POST", running.url + CHAT, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.server.drain()
+            ready = httpx.get(f"{running.url}/ready")
+            assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+            assert httpx.get(f"{running.url}/health").status_code == 200, "it still lives"
+            refused = ask(running)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
+            rest = list(lines)
+        assert "data: [DONE]" in rest
+        wait_until(lambda: running.server.should_exit)
+
+
+def test_a_drain_does_not_wait_for_ever() -> None:
+    with serving(drain_timeout_seconds=0.3) as running, httpx.Client(timeout=30) as api:
+        with api.stream("POST", running.url + CHAT, json=LONG) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            started = time.monotonic()
+            running.server.drain()
+            try:
+                rest = list(lines)
+            except httpx.HTTPError:
+                rest = []
+            assert time.monotonic() - started < 10
+        assert "data: [DONE]" not in rest
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_hangs_when_the_engine_dies(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "penstock")
+    with serving() as running:
+        engine = running.service.engine
+        ended: list[Any] = []
+
+        def whole() -> None:
+            body = {**LONG, "stream": False}
+            ended.append(httpx.post(running.url + CHAT, json=body, timeout=30).status_code)
+
+        waiting = threading.Thread(target=whole)
+        waiting.start()
+        with httpx.stream("POST", running.url + CHAT, json=LONG, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            engine.later(lambda core: setattr(core, "step", None))
+            last = [line for line in lines if line.startswith("data: ")][-1]
+        assert "error" in json.loads(last.removeprefix("data: "))
+        waiting.join(30)
+        assert ended == [503]
+        wait_until(lambda: not engine.alive)
+        health = httpx.get(f"{running.url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "dead")
+        assert ask(running).status_code == 503
+        wait_until(lambda: running.server.should_exit)
+        assert running.server.dead

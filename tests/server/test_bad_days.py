@@ -1,0 +1,487 @@
+"""What goes wrong between a server and its clients: too much, too slow, gone, out of memory, dead.
+
+After each of them nobody hangs, what was asked is answered in the client's own words, and the
+ledger is what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from servers import Running, serving, wait_until
+
+from engine_faults import Faulty, decodes, fails, runs_out_of_memory
+from penstock.recall import Dialogue
+
+SOON = 20.0
+"""Seconds within which things happen, on a busy machine."""
+LEAVING = 1_000 if os.environ.get("HYPOTHESIS_PROFILE") == "soak" else 100
+"""Clients of the storm."""
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4, "model": "recall"}
+
+
+def endless(running: Running, **more: Any) -> dict[str, Any]:
+    """Return a request for text whose end is so unlikely that it does not come."""
+    ends = {str(token): -100 for token in running.service.tokenizer.eos_token_ids}
+    return {"prompt": "Hello", "max_tokens": 20_000, "logit_bias": ends, "stream": True, **more}
+
+
+@contextmanager
+def stream(running: Running, **more: Any) -> Iterator[Iterator[str]]:
+    """Begin an endless stream; its first line has come."""
+    asked = endless(running, **more)
+    url = f"{running.url}/v1/completions"
+    with httpx.stream("POST", url, json=asked, timeout=SOON) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        next(lines)
+        yield lines
+
+
+def post(running: Running, path: str, **more: Any) -> httpx.Response:
+    body = {**CHAT, "prompt": "Hello", **more}
+    return httpx.post(f"{running.url}{path}", json=body, timeout=SOON)
+
+
+def kind(answer: httpx.Response) -> str:
+    """Return the type of an error, in whichever form the path has."""
+    return str(answer.json()["error"]["type"])
+
+
+def at_rest(running: Running) -> bool:
+    """Tell whether no request is open, in the engine and in the server."""
+    stats = running.service.engine.stats()
+    sequences = stats.waiting + stats.prefilling + stats.running + stats.parked
+    return sequences == 0 and running.service.open_requests == 0
+
+
+def account(running: Running) -> dict[str, int]:
+    """Return the ledger when nobody asks and nothing is kept."""
+    wait_until(lambda: at_rest(running), SOON)
+    running.service.engine.clear()
+    running.service.engine.check()
+    return running.service.engine.stats().by_kind
+
+
+@contextmanager
+def unchanged(running: Running) -> Iterator[None]:
+    """See that the ledger is afterwards what it was, byte by byte."""
+    before = account(running)
+    yield
+    assert account(running) == before
+
+
+@pytest.fixture(scope="module")
+def busy() -> Iterator[Running]:
+    """A server with one place, and room for one who waits."""
+    with serving(engine={"max_batch_size": 1, "max_queue": 1}) as running:
+        yield running
+
+
+# ---- too much
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_again(busy: Running) -> None:
+    with unchanged(busy), ThreadPoolExecutor(1) as pool, stream(busy):
+        waiting = pool.submit(post, busy, "/v1/completions")
+        wait_until(lambda: busy.service.engine.stats().waiting == 1)
+        for path in PATHS:
+            refused = post(busy, path)
+            assert (refused.status_code, kind(refused)) == (429, "rate_limit_error")
+            assert int(refused.headers["retry-after"]) >= 1
+        clients = (
+            openai.OpenAI(base_url=f"{busy.url}/v1", api_key="none", max_retries=0),
+            anthropic.Anthropic(base_url=busy.url, api_key="none", max_retries=0),
+        )
+        with pytest.raises(openai.RateLimitError):
+            clients[0].chat.completions.create(**CHAT)  # type: ignore[call-overload]
+        with pytest.raises(anthropic.RateLimitError):
+            clients[1].messages.create(**CHAT)  # type: ignore[call-overload]
+        for client in clients:
+            client.close()
+        assert not waiting.done()
+        for request in list(busy.service.recent):
+            assert request.state in ("waiting", "running", "done", "cancelled")
+    assert waiting.result(SOON).status_code == 200  # its turn came when the stream was left
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_never_fits_is_400_with_numbers(
+    recall_server: Running, path: str, streamed: bool
+) -> None:
+    refused = post(recall_server, path, max_tokens=2_000_000, stream=streamed)
+    assert (refused.status_code, kind(refused)) == (400, "invalid_request_error")
+    assert re.search(r"[\d,]+ tokens needs .*\d.*limit of 200", refused.text)
+    if path != "/v1/messages":
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_prompt_that_never_fits_is_400(recall_server: Running) -> None:
+    refused = post(recall_server, "/v1/completions", prompt=[1] * 400_000)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Running]:
+    """A server that takes small bodies, and those that come at once."""
+    with serving(max_body_bytes=10_000, body_timeout_seconds=0.3) as running:
+        yield running
+
+
+def in_pieces(size: int) -> Iterator[bytes]:
+    yield b'{"prompt": "'
+    for _ in range(size // 1_000):
+        yield b"x" * 1_000
+    yield b'", "max_tokens": 1}'
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/cache/explain", "/v1/messages/count_tokens"])
+def test_a_large_body_is_413(narrow: Running, path: str) -> None:
+    url = f"{narrow.url}{path}"
+    headers = {"content-type": "application/json"}
+    for content in (b"[" * 10_001, in_pieces(11_000)):  # with its length, and without
+        refused = httpx.post(url, content=content, headers=headers, timeout=SOON)
+        assert refused.status_code == 413
+        assert "10,000 bytes" in refused.json()["error"]["message"]
+    if path == "/v1/completions":
+        served = httpx.post(url, content=in_pieces(1_000), headers=headers, timeout=SOON)
+        assert served.status_code == 200
+
+
+def test_a_length_that_no_body_can_have_is_413(narrow: Running) -> None:
+    for length in (b"99999999", b"9" * 18, b"9" * 40):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + length
+        assert raw(narrow, head + b"\r\n\r\n").startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
+
+
+def raw(running: Running, sent: bytes) -> bytes:
+    """Send bytes and return what comes back until the server hangs up, or says nothing more."""
+    with socket.create_connection(("127.0.0.1", running.server.port), timeout=SOON) as peer:
+        peer.sendall(sent)
+        peer.settimeout(2.0)
+        found = b""
+        try:
+            while part := peer.recv(65_536):
+                found += part
+        except TimeoutError:
+            pass
+        return found
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_deep_json_is_400(recall_server: Running, path: str) -> None:
+    for deep in (b"[" * 5_000 + b"]" * 5_000, b'{"a":' * 3_000 + b"1" + b"}" * 3_000, b"[" * 900):
+        body = b'{"messages": ' + deep + b', "prompt": ' + deep + b"}"
+        headers = {"content-type": "application/json"}
+        url = f"{recall_server.url}{path}"
+        refused = httpx.post(url, content=body, headers=headers, timeout=SOON)
+        assert refused.status_code == 400
+        assert "64 brackets" in refused.json()["error"]["message"]
+
+
+def test_brackets_in_a_text_are_no_depth(recall_server: Running) -> None:
+    assert post(recall_server, "/v1/completions", prompt="[{" * 200).status_code == 200
+
+
+# ---- too slow
+
+
+def test_a_body_that_does_not_arrive_is_408(narrow: Running) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+    started = time.monotonic()
+    assert raw(narrow, head + b'{"prompt"').startswith(b"HTTP/1.1 408")
+    assert time.monotonic() - started < SOON
+
+
+def test_a_slow_reader_is_cancelled() -> None:
+    """By what waits for it, long before its connection is given up."""
+    with serving(max_unread=50, send_timeout_seconds=300.0) as running, unchanged(running):
+        stats = running.service.engine.stats
+        body = json.dumps(endless(running, logprobs=20, n=4)).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        with socket.socket() as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            peer.connect(("127.0.0.1", running.server.port))
+            peer.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            # It does not read: the socket's buffers fill, then the engine's events wait.
+            wait_until(lambda: stats().requests == 4, SOON)
+            wait_until(lambda: stats().running == 0, 2 * SOON)
+            assert stats().generated_tokens < 4 * 20_000
+            (handle,) = next(iter(running.service._open)).handles
+            assert handle.unread < 100  # 50, and what came before the cancel was seen
+        wait_until(lambda: at_rest(running), SOON)
+        assert post(running, "/v1/completions").status_code == 200
+
+
+def test_who_reads_in_time_is_not_cancelled() -> None:
+    """The negative control: as many events, and a reader who takes them."""
+    with serving(max_unread=50) as running:
+        asked = endless(running, max_tokens=500)
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=asked) as answer:
+            lines = list(answer.iter_lines())
+        assert [line for line in lines if line.startswith("data")][-1] == "data: [DONE]"
+        assert running.service.recent[-1].completion_tokens == 500
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_answer_that_takes_too_long_is_504(path: str) -> None:
+    with serving(request_timeout_seconds=0.001) as running, unchanged(running):
+        assert post(running, path).status_code == 504
+        streamed = post(running, path, stream=True)
+        assert streamed.status_code == 200  # it was sent before the time was over
+        assert "event: error" in streamed.text
+        assert streamed.text.rstrip().split("\n")[-1].startswith("data: ")
+
+
+# ---- gone
+
+
+def test_who_leaves_is_cancelled_at_once(recall_server: Running) -> None:
+    with unchanged(recall_server):
+        with stream(recall_server):
+            assert recall_server.service.engine.stats().running == 1
+        left = time.monotonic()
+        wait_until(lambda: recall_server.service.engine.stats().running == 0)
+        assert time.monotonic() - left < 1.0
+        assert recall_server.service.recent[-1].state == "cancelled"
+
+
+def test_who_leaves_without_a_stream_is_cancelled_too(recall_server: Running) -> None:
+    asked = endless(recall_server, stream=False)
+    with unchanged(recall_server), pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{recall_server.url}/v1/completions", json=asked, timeout=0.5)
+
+
+def test_who_leaves_while_waiting_leaves_nothing(busy: Running) -> None:
+    with unchanged(busy), stream(busy):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{busy.url}/v1/messages", json=CHAT, timeout=0.3)
+        wait_until(lambda: busy.service.engine.stats().waiting == 0)
+        assert busy.service.engine.stats().running == 1
+
+
+async def leave(client: httpx.AsyncClient, asked: dict[str, Any], lines: int) -> None:
+    """Begin a stream, read so many lines, and go; without any, not even the head is waited for."""
+    if lines == 0:
+        with_no_answer = client.post("/v1/completions", json=asked)
+        try:
+            await asyncio.wait_for(with_no_answer, 0.2)
+        except TimeoutError:
+            return
+    async with client.stream("POST", "/v1/completions", json=asked) as answer:
+        async for _ in answer.aiter_lines():
+            lines -= 1
+            if lines <= 0:
+                return
+
+
+async def storm(running: Running, clients: int) -> None:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=running.url, limits=limits, timeout=300) as client:
+        words = ("Hello", "What", "Remember that the code of the amber falcon is 4821. " * 20)
+        asked = [
+            endless(running, prompt=f"{words[number % 3]} {number}", n=1 + number % 2)
+            for number in range(clients)
+        ]
+        await asyncio.gather(*(leave(client, one, i % 8) for i, one in enumerate(asked)))
+
+
+def test_a_storm_of_clients_that_leave() -> None:
+    with serving(engine={"max_queue": 4_096}) as running, unchanged(running):
+        before = running.service.engine.stats()
+        asyncio.run(storm(running, LEAVING))
+        wait_until(lambda: at_rest(running), 60)
+        after = running.service.engine.stats()
+        assert after.requests - before.requests >= LEAVING  # the storm was one
+        assert after.finished == after.requests
+        assert after.failed == 0
+        running.service.engine.check()
+        assert post(running, "/v1/messages").status_code == 200
+
+
+# ---- out of memory, and a model with bugs
+
+
+@contextmanager
+def failing(running: Running, how: Any, times: int, **only: Any) -> Iterator[None]:
+    """Let the model fail so many times."""
+    engine = running.service.engine
+    model = engine.later(lambda core: core.runner.model).result(SOON)
+    faulty = Faulty(model)
+    faulty.arm(how, times, **only)
+    engine.later(lambda core: setattr(core.runner, "model", faulty)).result(SOON)
+    try:
+        yield
+    finally:
+        engine.later(lambda core: setattr(core.runner, "model", model)).result(SOON)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_out_of_memory_is_503(recall_server: Running, path: str) -> None:
+    with unchanged(recall_server):
+        with failing(recall_server, runs_out_of_memory, 1_000):
+            refused = post(recall_server, path)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "out of memory" in refused.text
+        assert post(recall_server, path).status_code == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_models_bug_is_500_and_nobody_elses(recall_server: Running, path: str) -> None:
+    with unchanged(recall_server):
+        with failing(recall_server, fails, 1):
+            refused = post(recall_server, path)
+            assert post(recall_server, path).status_code == 200
+        assert refused.status_code == 500
+        assert "a model's bug" not in refused.text  # what the model says may quote the prompt
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_bug_behind_the_first_byte_ends_the_stream(recall_server: Running, path: str) -> None:
+    with unchanged(recall_server), failing(recall_server, fails, 1, only=decodes):
+        answer = post(recall_server, path, stream=True, max_tokens=50)
+        assert answer.status_code == 200
+        events = answer.text.strip().split("\n\n")
+        assert events[-1].startswith("event: error\n")
+        assert [event.startswith("event: error") for event in events].count(True) == 1
+
+
+def test_the_clients_raise_what_a_stream_ends_with(recall_server: Running) -> None:
+    with failing(recall_server, fails, 1, only=decodes):
+        theirs = openai.OpenAI(base_url=f"{recall_server.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.APIError), theirs:
+            list(theirs.chat.completions.create(**CHAT, stream=True))  # type: ignore[call-overload]
+    with failing(recall_server, fails, 1, only=decodes):
+        ours = anthropic.Anthropic(base_url=recall_server.url, api_key="none", max_retries=0)
+        with pytest.raises(anthropic.APIError), ours:
+            list(ours.messages.create(**CHAT, stream=True))  # type: ignore[call-overload]
+
+
+# ---- dead
+
+
+class Dies(BaseException):
+    """What nobody catches."""
+
+
+def kill(running: Running) -> None:
+    """End the engine's thread as a bug of its own would."""
+
+    def dies() -> bool:
+        raise Dies
+
+    running.service.engine.later(lambda core: setattr(core, "step", dies)).result(SOON)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_hangs_when_the_engines_thread_dies() -> None:
+    def read(lines: Iterator[str]) -> list[str]:
+        return list(lines)
+
+    with serving() as running, ThreadPoolExecutor(4) as pool:
+        asked = endless(running, stream=False)
+        whole = pool.submit(post, running, "/v1/completions", **asked)
+        with stream(running) as lines:
+            reading = pool.submit(read, lines)
+            assert httpx.get(f"{running.url}/health").status_code == 200
+            kill(running)
+            started = time.monotonic()
+            wait_until(lambda: not running.service.alive)
+            red = httpx.get(f"{running.url}/health")
+            assert (red.status_code, red.json()["status"]) == (503, "dead")
+            assert post(running, "/v1/messages").status_code == 503
+            assert "event: error" in reading.result(SOON)
+            assert whole.result(SOON).status_code == 503
+            assert time.monotonic() - started < SOON
+        wait_until(lambda: running.server.should_exit)  # by itself
+        assert running.server.dead
+
+
+# ---- told to stop: a real process
+
+
+@contextmanager
+def process(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `penstock serve` on a free port; its URL is what its banner says."""
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    ) as running:
+        try:
+            assert running.stdout is not None
+            for line in running.stdout:
+                if found := re.search(r" on (http://\S+)$", line):
+                    break
+            else:
+                raise AssertionError(f"no banner: {running.communicate()}")
+            yield running, found[1]
+        finally:
+            running.kill()
+
+
+@pytest.fixture(scope="module")
+def ends(recall_server: Running) -> dict[str, int]:
+    """The bias that makes the embedded model go on."""
+    return {str(token): -100 for token in recall_server.service.tokenizer.eos_token_ids}
+
+
+def follow(url: str, asked: dict[str, Any], begun: Callable[[], None]) -> list[str]:
+    """Read a stream to its end; tell when its first line has come."""
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=SOON) as answer:
+        lines = []
+        for line in answer.iter_lines():
+            lines.append(line)
+            begun()
+    return lines
+
+
+def test_told_to_stop_it_ends_what_is_open_and_nothing_new(ends: dict[str, int]) -> None:
+    asked = {"prompt": "Hello", "max_tokens": 600, "logit_bias": ends, "stream": True}
+    begun = threading.Event()
+    with process() as (running, url), ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(follow, url, asked, begun.set)
+        assert begun.wait(SOON)
+        running.terminate()
+        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        refused = httpx.post(f"{url}/v1/messages", json=CHAT)
+        assert (refused.status_code, kind(refused)) == (503, "overloaded_error")
+        lines = reading.result(SOON)
+        assert lines[-2:] == ["data: [DONE]", ""]
+        assert not any(line.startswith("event: error") for line in lines)
+        assert running.wait(SOON) == 0
+        assert running.stderr is not None
+        assert running.stderr.read() == ""
+
+
+def test_a_conversation_is_right_after_all_of_it(recall_server: Running, told: Dialogue) -> None:
+    """What these tests do to the shared server has left no wrong byte behind."""
+    for question in told.questions:
+        asked = {"messages": told.ask(question), "max_tokens": 32}
+        answer = httpx.post(
+            f"{recall_server.url}/v1/chat/completions", json=asked, timeout=SOON
+        ).json()
+        assert answer["choices"][0]["message"]["content"].strip() == question.answer

@@ -1,0 +1,753 @@
+"""OpenAI's own client, unmodified, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from parrot import parrot
+from pydantic import BaseModel
+from servers import MODEL_NAME, Running, serving, wait_until
+
+from penstock import Request, Sampling
+from penstock.recall import Dialogue
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look up a code.",
+            "parameters": {"type": "object", "properties": {"thing": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>{"name": "look_up", "arguments": {"thing": "falcon"}}</tool_call>'
+
+
+def client(running: Running, **more: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none needed", max_retries=0, **more)
+
+
+def asynchronous(running: Running) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+def prompt_of(running: Running, messages: Any) -> tuple[int, ...]:
+    return running.service.prompts.render(messages)
+
+
+# ---- chat
+
+
+def test_questions_are_answered(recall_server: Running, told: Dialogue) -> None:
+    with client(recall_server) as api:
+        for question in told.questions:
+            messages: Any = told.ask(question)
+            made = api.chat.completions.create(model="any", messages=messages)
+            (choice,) = made.choices
+            assert choice.message.content is not None
+            assert choice.message.content.strip() == question.answer
+            assert choice.message.role == "assistant"
+            assert choice.finish_reason == "stop"
+            assert made.model == MODEL_NAME
+            assert made.object == "chat.completion"
+            assert made.usage is not None
+            assert made.usage.prompt_tokens == len(prompt_of(recall_server, messages))
+            assert made.usage.total_tokens == (
+                made.usage.prompt_tokens + made.usage.completion_tokens
+            )
+
+
+def test_a_stream_says_the_same(recall_server: Running, told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    with client(recall_server) as api:
+        whole = api.chat.completions.create(model="any", messages=messages)
+        chunks = list(
+            api.chat.completions.create(
+                model="any",
+                messages=messages,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+    *parts, end, last = chunks
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == (
+        whole.choices[0].message.content
+    )
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert end.choices[0].finish_reason == "stop"
+    assert last.choices == []
+    assert whole.usage is not None and last.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert all(part.usage is None for part in [*parts, end])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_without_usage_has_none(recall_server: Running, told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    with client(recall_server) as api:
+        chunks = list(api.chat.completions.create(model="any", messages=messages, stream=True))
+    assert all(chunk.usage is None and chunk.choices for chunk in chunks)
+
+
+def test_the_asynchronous_client(recall_server: Running, told: Dialogue) -> None:
+    """Many at once: whole ones and streams."""
+
+    async def ask(api: openai.AsyncOpenAI, question: Any, stream: bool) -> str:
+        messages: Any = told.ask(question)
+        if not stream:
+            made = await api.chat.completions.create(model="any", messages=messages)
+            return made.choices[0].message.content or ""
+        chunks = await api.chat.completions.create(model="any", messages=messages, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async def all_of_them() -> list[str]:
+        async with asynchronous(recall_server) as api:
+            asked = [
+                ask(api, question, stream)
+                for stream in (True, False)
+                for question in told.questions
+            ]
+            return await asyncio.gather(*asked)
+
+    answers = [answer.strip() for answer in asyncio.run(all_of_them())]
+    assert answers == [question.answer for question in told.questions] * 2
+
+
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0.9, "seed": 5}, {"temperature": 0.9, "seed": 5}),
+    ({"temperature": 2.0, "top_p": 0.5, "seed": 1}, {"temperature": 2.0, "top_p": 0.5, "seed": 1}),
+    ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+    ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
+    ({"logit_bias": {"300": 100}}, {"logit_bias": {300: 100}}),
+    (
+        {"temperature": 1.5, "seed": 2, "extra_body": {"top_k": 3, "min_p": 0.1}},
+        {"temperature": 1.5, "seed": 2, "top_k": 3, "min_p": 0.1},
+    ),
+    ({"extra_body": {"repetition_penalty": 1.5}}, {"repetition_penalty": 1.5}),
+]
+
+
+@pytest.mark.parametrize(("asked", "meant"), WAYS, ids=lambda way: ",".join(way))
+def test_sampling_is_the_engines(
+    recall_server: Running, told: Dialogue, asked: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    messages: Any = told.ask(told.questions[0])
+    with client(recall_server) as api:
+        made = api.chat.completions.create(model="a", messages=messages, max_tokens=12, **asked)
+    request = Request(
+        prompt=prompt_of(recall_server, messages), max_tokens=12, sampling=Sampling(**meant)
+    )
+    (expected,) = recall_server.service.engine.submit(request).result(30)
+    assert made.choices[0].message.content == expected.text
+
+
+def test_several_answers(recall_server: Running, told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    how: dict[str, Any] = {"n": 3, "temperature": 3.0, "seed": 3, "max_tokens": 8}
+    with client(recall_server) as api:
+        made = api.chat.completions.create(model="any", messages=messages, **how)
+        streamed: dict[int, str] = {}
+        reasons: dict[int, str] = {}
+        for chunk in api.chat.completions.create(
+            model="any", messages=messages, stream=True, **how
+        ):
+            (choice,) = chunk.choices
+            streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert [choice.index for choice in made.choices] == [0, 1, 2]
+    texts = {choice.index: choice.message.content for choice in made.choices}
+    assert len(set(texts.values())) == 3, "hot answers differ"
+    assert streamed == texts
+    assert reasons == {choice.index: choice.finish_reason for choice in made.choices}
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == len(prompt_of(recall_server, messages)), "read once"
+
+
+def test_stop_and_length(recall_server: Running, told: Dialogue) -> None:
+    question = told.questions[0]
+    messages: Any = told.ask(question)
+    with client(recall_server) as api:
+        whole = api.chat.completions.create(model="any", messages=messages)
+        text = whole.choices[0].message.content or ""
+        cut = api.chat.completions.create(model="any", messages=messages, stop=[text[2:]])
+        assert cut.choices[0].message.content == text[:2]
+        assert cut.choices[0].finish_reason == "stop"
+        for limit in ({"max_tokens": 1}, {"max_completion_tokens": 1}):
+            short = api.chat.completions.create(model="any", messages=messages, **limit)  # type: ignore[call-overload]
+            assert short.choices[0].finish_reason == "length"
+            assert short.usage.completion_tokens == 1
+
+
+def test_logprobs(recall_server: Running, told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    how: dict[str, Any] = {"logprobs": True, "top_logprobs": 3}
+    with client(recall_server) as api:
+        made = api.chat.completions.create(model="any", messages=messages, **how)
+        streamed = [
+            token
+            for chunk in api.chat.completions.create(
+                model="any", messages=messages, stream=True, **how
+            )
+            for choice in chunk.choices
+            if choice.logprobs is not None
+            for token in choice.logprobs.content or []
+        ]
+    (choice,) = made.choices
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    said = "".join(token.token for token in choice.logprobs.content)
+    assert said.strip() == (choice.message.content or "").strip()
+    for token in choice.logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == token.top_logprobs[0].logprob, "a greedy token is the likeliest"
+        assert sum(math.exp(top.logprob) for top in token.top_logprobs) <= 1.0 + 1e-5
+        assert token.bytes == list(token.token.encode())
+    assert [t.token for t in streamed] == [t.token for t in choice.logprobs.content]
+
+
+# ---- what is served from the cache
+
+
+@pytest.fixture
+def fresh() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+def cached(made: Any) -> int:
+    return int(made.usage.prompt_tokens_details.cached_tokens)
+
+
+def test_cached_tokens_are_those_really_served(fresh: Running, told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    with client(fresh) as api:
+        first = api.chat.completions.create(model="any", messages=messages)
+        assert cached(first) == 0
+        before = fresh.service.engine.stats()
+        second = api.chat.completions.create(model="any", messages=messages)
+        after = fresh.service.engine.stats()
+    assert cached(second) == after.hit_tokens - before.hit_tokens > 0
+    assert second.usage is not None
+    computed = after.prefilled_tokens - before.prefilled_tokens
+    assert cached(second) + computed in (second.usage.prompt_tokens - 1, second.usage.prompt_tokens)
+
+
+def test_several_answers_claim_no_hits_of_their_own(fresh: Running, told: Dialogue) -> None:
+    """What the second answer finds, the first has just computed."""
+    messages: Any = told.ask(told.questions[0])
+    with client(fresh) as api:
+        made = api.chat.completions.create(model="any", messages=messages, n=2)
+    assert cached(made) == 0
+
+
+def test_another_salt_is_served_nothing(fresh: Running, told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    with client(fresh) as api:
+        for salt, hit in (("a", False), ("b", False), ("a", True), (None, False)):
+            body = {"cache_salt": salt} if salt else {}
+            made = api.chat.completions.create(model="any", messages=messages, extra_body=body)
+            assert bool(cached(made)) is hit
+
+
+def test_a_key_holds_the_prompt(fresh: Running, told: Dialogue) -> None:
+    plain, keyed = (told.ask(question) for question in told.questions[:2])
+    with client(fresh) as api:
+        api.chat.completions.create(model="any", messages=plain)  # type: ignore[arg-type]
+        assert held_seconds(fresh) == 0.0
+        api.chat.completions.create(model="any", messages=keyed, prompt_cache_key="agent")  # type: ignore[arg-type]
+        assert 0.0 < held_seconds(fresh) <= fresh.service.settings.hold_seconds
+
+
+def held_seconds(running: Running) -> float:
+    views = running.service.engine.later(lambda core: core.tree()).result()
+    return max(view.held_seconds for view in views)
+
+
+# ---- tools, reasoning, schemas
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model that says something, and calls a tool twice."""
+    model, tokenizer = parrot(
+        tmp_path_factory.mktemp("calling"), "I look it up. ", CALL, " And again: ", CALL + " "
+    )
+    with serving(model, tokenizer, engine={"memory_limit": "400MB"}) as running:
+        yield running
+
+
+def test_tools_are_called(calling: Running) -> None:
+    messages: Any = [{"role": "user", "content": "look"}]
+    with client(calling) as api:
+        made = api.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+        chunks = list(
+            api.chat.completions.create(model="any", messages=messages, tools=TOOLS, stream=True)
+        )
+    (choice,) = made.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look it up.  And again:  "
+    assert choice.message.tool_calls is not None
+    told = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]  # type: ignore[union-attr]
+    assert told == [("look_up", '{"thing": "falcon"}')] * 2
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [call.index for call in calls] == [0, 1]
+    assert [(c.function.name, c.function.arguments) for c in calls if c.function] == told
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_a_call_is_text(calling: Running, more: dict[str, Any]) -> None:
+    messages: Any = [{"role": "user", "content": "look"}]
+    with client(calling) as api:
+        made = api.chat.completions.create(model="any", messages=messages, **more)
+    assert CALL in (made.choices[0].message.content or "")
+    assert made.choices[0].message.tool_calls is None
+    assert made.choices[0].finish_reason == "stop"
+
+
+def test_the_result_of_a_call_is_rendered(calling: Running) -> None:
+    with client(calling) as api:
+        messages: Any = [{"role": "user", "content": "look"}]
+        made = api.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+        message = made.choices[0].message
+        assert message.tool_calls
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "4821"}
+            for call in message.tool_calls
+        ]
+        messages += [message, *results]
+        again = api.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+    assert again.usage is not None and made.usage is not None
+    assert again.usage.prompt_tokens > made.usage.prompt_tokens
+
+
+def test_a_demanded_call_is_refused(calling: Running) -> None:
+    with client(calling) as api, pytest.raises(openai.BadRequestError) as refused:
+        api.chat.completions.create(
+            model="any",
+            messages=[{"role": "user", "content": "look"}],
+            tools=TOOLS,
+            tool_choice="required",
+        )
+    assert refused.value.param == "tool_choice"
+
+
+def test_reasoning_is_told_apart(tmp_path: Path) -> None:
+    model, tokenizer = parrot(
+        tmp_path, "<think>", "I wonder. ", "</think>", "It is so.", marks=("<think>", "</think>")
+    )
+    messages: Any = [{"role": "user", "content": "so?"}]
+    limits = {"memory_limit": "400MB"}
+    with serving(model, tokenizer, engine=limits) as running, client(running) as api:
+        made = api.chat.completions.create(model="any", messages=messages)
+        chunks = api.chat.completions.create(model="any", messages=messages, stream=True)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+    message = made.choices[0].message
+    assert message.content == "It is so."
+    assert message.model_extra is not None
+    assert message.model_extra["reasoning_content"] == "I wonder. "
+    assert "".join(delta.content or "" for delta in deltas) == "It is so."
+    thought = [(delta.model_extra or {}).get("reasoning_content", "") for delta in deltas]
+    assert "".join(thought) == "I wonder. "
+
+
+class Answer(BaseModel):
+    code: int
+    sure: bool
+
+
+def test_a_schema_shapes_the_answer(recall_server: Running, told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    with client(recall_server) as api:
+        made = api.chat.completions.parse(model="any", messages=messages, response_format=Answer)
+        plain = api.chat.completions.create(
+            model="any", messages=messages, response_format={"type": "text"}
+        )
+    assert isinstance(made.choices[0].message.parsed, Answer)
+    assert (plain.choices[0].message.content or "").strip() == told.questions[0].answer
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param"),
+    [
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "poem"}, "response_format.type"),
+    ],
+)
+def test_a_bad_schema_is_refused(recall_server: Running, wanted: Any, param: str) -> None:
+    with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
+        api.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "a"}], response_format=wanted
+        )
+    assert refused.value.param == param
+
+
+# ---- completions
+
+
+def test_a_text_is_continued(recall_server: Running, told: Dialogue) -> None:
+    messages = told.ask(told.questions[0])
+    tokens = list(prompt_of(recall_server, messages))
+    with client(recall_server) as api:
+        made = api.completions.create(model="any", prompt=tokens, max_tokens=20)
+        assert made.choices[0].text.strip() == told.questions[0].answer
+        assert made.choices[0].finish_reason == "stop"
+        assert made.object == "text_completion"
+        chunks = list(
+            api.completions.create(
+                model="any",
+                prompt=tokens,
+                max_tokens=20,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == made.choices[0].text
+    assert made.usage is not None and chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == made.usage.completion_tokens
+
+
+def test_several_prompts(recall_server: Running, told: Dialogue) -> None:
+    prompts = [
+        list(prompt_of(recall_server, told.ask(question))) for question in told.questions[:2]
+    ]
+    with client(recall_server) as api:
+        made = api.completions.create(model="any", prompt=prompts, n=2, max_tokens=20)
+        texts: dict[int, str] = {}
+        for chunk in api.completions.create(
+            model="any", prompt=prompts, n=2, max_tokens=20, stream=True
+        ):
+            (choice,) = chunk.choices
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    wanted = [question.answer for question in told.questions[:2] for _ in range(2)]
+    assert [choice.text.strip() for choice in made.choices] == wanted
+    assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
+    assert texts == {choice.index: choice.text for choice in made.choices}
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == sum(len(prompt) for prompt in prompts)
+
+
+def test_echo_and_logprobs(recall_server: Running) -> None:
+    text = "The code of the amber falcon is"
+    with client(recall_server) as api:
+        echoed = api.completions.create(model="any", prompt=text, max_tokens=3, echo=True)
+        made = api.completions.create(model="any", prompt=text, max_tokens=3, logprobs=2)
+        parts = [
+            chunk.choices[0].logprobs
+            for chunk in api.completions.create(
+                model="any", prompt=text, max_tokens=3, logprobs=2, stream=True
+            )
+        ]
+        with pytest.raises(openai.BadRequestError):
+            api.completions.create(model="any", prompt=text, echo=True, logprobs=2)
+    assert echoed.choices[0].text == text + made.choices[0].text
+    found = made.choices[0].logprobs
+    assert found is not None and found.tokens is not None
+    assert "".join(found.tokens) == made.choices[0].text
+    assert found.text_offset is not None and found.text_offset[0] == 0
+    assert [len(top) for top in found.top_logprobs or []] == [2] * len(found.tokens)
+    assert [t for part in parts if part for t in part.tokens or []] == found.tokens
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("suffix", "the end"), ("best_of", 3), ("prompt", []), ("prompt", "")]
+)
+def test_what_completions_cannot_do_is_refused(
+    recall_server: Running, field: str, value: Any
+) -> None:
+    with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
+        api.completions.create(**{"model": "any", "prompt": "a", field: value})
+    assert refused.value.param == field
+
+
+# ---- responses
+
+
+def test_responses(recall_server: Running, told: Dialogue) -> None:
+    question = told.questions[0]
+    items: Any = told.ask(question)
+    with client(recall_server) as api:
+        made = api.responses.create(model="any", input=items)
+        assert made.output_text.strip() == question.answer
+        assert made.status == "completed"
+        assert made.usage is not None
+        assert made.usage.input_tokens == len(prompt_of(recall_server, items))
+        short = api.responses.create(model="any", input=items, max_output_tokens=1)
+        assert short.status == "incomplete"
+        assert short.incomplete_details is not None
+        assert short.incomplete_details.reason == "max_output_tokens"
+        plain = api.responses.create(
+            model="any", instructions=items[0]["content"], input="Hello!", max_output_tokens=4
+        )
+        assert plain.output_text
+
+
+def test_the_events_of_a_response(recall_server: Running, told: Dialogue) -> None:
+    items: Any = told.ask(told.questions[0])
+    with client(recall_server) as api, api.responses.stream(model="any", input=items) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == final.output_text
+    assert final.output_text.strip() == told.questions[0].answer
+
+
+def test_a_response_calls_tools(calling: Running) -> None:
+    tools: Any = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
+    with client(calling) as api:
+        made = api.responses.create(model="any", input="look", tools=tools)
+        kinds = [item.type for item in made.output]
+        assert kinds == ["message", "function_call", "function_call"]
+        calls = [item for item in made.output if item.type == "function_call"]
+        assert [json.loads(call.arguments) for call in calls] == [{"thing": "falcon"}] * 2
+        with api.responses.stream(model="any", input="look", tools=tools) as stream:
+            streamed = stream.get_final_response()
+        names = [item.name for item in streamed.output if item.type == "function_call"]
+        assert names == ["look_up", "look_up"]
+        items: Any = [
+            {"role": "user", "content": "look"},
+            *made.output,
+            *(
+                {"type": "function_call_output", "call_id": call.call_id, "output": "4821"}
+                for call in calls
+            ),
+        ]
+        again = api.responses.create(model="any", input=items, tools=tools)
+        assert again.usage is not None and made.usage is not None
+        assert again.usage.input_tokens > made.usage.input_tokens
+
+
+def test_a_response_of_a_schema(recall_server: Running, told: Dialogue) -> None:
+    items: Any = told.ask(told.questions[0])
+    with client(recall_server) as api:
+        made = api.responses.parse(model="any", input=items, text_format=Answer)
+    assert isinstance(made.output_parsed, Answer)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"previous_response_id": "resp_1"},
+        {"background": True},
+        {"tools": [{"type": "web_search"}]},
+        {"input": [{"type": "item_reference", "id": "a"}]},
+        {"input": []},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_responses_cannot_do_is_refused(recall_server: Running, more: Any) -> None:
+    with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
+        api.responses.create(**{"model": "any", "input": "a", **more})
+    assert refused.value.param is not None
+    assert refused.value.param.startswith(next(iter(more)))
+
+
+# ---- models, and what there is not
+
+
+def test_models(recall_server: Running) -> None:
+    with client(recall_server) as api:
+        assert [model.id for model in api.models.list()] == [MODEL_NAME]
+        assert api.models.retrieve(MODEL_NAME).owned_by == "penstock"
+        with pytest.raises(openai.NotFoundError) as missing:
+            api.models.retrieve("another/one")
+        assert missing.value.code == "model_not_found"
+
+
+def test_embeddings_are_refused_clearly(recall_server: Running) -> None:
+    with client(recall_server) as api, pytest.raises(openai.APIStatusError) as refused:
+        api.embeddings.create(model="any", input="a")
+    assert refused.value.status_code == 501
+    assert "embeddings are not served" in refused.value.message
+
+
+# ---- wrong requests
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{"content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 10**40}, "max_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"seed": "1"}, "seed"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"modalities": ["audio"]}, "modalities"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages.0.content.0",
+    ),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+]
+
+
+@pytest.mark.parametrize(("changed", "param"), WRONG, ids=lambda case: str(case)[:40])
+def test_wrong_values_name_their_field(
+    recall_server: Running, changed: dict[str, Any], param: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **changed}
+    answer = httpx.post(
+        f"{recall_server.url}/v1/chat/completions",
+        content=json.dumps(body),
+        headers={"Content-Type": "application/json"},
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert error["message"]
+
+
+def test_unknown_fields_and_parts_of_text_pass(recall_server: Running, told: Dialogue) -> None:
+    *before, last = told.ask(told.questions[0])
+    parts = [{"type": "text", "text": last["content"][:10]}, last["content"][10:]]
+    messages: Any = [*before, {"role": "user", "content": parts, "cache_control": {"a": 1}}]
+    with client(recall_server) as api:
+        made = api.chat.completions.create(
+            model="gpt-9",
+            messages=messages,
+            user="somebody",
+            metadata={"a": "b"},
+            store=False,
+            extra_body={"never_heard_of": {"it": [1, 2]}},
+        )
+    assert (made.choices[0].message.content or "").strip() == told.questions[0].answer
+
+
+def test_a_context_that_is_too_long_says_by_how_much(recall_server: Running) -> None:
+    with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
+        api.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "a"}], max_tokens=10_000_000
+        )
+    assert refused.value.code == "context_length_exceeded"
+    assert "10,000," in refused.value.message
+
+
+def test_a_full_queue_is_429_with_retry_after(told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    with serving(engine={"max_queue": 2, "max_batch_size": 1}) as running:
+        with client(running) as api, pytest.raises(openai.RateLimitError) as refused:
+            api.chat.completions.create(model="any", messages=messages, n=4)
+        assert int(refused.value.response.headers["retry-after"]) > 0
+
+
+def test_a_timeout_is_told(told: Dialogue) -> None:
+    messages: Any = [{"role": "user", "content": "Hello!"}]
+    more: dict[str, Any] = {"max_tokens": 4_000, "logit_bias": {"300": 100}}
+    with serving(request_timeout_seconds=0.3) as running, client(running) as api:
+        with pytest.raises(openai.APIStatusError) as refused:
+            api.chat.completions.create(model="any", messages=messages, **more)
+        assert refused.value.status_code == 504
+        with pytest.raises(openai.APIError, match="did not end"):
+            list(api.chat.completions.create(model="any", messages=messages, stream=True, **more))
+
+
+# ---- long prompts, and clients that leave
+
+
+def long_request(stream: bool) -> dict[str, Any]:
+    """A request that goes on for a long time: token 300, again and again."""
+    return {
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "max_tokens": 20_000,
+        "logit_bias": {"300": 100},
+        "stream": stream,
+    }
+
+
+def test_comments_keep_a_stream_alive(told: Dialogue) -> None:
+    words = " ".join(["wandering"] * 6_000)
+    body = {
+        "messages": [{"role": "user", "content": words}],
+        "max_tokens": 1,
+        "stream": True,
+    }
+    with (
+        serving(ping_seconds=0.02) as running,
+        httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=60) as answer,
+    ):
+        lines = [line for line in answer.iter_lines() if line]
+    first = next(i for i, line in enumerate(lines) if line.startswith("data: "))
+    assert first > 0 and set(lines[:first]) == {": ping"}
+    assert lines[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_is_cancelled(stream: bool) -> None:
+    with serving() as running:
+        engine = running.service.engine
+        idle = engine.stats().used_bytes
+        url = f"{running.url}/v1/chat/completions"
+        with httpx.Client() as api:
+            if stream:
+                with api.stream("POST", url, json=long_request(True)) as answer:
+                    lines = answer.iter_lines()
+                    next(lines)
+                    assert engine.stats().running == 1
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    api.post(url, json=long_request(False), timeout=0.5)
+        wait_until(lambda: engine.stats().running + engine.stats().prefilling == 0, 5.0)
+        engine.clear()
+        assert engine.stats().used_bytes <= idle + 100_000, "its bytes are back"
+        wait_until(lambda: running.service.open_requests == 0)
+        assert running.service.recent[-1].state == "cancelled"
+
+
+def test_recent_requests_have_figures_and_no_text(fresh: Running, told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    with client(fresh) as api:
+        api.chat.completions.create(model="any", messages=messages)
+    wait_until(lambda: fresh.service.open_requests == 0)
+    record = fresh.service.recent[-1].record()
+    assert record["state"] == "done" and record["finish"] == "stop"
+    assert record["label"] == "/v1/chat/completions"
+    assert record["prompt_tokens"] == len(prompt_of(fresh, messages))
+    assert record["first_token_seconds"] > 0.0
+    assert record["explanation"]["held_tokens"] == 0
+    written = json.dumps(record)
+    assert told.facts[0].noun not in written

@@ -1,0 +1,324 @@
+"""The page in a real browser: Debian's Chromium, without a window.
+
+Screenshots lie in pytest's cache (`.pytest_cache/d/page`). With `PENSTOCK_SCREENSHOT=1` the one
+that README shows is taken again, as `docs/page.png`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import Running, serving
+
+from penstock.recall import Dialogue, dialogue
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+expect = playwright.expect
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no Chromium here (Debian: apt-get install chromium)"
+)
+
+ROOT = Path(__file__).parent.parent.parent
+WIDE = {"width": 1440, "height": 1000}
+PHONE = {"width": 390, "height": 844}
+KEY = "a-key-for-tests"
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def shots(pytestconfig: pytest.Config) -> Path:
+    assert pytestconfig.cache is not None
+    return pytestconfig.cache.mkdir("page")
+
+
+@contextmanager
+def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
+    """Open the page as somebody who was never here; at the end nothing may have gone wrong."""
+    context = browser.new_context(**{"viewport": WIDE, **options})
+    page = context.new_page()
+    faults: list[str] = []
+    foreign: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
+    page.on(
+        "request",
+        lambda asked: None if asked.url.startswith((url, "data:")) else foreign.append(asked.url),
+    )
+    page.faults = faults
+    page.set_default_timeout(20_000)
+    page.goto(url)
+    try:
+        yield page
+    finally:
+        context.close()
+    assert foreign == [], "the page works without a network"
+    assert faults == []
+
+
+def say(page: Any, text: str) -> Any:
+    """Say something in the chat and return the answer's bubble, once it is complete."""
+    answers = page.locator(".message.assistant")
+    before = answers.count()
+    page.get_by_label("Your message").fill(text)
+    page.keyboard.press("Enter")
+    expect(answers).to_have_count(before + 1)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    return answers.nth(before)
+
+
+def long_prompt(told: Dialogue) -> str:
+    return " ".join(message["content"] for message in told.messages)
+
+
+def test_chat_memory_tree_and_explanation(
+    browser: Any, server: Running, told: Dialogue, shots: Path
+) -> None:
+    with opened(browser, server.url) as page:
+        expect(page.locator("#state")).to_have_text("live")
+        expect(page.locator("#model")).to_have_text("recall")
+        expect(page.locator("#tree-empty")).to_be_visible()
+        expect(page.locator("#chart canvas")).to_be_visible()
+        used = page.locator("#used").inner_text()
+
+        page.get_by_text("Settings").click()
+        page.get_by_label("System prompt").fill(long_prompt(told))
+        assert say(page, "The code of the amber falcon is 4821.").inner_text().startswith("Noted.")
+        answer = say(page, "What is the code of the amber falcon?")
+        expect(answer).to_contain_text("4821")
+        expect(answer.locator(".cost")).to_contain_text(
+            re.compile(r"[1-9]\d* of \d+ prompt tokens from the cache")
+        )
+
+        boxes = page.get_by_role("treeitem")
+        expect(boxes).not_to_have_count(0)
+        expect(page.locator("#used")).not_to_have_text(used)
+        expect(page.locator("#hit")).to_have_text(re.compile(r"[1-9]\d?\s%"))
+        expect(page.locator("#tree-sum")).to_contain_text("tokens")
+
+        rows = page.locator("#rows tr")
+        expect(rows).to_have_count(2)
+        expect(rows.first).to_contain_text("done")
+        page.screenshot(path=shots / "wide.png")
+        rows.first.get_by_role("button").click()
+        why = page.get_by_role("dialog")
+        expect(why).to_contain_text("Served from the cache")
+        expect(why.locator(".reason")).not_to_be_empty()
+        page.screenshot(path=shots / "explanation.png")
+        page.keyboard.press("Escape")
+        expect(why).to_be_hidden()
+
+
+def test_an_edited_message_is_a_branch(browser: Any, server: Running, told: Dialogue) -> None:
+    with opened(browser, server.url) as page:
+        page.get_by_text("Settings").click()
+        page.get_by_label("System prompt").fill(long_prompt(told))
+        say(page, "The colour of the brave otter is green. " * 8)
+        boxes = page.get_by_role("treeitem")
+        expect(boxes).not_to_have_count(0)
+        before = boxes.count()
+        page.get_by_role("button", name="Edit").click()
+        expect(page.locator(".message")).to_have_count(0)
+        page.get_by_label("Your message").fill("The colour of the brave otter is black. " * 8)
+        expect(page.locator("#hint")).to_contain_text("are held already")
+        page.keyboard.press("Enter")
+        expect(page.locator(".message.assistant")).to_have_count(1)
+        expect(boxes).not_to_have_count(before)
+
+
+def test_the_tree_is_read_with_the_keyboard(browser: Any, server: Running, told: Dialogue) -> None:
+    _ask(server.url, told, range(3))
+    with opened(browser, server.url) as page:
+        boxes = page.get_by_role("treeitem")
+        expect(boxes.nth(1)).to_be_visible()
+        assert page.locator("[role=treeitem][tabindex='0']").count() == 1
+        page.locator("[role=treeitem][tabindex='0']").focus()
+        focused = page.locator("[role=treeitem]:focus")
+        first = focused.get_attribute("aria-label")
+        page.keyboard.press("ArrowRight")
+        assert focused.get_attribute("aria-level") == "2"
+        page.keyboard.press("ArrowLeft")
+        assert focused.get_attribute("aria-label") == first
+        page.keyboard.press("Enter")
+        leaf = page.locator("#leaf")
+        expect(leaf).to_contain_text("Bytes")
+        leaf.get_by_role("button", name="Show its first words").click()
+        expect(leaf.locator("blockquote")).not_to_be_empty()
+
+
+def test_a_key_is_asked_for_and_used(browser: Any, told: Dialogue) -> None:
+    with serving(api_key=KEY) as running, opened(browser, running.url) as page:
+        wanted = page.get_by_role("dialog", name="This server wants a key")
+        expect(wanted).to_be_visible()
+        page.get_by_label("API key").fill("another")
+        page.keyboard.press("Enter")
+        expect(wanted).to_contain_text("not the key")
+        page.get_by_label("API key").fill(KEY)
+        page.keyboard.press("Enter")
+        expect(page.locator("#state")).to_have_text("live")
+        assert say(page, "The code of the amber falcon is 4821.").inner_text().startswith("Noted.")
+        page.reload()
+        expect(page.locator("#state")).to_have_text("live")  # the tab knows the key
+        assert KEY not in page.content()
+        page.faults[:] = [said for said in page.faults if "401" not in said]
+
+
+def test_it_says_when_the_server_is_gone(browser: Any) -> None:
+    with serving() as running, opened(browser, running.url) as page:
+        expect(page.locator("#state")).to_have_text("live")
+        running.service.engine.close()
+        expect(page.locator("#state")).to_have_text("not there")
+        page.faults.clear()  # the browser tells each 503
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone(
+    browser: Any, server: Running, told: Dialogue, shots: Path, scheme: str
+) -> None:
+    _ask(server.url, told, range(3))
+    phone = {
+        "viewport": PHONE,
+        "color_scheme": scheme,
+        "device_scale_factor": 2,
+        "has_touch": True,
+        "is_mobile": True,
+    }
+    with opened(browser, server.url, **phone) as page:
+        expect(page.get_by_role("treeitem").first).to_be_visible()
+        say(page, "What is the code of the amber falcon?")
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= PHONE["width"]
+        for name in ("Chat", "Memory", "Tree", "Requests"):
+            expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
+        page.screenshot(path=shots / f"phone-{scheme}.png", full_page=True)
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        level = sum(int(part) for part in re.findall(r"\d+", background)[:3])
+        assert (level < 200) == (scheme == "dark")
+
+
+def test_what_is_said_is_text_and_scripts_from_elsewhere_do_not_run(
+    browser: Any, server: Running
+) -> None:
+    with opened(browser, server.url) as page:
+        expect(page.locator("#state")).to_have_text("live")
+        said = "<img src=x onerror='window.broken = true'>"
+        say(page, said)
+        expect(page.locator(".message.user .text")).to_have_text(said)
+        with pytest.raises(playwright.Error):
+            page.add_script_tag(content="window.broken = true")
+        assert page.evaluate("window.broken") is None
+        assert any("Content Security Policy" in fault for fault in page.faults)
+        page.faults.clear()
+
+
+def test_light_or_dark_is_a_choice(browser: Any, server: Running) -> None:
+    with opened(browser, server.url, color_scheme="light") as page:
+        expect(page.locator("#state")).to_have_text("live")
+        page.get_by_role("button", name="Light or dark").click()
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.reload()
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+@pytest.mark.skipif("PENSTOCK_SCREENSHOT" not in os.environ, reason="takes a minute")
+def test_picture_for_the_docs(browser: Any, shots: Path) -> None:
+    """Agents at work that share prompts, more than fits, and somebody who chats meanwhile."""
+    still = {"reduced_motion": "reduce", "viewport": {"width": 1440, "height": 1150}}
+    with serving(engine={"memory_limit": "90MB"}) as running, _agents(running):
+        for scheme, seconds in (("light", 48), ("dark", 3)):
+            with opened(browser, running.url, **still, color_scheme=scheme) as page:
+                page.wait_for_timeout(seconds * 1_000)
+                page.get_by_text("Settings").click()
+                page.get_by_label("System prompt").fill(long_prompt(dialogue(3, tokens=900)))
+                page.get_by_text("Settings").click()
+                for text in (
+                    "The code of the amber falcon is 4821.",
+                    "The owner of the silent otter is Clara.",
+                    "What is the code of the amber falcon?",
+                ):
+                    say(page, text)
+                page.get_by_label("Your message").fill("Who is the owner of the silent otter?")
+                expect(page.locator("#hint")).to_contain_text("are held already")
+                shared = page.locator(".node.pinned", has_text=re.compile("[2-9]×"))
+                expect(shared.nth(1)).to_be_visible(timeout=30_000)
+                page.mouse.move(0, 0)
+                page.screenshot(path=shots / f"wide-{scheme}.png")
+                page.screenshot(path=shots / f"whole-{scheme}.png", full_page=True)
+    shutil.copy(shots / "wide-light.png", ROOT / "docs" / "page.png")
+
+
+def _ask(url: str, told: Dialogue, questions: range) -> None:
+    for question in questions:
+        body = {"model": "recall", "messages": told.ask(told.questions[question]), "max_tokens": 8}
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+
+
+@contextmanager
+def _agents(running: Running) -> Iterator[None]:
+    """Keep six conversations going; three share a prompt, and take up another after a while."""
+    (end,) = running.service.tokenizer.eos_token_ids
+    stop = threading.Event()
+    began = time.monotonic()
+
+    def talk(number: int) -> None:
+        with httpx.Client(base_url=running.url, timeout=60) as http:
+            for turn in range(10_000):
+                epoch = int((time.monotonic() - began) / 13)
+                told = dialogue(20 + number % 2 + 2 * epoch, tokens=2_600, facts=12)
+                asked = told.questions[(number + turn) % len(told.questions)]
+                note = f"The code of the amber falcon is {number}{turn % 3}. " * 24
+                messages = [*told.messages, {"role": "user", "content": note}]
+                messages += [{"role": "assistant", "content": "Noted."}]
+                body = {
+                    "model": "recall",
+                    "messages": [*messages, {"role": "user", "content": asked.text}],
+                    "max_tokens": 40 + 20 * (number % 3),
+                    "temperature": 1.0,
+                    "logit_bias": {str(end): -100},  # or an answer is three tokens
+                }
+                if stop.is_set() or http.post("/v1/chat/completions", json=body).is_error:
+                    return
+                stop.wait(0.3 * number)
+
+    with ThreadPoolExecutor(6) as pool:
+        for number in range(6):
+            pool.submit(talk, number)
+        try:
+            yield
+        finally:
+            stop.set()

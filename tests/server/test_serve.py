@@ -1,0 +1,201 @@
+"""`penstock serve` as a process: flags, files, signals and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from typer.main import get_command
+
+from penstock.cli import app, main
+from penstock.cli.serve import read_toml
+from penstock.errors import SettingError
+
+SERVE = (sys.executable, "-m", "penstock", "serve")
+PLANNED = [
+    ("--hot-cache-only",),
+    ("--ssd-cache-dir", "folder"),
+    ("--ssd-cache-limit", "1GB"),
+    ("--kv-cache-quantization", "8"),
+    ("--kv-cache-min-quantize-tokens", "256"),
+]
+
+
+@contextmanager
+def started(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a server on a free port; yield it with its URL, once it has printed it."""
+    process = subprocess.Popen(
+        (*SERVE, "--port", "0", *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, f"{line!r}: {process.stderr.read() if process.stderr else ''}"
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *flags: str, **environment: str) -> dict[str, Any]:
+    """Return what the command would be called with."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    command = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    return dict(command.make_context("serve", list(flags)).params)
+
+
+def test_flags_win_over_environment_over_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(
+        'max-kv-size = 1000\nmax_queue = 11\nport = 1111\nmemory-limit = "1GB"\n'
+        'cors-origin = ["https://a.example"]\n'
+    )
+    found = parsed(
+        monkeypatch,
+        "--config",
+        str(file),
+        "--port",
+        "3333",
+        PENSTOCK_PORT="2222",
+        PENSTOCK_MAX_QUEUE="22",
+    )
+    assert found["port"] == 3333
+    assert found["max_queue"] == 22
+    assert found["max_kv_size"] == 1000
+    assert found["memory_limit"] == "1GB"
+    assert list(found["cors_origin"]) == ["https://a.example"]
+    assert found["max_batch_size"] == 8, "and the default below all"
+    assert parsed(monkeypatch, PENSTOCK_CONFIG=str(file))["max_kv_size"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nonsense = 1\nmore-nonsense = 2", "nonsense, more-nonsense"),
+        ("port = ", "not TOML"),
+        ("[port]\na = 1", "not a table"),
+        (None, "No such file"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, says: str
+) -> None:
+    file = tmp_path / "penstock.toml"
+    if text is not None:
+        file.write_text(text)
+    assert main(["serve", "--config", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert says in told and told.count("\n") == 1
+
+
+def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text("max-queue = 3")
+    assert read_toml(file, ["max_queue"]) == {"max_queue": 3}
+    with pytest.raises(SettingError, match="max-queue"):
+        read_toml(file, ["port"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        *((flags, "leave it out") for flags in PLANNED),
+        (("--host", "0.0.0.0"), "api-key"),
+        (("--memory-limit", "0"), "nothing fits"),
+        (("--memory-limit", "much"), "not a size"),
+        (("--port", "70000"), "65535"),
+        (("--request-timeout", "0"), "--request-timeout"),
+        (("--max-kv-size", "100", "--keep-kv-size", "100"), "--keep-kv-size"),
+        (("/nowhere/at/all", "--port", "0"), "/nowhere/at/all"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_wrong_flags_are_one_line(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: str
+) -> None:
+    assert main(["serve", *flags]) == 2
+    told = capsys.readouterr().err
+    assert says in told and told.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
+    told = capsys.readouterr().err
+    assert "cannot listen" in told and told.count("\n") == 1
+
+
+def test_a_server_serves_and_drains_on_sigterm() -> None:
+    """What is open when the signal comes is answered to its end; then it is 0."""
+    with started("--model-name", "mine") as (process, url):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+            assert [model.id for model in api.models.list()] == ["mine"]
+            chunks = api.chat.completions.create(
+                model="mine",
+                messages=[{"role": "user", "content": "Hello!"}],
+                max_tokens=400,
+                logit_bias={"300": 100},
+                stream=True,
+            )
+            next(chunks)
+            process.send_signal(signal.SIGTERM)
+            rest = list(chunks)
+        assert rest[-1].choices[0].finish_reason == "length"
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == "", "nothing is said of a server that ends as it was told"
+
+
+def test_the_second_signal_ends_it_at_once() -> None:
+    with started("--drain-timeout", "60") as (process, url):
+        body = {
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "max_tokens": 20_000,
+            "logit_bias": {"300": 100},
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            assert httpx.get(f"{url}/ready").status_code == 503
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+
+
+def test_the_banner_says_what_fits_and_how_to_ask() -> None:
+    with started(PENSTOCK_API_KEY="secret") as (process, _):
+        assert process.stdout is not None
+        lines = [process.stdout.readline().rstrip() for _ in range(6)]
+        told = "\n".join(lines)
+        assert "limit 200.0 MB" in told and "tokens of KV" in told and "of 4,096" in told
+        assert "secret" not in told
+        curl = lines[-1].split(maxsplit=1)[1]
+        done = subprocess.run(
+            ["bash", "-c", f"{curl} --silent"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PENSTOCK_API_KEY": "secret"},
+            check=True,
+        )
+        assert "4821" in json.loads(done.stdout)["choices"][0]["message"]["content"]

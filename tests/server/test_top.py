@@ -1,0 +1,168 @@
+"""`penstock top` against a real server, run as the user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+from servers import Running, serving
+
+from penstock.cli import main
+from penstock.recall import Dialogue
+
+SCRIPT = Path(sys.executable).parent / "penstock"
+KEY = "a-key-for-tests"
+
+
+@pytest.fixture(scope="module")
+def server(told: Dialogue) -> Iterator[Running]:
+    with serving(api_key=KEY) as running:
+        body = {"model": "recall", "messages": told.ask(told.questions[0]), "max_tokens": 8}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        for _ in range(2):
+            httpx.post(f"{running.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        yield running
+
+
+def top(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+    return subprocess.run(
+        [SCRIPT, "top", *arguments],
+        env=clean | {"COLUMNS": "100", "LINES": "40"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the one line a refusal consists of."""
+    capsys.readouterr()
+    assert main(["top", *arguments]) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    (line,) = errors.splitlines()
+    assert line.startswith("penstock: ")
+    return line
+
+
+def test_once_shows_what_the_server_holds(server: Running) -> None:
+    done = top("--once", "--url", server.url, "--api-key", KEY)
+    assert done.returncode == 0 and done.stderr == ""
+    stats = server.service.engine.stats()
+    assert f"{stats.hit_tokens:,} of {stats.prompt_tokens:,} prompt tokens" in done.stdout
+    assert "of 200.0 MB" in done.stdout
+    assert done.stdout.count("/v1/chat/completions") == 2
+    assert "█" in done.stdout and "weights" in done.stdout and "nodes" in done.stdout
+
+
+def test_json_is_an_object_a_line(server: Running) -> None:
+    done = top("--json", "--once", PENSTOCK_URL=f"{server.url}/v1/", PENSTOCK_API_KEY=KEY)
+    (line,) = done.stdout.splitlines()
+    told = json.loads(line)
+    assert told["stats"]["by_kind"] == server.service.engine.stats().by_kind
+    assert told["requests"][-1]["cached_tokens"] > 0
+    assert "tree" not in told
+
+
+def test_a_pipe_gets_a_line_a_second_until_the_server_goes() -> None:
+    with serving() as running:
+        process = subprocess.Popen(
+            [SCRIPT, "top", "--url", running.url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("0 running, 0 waiting; ")
+        assert "\x1b" not in first
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    (line,) = errors.splitlines()
+    assert line.startswith(f"penstock: {running.url}")
+
+
+def test_a_terminal_is_drawn_over_and_left_as_it_was(server: Running) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [SCRIPT, "top", "--url", server.url, "--api-key", KEY],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"},
+    )
+    os.close(theirs)
+    try:
+        seen = _read(ours, lambda text: text.count("hit rate") >= 2)
+        assert "\x1b[?1049h" in seen  # the other screen, so that nothing is overwritten
+        process.send_signal(signal.SIGINT)
+        assert "\x1b[?1049l" in _read(ours, lambda text: "\x1b[?1049l" in text)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def _read(terminal: int, enough: object) -> str:
+    text = ""
+    until = time.monotonic() + 30
+    while not enough(text) and time.monotonic() < until:  # type: ignore[operator]
+        if select.select([terminal], [], [], 0.2)[0]:
+            text += os.read(terminal, 65_536).decode(errors="replace")
+    return text
+
+
+# ---- refusals
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = refused(capsys, "--url", f"http://127.0.0.1:{port}", "--once")
+    assert f"no server answers at http://127.0.0.1:{port}" in line
+
+
+@pytest.mark.parametrize("key", [(), ("--api-key", "another")])
+def test_wrong_key(
+    server: Running, capsys: pytest.CaptureFixture[str], key: tuple[str, ...]
+) -> None:
+    line = refused(capsys, "--url", server.url, "--once", *key)
+    assert "--api-key" in line and KEY not in line
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8080", "ftp://localhost", "http://"])
+def test_no_url(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    assert "--url" in refused(capsys, "--url", url)
+
+
+def test_another_server(capsys: pytest.CaptureFixture[str]) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        line = refused(capsys, "--url", f"http://127.0.0.1:{other.server_port}")
+        other.shutdown()
+        thread.join()
+    assert "no penstock server" in line

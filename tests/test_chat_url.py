@@ -1,0 +1,168 @@
+"""`penstock chat --url`: with our own server, with any other, and with none."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from penstock.bench.models import Choice
+from penstock.bench.serve_model import model_folder
+from penstock.bench.serve_process import Server, free_port, ours, serving
+from penstock.cli.remote import Remote, RemoteError
+from penstock.config import SamplingSettings
+from penstock.errors import SettingError
+from stand_in_server import stand_in
+
+ROOT = Path(__file__).parent.parent
+TELL = "The code of the amber falcon is 4821."
+ASK = "What is the code of the amber falcon?"
+GREEDY = SamplingSettings(max_tokens=32)
+
+
+def chat(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", "chat", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    port = free_port()
+    with model_folder(Choice.EMBEDDED) as folder, serving(ours(folder, port), port) as running:
+        yield running
+
+
+def test_our_server_remembers_and_serves_from_its_cache(server: Server) -> None:
+    lines = f"{TELL}\n{ASK}\n/stats\n/reset\n/stats\n{ASK}\n"
+    done = chat("--url", server.url, "--echo", stdin=lines)
+    assert done.returncode == 0, done.stderr
+    noted, right, stats, forgotten, unasked, unknown = [
+        line for line in done.stdout.splitlines() if not line.startswith("> ")
+    ]
+    assert (noted, right) == ("Noted.", "4821.")
+    assert re.fullmatch(
+        r"prompt \d+ tokens, \d+ cached \(\d+%\); answer \d+ tokens,.* first after .* s", stats
+    )
+    assert forgotten == "The conversation is forgotten."
+    assert "nothing was asked yet" in unasked
+    assert unknown != "4821."
+
+
+def test_a_long_history_is_cached_at_the_server(server: Server) -> None:
+    remote = Remote(f"{server.url}/v1/", system="Remember. " * 100)
+    for _ in range(2):
+        list(remote.answer(TELL, GREEDY))
+    assert remote.last is not None
+    assert remote.last.cached_tokens >= 192
+    assert remote.last.prompt_tokens > remote.last.cached_tokens
+
+
+def test_any_server_will_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with stand_in(key="secret") as other:
+        done = chat(
+            "--url", f"{other.url}/v1", "--api-key", "secret", "--system", "Be brief.",
+            "--temp", "0.5", "--seed", "7", stdin="Hello!\nAgain!\n/stats\n",
+        )  # fmt: skip
+    assert done.stdout.splitlines()[:2] == ["message 2", "message 4"]
+    assert "prompt 20 tokens, 15 cached (75%); answer 2 tokens" in done.stdout
+    assert other.said[1] == ["Be brief.", "Hello!", "message 2", "Again!"]
+    first = other.bodies[0]
+    assert (first["model"], first["temperature"], first["seed"]) == ("counter", 0.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ("status", "answers 429: too many wait"),
+        ("event", "broke the answer off: the engine has stopped"),
+        ("cut", "ended the answer before its end"),
+    ],
+)
+def test_a_turn_that_fails_is_forgotten(fault: str, complaint: str) -> None:
+    with stand_in(fault=fault) as other:
+        remote = Remote(other.url)
+        with pytest.raises(RemoteError, match=complaint):
+            list(remote.answer("Hello!", GREEDY))
+        assert remote.messages == []
+        other.fault = None
+        assert "".join(piece.text for piece in remote.answer("Hello!", GREEDY)) == "message 1"
+        assert len(remote.messages) == 2
+
+
+def test_a_turn_that_is_broken_off_is_forgotten() -> None:
+    with stand_in() as other:
+        remote = Remote(other.url)
+        with closing(remote.answer("Hello!", GREEDY)) as pieces:
+            next(pieces)
+        assert remote.messages == []
+
+
+def test_a_failing_turn_ends_a_piped_chat_in_one_line() -> None:
+    with stand_in(fault="status") as other:
+        done = chat("--url", other.url, stdin="Hello!\nAgain!\n")
+    assert done.returncode == 2
+    assert done.stderr.startswith("penstock: ") and len(done.stderr.splitlines()) == 1
+    assert len(other.bodies) == 1
+
+
+def test_no_server_is_one_line() -> None:
+    done = chat("--url", f"http://127.0.0.1:{free_port()}", stdin="Hello!\n")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "no server answers at http://127.0.0.1:" in line
+
+
+def test_a_missing_key_is_named() -> None:
+    with stand_in(key="secret") as other, pytest.raises(RemoteError, match=r"401.*--api-key"):
+        Remote(other.url)
+
+
+def test_a_server_of_another_kind_is_named() -> None:
+    with stand_in(fault="page") as other, pytest.raises(RemoteError, match="OpenAI-compatible"):
+        Remote(other.url)
+
+
+@pytest.mark.parametrize("url", ["localhost:8080", "ftp://localhost", "", "http://"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(SettingError, match="--url"):
+        Remote(url)
+
+
+@pytest.mark.parametrize("flag", ["--max-kv-size", "--keep-kv-size", "--kv-bits"])
+def test_a_flag_for_local_caches_is_refused_with_a_url(flag: str) -> None:
+    done = chat("--url", "http://127.0.0.1:1", flag, "8")
+    assert done.returncode == 2
+    assert f"{flag} is the server's to decide" in done.stderr
+
+
+# ---- what make run and the docs show
+
+
+def test_the_first_run_shows_examples_that_work() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "first_run.py")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r'"content": ?"4821\."', done.stdout)  # curl
+    assert "\nturquoise.\n" in done.stdout  # the openai package
+    assert "\nLisbon.\n" in done.stdout  # penstock chat --url
+
+
+@pytest.mark.parametrize("name", ["chat.sh", "openai_client.py"])
+def test_the_docs_show_the_examples_as_they_are(name: str) -> None:
+    page = (ROOT / "docs" / "server.md").read_text()
+    assert (ROOT / "examples" / name).read_text() in page
