@@ -55,7 +55,7 @@ peers: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python tools/soak.py
-	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful tests/server/test_schema.py tests/server/test_bad_days.py
 
 clean:
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache dist build

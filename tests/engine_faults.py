@@ -46,9 +46,13 @@ def spell(tokens: Sequence[int]) -> str:
 class Letters:
     """A streaming detokenizer: every token is a character, certain at once."""
 
-    def __init__(self, breaks_at: int | None = None) -> None:
-        """`breaks_at` tokens are taken in, then it raises; -1: in `finalize`."""
-        self.breaks_at = breaks_at
+    def __init__(self, alphabet: Alphabet) -> None:
+        self.alphabet = alphabet
+
+    def reset(self) -> None:
+        """Begin anew: `breaks_at` tokens are taken in, then it raises; -1: in `finalize`."""
+        breaks = self.alphabet.breaks
+        self.breaks_at = breaks.pop(0) if breaks else None
         self.count = 0
         self.last_segment = ""
 
@@ -66,14 +70,14 @@ class Letters:
 
 @dataclass
 class Alphabet:
-    """A tokenizer as far as the engine needs one. `breaks` are those of the next detokenizers."""
+    """A tokenizer as far as the engine needs one. `breaks` are those of the next answers."""
 
     eos_token_ids: frozenset[int] = frozenset()
     breaks: list[int | None] = field(default_factory=list)
 
     @property
     def detokenizer(self) -> Letters:
-        return Letters(self.breaks.pop(0) if self.breaks else None)
+        return Letters(self)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return spell(tokens)

@@ -122,7 +122,7 @@ class Crowd:
 
     def cancels_after(self) -> int | None:
         """Return after how many events the next request is given up; None: it is not."""
-        return self._draw.randrange(6) if self._draw.random() < 0.1 else None
+        return self._draw.randrange(3) if self._draw.random() < 0.1 else None
 
     def _prompt(self, told: int, question: int) -> tuple[int, ...]:
         of = self._told[told]
@@ -167,7 +167,10 @@ class Soak:
             return
         if name.startswith(("huge", "unknown")):
             self.outcome.faults.append(f"{name} was taken in")
-        self._open.append(Asked(name, handle, self.crowd.cancels_after()))
+        asked = Asked(name, handle, self.crowd.cancels_after())
+        if asked.cancel_after == 0:
+            handle.cancel()
+        self._open.append(asked)
 
     def drain(self) -> None:
         """Wait for everybody."""

@@ -215,6 +215,7 @@ def test_both_servers_answer_every_session(measured: Any) -> None:
         assert side["ttft_p50_seconds"] <= side["ttft_p95_seconds"] <= side["ttft_p99_seconds"]
         assert side["peak_bytes"] >= side["idle_bytes"] > 50_000_000
         assert side["peak_above_idle_bytes"] == side["peak_bytes"] - side["idle_bytes"]
+        assert side["ttft_p95_later_seconds"] > 0 and side["later_tokens_per_second"] > 0
     assert measured.penstock["sessions"]["cached_tokens"] > 0
     assert {"throughput", "ttft_p95", "peak_memory"} <= set(measured.ratio)
 
@@ -233,7 +234,9 @@ def test_all_connections_are_open_at_the_same_time(measured: Any) -> None:
 def test_the_overhead_is_measured_with_the_same_work(measured: Any) -> None:
     raw = measured.raw["overhead"]
     assert raw["tokens"] == 8 * SMALL.overhead_tokens
-    assert [len(raw[way]) for way in ("alone", "streamed", "whole")] == [2, 2, 2]
+    for kind in ("seconds", "cpu_seconds", "client_cpu_seconds"):
+        assert {way: len(of) for way, of in raw[kind].items()} == dict.fromkeys(serve.WAYS, 2)
+    assert min(raw["cpu_seconds"]["alone"]) > 0
 
 
 def test_the_report_is_printed_stored_and_drawn(
@@ -247,7 +250,7 @@ def test_the_report_is_printed_stored_and_drawn(
     (stored,) = tmp_path.glob("serve-*.json")
     record = json.loads(stored.read_text())["raw"]
     assert set(record["sessions"]) == {OURS, RIVAL}
-    assert "4821" not in stored.read_text()  # figures, and no text of anybody
+    assert SMALL.system[:40] not in stored.read_text()  # figures, and no text of anybody
     assert record["sessions"][OURS][0]["memory"]
     publish(measured, as_json=False, save=None)
     assert "completion tokens/s" in capsys.readouterr().out
@@ -308,7 +311,8 @@ def test_an_error_among_the_connections_is_not_met() -> None:
 @pytest.mark.parametrize(("streamed", "met"), [([1.04, 1.04], True), ([1.06, 1.06], False)])
 def test_the_overhead_has_a_goal(streamed: list[float], met: bool) -> None:
     good = phase(1.0, [reply(1.0, 0.1)] * 2, 200)
-    overhead = serve.Overhead([1.0, 1.0], streamed, [1.0, 1.0], 100)
+    seconds = {"alone": [1.0, 1.0], "streamed": streamed, "whole": [1.0, 1.0]}
+    overhead = serve.Overhead(seconds, seconds, seconds, 100)
     of = replace(found(FOLDER, good, THEIRS), overhead=overhead)
     assert serve.report(SMALL, of).met is met
 

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import psutil
+
 from penstock import config
 from penstock.bench.engine_runs import OURS, RIVAL, ratio_line, size
 from penstock.bench.models import Choice, LlamaShape
@@ -36,6 +38,7 @@ from penstock.bench.serve_process import (
     Kind,
     Memory,
     Server,
+    cpu_seconds,
     ending_cleanly,
     engine_alone,
     free_port,
@@ -153,21 +156,30 @@ def _recorded(reply: Reply, began: float) -> dict[str, Any]:
     return {**stored, "sent": round(reply.sent - began, 4), "ended": round(reply.ended - began, 4)}
 
 
+WAYS = ("alone", "streamed", "whole")
+"""The engine without a server; over HTTP piece by piece; over HTTP in one JSON object."""
+
+
 @dataclass(slots=True)
 class Overhead:
-    """Seconds for the same prompts, round by round: engine alone, and over HTTP."""
+    """What the same prompts took each way, round by round."""
 
-    alone: list[float] = field(default_factory=list)
-    streamed: list[float] = field(default_factory=list)
-    whole: list[float] = field(default_factory=list)
-    """Answers that are sent as one JSON object."""
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    """From the first request to the last answer."""
+    cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    """Processor time of the process with the engine; other programs disturb it less."""
+    client_cpu_seconds: dict[str, list[float]] = field(
+        default_factory=lambda: {way: [] for way in WAYS}
+    )
+    """Processor time of the bench, which is the client."""
     tokens: int = 0
     """Of all answers of a round."""
 
-    def share(self, seconds: Sequence[float]) -> float:
-        """Return the median of a round's time over the engine's, less 1."""
+    def share(self, way: str) -> float:
+        """Return the median over the rounds of the time over the engine's alone, less 1."""
         return statistics.median(
-            over / alone - 1 for over, alone in zip(seconds, self.alone, strict=True)
+            over / alone - 1
+            for over, alone in zip(self.seconds[way], self.seconds["alone"], strict=True)
         )
 
 
@@ -314,13 +326,17 @@ def _overhead(load: Load, folder: Folder, server: Server) -> Overhead:
             return over_http(2 * turn, stream=True)
         return over_http(2 * turn + 1, stream=False)
 
-    ways = ("alone", "streamed", "whole")
+    client = psutil.Process()
     with engine_alone(folder) as alone:
         for turn in range(load.overhead_rounds):
             counts = {}
-            for way in (*ways[turn % 3 :], *ways[: turn % 3]):
+            for way in (*WAYS[turn % 3 :], *WAYS[: turn % 3]):
+                process = alone.process if way == "alone" else server.process
+                before = cpu_seconds(process), cpu_seconds(client)
                 seconds, counts[way] = run(way, turn, alone)
-                getattr(found, way).append(seconds)
+                found.seconds[way].append(seconds)
+                found.cpu_seconds[way].append(cpu_seconds(process) - before[0])
+                found.client_cpu_seconds[way].append(cpu_seconds(client) - before[1])
             if load.model is Choice.RANDOM and len(set(counts.values())) > 1:
                 raise AssertionError(f"the ways generated different numbers of tokens: {counts}")
             found.tokens = counts["alone"]
@@ -335,6 +351,7 @@ def figures(phases: Sequence[Phase]) -> dict[str, Any]:
     good = [reply for phase in phases for reply in phase.good]
     firsts = [reply.first_seconds for reply in good if reply.text_times]
     gaps = [gap for reply in good for gap in reply.gaps]
+    later = [reply.first_seconds for reply in good if reply.text_times and reply.turn]
 
     def median(values: Sequence[float], digits: int) -> float:
         return round(statistics.median(values), digits)
@@ -345,6 +362,8 @@ def figures(phases: Sequence[Phase]) -> dict[str, Any]:
         "seconds": median([p.seconds for p in phases], 2),
         **{f"ttft_p{p}_seconds": round(percentile(firsts, p), 4) for p in PERCENTS if firsts},
         **{f"inter_token_p{p}_ms": round(1e3 * percentile(gaps, p), 2) for p in PERCENTS if gaps},
+        **({"ttft_p95_later_seconds": round(percentile(later, 95), 4)} if later else {}),
+        **({"later_tokens_per_second": median(_later_speeds(phases), 2)} if later else {}),
         "peak_bytes": round(median([p.memory.peak_bytes for p in phases], 0)),
         "idle_bytes": round(median([p.idle_bytes for p in phases], 0)),
         "peak_above_idle_bytes": round(
@@ -357,6 +376,16 @@ def figures(phases: Sequence[Phase]) -> dict[str, Any]:
         "errors": sum(reply.error is not None for phase in phases for reply in phase.replies),
         "cpu_seconds": median([p.memory.cpu_seconds for p in phases], 1),
     }
+
+
+def _later_speeds(phases: Sequence[Phase]) -> list[float]:
+    """Return each round's tokens a second after the first turns: the system prompt is known."""
+    found = []
+    for phase in phases:
+        later = [reply for reply in phase.good if reply.turn]
+        seconds = max(reply.ended for reply in later) - min(reply.sent for reply in later)
+        found.append(sum(reply.completion_tokens for reply in later) / seconds)
+    return found
 
 
 def ratios(of: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
@@ -374,6 +403,8 @@ def ratios(of: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
         "ttft_p95": times("ttft_p95_seconds"),
         "peak_memory": times("peak_bytes"),
         "peak_memory_above_idle": times("peak_above_idle_bytes"),
+        "ttft_p95_later": times("ttft_p95_later_seconds"),
+        "throughput_later": times("later_tokens_per_second", more_is_better=True),
         "ttft_p50": times("ttft_p50_seconds"),
         "inter_token_p50": times("inter_token_p50_ms"),
         "inter_token_p95": times("inter_token_p95_ms"),
@@ -472,6 +503,24 @@ def _comparison(
             )
             for p in PERCENTS
         ),
+        *(
+            [
+                line(
+                    "first token p95, later turns",
+                    "ttft_p95_later_seconds",
+                    "ttft_p95_later",
+                    lambda x: f"{x:,.2f} s",
+                ),
+                line(
+                    "tokens/s, later turns",
+                    "later_tokens_per_second",
+                    "throughput_later",
+                    lambda x: f"{x:,.1f}",
+                ),
+            ]
+            if "ttft_p95_later_seconds" in mine
+            else []
+        ),
         line("peak resident", "peak_bytes", "peak_memory", size),
         line("idle, model loaded", "idle_bytes", "", size),
         line("peak above idle", "peak_above_idle_bytes", "peak_memory_above_idle", size),
@@ -492,24 +541,28 @@ def _crowd_lines(load: Load, crowd: Mapping[str, Any]) -> list[Line]:
 
 
 def _overhead_figures(overhead: Overhead) -> dict[str, Any]:
-    def speed(seconds: Sequence[float]) -> float:
-        return round(overhead.tokens / statistics.median(seconds), 1)
+    def median(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        return {way: round(statistics.median(of), 3) for way, of in values.items()}
 
     return {
         "batch_size": config.MAX_BATCH_SIZE,
-        "engine_tokens_per_second": speed(overhead.alone),
-        "streamed_tokens_per_second": speed(overhead.streamed),
-        "whole_tokens_per_second": speed(overhead.whole),
-        "streamed_overhead": round(overhead.share(overhead.streamed), 4),
-        "whole_overhead": round(overhead.share(overhead.whole), 4),
+        "tokens_per_second": {
+            way: round(overhead.tokens / statistics.median(of), 1)
+            for way, of in overhead.seconds.items()
+        },
+        "streamed_overhead": round(overhead.share("streamed"), 4),
+        "whole_overhead": round(overhead.share("whole"), 4),
+        "cpu_seconds": median(overhead.cpu_seconds),
+        "client_cpu_seconds": median(overhead.client_cpu_seconds),
     }
 
 
 def _overhead_lines(of: Mapping[str, Any]) -> list[Line]:
     batch = f"batch {of['batch_size']}"
     goal = f"< {OVERHEAD_GOAL:.0%}"
+    speeds, cpu, client = of["tokens_per_second"], of["cpu_seconds"], of["client_cpu_seconds"]
     return [
-        Line(f"{batch}: engine alone, tokens/s", f"{of['engine_tokens_per_second']:,.1f}", ""),
+        Line(f"{batch}: engine alone, tokens/s", f"{speeds['alone']:,.1f}", ""),
         *(
             Line(
                 f"{batch}: {way} over HTTP, time added",
@@ -518,6 +571,14 @@ def _overhead_lines(of: Mapping[str, Any]) -> list[Line]:
                 goal,
                 of[f"{way}_overhead"] < OVERHEAD_GOAL,
             )
-            for way in ("streamed", "whole")
+            for way in WAYS[1:]
+        ),
+        *(
+            Line(
+                f"{batch}: {way}, processor seconds (and the client's)",
+                f"{cpu[way]:,.2f} ({client[way]:,.2f})",
+                "",
+            )
+            for way in WAYS
         ),
     ]

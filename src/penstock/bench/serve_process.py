@@ -240,17 +240,18 @@ def watched(process: psutil.Process) -> Iterator[Memory]:
                 return
 
     thread = threading.Thread(target=sample, name="penstock-bench-memory")
-    cpu_before = _cpu_seconds(process)
+    cpu_before = cpu_seconds(process)
     thread.start()
     try:
         yield memory
     finally:
         done.set()
         thread.join()
-        memory.cpu_seconds = _cpu_seconds(process) - cpu_before
+        memory.cpu_seconds = cpu_seconds(process) - cpu_before
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the processor time that a process has taken so far; 0 if it is gone."""
     try:
         times = process.cpu_times()
     except psutil.NoSuchProcess:
@@ -266,6 +267,7 @@ class Alone:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self.process = psutil.Process(process.pid)
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[float, int]:
         """Generate after all prompts at once; return the seconds it took and the tokens."""

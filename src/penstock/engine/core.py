@@ -68,6 +68,8 @@ PRESSURE_SECONDS = 1.0
 """How often the machine's memory is looked at."""
 JOINED_SCORE_BYTES = 16
 """Working memory of one score in MLX's own attention, which joined models use."""
+MASK_BYTES = 5
+"""What a grammar's mask and the logits that it leaves take for each token of the vocabulary."""
 SLACK = 1.10
 """How much more a step may take than the one that was measured at the start."""
 
@@ -956,7 +958,8 @@ class Core:
             choosers = [Chooser(everything, (0,), choice) for choice in range(len(rows))]
             choose_all(logits, choosers, [()] * len(rows))
 
-        taken = max(peak(lambda: runner.prefill(tokens, (), 0)), peak(decode), peak(sample))
+        masks = MASK_BYTES * len(rows) * runner.vocabulary_size
+        taken = max(peak(lambda: runner.prefill(tokens, (), 0)), peak(decode), peak(sample) + masks)
         # A chunk far into a prompt has as many scores at once as are ever computed together.
         most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * limits.max_kv_size)
         measured = min(most, runner.heads * len(tokens) ** 2)

@@ -161,7 +161,8 @@ class _Responses:
             max_tokens=body.max_output_tokens,
             grammar=grammar,
         )
-        reasoning = service.prompts.starts_in_reasoning(prompt)
+        # A grammar leaves no room for reasoning, whatever the template has opened.
+        reasoning = grammar is None and service.prompts.starts_in_reasoning(prompt)
         reader = Reader(service.tokenizer, tools, reasoning=reasoning)
         return await service.open(request, PATH), reader
 
