@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 .PHONY: help run test lint docs bench peers soak clean
 
 help:
-	@echo 'make run     install, look at the machine, start the server and talk to it'
+	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
 	@echo 'make test    install with the tools for it; lint, types, all tests'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
@@ -25,6 +25,8 @@ $(VENV)/.dev: pyproject.toml tools/environment.sh
 
 run: $(VENV)/.run
 	@$(BIN)/penstock doctor || true
+	@echo
+	@$(BIN)/penstock agents
 	@echo
 	@$(BIN)/python tools/first_run.py
 

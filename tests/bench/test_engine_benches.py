@@ -417,6 +417,17 @@ def test_a_report_is_printed_stored_and_drawn(
     assert (tmp_path / "picture.png").stat().st_size > 1_000
 
 
+def test_a_curve_alone(tmp_path: Path) -> None:
+    report = single.measure(replace(SINGLE, shapes=()))
+    assert report.ratio == {}
+    assert [line.met is not None for line in report.lines] == [True]
+    pytest.importorskip("matplotlib")
+    from penstock.bench.engine_picture import draw
+
+    draw(report, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1_000
+
+
 def test_a_picture_without_a_curve(tmp_path: Path, alone: Any) -> None:
     pytest.importorskip("matplotlib")
     from penstock.bench.engine_picture import draw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -334,15 +335,59 @@ def test_the_result_of_a_call_is_rendered(calling: Running) -> None:
     assert again.usage.prompt_tokens > made.usage.prompt_tokens
 
 
-def test_a_demanded_call_is_refused(calling: Running) -> None:
-    with client(calling) as api, pytest.raises(openai.BadRequestError) as refused:
+STRICT: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"thing": {"enum": ["falcon", "otter"]}},
+                "required": ["thing"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("look_up", "forget")
+]
+
+
+def test_a_call_that_is_demanded_is_made(tmp_path: Path) -> None:
+    """Of a model that by itself says something else; but not of one that is asked for another."""
+    messages: Any = [{"role": "user", "content": "look"}]
+    flat = [{"type": "function", **tool["function"]} for tool in STRICT]
+    named: Any = {"type": "function", "function": {"name": "forget"}}
+    with serving(*parrot(tmp_path, "Hello")) as running, client(running) as api:
+        ask: Any = functools.partial(
+            api.chat.completions.create, model="any", messages=messages, tools=STRICT
+        )
+        assert ask().choices[0].message.content == "Hello"
+        for choice, names in (("required", {"look_up", "forget"}), (named, {"forget"})):
+            made = ask(tool_choice=choice).choices[0]
+            (call,) = made.message.tool_calls
+            assert call.function.name in names
+            assert json.loads(call.function.arguments)["thing"] in ("falcon", "otter")
+            assert made.finish_reason == "tool_calls"
+        respond: Any = functools.partial(
+            api.responses.create, model="any", input="look", tools=flat
+        )
+        (item,) = respond(tool_choice={"type": "function", "name": "forget"}).output
+        assert (item.type, item.name) == ("function_call", "forget")
+        for wrong in ({"type": "function", "function": {"name": "stocks"}}, {"type": "other"}):
+            with pytest.raises(openai.BadRequestError) as refused:
+                ask(tool_choice=wrong)
+            assert refused.value.param == "tool_choice"
+
+
+def test_a_demand_that_cannot_be_kept_to_is_refused(running: Running) -> None:
+    """The embedded model knows no calls."""
+    with client(running) as api, pytest.raises(openai.BadRequestError, match="auto or none"):
         api.chat.completions.create(
             model="any",
             messages=[{"role": "user", "content": "look"}],
             tools=TOOLS,
             tool_choice="required",
         )
-    assert refused.value.param == "tool_choice"
 
 
 def test_reasoning_is_told_apart(tmp_path: Path) -> None:

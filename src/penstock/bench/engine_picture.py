@@ -71,20 +71,22 @@ def draw_hit(report: Report, file: Path) -> None:
 
 def draw_single(report: Report, file: Path) -> None:
     """Draw the ratios, and the cost of a step against the tokens it reads."""
-    curve = report.raw["curve"]
-    figure = Figure(figsize=(11 if curve else 6, 3.8))
-    panes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
-    _ratios(panes[0], report, list(report.raw["runs"]), ("decode_speed", "prefill_speed"))
+    curve, shapes = report.raw["curve"], list(report.raw["runs"])
+    count = bool(shapes) + bool(curve)
+    figure = Figure(figsize=(1 + 5 * count, 3.8))
+    panes = figure.subplots(1, count, squeeze=False)[0]
+    if shapes:
+        _ratios(panes[0], report, shapes, ("decode_speed", "prefill_speed"))
     if curve:
         for who, colour in COLOURS.items():
-            panes[1].plot(curve["tokens"], curve["step_ms"][who], "o-", color=colour, label=who)
-        panes[1].set(
+            panes[-1].plot(curve["tokens"], curve["step_ms"][who], "o-", color=colour, label=who)
+        panes[-1].set(
             title="ms a decode step, one sequence",
             xlabel="tokens read",
             xlim=(0, None),
             ylim=(0, None),
         )
-        panes[1].legend()
+        panes[-1].legend()
     _save(figure, file)
 
 

@@ -276,6 +276,9 @@ def single(
             min=0,
         ),
     ] = 32_768,
+    curve_only: Annotated[
+        bool, typer.Option("--curve-only", help="Show that cost alone, and no comparison of speed.")
+    ] = False,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -288,7 +291,12 @@ def single(
     from penstock.bench.single import Load, measure
 
     load = Load(Choice(model), rounds=rounds)
-    report = measure(replace(load, curve_tokens=load.curve_to(longest)))
+    load = replace(load, curve_tokens=load.curve_to(longest))
+    if curve_only:
+        if not longest:
+            raise SettingError("--curve-only with --longest 0 leaves nothing to measure")
+        load = replace(load, shapes=())
+    report = measure(load)
     _finish(report, as_json=as_json, save=save, plot=plot)
 
 

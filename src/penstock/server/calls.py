@@ -15,6 +15,39 @@ from penstock.server.errors import BadRequest
 _PROBE = {"name": "probe", "arguments": {"n": 1}}
 
 
+def offered(
+    tools: Sequence[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None
+) -> list[dict[str, Any]] | None:
+    """Return the tools that a prompt offers, as OpenAI's `tool_choice` wants it."""
+    return list(tools) if tools and tool_choice != "none" else None
+
+
+def demanded(
+    tokenizer: Any,
+    tools: Sequence[dict[str, Any]] | None,
+    tool_choice: str | dict[str, Any] | None,
+) -> str | None:
+    """Return the grammar of the call that OpenAI's `tool_choice` demands; None if it does not.
+
+    Raises:
+        BadRequest: it is of no known form, or as `call_grammar`.
+    """
+    if tool_choice in (None, "auto", "none"):
+        return None
+    if tool_choice == "required":
+        return call_grammar(tokenizer, tools)
+    if isinstance(tool_choice, dict) and tool_choice.get("type") == "function":
+        function = tool_choice.get("function", tool_choice)  # of responses: without the layer
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            return call_grammar(tokenizer, tools, name)
+    raise BadRequest(
+        'tool_choice can be "auto", "none", "required" or a function with its name',
+        param="tool_choice",
+        code="unsupported_value",
+    )
+
+
 def call_grammar(
     tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None, name: str | None = None
 ) -> str:

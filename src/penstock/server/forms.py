@@ -218,23 +218,6 @@ def grammar_of(wanted: ResponseFormat | None) -> str | None:
     return grammar_for(wanted.json_schema.schema_, "response_format.json_schema.schema")
 
 
-def offered(
-    tools: Sequence[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None
-) -> list[dict[str, Any]] | None:
-    """Return the tools that a prompt offers, as `tool_choice` wants it.
-
-    Raises:
-        BadRequest: a call is demanded, which cannot be kept to.
-    """
-    if tool_choice is not None and tool_choice not in ("auto", "none"):
-        raise BadRequest(
-            "tool_choice can be auto or none: whether it calls is left to the model",
-            param="tool_choice",
-            code="unsupported_value",
-        )
-    return list(tools) if tools and tool_choice != "none" else None
-
-
 def _bias(given: dict[str, float]) -> dict[int, float]:
     made = {}
     for token, bias in given.items():

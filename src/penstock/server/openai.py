@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse, Response
 from penstock.engine.handle import Choice
 from penstock.engine.request import Event, Finish, Token, Usage
 from penstock.server.answers import Delta, Reader, ToolCall, join
+from penstock.server.calls import demanded, offered
 from penstock.server.errors import BadRequest, NotFound, ServerError, dumps
 from penstock.server.forms import (
     ChatRequest,
     CompletionRequest,
     grammar_of,
-    offered,
 )
 from penstock.server.logprobs import Logprobs
 from penstock.server.prompts import client_arguments
@@ -272,7 +272,8 @@ class _Chat:
         prompt = self.service.prompts.render(
             messages, tools, **client_arguments(self.body.chat_template_kwargs)
         )
-        return prompt, grammar_of(self.body.response_format)
+        call = demanded(self.service.tokenizer, tools, self.body.tool_choice)
+        return prompt, call or grammar_of(self.body.response_format)
 
     def _whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         return {

@@ -21,8 +21,9 @@ from starlette.responses import Response
 
 from penstock.engine.request import Finish, Token, Usage
 from penstock.server.answers import Delta, Reader, ToolCall
+from penstock.server.calls import demanded, offered
 from penstock.server.errors import BadRequest
-from penstock.server.forms import Form, Name, Sampled, grammar_for, offered
+from penstock.server.forms import Form, Name, Sampled, grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import ERRORS, STREAMED, Json
 from penstock.server.prompts import flatten
@@ -173,7 +174,8 @@ class _Responses:
             messages.insert(0, {"role": "system", "content": self.body.instructions})
         if not messages:
             raise BadRequest("input is empty", param="input")
-        return self.service.prompts.render(messages, tools), self._grammar()
+        call = demanded(self.service.tokenizer, tools, self.body.tool_choice)
+        return self.service.prompts.render(messages, tools), call or self._grammar()
 
     def _grammar(self) -> str | None:
         wanted = self.body.text.format if self.body.text is not None else None

@@ -146,7 +146,7 @@ class Service:
             raise Unavailable("the server is shutting down", code="shutting_down")
         recent = Recent(f"req_{uuid.uuid4().hex[:16]}", label, time.time())
         recent.prompt_tokens = sum(len(request.prompt) for request in requests)
-        answering = Answering(self, [self.engine.open(request) for request in requests], recent)
+        answering = Answering(self, [await self._handle(r) for r in requests], recent)
         try:
             explanation = await self.ask(partial(_take_in, answering.handles))
         except BaseException as error:  # also when the client has gone meanwhile
@@ -158,6 +158,12 @@ class Service:
         self.recent.append(recent)
         answering.listen()
         return answering
+
+    async def _handle(self, request: Request) -> Handle:
+        """Return the engine's handle; a grammar is compiled for it, which takes long."""
+        if request.grammar is None:
+            return self.engine.open(request)
+        return await self.work(self.engine.open, request)
 
     async def ask(self, call: Callable[[Core], T]) -> T:
         """Have the engine's thread call `call(core)` between two steps."""
