@@ -1,4 +1,5 @@
 VENV ?= .venv
+WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
@@ -12,7 +13,7 @@ help:
 	@echo 'make soak    10,000 requests to the byte, and the state machines for much longer'
 	@echo 'make docs    write the help texts into docs/cli.md'
 	@echo 'make clean   remove the environment and what the tools left'
-	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none)'
+	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none), WORKERS=$(WORKERS)'
 
 # The stamps stand for "installed with these dependencies", so a second make does nothing.
 $(VENV)/.run: pyproject.toml tools/environment.sh
@@ -35,9 +36,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Two processes of one BLAS thread each: two of two would wait for each other.
 test: lint
 	$(BIN)/pytest --doctest-modules src
-	$(BIN)/pytest
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py

@@ -12,9 +12,12 @@ from penstock.recall import Dialogue, dialogue
 __all__ = ["MODEL_NAME", "Running", "serve_in_thread", "serving", "settings", "wait_until"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def recall_server() -> Iterator[Running]:
-    """One server of the embedded model for all tests that leave it as it was."""
+    """One server of the embedded model for the tests of a file that leave it as it was.
+
+    It is gone before the next file: other tests count what MLX holds in this process.
+    """
     with serving() as running:
         yield running
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -73,6 +74,8 @@ def serving(
             yield running
         if made.alive:
             made.check()
+    del made, service, running, model
+    gc.collect()  # arrays in cycles would be counted as somebody else's later
 
 
 def wait_until(true: Any, seconds: float = 10.0) -> None:

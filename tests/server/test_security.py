@@ -208,17 +208,18 @@ def test_a_foreign_page_may_read_nothing_unless_it_was_named(recall_server: Runn
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
 
 
-def test_tenants_share_nothing_and_learn_nothing(recall_server: Running) -> None:
+def test_tenants_share_nothing_and_learn_nothing() -> None:
     prompt = PROMPT * 40
-    url = f"{recall_server.url}/v1"
     body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "a"}
-    httpx.post(f"{url}/completions", json=body, timeout=SOON).raise_for_status()
-    for salt, held in (("a", True), ("b", False), (None, False)):
-        asked = {"prompt": prompt, "cache_salt": salt}
-        found = httpx.post(f"{url}/cache/explain", json=asked, timeout=SOON).json()
-        assert (found["held_tokens"] > 0) is held
-        if not held:
-            assert found["held_text"] is None
+    with serving() as running:
+        url = f"{running.url}/v1"
+        httpx.post(f"{url}/completions", json=body, timeout=SOON).raise_for_status()
+        for salt, held in (("a", True), ("b", False), (None, False)):
+            asked = {"prompt": prompt, "cache_salt": salt}
+            found = httpx.post(f"{url}/cache/explain", json=asked, timeout=SOON).json()
+            assert (found["held_tokens"] > 0) is held
+            if not held:
+                assert found["held_text"] is None
 
 
 # ---- logs

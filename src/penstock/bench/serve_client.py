@@ -97,7 +97,7 @@ class Client:
             reply.error = f"{type(error).__name__}: {error}"
         finally:
             self.open -= 1
-        reply.ended = time.perf_counter()
+        reply.ended = reply.ended or time.perf_counter()
         if reply.error is None and not reply.completion_tokens:
             reply.error = "the answer ended without its usage"
         return reply
@@ -107,9 +107,16 @@ class Client:
             if response.status_code != httpx.codes.OK:
                 reply.error = f"{response.status_code}: {(await response.aread())[:200]!r}"
                 return
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    _take(json.loads(line[6:]), reply)
+            # What comes is read when all of it is there: to read it at once would take the
+            # processor from the server, which runs on the same machine.
+            pieces = [(time.perf_counter(), piece) async for piece in response.aiter_raw()]
+        reply.ended = time.perf_counter()
+        rest = b""
+        for at, piece in pieces:
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    _take(json.loads(line[6:]), reply, at)
 
     async def _whole(self, body: dict[str, Any], reply: Reply) -> None:
         response = await self._http.post("/v1/chat/completions", json=body)
@@ -122,15 +129,15 @@ class Client:
         _count(found["usage"], reply)
 
 
-def _take(chunk: dict[str, Any], reply: Reply) -> None:
-    """Add what one event of a stream brings."""
+def _take(chunk: dict[str, Any], reply: Reply, at: float) -> None:
+    """Add what one event of a stream brought at a time."""
     if "error" in chunk:
         reply.error = str(chunk["error"])
     for choice in chunk.get("choices", ()):
         text = choice["delta"].get("content")
         if text:
             reply.text += text
-            reply.text_times.append(time.perf_counter())
+            reply.text_times.append(at)
     if chunk.get("usage"):
         _count(chunk["usage"], reply)
 
