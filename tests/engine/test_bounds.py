@@ -322,6 +322,24 @@ def test_nothing_is_left_after_many_different_prompts() -> None:
         assert len(set(left)) == 1, left
 
 
+def test_answers_that_wait_share_their_prompt_and_then_have_their_own() -> None:
+    """128 answers to a long prompt would be as many lists of its tokens in Python's memory."""
+    hot = Sampling(temperature=2.0, seed=3)
+    with watched(CASES[0]) as watch:
+        core = watch.core
+        request = Request(
+            prompt=prompt_of(500, 0), max_tokens=6, n=6, sampling=hot, ignore_eos=True
+        )
+        handle = core.submit(request)
+        sequences = list(core._sequences.values())
+        assert len({id(sequence.tokens) for sequence in sequences}) == 1
+        assert len({id(sequence.keys) for sequence in sequences}) == 1
+        watch.drain()
+        answers = [tuple(choice.tokens) for choice in handle.result(0)]
+        assert [len(answer) for answer in answers] == [6] * 6
+        assert len(set(answers)) > 1
+
+
 # ---- negative controls
 
 

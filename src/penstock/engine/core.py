@@ -166,6 +166,7 @@ class Core:
         self._pool = self.ledger.reserve(Kind.TAILS, slots * columns * self.runner.token_bytes)
         self.tails = Tails(slots, columns, self.runner.shapes)
         self._buffers = self.ledger.reserve(Kind.BUFFERS, self._measure_step())
+        self.tails.drop()  # until somebody decodes
         self._chunk = self.ledger.reserve(Kind.BUFFERS, 0)
         self.prefixes: Prefixes[Segment] = Prefixes(
             self.ledger,
@@ -201,17 +202,20 @@ class Core:
             )
         sampling = request.sampling.with_seed()
         now = self.clock()
+
+        def chooser(choice: int) -> Chooser:
+            constraint = self.constraint(request)
+            return Chooser(sampling, request.prompt, choice, size, constraint=constraint)
+
+        first = self._sequence(handle, 0, chooser(0), list(request.prompt), [])
+        first.name_blocks(self.prefixes, self.limits.max_kv_size)
+        self._check_fits(first)
+        self.scheduler.check_room(request.n)
+        others = range(1, request.n)  # they share tokens and names until they are let in
         sequences = [
-            self._sequence(
-                handle,
-                choice,
-                Chooser(
-                    sampling, request.prompt, choice, size, constraint=self.constraint(request)
-                ),
-            )
-            for choice in range(request.n)
+            first,
+            *(self._sequence(handle, i, chooser(i), first.tokens, first.keys) for i in others),
         ]
-        self._check_fits(sequences[0])
         deadline = None if request.timeout_seconds is None else now + request.timeout_seconds
         self.scheduler.add(
             *(
@@ -412,7 +416,9 @@ class Core:
 
     # ---- letting in
 
-    def _sequence(self, handle: Handle, choice: int, chooser: Chooser) -> Sequence:
+    def _sequence(
+        self, handle: Handle, choice: int, chooser: Chooser, tokens: list[int], keys: list[bytes]
+    ) -> Sequence:
         request = handle.request
         text = None
         if self.tokenizer is not None:
@@ -424,11 +430,10 @@ class Core:
             handle=handle,
             chooser=chooser,
             text=text,
-            tokens=list(request.prompt),
-            keys=[],
+            tokens=tokens,
+            keys=keys,
         )
         self._next_id += 1
-        sequence.name_blocks(self.prefixes, self.limits.max_kv_size)
         return sequence
 
     def _new_detokenizer(self) -> Detokenizer:
@@ -515,6 +520,7 @@ class Core:
         self.scheduler.act(sequence.id, "admit")
         if not sequence.admitted:
             sequence.admitted = True
+            sequence.tokens, sequence.keys = list(sequence.tokens), list(sequence.keys)
             self.tally.prompt_tokens += sequence.prompt_tokens
             self._count_hit(sequence, sequence.cut)
         self._report(sequence, 0)

@@ -228,12 +228,16 @@ class Scheduler:
                 raise ValueError(f"job {job.id} is not new")
             new.add(job.id)
             _check_numbers(job.id, position=job.position, left=job.left, served=job.served)
-        waiting = sum(job.state is State.WAITING for job in self._line)
-        if waiting + len(jobs) > self.max_queue:
-            raise QueueFull(waiting, len(jobs), self.max_queue)
+        self.check_room(len(jobs))
         for job in jobs:
             self._jobs[job.id] = job
             self._enter(job)
+
+    def check_room(self, added: int) -> None:
+        """Raise QueueFull if so many new jobs would be more than may wait."""
+        waiting = sum(job.state is State.WAITING for job in self._line)
+        if waiting + added > self.max_queue:
+            raise QueueFull(waiting, added, self.max_queue)
 
     def act(self, job_id: int, event: Event) -> State:
         """Let `event` happen to a job, and return its new state.
