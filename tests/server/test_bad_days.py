@@ -202,6 +202,29 @@ def test_brackets_in_a_text_are_no_depth(recall_server: Running) -> None:
     assert post(recall_server, "/v1/completions", prompt="[{" * 200).status_code == 200
 
 
+@contextmanager
+def prompts_wait(running: Running) -> Iterator[None]:
+    """Keep the thread that reads prompts from its work."""
+    go_on = threading.Event()
+    running.service._worker.submit(go_on.wait, SOON)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_prompts_that_wait_to_be_read_are_bounded(busy: Running) -> None:
+    with unchanged(busy), ThreadPoolExecutor(2) as pool:
+        with prompts_wait(busy):
+            waiting = [pool.submit(post, busy, PATHS[0]) for _ in range(2)]
+            wait_until(lambda: busy.service._pending == 2)
+            for path in PATHS:
+                refused = post(busy, path)
+                assert (refused.status_code, kind(refused)) == (429, "rate_limit_error")
+                assert int(refused.headers["retry-after"]) >= 1
+        assert 200 in [one.result(SOON).status_code for one in waiting]
+
+
 # ---- too slow
 
 
@@ -250,6 +273,16 @@ def test_an_answer_that_takes_too_long_is_504(path: str) -> None:
         assert streamed.status_code == 200  # it was sent before the time was over
         assert "event: error" in streamed.text
         assert streamed.text.rstrip().split("\n")[-1].startswith("data: ")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_time_of_a_request_begins_when_it_arrives(path: str) -> None:
+    with serving(request_timeout_seconds=1.0) as running, ThreadPoolExecutor(1) as pool:
+        assert post(running, path).status_code == 200
+        with prompts_wait(running):
+            waiting = pool.submit(post, running, path)
+            time.sleep(1.2)
+        assert waiting.result(SOON).status_code == 504
 
 
 # ---- gone
@@ -375,6 +408,28 @@ def test_the_clients_raise_what_a_stream_ends_with(recall_server: Running) -> No
         ours = anthropic.Anthropic(base_url=recall_server.url, api_key="none", max_retries=0)
         with pytest.raises(anthropic.APIError), ours:
             list(ours.messages.create(**CHAT, stream=True))  # type: ignore[call-overload]
+
+
+def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise ValueError("a quoted prompt")
+
+    def looks() -> Iterator[float]:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))["at_seconds"]
+
+    with serving() as running:
+        later = running.service.engine.later
+        with httpx.stream("GET", f"{running.url}/v1/live", timeout=SOON) as answer:
+            found = looks()
+            next(found)
+            later(lambda core: setattr(core, "stats", fails)).result(SOON)
+            wait_until(lambda: "ValueError" in caplog.text)
+            later(lambda core: delattr(core, "stats")).result(SOON)
+            mended = time.time()
+            assert any(at > mended for at in found)
+    assert "quoted" not in caplog.text
 
 
 # ---- dead

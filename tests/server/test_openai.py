@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -30,6 +31,9 @@ TOOLS: list[Any] = [
         },
     }
 ]
+FLAT: list[Any] = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
+ROLES = ("<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>")
+"""What the parrot's template writes around two messages, a token each."""
 CALL = '<tool_call>{"name": "look_up", "arguments": {"thing": "falcon"}}</tool_call>'
 
 
@@ -335,6 +339,71 @@ def test_the_result_of_a_call_is_rendered(calling: Running) -> None:
     assert again.usage.prompt_tokens > made.usage.prompt_tokens
 
 
+ONE_CALL = ["look_up"]
+
+
+def test_one_call_at_a_time(calling: Running) -> None:
+    """The model calls twice; a client that wants one call is told of the first."""
+    messages: Any = [{"role": "user", "content": "look"}]
+    with client(calling) as api:
+        ask: Any = functools.partial(
+            api.chat.completions.create, model="any", messages=messages, tools=TOOLS
+        )
+        for parallel, calls in ((True, ONE_CALL * 2), (False, ONE_CALL)):
+            made = ask(parallel_tool_calls=parallel).choices[0]
+            assert [call.function.name for call in made.message.tool_calls] == calls
+            assert made.finish_reason == "tool_calls"
+            deltas = [
+                chunk.choices[0].delta for chunk in ask(parallel_tool_calls=parallel, stream=True)
+            ]
+            told = [call.function.name for delta in deltas for call in delta.tool_calls or []]
+            assert told == calls
+        respond: Any = functools.partial(
+            api.responses.create, model="any", input="look", tools=FLAT
+        )
+        for more, calls in (({}, ONE_CALL * 2), ({"parallel_tool_calls": False}, ONE_CALL)):
+            *_, last = respond(**more, stream=True)
+            for response in (respond(**more), last.response):
+                names = [item.name for item in response.output if item.type == "function_call"]
+                assert names == calls
+                assert response.parallel_tool_calls is (len(calls) > 1)
+
+
+def test_one_call_at_a_time_for_anthropics_client(calling: Running) -> None:
+    tool: Any = {"name": "look_up", "input_schema": {"type": "object"}}
+    with anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0) as api:
+        for alone in (False, True):
+            asked: Any = {
+                "model": "any",
+                "max_tokens": 32,
+                "messages": [{"role": "user", "content": "look"}],
+                "tools": [tool],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": alone},
+            }
+            with api.messages.stream(**asked) as stream:
+                streamed = stream.get_final_message()
+            both: list[Any] = [api.messages.create(**asked), streamed]
+            for message in both:
+                names = [block.name for block in message.content if block.type == "tool_use"]
+                assert names == (ONE_CALL if alone else ONE_CALL * 2)
+                assert message.stop_reason == "tool_use"
+
+
+def test_a_developer_is_the_system(calling: Running) -> None:
+    """Its template has a token for each role, and none for a developer."""
+    with client(calling) as api:
+        for role in ("system", "developer"):
+            messages: Any = [
+                {"role": role, "content": "Be brief."},
+                {"role": "user", "content": "look"},
+            ]
+            made = api.chat.completions.create(model="any", messages=messages)
+            response = api.responses.create(model="any", input=messages)
+            assert made.usage is not None and response.usage is not None
+            expected = len(ROLES) + len("Be brief.look")
+            assert made.usage.prompt_tokens == response.usage.input_tokens == expected
+
+
 STRICT: list[Any] = [
     {
         "type": "function",
@@ -379,9 +448,9 @@ def test_a_call_that_is_demanded_is_made(tmp_path: Path) -> None:
             assert refused.value.param == "tool_choice"
 
 
-def test_a_demand_that_cannot_be_kept_to_is_refused(running: Running) -> None:
+def test_a_demand_that_cannot_be_kept_to_is_refused(recall_server: Running) -> None:
     """The embedded model knows no calls."""
-    with client(running) as api, pytest.raises(openai.BadRequestError, match="auto or none"):
+    with client(recall_server) as api, pytest.raises(openai.BadRequestError, match="auto or none"):
         api.chat.completions.create(
             model="any",
             messages=[{"role": "user", "content": "look"}],
@@ -570,14 +639,13 @@ def test_the_events_of_a_response(recall_server: Running, told: Dialogue) -> Non
 
 
 def test_a_response_calls_tools(calling: Running) -> None:
-    tools: Any = [{"type": "function", **TOOLS[0]["function"], "strict": False}]
     with client(calling) as api:
-        made = api.responses.create(model="any", input="look", tools=tools)
+        made = api.responses.create(model="any", input="look", tools=FLAT)
         kinds = [item.type for item in made.output]
         assert kinds == ["message", "function_call", "function_call"]
         calls = [item for item in made.output if item.type == "function_call"]
         assert [json.loads(call.arguments) for call in calls] == [{"thing": "falcon"}] * 2
-        with api.responses.stream(model="any", input="look", tools=tools) as stream:
+        with api.responses.stream(model="any", input="look", tools=FLAT) as stream:
             streamed = stream.get_final_response()
         names = [item.name for item in streamed.output if item.type == "function_call"]
         assert names == ["look_up", "look_up"]
@@ -589,9 +657,101 @@ def test_a_response_calls_tools(calling: Running) -> None:
                 for call in calls
             ),
         ]
-        again = api.responses.create(model="any", input=items, tools=tools)
+        again = api.responses.create(model="any", input=items, tools=FLAT)
         assert again.usage is not None and made.usage is not None
         assert again.usage.input_tokens > made.usage.input_tokens
+
+
+def test_an_answer_goes_back_as_one_message(calling: Running) -> None:
+    """Text and calls that the model said in one answer, whole or streamed."""
+    with client(calling) as api:
+        ask: Any = functools.partial(api.responses.create, model="any", tools=FLAT)
+        *_, last = ask(input="look", stream=True)
+        kinds = [item.type for item in last.response.output]
+        assert kinds == ["message", "function_call", "message", "function_call"]
+        for made in (ask(input="look"), last.response):
+            calls = [item for item in made.output if item.type == "function_call"]
+            results = [
+                {"type": "function_call_output", "call_id": call.call_id, "output": "4821"}
+                for call in calls
+            ]
+            items = [{"role": "user", "content": "look"}, *made.output, *results]
+            said = {"role": "assistant", "content": made.output_text}
+            called = [
+                {"function": {"name": call.name, "arguments": call.arguments}} for call in calls
+            ]
+            prompt = calling.service.prompts.render(
+                [
+                    items[0],
+                    {**said, "tool_calls": called},
+                    *({"role": "tool", "content": "4821"} for _ in calls),
+                ],
+                TOOLS,
+            )
+            assert len(calls) == 2
+            assert ask(input=items).usage.input_tokens == len(prompt)
+
+
+def test_each_message_of_a_response_has_its_own_logprobs(calling: Running) -> None:
+    include: Any = ["message.output_text.logprobs"]
+    with client(calling) as api:
+        ask: Any = functools.partial(
+            api.responses.create, model="any", input="look", tools=FLAT, include=include
+        )
+        events = list(ask(stream=True))
+        (message, *_) = ask().output
+    told = [
+        [token.token for token in event.logprobs]
+        for event in events
+        if event.type == "response.output_text.done"
+    ]
+    # The last piece is a call with a space behind it, in one token.
+    assert told == [["I look it up. "], [" And again: ", CALL + " "]]
+    written = [
+        [token.token for token in item.content[0].logprobs]
+        for item in events[-1].response.output
+        if item.type == "message"
+    ]
+    assert written == told
+    assert message.content[0].logprobs[0].token == "I look it up. "
+
+
+def test_the_usage_of_a_response(tmp_path: Path) -> None:
+    """Reasoning is counted, and nothing is claimed to be kept."""
+    pieces = ("<think>", "I wonder. ", "</think>", "It is so.")
+    model, tokenizer = parrot(tmp_path, *pieces, marks=("<think>", "</think>"))
+    limits = {"memory_limit": "400MB"}
+    with serving(model, tokenizer, engine=limits) as running, client(running) as api:
+        made = api.responses.create(model="any", input="so?")
+        *_, last = api.responses.create(model="any", input="so?", stream=True)
+        assert last.type == "response.completed"
+        for response in (made, last.response):
+            assert [item.type for item in response.output] == ["reasoning", "message"]
+            assert response.usage is not None
+            assert response.usage.output_tokens_details.reasoning_tokens == 1
+            assert response.usage.input_tokens_details.model_fields_set == {"cached_tokens"}
+        count = running.service.prompts.reasoning_tokens
+        start, thought, end, said = (tokenizer.convert_tokens_to_ids(piece) for piece in pieces)
+        assert count([thought, thought, end, said], inside=True) == 2, "the template opened it"
+        assert count([start, thought, thought]) == 2, "it was cut off"
+        assert count([said, said]) == 0
+
+
+def test_a_response_says_the_form_it_was_asked_for(recall_server: Running) -> None:
+    form: Any = {
+        "type": "json_schema",
+        "name": "answer",
+        "strict": True,
+        "schema": {"type": "object", "properties": {"code": {"type": ["integer", "null"]}}},
+    }
+    with client(recall_server) as api:
+        ask: Any = functools.partial(
+            api.responses.create, model="any", input="Hello!", max_output_tokens=4
+        )
+        assert ask().text.format.to_dict() == {"type": "text"}
+        first, *_ = ask(text={"format": form}, stream=True)
+        for made in (first.response, ask(text={"format": form})):
+            assert made.text.format.to_dict() == form
 
 
 def test_a_response_of_a_schema(recall_server: Running, told: Dialogue) -> None:
@@ -712,12 +872,15 @@ def test_a_context_that_is_too_long_says_by_how_much(recall_server: Running) -> 
     assert "10,000," in refused.value.message
 
 
-def test_a_full_queue_is_429_with_retry_after(told: Dialogue) -> None:
+def test_more_answers_than_may_ever_wait_are_400(told: Dialogue) -> None:
     messages: Any = told.ask(told.questions[0])
-    with serving(engine={"max_queue": 2, "max_batch_size": 1}) as running:
-        with client(running) as api, pytest.raises(openai.RateLimitError) as refused:
+    with serving(engine={"max_queue": 2, "max_batch_size": 1}) as running, client(running) as api:
+        with pytest.raises(openai.BadRequestError, match=r"4 answers; at most 2") as refused:
             api.chat.completions.create(model="any", messages=messages, n=4)
-        assert int(refused.value.response.headers["retry-after"]) > 0
+        assert refused.value.code == "too_many_answers"
+        with pytest.raises(openai.BadRequestError, match=r"2 prompts .* 4 answers; at most 2"):
+            api.completions.create(model="any", prompt=["a", "b"], n=2, max_tokens=1)
+        assert len(api.completions.create(model="any", prompt="a", n=2, max_tokens=1).choices) == 2
 
 
 def test_a_timeout_is_told(told: Dialogue) -> None:

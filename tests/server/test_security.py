@@ -17,9 +17,16 @@ import anthropic
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 from servers import Running, serving, wait_until
 
 from engine_faults import Faulty
+from penstock.errors import EngineStopped
+from penstock.server.anthropic_forms import CountRequest, MessagesRequest
+from penstock.server.cache import Question
+from penstock.server.errors import problem_of
+from penstock.server.forms import ChatRequest, CompletionRequest
+from penstock.server.responses import ResponsesRequest
 
 KEY = "correct-horse-battery-staple"
 PROMPT = "the vault opens at midnight"
@@ -220,6 +227,78 @@ def test_tenants_share_nothing_and_learn_nothing() -> None:
             assert (found["held_tokens"] > 0) is held
             if not held:
                 assert found["held_text"] is None
+
+
+# ---- what a wrong body may cost
+
+MANY = 300_000
+WRONG: dict[str, list[Any]] = {
+    "/v1/chat/completions": [
+        {"messages": [7] * MANY},
+        {"messages": [{"role": "user", "content": [7] * MANY}]},
+        {"messages": [{"role": "user", "tool_calls": [7] * MANY}]},
+        *({"messages": [], field: [7] * MANY} for field in ("stop", "tools", "modalities")),
+        {"messages": [], "logit_bias": {str(number): "" for number in range(MANY)}},
+    ],
+    "/v1/completions": [
+        {"prompt": [None] * MANY},
+        {"prompt": [[""] * MANY]},
+        {"prompt": [[""]] * MANY},
+        {"prompt": "a", "stop": [7] * MANY},
+    ],
+    "/v1/responses": [
+        *({"input": "a", field: [7] * MANY} for field in ("input", "tools", "include")),
+        {"input": "a", "metadata": {str(number): 7 for number in range(MANY)}},
+    ],
+    "/v1/messages": [
+        {"messages": [7] * MANY},
+        {"messages": [{"role": "user", "content": [7] * MANY}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "", "content": [7] * MANY}],
+                }
+            ]
+        },
+        *({"messages": [], field: [7] * MANY} for field in ("system", "tools", "stop_sequences")),
+    ],
+    "/v1/cache/explain": [
+        {"messages": [7] * MANY},
+        {"messages": [], "tools": [7] * MANY},
+        {"prompt": [""] * MANY},
+    ],
+}
+BODIES: dict[str, list[Any]] = {
+    "/v1/chat/completions": [ChatRequest],
+    "/v1/completions": [CompletionRequest],
+    "/v1/responses": [ResponsesRequest],
+    "/v1/messages": [MessagesRequest, CountRequest],
+    "/v1/cache/explain": [Question],
+}
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_of_many_wrong_values_few_are_told(path: str) -> None:
+    """An error of each would take a hundred times the memory of the body."""
+    for body in WRONG[path]:
+        for form in BODIES[path]:
+            with pytest.raises(ValidationError) as refused:
+                form.model_validate(body)
+            assert refused.value.error_count() < 20
+
+
+def test_a_body_of_wrong_values_is_400(recall_server: Running) -> None:
+    for path, bodies in WRONG.items():
+        refused = httpx.post(f"{recall_server.url}{path}", json=bodies[0], timeout=SOON)
+        assert refused.status_code == 400, path
+        assert len(refused.content) < 1_000
+
+
+def test_what_the_engine_died_of_is_not_told() -> None:
+    problem = problem_of(EngineStopped(f"the engine's thread has died: KeyError: {PROMPT}"))
+    assert (problem.status, problem.code) == (503, "engine_stopped")
+    assert PROMPT not in problem.message
 
 
 # ---- logs

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from penstock.engine.handle import Choice
@@ -53,13 +53,21 @@ class Reader:
         tools: what the request offers, in OpenAI's form; without any, calls are plain text.
         reasoning: whether the prompt ends inside the model's reasoning
             (`Prompts.starts_in_reasoning`).
+        parallel: whether an answer may hold several calls; otherwise those after the first
+            are left out.
     """
 
     def __init__(
-        self, tokenizer: Any, tools: Sequence[Any] | None = None, *, reasoning: bool = False
+        self,
+        tokenizer: Any,
+        tools: Sequence[Any] | None = None,
+        *,
+        reasoning: bool = False,
+        parallel: bool = True,
     ) -> None:
         self._parse = getattr(tokenizer, "tool_parser", None)
         self._tools = list(tools) if tools else None
+        self._parallel = parallel
         self._kind: Kind = "reasoning" if reasoning else "text"
         self._held = ""
         self._call: list[str] = []
@@ -172,6 +180,8 @@ class Reader:
             return None
 
     def _note(self, delta: Delta) -> Delta:
+        if not self._parallel:
+            delta = replace(delta, calls=delta.calls[: 1 - len(self.calls)])
         if delta.text:
             self._texts.append(delta.text)
         if delta.reasoning:

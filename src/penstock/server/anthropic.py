@@ -28,6 +28,7 @@ from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.anthropic_forms import (
     CountRequest,
     MessagesRequest,
+    ToolChoice,
     prompt_of,
     schema_of,
     tools_of,
@@ -42,6 +43,19 @@ from penstock.server.sse import EVENT, Stream, data
 LABEL = "/v1/messages"
 
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class Choosing(ToolChoice):
+    """Whether the model must, may or must not call, and how often in one answer."""
+
+    disable_parallel_tool_use: bool | None = None
+    """Leaves the first call of an answer only."""
+
+
+class MessagesBody(MessagesRequest):
+    """A request for a message."""
+
+    tool_choice: Choosing | None = None
 
 
 # ---- what is answered, for the OpenAPI document
@@ -147,7 +161,7 @@ def router(service: Service) -> APIRouter:
         response_model=MessageOut,
         responses={200: {"description": "The message, or its events", "content": STREAMED}},
     )
-    async def messages(body: MessagesRequest, http: HttpRequest) -> Response:
+    async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
         request, reader = await until_gone(http, service.work(_prepare, service, body))
         answering = await service.open(request, LABEL)
@@ -170,7 +184,7 @@ def router(service: Service) -> APIRouter:
     return made
 
 
-def _prepare(service: Service, body: MessagesRequest) -> tuple[Request, Reader]:
+def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader]:
     """Do what is slow, in a worker thread: the engine's request, and the reader of its answer.
 
     Raises:
@@ -194,7 +208,8 @@ def _prepare(service: Service, body: MessagesRequest) -> tuple[Request, Reader]:
         hold_tokens=prompt.hold.tokens if prompt.hold else None,
     )
     reasoning = prompt.in_reasoning and not body.constrained
-    reader = Reader(service.tokenizer, tools_of(body), reasoning=reasoning)
+    parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
+    reader = Reader(service.tokenizer, tools_of(body), reasoning=reasoning, parallel=parallel)
     return request, reader
 
 

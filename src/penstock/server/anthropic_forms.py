@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag
 
 from penstock.server.errors import BadRequest
-from penstock.server.forms import MOST_STOP_CHARACTERS, MOST_STOPS, Form, Name
+from penstock.server.forms import MOST_STOP_CHARACTERS, MOST_STOPS, Each, Form, Name
 from penstock.server.prompts import Prompts
 
 BETWEEN_BLOCKS = "\n\n"
@@ -60,7 +60,7 @@ class TextBlock(Marked):
 
 
 Texts: TypeAlias = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[TextBlock], Tag("[list]")], TextOrList
+    Annotated[str, Tag("[text]")] | Annotated[Each[TextBlock], Tag("[list]")], TextOrList
 ]
 
 
@@ -92,7 +92,7 @@ Block: TypeAlias = Annotated[
     TextBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")
 ]
 Blocks: TypeAlias = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[Block], Tag("[list]")], TextOrList
+    Annotated[str, Tag("[text]")] | Annotated[Each[Block], Tag("[list]")], TextOrList
 ]
 
 
@@ -150,9 +150,9 @@ class CountRequest(Form):
 
     model: Name
     """Any name is served by the one model there is."""
-    messages: list[Turn] = Field(min_length=1, max_length=16_384)
+    messages: Each[Turn] = Field(min_length=1, max_length=16_384)
     system: Texts = ""
-    tools: list[Tool] | None = Field(None, max_length=512)
+    tools: Each[Tool] | None = Field(None, max_length=512)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     cache_control: CacheControl | None = None
@@ -187,7 +187,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int = Field(ge=1, lt=2**31)
     stream: bool | None = None
-    stop_sequences: list[Stop] | None = Field(None, max_length=MOST_STOPS)
+    stop_sequences: Each[Stop] | None = Field(None, max_length=MOST_STOPS)
     temperature: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
     """0, which is the default here, takes the likeliest token."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)

@@ -12,7 +12,9 @@ import hmac
 import logging
 import re
 import signal
+import socket
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -39,10 +41,11 @@ from penstock.server.errors import (
     ServerError,
     TooLarge,
     Unauthorized,
+    Unavailable,
     problem_of,
     response_for,
 )
-from penstock.server.service import Service
+from penstock.server.service import ARRIVED, Service
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,10 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 OPEN_FOLDER = "/page/"
 """The page's own files, answered without a key."""
 GOODBYE_SECONDS = 1.0
-"""How long a server whose engine has died still tells so before it stops."""
+"""How long a server whose engine has died, or does not look up, still tells so."""
+TAIL_SECONDS = 4.0
+"""How long readers have for the ends of their answers when the engine has drained."""
+TAIL_LOOK_SECONDS = 0.05
 FLUSH_SECONDS = 3
 """How long connections have for their last bytes when the server stops."""
 
@@ -283,6 +289,7 @@ class Body:
             return await response(scope, receive, send)
         if body is None:
             return None
+        ARRIVED.set(time.monotonic())
         given = False
 
         async def replay() -> Message:
@@ -333,8 +340,9 @@ def _too_large(limit: int) -> TooLarge:
     return TooLarge(f"the body is larger than {limit:,} bytes", code="body_too_large")
 
 
-_TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-_BRACKETS = re.compile(rb"[\[{\]}]")
+_TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""Texts in JSON; possessive, so that no place of a long one is remembered to come back to."""
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
 def too_deep(body: bytes, most: int) -> bool:
@@ -346,7 +354,7 @@ def too_deep(body: bytes, most: int) -> bool:
     if body.count(b"[") + body.count(b"{") <= most:
         return False
     depth = 0
-    for bracket in _BRACKETS.findall(_TEXTS.sub(b"", body)):
+    for bracket in _TEXTS.sub(b"", body).translate(None, _NO_BRACKETS):
         depth += 1 if bracket in b"[{" else -1
         if depth > most:
             return True
@@ -400,10 +408,33 @@ class Server(uvicorn.Server):
         threading.Thread(target=self._drain, name="penstock-drain", daemon=True).start()
 
     def _drain(self) -> None:
+        service = self.service
         try:
-            self.service.engine.drain(self.service.settings.drain_timeout_seconds)
+            if not self._drained():
+                service.cancel_all()
+            if not self._all_told(TAIL_SECONDS):  # a long step, or readers that do not read
+                service.fail_all(Unavailable("the server is shutting down", code="shutting_down"))
+                self._all_told(GOODBYE_SECONDS)
         finally:
-            self.should_exit = True
+            self.should_exit = True  # which cuts off the streams that are open
+
+    def _drained(self) -> bool:
+        try:
+            return self.service.engine.drain(self.service.settings.drain_timeout_seconds)
+        except TimeoutError:  # a step that takes too long
+            return False
+
+    def _all_told(self, seconds: float) -> bool:
+        """Wait until every reader has got the end of its answer; tell whether so in time."""
+        until = time.monotonic() + seconds
+        while self.service.open_requests and time.monotonic() < until:
+            time.sleep(TAIL_LOOK_SECONDS)
+        return self.service.open_requests == 0
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop; an engine that died on the way is told of as any other."""
+        await super().shutdown(sockets)
+        self.dead = self.dead or not self.service.alive
 
     def _engine_died(self) -> None:
         self.dead = True

@@ -15,6 +15,7 @@ from penstock.engine.stats import Stats
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.server.errors import BadRequest
+from penstock.server.forms import Each
 from penstock.server.openai import ERRORS
 from penstock.server.service import Service
 
@@ -94,9 +95,9 @@ class Question(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | None = None
+    messages: Each[dict[str, Any]] | None = Field(None, min_length=1, max_length=16_384)
+    tools: Each[dict[str, Any]] | None = Field(None, max_length=512)
+    prompt: str | Annotated[Each[TokenId], Field(min_length=1)] | None = None
     cache_salt: str | None = Field(None, max_length=1_000)
 
     @model_validator(mode="after")

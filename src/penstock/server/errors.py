@@ -32,6 +32,7 @@ RETRY_SECONDS = 2
 """What a client is told to wait when there is no room at the moment."""
 ANTHROPIC_PATHS = "/v1/messages"
 """Under it, errors have Anthropic's form; everywhere else OpenAI's."""
+STOPPED = "the engine has stopped, or takes no more requests in; try again later"
 SHOWN_CHARACTERS = 80
 """Of a wrong value, at most, in a message."""
 
@@ -138,8 +139,8 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(429, str(error), "queue_full", headers=_retry(429))
     if isinstance(error, LedgerFull):
         return Problem(503, str(error), "out_of_memory", headers=_retry(503))
-    if isinstance(error, EngineStopped):
-        return Problem(503, str(error), "engine_stopped", headers=_retry(503))
+    if isinstance(error, EngineStopped):  # what it died of may quote a prompt
+        return Problem(503, STOPPED, "engine_stopped", headers=_retry(503))
     if isinstance(error, PenstockError):
         return _own(error)
     if isinstance(error, RequestValidationError | ValidationError):

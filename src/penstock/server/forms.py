@@ -6,9 +6,9 @@ Fields that are not known are passed over, as OpenAI does; those that are known 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from penstock.config import TEMP
 from penstock.engine.constraint import json_schema_grammar
@@ -22,9 +22,25 @@ LEAST_TOP_P = 1e-6
 """OpenAI allows 0, and means the likeliest token."""
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
+MOST_NAMES = 4_096
 
+T = TypeVar("T")
+Each: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong element is the only one that is told: a body may hold millions, and
+pydantic would keep an error of each."""
 Name = Annotated[str, Field(max_length=256)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _few(given: Any) -> Any:
+    """Refuse an object with too many names before each of them is looked at."""
+    if isinstance(given, dict) and len(given) > MOST_NAMES:
+        raise ValueError(f"at most {MOST_NAMES} names")
+    return given
+
+
+Biases = Annotated[dict[str, float], Field(max_length=MOST_NAMES), BeforeValidator(_few)]
+Metadata = Annotated[dict[str, str], Field(max_length=MOST_NAMES), BeforeValidator(_few)]
 
 
 class Form(BaseModel):
@@ -85,7 +101,7 @@ class Sampled(Form):
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
-    logit_bias: dict[str, float] | None = Field(None, max_length=4_096)
+    logit_bias: Biases | None = None
     """Token ids and what is added to their logits, -100 to 100."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
@@ -148,10 +164,10 @@ class ChatMessage(Form):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[dict[str, Any] | str] | None = None
+    content: str | Each[dict[str, Any] | str] | None = None
     """A text, or parts of which each is a text."""
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Each[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -159,18 +175,18 @@ class ChatMessage(Form):
 class ChatRequest(Sampled):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=16_384)
+    messages: Each[ChatMessage] = Field(min_length=1, max_length=16_384)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    stop: str | list[str] | None = None
+    stop: str | Each[str] | None = None
     n: int | None = Field(None, ge=1, le=128)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(None, max_length=512)
+    tools: Each[Tool] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    modalities: Each[Name] | None = Field(None, max_length=8)
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed on to the model's chat template."""
 
@@ -178,10 +194,10 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | list[str] | list[Id] | list[list[Id]]
+    prompt: str | Each[str] | Each[Id] | Each[Each[Id]]
     """A text or its tokens, or several of them."""
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    stop: str | list[str] | None = None
+    stop: str | Each[str] | None = None
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
     logprobs: int | None = Field(None, ge=0, le=20)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -34,6 +35,8 @@ from penstock.server.cache import CacheStats, Tree, tree_of
 from penstock.server.errors import NotFound, Unavailable
 from penstock.server.service import Service
 from penstock.server.sse import Stream, data
+
+logger = logging.getLogger(__name__)
 
 WATCHED_SECONDS = 0.5
 """Between two snapshots while somebody looks on."""
@@ -144,6 +147,10 @@ class Pulse:
                     await self._look()
                 except EngineStopped:
                     return
+                # A boundary: one look that fails must not be the last one.
+                except Exception as error:
+                    logger.error("a look at the engine has failed: %s", type(error).__name__)
+                    logger.debug("its error", exc_info=error)
                 pause = WATCHED_SECONDS if self.watchers else UNWATCHED_SECONDS
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wanted.wait(), pause)

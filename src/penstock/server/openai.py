@@ -127,6 +127,13 @@ class Models(BaseModel):
     data: list[Model]
 
 
+class ChatBody(ChatRequest):
+    """The body of `POST /v1/chat/completions`."""
+
+    parallel_tool_calls: bool | None = None
+    """False leaves the first call of an answer only."""
+
+
 class Json(JSONResponse):
     """JSON in which any text and any number has a form."""
 
@@ -162,7 +169,7 @@ def router(service: Service) -> APIRouter:
     logprobs = Logprobs(service.tokenizer)
 
     @made.post(CHAT, response_model=ChatCompletion, responses=STREAMED)
-    async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
+    async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
         return await _Chat(service, logprobs, body).respond(http)
 
@@ -221,7 +228,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class _Chat:
     """One request for chat."""
 
-    def __init__(self, service: Service, logprobs: Logprobs, body: ChatRequest) -> None:
+    def __init__(self, service: Service, logprobs: Logprobs, body: ChatBody) -> None:
         self.service = service
         self.logprobs = logprobs
         self.body = body
@@ -261,8 +268,10 @@ class _Chat:
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
         reasoning = grammar is None and service.prompts.starts_in_reasoning(prompt)
+        parallel = body.parallel_tool_calls is not False
         self.readers = [
-            Reader(service.tokenizer, tools, reasoning=reasoning) for _ in range(request.n)
+            Reader(service.tokenizer, tools, reasoning=reasoning, parallel=parallel)
+            for _ in range(request.n)
         ]
         return await service.open(request, CHAT)
 

@@ -111,6 +111,27 @@ class Prompts:
         start = int(self.tokenizer.rfind_think_start(prompt))
         return start > int(self.tokenizer.rfind_think_end(prompt))
 
+    def reasoning_tokens(self, answer: Sequence[int], *, inside: bool = False) -> int:
+        """Count the tokens of an answer's reasoning, without the marks around it.
+
+        Args:
+            answer: its tokens.
+            inside: whether the prompt ends inside the reasoning (`starts_in_reasoning`).
+        """
+        if not getattr(self.tokenizer, "has_thinking", False):
+            return 0
+        start, end = self.tokenizer.think_start_tokens, self.tokenizer.think_end_tokens
+        count = at = 0
+        while at < len(answer):
+            find = self.tokenizer.find_think_end if inside else self.tokenizer.find_think_start
+            mark = int(find(answer, at))
+            until = len(answer) if mark < 0 else mark
+            if inside:
+                count += until - at
+            at = until + len(end if inside else start)
+            inside = not inside
+        return count
+
     def _some(self, tokens: Any, param: str) -> tuple[int, ...]:
         if len(tokens) == 0:
             raise BadRequest(f"{param} has no tokens", param=param, code="invalid_value")
@@ -183,6 +204,8 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
     """Return a message as templates expect it: content a text, arguments of calls an object."""
     made = {name: value for name, value in message.items() if value is not None}
     made["content"] = flatten(message.get("content"), f"{where}.content")
+    if made.get("role") == "developer":  # OpenAI's newer word; templates leave it out or refuse it
+        made["role"] = "system"
     if calls := message.get("tool_calls"):
         made["tool_calls"] = [
             _call(call, f"{where}.tool_calls.{index}") for index, call in enumerate(calls)

@@ -19,11 +19,11 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.engine.request import Finish, Token, Usage
+from penstock.engine.request import Finish, Token
 from penstock.server.answers import Delta, Reader, ToolCall
 from penstock.server.calls import demanded, offered
 from penstock.server.errors import BadRequest
-from penstock.server.forms import Form, Name, Sampled, grammar_for
+from penstock.server.forms import Each, Form, Metadata, Name, Sampled, grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import ERRORS, STREAMED, Json
 from penstock.server.prompts import flatten
@@ -40,6 +40,8 @@ class TextFormat(Form):
 
     type: str
     name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
@@ -52,16 +54,18 @@ class TextSettings(Form):
 class ResponsesRequest(Sampled):
     """The body of `POST /v1/responses`."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Each[dict[str, Any]]
     """A text, or messages, calls and their outputs."""
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextSettings | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=512)
+    tools: Each[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """False leaves the first call of an answer only."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: list[Name] | None = None
-    metadata: dict[str, str] | None = None
+    include: Each[Name] | None = Field(None, max_length=64)
+    metadata: Metadata | None = None
     background: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
@@ -71,7 +75,6 @@ class InputDetails(BaseModel):
     """Of the prompt's tokens."""
 
     cached_tokens: int
-    cache_write_tokens: int
 
 
 class OutputDetails(BaseModel):
@@ -124,6 +127,8 @@ class _Responses:
         self.body = body
         self.id = f"resp_{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self.in_reasoning = False
+        self.parallel = body.parallel_tool_calls is not False
         self.wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
 
     async def respond(self, http: HttpRequest) -> Response:
@@ -135,10 +140,11 @@ class _Responses:
             (choice,) = await answering.result(http)
             reader.read(choice)
             output = _Output(self.id)
-            output.add(Delta(reader.text, reader.reasoning, tuple(reader.calls)))
-            output.logprobs = self._logprobs(choice.logprobs)
+            output.add(Delta(reasoning=reader.reasoning))
+            output.new_logprobs = self._logprobs(choice.logprobs)
+            output.add(Delta(reader.text, calls=tuple(reader.calls)))
             output.end(incomplete=reader.reason == "length")
-            return Json(self._object(output.items, reader, answering.usage()))
+            return Json(self._object(output.items, reader, self._usage(answering)))
 
     async def _open(self, http: HttpRequest) -> tuple[Answering, Reader]:
         body, service = self.body, self.service
@@ -163,13 +169,15 @@ class _Responses:
             grammar=grammar,
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
-        reasoning = grammar is None and service.prompts.starts_in_reasoning(prompt)
-        reader = Reader(service.tokenizer, tools, reasoning=reasoning)
+        self.in_reasoning = grammar is None and service.prompts.starts_in_reasoning(prompt)
+        reader = Reader(
+            service.tokenizer, tools, reasoning=self.in_reasoning, parallel=self.parallel
+        )
         return await service.open(request, PATH), reader
 
     def _read(self, tools: list[dict[str, Any]] | None) -> tuple[tuple[int, ...], str | None]:
         """Do what is slow, in a worker thread: the prompt's tokens, the answer's grammar."""
-        messages = list(_messages(self.body.input))
+        messages = _messages(self.body.input)
         if self.body.instructions:
             messages.insert(0, {"role": "system", "content": self.body.instructions})
         if not messages:
@@ -194,10 +202,28 @@ class _Responses:
     def _logprobs(self, tokens: list[Token]) -> list[dict[str, Any]]:
         return self.logprobs.chat(tokens) if self.wants_logprobs else []
 
+    def _usage(self, answering: Answering) -> dict[str, Any]:
+        usage = answering.usage()
+        (choice,) = answering.handles[0].choices
+        thought = self.service.prompts.reasoning_tokens(choice.tokens, inside=self.in_reasoning)
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
     def _object(
-        self, items: list[dict[str, Any]], reader: Reader | None = None, usage: Usage | None = None
+        self,
+        items: list[dict[str, Any]],
+        reader: Reader | None = None,
+        usage: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         body = self.body
+        form = {"type": "text"}
+        if body.text is not None and body.text.format is not None:
+            form = body.text.format.model_dump(by_alias=True, exclude_unset=True)
         status = "in_progress"
         if reader is not None:
             status = "incomplete" if reader.reason == "length" else "completed"
@@ -215,14 +241,14 @@ class _Responses:
             "metadata": body.metadata or {},
             "model": self.service.model_name,
             "output": items,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.parallel,
             "previous_response_id": None,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": form},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "usage": None if usage is None else _usage(usage),
+            "usage": usage,
         }
 
     async def _events(self, answering: Answering, reader: Reader) -> AsyncIterator[bytes]:
@@ -247,7 +273,7 @@ class _Responses:
         incomplete = reader.reason == "length"
         for kind, content in output.end(incomplete=incomplete):
             yield event(kind, content)
-        whole = self._object(output.items, reader, answering.usage())
+        whole = self._object(output.items, reader, self._usage(answering))
         kind = "response.incomplete" if incomplete else "response.completed"
         yield event(kind, {"response": whole})
 
@@ -264,7 +290,7 @@ class _Output:
     """Reasoning, message and calls, those that have begun."""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     new_logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Of tokens whose text has not been told yet."""
+    """Of tokens whose text has not been told yet; those of reasoning and calls are not told."""
     _text: list[str] = field(default_factory=list)
     _open: str | None = None
     """The type of the last item, while it goes on."""
@@ -288,6 +314,8 @@ class _Output:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _say(self, kind: str, text: str) -> Iterator[Event]:
+        if kind != "message":
+            self.new_logprobs = []
         if self._open != kind:
             yield from self._finish("completed")
             yield from self._begin(kind)
@@ -313,6 +341,7 @@ class _Output:
         self.items.append(item)
         self._open = kind
         self._text = []
+        self.logprobs = []
         yield "response.output_item.added", self._item()
         yield (
             "response.content_part.added",
@@ -328,10 +357,10 @@ class _Output:
         if kind is None:
             return
         text = "".join(self._text)
-        self.logprobs += self.new_logprobs
-        self.new_logprobs = []
         done = {**self._place(), "content_index": 0, "text": text}
         if kind == "message":
+            self.logprobs += self.new_logprobs
+            self.new_logprobs = []
             done["logprobs"] = self.logprobs
         yield f"response.{_PARTS[kind]}.done", done
         part = self._part(kind, text)
@@ -340,6 +369,7 @@ class _Output:
         yield "response.output_item.done", self._item()
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
+        self.new_logprobs = []
         yield from self._finish("completed")
         self.items.append(
             {
@@ -372,19 +402,6 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _IDS = {"message": "msg", "reasoning": "rs"}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
-        },
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
-
-
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     """Return a tool in the form that chat templates know."""
     name, place = tool.get("name"), f"tools.{index}"
@@ -396,31 +413,40 @@ def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _messages(given: str | list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield an input's items as messages of a chat."""
+def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return an input's items as messages of a chat; text and calls of one answer are one."""
     if isinstance(given, str):
-        yield {"role": "user", "content": given}
-        return
+        return [{"role": "user", "content": given}]
+    made: list[dict[str, Any]] = []
     for index, item in enumerate(given):
         place = f"input.{index}"
         kind = item.get("type", "message")
+        answer = made[-1] if made and made[-1]["role"] == "assistant" else None
         if kind == "message":
             role = item.get("role")
             if not isinstance(role, str):
                 raise BadRequest(f"{place}.role is missing", param=f"{place}.role")
             content = flatten(item.get("content"), f"{place}.content")
-            yield {"role": "system" if role == "developer" else role, "content": content}
+            if role == "assistant" and answer is not None and "tool_calls" in answer:
+                answer["content"] += content
+            else:
+                made.append({"role": role, "content": content})
         elif kind == "function_call":
-            yield {"role": "assistant", "content": "", "tool_calls": [_called(item, place)]}
+            if answer is None:
+                answer = {"role": "assistant", "content": ""}
+                made.append(answer)
+            answer.setdefault("tool_calls", []).append(_called(item, place))
         elif kind == "function_call_output":
             output = flatten(item.get("output"), f"{place}.output")
-            yield {"role": "tool", "content": output, "tool_call_id": str(item.get("call_id"))}
+            call_id = str(item.get("call_id"))
+            made.append({"role": "tool", "content": output, "tool_call_id": call_id})
         elif kind != "reasoning":  # what the model thought before, templates leave out
             raise BadRequest(
                 f"{place}: items of type {str(kind)[:40]!r} cannot be read",
                 param=f"{place}.type",
                 code="unsupported_content",
             )
+    return made
 
 
 def _called(item: dict[str, Any], place: str) -> dict[str, Any]:

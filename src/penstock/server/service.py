@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -33,13 +34,24 @@ from penstock.engine.request import Event, Finish, Request, Token, Usage
 from penstock.errors import EngineStopped
 from penstock.prefix.explanation import Explanation
 from penstock.server.answers import total_usage
-from penstock.server.errors import ClientGone, TimedOut, TooSlow, Unavailable
+from penstock.server.errors import (
+    BadRequest,
+    ClientGone,
+    ServerError,
+    TimedOut,
+    TooSlow,
+    Unavailable,
+)
 from penstock.server.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.25
 """How often it is looked whether the engine's thread lives."""
+LEAST_SECONDS = 0.001
+"""What the engine is given for a request whose time is over: it ends it at once."""
+ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
+"""When the request that is served here was there in full, in seconds of `time.monotonic`."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -116,7 +128,10 @@ class Service:
         """Whether no more requests are taken in; endless streams end when they see it."""
         self.died: list[Callable[[], None]] = []
         """Called once, in the event loop, when the engine's thread has ended by itself."""
+        self.max_queue = engine.later(lambda core: core.limits.max_queue).result()
+        """Answers that may wait in the engine, and prompts that may wait to be read."""
         self._open: set[Answering] = set()
+        self._pending = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-prompts")
 
     @property
@@ -130,6 +145,7 @@ class Service:
         Use it as `async with await service.open(...) as answering`, or call `close`.
 
         Raises:
+            BadRequest: more answers than may ever wait.
             NeverFits: the prompt and its answers would not fit, whatever else gave way.
             QueueFull: too many are waiting.
             SettingError: a token that the model does not have.
@@ -144,6 +160,15 @@ class Service:
         """
         if self.draining:
             raise Unavailable("the server is shutting down", code="shutting_down")
+        answers = sum(request.n for request in requests)
+        if answers > self.max_queue:
+            raise BadRequest(
+                f"{len(requests)} prompts with n answers each are {answers} answers; at most "
+                f"{self.max_queue} may wait (--max-queue): ask for fewer at a time",
+                code="too_many_answers",
+                param="n",
+            )
+        requests = [_in_time(request) for request in requests]
         recent = Recent(f"req_{uuid.uuid4().hex[:16]}", label, time.time())
         recent.prompt_tokens = sum(len(request.prompt) for request in requests)
         answering = Answering(self, [await self._handle(r) for r in requests], recent)
@@ -173,9 +198,22 @@ class Service:
         """Have a worker thread do what takes long: `await service.work(prompts.render, messages)`.
 
         There is one such thread: tokenizers and templates are Python's or lock each other out.
+
+        Raises:
+            ServerError: 429, as many as may wait for it do already.
         """
+        if self._pending > self.max_queue:  # one of them is at work
+            raise ServerError(
+                f"{self.max_queue} requests wait for their prompts to be read; try again later",
+                status=429,
+                code="queue_full",
+            )
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._worker, partial(call, *args, **kwargs))
+        self._pending += 1
+        try:
+            return await loop.run_in_executor(self._worker, partial(call, *args, **kwargs))
+        finally:
+            self._pending -= 1
 
     async def watch(self) -> None:
         """Be the task that looks whether the engine lives; ends when it does not."""
@@ -183,10 +221,20 @@ class Service:
             await asyncio.sleep(WATCH_SECONDS)
         for answering in list(self._open):
             answering.fail(EngineStopped("the engine has stopped before this request ended"))
-        if not self.draining:
-            logger.error("the engine's thread has ended; nothing can be answered any more")
-            for call in self.died:
-                call()
+        logger.error("the engine's thread has ended; nothing can be answered any more")
+        for call in self.died:
+            call()
+
+    def cancel_all(self) -> None:
+        """Cancel what the engine still works on; who waits for it is told. From any thread."""
+        for answering in list(self._open):
+            for handle in answering.handles:
+                handle.cancel()
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every open request with an error, after the events that are there. Any thread."""
+        for answering in list(self._open):
+            answering.fail_soon(error)
 
     @property
     def open_requests(self) -> int:
@@ -201,6 +249,15 @@ class Service:
         self._open.discard(answering)
         for listener in self.listeners:
             listener.ended(answering.recent)
+
+
+def _in_time(request: Request) -> Request:
+    """Take off a request's time what has passed since it arrived."""
+    arrived = ARRIVED.get()
+    if arrived is None or request.timeout_seconds is None:
+        return request
+    left = request.timeout_seconds - (time.monotonic() - arrived)
+    return request.model_copy(update={"timeout_seconds": max(left, LEAST_SECONDS)})
 
 
 def _take_in(handles: Sequence[Handle], core: Core) -> Explanation | None:
@@ -339,6 +396,11 @@ class Answering:
         """End it with an error, after the events that are there."""
         self._error = self._error or error
         self._wake.set()
+
+    def fail_soon(self, error: BaseException) -> None:
+        """As `fail`, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self.fail, error)
 
     def close(self) -> None:
         """Cancel what has not ended. Again does nothing."""
