@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter
@@ -23,7 +22,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from penstock.engine.request import Finish, Request, Sampling, Token
-from penstock.errors import PenstockError
 from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.anthropic_forms import (
     CountRequest,
@@ -354,14 +352,7 @@ class _Telling:
     async def _usage(self) -> dict[str, Any]:
         """Return what was read, what was computed and is held now, and the rest."""
         used = self.answering.usage()
-        (handle,) = self.answering.handles
-        request, held = handle.request, 0
-        with suppress(PenstockError):  # the engine has stopped meanwhile: nothing is held
-            ask = partial(_held_tokens, request)
-            held = await self.service.ask(ask)
-        created = max(0, held - used.cached_tokens)
-        if used.cached_tokens == used.prompt_tokens - 1:
-            created = 0  # the last token was computed for its logits alone; its KV was there
+        created = await self.service.created_tokens(self.answering)
         usage = UsageOut(
             input_tokens=used.prompt_tokens - used.cached_tokens - created,
             cache_creation_input_tokens=created,
@@ -369,10 +360,6 @@ class _Telling:
             output_tokens=used.completion_tokens,
         )
         return usage.model_dump()
-
-
-def _held_tokens(request: Request, core: Any) -> int:
-    return int(core.explain(request.prompt, request.salt).held_tokens)
 
 
 def _ended(reader: Reader) -> dict[str, Any]:

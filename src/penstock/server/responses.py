@@ -75,6 +75,9 @@ class InputDetails(BaseModel):
     """Of the prompt's tokens."""
 
     cached_tokens: int
+    """Read from what was held."""
+    cache_write_tokens: int
+    """Computed, and now held for whoever comes next."""
 
 
 class OutputDetails(BaseModel):
@@ -144,7 +147,7 @@ class _Responses:
             output.new_logprobs = self._logprobs(choice.logprobs)
             output.add(Delta(reader.text, calls=tuple(reader.calls)))
             output.end(incomplete=reader.reason == "length")
-            return Json(self._object(output.items, reader, self._usage(answering)))
+            return Json(self._object(output.items, reader, await self._usage(answering)))
 
     async def _open(self, http: HttpRequest) -> tuple[Answering, Reader]:
         body, service = self.body, self.service
@@ -202,13 +205,16 @@ class _Responses:
     def _logprobs(self, tokens: list[Token]) -> list[dict[str, Any]]:
         return self.logprobs.chat(tokens) if self.wants_logprobs else []
 
-    def _usage(self, answering: Answering) -> dict[str, Any]:
+    async def _usage(self, answering: Answering) -> dict[str, Any]:
         usage = answering.usage()
         (choice,) = answering.handles[0].choices
         thought = self.service.prompts.reasoning_tokens(choice.tokens, inside=self.in_reasoning)
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cache_write_tokens": await self.service.created_tokens(answering),
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
@@ -273,7 +279,7 @@ class _Responses:
         incomplete = reader.reason == "length"
         for kind, content in output.end(incomplete=incomplete):
             yield event(kind, content)
-        whole = self._object(output.items, reader, self._usage(answering))
+        whole = self._object(output.items, reader, await self._usage(answering))
         kind = "response.incomplete" if incomplete else "response.completed"
         yield event(kind, {"response": whole})
 

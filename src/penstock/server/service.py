@@ -31,7 +31,7 @@ from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.handle import Choice, Handle
 from penstock.engine.request import Event, Finish, Request, Token, Usage
-from penstock.errors import EngineStopped
+from penstock.errors import EngineStopped, PenstockError
 from penstock.prefix.explanation import Explanation
 from penstock.server.answers import total_usage
 from penstock.server.errors import (
@@ -189,6 +189,17 @@ class Service:
         if request.grammar is None:
             return self.engine.open(request)
         return await self.work(self.engine.open, request)
+
+    async def created_tokens(self, answering: Answering) -> int:
+        """Return how many tokens of a request's prompt were computed for it and are held now."""
+        request, used = answering.handles[0].request, answering.usage()
+        try:
+            found = await self.ask(lambda core: core.explain(request.prompt, request.salt))
+        except PenstockError:  # the engine has stopped meanwhile: nothing is held
+            return 0
+        if used.cached_tokens == used.prompt_tokens - 1:
+            return 0  # the last token was computed for its logits alone; its KV was there
+        return max(0, found.held_tokens - used.cached_tokens)
 
     async def ask(self, call: Callable[[Core], T]) -> T:
         """Have the engine's thread call `call(core)` between two steps."""
