@@ -1,3 +1,23 @@
 """Loaded before any test module: the BLAS must be there before one of them imports mlx."""
 
+import gc
+import signal
+from collections.abc import Iterator
+
 import penstock  # noqa: F401 - the import is what loads it
+
+import mlx.core as mx  # isort: skip
+import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background of a shell: what tests start would not hear Ctrl-C either.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_by_others() -> Iterator[None]:
+    """Let each file count MLX's bytes from a clean start: a freed buffer that MLX keeps is handed
+    out again though it is larger than what is asked for."""
+    gc.collect()
+    mx.clear_cache()
+    yield
