@@ -40,3 +40,32 @@ def test_memory_that_was_freed_is_not_mapped_anew() -> None:
     if by_default < 10_000:
         pytest.skip(f"this C library keeps it by itself: {by_default} faults")
     assert page_faults("kept") < by_default / 100
+
+
+# Half of what is freed lies below memory that is still held, as nodes that were given up do.
+GIVING_BACK = """
+import psutil
+import penstock
+import mlx.core as mx
+from penstock.heap import give_back_freed_memory, keep_freed_memory
+def resident():
+    return psutil.Process().memory_info().rss >> 20
+assert keep_freed_memory(300 << 20)
+mx.set_cache_limit(0)
+held = [mx.ones((1 << 20,)) for _ in range(50)]
+mx.eval(held)
+full = resident()
+del held[::2], held[-1]
+kept = resident()
+assert give_back_freed_memory()
+print(full - kept, kept - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_what_was_kept_can_be_given_back() -> None:
+    command = [sys.executable, "-c", GIVING_BACK]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    gone_at_once, given_back = map(int, found.split())
+    assert gone_at_once < 5, "mebibytes that were freed have gone back by themselves"
+    assert 95 < given_back < 110, "26 arrays of 4 MiB were freed"

@@ -4,39 +4,56 @@ MLX's CPU back end takes every array from malloc and gives it back. By default g
 memory to the system whenever the top of its heap is free, and takes arrays of some sizes from
 the system one by one; each page is then zeroed again at its first use. A softmax in a dozen
 passes over 1 MiB spends more time there than in computing: 1.1 to 2.9 ms where 0.44 are needed
-(MLX 0.32.4, glibc 2.36, one core).
+(MLX 0.32.4, glibc 2.36, one core). On a virtual machine a page costs 2.5 to 14 us: to join nodes
+of 2,048 tokens, 34 MB of keys and values, took 53 ms in new memory and 5 ms in memory that had
+been used before.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+from typing import Any
 
-KEPT_BYTES = 64 * 2**20
-"""Free memory at the top of the heap that is not given back to the system."""
+LEAST_KEPT_BYTES = 64 * 2**20
+MOST_KEPT_BYTES = 2**31 - 1
+"""mallopt takes a C int."""
 
 # mallopt's parameters, from glibc's malloc.h; 32 MiB is the largest threshold that it takes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _MMAP_BYTES = 32 * 2**20
 
 
-@cache
-def keep_freed_memory() -> bool:
+def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
     """Let the heap keep what is freed, for the whole process; tell whether it will.
 
     Arrays over 32 MiB still go back to the system at once. One arena for all threads: in those
     that glibc gives to other threads than the first, none of this holds.
+
+    Args:
+        most_bytes: free memory at the top of the heap that is not given back to the system;
+            64 MiB or more, and less than 2 GiB. What was asked for last holds.
     """
-    if sys.platform != "linux":
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library
+    kept_bytes = max(LEAST_KEPT_BYTES, min(most_bytes, MOST_KEPT_BYTES))
+    mallopt = _function("mallopt")
+    if mallopt is None:
         return False
     accepted = [
-        mallopt(_TRIM_THRESHOLD, KEPT_BYTES),
+        mallopt(_TRIM_THRESHOLD, kept_bytes),
         mallopt(_MMAP_THRESHOLD, _MMAP_BYTES),
         mallopt(_ARENA_MAX, 1),
     ]
     return accepted == [1, 1, 1]
+
+
+def give_back_freed_memory() -> bool:
+    """Give the system all whole pages that are free in the heap; tell whether there were any."""
+    malloc_trim = _function("malloc_trim")
+    return malloc_trim is not None and malloc_trim(0) == 1
+
+
+def _function(name: str) -> Any:
+    """Return a function of glibc; None under another system or another C library."""
+    if sys.platform != "linux":
+        return None
+    return getattr(ctypes.CDLL(None), name, None)

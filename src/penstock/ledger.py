@@ -171,20 +171,21 @@ class Ledger:
 
     def _check_room(self, reservation: Reservation, nbytes: int, added: int) -> None:
         what = reservation.kind.value
-        limit = format_bytes(self.limit_bytes)
         own = reservation.nbytes if reservation.kind is Kind.WEIGHTS else 0
         weights = self._by_kind[Kind.WEIGHTS] - own
         room = max(0, self.limit_bytes - weights)
         if nbytes > room:
             beside = f" beside weights of {format_bytes(weights)}" if weights else ""
             message = (
-                f"{what} of {format_bytes(nbytes)} can never fit in the limit of {limit}{beside}"
+                f"{what} of {format_bytes(nbytes)} can never fit in the limit of "
+                f"{format_bytes(self.limit_bytes)}{beside}"
             )
             raise NeverFits(message, nbytes, room, self.limit_bytes)
         if added > self.free_bytes:
             message = (
                 f"{what} need {format_bytes(added)}; "
-                f"{format_bytes(self.free_bytes)} of the limit of {limit} are free"
+                f"{format_bytes(self.free_bytes)} of the limit of "
+                f"{format_bytes(self.limit_bytes)} are free"
             )
             raise LedgerFull(message, added, self.free_bytes, self.limit_bytes)
 

@@ -339,13 +339,13 @@ class NoRoom:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
         self.join = Segment.join
-        monkeypatch.setattr(Segment, "join", lambda mine, other: self(mine, other))
+        monkeypatch.setattr(Segment, "join", lambda mine, *others: self(mine, *others))
 
-    def __call__(self, mine: Segment, other: Segment) -> Segment:
+    def __call__(self, mine: Segment, *others: Segment) -> Segment:
         if self.times and mine.tokens % BLOCK == 0:
             self.times -= 1
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
-        return self.join(mine, other)
+        return self.join(mine, *others)
 
 
 @pytest.mark.parametrize("after", [0, 5, 30])

@@ -337,7 +337,7 @@ class BreaksApart(Blank):
     def split(self, at_tokens: int) -> tuple[BreaksApart, BreaksApart]:
         raise MemoryError
 
-    def join(self, other: Blank) -> BreaksApart:
+    def join(self, *others: Blank) -> BreaksApart:
         raise MemoryError
 
 

@@ -327,9 +327,17 @@ HOLDS = {
         {"system": [marked("S")], "messages": [user(marked("A")), user("B")]},
         "<|system|>S<|end|><|user|>A",
     ),
-    "the one that lasts longest": (
+    "the last of several, as the longest": (
         {"system": [marked("S", "1h")], "messages": [user(marked("A"), "B")]},
-        "<|system|>S<|end|><|user|>",
+        "<|system|>S<|end|><|user|>A",
+    ),
+    "all, as the longest": (
+        {
+            "system": [marked("S", "1h")],
+            "messages": [user("A")],
+            "cache_control": {"type": "ephemeral", "ttl": "5m"},
+        },
+        "<|system|>S<|end|><|user|>A<|end|><|assistant|>",
     ),
     "a mark on all": (
         {"messages": [user("A")], "cache_control": {"type": "ephemeral"}},
@@ -353,6 +361,10 @@ def test_a_mark_on_tools_holds_them(prompts: Prompts) -> None:
     text, found, _ = spelled(request_of(tools=[tool], messages=[user("Hi")]), prompts)
     assert found == text[: text.index("Hi")]
     assert found.startswith("<|tools|>")
+    system = [marked("Be brief."), plain("Today is Monday.")]
+    both = request_of(tools=[tool], system=system, messages=[user("Hi")])
+    text, found, _ = spelled(both, prompts)
+    assert found == text[: text.index("Hi")], "tools may stand behind the system"
 
 
 # ---- what templates are given

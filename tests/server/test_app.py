@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -48,7 +49,13 @@ def test_a_key_is_needed() -> None:
         for path in ("/health", "/ready"):
             assert httpx.get(running.url + path).status_code == 200
         closed = ("/metrics", "/v1/models", "/v1/cache/stats", "/v1/cache/tree", "/openapi.json")
-        for path in (*closed, "/v1/live", "/page/../v1/models", "/docs"):
+        for path in (
+            *closed,
+            "/v1/live",
+            "/page/../v1/models",
+            "/docs",
+            "/docs/files/swagger-ui.css",
+        ):
             assert httpx.get(running.url + path).status_code == 401, path
         assert httpx.delete(f"{running.url}/v1/cache").status_code == 401
         refused = httpx.post(f"{running.url}/v1/messages", json={})
@@ -202,7 +209,52 @@ def test_the_document_of_the_interface(recall_server: Running) -> None:
     chat = document["paths"][CHAT]["post"]
     assert {"400", "401", "413", "429", "503"} <= set(chat["responses"])
     assert "text/event-stream" in chat["responses"]["200"]["content"]
-    assert httpx.get(f"{recall_server.url}/docs").status_code == 200
+
+
+def test_a_wrong_path_or_method_is_told_where_to_look(
+    recall_server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = httpx.get(f"{recall_server.url}/v1/moderations")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+    assert "/openapi.json" in missing.json()["error"]["message"]
+    wrong = httpx.get(f"{recall_server.url}{CHAT}")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    refused = httpx.post(f"{recall_server.url}/v1/embeddings", json={"input": "a"})
+    assert refused.status_code == 501
+    assert caplog.text == "", "what is refused is no fault of the server"
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"max_tokens": "many"}, "invalid_type"),
+        ({"max_tokens": 0}, "invalid_value"),
+        ({"messages": []}, "invalid_value"),
+        ({"messages": "Hello!"}, "invalid_type"),
+        ({"messages": None}, "invalid_type"),
+    ],
+)
+def test_a_wrong_type_is_told_from_a_wrong_value(
+    recall_server: Running, changed: dict[str, Any], code: str
+) -> None:
+    body = {**LONG, **changed}
+    error = httpx.post(f"{recall_server.url}{CHAT}", json=body).json()["error"]
+    assert (error["code"], error["param"]) == (code, next(iter(changed)))
+
+
+def test_the_interfaces_page_needs_no_other_host(recall_server: Running) -> None:
+    page = httpx.get(f"{recall_server.url}/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "http:" not in page.text and "https:" not in page.text and '"//' not in page.text
+    assert '"validatorUrl": null' in page.text
+    assert "http" not in page.headers["content-security-policy"]
+    named = re.findall(r"""(?:href|src)="([^"]+)"|url: '([^']+)'""", page.text)
+    assert len(named) == 4
+    for name in map("".join, named):
+        answer = httpx.get(f"{recall_server.url}/{name}")
+        assert (answer.status_code, bool(answer.content)) == (200, True), name
+    assert httpx.get(f"{recall_server.url}/docs/files/../../app.py").status_code == 404
+    assert httpx.get(f"{recall_server.url}/redoc").status_code == 404
 
 
 # ---- readers that are too slow

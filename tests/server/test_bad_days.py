@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import anthropic
@@ -472,19 +473,37 @@ def test_nobody_hangs_when_the_engines_thread_dies() -> None:
         assert running.server.dead
 
 
-# ---- told to stop: a real process
+# ---- real processes: told to stop, or dead
+
+MORTAL = """
+import ctypes, signal, sys, threading
+from penstock.cli import main
+
+class Fault(BaseException):
+    pass
+
+def strike(*_):
+    for thread in threading.enumerate():
+        if thread.name == "penstock-engine":
+            ident, fault = ctypes.c_ulong(thread.ident), ctypes.py_object(Fault)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, fault)
+
+signal.signal(signal.SIGUSR1, strike)
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command line, whose engine's thread meets with something that nobody catches at SIGUSR1."""
 
 
 @contextmanager
-def process(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(
+    *flags: str, run: tuple[str, ...] = ("-m", "penstock")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `penstock serve` on a free port; its URL is what its banner says."""
-    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
     with subprocess.Popen(
-        command,
+        [sys.executable, *run, "serve", "--port", "0", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **environment},
     ) as running:
         try:
             assert running.stdout is not None
@@ -504,9 +523,11 @@ def ends(recall_server: Running) -> dict[str, int]:
     return {str(token): -100 for token in recall_server.service.tokenizer.eos_token_ids}
 
 
-def follow(url: str, asked: dict[str, Any], begun: Callable[[], None]) -> list[str]:
+def follow(
+    url: str, asked: dict[str, Any], begun: Callable[[], None], path: str = "/v1/completions"
+) -> list[str]:
     """Read a stream to its end; tell when its first line has come."""
-    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=SOON) as answer:
+    with httpx.stream("POST", f"{url}{path}", json=asked, timeout=SOON) as answer:
         lines = []
         for line in answer.iter_lines():
             lines.append(line)
@@ -530,6 +551,73 @@ def test_told_to_stop_it_ends_what_is_open_and_nothing_new(ends: dict[str, int])
         assert running.wait(SOON) == 0
         assert running.stderr is not None
         assert running.stderr.read() == ""
+
+
+def strike(running: subprocess.Popen[str], url: str) -> None:
+    """Kill the engine's thread; again if the fault met a call, which hands it to who has asked."""
+    until = time.monotonic() + SOON
+    while (seen := httpx.get(f"{url}/health", timeout=SOON)).status_code == 200:
+        assert time.monotonic() < until, "the engine lives"
+        running.send_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+    assert (seen.status_code, seen.json()["status"]) == (503, "dead")
+
+
+def ended(running: subprocess.Popen[str]) -> str:
+    """Return what a process whose engine has died has told, once it is over."""
+    assert running.wait(SOON) == 1
+    assert running.stderr is not None
+    told = running.stderr.read()
+    assert "Fault" in told and "the engine has died" in told
+    return told
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGUSR1")
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_process_whose_engine_dies_tells_all_and_ends_with_1(
+    ends: dict[str, int], draining: bool
+) -> None:
+    asked = {"prompt": "Hello", "max_tokens": 20_000, "logit_bias": ends}
+    talk = {"messages": [{"role": "user", "content": "The vault opens at midnight."}]}
+    streamed = {**asked, **talk, "stream": True}
+    # Anthropic's form has no bias: JSON whose text has no end in sight does not end either.
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    shaped = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    streams = {
+        "/v1/completions": streamed,
+        "/v1/chat/completions": streamed,
+        "/v1/messages": {**talk, **shaped, "model": "a", "max_tokens": 20_000, "stream": True},
+    }
+    begun = {path: threading.Event() for path in streams}
+    mortal = process(run=("-c", MORTAL))
+    with mortal as (running, url), ThreadPoolExecutor(4) as pool:
+        assert httpx.get(f"{url}/health").status_code == 200
+        reading = [
+            pool.submit(follow, url, body, begun[path].set, path) for path, body in streams.items()
+        ]
+        whole = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=SOON)
+        for event in begun.values():
+            assert event.wait(SOON)
+        if draining:
+            running.terminate()
+            wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        with suppress(httpx.TransportError) if draining else nullcontext():
+            strike(running, url)  # a server that drains is gone when all are told
+        for one in reading:
+            lines = one.result(SOON)
+            assert "event: error" in lines
+            assert "Fault" not in "".join(lines)
+        refused = whole.result(SOON)
+        assert refused.status_code == 503
+        assert "Fault" not in refused.text
+        assert "midnight" not in ended(running)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGUSR1")
+def test_a_process_whose_idle_engine_dies_ends_with_1() -> None:
+    with process(run=("-c", MORTAL)) as (running, url):
+        strike(running, url)
+        ended(running)
 
 
 def test_a_conversation_is_right_after_all_of_it(recall_server: Running, told: Dialogue) -> None:

@@ -72,13 +72,14 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
     """Open the page as somebody who was never here; at the end nothing may have gone wrong."""
     context = browser.new_context(**{"viewport": WIDE, **options})
     page = context.new_page()
+    home = str(httpx.URL(url).copy_with(path="/"))
     faults: list[str] = []
     foreign: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
     page.on(
         "request",
-        lambda asked: None if asked.url.startswith((url, "data:")) else foreign.append(asked.url),
+        lambda asked: None if asked.url.startswith((home, "data:")) else foreign.append(asked.url),
     )
     page.faults = faults
     page.set_default_timeout(20_000)
@@ -244,6 +245,19 @@ def test_what_is_said_is_text_and_scripts_from_elsewhere_do_not_run(
         assert page.evaluate("window.broken") is None
         assert any("Content Security Policy" in fault for fault in page.faults)
         page.faults.clear()
+
+
+def test_the_interfaces_are_drawn(browser: Any, server: Running, shots: Path) -> None:
+    with opened(browser, f"{server.url}/docs") as page:
+        operations = page.locator(".opblock")
+        expect(operations.first).to_be_visible()
+        paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+        expect(operations).to_have_count(sum(map(len, paths.values())))
+        page.locator(".opblock", has_text="/health").get_by_role("button").first.click()
+        page.get_by_role("button", name="Try it out").click()
+        page.get_by_role("button", name="Execute").click()
+        expect(page.locator(".live-responses-table")).to_contain_text('"status": "ok"')
+        page.screenshot(path=shots / "interfaces.png")
 
 
 def test_light_or_dark_is_a_choice(browser: Any, server: Running) -> None:

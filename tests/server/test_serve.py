@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import re
@@ -17,10 +18,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from servers import serving
 from typer.main import get_command
 
 from penstock.cli import app, main
-from penstock.cli.serve import read_toml
+from penstock.cli.engines import sequence_bytes
+from penstock.cli.settings_file import read_toml
 from penstock.errors import SettingError
 
 SERVE = (sys.executable, "-m", "penstock", "serve")
@@ -108,6 +111,15 @@ def test_a_wrong_file_is_one_line(
     assert says in told and told.count("\n") == 1
 
 
+def test_one_value_in_a_file_is_enough_for_a_flag_that_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text('cors-origin = "https://a.example"')
+    found = parsed(monkeypatch, "--config", str(file))
+    assert list(found["cors_origin"]) == ["https://a.example"]
+
+
 def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
     file = tmp_path / "penstock.toml"
     file.write_text("max-queue = 3")
@@ -122,7 +134,12 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
         *((flags, "leave it out") for flags in PLANNED),
         (("--host", "0.0.0.0"), "api-key"),
         (("--memory-limit", "0"), "nothing fits"),
-        (("--memory-limit", "much"), "not a size"),
+        (("--memory-limit", "much"), "--memory-limit 'much' is not a size"),
+        (("--memory-limit", "1MB", "--port", "0"), "raise it to"),
+        (("--memory-limit", "20MB", "--port", "0"), "weights of 7.03 MB, tails of"),
+        (("--memory-threshold", "2"), "--memory-threshold"),
+        (("--cors-origin", "https://a.example/"), "https://host"),
+        (("--host", "nowhere.invalid", "--api-key", "a"), "cannot listen on nowhere.invalid"),
         (("--port", "70000"), "65535"),
         (("--request-timeout", "0"), "--request-timeout"),
         (("--max-kv-size", "100", "--keep-kv-size", "100"), "--keep-kv-size"),
@@ -142,7 +159,18 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "--port", str(taken.getsockname()[1])]) == 2
     told = capsys.readouterr().err
-    assert "cannot listen" in told and told.count("\n") == 1
+    assert "in use; choose another --port" in told and told.count("\n") == 1
+
+
+def test_the_limit_that_is_proposed_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", "--memory-limit", "20MB"]) == 2
+    found = re.search(r"raise it to (\d+)MB or more", capsys.readouterr().err)
+    assert found
+    with started("--memory-limit", f"{found[1]}MB") as (_, url):
+        body = {"prompt": [1] * 24, "max_tokens": 1_000}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+        body["max_tokens"] = 1_600  # nor is it far more than enough
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 400
 
 
 def test_a_server_serves_and_drains_on_sigterm() -> None:
@@ -181,6 +209,34 @@ def test_the_second_signal_ends_it_at_once() -> None:
             assert httpx.get(f"{url}/ready").status_code == 503
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 0
+
+
+def test_what_the_banner_says_fits_does() -> None:
+    """Its arithmetic is the engine's: what fits is answered, and a few tokens more are refused."""
+    with serving(engine={"memory_limit": "40MB"}) as running:
+        later = running.service.engine.later
+        free = later(lambda core: core.ledger.free_bytes).result()
+
+        def needed(tokens: int) -> int:
+            return later(lambda core: sum(sequence_bytes(core, tokens))).result()
+
+        most = bisect.bisect_right(range(100_000), free, key=needed) - 1
+        assert most > 1_000
+        for tokens, status in ((most, 200), (most + 4, 400)):
+            # The last token's KV is never needed.
+            body = {"prompt": [1] * (tokens - 2), "max_tokens": 3}
+            answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [("31MB", "none of 1,024; raise --memory-limit"), ("999TB", "more than this machine has")],
+)
+def test_the_banner_says_when_a_limit_is_strange(limit: str, says: str) -> None:
+    with started("--memory-limit", limit) as (process, _):
+        assert process.stdout is not None
+        assert says in process.stdout.readline() + process.stdout.readline()
 
 
 def test_the_banner_says_what_fits_and_how_to_ask() -> None:

@@ -106,13 +106,16 @@ class DropsPinsInSplit(PrefixTree):
 class MergesWherePinsEnd(PrefixTree):
     """Does not ask for pins before it merges."""
 
-    def can_merge(self, node: Node) -> bool:
-        pins = node.pins
-        node.pins = sum(child.pins for child in node.children.values())
+    def can_merge(self, node: Node, last: Node | None = None) -> bool:
+        run = self._run(node, last)
+        pins = [each.pins for each in run]
+        for each in run:
+            each.pins = run[-1].pins
         try:
-            return super().can_merge(node)
+            return super().can_merge(node, last)
         finally:
-            node.pins = pins
+            for each, before in zip(run, pins, strict=True):
+                each.pins = before
 
 
 class WithdrawsInNameOnly(PrefixTree):
@@ -142,10 +145,10 @@ class LosesPinnedBytes(PrefixTree):
 class MergesOneMore(PrefixTree):
     """Is off by a block at the limit."""
 
-    def can_merge(self, node: Node) -> bool:
+    def can_merge(self, node: Node, last: Node | None = None) -> bool:
         self.max_merge_tokens += self.block_size
         try:
-            return super().can_merge(node)
+            return super().can_merge(node, last)
         finally:
             self.max_merge_tokens -= self.block_size
 

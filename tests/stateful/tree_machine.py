@@ -140,10 +140,16 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def merge(self, data: st.DataObject) -> None:
         possible = [end for end in sorted(self.reference.runs) if self.reference.can_merge(end)]
-        if possible:
-            end = data.draw(st.sampled_from(possible))
-            self.tree.merge(self.node(end))
-            self.reference.merge(end)
+        if not possible:
+            return
+        last = data.draw(st.sampled_from(possible))
+        first = self.node(last)
+        for _ in range(data.draw(st.integers(1, 3))):
+            if self.reference.can_merge(last):
+                (below,) = self.reference.children(last)
+                self.reference.merge(last)
+                last = below
+        self.tree.merge(first, self.node(last))
 
     @rule(times=st.integers(1, 4))
     def evict(self, times: int) -> None:

@@ -34,8 +34,8 @@ class Text:
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         return type(self)(self.content[:at_tokens]), type(self)(self.content[at_tokens:])
 
-    def join(self, other: Self) -> Self:
-        return type(self)(self.content + other.content)
+    def join(self, *others: Self) -> Self:
+        return type(self)(sum((other.content for other in others), self.content))
 
 
 @dataclass

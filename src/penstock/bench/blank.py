@@ -21,6 +21,6 @@ class Blank:
         """Return two blanks of the parts' lengths."""
         return type(self)(at_tokens), type(self)(self.tokens - at_tokens)
 
-    def join(self, other: Self) -> Self:
-        """Return one blank of both lengths."""
-        return type(self)(self.tokens + other.tokens)
+    def join(self, *others: Self) -> Self:
+        """Return one blank of all lengths together."""
+        return type(self)(self.tokens + sum(other.tokens for other in others))

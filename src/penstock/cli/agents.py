@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,19 +12,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock import config, memory
 from penstock.blas import load_blas
 from penstock.cli import options
-from penstock.errors import SettingError
 from penstock.memory import format_bytes
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
     from penstock.cli.crowd import Account, Crowd, Figures, Report
 
-EMBEDDED_LIMIT = "200MB"
-"""Eight plain caches would take 330 MB for a prompt of 20,000 tokens."""
-EMBEDDED_BLOCK_SIZE = 64
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 1.0
 """How often the line is printed where it cannot be drawn over."""
@@ -52,25 +46,8 @@ def agents(
             min=32,
         ),
     ] = 4_000,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for everything, the weights included: 16GB is 16 x 10^9 bytes.",
-            envvar="PENSTOCK_MEMORY_LIMIT",
-            metavar="BYTES",
-            show_default=f"{EMBEDDED_LIMIT} for the embedded model, else as penstock doctor shows",
-        ),
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Share and name tokens by blocks of this many.",
-            envvar="PENSTOCK_BLOCK_SIZE",
-            metavar="TOKENS",
-            show_default=f"{EMBEDDED_BLOCK_SIZE} for the embedded model, else {config.BLOCK_SIZE}",
-            min=1,
-        ),
-    ] = None,
+    memory_limit: options.MemoryLimit = None,
+    block_size: options.BlockSize = None,
     seed: Annotated[
         int,
         typer.Option(
@@ -89,13 +66,7 @@ def agents(
     shows meanwhile who runs and waits, what the ledger counts, and what a plain cache for each
     would hold.
     """
-    embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
-    if memory_limit is None and embedded:
-        memory_limit = EMBEDDED_LIMIT
-    if memory_limit is not None and memory.parse_bytes(memory_limit) < 1:
-        raise SettingError(f"--memory-limit {memory_limit}: nothing fits in it")
-    if block_size is None:
-        block_size = EMBEDDED_BLOCK_SIZE if embedded else config.BLOCK_SIZE
+    memory_limit, block_size = options.engine_size(model, memory_limit, block_size)
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.

@@ -19,7 +19,7 @@ from random import Random
 import mlx.core as mx
 
 from penstock import config, memory
-from penstock.engine.engine import Engine
+from penstock.cli.engines import make_engine
 from penstock.engine.request import Request
 from penstock.engine.stats import Stats
 from penstock.models.mlx_lm import Loaded, render
@@ -166,8 +166,7 @@ class Crowd:
     Raises:
         ModelError: no chat template, or one that refuses a system prompt; or a model that the
             engine cannot run.
-        NeverFits: not even one of the conversations fits in the limit.
-        SettingError: a setting is out of its range.
+        SettingError: weights and buffers are over the limit, or a setting is out of its range.
     """
 
     def __init__(
@@ -190,9 +189,8 @@ class Crowd:
         self.agents = [Agent(i, lines, [system]) for i, lines in enumerate(scripts, 1)]
         first = [self._tokens([system, _said(agent.lines[0])]) for agent in self.agents]
         self.shared_tokens = common_tokens(first) // block_size * block_size
-        self.engine = Engine(
-            loaded.model,
-            loaded.tokenizer,
+        self.engine = make_engine(
+            loaded,
             memory_limit=memory_limit,
             block_size=block_size,
             max_queue=max(config.MAX_QUEUE, agents),

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock import config
+from penstock import config, memory
 from penstock.blas import Blas
 from penstock.errors import SettingError
+from penstock.recall import MODEL_PATH
+
+EMBEDDED_LIMIT = "200MB"
+"""Eight plain caches would take 330 MB for a prompt of 20,000 tokens."""
+EMBEDDED_BLOCK_SIZE = 64
+"""Tokens; prompts for the embedded model are short."""
 
 Model: TypeAlias = Annotated[
     str,
@@ -26,6 +33,25 @@ MaxTokens: TypeAlias = Annotated[
         help="Generate at most this many tokens an answer.",
         envvar="PENSTOCK_MAX_TOKENS",
         metavar="TOKENS",
+        min=1,
+    ),
+]
+MemoryLimit: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for everything, the weights included: 16GB is 16 x 10^9 bytes.",
+        envvar="PENSTOCK_MEMORY_LIMIT",
+        metavar="BYTES",
+        show_default=f"{EMBEDDED_LIMIT} for the embedded model, else as penstock doctor shows",
+    ),
+]
+BlockSize: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Share and name tokens by blocks of this many.",
+        envvar="PENSTOCK_BLOCK_SIZE",
+        metavar="TOKENS",
+        show_default=f"{EMBEDDED_BLOCK_SIZE} for the embedded model, else {config.BLOCK_SIZE}",
         min=1,
     ),
 ]
@@ -91,6 +117,32 @@ System: TypeAlias = Annotated[
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output.")
 ]
+
+
+def engine_size(
+    model: str, memory_limit: str | None, block_size: int | None
+) -> tuple[str | None, int]:
+    """Return an engine's memory limit and block size; the embedded model has defaults of its own.
+
+    >>> engine_size(str(MODEL_PATH), None, None), engine_size("owner/model", None, 32)
+    (('200MB', 64), (None, 32))
+
+    Raises:
+        SettingError: the limit is no size, or nothing.
+    """
+    embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
+    if memory_limit is None and embedded:
+        memory_limit = EMBEDDED_LIMIT
+    if memory_limit is not None:
+        try:
+            limit_bytes = memory.parse_bytes(memory_limit)
+        except SettingError as error:
+            raise SettingError(f"--memory-limit {error}") from None
+        if limit_bytes < 1:
+            raise SettingError(f"--memory-limit {memory_limit}: nothing fits in it")
+    if block_size is None:
+        block_size = EMBEDDED_BLOCK_SIZE if embedded else config.BLOCK_SIZE
+    return memory_limit, block_size
 
 
 def warn_of_slow_blas(blas: Blas) -> None:

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
+import re
 import socket
 import sys
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
-from penstock import __version__, config, memory
+from penstock import config
 from penstock.blas import load_blas
 from penstock.cli import options
-from penstock.cli.agents import EMBEDDED_BLOCK_SIZE, EMBEDDED_LIMIT
+from penstock.cli import serve_options as flags
 from penstock.errors import ModelError, SettingError
-from penstock.memory import format_bytes
 from penstock.recall import MODEL_PATH
 
-if TYPE_CHECKING:
-    from penstock.engine.core import Core
-    from penstock.engine.engine import Engine
-
-SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
-"""Tokens of the sequences that the banner counts."""
 BACKLOG = 1_024
 """Connections that may wait to be accepted."""
-EXAMPLE = "The code of the amber falcon is 4821. What is the code of the amber falcon?"
 PLANNED = {
     "hot_cache_only": "an SSD tier, which is not there yet: the cache is in memory only",
     "ssd_cache_dir": "an SSD tier, which is not there yet",
@@ -41,212 +32,33 @@ PLANNED = {
     "kv_cache_min_quantize_tokens": "quantized segments, which are not there yet",
 }
 """Flags whose parts do not exist, and what they would need."""
-
-
-def _read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Let the keys of a TOML file be the defaults of the flags they name."""
-    if file is not None and not context.resilient_parsing:
-        names = {str(parameter.name) for parameter in context.command.params}
-        context.default_map = {**(context.default_map or {}), **read_toml(file, names)}
-    return file
-
-
-def read_toml(file: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read settings from a TOML file; a key is a flag's name, with `-` or `_`.
-
-    Raises:
-        SettingError: there is no such file, it is not TOML, or it has keys that no flag has.
-    """
-    try:
-        content = tomllib.loads(file.expanduser().read_text())
-    except OSError as error:
-        raise SettingError(f"--config {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"--config {file} is not TOML: {error}") from error
-    known = set(names) - {"config_file"}
-    unknown = [key for key in content if key.replace("-", "_") not in known]
-    if unknown:
-        raise SettingError(
-            f"--config {file} has keys that no flag has: {', '.join(unknown)}; "
-            "a key is a flag's name, as max-kv-size"
-        )
-    nested = [key for key, value in content.items() if isinstance(value, dict)]
-    if nested:
-        raise SettingError(f"--config {file}: {', '.join(nested)} must be a value, not a table")
-    return {key.replace("-", "_"): value for key, value in content.items()}
+_ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
 
 
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Folder of a model, or its Hugging Face name (owner/model).",
-            envvar="PENSTOCK_MODEL",
-            show_default="the embedded model",
-        ),
-    ] = str(MODEL_PATH),
-    config_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            help="TOML file with settings: a key for each flag, as max-kv-size = 8192. Flags and "
-            "environment win over it.",
-            envvar="PENSTOCK_CONFIG",
-            metavar="FILE",
-            is_eager=True,
-            callback=_read_config,
-        ),
-    ] = None,
-    model_name: Annotated[
-        str | None,
-        typer.Option(
-            help="Name under which the model is served.",
-            envvar="PENSTOCK_MODEL_NAME",
-            metavar="NAME",
-            show_default="its folder's name",
-        ),
-    ] = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            help="Address to listen on; any but this machine's own needs --api-key.",
-            envvar="PENSTOCK_HOST",
-            metavar="ADDRESS",
-        ),
-    ] = config.HOST,
-    port: Annotated[
-        int,
-        typer.Option(
-            help="TCP port to listen on; 0 takes a free one.",
-            envvar="PENSTOCK_PORT",
-            metavar="NUMBER",
-            min=0,
-            max=65_535,
-        ),
-    ] = config.PORT,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="What clients must show, as a bearer token or in x-api-key. Other users of this "
-            "machine can read flags, but not the environment.",
-            envvar="PENSTOCK_API_KEY",
-            metavar="TEXT",
-            show_default="none",
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Origin whose pages may call the server from a browser; may be repeated.",
-            envvar="PENSTOCK_CORS_ORIGIN",
-            metavar="ORIGIN",
-        ),
-    ] = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for everything, the weights included: 16GB is 16 x 10^9 bytes.",
-            envvar="PENSTOCK_MEMORY_LIMIT",
-            metavar="BYTES",
-            show_default=f"{EMBEDDED_LIMIT} for the embedded model, else as penstock doctor shows",
-        ),
-    ] = None,
-    memory_threshold: Annotated[
-        float | None,
-        typer.Option(
-            help="Give up cold prefixes while the machine as a whole uses more than this share "
-            "of its memory.",
-            envvar="PENSTOCK_MEMORY_THRESHOLD",
-            metavar="SHARE",
-            show_default="the own limit alone counts",
-        ),
-    ] = None,
+    model: flags.ServedModel = str(MODEL_PATH),
+    config_file: flags.ConfigFile = None,
+    model_name: flags.ModelName = None,
+    host: flags.Host = config.HOST,
+    port: flags.Port = config.PORT,
+    api_key: flags.APIKey = None,
+    cors_origin: flags.CORSOrigins = None,
+    memory_limit: options.MemoryLimit = None,
+    memory_threshold: flags.MemoryThreshold = None,
     max_kv_size: options.MaxKVSize = config.MAX_KV_SIZE,
     keep_kv_size: options.KeepKVSize = None,
-    max_batch_size: Annotated[
-        int,
-        typer.Option(
-            help="Run at most this many sequences at the same time.",
-            envvar="PENSTOCK_MAX_BATCH_SIZE",
-            metavar="NUMBER",
-            min=1,
-        ),
-    ] = config.MAX_BATCH_SIZE,
-    prefill_chunk: Annotated[
-        int,
-        typer.Option(
-            help="Read this many tokens of prompts between two decode steps.",
-            envvar="PENSTOCK_PREFILL_CHUNK",
-            metavar="TOKENS",
-            min=1,
-        ),
-    ] = config.PREFILL_CHUNK,
-    block_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Share and name tokens by blocks of this many.",
-            envvar="PENSTOCK_BLOCK_SIZE",
-            metavar="TOKENS",
-            show_default=f"{EMBEDDED_BLOCK_SIZE} for the embedded model, else {config.BLOCK_SIZE}",
-            min=1,
-        ),
-    ] = None,
-    max_queue: Annotated[
-        int,
-        typer.Option(
-            help="Answers that may wait for their place; more are refused with 429.",
-            envvar="PENSTOCK_MAX_QUEUE",
-            metavar="NUMBER",
-            min=1,
-        ),
-    ] = config.MAX_QUEUE,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Tokens of an answer whose request does not say how many.",
-            envvar="PENSTOCK_MAX_TOKENS",
-            metavar="TOKENS",
-            min=1,
-        ),
-    ] = config.MAX_TOKENS,
-    request_timeout: Annotated[
-        float,
-        typer.Option(
-            help="From a request's arrival to its last token, at most.",
-            envvar="PENSTOCK_REQUEST_TIMEOUT",
-            metavar="SECONDS",
-        ),
-    ] = config.REQUEST_TIMEOUT_SECONDS,
-    drain_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Go on with open answers for this long when told to stop.",
-            envvar="PENSTOCK_DRAIN_TIMEOUT",
-            metavar="SECONDS",
-        ),
-    ] = config.DRAIN_TIMEOUT_SECONDS,
-    hot_cache_only: Annotated[
-        bool,
-        typer.Option("--hot-cache-only", help="Planned.", envvar="PENSTOCK_HOT_CACHE_ONLY"),
-    ] = False,
-    ssd_cache_dir: Annotated[
-        str | None,
-        typer.Option(help="Planned.", envvar="PENSTOCK_SSD_CACHE_DIR", metavar="FOLDER"),
-    ] = None,
-    ssd_cache_limit: Annotated[
-        str | None,
-        typer.Option(help="Planned.", envvar="PENSTOCK_SSD_CACHE_LIMIT", metavar="BYTES"),
-    ] = None,
-    kv_cache_quantization: Annotated[
-        str | None,
-        typer.Option(help="Planned.", envvar="PENSTOCK_KV_CACHE_QUANTIZATION", metavar="CODEC"),
-    ] = None,
-    kv_cache_min_quantize_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Planned.", envvar="PENSTOCK_KV_CACHE_MIN_QUANTIZE_TOKENS", metavar="TOKENS"
-        ),
-    ] = None,
+    max_batch_size: flags.MaxBatchSize = config.MAX_BATCH_SIZE,
+    prefill_chunk: flags.PrefillChunk = config.PREFILL_CHUNK,
+    block_size: options.BlockSize = None,
+    max_queue: flags.MaxQueue = config.MAX_QUEUE,
+    max_tokens: flags.MaxTokens = config.MAX_TOKENS,
+    request_timeout: flags.RequestTimeout = config.REQUEST_TIMEOUT_SECONDS,
+    drain_timeout: flags.DrainTimeout = config.DRAIN_TIMEOUT_SECONDS,
+    hot_cache_only: flags.HotCacheOnly = False,
+    ssd_cache_dir: flags.SSDCacheDir = None,
+    ssd_cache_limit: flags.SSDCacheLimit = None,
+    kv_cache_quantization: flags.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: flags.KVCacheMinQuantizeTokens = None,
 ) -> None:
     """Serve a model to OpenAI's and Anthropic's clients.
 
@@ -261,6 +73,7 @@ def serve(
         kv_cache_quantization=kv_cache_quantization,
         kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens,
     )
+    _check_origins(cors_origin or ())
     settings = config.parse(
         config.ServerSettings,
         host=host,
@@ -271,32 +84,23 @@ def serve(
         request_timeout_seconds=request_timeout,
         drain_timeout_seconds=drain_timeout,
     )
-    if settings.api_key is None and not settings.on_loopback:
-        raise SettingError(
-            f"--host {host} can be reached from other machines; set PENSTOCK_API_KEY (or "
-            f"--api-key), or listen on {config.HOST}"
-        )
-    embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
-    limits = {
-        "memory_limit": EMBEDDED_LIMIT if memory_limit is None and embedded else memory_limit,
+    _check_reach(settings)
+    memory_limit, block_size = options.engine_size(model, memory_limit, block_size)
+    limits: dict[str, Any] = {
         "memory_threshold": memory_threshold,
-        "max_kv_size": max_kv_size,
-        "keep": keep_kv_size,
         "max_batch_size": max_batch_size,
         "prefill_chunk": prefill_chunk,
-        "block_size": EMBEDDED_BLOCK_SIZE if block_size is None and embedded else block_size,
+        "block_size": block_size,
         "max_queue": max_queue,
     }
-    config.parse(
-        config.KVSettings, max_kv_size=max_kv_size, keep_kv_size=keep_kv_size
-    )  # says it in the words of the flags
-    if memory_limit is not None and memory.parse_bytes(memory_limit) < 1:
-        raise SettingError(f"--memory-limit {memory_limit}: nothing fits in it")
-    name = model_name or _name(model)
+    # Both say in the words of the flags what the engine would say in its own, and sooner.
+    config.parse(config.EngineSettings, memory_limit=1, **limits)
+    config.parse(config.KVSettings, max_kv_size=max_kv_size, keep_kv_size=keep_kv_size)
+    limits |= {"memory_limit": memory_limit, "max_kv_size": max_kv_size, "keep": keep_kv_size}
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")
     options.warn_of_slow_blas(load_blas())
     with _listening(settings) as listener:
-        _run(model, name, settings, limits, listener)
+        _run(model, model_name or _name(model), settings, limits, listener)
 
 
 def _refuse_planned(**given: object) -> None:
@@ -312,14 +116,35 @@ def _name(model: str) -> str:
     return folder.resolve().name if folder.is_dir() else model
 
 
+def _check_origins(origins: Sequence[str]) -> None:
+    """Refuse what no browser sends: an origin is a scheme and a host, and a port if need be."""
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise SettingError(
+                f"--cors-origin {origin} is no origin; write it as https://host or "
+                "http://host:port, without a path, or * for all"
+            )
+
+
+def _check_reach(settings: config.ServerSettings) -> None:
+    """Refuse to be there for other machines without a key."""
+    if settings.api_key is None and not settings.on_loopback:
+        raise SettingError(
+            f"--host {settings.host} can be reached from other machines; set PENSTOCK_API_KEY (or "
+            f"--api-key), or listen on {config.HOST}"
+        )
+
+
 def _listening(settings: config.ServerSettings) -> socket.socket:
     """Return a socket that listens; what arrives while the model is loaded waits for it."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    where = f"{settings.host} port {settings.port}"
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while ")[0]  # Python adds the address
         raise SettingError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
+            f"cannot listen on {where}: {why}; choose another --port (0 takes a free one) or --host"
         ) from error
 
 
@@ -332,7 +157,8 @@ def _run(
 ) -> None:
     """Load, say what there is, and serve until told to stop, or until the engine dies."""
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.engine.engine import Engine
+    from penstock.cli.banner import banner
+    from penstock.cli.engines import make_engine
     from penstock.models.mlx_lm import load_all
     from penstock.server.app import Server
     from penstock.server.service import Service
@@ -343,7 +169,7 @@ def _run(
         loaded = load_all(model)
         if not loaded.tokenizer.eos_token_ids:
             raise ModelError(f"{name} has no token that ends an answer")
-        engine = Engine(loaded.model, loaded.tokenizer, **limits)
+        engine = make_engine(loaded, **limits)
     with engine:
         service = Service(engine, loaded.tokenizer, settings, name)
         server = Server(service)
@@ -356,46 +182,3 @@ def _run(
     if server.dead:
         print("penstock: the engine has died; see above", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def banner(engine: Engine, name: str, settings: config.ServerSettings, port: int) -> list[str]:
-    """Say what is served where, inside which limits, and how to ask it."""
-    room = engine.later(_room).result()
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '[::]') else host}:{port}"
-    key = "" if settings.api_key is None else ' -H "Authorization: Bearer $PENSTOCK_API_KEY"'
-    body = {"messages": [{"role": "user", "content": EXAMPLE}]}
-    return [
-        f"penstock {__version__} serves {name} on {url}",
-        *room,
-        "key      "
-        + ("none: programs on this machine only" if settings.api_key is None else "needed"),
-        f"page     {url}/   (interfaces: {url}/docs, figures: {url}/metrics)",
-        f"try      curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f"-d '{json.dumps(body)}'",
-    ]
-
-
-def _room(core: Core) -> list[str]:
-    """Say what the limits are and what fits in them; runs on the engine's thread."""
-    stats, limits = core.stats(), core.limits
-    free = stats.limit_bytes - stats.used_bytes
-
-    def needed_bytes(tokens: int) -> int:
-        blocks = -(-tokens // limits.block_size)
-        return tokens * core.runner.token_bytes + core.prefixes.index_bytes(blocks)
-
-    fitting = [
-        f"{count:,} of {length:,}"
-        for length in SHOWN_LENGTHS
-        if length <= limits.max_kv_size and (count := free // needed_bytes(length))
-    ]
-    tokens = free * 1_024 // needed_bytes(1_024)
-    weights = stats.by_kind.get("weights", 0)
-    return [
-        f"memory   limit {format_bytes(stats.limit_bytes)}: weights {format_bytes(weights)}, "
-        f"{format_bytes(free)} free for KV",
-        f"fits     about {tokens:,} tokens of KV; in sequences: {', '.join(fitting) or 'none'}",
-        f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "
-        f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}",
-    ]

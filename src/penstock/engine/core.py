@@ -50,7 +50,7 @@ from penstock.errors import (
     SettingError,
     StepFailed,
 )
-from penstock.heap import keep_freed_memory
+from penstock.heap import give_back_freed_memory, keep_freed_memory
 from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
 from penstock.kv.reads import Part, Row, in_order
 from penstock.kv.segment import Segment
@@ -116,7 +116,7 @@ class Core:
     ) -> None:
         self.limits = checked(settings)
         if mx.default_device() == mx.cpu:
-            keep_freed_memory()
+            keep_freed_memory(self.limits.memory_limit)
         self.tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
         self.clock = clock
@@ -381,6 +381,12 @@ class Core:
                 self._check_fits(sequence)
             except NeverFits as error:
                 self._fail(sequence, error)
+        _give_back()
+
+    def clear(self) -> None:
+        """Give up all prefixes that nobody reads, and their memory to the system."""
+        self.prefixes.clear()
+        _give_back()
 
     def check(self) -> None:
         """Recount everything from the arrays and raise AssertionError if something differs."""
@@ -926,8 +932,8 @@ class Core:
         self._looked_seconds = now
         memory = psutil.virtual_memory()
         over = int(memory.total - memory.available - threshold * memory.total)
-        if over > 0:
-            self.prefixes.shrink(over, "pressure")
+        if over > 0 and self.prefixes.shrink(over, "pressure"):
+            _give_back()
 
     # ---- the measure of a step
 
@@ -971,6 +977,12 @@ class Core:
         measured = min(most, runner.heads * len(tokens) ** 2)
         folding = 2 * limits.block_size * runner.token_bytes
         return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
+
+
+def _give_back() -> None:
+    """Let the system have what was freed, and what MLX and the heap keep for the next step."""
+    mx.clear_cache()
+    give_back_freed_memory()
 
 
 _kept_bytes: dict[int, int] = {}

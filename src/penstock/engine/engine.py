@@ -158,7 +158,7 @@ class Engine:
 
     def clear(self) -> None:
         """Give up all prefixes that nobody reads."""
-        self._ask(lambda core: core.prefixes.clear())
+        self._ask(lambda core: core.clear())
 
     def check(self) -> None:
         """Recount everything from the arrays, and raise AssertionError if something differs."""

@@ -59,6 +59,12 @@ def join(*sides: Side) -> Side:
     return each(lambda *parts: mx.concatenate(list(parts), axis=TOKEN_AXIS), *sides)
 
 
+def copied(side: Side) -> Side:
+    """Copy a side into buffers of just its size, which `mx.contiguous` does not promise."""
+    # Of one array alone MLX would return that array.
+    return each(lambda part: mx.concatenate([part, part[:, :, :0]], axis=TOKEN_AXIS), side)
+
+
 def blank(like: Side, count: int, rows: int | None = None) -> Side:
     """Return `count` columns of zeros with the heads, widths and dtypes of `like`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,12 +28,18 @@ class Segment:
 
     @classmethod
     def cut(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
-        """Copy columns start..stop-1, one side after the other."""
+        """Copy columns start..stop-1; evaluated."""
 
         def copied(side: Side) -> Side:
-            return col.laid([(0, 0, col.take(side, start, stop))], 1, stop - start)
+            return col.copied(col.take(side, start, stop))
 
-        return cls(tuple((copied(keys), copied(values)) for keys, values in layers))
+        return cls._evaluated((copied(keys), copied(values)) for keys, values in layers)
+
+    @classmethod
+    def _evaluated(cls, layers: Iterable[Layer]) -> Segment:
+        made = cls(tuple(layers))
+        mx.eval([col.arrays(*layer) for layer in made.layers])
+        return made
 
     @property
     def tokens(self) -> int:
@@ -49,12 +55,11 @@ class Segment:
         """Tell whether every number is one; whoever shares one that is not, even unseen, gets
         none either: weights of 0 x infinity.
 
-        Looks at sums first, a tenth of the work: they are no numbers if one of the summands is
-        none. A sum may also overflow; only then is every number looked at.
+        Looks at sums first, a fraction of the work: they are no numbers if one of the summands
+        is none. A sum may also overflow; only then is every number looked at.
         """
         parts = [part for layer in self.layers for part in col.arrays(*layer)]
-        sums = [part @ mx.ones((part.shape[-1], 1), part.dtype) for part in parts]
-        return _all_finite(sums) or _all_finite(parts)
+        return _all_finite([_sums(part) for part in parts]) or _all_finite(parts)
 
     def split(self, at_tokens: int) -> tuple[Segment, Segment]:
         """Return copies of the first `at_tokens` tokens, and of the others."""
@@ -64,18 +69,23 @@ class Segment:
             Segment.cut(self.layers, at_tokens, tokens),
         )
 
-    def join(self, other: Segment) -> Segment:
-        """Return one segment of copies of this one's tokens and then `other`'s; evaluated."""
-        layers = tuple(
-            (col.join(mine[0], theirs[0]), col.join(mine[1], theirs[1]))
-            for mine, theirs in zip(self.layers, other.layers, strict=True)
+    def join(self, *others: Segment) -> Segment:
+        """Return one segment of copies of this one's tokens and then the others'; evaluated."""
+        segments = [segment.layers for segment in (self, *others)]
+        return Segment._evaluated(
+            (col.join(*(keys for keys, _ in layer)), col.join(*(values for _, values in layer)))
+            for layer in zip(*segments, strict=True)
         )
-        mx.eval([col.arrays(*layer) for layer in layers])
-        return Segment(layers)
+
+
+def _sums(array: mx.array) -> mx.array:
+    """Sum up (..., tokens, width) over the tokens, which is quickest; or, in a precision in which
+    so many would overflow, over the width."""
+    return array.sum(axis=-1 if array.dtype == mx.float16 else col.TOKEN_AXIS).reshape(-1)
 
 
 def _all_finite(arrays: Sequence[mx.array]) -> bool:
-    return bool(mx.stack([mx.isfinite(array).all() for array in arrays]).all())
+    return bool(mx.isfinite(mx.concatenate([array.reshape(-1) for array in arrays])).all())
 
 
 def placed(parts: Sequence[Side], count: int) -> Side:

@@ -141,14 +141,8 @@ class Tails:
 
     def cut(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
         """Copy the first `stop` columns of a slot, behind a segment if there is one; evaluated."""
-        numbers = range(len(self.shapes))
-        if behind is not None:
-            return behind.join(Segment(tuple(self.read_block(i, slot, 1, stop) for i in numbers)))
-        # Read by an index it is a copy; `mx.contiguous` keeps a buffer that is little larger.
-        row = mx.array([slot])
-        copied = tuple(self.read(i, row, stop) for i in numbers)
-        mx.eval(copied)
-        return Segment(copied)
+        tail = tuple(self.read_block(i, slot, 1, stop) for i in range(len(self.shapes)))
+        return Segment.cut(tail, 0, stop) if behind is None else behind.join(Segment(tail))
 
 
 def _written(buffer: mx.array, slot: int, column: int, new: mx.array) -> mx.array:

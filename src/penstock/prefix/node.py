@@ -25,8 +25,8 @@ class Segment(Protocol):
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         """Return the first `at_tokens` tokens, and the others."""
 
-    def join(self, other: Self) -> Self:
-        """Return one segment of this one's tokens and then `other`'s."""
+    def join(self, *others: Self) -> Self:
+        """Return one segment of this one's tokens and then the others', in order."""
 
 
 S = TypeVar("S", bound=Segment)

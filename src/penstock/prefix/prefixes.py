@@ -20,7 +20,7 @@ from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
 from penstock.prefix.blocks import TokenArray, Tokens, as_tokens, block_keys, root_key
 from penstock.prefix.explanation import CAUSES, Departures, Explanation, GivenUp, Why
-from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, NodeView, S
+from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, NodeView, S, upwards
 from penstock.prefix.policy import REMEMBERED_NODES, HalfLife, PrefillCost
 from penstock.prefix.tree import Pin, PrefixTree
 
@@ -270,22 +270,24 @@ class Prefixes(Generic[S]):
         return True
 
     def tidy(self, at: Pin[S] | Node[S] | None) -> int:
-        """Merge the small nodes of a path and return how many were merged.
+        """Merge the small nodes of a path and return by how many it has fewer.
 
         A node is merged with its parent if that is not longer, as in a binary counter: a
         sequence that seals block by block has each token copied O(log) times, and leaves a path
-        of few nodes. There must be room for the copy; nobody gives way for it.
+        of few nodes. Those that come together are copied once. There must be room for the copy;
+        nobody gives way for it.
 
         Args:
             at: the end of the path.
         """
         node = at.node if isinstance(at, Pin) else at
         merged = 0
-        while node is not None and node.parent is not None:
-            if len(node.parent.tokens) <= len(node.tokens) and self._merge(node.parent):
-                merged += 1
-            else:
-                node = node.parent
+        while node is not None:
+            run = self._run_to_merge(node)
+            if len(run) > 1:
+                self._merge(run)
+                merged += len(run) - 1
+            node = node.parent
         return merged
 
     # ---- room
@@ -418,18 +420,22 @@ class Prefixes(Generic[S]):
         node = match.path[-1]
         return node.segment.nbytes + node.index_bytes + NODE_BYTES
 
-    def _merge(self, node: Node[S]) -> bool:
-        """Merge a node with its only child, if that is allowed and there is room for a copy."""
-        if not self.tree.can_merge(node):
-            return False
-        (child,) = node.children.values()
-        nbytes = node.segment.nbytes + child.segment.nbytes
-        index_bytes = node.index_bytes + child.index_bytes
-        if self.ledger.free_bytes < nbytes + index_bytes:
-            return False
-        with self._copying(nbytes, index_bytes):
-            self.tree.merge(node)
-        return True
+    def _run_to_merge(self, last: Node[S]) -> list[Node[S]]:
+        """Return the nodes, parents first, that `last` is to be merged with and has room for."""
+        run, tokens, nbytes = [last], len(last.tokens), last.held_bytes
+        for node in upwards(last.parent):
+            nbytes += node.held_bytes
+            fits = nbytes <= self.ledger.free_bytes
+            if len(node.tokens) > tokens or not fits or not self.tree.can_merge(node, last):
+                break
+            tokens += len(node.tokens)
+            run.insert(0, node)
+        return run
+
+    def _merge(self, run: Sequence[Node[S]]) -> None:
+        nbytes = sum(node.segment.nbytes for node in run)
+        with self._copying(nbytes, sum(node.index_bytes for node in run)):
+            self.tree.merge(run[0], run[-1])
 
     @contextmanager
     def _copying(self, nbytes: int, index_bytes: int) -> Iterator[None]:

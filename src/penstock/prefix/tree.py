@@ -189,18 +189,22 @@ class PrefixTree(Generic[S]):
             waiting.extend(node.children.values())
         return found
 
-    def can_merge(self, node: Node[S]) -> bool:
-        """Tell whether `node` and its only child are read by the same, and small together.
+    def can_merge(self, node: Node[S], last: Node[S] | None = None) -> bool:
+        """Tell whether `node` and what lies below it, down to `last`, are read by the same, and
+        small together.
 
-        Whoever reads `node` must read its child, too: the child is what a merge leaves. Of a
+        Whoever reads `node` must read its child, too: the last one is what a merge leaves. Of a
         held node and one that is not, one would lose what makes it different.
+
+        Args:
+            last: below `node`; by default its only child.
         """
-        if len(node.children) != 1:
-            return False
-        (child,) = node.children.values()
-        if (node.held_until_seconds is None) != (child.held_until_seconds is None):
-            return False
-        return node.pins == child.pins and child.end - node.start <= self.max_merge_tokens
+        run = self._run(node, last)
+        return (
+            len(run) > 1
+            and run[-1].end - node.start <= self.max_merge_tokens
+            and all(map(_inseparable, run, run[1:]))
+        )
 
     # ---- acts
 
@@ -282,38 +286,44 @@ class PrefixTree(Generic[S]):
         self._offer(node)
         return head
 
-    def merge(self, node: Node[S]) -> Node[S]:
-        """Make `node` and its only child one node and return it: the child, grown upwards.
+    def merge(self, node: Node[S], last: Node[S] | None = None) -> Node[S]:
+        """Make one node of `node` and what lies below it, down to `last`, and return it: the last
+        one, grown upwards. Every token is copied once.
 
-        Pins that pass through both stay where they are.
+        Pins that pass through all of them stay where they are.
+
+        Args:
+            last: below `node`; by default its only child.
 
         Raises:
             ValueError: `can_merge` says no, or the node is not in the tree.
         """
         self._check_known(node)
-        if not self.can_merge(node):
+        if not self.can_merge(node, last):
             raise ValueError(
                 f"{node} cannot be merged: branching, a leaf, too large, or a pin ends in it"
             )
-        (child,) = node.children.values()
-        segment = node.segment.join(child.segment)
-        child.heat = self.policy.joined(
-            child.heat, child.segment.nbytes, node.heat, node.segment.nbytes
-        )
-        child.hits = max(child.hits, node.hits)
-        child.last_used_seconds = max(child.last_used_seconds, node.last_used_seconds)
-        if node.held_until_seconds is not None:
-            self.hold(child, node.held_until_seconds)
-        self._uncount(node)
-        self._uncount(child)
-        self._forget(node)
-        child.keys, child.segment = node.keys + child.keys, segment
-        child.tokens = np.concatenate((node.tokens, child.tokens))
-        child.start, child.parent = node.start, node.parent
-        self._children(child.parent)[child.keys[0]] = child
-        self._count(child)
-        self._offer(child)
-        return child
+        run = self._run(node, last)
+        *above, last = run
+        segment = node.segment.join(*(each.segment for each in run[1:]))
+        nbytes = last.segment.nbytes
+        self._uncount(last)
+        for each in reversed(above):
+            last.heat = self.policy.joined(last.heat, nbytes, each.heat, each.segment.nbytes)
+            nbytes += each.segment.nbytes
+            last.hits = max(last.hits, each.hits)
+            last.last_used_seconds = max(last.last_used_seconds, each.last_used_seconds)
+            if each.held_until_seconds is not None:
+                self.hold(last, each.held_until_seconds)
+            self._uncount(each)
+            self._forget(each)
+        last.keys, last.segment = tuple(key for each in run for key in each.keys), segment
+        last.tokens = np.concatenate([each.tokens for each in run])
+        last.start, last.parent = node.start, node.parent
+        self._children(last.parent)[last.keys[0]] = last
+        self._count(last)
+        self._offer(last)
+        return last
 
     def remove(self, node: Node[S]) -> S:
         """Take an unpinned leaf out and return its segment, to which nothing here refers now.
@@ -413,6 +423,18 @@ class PrefixTree(Generic[S]):
 
     # ---- parts of acts
 
+    def _run(self, node: Node[S], last: Node[S] | None) -> list[Node[S]]:
+        """Return the nodes from `node` down to `last`, or to its only child; less if there is
+        no such way."""
+        if last is None:
+            last = next(iter(node.children.values())) if len(node.children) == 1 else node
+        run = []
+        for each in upwards(last):
+            run.append(each)
+            if each is node:
+                return run[::-1]
+        return [node]
+
     def _children(self, parent: Node[S] | None) -> dict[bytes, Node[S]]:
         if parent is None:
             return self._tops
@@ -511,6 +533,12 @@ def _common(own: Sequence[bytes], keys: Sequence[bytes], start: int) -> int:
     if own[most - 1] == keys[start + most - 1]:
         return most
     return bisect_left(range(most), True, key=lambda i: own[i] != keys[start + i])
+
+
+def _inseparable(node: Node[S], child: Node[S]) -> bool:
+    """Tell whether whoever reads, or holds, a node does so with its child."""
+    held, child_held = (each.held_until_seconds is not None for each in (node, child))
+    return len(node.children) == 1 and held == child_held and node.pins == child.pins
 
 
 def _evictable(node: Node[S]) -> bool:

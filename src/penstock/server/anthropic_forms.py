@@ -361,21 +361,29 @@ def _marks(request: CountRequest) -> Iterator[_Mark]:
 
 
 def _hold(request: CountRequest, prompts: Prompts, tokens: tuple[int, ...]) -> Hold | None:
-    """Return how much is held: up to the last mark of those that last longest."""
-    marks = list(_marks(request))
-    whole = request.cache_control
-    seconds = max((mark.control.seconds for mark in marks), default=0.0)
-    if whole is not None and whole.seconds >= seconds:
-        return Hold(whole.seconds, None)
-    longest = [mark for mark in marks if mark.control.seconds == seconds]
-    if not longest:
+    """Return how much is held: all up to the deepest mark, for the longest time that one asks for.
+
+    A request holds one prefix, and this one keeps the promise of every mark.
+    """
+    marks, whole = list(_marks(request)), request.cache_control
+    controls = [mark.control for mark in marks] + ([] if whole is None else [whole])
+    if not controls:
         return None
+    seconds = max(control.seconds for control in controls)
+    if whole is not None:
+        return Hold(seconds, None)
     try:
-        before = _up_to(request, prompts, longest[-1])
+        before = _up_to(request, prompts, _deepest(marks))
     except BadRequest:  # a template that refuses a conversation cut there; the whole one it takes
         return None
     common = _common(tokens, before)
     return Hold(seconds, common) if common else None
+
+
+def _deepest(marks: Sequence[_Mark]) -> _Mark:
+    """Return the mark with the least behind it; one on tools holds the whole system prompt."""
+    last = marks[-1]
+    return last if last.turns else max(marks, key=lambda mark: len(mark.system))
 
 
 def _up_to(request: CountRequest, prompts: Prompts, mark: _Mark) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock import __version__
 from penstock.config import LOOPBACK_HOSTS, ServerSettings
 from penstock.errors import PenstockError
-from penstock.server import anthropic, cache, live, metrics, openai, responses
+from penstock.server import anthropic, cache, live, metrics, openai, reference, responses
 from penstock.server.errors import (
     BadRequest,
     ServerError,
@@ -86,12 +86,15 @@ def create_app(service: Service) -> FastAPI:
         version=__version__,
         summary="Language models inside a fixed amount of memory",
         lifespan=lifespan,
+        docs_url=None,  # the default pages load their scripts from elsewhere
+        redoc_url=None,
     )
     for error in (HTTPException, RequestValidationError, PenstockError):
         app.add_exception_handler(error, _respond)
     app.include_router(_health(service))
     for module in (openai, responses, anthropic, cache, metrics, live):
         app.include_router(module.router(service))
+    reference.add_reference(app)
     _guard(app, service.settings)
     return app
 
@@ -99,7 +102,7 @@ def create_app(service: Service) -> FastAPI:
 def _respond(http: HttpRequest, error: Exception) -> Response:
     """Tell the client of an error that a route has raised."""
     problem = problem_of(error)
-    if problem.status >= 500 and problem.status != 503:
+    if problem.status >= 500 and problem.status not in (501, 503):  # what is refused is no fault
         logger.error("%s failed: %s", http.url.path, type(error).__name__)
         logger.debug("its error", exc_info=error)
     return response_for(http.url.path, error)

@@ -209,5 +209,5 @@ def _explain(core: Core, tokens: Sequence[int], salt: str) -> Explanation:
 def _clear(core: Core) -> Cleared:
     tree = core.prefixes.tree
     nodes, nbytes = len(tree), tree.nbytes
-    core.prefixes.clear()
+    core.clear()
     return Cleared(nodes=nodes - len(tree), nbytes=nbytes - tree.nbytes)

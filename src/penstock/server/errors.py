@@ -146,7 +146,8 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, RequestValidationError | ValidationError):
         return _validation(error.errors())
     if isinstance(error, HTTPException):
-        return Problem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        message = _ROUTING.get(error.status_code, str(error.detail))
+        return Problem(error.status_code, message, headers=dict(error.headers or {}))
     if isinstance(error, TimeoutError):
         return Problem(504, "this took too long", "timeout")
     return Problem(500, "something went wrong inside the server; its log says more")
@@ -180,10 +181,26 @@ def _validation(errors: Sequence[Any]) -> Problem:
     param = ".".join(where) or None
     if param is None and first.get("type") in ("missing", "model_attributes_type"):
         return Problem(400, "the body must be a JSON object, sent as application/json")
-    code = "missing_required_parameter" if first.get("type") == "missing" else "invalid_type"
+    code = _code(str(first.get("type", "")))
     return Problem(400, f"{param}: {message}" if param else message, code, param)
 
 
+def _code(kind: str) -> str:
+    """Return the word for a pydantic error: OpenAI's tell a wrong type from a wrong value.
+
+    >>> _code("missing"), _code("int_parsing"), _code("too_short")
+    ('missing_required_parameter', 'invalid_type', 'invalid_value')
+    """
+    if kind == "missing":
+        return "missing_required_parameter"
+    is_type = kind.endswith(("_type", "_parsing", "_from_float")) or kind == "is_instance_of"
+    return "invalid_type" if is_type else "invalid_value"
+
+
+_ROUTING = {
+    404: "there is nothing at this path; /openapi.json names what there is",
+    405: "this path is not asked with this method; the Allow header names those that it is",
+}
 _TYPES = frozenset({"bool", "dict", "float", "int", "list", "str"})
 
 # ---- what it looks like on the wire

@@ -1,0 +1,65 @@
+"""What `penstock serve` says when it is there: where, inside which limits, and how to ask it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from penstock import __version__, config, memory
+from penstock.cli.engines import sequence_bytes
+from penstock.memory import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.engine.core import Core
+    from penstock.engine.engine import Engine
+
+SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
+"""Tokens of the sequences that the banner counts."""
+EXAMPLE = "The code of the amber falcon is 4821. What is the code of the amber falcon?"
+
+
+def banner(engine: Engine, name: str, settings: config.ServerSettings, port: int) -> list[str]:
+    """Say what is served where, inside which limits, and how to ask it."""
+    room = engine.later(_room).result()
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '[::]') else host}:{port}"
+    key = "" if settings.api_key is None else ' -H "Authorization: Bearer $PENSTOCK_API_KEY"'
+    body = {"messages": [{"role": "user", "content": EXAMPLE}]}
+    return [
+        f"penstock {__version__} serves {name} on {url}",
+        *room,
+        "key      "
+        + ("none: programs on this machine only" if settings.api_key is None else "needed"),
+        f"page     {url}/   (interfaces: {url}/docs, figures: {url}/metrics)",
+        f"try      curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"-d '{json.dumps(body)}'",
+    ]
+
+
+def _room(core: Core) -> list[str]:
+    """Say what the limits are and what fits in them; runs on the engine's thread."""
+    stats, limits = core.stats(), core.limits
+    free = stats.limit_bytes - stats.used_bytes
+
+    def fit(length: int) -> int:
+        each, once = sequence_bytes(core, length)
+        return max(0, free - once) // each
+
+    fitting = [
+        f"{count:,} of {length:,}"
+        for length in SHOWN_LENGTHS
+        if length <= limits.max_kv_size and (count := fit(length))
+    ]
+    tokens = free * SHOWN_LENGTHS[0] // sequence_bytes(core, SHOWN_LENGTHS[0])[0]
+    weights = stats.by_kind.get("weights", 0)
+    machine_bytes = memory.read_machine_memory({}).total_bytes
+    over = stats.limit_bytes > machine_bytes
+    return [
+        f"memory   limit {format_bytes(stats.limit_bytes)}: weights {format_bytes(weights)}, "
+        f"{format_bytes(free)} free for KV"
+        + (f"; more than this machine has: {format_bytes(machine_bytes)}" if over else ""),
+        f"fits     about {tokens:,} tokens of KV; in sequences: "
+        + (", ".join(fitting) or f"none of {SHOWN_LENGTHS[0]:,}; raise --memory-limit for longer"),
+        f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "
+        f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}",
+    ]

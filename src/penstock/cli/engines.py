@@ -1,0 +1,79 @@
+"""The engine of a command; a memory limit that is too small is told with the one that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock import memory
+from penstock.engine.core import JOINED_SCORE_BYTES, Core
+from penstock.engine.engine import Engine
+from penstock.errors import NeverFits, SettingError
+from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
+from penstock.ledger import Kind
+from penstock.models.mlx_lm import Loaded
+
+USEFUL_TOKENS = 1_024
+"""Of KV: what a limit that is proposed has room for."""
+NO_LIMIT = 1 << 60
+INDEX_SHARE = 0.03
+"""Of a limit, what the index takes at most."""
+
+
+def make_engine(loaded: Loaded, **settings: Any) -> Engine:
+    """Make an engine; `settings` are its own, `memory_limit` a text or None.
+
+    Raises:
+        ModelError: the engine cannot run this model.
+        SettingError: weights and buffers are over the limit, or a setting is out of its range.
+    """
+    try:
+        return Engine(loaded.model, loaded.tokenizer, **settings)
+    except NeverFits as error:
+        given = memory.format_bytes(error.limit_bytes)
+    # The weights are there already, so that what comes on top is best seen by trying it.
+    with Engine(loaded.model, loaded.tokenizer, **{**settings, "memory_limit": NO_LIMIT}) as tried:
+        parts, least = tried.later(_needed).result()
+    raise SettingError(
+        f"--memory-limit of {given} is too small: {parts} are always held, and keys and values "
+        f"come on top; raise it to {round_up(least)} or more"
+    )
+
+
+def _needed(core: Core) -> tuple[str, int]:
+    """Return what is always held, in words, and the least limit with room for some KV."""
+    held = core.ledger.by_class()
+    fixed = {kind: held[kind] for kind in (Kind.WEIGHTS, Kind.TAILS, Kind.BUFFERS)}
+    most = sum(fixed.values()) + sum(sequence_bytes(core, USEFUL_TOKENS))
+    least = min(most + held[Kind.INDEX], int(most / (1 - INDEX_SHARE)))
+    words = [f"{kind.value} of {memory.format_bytes(size)}" for kind, size in fixed.items()]
+    return " and ".join([", ".join(words[:-1]), words[-1]]), least
+
+
+def sequence_bytes(core: Core, tokens: int) -> tuple[int, int]:
+    """Return what a sequence of so many tokens needs, and what such ones need together, once.
+
+    Its KV, its part of the index and the scores of a step; and what its prompt is read with: as
+    the engine counts before it lets one in (`Core._check_fits`).
+    """
+    runner = core.runner
+    scores = tokens * runner.heads
+    if runner.fitness.way == "joined":
+        score_size = JOINED_SCORE_BYTES
+        beyond = scores * core.limits.prefill_chunk
+    else:
+        score_size = max(score_bytes(shape.dtype) for shape in runner.shapes)
+        beyond = max(0, scores - SCORES_AT_ONCE)
+    index = core.prefixes.index_bytes(-(-tokens // core.limits.block_size) + 1)
+    each = tokens * runner.token_bytes + index + scores * score_size
+    return each, 2 * runner.layer_bytes * tokens + beyond * score_size
+
+
+def round_up(size_bytes: int) -> str:
+    """Write a size as a flag takes it, not less than it is.
+
+    >>> round_up(31_000_001), round_up(16_010_000_000)
+    ('32MB', '16.1GB')
+    """
+    if size_bytes < 10**10:
+        return f"{-(-size_bytes // 10**6)}MB"
+    return f"{-(-size_bytes // 10**8) / 10}GB"

@@ -1,0 +1,158 @@
+"""The flags of `penstock serve` alone, each with its unit and its environment variable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+from penstock.cli.settings_file import read_config
+
+ServedModel: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        help="Folder of a model, or its Hugging Face name (owner/model).",
+        envvar="PENSTOCK_MODEL",
+        show_default="the embedded model",
+    ),
+]
+ConfigFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="TOML file with settings: a key for each flag, as max-kv-size = 8192. Flags and "
+        "environment win over it.",
+        envvar="PENSTOCK_CONFIG",
+        metavar="FILE",
+        is_eager=True,
+        callback=read_config,
+    ),
+]
+ModelName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Name under which the model is served.",
+        envvar="PENSTOCK_MODEL_NAME",
+        metavar="NAME",
+        show_default="its folder's name",
+    ),
+]
+Host: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="Address to listen on; any but this machine's own needs --api-key.",
+        envvar="PENSTOCK_HOST",
+        metavar="ADDRESS",
+    ),
+]
+Port: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="TCP port to listen on; 0 takes a free one.",
+        envvar="PENSTOCK_PORT",
+        metavar="NUMBER",
+        min=0,
+        max=65_535,
+    ),
+]
+APIKey: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="What clients must show, as a bearer token or in x-api-key. Other users of this "
+        "machine can read flags, but not the environment.",
+        envvar="PENSTOCK_API_KEY",
+        metavar="TEXT",
+        show_default="none",
+    ),
+]
+CORSOrigins: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Origin whose pages may call the server from a browser; may be repeated.",
+        envvar="PENSTOCK_CORS_ORIGIN",
+        metavar="ORIGIN",
+    ),
+]
+MemoryThreshold: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        help="Give up cold prefixes while the machine as a whole uses more than this share "
+        "of its memory.",
+        envvar="PENSTOCK_MEMORY_THRESHOLD",
+        metavar="SHARE",
+        show_default="the own limit alone counts",
+    ),
+]
+MaxBatchSize: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Run at most this many sequences at the same time.",
+        envvar="PENSTOCK_MAX_BATCH_SIZE",
+        metavar="NUMBER",
+        min=1,
+    ),
+]
+PrefillChunk: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Read this many tokens of prompts between two decode steps.",
+        envvar="PENSTOCK_PREFILL_CHUNK",
+        metavar="TOKENS",
+        min=1,
+    ),
+]
+MaxQueue: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Answers that may wait for their place; more are refused with 429.",
+        envvar="PENSTOCK_MAX_QUEUE",
+        metavar="NUMBER",
+        min=1,
+    ),
+]
+MaxTokens: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Tokens of an answer whose request does not say how many.",
+        envvar="PENSTOCK_MAX_TOKENS",
+        metavar="TOKENS",
+        min=1,
+    ),
+]
+RequestTimeout: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        help="From a request's arrival to its last token, at most.",
+        envvar="PENSTOCK_REQUEST_TIMEOUT",
+        metavar="SECONDS",
+    ),
+]
+DrainTimeout: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        help="Go on with open answers for this long when told to stop.",
+        envvar="PENSTOCK_DRAIN_TIMEOUT",
+        metavar="SECONDS",
+    ),
+]
+HotCacheOnly: TypeAlias = Annotated[
+    bool,
+    typer.Option("--hot-cache-only", help="Planned.", envvar="PENSTOCK_HOT_CACHE_ONLY"),
+]
+SSDCacheDir: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="Planned.", envvar="PENSTOCK_SSD_CACHE_DIR", metavar="FOLDER"),
+]
+SSDCacheLimit: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="Planned.", envvar="PENSTOCK_SSD_CACHE_LIMIT", metavar="BYTES"),
+]
+KVCacheQuantization: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="Planned.", envvar="PENSTOCK_KV_CACHE_QUANTIZATION", metavar="CODEC"),
+]
+KVCacheMinQuantizeTokens: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="Planned.", envvar="PENSTOCK_KV_CACHE_MIN_QUANTIZE_TOKENS", metavar="TOKENS"),
+]

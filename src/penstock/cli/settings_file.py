@@ -1,0 +1,49 @@
+"""Settings from a TOML file: its keys are the defaults of the flags they name."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from penstock.errors import SettingError
+
+
+def read_config(context: typer.Context, file: Path | None) -> Path | None:
+    """Let the keys of a TOML file be the defaults of the flags they name; an option's callback."""
+    if file is not None and not context.resilient_parsing:
+        flags = {str(parameter.name): parameter for parameter in context.command.params}
+        read = read_toml(file, flags)
+        for name, value in read.items():
+            if getattr(flags[name], "multiple", False) and not isinstance(value, list):
+                read[name] = [value]
+        context.default_map = {**(context.default_map or {}), **read}
+    return file
+
+
+def read_toml(file: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Read settings from a TOML file; a key is a flag's name, with `-` or `_`.
+
+    Raises:
+        SettingError: there is no such file, it is not TOML, or it has keys that no flag has.
+    """
+    try:
+        content = tomllib.loads(file.expanduser().read_text())
+    except OSError as error:
+        raise SettingError(f"--config {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"--config {file} is not TOML: {error}") from error
+    known = set(names) - {"config_file"}
+    unknown = [key for key in content if key.replace("-", "_") not in known]
+    if unknown:
+        raise SettingError(
+            f"--config {file} has keys that no flag has: {', '.join(unknown)}; "
+            "a key is a flag's name, as max-kv-size"
+        )
+    nested = [key for key, value in content.items() if isinstance(value, dict)]
+    if nested:
+        raise SettingError(f"--config {file}: {', '.join(nested)} must be a value, not a table")
+    return {key.replace("-", "_"): value for key, value in content.items()}

@@ -1,0 +1,58 @@
+"""`/docs`: the interfaces as Swagger UI draws them, with files that are all served from here."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from hashlib import sha256
+
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.responses import HTMLResponse
+from starlette.staticfiles import StaticFiles
+
+PATH = "/docs"
+FILES_PATH = f"{PATH}/files"
+FILES = ("fastapi_offline", "static")
+"""The package, and its folder, that Swagger UI comes in."""
+_INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+
+
+def add_reference(app: FastAPI) -> None:
+    """Add the page of an application's OpenAPI document; behind a key it is behind the key, too."""
+    page = get_swagger_ui_html(
+        # Relative, so that the page is whole behind a proxy that adds a path.
+        openapi_url="openapi.json",
+        title=f"{app.title}: interfaces",
+        swagger_js_url="docs/files/swagger-ui-bundle.js",
+        swagger_css_url="docs/files/swagger-ui.css",
+        swagger_favicon_url="favicon.ico",
+        swagger_ui_parameters={"validatorUrl": None},  # which would send the document elsewhere
+    )
+    content = bytes(page.body)
+    headers = {
+        "Content-Security-Policy": _policy(content.decode()),
+        "Cache-Control": "no-cache",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+    @app.api_route(PATH, methods=["GET", "HEAD"], include_in_schema=False)
+    async def reference() -> HTMLResponse:
+        return HTMLResponse(content, headers=headers)
+
+    app.mount(FILES_PATH, StaticFiles(packages=[FILES]))
+
+
+def _policy(page: str) -> str:
+    """Return a policy that lets in the page's own inline script, and nothing from elsewhere.
+
+    Swagger UI sets styles as it goes, and its pictures are `data:`.
+    """
+    digests = [b64encode(sha256(s.encode()).digest()).decode() for s in _INLINE.findall(page)]
+    scripts = " ".join(["'self'", *(f"'sha256-{digest}'" for digest in digests)])
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
