@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_counted(fault: str, stream: bool) -> None:
 def test_a_server_that_is_not_there_is_counted() -> None:
     said = [[{"role": "user", "content": "a"}]]
     replies = send(f"http://127.0.0.1:{serve_process.free_port()}", lambda c: at_once(c, said, 4))
-    assert "ConnectError" in str(replies[0].error)
+    assert "ConnectionRefusedError" in str(replies[0].error)
 
 
 # ---- memory and processes

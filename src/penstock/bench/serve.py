@@ -217,9 +217,11 @@ def measure(load: Load, sides: Sides = SIDES) -> Report:
     return report(load, found)
 
 
-def drive(server: Server, send: Callable[[Client], Awaitable[list[Reply]]]) -> Phase:
-    """Put one load on a server and watch its memory meanwhile."""
-    idle_bytes = server.process.memory_info().rss
+Send = Callable[[Client], Awaitable[list[Reply]]]
+
+
+def talk(server: Server, send: Send) -> tuple[float, list[Reply], int]:
+    """Put one load on a server; return its seconds, its replies and how many were open at most."""
 
     async def run() -> tuple[float, list[Reply], int]:
         async with connected(server.url, server.model) as client:
@@ -227,8 +229,14 @@ def drive(server: Server, send: Callable[[Client], Awaitable[list[Reply]]]) -> P
             replies = await send(client)
             return time.perf_counter() - began, replies, client.most_open
 
+    return asyncio.run(run())
+
+
+def drive(server: Server, send: Send) -> Phase:
+    """Put one load on a server and watch its memory meanwhile."""
+    idle_bytes = server.process.memory_info().rss
     with watched(server.process) as memory:
-        seconds, replies, most_open = asyncio.run(run())
+        seconds, replies, most_open = talk(server, send)
     return Phase(
         seconds,
         replies,
@@ -243,7 +251,7 @@ def drive(server: Server, send: Callable[[Client], Awaitable[list[Reply]]]) -> P
 def _cold(
     folder: Folder,
     make: Callable[[Folder, int], Kind],
-    send: Callable[[Client], Awaitable[list[Reply]]],
+    send: Send,
 ) -> Phase:
     port = free_port()
     with serving(make(folder, port), port) as server:
@@ -310,11 +318,11 @@ def _overhead(load: Load, folder: Folder, server: Server) -> Overhead:
         return [[{"role": "user", "content": text}] for text in texts]
 
     def over_http(seed: int, *, stream: bool) -> tuple[float, int]:
-        phase = drive(
+        seconds, replies, _ = talk(
             server,
             lambda client: at_once(client, asked(seed), load.overhead_tokens, stream=stream),
         )
-        return phase.seconds, sum(reply.completion_tokens for reply in phase.good)
+        return seconds, sum(reply.completion_tokens for reply in replies if reply.error is None)
 
     def run(way: str, turn: int, alone: Alone) -> tuple[float, int]:
         # The same prompts alone and streamed; for answers in one piece the server needs others,

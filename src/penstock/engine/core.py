@@ -27,7 +27,7 @@ from mlx.utils import tree_flatten
 from penstock import config
 from penstock.blas import one_thread
 from penstock.engine.constraint import Constraint, Grammars
-from penstock.engine.handle import Handle
+from penstock.engine.handle import Handle, tell
 from penstock.engine.request import Request, Sampling
 from penstock.engine.sampling import (
     Chooser,
@@ -656,6 +656,7 @@ class Core:
                     raise choice
                 self._advance(sequence)
                 self._commit(sequence, choice)
+        tell(sequence.handle for sequence in sequences)
 
     def _advance(self, sequence: Sequence) -> None:
         """Make the column that was written visible, and move full tails on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.engine.request import Event, Finish, Request, Token
@@ -46,6 +46,7 @@ class Handle:
         self._alive = alive
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._open = request.n
+        self._ends = 0
         self._listener: Callable[[], object] | None = None
 
     @property
@@ -58,16 +59,22 @@ class Handle:
         """Events that were posted and nobody has taken yet."""
         return self._events.qsize()
 
-    def listen(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called after each event, on the engine's thread: it must be quick.
+    @property
+    def ends(self) -> int:
+        """Answers whose end was posted, taken or not."""
+        return self._ends
 
-        It is called at once, on this thread, if events are there already, so none is missed
-        and one may be told twice. One that raises is logged and not called again. An event
-        loop listens with `lambda: loop.call_soon_threadsafe(wake)` and takes `events()` there.
+    def listen(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called when events are there, on the engine's thread: it must be quick.
+
+        It is called once a step, for all handles that it listens to; and at once, on this
+        thread, if events are there already, so none is missed and one may be told twice. One
+        that raises is logged and not called again. An event loop listens with
+        `lambda: loop.call_soon_threadsafe(wake)` and takes `events()` there.
         """
         self._listener = callback
         if self.unread:
-            self._tell()
+            tell([self])
 
     def cancel(self) -> None:
         """Ask for the end: within a step all bytes are given back. Again does nothing."""
@@ -106,21 +113,9 @@ class Handle:
         return self.choices
 
     def post(self, event: Event) -> None:
-        """Add an event; the engine's thread calls this."""
+        """Add an event; the engine's thread calls this, and `tell` when it has added all."""
+        self._ends += isinstance(event, Finish)
         self._events.put(event)
-        self._tell()
-
-    def _tell(self) -> None:
-        """Call the listener, if there is one."""
-        listener = self._listener
-        if listener is None:
-            return
-        try:
-            listener()
-        # A boundary: a reader's code, say a loop that was closed, must not end the engine.
-        except Exception:
-            self._listener = None
-            logger.exception("the listener of a request has failed and is not called again")
 
     def _wait(self, until: float | None) -> Event:
         while True:
@@ -145,3 +140,19 @@ class Handle:
             choice.finish = event
             self._open -= 1
         return event
+
+
+def tell(handles: Iterable[Handle]) -> None:
+    """Call who listens to any of the handles, each once; the engine's thread does after a step."""
+    listening: dict[Callable[[], object], list[Handle]] = {}
+    for handle in handles:
+        if handle._listener is not None:
+            listening.setdefault(handle._listener, []).append(handle)
+    for listener, its in listening.items():
+        try:
+            listener()
+        # A boundary: a reader's code, say a loop that was closed, must not end the engine.
+        except Exception:
+            for handle in its:
+                handle._listener = None
+            logger.exception("the listener of a request has failed and is not called again")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from penstock.engine.handle import Handle
+from penstock.engine.handle import Handle, tell
 from penstock.engine.request import Finish, Reason, Request, Token, Usage
 from penstock.engine.sampling import Chooser, Chosen
 from penstock.engine.text import TextStream
@@ -125,7 +125,7 @@ class Sequence:
         return Usage(self.prompt_tokens, self.cached_tokens, self.generated_tokens)
 
     def say(self, chosen: Chosen) -> None:
-        """Add a token to the answer and tell the handle."""
+        """Add a token to the answer and post it; who listens is told after the step."""
         self.tokens.append(chosen.token)
         text = self.text.push(chosen.token) if self.text is not None else ""
         self.handle.post(Token(self.choice, chosen.token, text, chosen.logprob, chosen.top))
@@ -149,3 +149,4 @@ class Sequence:
             if self.text.stopped is not None:
                 reason, stop = "stop", self.text.stopped
         self.handle.post(Finish(self.choice, reason, text, stop, self.usage(), error))
+        tell([self.handle])

@@ -1,8 +1,10 @@
 """What all routers share: the engine seen from an event loop.
 
     engine's thread                              event loop
-    post ──listen──> call_soon_threadsafe ──> Answering ──> a response, or a stream
+    step ──listen──> call_soon_threadsafe ──> Answering ──> a response, or a stream
          <──────────── cancel ──────────────── left early, client gone, or reader too slow
+
+A step that brings tokens to many wakes the event loop once.
 
 The event loop never touches an array and never waits for the engine: it asks with
 `Engine.later` and is told through `Handle.listen`.
@@ -46,6 +48,8 @@ from penstock.server.prompts import Prompts
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 32
+"""Events that may wait while nobody reads but the end: each wake takes the engine's time."""
 WATCH_SECONDS = 0.25
 """How often it is looked whether the engine's thread lives."""
 LEAST_SECONDS = 0.001
@@ -131,6 +135,8 @@ class Service:
         self.max_queue = engine.later(lambda core: core.limits.max_queue).result()
         """Answers that may wait in the engine, and prompts that may wait to be read."""
         self._open: set[Answering] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._told = False
         self._pending = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-prompts")
 
@@ -181,7 +187,9 @@ class Service:
         recent.explanation = _without_text(explanation)
         self._open.add(answering)
         self.recent.append(recent)
-        answering.listen()
+        self._loop = asyncio.get_running_loop()
+        for handle in answering.handles:
+            handle.listen(self._tell)
         return answering
 
     async def _handle(self, request: Request) -> Handle:
@@ -256,6 +264,19 @@ class Service:
         """Let go of the worker thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
+    def _tell(self) -> None:
+        """Have the readers woken; the engine's thread calls this after a step."""
+        if self._told or self._loop is None:
+            return
+        self._told = True
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._wake_readers)
+
+    def _wake_readers(self) -> None:
+        self._told = False  # before events are looked for: none is missed
+        for answering in self._open:
+            answering.look()
+
     def _closed(self, answering: Answering) -> None:
         self._open.discard(answering)
         for listener in self.listeners:
@@ -328,7 +349,7 @@ class Answering:
         self._loop = asyncio.get_running_loop()
         self._offsets = _offsets(handles)
         self._wake = asyncio.Event()
-        self._told = False
+        self._patient = False
         self._slow = False
         self._error: BaseException | None = None
         self._closed = False
@@ -364,8 +385,7 @@ class Answering:
                 that is too slow.
         """
         while True:
-            self._wake.clear()
-            self._told = False  # before the events are taken: none is missed
+            self._wake.clear()  # before the events are taken: none is missed
             events = self._take()
             if events:
                 yield events
@@ -391,6 +411,7 @@ class Answering:
             ClientGone: it went.
             PenstockError: as `batches`.
         """
+        self._patient = True
         await (self._read_all() if http is None else until_gone(http, self._read_all()))
         return [choice for handle in self.handles for choice in handle.choices]
 
@@ -398,10 +419,21 @@ class Answering:
         async for _ in self.batches():
             pass
 
-    def listen(self) -> None:
-        """Begin to be told of events."""
-        for handle in self.handles:
-            handle.listen(self._tell)
+    def look(self) -> None:
+        """Wake the reader if there is something for it, or cancel if it has left too much."""
+        unread = sum(handle.unread for handle in self.handles)
+        if unread > self._service.settings.max_unread and not self._slow:
+            self._slow = True
+            for handle in self.handles:
+                handle.cancel()
+        if unread and not (self._patient and self._can_wait(unread)):
+            self._wake.set()
+
+    def _can_wait(self, unread: int) -> bool:
+        """Tell whether nothing has come but tokens after the first one, and few of them."""
+        ended = sum(handle.ends for handle in self.handles) > len(self.finishes)
+        few = unread < min(PATIENCE, self._service.settings.max_unread)
+        return few and not ended and self.recent.first_token_seconds is not None
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, after the events that are there."""
@@ -435,19 +467,7 @@ class Answering:
     ) -> None:
         self.close()
 
-    # ---- between the threads
-
-    def _tell(self) -> None:
-        """Wake the reader; the engine's thread calls this after each event."""
-        unread = sum(handle.unread for handle in self.handles)
-        if unread > self._service.settings.max_unread and not self._slow:
-            self._slow = True
-            for handle in self.handles:
-                handle.cancel()
-        if not self._told:
-            self._told = True
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(self._wake.set)
+    # ---- events
 
     def _take(self) -> list[Event]:
         """Return the events that are there, numbered through, without ends that are errors."""
