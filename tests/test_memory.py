@@ -595,6 +595,15 @@ def test_the_default_limit_leaves_small_machines_more(gigabytes: int, percent: i
 
 
 @pytest.mark.parametrize(
+    ("gigabytes", "share"), [(8, 0.8), (31, 0.8), (32, 0.85), (64, 0.9), (128, 0.95), (512, 0.95)]
+)
+def test_cold_prefixes_give_way_before_a_small_machine_is_full(
+    gigabytes: int, share: float
+) -> None:
+    assert memory.default_threshold(gigabytes * 10**9) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
     "name", ["llama", "llama wide heads", "qwen3", "qwen3_moe", "gemma3_text", "mixtral", "olmo3"]
 )
 @pytest.mark.parametrize("quantization", [None, {"bits": 4, "group_size": 32}])

@@ -96,9 +96,9 @@ class EngineSettings(Settings):
     """Tokens of prompts that are read in one step, between two decode steps."""
     max_queue: int = Field(MAX_QUEUE, ge=1)
     """Answers that may wait for their place."""
-    memory_threshold: float | None = Field(None, gt=0.0, le=1.0)
+    memory_threshold: float = Field(1.0, gt=0.0, le=1.0)
     """Share of the machine's memory, in use by everybody, from which cold prefixes give way;
-    None looks at the own limit alone."""
+    1 looks at the own limit alone."""
 
     @model_validator(mode="after")
     def _keep_leaves_room(self) -> EngineSettings:

@@ -18,11 +18,14 @@ import mlx.core as mx
 import pytest
 
 from penstock.engine import core as core_module
+from penstock.engine import needs as needs_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.needs import Needs
 from penstock.engine.request import Request, Sampling
 from penstock.errors import NeverFits
 from penstock.kv import attention
+from penstock.kv.tails import Tails
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load
 from penstock.recall import MODEL_PATH
@@ -251,7 +254,7 @@ def test_the_limit_holds_where_the_scores_of_one_token_are_many(
     monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """As of 32 heads and 100,000 tokens; with less computed at once, 5,000 tokens do."""
-    for module in (attention, core_module):
+    for module in (attention, needs_module):
         monkeypatch.setattr(module, "SCORES_AT_ONCE", 2**13)
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 1, "num_hidden_layers": 2}
     long = case("long", 5_000, torch_dtype=dtype, PREFILL_CHUNK=64, MAX_BATCH_SIZE=1, **sizes)
@@ -343,11 +346,11 @@ def test_answers_that_wait_share_their_prompt_and_then_have_their_own() -> None:
 # ---- negative controls
 
 
-class MeasuresHalf(Core):
+class MeasuresHalf(Needs):
     """Thinks that a step takes half of what it does."""
 
-    def _measure_step(self) -> int:
-        return super()._measure_step() // 2
+    def measure_step(self, tails: Tails) -> int:
+        return super().measure_step(tails) // 2
 
 
 class CountsHalfTheTree(Core):
@@ -359,8 +362,9 @@ class CountsHalfTheTree(Core):
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=["greedy", "sampling"])
-def test_a_step_that_is_not_counted_is_seen(case: Case) -> None:
-    with watched(case, MeasuresHalf) as watch:
+def test_a_step_that_is_not_counted_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "Needs", MeasuresHalf)
+    with watched(case) as watch:
         watch.tighten(case.request(0))
         watch.core.submit(case.request(0))
         with pytest.raises(AssertionError, match="over the limit"):

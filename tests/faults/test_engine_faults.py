@@ -657,12 +657,12 @@ def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyP
         assert_right(running)
 
 
-def test_without_a_threshold_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_a_threshold_of_one_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     def memory() -> Any:
         raise AssertionError("looked")
 
     monkeypatch.setattr("penstock.engine.core.psutil.virtual_memory", memory)
-    with made() as setup:
+    with made(memory_threshold=1.0) as setup:
         handle = setup.ask(SHORT)
         setup.drain()
         assert_right(handle)

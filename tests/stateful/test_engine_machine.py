@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_machines import causes
 
 from penstock.engine.core import Core
+from penstock.engine.needs import Needs
 from penstock.engine.sequence import Sequence
 from penstock.errors import StepFailed
 
@@ -44,11 +45,17 @@ class ForgetsAPin(Core):
         super()._release(sequence)
 
 
+class NothingOwn(Needs):
+    def own(self, tokens: int, cut: int = 0) -> int:
+        return 0
+
+
 class CountsNoRuns(Core):
     """Reserves nothing for what a sequence computes."""
 
-    def _own_bytes(self, sequence: Sequence, cut: int) -> int:
-        return 0
+    def _make(self, model: Any, fingerprint: str) -> None:
+        super()._make(model, fingerprint)
+        self.needs = NothingOwn(self.runner, self.limits)
 
 
 class KeepsASlot(Core):

@@ -27,7 +27,6 @@ EDIT_AT = 3
 """The turn, from 0, which a session that edits says in place of the turn before it."""
 
 CHAT = "/v1/chat/completions"
-PIECE_BYTES = 65_536
 
 Message = dict[str, str]
 
@@ -118,20 +117,26 @@ class Client:
             method=asked.method, target=asked.url.raw_path, headers=asked.headers.raw
         )
         parts = [http.send(event) for event in (head, h11.Data(asked.content), h11.EndOfMessage())]
-        reader, writer = await asyncio.open_connection(asked.url.host, asked.url.port or 80)
+        loop = asyncio.get_running_loop()
+        transport, pieces = await loop.create_connection(
+            _Pieces, asked.url.host, asked.url.port or 80
+        )
         try:
-            writer.writelines([part for part in parts if part])
-            pieces = []
+            transport.writelines([part for part in parts if part])
             while True:
-                async with asyncio.timeout(PATIENCE_SECONDS):
-                    piece = await reader.read(PIECE_BYTES)
-                pieces.append((time.perf_counter(), piece))
-                if not piece:
+                taken = len(pieces.came)
+                try:
+                    async with asyncio.timeout(PATIENCE_SECONDS):
+                        await asyncio.shield(pieces.ended)
                     break
+                except TimeoutError:
+                    if len(pieces.came) == taken:
+                        raise
         finally:
-            writer.close()
-        reply.ended = pieces[-1][0]
-        _read(http, pieces, reply)
+            transport.close()
+        came = pieces.came
+        reply.ended = came[-1][0]
+        _read(http, came, reply)
 
     async def _whole(self, body: dict[str, Any], reply: Reply) -> None:
         response = await self._http.post(CHAT, json=body)
@@ -142,6 +147,26 @@ class Client:
         reply.text = found["choices"][0]["message"]["content"] or ""
         reply.text_times.append(time.perf_counter())
         _count(found["usage"], reply)
+
+
+class _Pieces(asyncio.Protocol):
+    """Notes what comes on a connection, and when; the last piece is its end, and empty."""
+
+    def __init__(self) -> None:
+        self.came: list[tuple[float, bytes]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.came.append((time.perf_counter(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.came.append((time.perf_counter(), b""))
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
 
 
 def _read(http: h11.Connection, pieces: Sequence[tuple[float, bytes]], reply: Reply) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from penstock import memory
-from penstock.engine.core import JOINED_SCORE_BYTES, Core
+from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.errors import NeverFits, SettingError
-from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import Loaded
 
@@ -50,22 +49,10 @@ def _needed(core: Core) -> tuple[str, int]:
 
 
 def sequence_bytes(core: Core, tokens: int) -> tuple[int, int]:
-    """Return what a sequence of so many tokens needs, and what such ones need together, once.
-
-    Its KV, its part of the index and the scores of a step; and what its prompt is read with: as
-    the engine counts before it lets one in (`Core._check_fits`).
-    """
-    runner = core.runner
-    scores = tokens * runner.heads
-    if runner.fitness.way == "joined":
-        score_size = JOINED_SCORE_BYTES
-        beyond = scores * core.limits.prefill_chunk
-    else:
-        score_size = max(score_bytes(shape.dtype) for shape in runner.shapes)
-        beyond = max(0, scores - SCORES_AT_ONCE)
+    """Return what a sequence of so many tokens needs, and what such ones need together, once."""
     index = core.prefixes.index_bytes(-(-tokens // core.limits.block_size) + 1)
-    each = tokens * runner.token_bytes + index + scores * score_size
-    return each, 2 * runner.layer_bytes * tokens + beyond * score_size
+    each = core.needs.own(tokens) + core.needs.step(tokens) + index
+    return each, core.needs.chunk(tokens)
 
 
 def round_up(size_bytes: int) -> str:

@@ -94,7 +94,8 @@ def serve(
         "max_queue": max_queue,
     }
     # Both say in the words of the flags what the engine would say in its own, and sooner.
-    config.parse(config.EngineSettings, memory_limit=1, **limits)
+    given = {name: value for name, value in limits.items() if value is not None}
+    config.parse(config.EngineSettings, memory_limit=1, **given)
     config.parse(config.KVSettings, max_kv_size=max_kv_size, keep_kv_size=keep_kv_size)
     limits |= {"memory_limit": memory_limit, "max_kv_size": max_kv_size, "keep": keep_kv_size}
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")

@@ -78,10 +78,10 @@ MemoryThreshold: TypeAlias = Annotated[
     float | None,
     typer.Option(
         help="Give up cold prefixes while the machine as a whole uses more than this share "
-        "of its memory.",
+        "of its memory; at 1 the own limit alone counts.",
         envvar="PENSTOCK_MEMORY_THRESHOLD",
         metavar="SHARE",
-        show_default="the own limit alone counts",
+        show_default="0.8 to 0.95, more on larger machines",
     ),
 ]
 MaxBatchSize: TypeAlias = Annotated[

@@ -28,7 +28,8 @@ from penstock import config
 from penstock.blas import one_thread
 from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
-from penstock.engine.request import Request, Sampling
+from penstock.engine.needs import Needs
+from penstock.engine.request import Request
 from penstock.engine.sampling import (
     Chooser,
     Chosen,
@@ -51,8 +52,7 @@ from penstock.errors import (
     StepFailed,
 )
 from penstock.heap import give_back_freed_memory, keep_freed_memory
-from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
-from penstock.kv.reads import Part, Row, in_order
+from penstock.kv.reads import Part, in_order
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind, Ledger
@@ -63,15 +63,18 @@ from penstock.prefix.node import Node, NodeView
 from penstock.prefix.prefixes import Prefixes
 
 TAIL_TOKENS = 8
-"""Columns of a tail. More are copied out less often; fewer waste less."""
+"""Least columns of a tail. More are copied out less often, and leave fewer parts to be read; fewer
+waste less."""
+MOST_TAIL_TOKENS = 32
+POOL_TOKENS = 64
+"""Columns that few places may share out among them: those of eight."""
 PRESSURE_SECONDS = 1.0
 """How often the machine's memory is looked at."""
-JOINED_SCORE_BYTES = 16
-"""Working memory of one score in MLX's own attention, which joined models use."""
-MASK_BYTES = 5
-"""What a grammar's mask and the logits that it leaves take for each token of the vocabulary."""
-SLACK = 1.10
-"""How much more a step may take than the one that was measured at the start."""
+
+
+def has_own_memory() -> bool:
+    """Tell whether the device has memory of its own: to give it up helps no other program."""
+    return mx.default_device() != mx.cpu and not mx.metal.is_available()
 
 
 def checked(settings: dict[str, Any]) -> config.EngineSettings:
@@ -81,11 +84,14 @@ def checked(settings: dict[str, Any]) -> config.EngineSettings:
         SettingError: a number is out of its range, or a name is none of a setting's.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    limit = given.get("memory_limit")
-    if limit is None:
-        given["memory_limit"] = read_machine_memory(mx.device_info()).default_limit_bytes
-    elif isinstance(limit, str):
+    if isinstance(limit := given.get("memory_limit"), str):
         given["memory_limit"] = parse_bytes(limit)
+    if has_own_memory():
+        given.setdefault("memory_threshold", 1.0)
+    if not {"memory_limit", "memory_threshold"} <= set(given):
+        machine = read_machine_memory(mx.device_info())
+        given.setdefault("memory_limit", machine.default_limit_bytes)
+        given.setdefault("memory_threshold", machine.default_threshold)
     return config.parse(config.EngineSettings, flags=False, **given)
 
 
@@ -158,14 +164,13 @@ class Core:
         self.runner = Runner(
             model, max_kv_size=self.limits.max_kv_size, keep=self.limits.keep_tokens
         )
-        columns = min(TAIL_TOKENS, self.limits.block_size)
-        slots = self.limits.max_batch_size
-        self._score_bytes = max(score_bytes(shape.dtype) for shape in self.runner.shapes)
-        if self.runner.fitness.way == "joined":
-            self._score_bytes = JOINED_SCORE_BYTES
+        self.needs = Needs(self.runner, self.limits)
+        slots, block_size = self.limits.max_batch_size, self.limits.block_size
+        columns = min(MOST_TAIL_TOKENS, POOL_TOKENS // slots, block_size // 2)
+        columns = min(max(TAIL_TOKENS, columns), block_size)
         self._pool = self.ledger.reserve(Kind.TAILS, slots * columns * self.runner.token_bytes)
         self.tails = Tails(slots, columns, self.runner.shapes)
-        self._buffers = self.ledger.reserve(Kind.BUFFERS, self._measure_step())
+        self._buffers = self.ledger.reserve(Kind.BUFFERS, self.needs.measure_step(self.tails))
         self.tails.drop()  # until somebody decodes
         self._chunk = self.ledger.reserve(Kind.BUFFERS, 0)
         self.prefixes: Prefixes[Segment] = Prefixes(
@@ -451,36 +456,10 @@ class Core:
         made.reset()
         return made
 
-    def _own_bytes(self, sequence: Sequence, cut: int) -> int:
-        """Return the most bytes that a sequence can come to hold beside `cut` tokens of a path."""
-        most, window = sequence.most_tokens, self.limits.max_kv_size
-        own = max(0, min(most, window) - cut)
-        if most > window:  # past the window: its ring, and what is cut out of it
-            ring = window - self.limits.keep_tokens
-            own += min(most - window, ring + self.limits.prefill_chunk + self.limits.block_size)
-        return own * self.runner.token_bytes
-
-    def _seen_tokens(self, sequence: Sequence) -> int:
-        """Return the most tokens that one step of a sequence reads."""
-        return min(sequence.most_tokens, self.limits.max_kv_size + self.limits.prefill_chunk)
-
-    def _step_bytes(self, sequence: Sequence) -> int:
-        """Return what a sequence's length adds to every step in which it decodes: its scores."""
-        return self._seen_tokens(sequence) * self.runner.heads * self._score_bytes
-
-    def _chunk_bytes(self, sequence: Sequence) -> int:
-        """Return what its length adds to a step that prefills it: a layer joined, and the scores
-        beyond those that are computed at a time in any case: of one token, or, if the model
-        attends to a chunk by itself, of all. One sequence at a time does."""
-        seen, alone = self._seen_tokens(sequence), self.runner.fitness.way == "joined"
-        scores = seen * self.runner.heads * (self.limits.prefill_chunk if alone else 1)
-        beyond = scores if alone else max(0, scores - SCORES_AT_ONCE)
-        return 2 * self.runner.layer_bytes * seen + beyond * self._score_bytes
-
     def _check_fits(self, sequence: Sequence) -> None:
         """Raise NeverFits if a sequence could not run though nobody else did."""
-        own = self._own_bytes(sequence, 0)
-        step = self._step_bytes(sequence) + self._chunk_bytes(sequence)
+        own = self.needs.own(sequence.most_tokens)
+        step = self.needs.step(sequence.most_tokens) + self.needs.chunk(sequence.most_tokens)
         index = self.prefixes.index_bytes(len(sequence.keys) + 1)
         fixed = self._fixed_bytes()
         limit = self.ledger.limit_bytes
@@ -534,8 +513,8 @@ class Core:
 
     def _worth_parking(self, sequence: Sequence, others: Items[Sequence]) -> bool:
         """Tell whether a sequence would fit if all of the others were parked."""
-        needed = self._own_bytes(sequence, 0) + self._step_bytes(sequence)
-        needed += max(0, self._chunk_bytes(sequence) - self._chunk.nbytes)
+        needed = self.needs.own(sequence.most_tokens) + self.needs.step(sequence.most_tokens)
+        needed += max(0, self.needs.chunk(sequence.most_tokens) - self._chunk.nbytes)
         freed = self.ledger.free_bytes + self.prefixes.evictable_bytes
         for other in others:
             held = [r.nbytes for r in (other.own, other.step) if r is not None]
@@ -550,17 +529,17 @@ class Core:
         pin = self.prefixes.pin(self.prefixes.match(sequence.keys[:blocks]))
         cut = min(matched, len(sequence.tokens) - 1)
         try:
-            own = self.prefixes.reserve(Kind.TAILS, self._own_bytes(sequence, cut))
+            own = self.prefixes.reserve(Kind.TAILS, self.needs.own(sequence.most_tokens, cut))
         except (LedgerFull, NeverFits):
             pin.release()
             return False
         try:
-            step = self.prefixes.reserve(Kind.BUFFERS, self._step_bytes(sequence))
+            step = self.prefixes.reserve(Kind.BUFFERS, self.needs.step(sequence.most_tokens))
         except (LedgerFull, NeverFits):
             own.release()
             pin.release()
             return False
-        more = self._chunk_bytes(sequence) - self._chunk.nbytes
+        more = self.needs.chunk(sequence.most_tokens) - self._chunk.nbytes
         if more > 0 and not self.prefixes.make_room(more):
             step.release()
             own.release()
@@ -840,7 +819,8 @@ class Core:
                 reservation.release()
         sequence.own = sequence.step = None
         admitted = [s for s in self._sequences.values() if s.own is not None]
-        self._chunk.resize(max(map(self._chunk_bytes, admitted), default=0))
+        chunks = (self.needs.chunk(other.most_tokens) for other in admitted)
+        self._chunk.resize(max(chunks, default=0))
 
     def _hold(self, sequence: Sequence) -> None:
         """Prefer the first nodes of a sequence's path from now on, if its request asks for it."""
@@ -928,56 +908,13 @@ class Core:
         """Give up cold nodes while the whole machine uses more memory than it should."""
         now = self.clock()
         threshold = self.limits.memory_threshold
-        if threshold is None or now - self._looked_seconds < PRESSURE_SECONDS:
+        if threshold >= 1 or now - self._looked_seconds < PRESSURE_SECONDS:
             return
         self._looked_seconds = now
         memory = psutil.virtual_memory()
         over = int(memory.total - memory.available - threshold * memory.total)
         if over > 0 and self.prefixes.shrink(over, "pressure"):
             _give_back()
-
-    # ---- the measure of a step
-
-    def _measure_step(self) -> int:
-        """Run the largest steps once, on nothing, and return what they took beside their result."""
-        limits, runner = self.limits, self.runner
-        tokens = [0] * min(limits.prefill_chunk, limits.max_kv_size)
-
-        def peak(run: Callable[[], object]) -> int:
-            before = mx.get_active_memory()
-            mx.reset_peak_memory()
-            run()
-            return mx.get_peak_memory() - before
-
-        rows = [Row((), 0, slot, 0) for slot in range(limits.max_batch_size)]
-
-        def decode() -> None:
-            logits = runner.decode([0] * len(rows), rows, self.tails)
-            mx.eval(logits, self.tails.buffers())
-
-        everything = Sampling(
-            temperature=1.0,
-            top_p=0.9,
-            top_k=50,
-            min_p=0.01,
-            repetition_penalty=1.1,
-            presence_penalty=0.1,
-            logprobs=True,
-            top_logprobs=20,
-        )
-
-        def sample() -> None:
-            logits = mx.random.normal((len(rows), runner.vocabulary_size), key=mx.random.key(0))
-            choosers = [Chooser(everything, (0,), choice) for choice in range(len(rows))]
-            choose_all(logits, choosers, [()] * len(rows))
-
-        masks = MASK_BYTES * len(rows) * runner.vocabulary_size
-        taken = max(peak(lambda: runner.prefill(tokens, (), 0)), peak(decode), peak(sample) + masks)
-        # A chunk far into a prompt has as many scores at once as are ever computed together.
-        most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * limits.max_kv_size)
-        measured = min(most, runner.heads * len(tokens) ** 2)
-        folding = 2 * limits.block_size * runner.token_bytes
-        return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
 
 
 def _give_back() -> None:

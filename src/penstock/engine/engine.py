@@ -53,7 +53,8 @@ class Engine:
         prefill_chunk: tokens of prompts that are read in one step, between two decode steps.
         max_queue: answers that may wait.
         memory_threshold: share of the machine's memory, in use by everybody, from which cold
-            prefixes give way; None looks at the own limit alone.
+            prefixes give way; by default 0.8 to 0.95, more on larger machines, and 1, which
+            looks at the own limit alone, on a device with memory of its own.
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
 
     Raises:

@@ -199,5 +199,14 @@ def default_limit_bytes(recommended_bytes: int) -> int:
     return recommended_bytes * 85 // 100
 
 
+def default_threshold(total_bytes: int) -> float:
+    """Give the share of a machine's memory, in use by everybody, above which cold prefixes go.
+
+    Ten points above the share that `default_limit_bytes` takes: 80 % under 32 GB, 85 % under
+    64 GB, 90 % under 128 GB, 95 % from there.
+    """
+    return default_limit_bytes(total_bytes) / total_bytes + 0.1
+
+
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(str(number) for number in numbers)

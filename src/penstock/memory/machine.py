@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.memory.arithmetic import default_limit_bytes
+from penstock.memory.arithmetic import default_limit_bytes, default_threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class MachineMemory:
     recommended_bytes: int
     """What the device recommends; the whole memory where it says nothing."""
     default_limit_bytes: int
+    default_threshold: float
+    """Share of the total, in use by everybody, above which cold prefixes give way."""
 
 
 def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:
@@ -38,6 +40,7 @@ def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:
         available_bytes=min(seen.available, total),
         recommended_bytes=recommended,
         default_limit_bytes=default_limit_bytes(recommended),
+        default_threshold=round(default_threshold(total), 2),
     )
 
 

@@ -421,7 +421,9 @@ class Answering:
 
     def look(self) -> None:
         """Wake the reader if there is something for it, or cancel if it has left too much."""
-        unread = sum(handle.unread for handle in self.handles)
+        unread = 0
+        for handle in self.handles:
+            unread += handle.unread
         if unread > self._service.settings.max_unread and not self._slow:
             self._slow = True
             for handle in self.handles:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import math
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,9 @@ from penstock.server.errors import body_for, dumps, problem_of
 from penstock.server.service import Answering, Service
 
 logger = logging.getLogger(__name__)
+
+LOOKS = 4
+"""How often, in the time that a reader has, it is looked whether it takes what is sent."""
 
 EVENT: dict[str, Any] = {
     "type": "object",
@@ -60,20 +64,33 @@ class Stream(EventSourceResponse):
         )
         self._answering = answering
         self._send_scope = anyio.CancelScope()
+        self._sending_since: float | None = None
 
     async def _stream_response(self, send: Send) -> None:
-        """Stream inside one scope, whose deadline each send sets anew: a scope for every send, as
-        sse-starlette makes them, takes a seventh of a stream's time."""
-        with self._send_scope:
-            await super()._stream_response(send)
+        """Stream inside one scope, and look from time to time whether a send takes too long: a
+        scope for every send, as sse-starlette makes them, takes a seventh of a stream's time."""
+        self._look()
+        try:
+            with self._send_scope:
+                await super()._stream_response(send)
+        finally:
+            self._next_look.cancel()
         if self._send_scope.cancel_called:
             raise SendTimeoutError
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        assert self.send_timeout is not None
-        self._send_scope.deadline = anyio.current_time() + self.send_timeout
+        self._sending_since = time.monotonic()
         await send(message)
-        self._send_scope.deadline = math.inf
+        self._sending_since = None
+
+    def _look(self) -> None:
+        """End the stream if its reader has not taken what was sent for too long."""
+        assert self.send_timeout is not None
+        since = self._sending_since
+        if since is not None and time.monotonic() - since >= self.send_timeout:
+            self._send_scope.cancel()
+        delay = self.send_timeout / LOOKS
+        self._next_look = asyncio.get_running_loop().call_later(delay, self._look)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -1,0 +1,112 @@
+"""What sequences and steps take, told before they take it: the sums behind every reservation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from penstock.config import EngineSettings
+from penstock.engine.request import Sampling
+from penstock.engine.sampling import Chooser, choose_all
+from penstock.engine.step import Runner
+from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
+from penstock.kv.reads import Row
+from penstock.kv.tails import Tails
+
+JOINED_SCORE_BYTES = 16
+"""Working memory of one score in MLX's own attention, which joined models use."""
+MASK_BYTES = 5
+"""What a grammar's mask and the logits that it leaves take for each token of the vocabulary."""
+SLACK = 1.10
+"""How much more a step may take than the one that was measured at the start."""
+EVERYTHING = Sampling(
+    temperature=1.0,
+    top_p=0.9,
+    top_k=50,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logprobs=True,
+    top_logprobs=20,
+)
+
+
+class Needs:
+    """Bytes that a model takes under an engine's limits.
+
+    A sequence of n tokens is one whose prompt and answer have n tokens whose KV is ever read:
+    all but the last.
+    """
+
+    def __init__(self, runner: Runner, limits: EngineSettings) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._alone = runner.fitness.way == "joined"
+        """Whether the model attends by itself, all scores of a chunk at once."""
+        self._score_bytes = (
+            JOINED_SCORE_BYTES
+            if self._alone
+            else max(score_bytes(shape.dtype) for shape in runner.shapes)
+        )
+
+    def own(self, tokens: int, cut: int = 0) -> int:
+        """Return the most that a sequence can come to hold beside `cut` tokens of a path."""
+        window = self._limits.max_kv_size
+        own = max(0, min(tokens, window) - cut)
+        if tokens > window:  # past the window: its ring, and what is cut out of it
+            ring = window - self._limits.keep_tokens
+            most = ring + self._limits.prefill_chunk + self._limits.block_size
+            own += min(tokens - window, most)
+        return own * self._runner.token_bytes
+
+    def step(self, tokens: int) -> int:
+        """Return what a sequence adds to every step in which it decodes: its scores."""
+        return self._seen(tokens) * self._runner.heads * self._score_bytes
+
+    def chunk(self, tokens: int) -> int:
+        """Return what a sequence adds to a step that prefills it: a layer joined, and the scores
+        beyond those that are computed at a time in any case: of one token, or, if the model
+        attends to a chunk by itself, of all. One sequence at a time does."""
+        seen = self._seen(tokens)
+        scores = seen * self._runner.heads * (self._limits.prefill_chunk if self._alone else 1)
+        beyond = scores if self._alone else max(0, scores - SCORES_AT_ONCE)
+        return 2 * self._runner.layer_bytes * seen + beyond * self._score_bytes
+
+    def measure_step(self, tails: Tails) -> int:
+        """Run the largest steps once, on nothing, and return what they took beside their result.
+
+        The tails have taken their memory afterwards.
+        """
+        limits, runner = self._limits, self._runner
+        tokens = [0] * min(limits.prefill_chunk, limits.max_kv_size)
+        rows = [Row((), 0, slot, 0) for slot in range(limits.max_batch_size)]
+
+        def decode() -> None:
+            logits = runner.decode([0] * len(rows), rows, tails)
+            mx.eval(logits, tails.buffers())
+
+        def sample() -> None:
+            logits = mx.random.normal((len(rows), runner.vocabulary_size), key=mx.random.key(0))
+            choosers = [Chooser(EVERYTHING, (0,), choice) for choice in range(len(rows))]
+            choose_all(logits, choosers, [()] * len(rows))
+
+        masks = MASK_BYTES * len(rows) * runner.vocabulary_size
+        prefill = _peak(lambda: runner.prefill(tokens, (), 0))
+        taken = max(prefill, _peak(decode), _peak(sample) + masks)
+        # A chunk far into a prompt has as many scores at once as are ever computed together.
+        most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * limits.max_kv_size)
+        measured = min(most, runner.heads * len(tokens) ** 2)
+        folding = 2 * limits.block_size * runner.token_bytes
+        return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
+
+    def _seen(self, tokens: int) -> int:
+        """Return the most tokens that one step of a sequence reads."""
+        return min(tokens, self._limits.max_kv_size + self._limits.prefill_chunk)
+
+
+def _peak(run: Callable[[], object]) -> int:
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run()
+    return mx.get_peak_memory() - before

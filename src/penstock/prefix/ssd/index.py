@@ -1,0 +1,296 @@
+"""The index of a folder of blocks: which there are, how large, and which is worth least.
+
+SQLite in WAL mode, shared by all processes that use the folder. Each act is one transaction: the
+sum of all bytes, those of files that are only being written included, is never over the limit in
+between. Recency is counted in uses, not in seconds, so a clock that jumps changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import psutil
+
+BUSY_SECONDS = 5.0
+"""How long an act waits for other processes before it gives up."""
+WORTH_OF_A_HIT = 256.0
+"""Uses of other blocks after which one that was hit twice as often is worth as little."""
+KEYS_AT_ONCE = 500
+Unlink: TypeAlias = Callable[[bytes], None]
+"""Removes the file of a block, if it is there."""
+Claim: TypeAlias = Literal["claimed", "known", "full", "orphan"]
+"""A block may be written now; it is there, or somebody is writing it; it does not fit; the block in
+front of it is not there, so nobody could read it."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS blocks (
+    key BLOB PRIMARY KEY,
+    fingerprint TEXT NOT NULL,
+    parent BLOB NOT NULL,
+    depth INTEGER NOT NULL,
+    nbytes INTEGER NOT NULL,
+    hits INTEGER NOT NULL DEFAULT 0,
+    used INTEGER NOT NULL,
+    worth REAL NOT NULL,
+    written_seconds REAL NOT NULL,
+    owner TEXT
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_worth ON blocks (worth, depth DESC);
+CREATE INDEX IF NOT EXISTS by_parent ON blocks (parent);
+CREATE TABLE IF NOT EXISTS sums (nbytes INTEGER NOT NULL, uses INTEGER NOT NULL);
+INSERT INTO sums SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM sums);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON blocks
+    BEGIN UPDATE sums SET nbytes = nbytes + NEW.nbytes; END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON blocks
+    BEGIN UPDATE sums SET nbytes = nbytes - OLD.nbytes; END;
+"""
+
+_LEAST = """
+SELECT key, nbytes FROM blocks WHERE owner IS NULL AND key != ?
+    AND NOT EXISTS (SELECT 1 FROM blocks AS child WHERE child.parent = blocks.key)
+    ORDER BY worth, depth DESC LIMIT 1
+"""
+
+
+class _Full(Exception):
+    """There is no room, whoever gives way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A block in the index."""
+
+    key: bytes
+    fingerprint: str
+    parent: bytes
+    depth: int
+    nbytes: int
+    """Of its file."""
+    hits: int
+    used: int
+    """The number of the use that was its last one; of all blocks together they are counted."""
+    written_seconds: float
+    """Since 1970."""
+    owner: str | None
+    """Who is writing it; None once it is there."""
+
+
+_COLUMNS = ", ".join(Entry.__dataclass_fields__)
+
+
+class Index:
+    """One process's connection. Not thread-safe: one owner, the thread with the files.
+
+    Raises:
+        sqlite3.DatabaseError: the file is no index, or damaged.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._db = sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None)
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.create_function("log2", 1, log2, deterministic=True)
+            with self._writing():
+                for statement in _statements(_SCHEMA):
+                    self._db.execute(statement)
+            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(found)
+        except BaseException:
+            self._db.close()
+            raise
+
+    # ---- questions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, those that are being written included."""
+        return int(self._db.execute("SELECT nbytes FROM sums").fetchone()[0])
+
+    def __len__(self) -> int:
+        return int(self._db.execute("SELECT count(*) FROM blocks").fetchone()[0])
+
+    def get(self, key: bytes) -> Entry | None:
+        """Return a block's entry, written or being written."""
+        row = self._db.execute(f"SELECT {_COLUMNS} FROM blocks WHERE key = ?", (key,)).fetchone()
+        return None if row is None else Entry(*row)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield all entries, the one worth most first."""
+        query = f"SELECT {_COLUMNS} FROM blocks ORDER BY worth DESC, depth"
+        return (Entry(*row) for row in self._db.execute(query).fetchall())
+
+    def held(self, keys: Sequence[bytes], fingerprint: str) -> int:
+        """Return how many keys of a chain, from its first on, are there and written."""
+        count = 0
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            some = list(keys[start : start + KEYS_AT_ONCE])
+            query = (
+                f"SELECT key FROM blocks WHERE key IN ({', '.join('?' * len(some))}) "
+                "AND fingerprint = ? AND owner IS NULL"
+            )
+            found = {row[0] for row in self._db.execute(query, (*some, fingerprint))}
+            for key in some:
+                if key not in found:
+                    return count
+                count += 1
+        return count
+
+    # ---- acts
+
+    def claim(self, entry: Entry, limit_bytes: int, unlink: Unlink) -> Claim:
+        """Add an entry that is being written, once there is room for it."""
+        with suppress(_Full), self._writing():
+            if self._knows(entry.key):
+                return "known"
+            if entry.depth and not self._knows(entry.parent):
+                return "orphan"
+            self._make_room(entry.nbytes, limit_bytes, unlink, keep=entry.parent)
+            used = self._next_use()
+            row = {**_fields(entry), "used": used, "worth": float(used)}
+            names = ", ".join(row)
+            places = ", ".join(f":{name}" for name in row)
+            self._db.execute(f"INSERT INTO blocks ({names}) VALUES ({places})", row)
+            return "claimed"
+        return "full"
+
+    def adopt(self, entries: Iterable[Entry]) -> None:
+        """Add entries whose files are there, unless they are known."""
+        names = list(Entry.__dataclass_fields__)
+        with self._writing():
+            self._db.executemany(
+                f"INSERT OR IGNORE INTO blocks ({', '.join(names)}, worth) "
+                f"VALUES ({', '.join(f':{name}' for name in names)}, :used)",
+                (_fields(entry) for entry in entries),
+            )
+
+    def written(self, key: bytes) -> None:
+        """Say that a block's file is there."""
+        with self._writing():
+            self._db.execute("UPDATE blocks SET owner = NULL WHERE key = ?", (key,))
+
+    def touch(self, key: bytes) -> None:
+        """Make a block as recent as one that is used now; it was not hit."""
+        with self._writing():
+            used = self._next_use()
+            self._db.execute(
+                "UPDATE blocks SET worth = worth + :used - used, used = :used WHERE key = :key",
+                {"used": used, "key": key},
+            )
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Count a hit on each of these blocks."""
+        with self._writing():
+            used = self._next_use()
+            self._db.executemany(
+                "UPDATE blocks SET used = :used, worth = :used + :hit * log2(hits + 2), "
+                "hits = hits + 1 WHERE key = :key",
+                [{"used": used, "hit": WORTH_OF_A_HIT, "key": key} for key in keys],
+            )
+
+    def remove(self, keys: Sequence[bytes], unlink: Unlink) -> None:
+        """Take blocks out, and their files."""
+        with self._writing():
+            self._remove(keys, unlink)
+
+    def shrink(self, limit_bytes: int, unlink: Unlink) -> bool:
+        """Take out what is worth least until all files together are within a limit.
+
+        Returns:
+            False, and nothing is changed, if those that are being written are over it alone.
+        """
+        with suppress(_Full), self._writing():
+            self._make_room(0, limit_bytes, unlink)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._db.close()
+
+    # ---- parts
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Be the only writer of all processes, and do all or nothing."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _knows(self, key: bytes) -> bool:
+        query = "SELECT 1 FROM blocks WHERE key = ?"
+        return self._db.execute(query, (key,)).fetchone() is not None
+
+    def _next_use(self) -> int:
+        self._db.execute("UPDATE sums SET uses = uses + 1")
+        return int(self._db.execute("SELECT uses FROM sums").fetchone()[0])
+
+    def _make_room(self, nbytes: int, limit_bytes: int, unlink: Unlink, keep: bytes = b"") -> None:
+        """Take out the ends of chains that are worth least, but for the block `keep`.
+
+        Raises:
+            _Full: that is not enough; the transaction is to be given up.
+        """
+        over = self.nbytes + nbytes - limit_bytes
+        gone: list[bytes] = []
+        while over > 0:
+            found = self._db.execute(_LEAST, (keep,)).fetchone()
+            if found is None:
+                raise _Full
+            key, size = found
+            self._db.execute("DELETE FROM blocks WHERE key = ?", (key,))
+            gone.append(key)
+            over -= size
+        # The files before the transaction ends: until they are gone nobody may count on their
+        # bytes. Who is killed in between leaves entries without a file, which are found when
+        # somebody reads them.
+        for key in gone:
+            unlink(key)
+
+    def _remove(self, keys: Sequence[bytes], unlink: Unlink) -> None:
+        for key in keys:
+            unlink(key)
+        self._db.executemany("DELETE FROM blocks WHERE key = ?", [(key,) for key in keys])
+
+
+def this_process() -> str:
+    """Name this process as no other one is ever named: its number, and when it began."""
+    return _owner(os.getpid(), psutil.Process().create_time())
+
+
+def is_alive(owner: str) -> bool:
+    """Tell whether the process that an entry names still runs."""
+    number = int(owner.partition("@")[0])
+    try:
+        return _owner(number, psutil.Process(number).create_time()) == owner
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _owner(number: int, began_seconds: float) -> str:
+    return f"{number}@{began_seconds:.2f}"
+
+
+def _fields(entry: Entry) -> dict[str, object]:
+    return {name: getattr(entry, name) for name in Entry.__dataclass_fields__}
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Split a script where its statements end; those of triggers hold semicolons, too."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

@@ -1,0 +1,340 @@
+"""Blocks in a folder: written once, read back checked, inside a limit that all who share it keep.
+
+    write   claim in the index (room is made) -> file aside -> sync -> rename -> written
+    read    index -> file -> hash and fingerprint -> record, or a miss that is counted
+
+Whatever goes wrong with a record is a miss, and the record is gone afterwards. What goes wrong
+with the folder itself is an `OSError`, for whoever drives the store to switch it off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from penstock.prefix.ssd.index import (
+    BUSY_SECONDS,
+    Claim,
+    Entry,
+    Index,
+    is_alive,
+    this_process,
+)
+from penstock.prefix.ssd.record import FORMAT, Damaged, Record, decode, encode, header
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "index.sqlite"
+INDEX_SHARE = 0.02
+"""Of the limit, what is left to the index: 100,000 blocks take 30 MB there."""
+LEAST_INDEX_BYTES = 8_000_000
+"""What an index takes with its log, however few blocks there are."""
+FLOOR_BYTES = 1_000_000_000
+"""Free bytes of the disk that are never gone below."""
+SUFFIX = ".safetensors"
+LOCK_LOOK_SECONDS = 0.02
+FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+Written: TypeAlias = Claim | Literal["disk"]
+"""What became of a write: as `Claim`, or `disk`: too little of it is free."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the store was opened."""
+
+    written_blocks: int = 0
+    written_bytes: int = 0
+    """Bytes of files: the wear of the disk."""
+    known_blocks: int = 0
+    """Writes that were not needed."""
+    refused_blocks: int = 0
+    """Writes for which there was no room, or whose beginning is not there."""
+    read_blocks: int = 0
+    read_bytes: int = 0
+    damaged_blocks: int = 0
+    missing_blocks: int = 0
+    """In the index, and no file."""
+
+
+class SSDStore:
+    """The folder of one model's blocks, which other processes and models may use as well.
+
+    Not thread-safe: one owner, the thread with the files.
+
+    Args:
+        folder: made if it is not there; only its owner may look into it.
+        limit_bytes: for everything in it, files that are being written and the index included.
+        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        floor_bytes: free bytes of the disk that are never gone below.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+        sqlite3.OperationalError: another process holds the index for too long.
+        ValueError: the limit has no room for an index.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int,
+        *,
+        fingerprint: str,
+        floor_bytes: int = FLOOR_BYTES,
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.payload_bytes = limit_bytes - max(LEAST_INDEX_BYTES, int(INDEX_SHARE * limit_bytes))
+        if self.payload_bytes <= 0:
+            raise ValueError(
+                f"a limit of {limit_bytes} bytes has no room beside the index, which takes "
+                f"{LEAST_INDEX_BYTES}"
+            )
+        self.fingerprint = fingerprint
+        self.floor_bytes = floor_bytes
+        self.counts = Counts()
+        self._folder = folder / FORMAT
+        self._blocks = self._folder / "blocks"
+        self._aside = self._folder / "aside"
+        for each in (folder, self._folder, self._blocks, self._aside):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._owner = this_process()
+        self.index = self._open_index()
+
+    # ---- questions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of blocks, of all models, those that are being written included."""
+        return self.index.nbytes
+
+    def held(self, keys: Sequence[bytes]) -> int:
+        """Return how many keys of a chain, from its first on, could be read."""
+        return self.index.held(keys, self.fingerprint)
+
+    # ---- acts
+
+    def write(self, record: Record) -> Written:
+        """Keep a block, unless it is there; what is worth least gives way.
+
+        Raises:
+            OSError: the disk or the folder fails; nothing of the block is left.
+        """
+        if self.index.get(record.key) is not None:
+            self.index.touch(record.key)
+            self.counts.known_blocks += 1
+            return "known"
+        raw = encode(record, self.fingerprint)
+        if shutil.disk_usage(self._folder).free - len(raw) < self.floor_bytes:
+            self.counts.refused_blocks += 1
+            return "disk"
+        entry = Entry(
+            key=record.key,
+            fingerprint=self.fingerprint,
+            parent=record.parent,
+            depth=record.depth,
+            nbytes=len(raw),
+            hits=0,
+            used=0,
+            written_seconds=time.time(),
+            owner=self._owner,
+        )
+        if len(raw) > self.payload_bytes:
+            claim: Claim = "full"
+        else:
+            claim = self.index.claim(entry, self.payload_bytes, self._unlink)
+        if claim != "claimed":
+            self.counts.known_blocks += claim == "known"
+            self.counts.refused_blocks += claim != "known"
+            return claim
+        try:
+            self._put(record.key, raw)
+        except BaseException:
+            with suppress(OSError, sqlite3.Error):
+                self._forget([record.key])
+            raise
+        self.index.written(record.key)
+        self.counts.written_blocks += 1
+        self.counts.written_bytes += len(raw)
+        return "claimed"
+
+    def read(self, keys: Sequence[bytes]) -> list[Record]:
+        """Return the records of a chain's first keys, as far as they are there and whole.
+
+        Raises:
+            OSError: the disk fails; a file that is not there is only a miss.
+        """
+        found: list[Record] = []
+        for key in keys:
+            record = self._get(key)
+            if record is None:
+                break
+            found.append(record)
+        self.index.use(keys[: len(found)])
+        return found
+
+    def clear(self) -> int:
+        """Remove all blocks, of all models, but those that are being written; return how many."""
+        keys = [entry.key for entry in self.index.entries() if entry.owner is None]
+        self._forget(keys)
+        return len(keys)
+
+    def reconcile(self) -> None:
+        """Bring index and files together: after a crash, or after somebody removed files."""
+        for entry in self.index.entries():
+            if entry.owner is not None and not is_alive(entry.owner):
+                self._forget([entry.key])  # its writer was killed; its file may be half
+            elif entry.owner is None and not self._path(entry.key).is_file():
+                self.counts.missing_blocks += 1
+                self._forget([entry.key])
+        for path in self._files():
+            if path.parent == self._aside:
+                if not is_alive(path.name.partition(".")[2]):
+                    path.unlink(missing_ok=True)
+            elif self._entry_of(path) is None:
+                self.index.adopt(_entries([path]))
+                if self._entry_of(path) is None:
+                    path.unlink(missing_ok=True)
+        self.index.shrink(self.payload_bytes, self._unlink)
+
+    def close(self) -> None:
+        """Close the index."""
+        self.index.close()
+
+    # ---- parts
+
+    def _open_index(self) -> Index:
+        """Open the index; one that is damaged is made anew from the headers of the files."""
+        file = self._folder / INDEX_NAME
+        old_mask = os.umask(0o077)  # SQLite makes its files as others would
+        try:
+            with _alone(self._folder / "lock"):
+                try:
+                    index = Index(file)
+                except sqlite3.OperationalError:
+                    raise
+                except sqlite3.DatabaseError as error:
+                    logger.warning("the index %s is damaged and made anew: %s", file, error)
+                    for damaged in self._folder.glob(f"{INDEX_NAME}*"):
+                        damaged.unlink(missing_ok=True)
+                    index = Index(file)
+                if not len(index):
+                    index.adopt(_entries(self._blocks.rglob(f"*{SUFFIX}")))
+                return index
+        finally:
+            os.umask(old_mask)
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._blocks / name[:2] / (name + SUFFIX)
+
+    def _files(self) -> Iterator[Path]:
+        for folder in (self._blocks, self._aside):
+            yield from (path for path in folder.rglob("*") if path.is_file())
+
+    def _entry_of(self, path: Path) -> Entry | None:
+        """Return the entry whose file this is."""
+        try:
+            key = bytes.fromhex(path.name.removesuffix(SUFFIX))
+        except ValueError:
+            return None
+        return self.index.get(key) if path == self._path(key) else None
+
+    def _unlink(self, key: bytes) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        self.index.remove(keys, self._unlink)
+
+    def _put(self, key: bytes, raw: bytes) -> None:
+        """Write a file aside, sync it, and give it its name."""
+        path = self._path(key)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        aside = self._aside / f"{key.hex()}.{self._owner}"
+        try:
+            with os.fdopen(os.open(aside, FLAGS, 0o600), "wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.rename(path)
+        finally:
+            aside.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+
+    def _get(self, key: bytes) -> Record | None:
+        entry = self.index.get(key)
+        if entry is None or entry.owner is not None or entry.fingerprint != self.fingerprint:
+            return None
+        try:
+            raw = self._path(key).read_bytes()
+        except FileNotFoundError:
+            self.counts.missing_blocks += 1
+            self._forget([key])
+            return None
+        try:
+            record, fingerprint = decode(raw)
+            if (record.key, fingerprint) != (key, self.fingerprint):
+                raise Damaged("it is another block")
+        except Damaged:
+            self.counts.damaged_blocks += 1
+            self._forget([key])
+            return None
+        self.counts.read_blocks += 1
+        self.counts.read_bytes += len(raw)
+        return record
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Be the only process that opens an index; wait for others as long as the index does."""
+    until = time.monotonic() + BUSY_SECONDS
+    with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise sqlite3.OperationalError("another process opens the index") from None
+                time.sleep(LOCK_LOOK_SECONDS)
+        yield
+
+
+def _entries(paths: Iterable[Path]) -> Iterator[Entry]:
+    """Read what the headers of files say; files that are no blocks are passed over."""
+    for path in paths:
+        try:
+            stat = path.stat()
+            with path.open("rb") as file:
+                size = file.read(8)
+                words = header(size + file.read(min(int.from_bytes(size, "little"), stat.st_size)))
+            yield Entry(
+                key=bytes.fromhex(words["key"]),
+                fingerprint=words["fingerprint"],
+                parent=bytes.fromhex(words["parent"]),
+                depth=int(words["depth"]),
+                nbytes=stat.st_size,
+                hits=0,
+                used=0,
+                written_seconds=stat.st_mtime,
+                owner=None,
+            )
+        except (OSError, KeyError, ValueError):
+            continue
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last, where folders can be synced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,253 @@
+"""The cold tier's thread: it alone touches files, writes behind requests and reads ahead of them.
+
+    offer  ──> queue, bounded in bytes ──> SSDStore.write      dropped when the disk is too slow
+    fetch  ──> before all writes       ──> SSDStore.read       a future; nothing when switched off
+
+A folder that fails switches the tier off with one message; serving goes on, and after a while it
+is tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.prefix.ssd.record import Record
+from penstock.prefix.ssd.store import SSDStore
+
+logger = logging.getLogger(__name__)
+
+QUEUE_BYTES = 256_000_000
+"""Bytes of blocks that may wait to be written."""
+RETRY_SECONDS = 30.0
+"""How long a folder that has failed is left alone."""
+CLOSE_SECONDS = 30.0
+FAULTS = (OSError, sqlite3.Error)
+
+
+@dataclass(slots=True)
+class TierStats:
+    """What the tier has done. Bytes are those of files."""
+
+    off: str | None = None
+    """Why it is switched off."""
+    queued_bytes: int = 0
+    dropped_blocks: int = 0
+    """Not written: the queue was full, or the tier off."""
+    held_bytes: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    known_blocks: int = 0
+    refused_blocks: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    damaged_blocks: int = 0
+    missing_blocks: int = 0
+    faults: int = 0
+    """How often the folder has failed."""
+
+
+class ColdTier:
+    """A store, and the thread that owns it. Any thread may call.
+
+    Args:
+        make: opens the store, in the thread; it may raise `OSError` or `sqlite3.Error`, now or
+            when it is called again after a fault.
+        queue_bytes: of blocks that may wait to be written.
+        retry_seconds: how long a folder that has failed is left alone.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], SSDStore],
+        *,
+        queue_bytes: int = QUEUE_BYTES,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        self._make = make
+        self._queue_bytes = queue_bytes
+        self._retry_seconds = retry_seconds
+        self._stats = TierStats()
+        self._calls: deque[tuple[Callable[[SSDStore], Any], Future[Any], Any]] = deque()
+        self._writes: deque[Record] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._busy = False
+        self._retry_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="penstock-ssd", daemon=True)
+        self._thread.start()
+
+    # ---- for everybody
+
+    def offer(self, record: Record) -> bool:
+        """Have a block written when there is time; False if it is dropped. Never waits."""
+        with self._changed:
+            full = self._stats.queued_bytes + record.nbytes > self._queue_bytes
+            if full or self._closing or self._is_off:
+                self._stats.dropped_blocks += 1
+                return False
+            self._writes.append(record)
+            self._stats.queued_bytes += record.nbytes
+            self._changed.notify_all()
+        return True
+
+    def fetch(self, keys: Sequence[bytes]) -> Future[list[Record]]:
+        """Read the first keys of a chain, as far as they are there; before all writes."""
+        return self._call(lambda store: store.read(keys), [])
+
+    def held(self, keys: Sequence[bytes]) -> Future[int]:
+        """Count how many keys of a chain, from its first on, could be read."""
+        return self._call(lambda store: store.held(keys), 0)
+
+    def clear(self) -> Future[int]:
+        """Remove all blocks; returns how many."""
+        with self._changed:
+            self._drop_writes()
+        return self._call(lambda store: store.clear(), 0)
+
+    def stats(self) -> TierStats:
+        """Return what was done so far."""
+        with self._changed:
+            return TierStats(**asdict(self._stats))
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything that was offered is written or dropped; tell whether it is."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not (self._writes or self._calls or self._busy), timeout_seconds
+            )
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Write what waits, as far as there is time, and end the thread. Again does nothing."""
+        self.flush(timeout_seconds)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_seconds)
+
+    # ---- the thread
+
+    def _call(self, call: Callable[[SSDStore], Any], otherwise: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._changed:
+            if not self._closing and not self._is_off:
+                self._calls.append((call, answer, otherwise))
+                self._changed.notify_all()
+                return answer
+        answer.set_result(otherwise)
+        return answer
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether the folder has failed, and it is not time yet to try it again."""
+        return self._stats.off is not None and time.monotonic() < self._retry_at
+
+    def _run(self) -> None:
+        store: SSDStore | None = None
+        working = True
+        while working:
+            try:
+                if store is None:
+                    store = self._make()
+                    store.reconcile()
+                    self._switch(None)
+                working = self._wait() and self._work(store)
+            except FAULTS as error:
+                if store is not None:
+                    store.close()
+                    store = None
+                self._switch(f"{type(error).__name__}: {error}")
+                working = self._wait()
+        if store is not None:
+            store.close()
+        self._refuse()
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False at the end."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._writes or self._calls or self._closing)
+            self._busy = True
+            return not (self._closing and not self._calls)
+
+    def _work(self, store: SSDStore) -> bool:
+        """Do one thing."""
+        with self._changed:
+            called = self._calls.popleft() if self._calls else None
+            record = self._writes.popleft() if called is None and self._writes else None
+        try:
+            if called is not None:
+                call, answer, otherwise = called
+                if answer.set_running_or_notify_cancel():
+                    try:
+                        answer.set_result(call(store))
+                    except FAULTS:
+                        answer.set_result(otherwise)
+                        raise
+                    # A boundary: what is wrong with one call is its caller's.
+                    except Exception as error:  # noqa: BLE001
+                        answer.set_exception(error)
+            elif record is not None:
+                self._write(store, record)
+        finally:
+            with self._changed:
+                if record is not None:
+                    self._stats.queued_bytes -= record.nbytes
+                self._note(store)
+        return True
+
+    def _write(self, store: SSDStore, record: Record) -> None:
+        try:
+            store.write(record)
+        except ValueError as error:  # it has no form in a file; the others may
+            logger.error("a block is not written: %s", error)
+            with self._changed:
+                self._stats.dropped_blocks += 1
+
+    def _note(self, store: SSDStore) -> None:
+        """Take over the store's counts, which begin anew when it is opened anew."""
+        counts = asdict(store.counts)
+        for name, count in counts.items():
+            setattr(self._stats, name, getattr(self._stats, name) + count)
+        store.counts = type(store.counts)()
+        self._stats.held_bytes = store.nbytes
+
+    def _switch(self, off: str | None) -> None:
+        """Switch off, or on again, and say so once."""
+        with self._changed:
+            before, self._stats.off = self._stats.off, off
+            if off is not None:
+                self._stats.faults += 1
+                self._retry_at = time.monotonic() + self._retry_seconds
+                self._stats.dropped_blocks += len(self._writes)
+                self._drop_writes()
+        if off is not None and before is None:
+            logger.warning(
+                "the SSD cache is switched off, and tried again in %.0f s: %s",
+                self._retry_seconds,
+                off,
+            )
+        if off is not None:
+            self._refuse()
+        elif before is not None:
+            logger.warning("the SSD cache is there again")
+
+    def _drop_writes(self) -> None:
+        self._stats.queued_bytes -= sum(record.nbytes for record in self._writes)
+        self._writes.clear()
+
+    def _refuse(self) -> None:
+        """Answer who waits: nothing is there."""
+        with self._changed:
+            while self._calls:
+                _, answer, otherwise = self._calls.popleft()
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(otherwise)

@@ -1,0 +1,156 @@
+"""The cold tier's thread: it holds nobody up, and is off while its folder fails."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_ssd_store import FILE_BYTES, FINGERPRINT, INDEX_BYTES, chain, keys_of
+
+from penstock.prefix.ssd.store import SSDStore
+from penstock.prefix.ssd.tier import ColdTier
+
+SOON = 20.0
+
+
+def opener(folder: Path, blocks: int = 100) -> Callable[[], SSDStore]:
+    limit = INDEX_BYTES + blocks * FILE_BYTES
+    return lambda: SSDStore(folder, limit, fingerprint=FINGERPRINT, floor_bytes=0)
+
+
+@contextmanager
+def running(folder: Path, **more: Any) -> Iterator[ColdTier]:
+    tier = ColdTier(opener(folder), **more)
+    try:
+        yield tier
+    finally:
+        tier.close(SOON)
+        assert not tier._thread.is_alive()
+
+
+@contextmanager
+def stalled(tier: ColdTier) -> Iterator[None]:
+    """Keep the thread busy."""
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(store: SSDStore) -> None:
+        begun.set()
+        assert go.wait(SOON)
+
+    answer = tier._call(wait, None)
+    assert begun.wait(SOON)
+    try:
+        yield
+    finally:
+        go.set()
+        answer.result(SOON)
+
+
+def test_what_was_offered_is_there_for_the_next_process(tmp_path: Path) -> None:
+    records = chain(6)
+    with running(tmp_path) as tier:
+        assert all(tier.offer(record) for record in records)
+    with running(tmp_path) as tier:
+        assert tier.held(keys_of(records)).result(SOON) == 6
+        found = tier.fetch(keys_of(records)).result(SOON)
+        assert [record.key for record in found] == keys_of(records)
+        stats = tier.stats()
+        assert (stats.read_blocks, stats.written_blocks, stats.off) == (6, 0, None)
+        assert stats.held_bytes == 6 * len(b"") + sum(
+            path.stat().st_size for path in tmp_path.rglob("*.safetensors")
+        )
+
+
+def test_a_slow_disk_drops_writes_and_holds_nobody(tmp_path: Path) -> None:
+    records = chain(10)
+    room = 3 * records[0].nbytes
+    with running(tmp_path, queue_bytes=room) as tier:
+        with stalled(tier):
+            started = time.monotonic()
+            taken = [tier.offer(record) for record in records]
+            assert time.monotonic() - started < 1
+            assert taken == [True] * 3 + [False] * 7
+            assert tier.stats().queued_bytes == room
+        assert tier.flush(SOON)
+        stats = tier.stats()
+        assert (stats.written_blocks, stats.dropped_blocks, stats.queued_bytes) == (3, 7, 0)
+
+
+def test_reads_go_before_writes(tmp_path: Path) -> None:
+    records = chain(20)
+    with running(tmp_path) as tier:
+        tier.offer(records[0])
+        assert tier.flush(SOON)
+        with stalled(tier):
+            for record in records[1:]:
+                tier.offer(record)
+            fetched = tier.fetch(keys_of(records))
+        assert len(fetched.result(SOON)) == 1, "the writes came first"
+
+
+def test_a_folder_that_fails_switches_it_off_and_on_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    folder = tmp_path / "cache"
+    records = chain(4)
+    with running(folder, retry_seconds=0.3) as tier:
+        tier.offer(records[0])
+        assert tier.flush(SOON)
+        shutil.rmtree(folder)
+        folder.write_text("a file stands where the folder was")
+        tier.offer(records[1])
+        assert tier.flush(SOON)
+        assert "cache" in str(tier.stats().off)
+        assert tier.fetch(keys_of(records)).result(SOON) == []
+        assert not tier.offer(records[2])
+        time.sleep(0.4)
+        assert tier.held(keys_of(records)).result(SOON) == 0, "tried again, and it fails again"
+        assert len([r for r in caplog.records if "switched off" in r.message]) == 1
+        folder.unlink()
+        time.sleep(0.4)
+        tier.held(keys_of(records)).result(SOON)
+        assert tier.stats().off is None
+        assert "there again" in caplog.text
+        assert all(tier.offer(record) for record in records)
+        assert tier.flush(SOON)
+        assert tier.held(keys_of(records)).result(SOON) == 4
+        assert tier.stats().faults >= 2
+
+
+def test_a_folder_that_cannot_be_made_costs_nobody_anything(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with running(tmp_path / "file" / "cache") as tier:
+        assert tier.fetch(keys_of(chain(2))).result(SOON) == []
+        assert "file" in str(tier.stats().off)
+        assert not tier.offer(chain(1)[0])
+
+
+def test_clear_forgets_what_waits_too(tmp_path: Path) -> None:
+    records = chain(5)
+    with running(tmp_path) as tier:
+        tier.offer(records[0])
+        assert tier.flush(SOON)
+        with stalled(tier):
+            for record in records[1:]:
+                tier.offer(record)
+            cleared = tier.clear()
+        assert cleared.result(SOON) == 1
+        assert tier.flush(SOON)
+        assert tier.held(keys_of(records)).result(SOON) == 0
+        assert tier.stats().queued_bytes == 0
+
+
+def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None:
+    with running(tmp_path) as tier:
+        pass
+    tier.close()
+    assert not tier.offer(chain(1)[0])
+    assert tier.fetch(keys_of(chain(1))).result(1) == []
