@@ -208,6 +208,10 @@ class DecodeStep:
     """Whether all rows write to the same column of neighbouring slots: one block."""
     neighbours: bool
     """Whether the rows' slots are one slice of the pool."""
+    ahead: bool
+    """Whether a layer is computed while Python still builds the next ones. A row alone on a CPU
+    would wait for Python in a third of its step; several rows keep both cores busy, and must
+    have BLAS on one thread first."""
     layouts: dict[Sight, Layout]
 
     @classmethod
@@ -223,6 +227,7 @@ class DecodeStep:
             positions[0] if len(rows) == 1 else mx.array(positions),
             neighbours and all(row.tail == rows[0].tail for row in rows),
             neighbours,
+            len(rows) == 1 and mx.default_device() == mx.cpu,
             {},
         )
 
@@ -315,7 +320,11 @@ class DecodeReads(Reads):
             sinks = sinks.astype(mx.float32) * attention.LOG2_E
         attend = self._attend_alone if len(self.step.rows) == 1 else self._attend_together
         result = attend(queries, layout, sinks)
-        return result if result.dtype == queries.dtype else result.astype(queries.dtype)
+        if result.dtype != queries.dtype:
+            result = result.astype(queries.dtype)
+        if self.step.ahead:
+            mx.async_eval(result)  # type: ignore[no-untyped-call]
+        return result
 
     def _attend_alone(self, queries: mx.array, layout: Layout, sinks: mx.array | None) -> mx.array:
         """Read all parts and the tail under one softmax."""

@@ -23,6 +23,7 @@ BUSY_SECONDS = 5.0
 WORTH_OF_A_HIT = 256.0
 """Uses of other blocks after which one that was hit twice as often is worth as little."""
 KEYS_AT_ONCE = 500
+PAGE_ENTRIES = 256
 Unlink: TypeAlias = Callable[[bytes], None]
 """Removes the file of a block, if it is there."""
 Claim: TypeAlias = Literal["claimed", "known", "full", "orphan"]
@@ -126,6 +127,14 @@ class Index:
         """Yield all entries, the one worth most first."""
         query = f"SELECT {_COLUMNS} FROM blocks ORDER BY worth DESC, depth"
         return (Entry(*row) for row in self._db.execute(query).fetchall())
+
+    def pages(self) -> Iterator[list[Entry]]:
+        """Yield all entries by key, some at a time; what changes meanwhile may be missed."""
+        after = b""
+        query = f"SELECT {_COLUMNS} FROM blocks WHERE key > ? ORDER BY key LIMIT {PAGE_ENTRIES}"
+        while page := [Entry(*row) for row in self._db.execute(query, (after,))]:
+            yield page
+            after = page[-1].key
 
     def held(self, keys: Sequence[bytes], fingerprint: str) -> int:
         """Return how many keys of a chain, from its first on, are there and written."""

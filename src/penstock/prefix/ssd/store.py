@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 
 from penstock.prefix.ssd.index import (
     BUSY_SECONDS,
+    PAGE_ENTRIES,
     Claim,
     Entry,
     Index,
@@ -189,21 +190,40 @@ class SSDStore:
 
     def reconcile(self) -> None:
         """Bring index and files together: after a crash, or after somebody removed files."""
-        for entry in self.index.entries():
-            if entry.owner is not None and not is_alive(entry.owner):
-                self._forget([entry.key])  # its writer was killed; its file may be half
-            elif entry.owner is None and not self._path(entry.key).is_file():
-                self.counts.missing_blocks += 1
-                self._forget([entry.key])
-        for path in self._files():
-            if path.parent == self._aside:
-                if not is_alive(path.name.partition(".")[2]):
-                    path.unlink(missing_ok=True)
-            elif self._entry_of(path) is None:
-                self.index.adopt(_entries([path]))
-                if self._entry_of(path) is None:
-                    path.unlink(missing_ok=True)
+        for _ in self.reconciling():
+            pass
+
+    def reconciling(self) -> Iterator[None]:
+        """Do as `reconcile`, and yield now and then: others may use the store in between."""
+        for page in self.index.pages():
+            for entry in page:
+                self._reconcile_entry(entry)
+            yield
+        for number, path in enumerate(self._files()):
+            self._reconcile_file(path)
+            if number % PAGE_ENTRIES == 0:
+                yield
         self.index.shrink(self.payload_bytes, self._unlink)
+
+    def _reconcile_entry(self, entry: Entry) -> None:
+        """Remove an entry without a file, and what a writer that was killed has left half done."""
+        if entry.owner is not None:
+            gone = not is_alive(entry.owner)
+        else:  # unless somebody has just removed both
+            gone = not self._path(entry.key).is_file() and self.index.get(entry.key) is not None
+            self.counts.missing_blocks += gone
+        if gone:
+            self._forget([entry.key])
+
+    def _reconcile_file(self, path: Path) -> None:
+        """Remove what a dead writer has left; take in a block that nobody knows, or remove it."""
+        if path.parent == self._aside:
+            if not is_alive(path.name.partition(".")[2]):
+                path.unlink(missing_ok=True)
+        elif self._entry_of(path) is None:
+            self.index.adopt(_entries([path]))
+            if self._entry_of(path) is None:
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the index."""
@@ -237,8 +257,8 @@ class SSDStore:
         return self._blocks / name[:2] / (name + SUFFIX)
 
     def _files(self) -> Iterator[Path]:
-        for folder in (self._blocks, self._aside):
-            yield from (path for path in folder.rglob("*") if path.is_file())
+        for folder in (self._aside, *_listed(self._blocks)):
+            yield from (path for path in _listed(folder) if path.is_file())
 
     def _entry_of(self, path: Path) -> Entry | None:
         """Return the entry whose file this is."""
@@ -290,6 +310,13 @@ class SSDStore:
         self.counts.read_blocks += 1
         self.counts.read_bytes += len(raw)
         return record
+
+
+def _listed(folder: Path) -> list[Path]:
+    """List a folder; one that is none, or is gone by now, is empty."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return list(folder.iterdir())
+    return []
 
 
 @contextmanager

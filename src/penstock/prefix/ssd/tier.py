@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -78,6 +78,8 @@ class ColdTier:
         self._calls: deque[tuple[Callable[[SSDStore], Any], Future[Any], Any]] = deque()
         self._writes: deque[Record] = deque()
         self._changed = threading.Condition()
+        self._chores: Iterator[None] | None = None
+        """What is done when there is nothing else to do."""
         self._closing = False
         self._busy = False
         self._retry_at = 0.0
@@ -156,10 +158,11 @@ class ColdTier:
             try:
                 if store is None:
                     store = self._make()
-                    store.reconcile()
+                    self._chores = store.reconciling()
                     self._switch(None)
                 working = self._wait() and self._work(store)
             except FAULTS as error:
+                self._chores = None
                 if store is not None:
                     store.close()
                     store = None
@@ -174,8 +177,10 @@ class ColdTier:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._writes or self._calls or self._closing)
-            self._busy = True
+            self._changed.wait_for(
+                lambda: self._writes or self._calls or self._chores or self._closing
+            )
+            self._busy = bool(self._writes or self._calls)
             return not (self._closing and not self._calls)
 
     def _work(self, store: SSDStore) -> bool:
@@ -197,6 +202,8 @@ class ColdTier:
                         answer.set_exception(error)
             elif record is not None:
                 self._write(store, record)
+            elif self._chores is not None and next(self._chores, "done") == "done":
+                self._chores = None
         finally:
             with self._changed:
                 if record is not None:
