@@ -24,7 +24,7 @@ from penstock.models.mlx_lm import Loaded, load_all
 from penstock.recall import MODEL_PATH
 from small_models import BASE, build
 
-MEMORY = MachineMemory(64_000_000_000, 32_000_000_000, 64_000_000_000, 51_200_000_000)
+MEMORY = MachineMemory(64_000_000_000, 32_000_000_000, 64_000_000_000, 51_200_000_000, 0.9)
 HEALTHY = Machine(
     back_end="metal",
     device="made up",
