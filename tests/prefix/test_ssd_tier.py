@@ -62,8 +62,8 @@ def test_what_was_offered_is_there_for_the_next_process(tmp_path: Path) -> None:
         found = tier.fetch(keys_of(records)).result(SOON)
         assert [record.key for record in found] == keys_of(records)
         stats = tier.stats()
-        assert (stats.read_blocks, stats.written_blocks, stats.off) == (6, 0, None)
-        assert stats.held_bytes == 6 * len(b"") + sum(
+        assert (stats.counts.read_blocks, stats.counts.written_blocks, stats.off) == (6, 0, None)
+        assert stats.held_bytes == sum(
             path.stat().st_size for path in tmp_path.rglob("*.safetensors")
         )
 
@@ -80,7 +80,7 @@ def test_a_slow_disk_drops_writes_and_holds_nobody(tmp_path: Path) -> None:
             assert tier.stats().queued_bytes == room
         assert tier.flush(SOON)
         stats = tier.stats()
-        assert (stats.written_blocks, stats.dropped_blocks, stats.queued_bytes) == (3, 7, 0)
+        assert (stats.counts.written_blocks, stats.dropped_blocks, stats.queued_bytes) == (3, 7, 0)
 
 
 def test_reads_go_before_writes(tmp_path: Path) -> None:
@@ -154,3 +154,19 @@ def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None
     tier.close()
     assert not tier.offer(chain(1)[0])
     assert tier.fetch(keys_of(chain(1))).result(1) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """A store that cannot be made for a reason that is no fault of the folder."""
+
+    def wrong() -> SSDStore:
+        raise ValueError("a limit without room")
+
+    tier = ColdTier(wrong)
+    assert tier.fetch(keys_of(chain(2))).result(SOON) == []
+    tier._thread.join(SOON)
+    assert not tier._thread.is_alive()
+    assert not tier.offer(chain(1)[0])
+    assert tier.flush(SOON)
+    tier.close()

@@ -51,7 +51,7 @@ Written: TypeAlias = Claim | Literal["disk"]
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since the store was opened."""
+    """What happened. A store has its own from the start; who opens it again may go on with one."""
 
     written_blocks: int = 0
     written_bytes: int = 0
@@ -179,7 +179,8 @@ class SSDStore:
             if record is None:
                 break
             found.append(record)
-        self.index.use(keys[: len(found)])
+        if found:
+            self.index.use(keys[: len(found)])
         return found
 
     def clear(self) -> int:

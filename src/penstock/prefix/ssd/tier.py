@@ -16,11 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.prefix.ssd.record import Record
-from penstock.prefix.ssd.store import SSDStore
+from penstock.prefix.ssd.store import Counts, SSDStore
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +42,10 @@ class TierStats:
     dropped_blocks: int = 0
     """Not written: the queue was full, or the tier off."""
     held_bytes: int = 0
-    written_blocks: int = 0
-    written_bytes: int = 0
-    known_blocks: int = 0
-    refused_blocks: int = 0
-    read_blocks: int = 0
-    read_bytes: int = 0
-    damaged_blocks: int = 0
-    missing_blocks: int = 0
     faults: int = 0
     """How often the folder has failed."""
+    counts: Counts = field(default_factory=Counts)
+    """The store's, of all times it was opened."""
 
 
 class ColdTier:
@@ -117,7 +111,7 @@ class ColdTier:
     def stats(self) -> TierStats:
         """Return what was done so far."""
         with self._changed:
-            return TierStats(**asdict(self._stats))
+            return replace(self._stats, counts=replace(self._stats.counts))
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything that was offered is written or dropped; tell whether it is."""
@@ -152,12 +146,25 @@ class ColdTier:
         return self._stats.off is not None and time.monotonic() < self._retry_at
 
     def _run(self) -> None:
+        """Be the thread. Whatever ends it, nobody waits for it afterwards."""
+        try:
+            self._serve()
+        finally:
+            with self._changed:
+                self._closing = True
+                self._drop_writes()
+                self._busy = False
+                self._changed.notify_all()
+            self._refuse()
+
+    def _serve(self) -> None:
         store: SSDStore | None = None
         working = True
         while working:
             try:
                 if store is None:
                     store = self._make()
+                    store.counts = self._stats.counts
                     self._chores = store.reconciling()
                     self._switch(None)
                 working = self._wait() and self._work(store)
@@ -170,7 +177,6 @@ class ColdTier:
                 working = self._wait()
         if store is not None:
             store.close()
-        self._refuse()
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False at the end."""
@@ -208,7 +214,7 @@ class ColdTier:
             with self._changed:
                 if record is not None:
                     self._stats.queued_bytes -= record.nbytes
-                self._note(store)
+                self._stats.held_bytes = store.nbytes
         return True
 
     def _write(self, store: SSDStore, record: Record) -> None:
@@ -218,14 +224,6 @@ class ColdTier:
             logger.error("a block is not written: %s", error)
             with self._changed:
                 self._stats.dropped_blocks += 1
-
-    def _note(self, store: SSDStore) -> None:
-        """Take over the store's counts, which begin anew when it is opened anew."""
-        counts = asdict(store.counts)
-        for name, count in counts.items():
-            setattr(self._stats, name, getattr(self._stats, name) + count)
-        store.counts = type(store.counts)()
-        self._stats.held_bytes = store.nbytes
 
     def _switch(self, off: str | None) -> None:
         """Switch off, or on again, and say so once."""
