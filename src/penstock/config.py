@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -24,6 +25,8 @@ BLOCK_SIZE = 256
 """Tokens of a block: what is shared, named and split as one."""
 PREFILL_CHUNK = 512
 """Tokens of prompts that the engine reads in one step."""
+SSD_CACHE_LIMIT = 20_000_000_000
+"""Bytes of the folder of the cold tier, all who share it together."""
 MAX_QUEUE = 256
 """Answers that may wait for their place in the batch."""
 HOST = "127.0.0.1"
@@ -99,6 +102,23 @@ class EngineSettings(Settings):
     memory_threshold: float = Field(1.0, gt=0.0, le=1.0)
     """Share of the machine's memory, in use by everybody, from which cold prefixes give way;
     1 looks at the own limit alone."""
+    ssd_cache_dir: Path | None = None
+    """Folder of the cold tier; None is none."""
+    ssd_cache_limit: int = Field(SSD_CACHE_LIMIT, ge=1)
+    """Bytes of that folder, all who share it together."""
+    ssd_write_budget: int | None = Field(None, ge=0)
+    """Bytes that all who share it may write there in a day; None is no limit."""
+    hot_cache_only: bool = False
+    """Whether there must be no cold tier: no folder, no thread, no file."""
+
+    @model_validator(mode="after")
+    def _one_way_for_the_cold(self) -> EngineSettings:
+        if self.hot_cache_only and self.ssd_cache_dir is not None:
+            raise ValueError(
+                f"hot_cache_only (--hot-cache-only) leaves nothing to do for ssd_cache_dir "
+                f"{self.ssd_cache_dir}; name one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _keep_leaves_room(self) -> EngineSettings:

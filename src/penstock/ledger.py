@@ -56,6 +56,14 @@ class Reservation:
         """Count `nbytes` from now on; raises as `commit` does."""
         self._ledger._resize(self, nbytes)
 
+    def pass_on(self, to: Reservation, nbytes: int) -> None:
+        """Count `nbytes` of these as the other's from now on. Never fails for want of room.
+
+        Raises:
+            ValueError: it has not so many, or one of the two was released.
+        """
+        self._ledger._pass_on(self, to, nbytes)
+
     def release(self) -> None:
         """Give the bytes back. Again does nothing."""
         self._ledger._release(self)
@@ -158,6 +166,14 @@ class Ledger:
         if added > 0:
             self._check_room(reservation, nbytes, added)
         self._add(reservation, added)
+
+    def _pass_on(self, giver: Reservation, taker: Reservation, nbytes: int) -> None:
+        if not {giver, taker} <= self._held:
+            raise ValueError(f"{giver} or {taker} was released")
+        if _count("nbytes", nbytes) > giver.nbytes:
+            raise ValueError(f"{giver} cannot pass on {format_bytes(nbytes)}")
+        self._add(giver, -nbytes)
+        self._add(taker, nbytes)
 
     def _release(self, reservation: Reservation) -> None:
         if reservation in self._held:

@@ -8,7 +8,9 @@ import pytest
 
 from penstock.kv import columns as col
 from penstock.kv.segment import Segment
-from penstock.prefix.ssd.host import host_blocks, segment_of
+from penstock.kv.tails import LayerShape
+from penstock.prefix.ssd.host import TOKENS, Landing, host_block
+from penstock.prefix.ssd.record import HostArray
 
 BLOCK = 8
 
@@ -46,43 +48,73 @@ def equal(a: Segment, b: Segment) -> bool:
     )
 
 
+def blocks_of(whole: Segment) -> list[dict[str, HostArray]]:
+    tokens = np.arange(whole.tokens)
+    starts = range(0, whole.tokens, BLOCK)
+    return [host_block(whole, tokens[start : start + BLOCK], start) for start in starts]
+
+
+def landed(blocks: list[dict[str, HostArray]], dtype: mx.Dtype, **more: bool) -> Landing:
+    """Put the bytes of blocks where they belong, as if they were read from files."""
+    shapes = [LayerShape(2, 16, 8, dtype)] * 3
+    landing = Landing(shapes, len(blocks), BLOCK, **more)
+    for block, targets in zip(blocks, landing.targets(), strict=True):
+        assert block.keys() == targets.keys()
+        for name, target in targets.items():
+            assert (block[name].dtype, block[name].shape) == (target.dtype, target.shape)
+            raw = block[name].data
+            for piece in target.pieces:
+                piece[:] = raw[: len(piece)]
+                raw = raw[len(piece) :]
+            assert not len(raw)
+    return landing
+
+
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_blocks_are_the_segment_again(dtype: mx.Dtype) -> None:
+def test_blocks_are_the_segment_again(dtype: mx.Dtype, in_place: bool) -> None:
     whole = segment(4 * BLOCK, dtype)
-    blocks = host_blocks(whole, BLOCK)
-    assert len(blocks) == 4
-    assert set(blocks[0]) == {f"{i}.{side}" for i in range(3) for side in ("keys", "values")}
-    assert sum(a.data.nbytes for block in blocks for a in block.values()) == whole.nbytes
-    assert equal(segment_of(blocks), whole)
-    assert equal(segment_of(blocks[1:3]), whole.split(BLOCK)[1].split(2 * BLOCK)[0])
+    blocks = blocks_of(whole)
+    assert set(blocks[0]) == {
+        *(f"{i}.{side}" for i in range(3) for side in ("keys", "values")),
+        TOKENS,
+    }
+    landing = landed(blocks, dtype, in_place=in_place)
+    assert equal(landing.segment(), whole)
+    assert list(landing.tokens) == list(range(4 * BLOCK))
+    part = whole.split(BLOCK)[1].split(2 * BLOCK)[0]
+    assert equal(landed(blocks[1:3], dtype, in_place=in_place).segment(), part)
 
 
 def test_values_whose_layout_is_another_come_back_too() -> None:
     """What a model computes is often a view with its heads behind its tokens."""
-    rows = mx.random.normal((1, 2 * BLOCK, 2, 16))
-    turned = rows.transpose(0, 2, 1, 3)
-    whole = Segment(((turned, turned),))
-    assert equal(segment_of(host_blocks(whole, BLOCK)), whole)
+
+    def side(width: int) -> mx.array:
+        return mx.random.normal((1, 2 * BLOCK, 2, width)).transpose(0, 2, 1, 3)
+
+    whole = Segment(tuple((side(16), side(8)) for _ in range(3)))
+    assert equal(landed(blocks_of(whole), mx.float32).segment(), whole)
 
 
-def test_a_side_of_several_arrays_stays_what_it_is() -> None:
-    whole = quantized(2 * BLOCK)
-    blocks = host_blocks(whole, BLOCK)
-    assert "0.keys.2" in blocks[0]
-    assert equal(segment_of(blocks), whole)
+def test_a_landing_is_the_segment_and_not_copied_to_it() -> None:
+    shapes = [LayerShape(2, 64, 64, mx.bfloat16)] * 2
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    landing = Landing(shapes, 64, BLOCK)
+    made = landing.segment()
+    assert mx.get_active_memory() - before == made.nbytes
+    assert mx.get_peak_memory() - before < made.nbytes + 1_000
+
+
+def test_a_side_of_several_arrays_has_a_name_for_each() -> None:
+    (block, _) = blocks_of(quantized(2 * BLOCK))
+    assert {"0.keys.0", "0.keys.1", "0.keys.2"} <= set(block)
 
 
 def test_bytes_are_the_caller_s_own() -> None:
     whole = segment(BLOCK)
-    (block,) = host_blocks(whole, BLOCK)
+    (block,) = blocks_of(whole)
     before = block["0.keys"].data.copy()
     del whole
     mx.eval(mx.zeros((1 << 20,)))
     assert np.array_equal(block["0.keys"].data, before)
-
-
-def test_blocks_that_do_not_go_together_are_refused() -> None:
-    one, other = host_blocks(segment(BLOCK), BLOCK), host_blocks(segment(BLOCK, layers=2), BLOCK)
-    for blocks in ([], [*one, *other], [{"0.keys": one[0]["0.keys"]}]):
-        with pytest.raises(ValueError, match="the blocks do not hold"):
-            segment_of(blocks)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.prefix.ssd.record import DTYPES, Damaged, HostArray, Record, decode, encode
+from penstock.prefix.ssd.record import (
+    DTYPES,
+    Damaged,
+    HostArray,
+    Record,
+    Target,
+    decode,
+    encode,
+    read_into,
+)
 
 KEY, PARENT = bytes(range(16)), bytes(range(16, 32))
 
@@ -36,15 +48,45 @@ def same(a: Record, b: Record) -> bool:
     } == {name: (x.dtype, x.shape, x.data.tobytes()) for name, x in b.arrays.items()}
 
 
-def test_what_was_written_comes_back() -> None:
+def placed(raw: bytes, *dtypes: str) -> Record:
+    """Read a file of such layers to where they belong, each array in three pieces."""
+    found = {
+        name: HostArray(array.dtype, array.shape, np.zeros_like(array.data))
+        for name, array in record(*dtypes).arrays.items()
+    }
+    targets = {
+        name: Target(array.dtype, array.shape, np.split(array.data, (5, 11)))
+        for name, array in found.items()
+    }
+    with TemporaryFile() as file:
+        file.write(raw)
+        file.flush()
+        words = read_into(file.fileno(), targets)
+    assert words["fingerprint"] == "m"
+    return Record(
+        bytes.fromhex(words["key"]), bytes.fromhex(words["parent"]), int(words["depth"]), found
+    )
+
+
+def whole(raw: bytes, *_: str) -> Record:
+    """Read a file at once."""
+    return decode(raw)
+
+
+WAYS = pytest.mark.parametrize("read", [whole, placed])
+Read = Callable[..., Record]
+
+
+@WAYS
+def test_what_was_written_comes_back(read: Read) -> None:
     written = record(*DTYPES.values())
-    found, fingerprint = decode(encode(written, "a model"))
+    found = read(encode(written, "m"), *DTYPES.values())
     assert same(found, written)
-    assert fingerprint == "a model"
     assert found.nbytes == written.nbytes > 0
 
 
-def test_every_byte_counts() -> None:
+@WAYS
+def test_every_byte_counts(read: Read) -> None:
     """Each byte flipped in turn, in every bit: the record is refused, or the same."""
     written = record("float16")
     raw = encode(written, "m")
@@ -54,28 +96,46 @@ def test_every_byte_counts() -> None:
             broken = bytearray(raw)
             broken[at] ^= 1 << bit
             try:
-                found, fingerprint = decode(bytes(broken))
+                found = read(bytes(broken), "float16")
             except Damaged:
                 refused += 1
             else:
                 assert same(found, written), f"byte {at}, bit {bit}"
-                assert fingerprint == "m"
     assert refused > 0.95 * 8 * len(raw), "hardly anything was seen"
 
 
-def test_cut_short_at_every_length_or_made_longer_it_is_refused() -> None:
+@WAYS
+def test_cut_short_at_every_length_or_made_longer_it_is_refused(read: Read) -> None:
     raw = encode(record("bfloat16"), "m")
     for length in range(len(raw)):
         with pytest.raises(Damaged):
-            decode(raw[:length])
+            read(raw[:length], "bfloat16")
     with pytest.raises(Damaged):
-        decode(raw + b"\0")
+        read(raw + b"\0", "bfloat16")
 
 
-@given(st.binary(max_size=200))
-def test_bytes_that_are_no_record_are_refused(raw: bytes) -> None:
+@WAYS
+@given(raw=st.binary(max_size=200))
+def test_bytes_that_are_no_record_are_refused(read: Read, raw: bytes) -> None:
     with pytest.raises(Damaged):
-        decode(raw)
+        read(raw, "float16")
+
+
+@pytest.mark.parametrize("off", [{"more": True}, {"less": True}, {"dtype": "bfloat16"}])
+def test_other_arrays_than_were_asked_for_are_refused(off: dict[str, Any], tmp_path: Path) -> None:
+    written = record("float16")
+    path = tmp_path / "file"
+    path.write_bytes(encode(written, "m"))
+    targets = {
+        name: Target(off.get("dtype", array.dtype), array.shape, [np.zeros_like(array.data)])
+        for name, array in written.arrays.items()
+    }
+    if "more" in off:
+        targets["1.keys"] = targets["0.keys"]
+    if "less" in off:
+        del targets["0.keys"]
+    with path.open("rb") as file, pytest.raises(Damaged, match="asked for"):
+        read_into(file.fileno(), targets)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,18 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from test_ssd_store import FILE_BYTES, FINGERPRINT, INDEX_BYTES, chain, keys_of
 
-from penstock.prefix.ssd.store import SSDStore
+from penstock.prefix.ssd import Record, SSDStore
+from penstock.prefix.ssd.record import Target
 from penstock.prefix.ssd.tier import ColdTier
 
 SOON = 20.0
@@ -53,14 +56,30 @@ def stalled(tier: ColdTier) -> Iterator[None]:
         answer.result(SOON)
 
 
+def places(records: Sequence[Record]) -> tuple[list[NDArray[np.uint8]], list[dict[str, Target]]]:
+    """Return memory for the keys of each record, and where all of its arrays go."""
+    made = [
+        {name: np.zeros_like(array.data) for name, array in record.arrays.items()}
+        for record in records
+    ]
+    targets = [
+        {name: Target(a.dtype, a.shape, [room[name]]) for name, a in record.arrays.items()}
+        for record, room in zip(records, made, strict=True)
+    ]
+    return [room["0.keys"] for room in made], targets
+
+
 def test_what_was_offered_is_there_for_the_next_process(tmp_path: Path) -> None:
     records = chain(6)
     with running(tmp_path) as tier:
         assert all(tier.offer(record) for record in records)
     with running(tmp_path) as tier:
-        assert tier.held(keys_of(records)).result(SOON) == 6
-        found = tier.fetch(keys_of(records)).result(SOON)
-        assert [record.key for record in found] == keys_of(records)
+        assert tier.prepare(keys_of(records)).result(SOON) == 6
+        found, targets = places(records)
+        assert tier.restore(keys_of(records), targets).result(SOON) == 6
+        assert [room.tobytes() for room in found] == [
+            record.arrays["0.keys"].data.tobytes() for record in records
+        ]
         stats = tier.stats()
         assert (stats.counts.read_blocks, stats.counts.written_blocks, stats.off) == (6, 0, None)
         assert stats.held_bytes == sum(
@@ -91,8 +110,8 @@ def test_reads_go_before_writes(tmp_path: Path) -> None:
         with stalled(tier):
             for record in records[1:]:
                 tier.offer(record)
-            fetched = tier.fetch(keys_of(records))
-        assert len(fetched.result(SOON)) == 1, "the writes came first"
+            restored = tier.restore(keys_of(records), places(records)[1])
+        assert restored.result(SOON) == 1, "the writes came first"
 
 
 def test_a_folder_that_fails_switches_it_off_and_on_again(
@@ -109,26 +128,26 @@ def test_a_folder_that_fails_switches_it_off_and_on_again(
         tier.offer(records[1])
         assert tier.flush(SOON)
         assert "cache" in str(tier.stats().off)
-        assert tier.fetch(keys_of(records)).result(SOON) == []
+        assert tier.restore(keys_of(records), places(records)[1]).result(SOON) == 0
         assert not tier.offer(records[2])
         time.sleep(0.4)
-        assert tier.held(keys_of(records)).result(SOON) == 0, "tried again, and it fails again"
+        assert tier.prepare(keys_of(records)).result(SOON) == 0, "tried again, and it fails again"
         assert len([r for r in caplog.records if "switched off" in r.message]) == 1
         folder.unlink()
         time.sleep(0.4)
-        tier.held(keys_of(records)).result(SOON)
+        tier.prepare(keys_of(records)).result(SOON)
         assert tier.stats().off is None
         assert "there again" in caplog.text
         assert all(tier.offer(record) for record in records)
         assert tier.flush(SOON)
-        assert tier.held(keys_of(records)).result(SOON) == 4
+        assert tier.prepare(keys_of(records)).result(SOON) == 4
         assert tier.stats().faults >= 2
 
 
 def test_a_folder_that_cannot_be_made_costs_nobody_anything(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with running(tmp_path / "file" / "cache") as tier:
-        assert tier.fetch(keys_of(chain(2))).result(SOON) == []
+        assert tier.prepare(keys_of(chain(2))).result(SOON) == 0
         assert "file" in str(tier.stats().off)
         assert not tier.offer(chain(1)[0])
 
@@ -144,7 +163,7 @@ def test_clear_forgets_what_waits_too(tmp_path: Path) -> None:
             cleared = tier.clear()
         assert cleared.result(SOON) == 1
         assert tier.flush(SOON)
-        assert tier.held(keys_of(records)).result(SOON) == 0
+        assert tier.prepare(keys_of(records)).result(SOON) == 0
         assert tier.stats().queued_bytes == 0
 
 
@@ -153,7 +172,7 @@ def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None
         pass
     tier.close()
     assert not tier.offer(chain(1)[0])
-    assert tier.fetch(keys_of(chain(1))).result(1) == []
+    assert tier.prepare(keys_of(chain(1))).result(1) == 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -164,7 +183,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(tmp_path: Path) -> None:
         raise ValueError("a limit without room")
 
     tier = ColdTier(wrong)
-    assert tier.fetch(keys_of(chain(2))).result(SOON) == []
+    assert tier.prepare(keys_of(chain(2))).result(SOON) == 0
     tier._thread.join(SOON)
     assert not tier._thread.is_alive()
     assert not tier.offer(chain(1)[0])

@@ -25,12 +25,10 @@ from penstock.cli import app, main
 from penstock.cli.engines import sequence_bytes
 from penstock.cli.settings_file import read_toml
 from penstock.errors import SettingError
+from penstock.recall import Dialogue
 
 SERVE = (sys.executable, "-m", "penstock", "serve")
 PLANNED = [
-    ("--hot-cache-only",),
-    ("--ssd-cache-dir", "folder"),
-    ("--ssd-cache-limit", "1GB"),
     ("--kv-cache-quantization", "8"),
     ("--kv-cache-min-quantize-tokens", "256"),
 ]
@@ -142,6 +140,10 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
         (("--host", "nowhere.invalid", "--api-key", "a"), "cannot listen on nowhere.invalid"),
         (("--port", "70000"), "65535"),
         (("--request-timeout", "0"), "--request-timeout"),
+        (("--ssd-cache-limit", "much"), "--ssd-cache-limit"),
+        (("--ssd-cache-dir", "/nowhere", "--ssd-cache-limit", "1MB"), "--ssd-cache-limit 1MB"),
+        (("--ssd-write-budget", "some"), "--ssd-write-budget"),
+        (("--hot-cache-only", "--ssd-cache-dir", "/nowhere"), "--hot-cache-only"),
         (("--max-kv-size", "100", "--keep-kv-size", "100"), "--keep-kv-size"),
         (("/nowhere/at/all", "--port", "0"), "/nowhere/at/all"),
     ],
@@ -255,3 +257,35 @@ def test_the_banner_says_what_fits_and_how_to_ask() -> None:
             check=True,
         )
         assert "4821" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def test_what_was_told_this_morning_is_known_this_evening(told: Dialogue, tmp_path: Path) -> None:
+    """A restart in between: the conversation is answered without reading it again."""
+    folder = tmp_path / "cache"
+    question = told.ask(told.questions[0])
+
+    def asked(url: str) -> tuple[str, int]:
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json={"messages": question}, timeout=60
+        ).json()
+        usage = answer["usage"]
+        assert usage["prompt_tokens"] > 4 * 64
+        text = answer["choices"][0]["message"]["content"]
+        return text, usage["prompt_tokens_details"]["cached_tokens"]
+
+    texts, cached = [], []
+    for _ in range(2):
+        with started("--ssd-cache-dir", str(folder)) as (process, url):
+            text, tokens = asked(url)
+            texts.append(text)
+            cached.append(tokens)
+            told_by = httpx.get(f"{url}/v1/cache/stats").json()
+            assert told_by["tiers"]["ssd"]["state"] == "on"
+            assert "penstock_ssd_held_bytes" in httpx.get(f"{url}/metrics").text
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+    assert texts[0] == texts[1]
+    assert told.questions[0].answer in texts[0]
+    assert cached[0] == 0 and cached[1] >= 4 * 64
+    assert told_by["stats"]["restored_tokens"] == cached[1]
+    assert {path.stat().st_mode & 0o077 for path in [folder, *folder.rglob("*")]} == {0}

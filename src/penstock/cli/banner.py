@@ -12,6 +12,7 @@ from penstock.memory import format_bytes
 if TYPE_CHECKING:
     from penstock.engine.core import Core
     from penstock.engine.engine import Engine
+    from penstock.prefix.ssd.tier import TierStats
 
 SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
 """Tokens of the sequences that the banner counts."""
@@ -34,6 +35,16 @@ def banner(engine: Engine, name: str, settings: config.ServerSettings, port: int
         f"try      curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"-d '{json.dumps(body)}'",
     ]
+
+
+def _disk(ssd: TierStats | None, limits: config.EngineSettings) -> str:
+    """Say whether prefixes survive a restart, and where."""
+    if ssd is None:
+        return "disk     none: prefixes end with the server; --ssd-cache-dir keeps them"
+    room = f"limit {format_bytes(limits.ssd_cache_limit)}"
+    if ssd.off is not None:
+        return f"disk     {limits.ssd_cache_dir}, {room}; off: {ssd.off}"
+    return f"disk     {limits.ssd_cache_dir}, {room}; {format_bytes(ssd.held_bytes)} held"
 
 
 def _room(core: Core) -> list[str]:
@@ -60,6 +71,7 @@ def _room(core: Core) -> list[str]:
         + (f"; more than this machine has: {format_bytes(machine_bytes)}" if over else ""),
         f"fits     about {tokens:,} tokens of KV; in sequences: "
         + (", ".join(fitting) or f"none of {SHOWN_LENGTHS[0]:,}; raise --memory-limit for longer"),
+        _disk(stats.ssd, limits),
         f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "
         f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}",
     ]

@@ -144,7 +144,7 @@ class Figures:
             if nbytes
         )
         return (
-            f"{stats.prefilling + stats.running} running, {waiting} waiting; "
+            f"{stats.prefilling + stats.restoring + stats.running} running, {waiting} waiting; "
             f"{memory.format_bytes(stats.used_bytes)} of {memory.format_bytes(stats.limit_bytes)}: "
             f"{kinds}; plain caches {memory.format_bytes(self.plain_bytes)}; "
             f"{stats.hit_tokens:,} hit tokens ({stats.hit_rate:.0%}); "

@@ -12,6 +12,7 @@ import typer
 from penstock import config, memory
 from penstock.blas import Blas
 from penstock.errors import SettingError
+from penstock.prefix.ssd.limits import payload_bytes
 from penstock.recall import MODEL_PATH
 
 EMBEDDED_LIMIT = "200MB"
@@ -133,16 +134,35 @@ def engine_size(
     embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
     if memory_limit is None and embedded:
         memory_limit = EMBEDDED_LIMIT
-    if memory_limit is not None:
-        try:
-            limit_bytes = memory.parse_bytes(memory_limit)
-        except SettingError as error:
-            raise SettingError(f"--memory-limit {error}") from None
-        if limit_bytes < 1:
-            raise SettingError(f"--memory-limit {memory_limit}: nothing fits in it")
+    if memory_limit is not None and size("--memory-limit", memory_limit) < 1:
+        raise SettingError(f"--memory-limit {memory_limit}: nothing fits in it")
     if block_size is None:
         block_size = EMBEDDED_BLOCK_SIZE if embedded else config.BLOCK_SIZE
     return memory_limit, block_size
+
+
+def size(flag: str, text: str) -> int:
+    """Return the bytes that a flag's text names.
+
+    Raises:
+        SettingError: it names none; says which flag.
+    """
+    try:
+        return memory.parse_bytes(text)
+    except SettingError as error:
+        raise SettingError(f"{flag} {error}") from None
+
+
+def check_folder_limit(text: str) -> None:
+    """Refuse a limit of the cold tier that has no room for anything.
+
+    Raises:
+        SettingError: says how much is needed.
+    """
+    try:
+        payload_bytes(size("--ssd-cache-limit", text))
+    except ValueError as error:
+        raise SettingError(f"--ssd-cache-limit {text}: {error}; raise it") from None
 
 
 def warn_of_slow_blas(blas: Blas) -> None:

@@ -25,13 +25,11 @@ from penstock.recall import MODEL_PATH
 BACKLOG = 1_024
 """Connections that may wait to be accepted."""
 PLANNED = {
-    "hot_cache_only": "an SSD tier, which is not there yet: the cache is in memory only",
-    "ssd_cache_dir": "an SSD tier, which is not there yet",
-    "ssd_cache_limit": "an SSD tier, which is not there yet",
     "kv_cache_quantization": "quantized segments, which are not there yet",
     "kv_cache_min_quantize_tokens": "quantized segments, which are not there yet",
 }
 """Flags whose parts do not exist, and what they would need."""
+SSD_CACHE_LIMIT = "20GB"
 _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
 
 
@@ -56,7 +54,8 @@ def serve(
     drain_timeout: flags.DrainTimeout = config.DRAIN_TIMEOUT_SECONDS,
     hot_cache_only: flags.HotCacheOnly = False,
     ssd_cache_dir: flags.SSDCacheDir = None,
-    ssd_cache_limit: flags.SSDCacheLimit = None,
+    ssd_cache_limit: flags.SSDCacheLimit = SSD_CACHE_LIMIT,
+    ssd_write_budget: flags.SSDWriteBudget = None,
     kv_cache_quantization: flags.KVCacheQuantization = None,
     kv_cache_min_quantize_tokens: flags.KVCacheMinQuantizeTokens = None,
 ) -> None:
@@ -67,9 +66,6 @@ def serve(
     engine has died.
     """
     _refuse_planned(
-        hot_cache_only=hot_cache_only or None,
-        ssd_cache_dir=ssd_cache_dir,
-        ssd_cache_limit=ssd_cache_limit,
         kv_cache_quantization=kv_cache_quantization,
         kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens,
     )
@@ -92,7 +88,13 @@ def serve(
         "prefill_chunk": prefill_chunk,
         "block_size": block_size,
         "max_queue": max_queue,
+        "hot_cache_only": hot_cache_only,
+        "ssd_cache_dir": None if ssd_cache_dir is None else ssd_cache_dir.expanduser(),
+        "ssd_cache_limit": options.size("--ssd-cache-limit", ssd_cache_limit),
+        "ssd_write_budget": ssd_write_budget
+        and options.size("--ssd-write-budget", ssd_write_budget),
     }
+    options.check_folder_limit(ssd_cache_limit)
     # Both say in the words of the flags what the engine would say in its own, and sooner.
     given = {name: value for name, value in limits.items() if value is not None}
     config.parse(config.EngineSettings, memory_limit=1, **given)

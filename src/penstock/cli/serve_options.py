@@ -138,15 +138,38 @@ DrainTimeout: TypeAlias = Annotated[
 ]
 HotCacheOnly: TypeAlias = Annotated[
     bool,
-    typer.Option("--hot-cache-only", help="Planned.", envvar="PENSTOCK_HOT_CACHE_ONLY"),
+    typer.Option(
+        "--hot-cache-only",
+        help="Promise that prefixes are kept in memory alone: no folder, no thread, no file.",
+        envvar="PENSTOCK_HOT_CACHE_ONLY",
+    ),
 ]
 SSDCacheDir: TypeAlias = Annotated[
-    str | None,
-    typer.Option(help="Planned.", envvar="PENSTOCK_SSD_CACHE_DIR", metavar="FOLDER"),
+    Path | None,
+    typer.Option(
+        help="Keep prefixes in this folder too, so that they survive eviction and restarts; it is "
+        "made if it is not there. Prompts can be told from what lies in it.",
+        envvar="PENSTOCK_SSD_CACHE_DIR",
+        metavar="FOLDER",
+        show_default="none: memory only",
+    ),
 ]
 SSDCacheLimit: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="The folder's size is never over this, whoever shares it: 500MB, 100GB.",
+        envvar="PENSTOCK_SSD_CACHE_LIMIT",
+        metavar="BYTES",
+    ),
+]
+SSDWriteBudget: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="Planned.", envvar="PENSTOCK_SSD_CACHE_LIMIT", metavar="BYTES"),
+    typer.Option(
+        help="Write at most this much into the folder in a day, to spare the disk.",
+        envvar="PENSTOCK_SSD_WRITE_BUDGET",
+        metavar="BYTES",
+        show_default="no limit",
+    ),
 ]
 KVCacheQuantization: TypeAlias = Annotated[
     str | None,

@@ -70,7 +70,7 @@ def line(snapshot: Snapshot) -> str:
     """Say a snapshot in one line."""
     stats = snapshot["stats"]
     return (
-        f"{stats['prefilling'] + stats['running']} running, "
+        f"{stats['prefilling'] + stats['restoring'] + stats['running']} running, "
         f"{stats['waiting'] + stats['parked']} waiting; {_used(stats)}; "
         f"hit rate {snapshot['hit_rate']:.0%}; "
         f"{snapshot['generated_per_second']:,.0f} tokens/s, "
@@ -109,6 +109,8 @@ def _figures(snapshot: Snapshot) -> Table:
         f"{stats['prompt_tokens']:,} prompt tokens; {stats['held_tokens']:,} tokens held, "
         f"{format_bytes(stats['evicted_bytes'])} given up",
     )
+    if (ssd := stats.get("ssd")) is not None:
+        table.add_row("disk", _disk(ssd, stats["restored_tokens"]))
     table.add_row(
         "speed",
         f"{snapshot['generated_per_second']:,.0f} tokens/s generated, "
@@ -116,10 +118,21 @@ def _figures(snapshot: Snapshot) -> Table:
     )
     table.add_row(
         "queue",
-        f"{stats['running']} running, {stats['prefilling']} reading, {stats['waiting']} waiting, "
+        f"{stats['running']} running, {stats['prefilling']} reading, "
+        f"{stats['restoring']} restoring, {stats['waiting']} waiting, "
         f"{stats['parked']} parked; at most {snapshot['max_batch_size']} at once",
     )
     return table
+
+
+def _disk(ssd: dict[str, Any], restored_tokens: int) -> str:
+    if ssd["off"] is not None:
+        return f"off: {ssd['off']}"
+    counts = ssd["counts"]
+    return (
+        f"{format_bytes(ssd['held_bytes'])} of {format_bytes(ssd['limit_bytes'])}; "
+        f"{restored_tokens:,} tokens restored, {format_bytes(counts['written_bytes'])} written"
+    )
 
 
 def _bar(stats: dict[str, Any]) -> Text:

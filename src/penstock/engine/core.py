@@ -16,6 +16,7 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from threading import Lock
 from typing import Any
 from weakref import finalize
@@ -26,9 +27,11 @@ from mlx.utils import tree_flatten
 
 from penstock import config
 from penstock.blas import one_thread
+from penstock.engine.cold import Cold, Restore
 from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
 from penstock.engine.needs import Needs
+from penstock.engine.pace import Pace
 from penstock.engine.request import Request
 from penstock.engine.sampling import (
     Chooser,
@@ -38,7 +41,7 @@ from penstock.engine.sampling import (
     likeliest,
     without_frames,
 )
-from penstock.engine.scheduler import Job, Scheduler, State
+from penstock.engine.scheduler import PLACED, Job, Scheduler, State
 from penstock.engine.sequence import Sequence
 from penstock.engine.stats import Stats, StepTimes, Tally
 from penstock.engine.step import Runner
@@ -58,9 +61,13 @@ from penstock.kv.tails import Tails
 from penstock.ledger import Kind, Ledger
 from penstock.memory import format_bytes, parse_bytes
 from penstock.memory.machine import read_machine_memory
+from penstock.models.fingerprint import fingerprint as fingerprint_of
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import Node, NodeView
 from penstock.prefix.prefixes import Prefixes
+from penstock.prefix.ssd.limits import payload_bytes
+from penstock.prefix.ssd.store import SSDStore
+from penstock.prefix.ssd.tier import ColdTier
 
 TAIL_TOKENS = 8
 """Least columns of a tail. More are copied out less often, and leave fewer parts to be read; fewer
@@ -68,6 +75,8 @@ waste less."""
 MOST_TAIL_TOKENS = 32
 POOL_TOKENS = 64
 """Columns that few places may share out among them: those of eight."""
+ASK_SECONDS = 0.25
+"""How long a prompt waits to be told how much of it is on the disk."""
 PRESSURE_SECONDS = 1.0
 """How often the machine's memory is looked at."""
 
@@ -84,8 +93,11 @@ def checked(settings: dict[str, Any]) -> config.EngineSettings:
         SettingError: a number is out of its range, or a name is none of a setting's.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    if isinstance(limit := given.get("memory_limit"), str):
-        given["memory_limit"] = parse_bytes(limit)
+    for name in ("memory_limit", "ssd_cache_limit", "ssd_write_budget"):
+        if isinstance(size := given.get(name), str):
+            given[name] = parse_bytes(size)
+    if isinstance(folder := given.get("ssd_cache_dir"), str):
+        given["ssd_cache_dir"] = Path(folder).expanduser()
     if has_own_memory():
         given.setdefault("memory_threshold", 1.0)
     if not {"memory_limit", "memory_threshold"} <= set(given):
@@ -173,11 +185,47 @@ class Core:
         self._buffers = self.ledger.reserve(Kind.BUFFERS, self.needs.measure_step(self.tails))
         self.tails.drop()  # until somebody decodes
         self._chunk = self.ledger.reserve(Kind.BUFFERS, 0)
+        if self.limits.ssd_cache_dir is not None and not fingerprint:
+            fingerprint = fingerprint_of(
+                model, keep=self.limits.keep_tokens, window=self.limits.max_kv_size
+            )
         self.prefixes: Prefixes[Segment] = Prefixes(
             self.ledger,
             block_size=self.limits.block_size,
             fingerprint=fingerprint,
             clock=self.clock,
+        )
+        self.pace = Pace(self.needs.prefill_token_seconds)
+        self.cold = self._make_cold()
+
+    def _make_cold(self) -> Cold | None:
+        """Make the cold tier, if there is a folder for it.
+
+        Raises:
+            SettingError: its limit is too small for anything.
+        """
+        limits = self.limits
+        if (folder := limits.ssd_cache_dir) is None:
+            return None
+        try:
+            payload_bytes(limits.ssd_cache_limit)
+        except ValueError as error:
+            raise SettingError(f"ssd_cache_limit: {error}") from None
+
+        def open_store() -> SSDStore:
+            return SSDStore(
+                folder,
+                limits.ssd_cache_limit,
+                fingerprint=self.prefixes.fingerprint,
+                budget_bytes=limits.ssd_write_budget,
+            )
+
+        return Cold(
+            lambda queue_bytes: ColdTier(open_store, queue_bytes=queue_bytes),
+            self.prefixes,
+            self.runner.shapes,
+            self.pace,
+            in_place=not has_own_memory(),
         )
 
     # ---- requests
@@ -235,6 +283,10 @@ class Core:
             )
         )
         self._sequences.update((sequence.id, sequence) for sequence in sequences)
+        if self.cold is not None and first.keys:
+            on_disk = self.cold.ask(first.keys)
+            for sequence in sequences:
+                sequence.on_disk = on_disk
         self.tally.requests += len(sequences)
 
     def constraint(self, request: Request) -> Constraint | None:
@@ -269,6 +321,8 @@ class Core:
                 self._finish(sequence, lambda s: s.end("cancelled"))
             else:
                 self._fail(sequence, error)
+        if self.cold is not None:
+            self.cold.close()
         self.prefixes.clear()
         self.tails.drop()
         self._pool.resize(0)
@@ -278,11 +332,15 @@ class Core:
     # ---- the step
 
     def step(self) -> bool:
-        """Run one step: let in, decode, prefill. False if there was nothing to do."""
+        """Run one step: let in, decode, prefill, restore. False if there was nothing to do."""
         self._drop_overdue()
         self._yield_to_others()
         self._admit()
+        if self.cold is not None:
+            self._take_restored(self.cold)
         self._catch_up()
+        if self.cold is not None:
+            self._restore(self.cold)
         plan = self.scheduler.plan()
         if plan.decode:
             self._decode([self._sequences[job_id] for job_id in plan.decode])
@@ -290,7 +348,8 @@ class Core:
             # A decode step that ran out of memory parks everybody.
             if chunk.id in self._sequences and self._state(chunk.id) is State.PREFILLING:
                 self._prefill(self._sequences[chunk.id], chunk.tokens)
-        return bool(plan.decode or plan.prefill)
+        busy = bool(plan.decode or plan.prefill)
+        return self.cold.work(busy=busy) or busy if self.cold is not None else busy
 
     @property
     def idle(self) -> bool:
@@ -311,6 +370,7 @@ class Core:
             active_bytes=mx.get_active_memory(),
             waiting=states[State.WAITING],
             prefilling=states[State.PREFILLING],
+            restoring=states[State.RESTORING],
             running=states[State.RUNNING],
             parked=states[State.PARKED],
             requests=tally.requests,
@@ -318,6 +378,7 @@ class Core:
             failed=tally.failed,
             prompt_tokens=tally.prompt_tokens,
             hit_tokens=tally.hit_tokens,
+            restored_tokens=tally.restored_tokens,
             prefilled_tokens=tally.prefilled_tokens,
             generated_tokens=tally.generated_tokens,
             nodes=len(tree),
@@ -329,6 +390,7 @@ class Core:
             copied_bytes=counts.copied_bytes,
             decode=StepTimes.of(tally.decode_steps, tally.decode_seconds),
             prefill=StepTimes.of(tally.prefill_steps, tally.prefill_seconds),
+            ssd=None if self.cold is None else self.cold.stats(),
         )
 
     @property
@@ -372,9 +434,7 @@ class Core:
             )
         over = self.ledger.set_limit(limit_bytes)
         over -= self.prefixes.shrink(over, "limit")
-        for job in reversed(
-            [*self.scheduler.jobs(State.RUNNING), *self.scheduler.jobs(State.PREFILLING)]
-        ):
+        for job in [job for state in PLACED for job in self.scheduler.jobs(state)[::-1]]:
             over = self.ledger.used_bytes - limit_bytes
             if over <= 0:
                 break
@@ -389,8 +449,14 @@ class Core:
         _give_back()
 
     def clear(self) -> None:
-        """Give up all prefixes that nobody reads, and their memory to the system."""
+        """Give up all prefixes that nobody reads, on the disk too, and their memory to the system.
+
+        Those on the disk go when the cold tier's thread comes to it.
+        """
         self.prefixes.clear()
+        if self.cold is not None:
+            self.cold.forget()
+            self.cold.tier.clear(all_models=False)
         _give_back()
 
     def check(self) -> None:
@@ -400,12 +466,13 @@ class Core:
         sequences = self._sequences.values()
         promised = sum(s.own.nbytes for s in sequences if s.own is not None)
         steps = sum(s.step.nbytes for s in sequences if s.step is not None)
+        copies, reading = self._cold_bytes()
         self.ledger.check(
             {
                 **self.prefixes.recount(),
                 Kind.WEIGHTS: weight_bytes(self.runner.model),
-                Kind.TAILS: self._pool.nbytes + promised,
-                Kind.BUFFERS: self._buffers.nbytes + steps + self._chunk.nbytes,
+                Kind.TAILS: self._pool.nbytes + promised + reading,
+                Kind.BUFFERS: self._buffers.nbytes + steps + self._chunk.nbytes + copies,
             }
         )
         if self.tails.nbytes not in (0, self._pool.nbytes):
@@ -478,7 +545,12 @@ class Core:
 
     def _fixed_bytes(self) -> int:
         kinds = (self._weights, self._pool, self._buffers)
-        return sum(kind.nbytes for kind in kinds) + self.prefixes.fixed_bytes
+        fixed = sum(kind.nbytes for kind in kinds) + self.prefixes.fixed_bytes
+        return fixed + self._cold_bytes()[0]
+
+    def _cold_bytes(self) -> tuple[int, int]:
+        """Return what the cold tier holds whatever happens, and of segments that are read."""
+        return (0, 0) if self.cold is None else (self.cold.nbytes, self.cold.paid_bytes)
 
     def _admit(self) -> None:
         """Let in who fits, in order; who does not fit lets nobody pass."""
@@ -549,7 +621,7 @@ class Core:
         sequence.pin, sequence.cut, sequence.own, sequence.step = pin, cut, own, step
         return True
 
-    def _count_hit(self, sequence: Sequence, tokens: int) -> None:
+    def _count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
         """Count prompt tokens that this answer did not have to compute.
 
         What it finds again after it was parked is its own work, and no hit.
@@ -558,6 +630,7 @@ class Core:
             return
         sequence.cached_tokens += tokens
         self.tally.hit_tokens += tokens
+        self.tally.restored_tokens += tokens if restored else 0
 
     def _report(self, sequence: Sequence, served_tokens: int) -> None:
         """Tell the scheduler where a sequence stands."""
@@ -595,6 +668,90 @@ class Core:
                 self._shrink_own(sequence, gained * self.runner.token_bytes)
                 self._count_hit(sequence, gained)
                 self._report(sequence, 0)
+
+    # ---- restoring
+
+    def _restore(self, cold: Cold) -> None:
+        """Have read from the disk what would take longer to compute."""
+        restored = self.scheduler.restoring_keys()
+        for job in [job for state in PLACED for job in self.scheduler.jobs(state)]:
+            sequence = self._sequences[job.id]
+            answer = sequence.on_disk
+            if answer is None or job.next_key in restored:
+                continue
+            if not answer.done():
+                if job.state is State.PREFILLING:
+                    self.scheduler.act(job.id, "fetch")
+                    sequence.patient_until = time.perf_counter() + ASK_SECONDS
+                continue
+            sequence.on_disk = None  # asked once
+            on_disk = 0 if answer.exception() else answer.result()
+            held = self.prefixes.match(sequence.keys).tokens // self.limits.block_size
+            if held > on_disk:
+                cold.note(sequence.keys[:held], self._root(sequence), on_disk, seen=True)
+            if job.state is State.PREFILLING and self._begin_restore(cold, sequence, on_disk):
+                restored |= self.scheduler.restoring_keys()
+
+    def _begin_restore(self, cold: Cold, sequence: Sequence, on_disk: int) -> bool:
+        """Have the blocks of a chain read that are on the disk, if that is worth it."""
+        done, over = divmod(sequence.cut, self.limits.block_size)
+        blocks = on_disk - done
+        if sequence.runs or over or blocks <= 0 or not cold.worth_reading(blocks):
+            return False
+        assert sequence.own is not None
+        sequence.patient_until = time.perf_counter() + cold.patience_seconds(blocks)
+        sequence.restores = cold.begin(sequence.keys[:on_disk], done, sequence.own)
+        self.scheduler.act(sequence.id, "fetch")
+        return True
+
+    def _take_restored(self, cold: Cold) -> None:
+        """Take in what was read from the disk, and compute what takes too long to come."""
+        for job in self.scheduler.jobs(State.RESTORING):
+            sequence = self._sequences[job.id]
+            while sequence.restores and sequence.restores[0].answer.done():
+                self._take_in(cold, sequence, sequence.restores.pop(0))
+            impatient = time.perf_counter() > sequence.patient_until
+            if sequence.restores and impatient:
+                self._lose_patience(cold, sequence)
+            asked = sequence.on_disk
+            if asked is not None and impatient:
+                asked = sequence.on_disk = None
+            if not sequence.restores and (asked is None or asked.done()):
+                self.scheduler.act(sequence.id, "fetched")
+                self._report(sequence, 0)
+
+    def _take_in(self, cold: Cold, sequence: Sequence, restore: Restore) -> None:
+        """Hang restored blocks into the tree; if some are missing, nothing behind them is read."""
+        assert sequence.own is not None
+        start, size = sequence.cut, self.limits.block_size
+        nbytes = restore.paid.nbytes
+        blocks = cold.take(restore, sequence.own)
+        if restore.first * size != start:  # those in front of them are missing
+            return
+        if blocks == restore.blocks:
+            self._insert(sequence, restore.landing.segment())
+        elif blocks and self.prefixes.make_room(nbytes):
+            with self.ledger.reserve(Kind.BUFFERS, nbytes):
+                self._insert(sequence, restore.landing.segment().split(blocks * size)[0])
+        # The last token of a prompt is computed in any case, for its logits.
+        sequence.cut = min(sequence.cut, len(sequence.tokens) - 1)
+        self._count_hit(sequence, sequence.cut - start, restored=True)
+        self._report(sequence, 0)
+        if sequence.cut < min(start + restore.blocks * size, len(sequence.tokens) - 1):
+            sequence.restores = cold.cancel(sequence.restores, sequence.own)
+
+    def _lose_patience(self, cold: Cold, sequence: Sequence) -> None:
+        """Compute what the disk has not brought, if there is room for both."""
+        assert sequence.own is not None
+        sequence.restores = cold.cancel(sequence.restores, sequence.own)
+        nbytes = sum(restore.paid.nbytes for restore in sequence.restores)
+        if self.prefixes.make_room(nbytes):
+            cold.leave(sequence.restores)
+            sequence.restores = []
+            sequence.own.resize(sequence.own.nbytes + nbytes)
+
+    def _root(self, sequence: Sequence) -> bytes:
+        return self.prefixes.root(sequence.request.salt)
 
     def _shrink_own(self, sequence: Sequence, nbytes: int) -> None:
         assert sequence.own is not None
@@ -672,7 +829,7 @@ class Core:
             run = sequence.runs[0]
             if run.end % size or run.end > self._sealable():
                 break
-            if not self._insert(sequence, run.segment):
+            if not self._insert_new(sequence, run.segment):
                 break
             del sequence.runs[0]
         if sequence.pin is not None:
@@ -682,6 +839,16 @@ class Core:
         """Return up to which position KV depends on the tokens alone, not on the window."""
         size = self.limits.block_size
         return self.limits.max_kv_size // size * size
+
+    def _insert_new(self, sequence: Sequence, segment: Segment) -> bool:
+        """Hang blocks that were computed into the tree, and have them written."""
+        first = sequence.cut // self.limits.block_size
+        if not self._insert(sequence, segment):
+            return False
+        if self.cold is not None:
+            keys = sequence.keys[: sequence.cut // self.limits.block_size]
+            self.cold.note(keys, self._root(sequence), first)
+        return True
 
     def _insert(self, sequence: Sequence, segment: Segment) -> bool:
         """Hang whole blocks behind a sequence's cut into the tree; False if there is no room."""
@@ -775,7 +942,9 @@ class Core:
             del segment
             self.tally.prefill_steps += 1
             self.tally.prefilled_tokens += count
-            self.tally.prefill_seconds.append(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self.tally.prefill_seconds.append(seconds)
+            self.pace.prefilled(count, seconds)
             self._report(sequence, count)
 
     def _keep_chunk(self, sequence: Sequence, segment: Segment, start: int) -> None:
@@ -787,7 +956,7 @@ class Core:
             head, rest = segment, None
             if whole < segment.tokens:
                 head, rest = segment.split(whole)
-            if self._insert(sequence, head):
+            if self._insert_new(sequence, head):
                 if rest is not None:
                     sequence.runs.append(Part(rest, start + whole, rest.tokens))
                 return
@@ -806,6 +975,9 @@ class Core:
     def _release(self, sequence: Sequence) -> None:
         """Give back everything that a sequence holds; its tokens stay."""
         sequence.runs.clear()
+        if self.cold is not None:
+            self.cold.leave(sequence.restores)
+            sequence.restores = []
         sequence.tail = sequence.cut = 0
         if sequence.slot is not None:
             self.tails.give_back(sequence.slot)

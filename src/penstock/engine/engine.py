@@ -55,7 +55,12 @@ class Engine:
         memory_threshold: share of the machine's memory, in use by everybody, from which cold
             prefixes give way; by default 0.8 to 0.95, more on larger machines, and 1, which
             looks at the own limit alone, on a device with memory of its own.
-        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        ssd_cache_dir: folder of the cold tier, made if it is not there; None is none.
+        ssd_cache_limit: bytes, or a text, for all that is ever in that folder.
+        ssd_write_budget: bytes, or a text, that may be written there in a day.
+        hot_cache_only: True promises that there is no cold tier.
+        fingerprint: what must be equal for KV to be reusable, besides the tokens; by default,
+            where there is a cold tier, a hash of the weights and of what else KV depends on.
 
     Raises:
         ModelError: the engine cannot run this model.
@@ -217,9 +222,10 @@ class Engine:
                 return
             started.set_result(core)
             try:
+                worked = False
                 while not self._closing:
-                    self._serve(wait=core.idle)
-                    core.step()  # with nothing to do it still gives way to others
+                    self._serve(wait=core.idle and not worked)
+                    worked = core.step()  # with nothing to do it still gives way to others
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
                 core.close(EngineStopped(f"the engine's thread has died: {fault}"))

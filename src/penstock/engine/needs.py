@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -42,6 +43,8 @@ class Needs:
     def __init__(self, runner: Runner, limits: EngineSettings) -> None:
         self._runner = runner
         self._limits = limits
+        self.prefill_token_seconds = 0.0
+        """What a token of a prompt took when the step was measured."""
         self._alone = runner.fitness.way == "joined"
         """Whether the model attends by itself, all scores of a chunk at once."""
         self._score_bytes = (
@@ -92,7 +95,9 @@ class Needs:
             choose_all(logits, choosers, [()] * len(rows))
 
         masks = MASK_BYTES * len(rows) * runner.vocabulary_size
+        began = time.perf_counter()
         prefill = _peak(lambda: runner.prefill(tokens, (), 0))
+        self.prefill_token_seconds = (time.perf_counter() - began) / len(tokens)
         taken = max(prefill, _peak(decode), _peak(sample) + masks)
         # A chunk far into a prompt has as many scores at once as are ever computed together.
         most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * limits.max_kv_size)

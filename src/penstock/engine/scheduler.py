@@ -6,6 +6,8 @@
                                  v  │                  │         from every other state
                                 PARKED <───────────────┘
 
+    PREFILLING ──fetch──> RESTORING ──fetched──> PREFILLING: blocks come from the disk meanwhile
+
 A step of the engine is
 
     for job in candidates():        whoever fits in the ledger, in this order, until one does not
@@ -36,6 +38,8 @@ class State(Enum):
     """For its first place."""
     PREFILLING = "prefilling"
     """Holds a place; the rest of its prompt is read in chunks."""
+    RESTORING = "restoring"
+    """Holds a place; blocks of its prompt are on their way from the disk."""
     RUNNING = "running"
     """Holds a place; decodes one token a step."""
     PARKED = "parked"
@@ -44,21 +48,25 @@ class State(Enum):
     """Forgotten by the scheduler."""
 
 
-Event = Literal["admit", "read", "park", "finish"]
+Event = Literal["admit", "fetch", "fetched", "read", "park", "finish"]
 
 NEXT: dict[tuple[State, Event], State] = {
     (State.WAITING, "admit"): State.PREFILLING,
     (State.PARKED, "admit"): State.PREFILLING,
+    (State.PREFILLING, "fetch"): State.RESTORING,
+    (State.RESTORING, "fetched"): State.PREFILLING,
     (State.PREFILLING, "read"): State.RUNNING,
     (State.PREFILLING, "park"): State.PARKED,
+    (State.RESTORING, "park"): State.PARKED,
     (State.RUNNING, "park"): State.PARKED,
     (State.WAITING, "finish"): State.DONE,
     (State.PREFILLING, "finish"): State.DONE,
+    (State.RESTORING, "finish"): State.DONE,
     (State.RUNNING, "finish"): State.DONE,
     (State.PARKED, "finish"): State.DONE,
 }
 
-PLACED = (State.PREFILLING, State.RUNNING)
+PLACED = (State.PREFILLING, State.RESTORING, State.RUNNING)
 """The states that take a place of the batch."""
 
 
@@ -197,6 +205,11 @@ class Scheduler:
         """Return `in_line()` while there is a free place, and nobody when there is none."""
         return self.in_line() if self.free_places else []
 
+    def restoring_keys(self) -> set[bytes]:
+        """Return the names of the blocks that are being restored next."""
+        restoring = (job for job in self._placed.values() if job.state is State.RESTORING)
+        return {job.next_key for job in restoring if job.next_key is not None}
+
     def overdue(self, now_seconds: float) -> list[int]:
         """Return the ids of those whose deadline is now or was before."""
         return [
@@ -304,7 +317,8 @@ class Scheduler:
         """Return what the next step runs. Asked again before any report, it says the same.
 
         Every running job decodes. Of the prefilling jobs whose next block is the same, only
-        the first is read; the others find it in the tree afterwards. At most `budget_tokens`
+        the first is read; the others find it in the tree afterwards, as do those whose next
+        block is being restored. At most `budget_tokens`
         are prefilled in all, and never none while something can be.
         """
         self._planned = True
@@ -359,9 +373,10 @@ class Scheduler:
         """Choose whom a step may read: of those with the same next block, the first."""
         leaders: dict[bytes, Job] = {}
         moved: dict[Job, int] = {}
+        restored = self.restoring_keys()
         for job in placed:
-            if job.state is State.PREFILLING and job.left:
-                same = job.next_key
+            same = job.next_key
+            if job.state is State.PREFILLING and job.left and same not in restored:
                 leader = job if same is None else leaders.setdefault(same, job)
                 moved[leader] = min(job.moved_step, moved.get(leader, job.moved_step))
         return [_Reader(job, step) for job, step in moved.items()]

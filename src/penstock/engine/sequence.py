@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from penstock.engine.cold import Restore
 from penstock.engine.handle import Handle, tell
 from penstock.engine.request import Finish, Reason, Request, Token, Usage
 from penstock.engine.sampling import Chooser, Chosen
@@ -47,6 +49,12 @@ class Sequence:
     runs: list[Part] = field(default_factory=list)
     slot: int | None = None
     tail: int = 0
+    on_disk: Future[int] | None = None
+    """How many blocks of its chain the cold tier has; None if nobody asked."""
+    restores: list[Restore] = field(default_factory=list)
+    """What is being read for it, in order."""
+    patient_until: float = 0.0
+    """When it begins to compute what is not restored by then, on the clock of `perf_counter`."""
     own: Reservation | None = None
     """Bytes of runs, and of all that it may still compute."""
     step: Reservation | None = None

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from penstock.prefix.ssd.tier import TierStats
+
 REMEMBERED_STEPS = 512
 
 
@@ -45,6 +47,7 @@ class Stats:
     """What MLX says is allocated in this process."""
     waiting: int
     prefilling: int
+    restoring: int
     running: int
     parked: int
     """Sequences in each state."""
@@ -56,6 +59,8 @@ class Stats:
     """Tokens of the prompts that were let in."""
     hit_tokens: int
     """Of those, read from what was computed before: prefill avoided."""
+    restored_tokens: int
+    """Of the hits, read back from the cold tier."""
     prefilled_tokens: int
     generated_tokens: int
     nodes: int
@@ -69,6 +74,8 @@ class Stats:
     """KV copied since the start by splits and merges of nodes."""
     decode: StepTimes
     prefill: StepTimes
+    ssd: TierStats | None = None
+    """Of the cold tier, if there is one."""
 
     @property
     def hit_rate(self) -> float:
@@ -85,6 +92,7 @@ class Tally:
     failed: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    restored_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     parkings: int = 0

@@ -136,7 +136,11 @@ class Prefixes(Generic[S]):
             salt: the tenant's; others find nothing of it.
             after: the last key of a chain that goes on; the salt is in it already.
         """
-        return block_keys(tokens, self.block_size, self._root(salt) if after is None else after)
+        return block_keys(tokens, self.block_size, self.root(salt) if after is None else after)
+
+    def root(self, salt: str) -> bytes:
+        """Return what the chains of a tenant begin with."""
+        return root_key(self.fingerprint, salt)
 
     def match(self, keys: Sequence[bytes]) -> Match[S]:
         """Find the longest prefix of a chain that is held. Valid until the tree changes."""
@@ -357,7 +361,7 @@ class Prefixes(Generic[S]):
         match = self.match(keys)
         blocks = match.tokens // self.block_size
         gone = self._departures.find(keys[blocks]) if blocks < len(keys) else None
-        common, beyond = self._nearest(match, values[match.tokens :], self._root(salt))
+        common, beyond = self._nearest(match, values[match.tokens :], self.root(salt))
         at = match.tokens + common
         differs = beyond is not None and at < len(values)
         ago = None if gone is None else self._clock() - gone.at_seconds
@@ -373,9 +377,6 @@ class Prefixes(Generic[S]):
         )
 
     # ---- parts
-
-    def _root(self, salt: str) -> bytes:
-        return root_key(self.fingerprint, salt)
 
     def _match_at_least(self, keys: Sequence[bytes], blocks: int) -> Match[S]:
         match = self.match(keys)

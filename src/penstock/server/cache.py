@@ -27,6 +27,8 @@ class Tier(BaseModel):
     """Where KV is kept."""
 
     state: Literal["on", "off"]
+    why: str | None = None
+    """Why it is off, if it should be on."""
     used_bytes: int
     limit_bytes: int
 
@@ -50,7 +52,15 @@ class CacheStats(BaseModel):
     def of(cls, stats: Stats) -> Self:
         """Tell of figures."""
         ram = Tier(state="on", used_bytes=stats.used_bytes, limit_bytes=stats.limit_bytes)
-        return cls(stats=stats, hit_rate=stats.hit_rate, tiers=Tiers(ram=ram))
+        tiers = Tiers(ram=ram)
+        if (found := stats.ssd) is not None:
+            tiers.ssd = Tier(
+                state="on" if found.off is None else "off",
+                why=found.off,
+                used_bytes=found.held_bytes,
+                limit_bytes=found.limit_bytes,
+            )
+        return cls(stats=stats, hit_rate=stats.hit_rate, tiers=tiers)
 
 
 class Node(BaseModel):
@@ -146,7 +156,7 @@ def router(service: Service) -> APIRouter:
 
     @router.delete("")
     async def clear() -> Cleared:
-        """Give up all prefixes that nobody reads at the moment."""
+        """Give up all prefixes that nobody reads at the moment, and this model's on the disk."""
         return await service.ask(_clear)
 
     return router

@@ -285,6 +285,7 @@ def _look(core: Core, tree: bool, mark: object) -> Look:
         stats.finished,
         stats.parkings,
         stats.prefilling,
+        stats.restoring,
         stats.running,
     )
     nodes = core.tree() if tree and now != mark else None

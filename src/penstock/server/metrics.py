@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from penstock.engine.core import Core
 from penstock.engine.stats import Stats, StepTimes
 from penstock.errors import EngineStopped
+from penstock.prefix.ssd.tier import TierStats
 from penstock.server.service import Recent, Service
 
 FIRST_TOKEN_SECONDS = (
@@ -79,6 +80,8 @@ class EngineMetrics(Collector):
             return
         yield from _memory(self.stats)
         yield from _work(self.stats)
+        if self.stats.ssd is not None:
+            yield from _ssd(self.stats.ssd)
         yield from _steps({"decode": self.stats.decode, "prefill": self.stats.prefill})
 
     def describe(self) -> Iterator[Metric]:
@@ -127,7 +130,7 @@ def _work(stats: Stats) -> Iterator[Metric]:
     states = GaugeMetricFamily(
         "penstock_answers", "Answers that are open, by their state.", labels=["state"]
     )
-    for state in ("waiting", "prefilling", "running", "parked"):
+    for state in ("waiting", "prefilling", "restoring", "running", "parked"):
         states.add_metric([state], getattr(stats, state))
     yield states
     yield _counter("answers_started", "Answers that were asked for.", stats.requests)
@@ -135,10 +138,30 @@ def _work(stats: Stats) -> Iterator[Metric]:
     yield _counter("answers_failed", "Of those, ended with an error.", stats.failed)
     yield _counter("prompt_tokens", "Tokens of prompts that were let in.", stats.prompt_tokens)
     yield _counter("hit_tokens", "Of those, read and not computed.", stats.hit_tokens)
+    yield _counter("restored_tokens", "Of the hits, read from the disk.", stats.restored_tokens)
     yield _counter("prefilled_tokens", "Tokens of prompts computed.", stats.prefilled_tokens)
     yield _counter("generated_tokens", "Tokens generated.", stats.generated_tokens)
     yield _counter("parkings", "Answers that had to give way for a while.", stats.parkings)
     yield _counter("out_of_memory", "Times that MLX ran out of memory.", stats.out_of_memory)
+
+
+def _ssd(stats: TierStats) -> Iterator[Metric]:
+    counts = stats.counts
+    yield _gauge("ssd_up", "Whether the folder of the cold tier works.", int(stats.off is None))
+    yield _gauge("ssd_held_bytes", "Bytes of blocks in the folder.", stats.held_bytes)
+    yield _gauge("ssd_limit_bytes", "The folder's limit.", stats.limit_bytes)
+    yield _gauge("ssd_queued_bytes", "Bytes that wait to be written.", stats.queued_bytes)
+    yield _counter("ssd_faults", "Times that the folder has failed.", stats.faults)
+    blocks = CounterMetricFamily(
+        "penstock_ssd_blocks", "Blocks, by what became of them.", labels=["outcome"]
+    )
+    for outcome in ("written", "known", "refused", "read", "damaged", "missing"):
+        blocks.add_metric([outcome], getattr(counts, f"{outcome}_blocks"))
+    blocks.add_metric(["dropped"], stats.dropped_blocks)
+    yield blocks
+    yield _counter("ssd_written_bytes", "Bytes of files written.", counts.written_bytes)
+    yield _counter("ssd_read_bytes", "Bytes of files read.", counts.read_bytes)
+    yield _counter("ssd_read_seconds", "Spent on reading them.", counts.read_seconds)
 
 
 def _steps(kinds: dict[str, StepTimes]) -> Iterator[Metric]:

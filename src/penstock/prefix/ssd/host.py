@@ -2,52 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.kv import columns as col
-from penstock.kv.columns import Side
 from penstock.kv.segment import Layer, Segment
-from penstock.prefix.ssd.record import HostArray
+from penstock.kv.tails import LayerShape
+from penstock.prefix.blocks import TokenArray
+from penstock.prefix.ssd.record import HostArray, Target
 
-TOKEN_AXIS = col.TOKEN_AXIS
 _SIDES = ("keys", "values")
 
 
-def host_blocks(segment: Segment, block_size: int) -> list[dict[str, HostArray]]:
-    """Copy the whole blocks of a segment, each with the arrays of all layers by name.
+TOKENS = "tokens"
+"""Name of the array of the block's tokens."""
+
+
+def host_block(segment: Segment, tokens: TokenArray, at: int) -> dict[str, HostArray]:
+    """Copy a block out of a segment: its tokens, and the arrays of all layers by name.
 
     Names are `3.keys` for layer 3, and `3.keys.0`, `3.keys.1`, ... where a side is several arrays.
     Only the thread that owns the segment may call this.
+
+    Args:
+        segment: with the block in it.
+        tokens: of the block.
+        at: tokens of the segment in front of the block.
     """
-    seen = {name: _seen(array) for name, array in _named(segment)}
-    return [
-        {
-            name: _host(array[:, :, start : start + block_size], dtype)
-            for name, (array, dtype) in seen.items()
+    stop = at + len(tokens)
+    found = {TOKENS: _host(tokens.astype(np.uint32), "uint32")}
+    for name, array in _named(segment):
+        numbers, dtype = _seen(array)
+        found[name] = _host(numbers[:, :, at:stop], dtype)
+    return found
+
+
+class Landing:
+    """Memory for the KV of some blocks, which is filled from files and then is a segment.
+
+    Nothing is copied on the way: the arrays that the files are read into are the segment's.
+
+    Args:
+        shapes: of one token in each layer.
+        blocks: how many.
+        block_size: tokens of a block.
+        in_place: whether files can be read into MLX's arrays. Where the device has memory of its
+            own they cannot, and are copied there afterwards.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        blocks: int,
+        block_size: int,
+        *,
+        in_place: bool = True,
+    ) -> None:
+        self.blocks = blocks
+        self.tokens = np.empty(blocks * block_size, np.uint32)
+        """Of the blocks, once they are read."""
+        self._block_size = block_size
+        self._in_place = in_place
+        self._layers = [
+            tuple(self._made(shape, dim, blocks) for dim in (shape.key_dim, shape.value_dim))
+            for shape in shapes
+        ]
+        if self._in_place:
+            mx.eval([room.array for layer in self._layers for room in layer])
+
+    def targets(self) -> list[dict[str, Target]]:
+        """Return where the arrays of each block go, by name."""
+        rooms = {
+            f"{number}.{name}": (room, room.bytes())
+            for number, layer in enumerate(self._layers)
+            for name, room in zip(_SIDES, layer, strict=True)
         }
-        for start in range(0, segment.tokens, block_size)
-    ]
+        return [
+            {
+                TOKENS: Target("uint32", (self._block_size,), [self._tokens_of(block)]),
+                **{name: self._target(*room, block) for name, room in rooms.items()},
+            }
+            for block in range(self.blocks)
+        ]
+
+    def segment(self) -> Segment:
+        """Return what was read as a segment."""
+        layers = []
+        for layer in self._layers:
+            keys, values = (room.side() for room in layer)
+            layers.append((keys, values))
+        mx.eval(layers)
+        return Segment(tuple(layers))
+
+    def _made(self, shape: LayerShape, dim: int, blocks: int) -> _Room:
+        size = (1, shape.kv_heads, blocks * self._block_size, dim)
+        dtype = _name(shape.dtype)
+        number = _number(dtype)
+        array = mx.empty(size, getattr(mx, number)) if self._in_place else np.empty(size, number)
+        return _Room(dtype, array)
+
+    def _tokens_of(self, block: int) -> NDArray[np.uint8]:
+        size = self._block_size
+        return self.tokens[block * size : (block + 1) * size].view(np.uint8)
+
+    def _target(self, room: _Room, data: NDArray[np.uint8], block: int) -> Target:
+        size = self._block_size
+        _, heads, _, dim = room.array.shape
+        return Target(
+            room.dtype,
+            (1, heads, size, dim),
+            [each[block * size : (block + 1) * size].reshape(-1) for each in data],
+        )
 
 
-def segment_of(blocks: Sequence[Mapping[str, HostArray]]) -> Segment:
-    """Make one segment of consecutive blocks; evaluated.
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """One array of a landing: MLX's own, or numpy's where MLX's is out of the host's reach."""
 
-    Raises:
-        ValueError: the blocks do not hold the same arrays, or none.
-    """
-    if not blocks or any(block.keys() != blocks[0].keys() for block in blocks):
-        raise ValueError("the blocks do not hold the same layers")
-    count = len({name.partition(".")[0] for name in blocks[0]})
-    layers = []
-    for layer in range(count):
-        keys, values = (_side(blocks, f"{layer}.{side}") for side in _SIDES)
-        layers.append((keys, values))
-    mx.eval([col.arrays(*layer) for layer in layers])
-    return Segment(tuple(layers))
+    dtype: str
+    array: mx.array | NDArray[Any]
+
+    def bytes(self) -> NDArray[np.uint8]:
+        """Return its memory, (heads, tokens, bytes of a row)."""
+        seen: NDArray[np.uint8] = np.asarray(self.array)[0].view(np.uint8)
+        return seen
+
+    def side(self) -> mx.array:
+        """Return it as MLX has it."""
+        made = self.array if isinstance(self.array, mx.array) else mx.array(self.array)
+        return made.view(mx.bfloat16) if self.dtype == "bfloat16" else made
 
 
 def _named(segment: Segment) -> Iterator[tuple[str, mx.array]]:
@@ -66,7 +153,7 @@ def _named_sides(number: int, layer: Layer) -> Iterator[tuple[str, mx.array]]:
 
 def _seen(array: mx.array) -> tuple[NDArray[np.generic], str]:
     """Return an array as numpy sees it, without a copy where that can be, and its dtype."""
-    dtype = str(array.dtype).removeprefix("mlx.core.")
+    dtype = _name(array.dtype)
     return np.asarray(array.view(mx.uint16) if dtype == "bfloat16" else array), dtype
 
 
@@ -74,24 +161,10 @@ def _host(part: NDArray[np.generic], dtype: str) -> HostArray:
     return HostArray(dtype, part.shape, np.frombuffer(part.tobytes(), np.uint8))
 
 
-def _side(blocks: Sequence[Mapping[str, HostArray]], name: str) -> Side:
-    if name in blocks[0]:
-        return _joined([block[name] for block in blocks])
-    parts = [each for each in blocks[0] if each.startswith(f"{name}.")]
-    if not parts:
-        raise ValueError(f"the blocks do not hold {name}")
-    return tuple(
-        _joined([block[f"{name}.{part}"] for block in blocks]) for part in range(len(parts))
-    )
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
 
 
-def _joined(arrays: Sequence[HostArray]) -> mx.array:
-    """Join arrays of consecutive blocks along their tokens."""
-    first = arrays[0]
-    half = first.dtype == "bfloat16"
-    numbers = np.dtype("uint16" if half else first.dtype)
-    joined = np.concatenate(
-        [array.data.view(numbers).reshape(array.shape) for array in arrays], axis=TOKEN_AXIS
-    )
-    made = mx.array(joined)
-    return made.view(mx.bfloat16) if half else made
+def _number(dtype: str) -> str:
+    """Return the dtype as which numpy holds the same bytes: it knows no bfloat16."""
+    return "uint16" if dtype == "bfloat16" else dtype

@@ -26,9 +26,11 @@ KEYS_AT_ONCE = 500
 PAGE_ENTRIES = 256
 Unlink: TypeAlias = Callable[[bytes], None]
 """Removes the file of a block, if it is there."""
-Claim: TypeAlias = Literal["claimed", "known", "full", "orphan"]
+Claim: TypeAlias = Literal["claimed", "known", "full", "orphan", "budget"]
 """A block may be written now; it is there, or somebody is writing it; it does not fit; the block in
-front of it is not there, so nobody could read it."""
+front of it is not there, so nobody could read it; as much as may be was written today."""
+DAY_SECONDS = 86_400
+REMEMBERED_DAYS = 30
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
     key BLOB PRIMARY KEY,
@@ -45,6 +47,7 @@ CREATE TABLE IF NOT EXISTS blocks (
 CREATE INDEX IF NOT EXISTS by_worth ON blocks (worth, depth DESC);
 CREATE INDEX IF NOT EXISTS by_parent ON blocks (parent);
 CREATE TABLE IF NOT EXISTS sums (nbytes INTEGER NOT NULL, uses INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, nbytes INTEGER NOT NULL);
 INSERT INTO sums SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM sums);
 CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON blocks
     BEGIN UPDATE sums SET nbytes = nbytes + NEW.nbytes; END;
@@ -118,6 +121,11 @@ class Index:
     def __len__(self) -> int:
         return int(self._db.execute("SELECT count(*) FROM blocks").fetchone()[0])
 
+    def written_bytes(self, day: int) -> int:
+        """Return what was written on a day, counted since 1970, by all processes."""
+        row = self._db.execute("SELECT nbytes FROM days WHERE day = ?", (day,)).fetchone()
+        return 0 if row is None else int(row[0])
+
     def get(self, key: bytes) -> Entry | None:
         """Return a block's entry, written or being written."""
         row = self._db.execute(f"SELECT {_COLUMNS} FROM blocks WHERE key = ?", (key,)).fetchone()
@@ -154,19 +162,37 @@ class Index:
 
     # ---- acts
 
-    def claim(self, entry: Entry, limit_bytes: int, unlink: Unlink) -> Claim:
-        """Add an entry that is being written, once there is room for it."""
+    def claim(
+        self, entry: Entry, limit_bytes: int, unlink: Unlink, budget_bytes: int | None = None
+    ) -> Claim:
+        """Add an entry that is being written, once there is room for it.
+
+        Args:
+            entry: of the block; its bytes count as written on its day.
+            limit_bytes: for all files together.
+            unlink: what removes the files that give way.
+            budget_bytes: what all processes together may write in a day.
+        """
+        day = int(entry.written_seconds // DAY_SECONDS)
         with suppress(_Full), self._writing():
             if self._knows(entry.key):
                 return "known"
             if entry.depth and not self._knows(entry.parent):
                 return "orphan"
+            if budget_bytes is not None and self.written_bytes(day) + entry.nbytes > budget_bytes:
+                return "budget"
             self._make_room(entry.nbytes, limit_bytes, unlink, keep=entry.parent)
             used = self._next_use()
             row = {**_fields(entry), "used": used, "worth": float(used)}
             names = ", ".join(row)
             places = ", ".join(f":{name}" for name in row)
             self._db.execute(f"INSERT INTO blocks ({names}) VALUES ({places})", row)
+            self._db.execute(
+                "INSERT INTO days VALUES (:day, :nbytes) "
+                "ON CONFLICT (day) DO UPDATE SET nbytes = nbytes + :nbytes",
+                {"day": day, "nbytes": entry.nbytes},
+            )
+            self._db.execute("DELETE FROM days WHERE day < ?", (day - REMEMBERED_DAYS,))
             return "claimed"
         return "full"
 

@@ -8,9 +8,10 @@ is another block's is `Damaged`, never a wrong answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -28,6 +29,12 @@ DTYPES = {
 }
 """Names of dtypes in a file's header, and as safetensors takes them."""
 _SAFE = {name: short for short, name in DTYPES.items()}
+_Pieces: TypeAlias = tuple[str, str, tuple[int, ...], Sequence[NDArray[np.uint8]]]
+"""Name, dtype, shape and bytes of an array."""
+HEAD_BYTES = 16_384
+"""Read of a file at first: most headers are shorter."""
+PIECES_AT_ONCE = 512
+"""Places that one read is spread over; systems allow 1,024."""
 
 
 class Damaged(ValueError):
@@ -64,6 +71,16 @@ class Record:
         return sum(array.data.nbytes for array in self.arrays.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an array of a file goes: into memory that somebody has made for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Sequence[NDArray[np.uint8]]
+    """(n,) each, writable, in the order of the array's bytes."""
+
+
 def encode(record: Record, fingerprint: str) -> bytes:
     """Return a record's file.
 
@@ -94,8 +111,8 @@ def encode(record: Record, fingerprint: str) -> bytes:
         raise ValueError(f"a block cannot be written: {error}") from None
 
 
-def decode(raw: bytes) -> tuple[Record, str]:
-    """Read a file; return the record and its fingerprint.
+def decode(raw: bytes) -> Record:
+    """Read a file as a whole, with the library's own parser.
 
     Raises:
         Damaged: it is not what `encode` has written, to the bit.
@@ -116,12 +133,77 @@ def decode(raw: bytes) -> tuple[Record, str]:
             int(words["depth"]),
             arrays,
         )
-        fingerprint, told = words["fingerprint"], words.pop("xxh3")
+        told = words["xxh3"]
     except (SafetensorError, KeyError, ValueError) as error:
         raise Damaged(f"its header makes no sense: {error}") from None
     if _hash(words, arrays) != told:
         raise Damaged("its bytes are not those that were written")
-    return record, fingerprint
+    return record
+
+
+def read_into(descriptor: int, targets: Mapping[str, Target]) -> dict[str, str]:
+    """Read a file's arrays straight to where they belong; return the words of its header.
+
+    Args:
+        descriptor: of the file, open for reading.
+        targets: by name, for all arrays that the file should have.
+
+    Raises:
+        Damaged: it is not what `encode` has written, to the bit, or has other arrays. What the
+            targets hold then is worth nothing.
+        OSError: the disk fails.
+    """
+    length = os.fstat(descriptor).st_size
+    head = os.pread(descriptor, HEAD_BYTES, 0)
+    size = 8 + int.from_bytes(head[:8], "little")
+    if len(head) < size <= length:
+        head += os.pread(descriptor, size - len(head), len(head))
+    words = header(head[:size])
+    pieces = [piece for name in _order(head[8:size], targets) for piece in targets[name].pieces]
+    if length != size + sum(piece.nbytes for piece in pieces):
+        raise Damaged(f"it has {length} bytes, which are not those that it tells of")
+    _fill(descriptor, size, pieces)
+    arrays = [(name, target.dtype, target.shape, target.pieces) for name, target in targets.items()]
+    if _hash_of(words, arrays) != words.pop("xxh3", None):
+        raise Damaged("its bytes are not those that were written")
+    return words
+
+
+def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
+    """Return the names of a file's arrays, all of them targets, in the order of their bytes."""
+    found = json.loads(head)
+    del found["__metadata__"]
+    try:
+        told = {
+            name: (array["dtype"], tuple(array["shape"]), *array["data_offsets"])
+            for name, array in found.items()
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its header makes no sense: {error}") from None
+    names = sorted(told, key=lambda name: told[name][2])
+    at = 0
+    for name in names:
+        target = targets.get(name)
+        if target is None:
+            raise Damaged(f"it holds {name}, which was not asked for")
+        end = at + sum(piece.nbytes for piece in target.pieces)
+        if told[name] != (_SAFE[target.dtype], target.shape, at, end):
+            raise Damaged(f"{name} is not the {target.dtype} {target.shape} that was asked for")
+        at = end
+    if len(names) != len(targets):
+        raise Damaged(f"it holds {len(names)} arrays; {len(targets)} were asked for")
+    return names
+
+
+def _fill(descriptor: int, at: int, pieces: Sequence[NDArray[np.uint8]]) -> None:
+    """Read the bytes of a file from `at` on into pieces, one behind the other."""
+    for first in range(0, len(pieces), PIECES_AT_ONCE):
+        some = pieces[first : first + PIECES_AT_ONCE]
+        wanted = sum(piece.nbytes for piece in some)
+        buffers: list[Any] = list(some)
+        if os.preadv(descriptor, buffers, at) != wanted:
+            raise OSError(f"the system has not read {wanted} bytes at {at}")
+        at += wanted
 
 
 def header(raw: bytes) -> dict[str, str]:
@@ -148,13 +230,22 @@ def _words(head: bytes) -> dict[str, str]:
 
 
 def _hash(words: Mapping[str, str], arrays: Mapping[str, HostArray]) -> str:
+    return _hash_of(words, [(name, a.dtype, a.shape, [a.data]) for name, a in arrays.items()])
+
+
+def _hash_of(words: Mapping[str, str], arrays: Sequence[_Pieces]) -> str:
+    """Hash the words but for the hash itself, and the arrays by name; each part with its length."""
     hashed = xxhash.xxh3_128()
-    parts: list[Any] = [f"{name}={words[name]}" for name in sorted(words)]
-    for name in sorted(arrays):
-        array = arrays[name]
-        parts += [f"{name}:{array.dtype}{array.shape}", array.data]
-    for part in parts:
-        raw = part.encode() if isinstance(part, str) else part
-        hashed.update(len(raw).to_bytes(8, "little"))
-        hashed.update(raw)
+
+    def add(*pieces: Any) -> None:
+        hashed.update(sum(len(piece) for piece in pieces).to_bytes(8, "little"))
+        for piece in pieces:
+            hashed.update(piece)
+
+    for name in sorted(words):
+        if name != "xxh3":
+            add(f"{name}={words[name]}".encode())
+    for name, dtype, shape, pieces in sorted(arrays, key=lambda array: array[0]):
+        add(f"{name}:{dtype}{shape}".encode())
+        add(*pieces)
     return hashed.hexdigest()

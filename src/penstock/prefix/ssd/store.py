@@ -1,7 +1,7 @@
 """Blocks in a folder: written once, read back checked, inside a limit that all who share it keep.
 
     write   claim in the index (room is made) -> file aside -> sync -> rename -> written
-    read    index -> file -> hash and fingerprint -> record, or a miss that is counted
+    read    index -> file -> straight to where it belongs -> hash, or a miss that is counted
 
 Whatever goes wrong with a record is a miss, and the record is gone afterwards. What goes wrong
 with the folder itself is an `OSError`, for whoever drives the store to switch it off.
@@ -15,11 +15,11 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from penstock.prefix.ssd.index import (
     BUSY_SECONDS,
@@ -30,21 +30,28 @@ from penstock.prefix.ssd.index import (
     is_alive,
     this_process,
 )
-from penstock.prefix.ssd.record import FORMAT, Damaged, Record, decode, encode, header
+from penstock.prefix.ssd.limits import payload_bytes
+from penstock.prefix.ssd.record import (
+    FORMAT,
+    Damaged,
+    Record,
+    Target,
+    decode,
+    encode,
+    header,
+    read_into,
+)
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "index.sqlite"
-INDEX_SHARE = 0.02
-"""Of the limit, what is left to the index: 100,000 blocks take 30 MB there."""
-LEAST_INDEX_BYTES = 8_000_000
-"""What an index takes with its log, however few blocks there are."""
 FLOOR_BYTES = 1_000_000_000
 """Free bytes of the disk that are never gone below."""
 SUFFIX = ".safetensors"
 LOCK_LOOK_SECONDS = 0.02
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
+T = TypeVar("T")
 Written: TypeAlias = Claim | Literal["disk"]
 """What became of a write: as `Claim`, or `disk`: too little of it is free."""
 
@@ -62,6 +69,8 @@ class Counts:
     """Writes for which there was no room, or whose beginning is not there."""
     read_blocks: int = 0
     read_bytes: int = 0
+    read_seconds: float = 0.0
+    """Spent on `read_bytes`."""
     damaged_blocks: int = 0
     missing_blocks: int = 0
     """In the index, and no file."""
@@ -77,6 +86,7 @@ class SSDStore:
         limit_bytes: for everything in it, files that are being written and the index included.
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
         floor_bytes: free bytes of the disk that are never gone below.
+        budget_bytes: what all who share the folder may write in a day together; None is no limit.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -91,14 +101,11 @@ class SSDStore:
         *,
         fingerprint: str,
         floor_bytes: int = FLOOR_BYTES,
+        budget_bytes: int | None = None,
     ) -> None:
         self.limit_bytes = limit_bytes
-        self.payload_bytes = limit_bytes - max(LEAST_INDEX_BYTES, int(INDEX_SHARE * limit_bytes))
-        if self.payload_bytes <= 0:
-            raise ValueError(
-                f"a limit of {limit_bytes} bytes has no room beside the index, which takes "
-                f"{LEAST_INDEX_BYTES}"
-            )
+        self.payload_bytes = payload_bytes(limit_bytes)
+        self.budget_bytes = budget_bytes
         self.fingerprint = fingerprint
         self.floor_bytes = floor_bytes
         self.counts = Counts()
@@ -151,7 +158,7 @@ class SSDStore:
         if len(raw) > self.payload_bytes:
             claim: Claim = "full"
         else:
-            claim = self.index.claim(entry, self.payload_bytes, self._unlink)
+            claim = self.index.claim(entry, self.payload_bytes, self._unlink, self.budget_bytes)
         if claim != "claimed":
             self.counts.known_blocks += claim == "known"
             self.counts.refused_blocks += claim != "known"
@@ -183,9 +190,41 @@ class SSDStore:
             self.index.use(keys[: len(found)])
         return found
 
-    def clear(self) -> int:
-        """Remove all blocks, of all models, but those that are being written; return how many."""
-        keys = [entry.key for entry in self.index.entries() if entry.owner is None]
+    def restore(self, keys: Sequence[bytes], targets: Sequence[Mapping[str, Target]]) -> int:
+        """Read a chain's first keys to where they belong; return how many, as far as all is well.
+
+        Args:
+            keys: of the blocks.
+            targets: of each block, for all of its arrays.
+
+        Raises:
+            OSError: the disk fails; a file that is not there is only a miss.
+        """
+        count = 0
+        for key, places in zip(keys, targets, strict=True):
+            if not self._restore(key, places):
+                break
+            count += 1
+        if count:
+            self.index.use(keys[:count])
+        return count
+
+    def prepare(self, keys: Sequence[bytes]) -> int:
+        """Return how many keys of a chain, from its first on, could be read; the system is told
+        that they will be, so that it may read them ahead."""
+        count = self.held(keys)
+        for key in keys[:count]:
+            with suppress(OSError), self._path(key).open("rb") as file:
+                _read_ahead(file.fileno())
+        return count
+
+    def clear(self, *, all_models: bool = True) -> int:
+        """Remove all blocks, or this model's, but those being written; return how many."""
+        keys = [
+            entry.key
+            for entry in self.index.entries()
+            if entry.owner is None and (all_models or entry.fingerprint == self.fingerprint)
+        ]
         self._forget(keys)
         return len(keys)
 
@@ -291,26 +330,51 @@ class SSDStore:
         _sync_folder(path.parent)
 
     def _get(self, key: bytes) -> Record | None:
+        """Read a block as a record; None is a miss."""
+
+        def read(descriptor: int) -> tuple[Record, dict[str, str]]:
+            raw = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            return decode(raw), header(raw)
+
+        found = self._read(key, read)
+        return None if found is None else found[0]
+
+    def _restore(self, key: bytes, targets: Mapping[str, Target]) -> bool:
+        """Read a block to where it belongs; False is a miss."""
+        return self._read(key, lambda file: (True, read_into(file, targets))) is not None
+
+    def _read(
+        self, key: bytes, read: Callable[[int], tuple[T, dict[str, str]]]
+    ) -> tuple[T, dict[str, str]] | None:
+        """Read a block's file, whose words must be its own; one that is damaged is removed."""
         entry = self.index.get(key)
         if entry is None or entry.owner is not None or entry.fingerprint != self.fingerprint:
             return None
+        began = time.perf_counter()
         try:
-            raw = self._path(key).read_bytes()
+            with self._path(key).open("rb", buffering=0) as file:
+                found = read(file.fileno())
+            words = found[1]
+            if (words["key"], words["fingerprint"]) != (key.hex(), self.fingerprint):
+                raise Damaged("it is another block")
         except FileNotFoundError:
             self.counts.missing_blocks += 1
             self._forget([key])
             return None
-        try:
-            record, fingerprint = decode(raw)
-            if (record.key, fingerprint) != (key, self.fingerprint):
-                raise Damaged("it is another block")
         except Damaged:
             self.counts.damaged_blocks += 1
             self._forget([key])
             return None
         self.counts.read_blocks += 1
-        self.counts.read_bytes += len(raw)
-        return record
+        self.counts.read_bytes += entry.nbytes
+        self.counts.read_seconds += time.perf_counter() - began
+        return found
+
+
+def _read_ahead(descriptor: int) -> None:
+    """Have the system read a file into its own memory, where it can be told to."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """The cold tier's thread: it alone touches files, writes behind requests and reads ahead of them.
 
-    offer  ──> queue, bounded in bytes ──> SSDStore.write      dropped when the disk is too slow
-    fetch  ──> before all writes       ──> SSDStore.read       a future; nothing when switched off
+    offer    ──> queue, bounded in bytes ──> SSDStore.write      dropped when the disk is too slow
+    prepare  ──> before all writes       ──> SSDStore.prepare    a future: how much is there
+    restore  ──> before all writes       ──> SSDStore.restore    a future; 0 when switched off
 
 A folder that fails switches the tier off with one message; serving goes on, and after a while it
 is tried again.
@@ -14,12 +15,12 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.prefix.ssd.record import Record
+from penstock.prefix.ssd.record import Record, Target
 from penstock.prefix.ssd.store import Counts, SSDStore
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,10 @@ class TierStats:
     """Why it is switched off."""
     queued_bytes: int = 0
     dropped_blocks: int = 0
-    """Not written: the queue was full, or the tier off."""
+    """Not written: the queue was full, the tier off, or the block gone from memory by then."""
     held_bytes: int = 0
+    limit_bytes: int = 0
+    """Of the folder."""
     faults: int = 0
     """How often the folder has failed."""
     counts: Counts = field(default_factory=Counts)
@@ -85,8 +88,7 @@ class ColdTier:
     def offer(self, record: Record) -> bool:
         """Have a block written when there is time; False if it is dropped. Never waits."""
         with self._changed:
-            full = self._stats.queued_bytes + record.nbytes > self._queue_bytes
-            if full or self._closing or self._is_off:
+            if not self._takes(record.nbytes) or self.is_off:
                 self._stats.dropped_blocks += 1
                 return False
             self._writes.append(record)
@@ -94,19 +96,40 @@ class ColdTier:
             self._changed.notify_all()
         return True
 
-    def fetch(self, keys: Sequence[bytes]) -> Future[list[Record]]:
-        """Read the first keys of a chain, as far as they are there; before all writes."""
-        return self._call(lambda store: store.read(keys), [])
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether a block of so many bytes would be taken now."""
+        with self._changed:
+            return not self.is_off and self._takes(nbytes)
 
-    def held(self, keys: Sequence[bytes]) -> Future[int]:
-        """Count how many keys of a chain, from its first on, could be read."""
-        return self._call(lambda store: store.held(keys), 0)
+    def prepare(self, keys: Sequence[bytes]) -> Future[int]:
+        """Count how many keys of a chain could be read, and have the system read them ahead."""
+        return self._call(lambda store: store.prepare(keys), 0)
 
-    def clear(self) -> Future[int]:
-        """Remove all blocks; returns how many."""
+    def restore(
+        self, keys: Sequence[bytes], targets: Sequence[Mapping[str, Target]]
+    ) -> Future[int]:
+        """Read the first keys of a chain to where they belong; how many, as far as all is well.
+
+        The targets' memory is the thread's until the future is done.
+        """
+        return self._call(lambda store: store.restore(keys, targets), 0)
+
+    def clear(self, *, all_models: bool = True) -> Future[int]:
+        """Remove all blocks, or this model's; returns how many."""
         with self._changed:
             self._drop_writes()
-        return self._call(lambda store: store.clear(), 0)
+        return self._call(lambda store: store.clear(all_models=all_models), 0)
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait until something was done, or the time is over."""
+        with self._changed:
+            if self.is_busy:
+                self._changed.wait(timeout_seconds)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something that was asked for and is not done."""
+        return bool(self._writes or self._calls or self._busy)
 
     def stats(self) -> TierStats:
         """Return what was done so far."""
@@ -116,9 +139,7 @@ class ColdTier:
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything that was offered is written or dropped; tell whether it is."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not (self._writes or self._calls or self._busy), timeout_seconds
-            )
+            return self._changed.wait_for(lambda: not self.is_busy, timeout_seconds)
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits, as far as there is time, and end the thread. Again does nothing."""
@@ -133,17 +154,22 @@ class ColdTier:
     def _call(self, call: Callable[[SSDStore], Any], otherwise: Any) -> Future[Any]:
         answer: Future[Any] = Future()
         with self._changed:
-            if not self._closing and not self._is_off:
+            if not self.is_off:
                 self._calls.append((call, answer, otherwise))
                 self._changed.notify_all()
                 return answer
         answer.set_result(otherwise)
         return answer
 
+    def _takes(self, nbytes: int) -> bool:
+        return self._stats.queued_bytes + nbytes <= self._queue_bytes
+
     @property
-    def _is_off(self) -> bool:
-        """Whether the folder has failed, and it is not time yet to try it again."""
-        return self._stats.off is not None and time.monotonic() < self._retry_at
+    def is_off(self) -> bool:
+        """Whether nothing is taken: it has ended, or the folder has failed, and it is not time yet
+        to try it again."""
+        failed = self._stats.off is not None and time.monotonic() < self._retry_at
+        return failed or self._closing
 
     def _run(self) -> None:
         """Be the thread. Whatever ends it, nobody waits for it afterwards."""
@@ -166,6 +192,8 @@ class ColdTier:
                     store = self._make()
                     store.counts = self._stats.counts
                     self._chores = store.reconciling()
+                    self._stats.held_bytes = store.nbytes
+                    self._stats.limit_bytes = store.limit_bytes
                     self._switch(None)
                 working = self._wait() and self._work(store)
             except FAULTS as error:

@@ -69,7 +69,7 @@ function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, 
   speeds.push(generated);
   while (speeds.length > SPARK_POINTS) speeds.shift();
   spark();
-  const working = stats.running + stats.prefilling;
+  const working = stats.running + stats.prefilling + stats.restoring;
   say(byId("running"), working ? `${working} running` : stats.waiting ? "waiting" : "idle");
   say(byId("queue-note"), `${many(stats.waiting, "answer")} waiting, ${stats.parked} parked`);
   showSlots(stats, slots);
@@ -82,13 +82,14 @@ function meter(id, share) {
 }
 
 /** A box for each place in the batch: writing, reading its prompt, or free. */
-function showSlots({ running, prefilling }, slots) {
+function showSlots({ running, prefilling, restoring }, slots) {
+  const reading = prefilling + restoring;
   const place = byId("slots");
   const drawn = Math.min(slots, 32);
   while (place.children.length < drawn) place.append(make("i"));
   while (place.children.length > drawn) place.lastElementChild.remove();
   [...place.children].forEach((box, at) => {
-    box.className = at < running ? "running" : at < running + prefilling ? "prefilling" : "";
+    box.className = at < running ? "running" : at < running + reading ? "prefilling" : "";
   });
 }
 

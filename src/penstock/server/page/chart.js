@@ -1,6 +1,6 @@
 // Memory over time: what the ledger counts, stacked by what it is for, against the limit.
 
-import { byId, bytes, colour, make, percent, say } from "./format.js";
+import { byId, bytes, colour, count, make, percent, say } from "./format.js";
 
 /** From the ground up: what stays lies below what comes and goes. */
 export const KINDS = [
@@ -90,15 +90,23 @@ export class MemoryChart {
       ram.append(piece);
     }
     const ssd = tiers.ssd;
+    const on = ssd.state === "on";
+    const disk = make("span", { class: "bar" });
+    if (on) {
+      const piece = make("i", { class: "nodes" });
+      piece.style.width = `${(ssd.used_bytes / ssd.limit_bytes) * 100}%`;
+      disk.append(piece);
+    }
+    const restored = `, ${count(stats.restored_tokens)} tokens restored`;
     byId("tiers").replaceChildren(
       make("dt", {}, "RAM"),
       make("dd", {}, ram, make("span", { class: "said" }, tierText(tiers.ram))),
       make("dt", {}, "SSD"),
       make(
         "dd",
-        { class: ssd.state === "off" ? "off" : "" },
-        make("span", { class: "bar" }),
-        make("span", { class: "said" }, ssd.state === "off" ? "off" : tierText(ssd)),
+        { class: on ? "" : "off" },
+        disk,
+        make("span", { class: "said" }, on ? tierText(ssd) + restored : (ssd.why ?? "off")),
       ),
     );
   }

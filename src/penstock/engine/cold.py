@@ -1,0 +1,300 @@
+"""The cold tier as the engine uses it: asks while a request waits, reads while others decode,
+writes behind.
+
+    enqueue ──> ask: how much of the chain is on the disk? the system reads it ahead
+    step    ──> begin: memory of the segments-to-be, filled by the tier's thread ──> taken in
+    seal    ──> note: these blocks are new ──> one is copied and offered between two steps
+
+Nothing here waits for the disk. What is in the thread's hands stays in the ledger until it is
+done, also if nobody wants it any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from penstock.engine.pace import Pace
+from penstock.kv.segment import Segment
+from penstock.kv.tails import LayerShape, token_bytes
+from penstock.ledger import Kind, Reservation
+from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
+from penstock.prefix.ssd.host import Landing, host_block
+from penstock.prefix.ssd.record import Record
+from penstock.prefix.ssd.tier import ColdTier, TierStats
+
+QUEUE_BLOCKS = 2
+"""Copies of blocks that wait to be written."""
+FILE_BLOCKS = 2
+"""Copies that are made while a file is: its bytes, as the library and as Python has them."""
+PENDING_KEYS = 16_384
+"""Blocks that are known to be worth writing, and whose turn has not come."""
+KEY_BYTES = 80
+"""Of Python, for each."""
+WORTH_WRITING = 2.0
+"""A block that was asked for once is written if computing it takes so many times as long as
+reading it."""
+WORTH_READING = 2.0
+"""A block is read if computing it takes at least so many times as long."""
+LEAST_PATIENCE_SECONDS = 0.25
+LOOK_SECONDS = 0.005
+"""How long an engine that has nothing else to do waits for the disk before it looks around."""
+CLOSE_SECONDS = 30.0
+"""For what waits to be written when the engine ends."""
+
+
+@dataclass(eq=False, slots=True)
+class Restore:
+    """Consecutive blocks of a chain on their way from the disk into a segment."""
+
+    first: int
+    """Blocks in front of them."""
+    landing: Landing
+    answer: Future[int]
+    """How many of them are there, from the first on."""
+    paid: Reservation
+    """Of the segment."""
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return self.landing.blocks
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Blocks of a chain, from `first` on, that are to be written; their KV is in the tree."""
+
+    keys: tuple[bytes, ...]
+    root: bytes
+    first: int
+
+
+class Cold:
+    """What the engine does with its cold tier. Not thread-safe: the engine's thread.
+
+    Args:
+        open_tier: makes the tier, once it is told how many bytes of blocks may wait in it.
+        prefixes: of the engine.
+        shapes: of one token in each layer.
+        pace: what is known of the model's speed.
+        in_place: whether files can be read into MLX's arrays.
+
+    Raises:
+        LedgerFull, NeverFits: there is no room for blocks that are being written.
+    """
+
+    def __init__(
+        self,
+        open_tier: Callable[[int], ColdTier],
+        prefixes: Prefixes[Segment],
+        shapes: Sequence[LayerShape],
+        pace: Pace,
+        *,
+        in_place: bool,
+    ) -> None:
+        self.pace = pace
+        self._prefixes = prefixes
+        self._shapes = tuple(shapes)
+        self._in_place = in_place
+        self._block_bytes = (token_bytes(shapes) + 4) * prefixes.block_size
+        copies = (QUEUE_BLOCKS + FILE_BLOCKS) * self._block_bytes
+        ledger = prefixes.ledger
+        self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_KEYS * KEY_BYTES)
+        self._pending: deque[_Pending] = deque()
+        self._pending_keys = 0
+        self._dropped = 0
+        self._restores: set[Restore] = set()
+        self._left: list[Restore] = []
+        self._read = (0, 0.0)
+        self.tier = open_tier(QUEUE_BLOCKS * self._block_bytes)
+
+    # ---- questions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held whatever happens: of blocks that are being written, and of the list of those
+        that are to be."""
+        return self._buffers.nbytes
+
+    @property
+    def paid_bytes(self) -> int:
+        """Bytes of segments that are being read."""
+        return sum(restore.paid.nbytes for restore in (*self._restores, *self._left))
+
+    def stats(self) -> TierStats:
+        """Return what the tier has done; what was given up before it came to it is dropped."""
+        found = self.tier.stats()
+        found.dropped_blocks += self._dropped
+        return found
+
+    # ---- reading
+
+    def ask(self, keys: Sequence[bytes]) -> Future[int]:
+        """Ask how many blocks of a chain, from its first one on, are on the disk."""
+        return self.tier.prepare(keys)
+
+    def worth_reading(self, blocks: int) -> bool:
+        """Tell whether so many blocks are sooner read, behind all that is being read, than
+        computed."""
+        nbytes = blocks * self._block_bytes
+        tokens = blocks * self._prefixes.block_size
+        ahead = sum(restore.blocks for restore in self._restores) * self._block_bytes
+        seconds = self.pace.restore_seconds(ahead + nbytes)
+        return WORTH_READING * seconds < self.pace.prefill_seconds(tokens)
+
+    def patience_seconds(self, blocks: int) -> float:
+        """Return how long to wait for so many blocks before computing them: longer than they
+        should take, and never longer than computing them does."""
+        most = self.pace.prefill_seconds(blocks * self._prefixes.block_size)
+        expected = self.pace.restore_seconds(blocks * self._block_bytes)
+        return min(most, max(LEAST_PATIENCE_SECONDS, 4 * expected))
+
+    def begin(self, keys: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
+        """Have the blocks of a chain read from block `first` on, some at a time.
+
+        Args:
+            keys: up to the last block to be read.
+            first: blocks in front.
+            own: counts the bytes of the segments, and passes them on.
+        """
+        at_once = max(1, MAX_MERGE_TOKENS // self._prefixes.block_size)
+        begun = []
+        for start in range(first, len(keys), at_once):
+            some = keys[start : start + at_once]
+            paid = self._prefixes.ledger.reserve(Kind.TAILS, 0)
+            tokens = len(some) * self._prefixes.block_size
+            own.pass_on(paid, tokens * token_bytes(self._shapes))
+            landing = Landing(
+                self._shapes, len(some), self._prefixes.block_size, in_place=self._in_place
+            )
+            answer = self.tier.restore(some, landing.targets())
+            begun.append(Restore(start, landing, answer, paid))
+        self._restores.update(begun)
+        return begun
+
+    def take(self, restore: Restore, own: Reservation) -> int:
+        """Return how many blocks are there of a restore that is done; its bytes are `own`'s."""
+        self._restores.remove(restore)
+        restore.paid.pass_on(own, restore.paid.nbytes)
+        restore.paid.release()
+        counts = self.tier.stats().counts
+        nbytes, seconds = self._read
+        self._read = (counts.read_bytes, counts.read_seconds)
+        self.pace.restored(counts.read_bytes - nbytes, counts.read_seconds - seconds)
+        return 0 if restore.answer.exception() else restore.answer.result()
+
+    def cancel(self, restores: Sequence[Restore], own: Reservation) -> list[Restore]:
+        """Take back what has not begun; the bytes are `own`'s. Return what has."""
+        begun = []
+        for restore in restores:
+            if restore.answer.cancel():
+                self._restores.remove(restore)
+                restore.paid.pass_on(own, restore.paid.nbytes)
+                restore.paid.release()
+            else:
+                begun.append(restore)
+        return begun
+
+    def leave(self, restores: Sequence[Restore]) -> None:
+        """Let go of what nobody waits for any more, as soon as the disk does."""
+        for restore in restores:
+            restore.answer.cancel()
+            self._restores.remove(restore)
+            self._left.append(restore)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Give back the bytes of what was left and is done."""
+        for restore in [each for each in self._left if each.answer.done()]:
+            self._left.remove(restore)
+            restore.paid.release()
+
+    # ---- writing
+
+    def note(self, keys: Sequence[bytes], root: bytes, first: int, *, seen: bool = False) -> None:
+        """Note that the blocks of a chain from `first` on are in the tree, and perhaps not on the
+        disk; those that are worth it are written when there is time.
+
+        Args:
+            keys: the chain, up to the last of the blocks.
+            root: what the chain begins with.
+            first: blocks in front of them.
+            seen: whether they were asked for before.
+        """
+        if first >= len(keys) or not (seen or self._is_dear()):
+            return
+        self._pending.append(_Pending(tuple(keys), root, first))
+        self._pending_keys += len(keys)
+        while self._pending_keys > PENDING_KEYS:
+            self._give_up(self._pending[0])
+
+    def work(self, *, busy: bool) -> bool:
+        """Copy a block and offer it, if there is one and the tier takes it; or wait a moment for
+        the tier, if the engine has nothing else to do. False if there is nothing to be done."""
+        self.sweep()
+        if self._pending and self.tier.has_room(self._block_bytes):
+            self._offer(self._pending[0])
+            return True
+        if self.tier.is_off:
+            while self._pending:
+                self._give_up(self._pending[0])
+        waits = bool(self._pending) or self.tier.is_busy
+        if waits and not busy:
+            self.tier.wait(LOOK_SECONDS)
+        return waits
+
+    def forget(self) -> None:
+        """Write nothing of what was noted so far."""
+        while self._pending:
+            self._give_up(self._pending[0])
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Write what waits, as far as there is time, and end the tier."""
+        until = time.monotonic() + timeout_seconds
+        while self._pending and time.monotonic() < until:
+            self.work(busy=False)
+        self.forget()
+        self.tier.close(max(1.0, until - time.monotonic()))
+        self.leave(list(self._restores))
+        if not self._left:  # else the disk hangs, and its thread holds what it reads into
+            self._buffers.release()
+
+    # ---- parts
+
+    def _is_dear(self) -> bool:
+        """Tell whether a block takes so long to compute that it is worth writing at once."""
+        compute = self.pace.prefill_seconds(self._prefixes.block_size)
+        return compute > WORTH_WRITING * self.pace.restore_seconds(self._block_bytes)
+
+    def _offer(self, pending: _Pending) -> None:
+        """Copy the next block out of the tree, if it is still there, and offer it."""
+        keys, size, number = pending.keys, self._prefixes.block_size, pending.first
+        match = self._prefixes.match(keys[: number + 1])
+        if match.tokens < (number + 1) * size:  # nor would those behind it have a beginning
+            self._give_up(pending)
+            return
+        node = match.path[-1]
+        at = number * size - node.start
+        self.tier.offer(
+            Record(
+                key=keys[number],
+                parent=keys[number - 1] if number else pending.root,
+                depth=number,
+                arrays=host_block(node.segment, node.tokens[at : at + size], at),
+            )
+        )
+        pending.first += 1
+        if pending.first == len(keys):
+            self._drop(pending)
+
+    def _give_up(self, pending: _Pending) -> None:
+        self._dropped += len(pending.keys) - pending.first
+        self._drop(pending)
+
+    def _drop(self, pending: _Pending) -> None:
+        self._pending.remove(pending)
+        self._pending_keys -= len(pending.keys)

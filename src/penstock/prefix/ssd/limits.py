@@ -1,0 +1,25 @@
+"""What the limit of a folder of blocks leaves to the blocks."""
+
+from __future__ import annotations
+
+from penstock.memory import format_bytes
+
+INDEX_SHARE = 0.02
+"""Of the limit, what is left to the index: 100,000 blocks take 30 MB there."""
+LEAST_INDEX_BYTES = 8_000_000
+"""What an index takes with its log, however few blocks there are."""
+
+
+def payload_bytes(limit_bytes: int) -> int:
+    """Return what a limit leaves to the files of blocks.
+
+    Raises:
+        ValueError: nothing.
+    """
+    index_bytes = max(LEAST_INDEX_BYTES, int(INDEX_SHARE * limit_bytes))
+    if index_bytes >= limit_bytes:
+        raise ValueError(
+            f"{format_bytes(limit_bytes)} leave no room beside the index, which takes "
+            f"{format_bytes(index_bytes)}"
+        )
+    return limit_bytes - index_bytes

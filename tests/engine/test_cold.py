@@ -1,0 +1,450 @@
+"""The cold tier under the engine: what was read once is read back, and no text ever changes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from engine_faults import model_of
+from penstock.engine import cold as cold_module
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.errors import SettingError
+from penstock.ledger import Kind
+from penstock.prefix.ssd import SSDStore
+
+BLOCK = 16
+SOON = 5.0
+
+
+def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(512) for _ in range(tokens))
+
+
+def request(tokens: Sequence[int], **more: Any) -> Request:
+    return Request(prompt=tuple(tokens), **{"max_tokens": 8, "ignore_eos": True, **more})
+
+
+@contextmanager
+def running(folder: Path | None, family: str = "llama", **settings: Any) -> Iterator[Core]:
+    """Run a core; whatever is done to it, its account is right at the end."""
+    small: dict[str, Any] = {"block_size": BLOCK, "prefill_chunk": 64, "max_batch_size": 4}
+    small |= {"max_kv_size": 1_024, "memory_limit": "200MB", "ssd_cache_limit": "1GB"}
+    core = Core(model_of(family), ssd_cache_dir=folder, **{**small, **settings})
+    if core.cold is not None:  # of such a small model nothing is worth the disk
+        core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+    try:
+        yield core
+        settle(core)
+        core.check()
+    finally:
+        core.close()
+        core.check()
+
+
+def settle(core: Core) -> None:
+    """Let the core do what there is to do, and the disk too."""
+    while core.step():
+        core.check()
+    if core.cold is not None:
+        assert core.cold.tier.flush(SOON)
+
+
+def ask(core: Core, tokens: Sequence[int], **more: Any) -> list[int]:
+    """Return the answer, once all that is to be written is written."""
+    handle = core.submit(request(tokens, **more))
+    settle(core)
+    return answer(handle)
+
+
+def answer(handle: Handle) -> list[int]:
+    (found,) = handle.result(0.0)
+    assert found.finish.reason == "length", found
+    return list(found.tokens)
+
+
+def cold_text(tokens: Sequence[int], family: str = "llama", **settings: Any) -> list[int]:
+    """Return the answer of an engine that knows nothing."""
+    with running(None, family, **settings) as core:
+        return ask(core, tokens)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def ssd(core: Core) -> Any:
+    found = core.stats().ssd
+    assert found is not None
+    return found
+
+
+# ---- right, whatever the way
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_text_is_the_same_cold_in_ram_and_after_a_restart(family: str, tmp_path: Path) -> None:
+    asked = prompt(200)
+    expected = cold_text(asked, family)
+    with running(tmp_path, family) as core:
+        assert ask(core, asked) == expected
+        assert ask(core, asked) == expected
+        assert core.stats().hit_tokens == 192
+        assert core.stats().restored_tokens == 0
+    assert len(files(tmp_path)) == 207 // BLOCK
+    with running(tmp_path, family) as core:
+        assert ask(core, asked) == expected
+        stats = core.stats()
+        assert (stats.restored_tokens, stats.hit_tokens, stats.prefilled_tokens) == (192, 192, 7)
+        assert ssd(core).counts.written_blocks == 0, "what is there is not written again"
+        assert ask(core, asked) == expected
+        assert core.stats().restored_tokens == 192, "the second time it is in RAM"
+
+
+def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
+    """A negative control: the comparison sees what is read, and would see wrong bytes."""
+    asked = prompt(200)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        landing = cold_module.Landing
+
+        class Wrong(landing):  # type: ignore[misc, valid-type]
+            def segment(self) -> Any:
+                found = super().segment()
+                layers = tuple((keys * 0.5, values * -1.0) for keys, values in found.layers)
+                mx.eval(layers)
+                return type(found)(layers)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cold_module, "Landing", Wrong)
+            assert ask(core, asked) != expected
+
+
+@pytest.mark.parametrize("tokens", [15, 16, 17, 160, 161, 175])
+def test_at_the_edges_of_blocks(tokens: int, tmp_path: Path) -> None:
+    asked = prompt(tokens)
+    expected = cold_text(asked)
+    for _ in range(3):
+        with running(tmp_path) as core:
+            assert ask(core, asked) == expected
+    # The last token is computed in any case; its block is read for those before it.
+    assert len(files(tmp_path)) == (tokens + 7) // BLOCK
+
+
+def test_what_was_evicted_is_read_back(tmp_path: Path) -> None:
+    asked = prompt(300)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        assert ask(core, asked) == expected
+        core.prefixes.clear()
+        assert ask(core, asked) == expected
+        assert core.stats().restored_tokens == 288
+
+
+def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """Answers are written too: the next turn begins with them."""
+    turn = list(prompt(100))
+    with running(tmp_path) as core:
+        turn += ask(core, turn, max_tokens=60)
+    turn += prompt(20, seed=1)
+    expected = cold_text(turn)
+    with running(tmp_path) as core:
+        assert ask(core, turn) == expected
+        assert core.stats().restored_tokens == 144, "of 160, but for the last token's block"
+
+
+def test_branches_share_what_they_have_in_common(tmp_path: Path) -> None:
+    common = prompt(128)
+    branches = [common + prompt(64, seed) for seed in (1, 2, 3)]
+    expected = [cold_text(branch) for branch in branches]
+    with running(tmp_path) as core:
+        assert [ask(core, branch) for branch in branches] == expected
+    assert len(files(tmp_path)) == 8 + 3 * 4
+    with running(tmp_path) as core:
+        assert ask(core, branches[1]) == expected[1]
+        before = ssd(core).counts.read_blocks
+        assert ask(core, branches[2]) == expected[2]
+        assert ssd(core).counts.read_blocks == before + 4, "the common part is in RAM"
+        other = common + prompt(64, 9)
+        assert ask(core, other) == cold_text(other)
+
+
+def test_simultaneous_requests_read_the_disk_once(tmp_path: Path) -> None:
+    asked = [prompt(200) + prompt(10, seed) for seed in range(1, 5)]
+    expected = [cold_text(tokens) for tokens in asked]
+    with running(tmp_path) as core:
+        ask(core, asked[0])
+    with running(tmp_path) as core:
+        handles = [core.submit(request(tokens)) for tokens in asked]
+        settle(core)
+        assert [answer(handle) for handle in handles] == expected
+        assert ssd(core).counts.read_blocks == 13, "12 in common, and the first one's own"
+        assert core.stats().hit_tokens == 192 * 4 + 16
+
+
+def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
+    asked = prompt(200)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        handle = core.submit(request(asked, n=3))
+        settle(core)
+        assert [list(found.tokens) for found in handle.result(0.0)] == [expected] * 3
+        assert ssd(core).counts.read_blocks == 12
+
+
+def test_tenants_do_not_meet_on_the_disk(tmp_path: Path) -> None:
+    asked = prompt(200)
+    with running(tmp_path) as core:
+        ask(core, asked, salt="a")
+    with running(tmp_path) as core:
+        ask(core, asked, salt="b")
+        assert core.stats().hit_tokens == 0
+        ask(core, asked, salt="a")
+        assert core.stats().hit_tokens == 192
+
+
+def test_another_model_under_the_same_name_finds_nothing(tmp_path: Path) -> None:
+    asked = prompt(200)
+    with running(tmp_path, "llama") as core:
+        ask(core, asked)
+    expected = cold_text(asked, "gemma2")
+    with running(tmp_path, "gemma2") as core:
+        assert ask(core, asked) == expected
+        assert core.stats().hit_tokens == 0
+    with running(tmp_path, "llama", max_kv_size=512) as core:
+        ask(core, asked)
+        assert core.stats().hit_tokens == 0, "another window is another fingerprint"
+
+
+# ---- bounded
+
+
+def test_others_decode_while_the_disk_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold_module, "LEAST_PATIENCE_SECONDS", SOON)
+    asked, other = prompt(300), prompt(40, 7)
+    expected = [cold_text(asked), cold_text(other)]
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        with stalled(core):
+            slow = core.submit(request(asked))
+            for _ in range(3):
+                core.step()
+            assert core.stats().restoring == 1
+            quick = core.submit(request(other))
+            while not quick.ends:
+                core.step()
+                core.check()
+            assert answer(quick) == expected[1]
+            assert core.stats().restoring == 1
+            held = core.stats().by_kind[Kind.TAILS.value]
+            assert held > 288 * core.runner.token_bytes, "counted before it is there"
+        settle(core)
+        assert answer(slow) == expected[0]
+
+
+def test_a_disk_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold_module, "LEAST_PATIENCE_SECONDS", 0.01)
+    asked = prompt(300)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        with stalled(core):
+            handle = core.submit(request(asked))
+            while not handle.ends:
+                core.step()
+                core.check()
+            assert answer(handle) == expected
+            assert core.stats().restored_tokens == 0
+        settle(core)
+        assert core.cold is not None and core.cold.paid_bytes == 0
+
+
+def test_who_leaves_while_the_disk_is_read_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold_module, "LEAST_PATIENCE_SECONDS", SOON)
+    asked = prompt(300)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        before = core.ledger.used_bytes
+        with stalled(core):
+            handle = core.submit(request(asked))
+            for _ in range(3):
+                core.step()
+            assert core.stats().restoring == 1
+            handle.cancel()
+            core.check()
+        settle(core)
+        assert core.ledger.used_bytes == before
+
+
+def test_memory_of_a_restore_is_what_is_restored(tmp_path: Path) -> None:
+    asked = prompt(900)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        assert core.cold is not None
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        handle = core.submit(request(asked, max_tokens=1))
+        core._admit()
+        while core.stats().restored_tokens < 896:  # a step without the model's part
+            core._take_restored(core.cold)
+            core._restore(core.cold)
+        restored = 896 * core.runner.token_bytes
+        assert mx.get_peak_memory() - before <= 1.1 * restored
+        handle.cancel()
+
+
+def test_room_is_made_for_what_is_restored(tmp_path: Path) -> None:
+    """With room for one prompt only, each evicts the other, and comes back from the disk."""
+    asked = [prompt(300, seed) for seed in range(3)]
+    expected = [cold_text(tokens) for tokens in asked]
+    with running(tmp_path) as core:
+        core.set_limit(core._fixed_bytes() + 340 * core.runner.token_bytes + 400_000)
+        for turn in range(3):
+            assert [ask(core, tokens) for tokens in asked] == expected, turn
+        assert core.prefixes.counts.evicted_nodes > 0
+        assert core.stats().restored_tokens > 0
+
+
+# ---- on bad days
+
+
+@pytest.mark.parametrize("block", [0, 5, 11])
+def test_a_damaged_record_costs_itself_alone(block: int, tmp_path: Path) -> None:
+    asked = prompt(200)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+        keys = core.prefixes.keys(asked)
+    path = next(path for path in files(tmp_path) if keys[block].hex() in path.name)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+    with running(tmp_path) as core:
+        assert ask(core, asked) == expected
+        assert core.stats().restored_tokens == block * BLOCK
+        assert ssd(core).counts.damaged_blocks == 1
+    with running(tmp_path) as core:
+        assert ask(core, asked) == expected
+        assert core.stats().restored_tokens == 192, "it was computed, and written again"
+
+
+def test_a_folder_that_cannot_be_used_costs_nobody_anything(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("no folder")
+    asked = prompt(200)
+    expected = cold_text(asked)
+    with running(occupied) as core:
+        assert ask(core, asked) == expected
+        assert ssd(core).off is not None
+
+
+def test_an_abort_in_mid_prefill_keeps_finished_blocks(tmp_path: Path) -> None:
+    asked = prompt(300)
+    with running(tmp_path) as core:
+        handle = core.submit(request(asked))
+        while core.stats().prefilled_tokens < 128:
+            core.step()
+        handle.cancel()
+        settle(core)
+    assert len(files(tmp_path)) == 8
+    with running(tmp_path) as core:
+        assert ask(core, asked) == cold_text(asked)
+        assert core.stats().restored_tokens == 128
+
+
+def test_cheap_blocks_are_written_when_they_are_asked_for_again(tmp_path: Path) -> None:
+    asked = prompt(200)
+    with running(tmp_path) as core:
+        core.pace.prefill_seconds = lambda tokens: 0.0  # type: ignore[method-assign]
+        ask(core, asked)
+        assert not files(tmp_path)
+        ask(core, asked)
+        assert len(files(tmp_path)) == 12
+
+
+def test_a_write_budget_is_kept_over_restarts(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        ask(core, prompt(200))
+        each = ssd(core).counts.written_bytes // 12
+    budget = 18 * each + each // 2  # 12 of them are spent
+    for seed in (1, 2):
+        with running(tmp_path, ssd_write_budget=budget) as core:
+            ask(core, prompt(200, seed))
+            assert ssd(core).counts.written_blocks == (6 if seed == 1 else 0)
+            assert ssd(core).counts.refused_blocks > 0
+
+
+def test_clear_empties_the_disk_too(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        ask(core, prompt(200))
+        core.clear()
+        settle(core)
+        assert not files(tmp_path)
+        ask(core, prompt(200))
+        assert core.stats().hit_tokens == 0
+
+
+def test_hot_cache_only_means_it(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with running(None, hot_cache_only=True) as core:
+        ask(core, prompt(200))
+        ask(core, prompt(200))
+        assert core.cold is None
+        assert core.stats().ssd is None
+        assert threading.active_count() == threads
+    with (
+        pytest.raises(SettingError, match="hot_cache_only"),
+        running(tmp_path, hot_cache_only=True),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_that_is_too_small_says_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SettingError, match="ssd_cache_limit"),
+        running(tmp_path, ssd_cache_limit="1MB"),
+    ):
+        pass
+
+
+@contextmanager
+def stalled(core: Core) -> Iterator[None]:
+    """Let the cold tier read nothing until the block ends; to be asked is no reading."""
+    assert core.cold is not None
+    go = threading.Event()
+    whole = SSDStore.restore
+
+    def waits(self: SSDStore, *arguments: Any) -> int:
+        assert go.wait(SOON)
+        return whole(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SSDStore, "restore", waits)
+        try:
+            yield
+        finally:
+            go.set()
