@@ -151,6 +151,8 @@ class ServerSettings(Settings):
     """Tokens of an answer whose request does not say how many."""
     request_timeout_seconds: float = Field(REQUEST_TIMEOUT_SECONDS, gt=0.0, allow_inf_nan=False)
     drain_timeout_seconds: float = Field(DRAIN_TIMEOUT_SECONDS, ge=0.0, allow_inf_nan=False)
+    session_dir: Path | None = None
+    """Folder of the sessions that are saved under a name; None keeps none."""
     hold_seconds: float = Field(HOLD_SECONDS, ge=0.0, allow_inf_nan=False)
     max_body_bytes: int = Field(16_000_000, ge=1)
     max_depth: int = Field(64, ge=1)

@@ -20,7 +20,7 @@ from mlx_lm.generate import (
 )
 from mlx_lm.models.cache import LRUPromptCache
 
-from penstock.bench import engine_runs, hit, ragged, shared_prefix, single
+from penstock.bench import engine_runs, hit, ragged, restore, shared_prefix, single
 from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, Run, Task
 from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.bench.report import publish
@@ -40,6 +40,7 @@ SIZES: dict[str, Any] = {"llama": TINY, "engine": SMALL, "decode_tokens": 8, "ro
 SHARED = shared_prefix.Load(**SIZES, conversations=3, prefix_tokens=(256,), suffix_tokens=20)
 HIT = hit.Load(**{**SIZES, "llama": WIDE}, known_tokens=512, hits=4)
 RAGGED = ragged.Load(**SIZES, shapes=((300, 20, 3),))
+RESTORE = restore.Load(**{**SIZES, "llama": WIDE}, known_tokens=512)
 SINGLE = single.Load(
     **SIZES, shapes=((1, 100), (3, 50)), curve_tokens=(64, 128, 192), curve_steps=8
 )
@@ -58,6 +59,11 @@ def shared() -> Any:
 @pytest.fixture(scope="module")
 def hits() -> Any:
     return hit.measure(HIT)
+
+
+@pytest.fixture(scope="module")
+def restored() -> Any:
+    return restore.measure(RESTORE)
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +402,17 @@ def test_time_outside_the_model_counts_as_machinery(tiny: Any) -> None:
 # ---- what comes out
 
 
-@pytest.mark.parametrize("name", ["shared", "hits", "uneven", "alone"])
+def test_a_restore_reads_all_and_computes_nothing(restored: Any) -> None:
+    token_bytes = restored.raw["model"]["kv_bytes_per_token"]
+    assert restored.penstock["restored_bytes"] == 512 * token_bytes
+    assert restored.penstock["written_bytes_per_token"] > 0.9 * token_bytes
+    assert set(restored.penstock["first_token_seconds"]) == {"disk", "memory"}
+    (found,) = restored.raw["runs"]
+    assert found["file_bytes"] > found["restored_bytes"]
+    assert all(seconds > 0 for seconds in found["plain_seconds"].values())
+
+
+@pytest.mark.parametrize("name", ["shared", "hits", "uneven", "alone", "restored"])
 def test_a_report_is_printed_stored_and_drawn(
     name: str, request: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

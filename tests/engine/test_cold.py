@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -405,6 +406,34 @@ def test_clear_empties_the_disk_too(tmp_path: Path) -> None:
         assert not files(tmp_path)
         ask(core, prompt(200))
         assert core.stats().hit_tokens == 0
+
+
+def test_what_is_on_the_disk_is_explained(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        ask(core, prompt(200))
+        core.prefixes.clear()
+        found = core.explain(prompt(200), ask_disk=True)
+        assert (found.held_tokens, found.on_disk_tokens) == (0, 192)
+        assert "192 tokens are on the disk" in found.reason
+        assert core.explain(prompt(200)).on_disk_tokens is None, "nobody asked"
+        assert core.explain(prompt(200, 9), ask_disk=True).on_disk_tokens == 0
+
+
+def test_a_hit_in_memory_allocates_nothing_and_evicting_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The arrays that are stored are those that are read."""
+    caplog.set_level(logging.DEBUG, "penstock")
+    with running(None, hot_cache_only=True) as core:
+        ask(core, prompt(200))
+        before = {id(node.segment.layers[0][0]) for node in core.prefixes.tree}
+        copied = core.stats().copied_bytes
+        ask(core, prompt(200))
+        after = {id(node.segment.layers[0][0]) for node in core.prefixes.tree}
+        assert before == after
+        assert core.stats().copied_bytes == copied
+        core.prefixes.clear()
+    assert "tokens is given up" in caplog.text
 
 
 def test_hot_cache_only_means_it(tmp_path: Path) -> None:

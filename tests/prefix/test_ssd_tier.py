@@ -76,7 +76,7 @@ def test_what_was_offered_is_there_for_the_next_process(tmp_path: Path) -> None:
     with running(tmp_path) as tier:
         assert tier.prepare(keys_of(records)).result(SOON) == 6
         found, targets = places(records)
-        assert tier.restore(keys_of(records), targets).result(SOON) == 6
+        assert tier.restore(keys_of(records), lambda: targets).result(SOON) == 6
         assert [room.tobytes() for room in found] == [
             record.arrays["0.keys"].data.tobytes() for record in records
         ]
@@ -110,7 +110,7 @@ def test_reads_go_before_writes(tmp_path: Path) -> None:
         with stalled(tier):
             for record in records[1:]:
                 tier.offer(record)
-            restored = tier.restore(keys_of(records), places(records)[1])
+            restored = tier.restore(keys_of(records), lambda: places(records)[1])
         assert restored.result(SOON) == 1, "the writes came first"
 
 
@@ -128,7 +128,7 @@ def test_a_folder_that_fails_switches_it_off_and_on_again(
         tier.offer(records[1])
         assert tier.flush(SOON)
         assert "cache" in str(tier.stats().off)
-        assert tier.restore(keys_of(records), places(records)[1]).result(SOON) == 0
+        assert tier.restore(keys_of(records), lambda: places(records)[1]).result(SOON) == 0
         assert not tier.offer(records[2])
         time.sleep(0.4)
         assert tier.prepare(keys_of(records)).result(SOON) == 0, "tried again, and it fails again"

@@ -143,6 +143,7 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
         (("--ssd-cache-limit", "much"), "--ssd-cache-limit"),
         (("--ssd-cache-dir", "/nowhere", "--ssd-cache-limit", "1MB"), "--ssd-cache-limit 1MB"),
         (("--ssd-write-budget", "some"), "--ssd-write-budget"),
+        (("--session-dir", "/nowhere"), "--session-dir needs --ssd-cache-dir"),
         (("--hot-cache-only", "--ssd-cache-dir", "/nowhere"), "--hot-cache-only"),
         (("--max-kv-size", "100", "--keep-kv-size", "100"), "--keep-kv-size"),
         (("/nowhere/at/all", "--port", "0"), "/nowhere/at/all"),

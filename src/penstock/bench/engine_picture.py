@@ -90,11 +90,29 @@ def draw_single(report: Report, file: Path) -> None:
     _save(figure, file)
 
 
+def draw_restore(report: Report, file: Path) -> None:
+    """Draw the first token of a prompt: computed, and after a restart."""
+    sides = {"penstock": report.penstock, "mlx-lm": report.rival_figures}
+    names = ["computed", *(f"restored, files in {files}" for files in ("disk", "memory"))]
+    figure = Figure(figsize=(7, 3.8))
+    pane = figure.subplots()
+    for i, (who, found) in enumerate(sides.items()):
+        seconds = [found["prefill_seconds"], *found["first_token_seconds"].values()]
+        places = [at + (i - 0.5) * 0.4 for at in range(len(names))]
+        bars = pane.bar(places, seconds, 0.4, color=COLOURS[who], label=who)
+        pane.bar_label(bars, fmt="%.3g", fontsize="small")
+    pane.set_xticks(range(len(names)), names)
+    pane.set(yscale="log", title="s to the first token of a known prompt")
+    pane.legend()
+    _save(figure, file)
+
+
 DRAWINGS: dict[str, Callable[[Report, Path], None]] = {
     "shared-prefix": draw_shared_prefix,
     "hit": draw_hit,
     "ragged": draw_ragged,
     "single": draw_single,
+    "restore": draw_restore,
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: `penstock generate | chat | agents | serve | top | plan | bench | doctor`."""
+"""The command line: `penstock serve | chat | generate | top | cache | doctor`, and others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from typer.main import get_command
 
 from penstock import __version__
-from penstock.cli import agents, bench, chat, doctor, generate, plan, serve, top
+from penstock.cli import agents, bench, cache, chat, doctor, generate, plan, serve, top, verify
 from penstock.errors import PenstockError
 
 # Plain help: it is the same in a pipe, in a narrow terminal and in docs/cli.md.
@@ -24,8 +24,10 @@ app.command()(chat.chat)
 app.command()(agents.agents)
 app.command()(serve.serve)
 app.command()(top.top)
+app.command()(verify.verify)
 app.command()(plan.plan)
 app.add_typer(bench.app, name="bench", no_args_is_help=False)  # a refusal is one line
+app.add_typer(cache.app, name="cache", no_args_is_help=False)
 app.command()(doctor.doctor)
 
 

@@ -246,6 +246,29 @@ def hit(
 
 
 @app.command()
+def restore(
+    model: Which = "random",
+    tokens: Annotated[
+        int, typer.Option(help="Length of the known prompt.", metavar="TOKENS", min=256)
+    ] = 8_192,
+    rounds: Rounds = 5,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """First token after a restart, and what writing costs, against mlx-lm's file of a prompt.
+
+    Files are written to the folder for temporary files (TMPDIR). Exits with 1 if a goal is not
+    met.
+    """
+    from penstock.bench.models import Choice
+    from penstock.bench.restore import Load, measure
+
+    report = measure(Load(Choice(model), known_tokens=tokens, rounds=rounds))
+    _finish(report, as_json=as_json, save=save, plot=plot)
+
+
+@app.command()
 def ragged(
     model: Which = "random",
     rounds: Rounds = 5,

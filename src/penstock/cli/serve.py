@@ -56,6 +56,7 @@ def serve(
     ssd_cache_dir: flags.SSDCacheDir = None,
     ssd_cache_limit: flags.SSDCacheLimit = SSD_CACHE_LIMIT,
     ssd_write_budget: flags.SSDWriteBudget = None,
+    session_dir: flags.SessionDir = None,
     kv_cache_quantization: flags.KVCacheQuantization = None,
     kv_cache_min_quantize_tokens: flags.KVCacheMinQuantizeTokens = None,
 ) -> None:
@@ -79,7 +80,10 @@ def serve(
         max_tokens=max_tokens,
         request_timeout_seconds=request_timeout,
         drain_timeout_seconds=drain_timeout,
+        session_dir=None if session_dir is None else session_dir.expanduser(),
     )
+    if session_dir is not None and ssd_cache_dir is None:
+        raise SettingError("--session-dir needs --ssd-cache-dir: sessions are saved from there")
     _check_reach(settings)
     memory_limit, block_size = options.engine_size(model, memory_limit, block_size)
     limits: dict[str, Any] = {

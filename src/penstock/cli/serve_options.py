@@ -171,6 +171,16 @@ SSDWriteBudget: TypeAlias = Annotated[
         show_default="no limit",
     ),
 ]
+SessionDir: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        help="Keep conversations that clients save under a name in this folder; needs "
+        "--ssd-cache-dir.",
+        envvar="PENSTOCK_SESSION_DIR",
+        metavar="FOLDER",
+        show_default="none",
+    ),
+]
 KVCacheQuantization: TypeAlias = Annotated[
     str | None,
     typer.Option(help="Planned.", envvar="PENSTOCK_KV_CACHE_QUANTIZATION", metavar="CODEC"),

@@ -131,6 +131,11 @@ class Cold:
         found.dropped_blocks += self._dropped
         return found
 
+    @property
+    def is_written(self) -> bool:
+        """Whether nothing waits to be written, or was dropped in the end."""
+        return not (self._pending or self.tier.is_busy)
+
     # ---- reading
 
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
@@ -171,7 +176,7 @@ class Cold:
             landing = Landing(
                 self._shapes, len(some), self._prefixes.block_size, in_place=self._in_place
             )
-            answer = self.tier.restore(some, landing.targets())
+            answer = self.tier.restore(some, landing.targets)
             begun.append(Restore(start, landing, answer, paid))
         self._restores.update(begun)
         return begun

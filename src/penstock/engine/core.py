@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -349,7 +349,11 @@ class Core:
             if chunk.id in self._sequences and self._state(chunk.id) is State.PREFILLING:
                 self._prefill(self._sequences[chunk.id], chunk.tokens)
         busy = bool(plan.decode or plan.prefill)
-        return self.cold.work(busy=busy) or busy if self.cold is not None else busy
+        if self.cold is None:
+            return busy
+        # Who is told something by the disk just now is not let go on before the next step.
+        restoring = bool(self.scheduler.jobs(State.RESTORING))
+        return self.cold.work(busy=busy) or busy or restoring
 
     @property
     def idle(self) -> bool:
@@ -399,14 +403,35 @@ class Core:
         runs = sum(run.segment.nbytes for s in self._sequences.values() for run in s.runs)
         return self._weights.nbytes + self.prefixes.tree.nbytes + runs + self.tails.nbytes
 
-    def explain(self, tokens: Items[int], salt: str = "") -> Explanation:
-        """Say how far a prompt would match now, and what stands in the way of more."""
+    def explain(self, tokens: Items[int], salt: str = "", *, ask_disk: bool = False) -> Explanation:
+        """Say how far a prompt would match now, and what stands in the way of more.
+
+        Args:
+            tokens: the prompt.
+            salt: the tenant's.
+            ask_disk: whether to wait for the cold tier to say what it has of it.
+        """
         found = self.prefixes.explain(list(tokens), salt)
+        on_disk = self._on_disk(tokens, salt) if ask_disk else None
+        reason = found.reason
+        if on_disk is not None and on_disk > found.held_tokens:
+            reason += f"; {on_disk:,} tokens are on the disk, from where they would be read back"
         return replace(
             found,
+            reason=reason,
+            on_disk_tokens=on_disk,
             held_text=self._text(found.held_token),
             given_text=self._text(found.given_token),
         )
+
+    def _on_disk(self, tokens: Items[int], salt: str) -> int | None:
+        """Return how many first tokens of a prompt are on the disk; None if it does not say."""
+        if self.cold is None:
+            return None
+        with suppress(TimeoutError):
+            blocks = self.cold.ask(self.prefixes.keys(list(tokens), salt)).result(ASK_SECONDS)
+            return blocks * self.limits.block_size
+        return None
 
     def tree(self) -> list[NodeView]:
         """Show every node of the tree, parents before their children. O(nodes)."""

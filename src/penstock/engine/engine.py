@@ -152,7 +152,7 @@ class Engine:
 
     def explain(self, tokens: Sequence[int], salt: str = "") -> Explanation:
         """Say how far a prompt would match now, and what stands in the way of more."""
-        return self._ask(lambda core: core.explain(tokens, salt))
+        return self._ask(lambda core: core.explain(tokens, salt, ask_disk=True))
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the memory limit; what is over it goes at once.

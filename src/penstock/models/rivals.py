@@ -9,6 +9,7 @@ named in `tests/bench/test_engine_benches.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import llama
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    LRUPromptCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 
 __all__ = ["Batched", "Solo", "random_llama"]
 
@@ -193,6 +199,16 @@ class Solo(_Rival):
         """Tokens of the prompt that need not be computed, because an entry held them."""
         self.prompt_read = 0
         """Tokens of the prompt that are in the cache by now."""
+
+    def save(self, prefix: Sequence[int], file: Path) -> None:
+        """Write what is known of a prefix into a file."""
+        caches, _ = self._fetch(list(prefix))
+        save_prompt_cache(str(file), caches)
+
+    def load(self, prefix: Sequence[int], file: Path) -> None:
+        """Read a file that `save` has written, and know the prefix."""
+        caches = load_prompt_cache(str(file))
+        self._known.insert_cache(_KEY, list(prefix), caches, cache_type="system")
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         """Take the one prompt, with what the prompt cache knows of it."""

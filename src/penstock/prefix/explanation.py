@@ -72,3 +72,5 @@ class Explanation:
     held_text: str | None = None
     """What `held_token` reads like, where a tokenizer is at hand."""
     given_text: str | None = None
+    on_disk_tokens: int | None = None
+    """First tokens whose blocks are on the disk; None if that was not asked, or there is none."""

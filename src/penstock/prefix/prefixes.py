@@ -8,6 +8,7 @@ refused, and then nothing has changed.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from penstock.prefix.explanation import CAUSES, Departures, Explanation, GivenUp
 from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, NodeView, S, upwards
 from penstock.prefix.policy import REMEMBERED_NODES, HalfLife, PrefillCost
 from penstock.prefix.tree import Pin, PrefixTree
+
+logger = logging.getLogger(__name__)
 
 BYTES_PER_REMEMBERED = 20_000
 """Bytes of the limit for each node, and block, remembered after it was given up: 500 bytes."""
@@ -451,6 +454,7 @@ class Prefixes(Generic[S]):
     def _evict(self, node: Node[S], why: Why) -> int:
         """Give up a node and return the bytes freed."""
         before = self.nbytes
+        logger.debug("a node of %d tokens is given up (%s)", len(node.tokens), why)
         self._departures.note(node.keys, self._clock(), why)
         self.counts.evicted_nodes += 1
         self.counts.evicted_bytes += self.tree.remove(node).nbytes

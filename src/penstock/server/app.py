@@ -35,7 +35,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock import __version__
 from penstock.config import LOOPBACK_HOSTS, ServerSettings
 from penstock.errors import PenstockError
-from penstock.server import anthropic, cache, live, metrics, openai, reference, responses
+from penstock.server import (
+    anthropic,
+    cache,
+    live,
+    metrics,
+    openai,
+    reference,
+    responses,
+    sessions,
+)
 from penstock.server.errors import (
     BadRequest,
     ServerError,
@@ -92,7 +101,7 @@ def create_app(service: Service) -> FastAPI:
     for error in (HTTPException, RequestValidationError, PenstockError):
         app.add_exception_handler(error, _respond)
     app.include_router(_health(service))
-    for module in (openai, responses, anthropic, cache, metrics, live):
+    for module in (openai, responses, anthropic, cache, sessions, metrics, live):
         app.include_router(module.router(service))
     reference.add_reference(app)
     _guard(app, service.settings)

@@ -150,7 +150,7 @@ def router(service: Service) -> APIRouter:
     @router.post("/explain")
     async def explain(question: Question) -> Explanation:
         """Tell how far a prompt would match now, and why no further; changes nothing."""
-        tokens = await service.work(partial(_tokens, service, question))
+        tokens = await service.work(partial(tokens_of, service, question))
         salt = question.cache_salt or ""
         return await service.ask(partial(_explain, tokens=tokens, salt=salt))
 
@@ -199,7 +199,8 @@ def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
         node.text = str(tokenizer.decode(list(tokens[node.id])))
 
 
-def _tokens(service: Service, question: Question) -> tuple[int, ...]:
+def tokens_of(service: Service, question: Question) -> tuple[int, ...]:
+    """Read a prompt; in a worker thread."""
     if question.messages is not None:
         return service.prompts.render(question.messages, question.tools)
     if isinstance(question.prompt, str):
@@ -213,7 +214,7 @@ def _explain(core: Core, tokens: Sequence[int], salt: str) -> Explanation:
         raise BadRequest(
             f"prompt has token {max(tokens)}; the model knows {size} tokens", param="prompt"
         )
-    return core.explain(tokens, salt)
+    return core.explain(tokens, salt, ask_disk=True)
 
 
 def _clear(core: Core) -> Cleared:

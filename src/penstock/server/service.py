@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 32
 """Events that may wait while nobody reads but the end: each wake takes the engine's time."""
+ASIDE_THREADS = 2
 WATCH_SECONDS = 0.25
 """How often it is looked whether the engine's thread lives."""
 LEAST_SECONDS = 0.001
@@ -139,6 +140,7 @@ class Service:
         self._told = False
         self._pending = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-prompts")
+        self._aside = ThreadPoolExecutor(ASIDE_THREADS, thread_name_prefix="penstock-sessions")
 
     @property
     def alive(self) -> bool:
@@ -234,6 +236,10 @@ class Service:
         finally:
             self._pending -= 1
 
+    async def aside(self, call: Callable[[], T]) -> T:
+        """Have a thread do what waits for a disk; at most `ASIDE_THREADS` do, others wait."""
+        return await asyncio.get_running_loop().run_in_executor(self._aside, call)
+
     async def watch(self) -> None:
         """Be the task that looks whether the engine lives; ends when it does not."""
         while self.alive:
@@ -263,6 +269,7 @@ class Service:
     def close(self) -> None:
         """Let go of the worker thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+        self._aside.shutdown(wait=False, cancel_futures=True)
 
     def _tell(self) -> None:
         """Have the readers woken; the engine's thread calls this after a step."""

@@ -13,13 +13,9 @@ from numpy.typing import NDArray
 from penstock.kv.segment import Layer, Segment
 from penstock.kv.tails import LayerShape
 from penstock.prefix.blocks import TokenArray
-from penstock.prefix.ssd.record import HostArray, Target
+from penstock.prefix.ssd.record import TOKENS, HostArray, Target
 
 _SIDES = ("keys", "values")
-
-
-TOKENS = "tokens"
-"""Name of the array of the block's tokens."""
 
 
 def host_block(segment: Segment, tokens: TokenArray, at: int) -> dict[str, HostArray]:
@@ -44,7 +40,8 @@ def host_block(segment: Segment, tokens: TokenArray, at: int) -> dict[str, HostA
 class Landing:
     """Memory for the KV of some blocks, which is filled from files and then is a segment.
 
-    Nothing is copied on the way: the arrays that the files are read into are the segment's.
+    Nothing is copied on the way: the arrays that the files are read into are the segment's. They
+    are made by `targets`, in the thread that reads: new memory can take as long as the files.
 
     Args:
         shapes: of one token in each layer.
@@ -67,15 +64,17 @@ class Landing:
         """Of the blocks, once they are read."""
         self._block_size = block_size
         self._in_place = in_place
+        self._shapes = tuple(shapes)
+        self._layers: list[tuple[_Room, ...]] = []
+
+    def targets(self) -> list[dict[str, Target]]:
+        """Take the memory, and return where the arrays of each block go, by name."""
         self._layers = [
-            tuple(self._made(shape, dim, blocks) for dim in (shape.key_dim, shape.value_dim))
-            for shape in shapes
+            tuple(self._made(shape, dim) for dim in (shape.key_dim, shape.value_dim))
+            for shape in self._shapes
         ]
         if self._in_place:
             mx.eval([room.array for layer in self._layers for room in layer])
-
-    def targets(self) -> list[dict[str, Target]]:
-        """Return where the arrays of each block go, by name."""
         rooms = {
             f"{number}.{name}": (room, room.bytes())
             for number, layer in enumerate(self._layers)
@@ -98,8 +97,8 @@ class Landing:
         mx.eval(layers)
         return Segment(tuple(layers))
 
-    def _made(self, shape: LayerShape, dim: int, blocks: int) -> _Room:
-        size = (1, shape.kv_heads, blocks * self._block_size, dim)
+    def _made(self, shape: LayerShape, dim: int) -> _Room:
+        size = (1, shape.kv_heads, self.blocks * self._block_size, dim)
         dtype = _name(shape.dtype)
         number = _number(dtype)
         array = mx.empty(size, getattr(mx, number)) if self._in_place else np.empty(size, number)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from math import log2
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -36,18 +38,18 @@ CREATE TABLE IF NOT EXISTS blocks (
     key BLOB PRIMARY KEY,
     fingerprint TEXT NOT NULL,
     parent BLOB NOT NULL,
-    depth INTEGER NOT NULL,
-    nbytes INTEGER NOT NULL,
-    hits INTEGER NOT NULL DEFAULT 0,
-    used INTEGER NOT NULL,
+    depth INTEGER NOT NULL CHECK (depth >= 0),
+    nbytes INTEGER NOT NULL CHECK (nbytes BETWEEN 0 AND 1 << 40),
+    hits INTEGER NOT NULL DEFAULT 0 CHECK (hits BETWEEN 0 AND 1 << 50),
+    used INTEGER NOT NULL CHECK (used BETWEEN 0 AND 1 << 50),
     worth REAL NOT NULL,
     written_seconds REAL NOT NULL,
     owner TEXT
-) WITHOUT ROWID;
+) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_worth ON blocks (worth, depth DESC);
 CREATE INDEX IF NOT EXISTS by_parent ON blocks (parent);
-CREATE TABLE IF NOT EXISTS sums (nbytes INTEGER NOT NULL, uses INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, nbytes INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS sums (nbytes INTEGER NOT NULL, uses INTEGER NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS days (day INTEGER PRIMARY KEY, nbytes INTEGER NOT NULL) STRICT;
 INSERT INTO sums SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM sums);
 CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON blocks
     BEGIN UPDATE sums SET nbytes = nbytes + NEW.nbytes; END;
@@ -55,11 +57,24 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON blocks
     BEGIN UPDATE sums SET nbytes = nbytes - OLD.nbytes; END;
 """
 
+_RECOUNT = """
+UPDATE sums SET nbytes = told.nbytes, uses = told.uses
+    FROM (SELECT ifnull(sum(nbytes), 0) AS nbytes, ifnull(max(used), 0) AS uses FROM blocks) AS told
+    WHERE sums.nbytes != told.nbytes OR sums.uses NOT BETWEEN told.uses AND 1 << 50
+"""
+"""What a damaged index tells of all blocks together is made good when it is opened."""
+
 _LEAST = """
 SELECT key, nbytes FROM blocks WHERE owner IS NULL AND key != ?
     AND NOT EXISTS (SELECT 1 FROM blocks AS child WHERE child.parent = blocks.key)
     ORDER BY worth, depth DESC LIMIT 1
 """
+
+
+_FORGET_DAYS = """
+DELETE FROM days WHERE day NOT IN (SELECT day FROM days ORDER BY abs(day - ?) LIMIT ?)
+"""
+"""All but the nearest: a clock that jumps far, and back, has not forgotten today."""
 
 
 class _Full(Exception):
@@ -96,7 +111,9 @@ class Index:
     """
 
     def __init__(self, file: Path) -> None:
+        self._file = file
         self._db = sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None)
+        self._db.text_factory = _text
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
@@ -107,6 +124,9 @@ class Index:
             (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
                 raise sqlite3.DatabaseError(found)
+            with self._writing():
+                self._db.execute(_RECOUNT)
+            self._same = _identity(file)
         except BaseException:
             self._db.close()
             raise
@@ -116,7 +136,17 @@ class Index:
     @property
     def nbytes(self) -> int:
         """Bytes of all files, those that are being written included."""
-        return int(self._db.execute("SELECT nbytes FROM sums").fetchone()[0])
+        return self._number("SELECT nbytes FROM sums")
+
+    @property
+    def is_current(self) -> bool:
+        """Whether others who open the index get this one: it was not removed or made anew."""
+        return _identity(self._file) == self._same
+
+    @property
+    def uses(self) -> int:
+        """How many uses of all blocks together there were: the number of the last one."""
+        return self._number("SELECT uses FROM sums")
 
     def __len__(self) -> int:
         return int(self._db.execute("SELECT count(*) FROM blocks").fetchone()[0])
@@ -192,7 +222,7 @@ class Index:
                 "ON CONFLICT (day) DO UPDATE SET nbytes = nbytes + :nbytes",
                 {"day": day, "nbytes": entry.nbytes},
             )
-            self._db.execute("DELETE FROM days WHERE day < ?", (day - REMEMBERED_DAYS,))
+            self._db.execute(_FORGET_DAYS, (day, REMEMBERED_DAYS))
             return "claimed"
         return "full"
 
@@ -235,6 +265,22 @@ class Index:
         with self._writing():
             self._remove(keys, unlink)
 
+    def remove_if(
+        self, keys: Sequence[bytes], is_wanted: Callable[[Entry], bool], unlink: Unlink
+    ) -> list[Entry]:
+        """Take out those of these blocks, and their files, that are wanted; return their entries.
+
+        Args:
+            keys: of blocks; those that are not there are passed over.
+            is_wanted: asked while nobody changes anything, so that files and index agree.
+            unlink: what removes a file.
+        """
+        with self._writing():
+            entries = [entry for key in keys if (entry := self.get(key)) is not None]
+            gone = [entry for entry in entries if is_wanted(entry)]
+            self._remove([entry.key for entry in gone], unlink)
+            return gone
+
     def shrink(self, limit_bytes: int, unlink: Unlink) -> bool:
         """Take out what is worth least until all files together are within a limit.
 
@@ -269,7 +315,13 @@ class Index:
 
     def _next_use(self) -> int:
         self._db.execute("UPDATE sums SET uses = uses + 1")
-        return int(self._db.execute("SELECT uses FROM sums").fetchone()[0])
+        return self.uses
+
+    def _number(self, query: str) -> int:
+        row = self._db.execute(query).fetchone()
+        if row is None or not isinstance(row[0], int):
+            raise sqlite3.DatabaseError("the index has no sums")
+        return row[0]
 
     def _make_room(self, nbytes: int, limit_bytes: int, unlink: Unlink, keep: bytes = b"") -> None:
         """Take out the ends of chains that are worth least, but for the block `keep`.
@@ -299,22 +351,82 @@ class Index:
         self._db.executemany("DELETE FROM blocks WHERE key = ?", [(key,) for key in keys])
 
 
-def this_process() -> str:
-    """Name this process as no other one is ever named: its number, and when it began."""
-    return _owner(os.getpid(), psutil.Process().create_time())
+def is_damage(error: BaseException) -> bool:
+    """Tell whether an error says that the index itself is damaged: not that the disk fails, is full
+    or read-only, or that another process holds it."""
+    code = getattr(error, "sqlite_errorcode", None)
+    wrong = code is None or code & 0xFF in _DAMAGE
+    return isinstance(error, sqlite3.DatabaseError) and wrong
+
+
+_DAMAGE = {
+    sqlite3.SQLITE_ERROR,  # a table or a column that is not there
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+}
+_numbers = count()
+_writers: set[str] = set()
+"""Of this process, that have not ended: several stores may be open in it."""
+
+
+def new_writer() -> str:
+    """Name a writer of this process as no other one is ever named; it lives until `end_writer`."""
+    name = f"{this_process()}+{next(_numbers)}"
+    _writers.add(name)
+    return name
+
+
+def end_writer(name: str) -> None:
+    """Let everybody know that what the writer has not finished is left over."""
+    _writers.discard(name)
 
 
 def is_alive(owner: str) -> bool:
-    """Tell whether the process that an entry names still runs."""
-    number = int(owner.partition("@")[0])
+    """Tell whether the writer that an entry names is still there; what is no name is nobody."""
+    process, _, _ = owner.partition("+")
+    if process == this_process():
+        return owner in _writers
+    number = process.partition("@")[0]
+    return number.isascii() and number.isdecimal() and _process(int(number)) == process
+
+
+def this_process() -> str:
+    """Name this process as no other one is ever named: its number, and when it began."""
+    return _process(os.getpid()) or f"{os.getpid()}@"
+
+
+def _process(number: int) -> str | None:
+    """Name a process that runs; None if there is none.
+
+    Its beginning is counted from the system's where that is told, since clocks are set.
+    """
+    if sys.platform == "linux":
+        try:
+            words = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if words[0] in "ZX" else f"{number}@{words[19]}"
     try:
-        return _owner(number, psutil.Process(number).create_time()) == owner
-    except psutil.NoSuchProcess:
-        return False
+        process = psutil.Process(number)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return f"{number}@{process.create_time():.2f}"
+    except (psutil.Error, OverflowError):
+        return None
 
 
-def _owner(number: int, began_seconds: float) -> str:
-    return f"{number}@{began_seconds:.2f}"
+def _identity(file: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        stat = file.stat()
+        return stat.st_dev, stat.st_ino
+    return None
+
+
+def _text(raw: bytes) -> str:
+    """Read a text; where bits have flipped it is another one, and no error."""
+    return raw.decode(errors="replace")
 
 
 def _fields(entry: Entry) -> dict[str, object]:

@@ -31,8 +31,12 @@ DTYPES = {
 _SAFE = {name: short for short, name in DTYPES.items()}
 _Pieces: TypeAlias = tuple[str, str, tuple[int, ...], Sequence[NDArray[np.uint8]]]
 """Name, dtype, shape and bytes of an array."""
+TOKENS = "tokens"
+"""Name of the array of the block's tokens."""
 HEAD_BYTES = 16_384
 """Read of a file at first: most headers are shorter."""
+MOST_HEAD_BYTES = 1 << 20
+"""Of a header that is read at all: 80 layers take 16 kB."""
 PIECES_AT_ONCE = 512
 """Places that one read is spread over; systems allow 1,024."""
 
@@ -156,6 +160,8 @@ def read_into(descriptor: int, targets: Mapping[str, Target]) -> dict[str, str]:
     length = os.fstat(descriptor).st_size
     head = os.pread(descriptor, HEAD_BYTES, 0)
     size = 8 + int.from_bytes(head[:8], "little")
+    if size > MOST_HEAD_BYTES:
+        raise Damaged(f"a header of {size} bytes is none")
     if len(head) < size <= length:
         head += os.pread(descriptor, size - len(head), len(head))
     words = header(head[:size])
@@ -178,9 +184,9 @@ def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
             name: (array["dtype"], tuple(array["shape"]), *array["data_offsets"])
             for name, array in found.items()
         }
-    except (KeyError, TypeError, ValueError) as error:
+        names = sorted(told, key=lambda name: told[name][2])
+    except (IndexError, KeyError, TypeError, ValueError) as error:
         raise Damaged(f"its header makes no sense: {error}") from None
-    names = sorted(told, key=lambda name: told[name][2])
     at = 0
     for name in names:
         target = targets.get(name)
@@ -215,7 +221,7 @@ def header(raw: bytes) -> dict[str, str]:
     size = int.from_bytes(raw[:8], "little")
     try:
         words = _words(raw[8 : 8 + size])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"it is no safetensors file: {error}") from None
     if words.get("format") != FORMAT:
         raise Damaged(f"its format is {words.get('format')}, not {FORMAT}")
@@ -244,7 +250,7 @@ def _hash_of(words: Mapping[str, str], arrays: Sequence[_Pieces]) -> str:
 
     for name in sorted(words):
         if name != "xxh3":
-            add(f"{name}={words[name]}".encode())
+            add(f"{name}={words[name]}".encode(errors="surrogatepass"))
     for name, dtype, shape, pieces in sorted(arrays, key=lambda array: array[0]):
         add(f"{name}:{dtype}{shape}".encode())
         add(*pieces)

@@ -9,13 +9,16 @@ with the folder itself is an `OSError`, for whoever drives the store to switch i
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import shutil
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +30,15 @@ from penstock.prefix.ssd.index import (
     Claim,
     Entry,
     Index,
+    end_writer,
     is_alive,
-    this_process,
+    is_damage,
+    new_writer,
 )
 from penstock.prefix.ssd.limits import payload_bytes
 from penstock.prefix.ssd.record import (
     FORMAT,
+    MOST_HEAD_BYTES,
     Damaged,
     Record,
     Target,
@@ -45,8 +51,14 @@ from penstock.prefix.ssd.record import (
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "index.sqlite"
+BLOCKS_NAME = "blocks"
+ASIDE_NAME = "aside"
+LOCK_NAME = "lock"
 FLOOR_BYTES = 1_000_000_000
 """Free bytes of the disk that are never gone below."""
+MOST_DEPTH = 1 << 31
+READERS = 2
+"""Files that are read at the same time: to read and to hash takes a core longer than most disks."""
 SUFFIX = ".safetensors"
 LOCK_LOOK_SECONDS = 0.02
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -110,12 +122,14 @@ class SSDStore:
         self.floor_bytes = floor_bytes
         self.counts = Counts()
         self._folder = folder / FORMAT
-        self._blocks = self._folder / "blocks"
-        self._aside = self._folder / "aside"
+        self._blocks = self._folder / BLOCKS_NAME
+        self._aside = self._folder / ASIDE_NAME
         for each in (folder, self._folder, self._blocks, self._aside):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._owner = this_process()
+        self._used: list[bytes] = []
         self.index = self._open_index()
+        self._owner = new_writer()
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="penstock-ssd-read")
 
     # ---- questions
 
@@ -140,13 +154,34 @@ class SSDStore:
             self.index.touch(record.key)
             self.counts.known_blocks += 1
             return "known"
-        raw = encode(record, self.fingerprint)
+        return self._keep(record, encode(record, self.fingerprint), self.fingerprint)
+
+    def take(self, record: Record, raw: bytes, fingerprint: str) -> Written:
+        """Keep a block's file as it is, of whatever model, unless it is there; as `write`.
+
+        Args:
+            record: what the file holds; that it does was checked.
+            raw: the file.
+            fingerprint: as the file tells it.
+
+        Raises:
+            OSError: the disk or the folder fails; nothing of the block is left.
+        """
+        if self.index.get(record.key) is not None:
+            self.counts.known_blocks += 1
+            return "known"
+        return self._keep(record, raw, fingerprint)
+
+    def _keep(self, record: Record, raw: bytes, fingerprint: str) -> Written:
+        """Claim a block, and write its file."""
+        if not self.index.is_current:
+            raise OSError(f"the index of {self._folder} was removed or made anew by others")
         if shutil.disk_usage(self._folder).free - len(raw) < self.floor_bytes:
             self.counts.refused_blocks += 1
             return "disk"
         entry = Entry(
             key=record.key,
-            fingerprint=self.fingerprint,
+            fingerprint=fingerprint,
             parent=record.parent,
             depth=record.depth,
             nbytes=len(raw),
@@ -193,6 +228,9 @@ class SSDStore:
     def restore(self, keys: Sequence[bytes], targets: Sequence[Mapping[str, Target]]) -> int:
         """Read a chain's first keys to where they belong; return how many, as far as all is well.
 
+        Some files are read at the same time; all are done with when this returns. That they were
+        used is noted, and written by `note_uses`.
+
         Args:
             keys: of the blocks.
             targets: of each block, for all of its arrays.
@@ -200,22 +238,32 @@ class SSDStore:
         Raises:
             OSError: the disk fails; a file that is not there is only a miss.
         """
+        began = time.perf_counter()
+        whole = list(zip(keys[: self.held(keys)], targets, strict=False))
+        reads = [self._readers.submit(self._read_into, key, places) for key, places in whole]
+        wait(reads)
         count = 0
-        for key, places in zip(keys, targets, strict=True):
-            if not self._restore(key, places):
+        for (key, _), read in zip(whole, reads, strict=True):
+            if self._outcome(key, read.result) is None:
                 break
             count += 1
-        if count:
-            self.index.use(keys[:count])
+        self._used += keys[:count]
+        self.counts.read_seconds += time.perf_counter() - began
         return count
+
+    def note_uses(self) -> None:
+        """Write which blocks were restored since the last time."""
+        if self._used:
+            used, self._used = self._used, []
+            self.index.use(used)
 
     def prepare(self, keys: Sequence[bytes]) -> int:
         """Return how many keys of a chain, from its first on, could be read; the system is told
         that they will be, so that it may read them ahead."""
         count = self.held(keys)
         for key in keys[:count]:
-            with suppress(OSError), self._path(key).open("rb") as file:
-                _read_ahead(file.fileno())
+            with suppress(OSError, Damaged), _opened(self._path(key)) as file:
+                _read_ahead(file)
         return count
 
     def clear(self, *, all_models: bool = True) -> int:
@@ -246,12 +294,15 @@ class SSDStore:
         self.index.shrink(self.payload_bytes, self._unlink)
 
     def _reconcile_entry(self, entry: Entry) -> None:
-        """Remove an entry without a file, and what a writer that was killed has left half done."""
+        """Remove an entry without a file, or with one of another length, and what a writer that was
+        killed has left half done."""
         if entry.owner is not None:
             gone = not is_alive(entry.owner)
-        else:  # unless somebody has just removed both
-            gone = not self._path(entry.key).is_file() and self.index.get(entry.key) is not None
-            self.counts.missing_blocks += gone
+        else:  # unless somebody has just removed both, or written it again
+            size = _size(self._path(entry.key))
+            gone = size != entry.nbytes and self.index.get(entry.key) == entry
+            self.counts.missing_blocks += gone and size is None
+            self.counts.damaged_blocks += gone and size is not None
         if gone:
             self._forget([entry.key])
 
@@ -259,15 +310,30 @@ class SSDStore:
         """Remove what a dead writer has left; take in a block that nobody knows, or remove it."""
         if path.parent == self._aside:
             if not is_alive(path.name.partition(".")[2]):
-                path.unlink(missing_ok=True)
+                _remove(path)
         elif self._entry_of(path) is None:
-            self.index.adopt(_entries([path]))
+            self.index.adopt(entry for entry in _entries([path]) if path == self._path(entry.key))
             if self._entry_of(path) is None:
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def close(self) -> None:
         """Close the index."""
+        try:
+            self.note_uses()
+        finally:
+            self._end()
+
+    def give_up(self, error: Exception) -> None:
+        """Close after an error; an index that is damaged is removed, and will be made anew."""
+        self._end()
+        if is_damage(error) and self.index.is_current:
+            with suppress(OSError, sqlite3.Error), _alone(self._folder / LOCK_NAME):
+                self._remove_index(error)
+
+    def _end(self) -> None:
+        self._readers.shutdown()
         self.index.close()
+        end_writer(self._owner)
 
     # ---- parts
 
@@ -276,15 +342,13 @@ class SSDStore:
         file = self._folder / INDEX_NAME
         old_mask = os.umask(0o077)  # SQLite makes its files as others would
         try:
-            with _alone(self._folder / "lock"):
+            with _alone(self._folder / LOCK_NAME):
                 try:
                     index = Index(file)
-                except sqlite3.OperationalError:
-                    raise
                 except sqlite3.DatabaseError as error:
-                    logger.warning("the index %s is damaged and made anew: %s", file, error)
-                    for damaged in self._folder.glob(f"{INDEX_NAME}*"):
-                        damaged.unlink(missing_ok=True)
+                    if not is_damage(error):
+                        raise
+                    self._remove_index(error)
                     index = Index(file)
                 if not len(index):
                     index.adopt(_entries(self._blocks.rglob(f"*{SUFFIX}")))
@@ -292,12 +356,16 @@ class SSDStore:
         finally:
             os.umask(old_mask)
 
+    def _remove_index(self, error: Exception) -> None:
+        logger.warning("the index of %s is damaged and made anew: %s", self._folder, error)
+        for damaged in self._folder.glob(f"{INDEX_NAME}*"):
+            damaged.unlink(missing_ok=True)
+
     def _path(self, key: bytes) -> Path:
-        name = key.hex()
-        return self._blocks / name[:2] / (name + SUFFIX)
+        return block_file(self._blocks, key)
 
     def _files(self) -> Iterator[Path]:
-        for folder in (self._aside, *_listed(self._blocks)):
+        for folder in (self._aside, self._blocks, *_listed(self._blocks)):
             yield from (path for path in _listed(folder) if path.is_file())
 
     def _entry_of(self, path: Path) -> Entry | None:
@@ -309,7 +377,15 @@ class SSDStore:
         return self.index.get(key) if path == self._path(key) else None
 
     def _unlink(self, key: bytes) -> None:
-        self._path(key).unlink(missing_ok=True)
+        path = self._path(key)
+        try:
+            path.unlink(missing_ok=True)
+        except (IsADirectoryError, PermissionError):
+            if not path.is_dir():
+                raise
+            shutil.rmtree(path)  # somebody has put it where a block belongs
+        except NotADirectoryError:
+            return
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         self.index.remove(keys, self._unlink)
@@ -331,32 +407,34 @@ class SSDStore:
 
     def _get(self, key: bytes) -> Record | None:
         """Read a block as a record; None is a miss."""
-
-        def read(descriptor: int) -> tuple[Record, dict[str, str]]:
-            raw = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-            return decode(raw), header(raw)
-
-        found = self._read(key, read)
-        return None if found is None else found[0]
-
-    def _restore(self, key: bytes, targets: Mapping[str, Target]) -> bool:
-        """Read a block to where it belongs; False is a miss."""
-        return self._read(key, lambda file: (True, read_into(file, targets))) is not None
-
-    def _read(
-        self, key: bytes, read: Callable[[int], tuple[T, dict[str, str]]]
-    ) -> tuple[T, dict[str, str]] | None:
-        """Read a block's file, whose words must be its own; one that is damaged is removed."""
         entry = self.index.get(key)
         if entry is None or entry.owner is not None or entry.fingerprint != self.fingerprint:
             return None
-        began = time.perf_counter()
+        found = self._outcome(key, lambda: self._read_record(key))
+        return None if found is None else found[0]
+
+    def _read_record(self, key: bytes) -> tuple[Record, int]:
+        with _opened(self._path(key)) as file:
+            raw = os.pread(file, os.fstat(file).st_size, 0)
+        record = decode(raw)
+        self._check_words(key, header(raw))
+        return record, len(raw)
+
+    def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> tuple[None, int]:
+        """Read a block to where it belongs. Any thread may; nothing but the file is touched."""
+        with _opened(self._path(key)) as file:
+            self._check_words(key, read_into(file, targets))
+            return None, os.fstat(file).st_size
+
+    def _check_words(self, key: bytes, words: Mapping[str, str]) -> None:
+        if (words["key"], words["fingerprint"]) != (key.hex(), self.fingerprint):
+            raise Damaged("it is another block")
+
+    def _outcome(self, key: bytes, read: Callable[[], tuple[T, int]]) -> tuple[T, int] | None:
+        """Return what was read, and the bytes of its file; a block that is damaged or gone is a
+        miss, and removed."""
         try:
-            with self._path(key).open("rb", buffering=0) as file:
-                found = read(file.fileno())
-            words = found[1]
-            if (words["key"], words["fingerprint"]) != (key.hex(), self.fingerprint):
-                raise Damaged("it is another block")
+            found = read()
         except FileNotFoundError:
             self.counts.missing_blocks += 1
             self._forget([key])
@@ -366,9 +444,51 @@ class SSDStore:
             self._forget([key])
             return None
         self.counts.read_blocks += 1
-        self.counts.read_bytes += entry.nbytes
-        self.counts.read_seconds += time.perf_counter() - began
+        self.counts.read_bytes += found[1]
         return found
+
+
+def block_file(blocks: Path, key: bytes) -> Path:
+    """Return where the file of a block lies in the folder of blocks."""
+    name = key.hex()
+    return blocks / name[:2] / (name + SUFFIX)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file for reading.
+
+    Raises:
+        FileNotFoundError: there is none.
+        Damaged: what stands there is no file; it is not waited for either, as for a pipe.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise Damaged(str(error)) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Damaged("it is no file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _size(path: Path) -> int | None:
+    """Return the bytes of a file; None if there is none."""
+    with suppress(FileNotFoundError, Damaged), _opened(path) as file:
+        return os.fstat(file).st_size
+    return None
+
+
+def _remove(path: Path) -> None:
+    """Remove a file that nobody needs, if it can be: what cannot is not ours."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def _read_ahead(descriptor: int) -> None:
@@ -379,9 +499,12 @@ def _read_ahead(descriptor: int) -> None:
 
 def _listed(folder: Path) -> list[Path]:
     """List a folder; one that is none, or is gone by now, is empty."""
-    with suppress(FileNotFoundError, NotADirectoryError):
+    try:
         return list(folder.iterdir())
-    return []
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return []
 
 
 @contextmanager
@@ -404,19 +527,22 @@ def _entries(paths: Iterable[Path]) -> Iterator[Entry]:
     """Read what the headers of files say; files that are no blocks are passed over."""
     for path in paths:
         try:
-            stat = path.stat()
-            with path.open("rb") as file:
-                size = file.read(8)
-                words = header(size + file.read(min(int.from_bytes(size, "little"), stat.st_size)))
+            with _opened(path) as file:
+                found = os.fstat(file)
+                size = int.from_bytes(os.pread(file, 8, 0), "little")
+                words = header(os.pread(file, 8 + min(size, MOST_HEAD_BYTES), 0))
+            depth = int(words["depth"])
+            if not 0 <= depth < MOST_DEPTH:
+                raise ValueError(f"no block is {depth} deep")
             yield Entry(
                 key=bytes.fromhex(words["key"]),
                 fingerprint=words["fingerprint"],
                 parent=bytes.fromhex(words["parent"]),
-                depth=int(words["depth"]),
-                nbytes=stat.st_size,
+                depth=depth,
+                nbytes=found.st_size,
                 hits=0,
                 used=0,
-                written_seconds=stat.st_mtime,
+                written_seconds=found.st_mtime,
                 owner=None,
             )
         except (OSError, KeyError, ValueError):

@@ -17,8 +17,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import mlx.core as mx
 
 from penstock.prefix.ssd.record import Record, Target
 from penstock.prefix.ssd.store import Counts, SSDStore
@@ -106,13 +109,16 @@ class ColdTier:
         return self._call(lambda store: store.prepare(keys), 0)
 
     def restore(
-        self, keys: Sequence[bytes], targets: Sequence[Mapping[str, Target]]
+        self, keys: Sequence[bytes], make_targets: Callable[[], Sequence[Mapping[str, Target]]]
     ) -> Future[int]:
         """Read the first keys of a chain to where they belong; how many, as far as all is well.
 
-        The targets' memory is the thread's until the future is done.
+        Args:
+            keys: of the blocks.
+            make_targets: returns where each block goes. The thread calls it when it begins to
+                read; the memory is the thread's until the future is done.
         """
-        return self._call(lambda store: store.restore(keys, targets), 0)
+        return self._call(lambda store: store.restore(keys, make_targets()), 0)
 
     def clear(self, *, all_models: bool = True) -> Future[int]:
         """Remove all blocks, or this model's; returns how many."""
@@ -182,6 +188,8 @@ class ColdTier:
                 self._busy = False
                 self._changed.notify_all()
             self._refuse()
+            # What a landing is made in; a stream whose thread is gone aborts the process later.
+            mx.clear_streams()
 
     def _serve(self) -> None:
         store: SSDStore | None = None
@@ -199,12 +207,13 @@ class ColdTier:
             except FAULTS as error:
                 self._chores = None
                 if store is not None:
-                    store.close()
+                    store.give_up(error)
                     store = None
                 self._switch(f"{type(error).__name__}: {error}")
                 working = self._wait()
         if store is not None:
-            store.close()
+            with suppress(*FAULTS):
+                store.close()
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False at the end."""
@@ -238,11 +247,15 @@ class ColdTier:
                 self._write(store, record)
             elif self._chores is not None and next(self._chores, "done") == "done":
                 self._chores = None
+            if called is not None and not self._calls:  # else they need not wait for it
+                store.note_uses()
         finally:
             with self._changed:
                 if record is not None:
                     self._stats.queued_bytes -= record.nbytes
-                self._stats.held_bytes = store.nbytes
+        held = store.nbytes  # asked before anybody has to wait for the answer
+        with self._changed:
+            self._stats.held_bytes = held
         return True
 
     def _write(self, store: SSDStore, record: Record) -> None:

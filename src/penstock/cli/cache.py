@@ -1,0 +1,450 @@
+"""`penstock cache`: a folder of the cold tier, looked into, checked, shrunk, carried elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli import options
+from penstock.cli.serve import SSD_CACHE_LIMIT
+from penstock.cli.serve_options import SSDCacheLimit
+from penstock.errors import CacheFileError, SettingError
+from penstock.memory import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.prefix.ssd.archive import Exported, Imported
+    from penstock.prefix.ssd.folder import Folder, Freed, Progress, Usage
+    from penstock.prefix.ssd.index import Entry
+    from penstock.prefix.ssd.verify import Verdict
+
+SHOWN_FAULTS = 20
+REASONS = {
+    "full": "for which there is no room in the limit",
+    "orphan": "whose beginning is not there",
+    "disk": "for which the disk has too little free",
+    "name": "whose name is not a block's",
+    "type": "that are no plain files",
+    "size": "that are too large",
+}
+"""Why members of a tar are refused."""
+
+app = typer.Typer(
+    help="Look into a folder of the cold tier, check it, shrink it, carry it elsewhere.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+Where: TypeAlias = Annotated[
+    Path,
+    typer.Option(
+        "--ssd-cache-dir",
+        help="The folder, as penstock serve has it; a server may be using it.",
+        envvar="PENSTOCK_SSD_CACHE_DIR",
+        metavar="FOLDER",
+    ),
+]
+Model: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Only the model whose fingerprint begins with this; ls shows them.",
+        metavar="PREFIX",
+        show_default="all models",
+    ),
+]
+Tar: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE.tar", help="The tar file.")]
+
+
+@app.command()
+def ls(
+    ssd_cache_dir: Where,
+    limit: Annotated[
+        int, typer.Option(help="Show this many blocks, worth most first.", metavar="ROWS", min=1)
+    ] = 50,
+    as_json: options.Json = False,
+) -> None:
+    """List the blocks by model, those worth most first.
+
+    The last use is told in uses of other blocks since, as the tier counts it. --json has all.
+    """
+    with _opened(ssd_cache_dir) as folder:
+        entries, uses = folder.entries(), folder.index.uses
+    if as_json:
+        _print_json(ssd_cache_dir, blocks=[_block(entry, uses) for entry in entries])
+        return
+    console = _console()
+    console.print(_listing(entries[:limit], uses))
+    if len(entries) > limit:
+        left_out = f"{len(entries) - limit:,} more blocks are worth less; --limit shows more"
+        console.print(left_out, soft_wrap=True)
+
+
+@app.command()
+def stats(ssd_cache_dir: Where, as_json: options.Json = False) -> None:
+    """Show what is held of each model and in all, what was written today, and what is not ours."""
+    with _opened(ssd_cache_dir) as folder:
+        usage = folder.usage()
+    if as_json:
+        _print_json(ssd_cache_dir, **asdict(usage), total=_total(usage))
+    else:
+        _show_usage(usage)
+
+
+@app.command()
+def verify(
+    ssd_cache_dir: Where,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Remove what is damaged, missing or left over, and take in whole blocks that the "
+            "index does not know.",
+        ),
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Read every block and check its hash, header, name and tokens, and the index against files.
+
+    Exits with 1 if something is wrong and was not repaired.
+    """
+    from penstock.prefix.ssd.folder import IndexDamaged
+    from penstock.prefix.ssd.verify import make_index
+    from penstock.prefix.ssd.verify import verify as verify_folder
+
+    damage = None
+    try:
+        with _opened(ssd_cache_dir):
+            pass
+    except IndexDamaged as error:
+        damage = str(error)
+        if not repair:
+            _tell_damage(ssd_cache_dir, damage, as_json)
+            raise typer.Exit(1) from None
+        with _one_line(ssd_cache_dir):
+            make_index(ssd_cache_dir.expanduser())
+    with _opened(ssd_cache_dir) as folder, _progress("verify", folder.index.nbytes) as progress:
+        verdict = verify_folder(folder, repair=repair, progress=progress)
+    if as_json:
+        found = {kind: verdict.count(kind) for kind in ("damaged", "missing", "unknown")}
+        found["left_over"] = verdict.count("left over")
+        _print_json(ssd_cache_dir, index=damage, **asdict(verdict), **found)
+    else:
+        _show_verdict(verdict, damage is not None)
+    raise typer.Exit(1 if verdict.faults and not repair else 0)
+
+
+@app.command()
+def prune(
+    ssd_cache_dir: Where,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Remove what is worth least until the blocks take no more than this.",
+            metavar="BYTES",
+            show_default="none",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Remove the blocks of the model whose fingerprint begins with this.",
+            metavar="PREFIX",
+            show_default="none",
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Shrink the folder to a size, or remove one model's blocks; what is being written stays."""
+    if (to is None) == (model is None):
+        raise SettingError("name one of --to and --model")
+    limit_bytes = None if to is None else options.size("--to", to)
+    with _opened(ssd_cache_dir) as folder, _progress("prune", None) as progress:
+        if limit_bytes is not None:
+            freed = folder.shrink(limit_bytes, progress)
+        else:
+            freed = folder.clear(progress, folder.model(model or ""))
+    _tell_freed(ssd_cache_dir, freed, as_json)
+
+
+@app.command()
+def clear(
+    ssd_cache_dir: Where,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask; needed where nobody can be asked.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Remove all blocks of all models, but those that are being written.
+
+    Exits with 1 if the answer is no.
+    """
+    with _opened(ssd_cache_dir) as folder:
+        if not yes:
+            _ask(folder)
+        with _progress("clear", folder.index.nbytes) as progress:
+            freed = folder.clear(progress)
+    _tell_freed(ssd_cache_dir, freed, as_json)
+
+
+@app.command("export")
+def export_command(
+    file: Tar, ssd_cache_dir: Where, model: Model = None, as_json: options.Json = False
+) -> None:
+    """Write the files of the blocks, as they are, into one new tar file that only you may read.
+
+    Conversations can be told from it. A block that is damaged is left out.
+    """
+    from penstock.prefix.ssd.archive import export_blocks
+
+    with _opened(ssd_cache_dir) as folder:
+        fingerprint = None if model is None else folder.model(model)
+        with _progress("export", sum(e.nbytes for e in folder.entries(fingerprint))) as progress:
+            done = export_blocks(folder, file.expanduser(), progress, fingerprint)
+    if as_json:
+        _print_json(ssd_cache_dir, file=str(file), **asdict(done))
+    else:
+        _say(_exported(done, file))
+
+
+@app.command("import")
+def import_command(
+    file: Tar,
+    ssd_cache_dir: Where,
+    ssd_cache_limit: SSDCacheLimit = SSD_CACHE_LIMIT,
+    as_json: options.Json = False,
+) -> None:
+    """Take the blocks of a tar file in, each checked first; the folder may be empty.
+
+    That a block's numbers are what its model computes cannot be checked: take only what somebody
+    made whom you trust. Exits with 1 if something did not come in.
+    """
+    from penstock.prefix.ssd.archive import import_blocks
+
+    options.check_folder_limit(ssd_cache_limit)
+    limit_bytes = options.size("--ssd-cache-limit", ssd_cache_limit)
+    source = file.expanduser()
+    if not source.is_file():
+        raise SettingError(f"{file}: there is no such file")
+    with (
+        _one_line(ssd_cache_dir),
+        _progress("import", source.stat().st_size) as progress,
+    ):
+        done = import_blocks(ssd_cache_dir.expanduser(), source, limit_bytes, progress)
+    if as_json:
+        _print_json(ssd_cache_dir, file=str(file), **asdict(done))
+    else:
+        _show_imported(done)
+    raise typer.Exit(0 if done.is_all else 1)
+
+
+# ---- the folder, and what can go wrong with it
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Tell what goes wrong with a folder as an error of one line."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        hint = "another process holds the index, or it cannot be written; try again"
+        raise CacheFileError(f"{path}: {error}: {hint}") from error
+    except (OSError, sqlite3.Error) as error:
+        raise CacheFileError(f"{path}: {error}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Folder]:
+    from penstock.prefix.ssd.folder import Folder
+
+    with _one_line(path), Folder(path.expanduser()) as folder:
+        yield folder
+
+
+@contextmanager
+def _progress(what: str, total_bytes: int | None) -> Iterator[Progress]:
+    """Draw a bar on standard error, if that is a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _ask(folder: Folder) -> None:
+    """Ask whether all blocks are to go.
+
+    Raises:
+        SettingError: nobody can be asked.
+        typer.Exit: the answer is no.
+    """
+    if not sys.stdin.isatty():
+        raise SettingError("clear removes all blocks; without a terminal to ask at it needs --yes")
+    held = f"{len(folder.index):,} blocks ({format_bytes(folder.index.nbytes)})"
+    if not typer.confirm(f"Remove all {held} of {folder.path}?", err=True):
+        raise typer.Exit(1)
+
+
+# ---- what is printed
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False)
+
+
+def _say(line: str) -> None:
+    _console().print(line, soft_wrap=True)
+
+
+def _print_json(path: Path, **found: Any) -> None:
+    print(json.dumps({"folder": str(path.expanduser()), **found}))
+
+
+def _block(entry: Entry, uses: int) -> dict[str, object]:
+    return {
+        "key": entry.key.hex(),
+        "model": entry.fingerprint,
+        "parent": entry.parent.hex(),
+        "depth": entry.depth,
+        "nbytes": entry.nbytes,
+        "hits": entry.hits,
+        "uses_since": uses - entry.used,
+        "written_seconds": entry.written_seconds,
+        "age_seconds": max(0.0, time.time() - entry.written_seconds),
+        "is_writing": entry.owner is not None,
+    }
+
+
+def _listing(entries: list[Entry], uses: int) -> Table:
+    """Draw blocks, those of a model together."""
+    from penstock.prefix.ssd.folder import SHOWN_CHARACTERS, shown
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("model", "key"):
+        table.add_column(name, no_wrap=True)
+    for name in ("depth", "size", "hits", "last use", "age"):
+        table.add_column(name, justify="right", no_wrap=True)
+    models = list(dict.fromkeys(entry.fingerprint for entry in entries))
+    for entry in sorted(entries, key=lambda entry: models.index(entry.fingerprint)):
+        table.add_row(
+            shown(entry.fingerprint),
+            entry.key.hex()[:SHOWN_CHARACTERS],
+            f"{entry.depth:,}",
+            format_bytes(entry.nbytes),
+            f"{entry.hits:,}",
+            f"{uses - entry.used:,} uses ago",
+            "being written" if entry.owner else _age(time.time() - entry.written_seconds),
+        )
+    return table
+
+
+def _age(seconds: float) -> str:
+    """Write an age with its largest unit.
+
+    >>> _age(59), _age(7_300), _age(1_000_000), _age(-5)
+    ('59 s', '2 h', '11 d', '0 s')
+    """
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds / size):,} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def _total(usage: Usage) -> dict[str, int]:
+    names = ("blocks", "nbytes", "chains", "hits", "writing_blocks")
+    return {name: sum(getattr(model, name) for model in usage.models) for name in names}
+
+
+def _show_usage(usage: Usage) -> None:
+    from penstock.prefix.ssd.folder import shown
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", no_wrap=True)
+    for name in ("blocks", "size", "chains", "hits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [(shown(model.fingerprint), asdict(model)) for model in usage.models]
+    for name, row in (*rows, ("in all", _total(usage))):
+        chains, hits = f"{row['chains']:,}", f"{row['hits']:,}"
+        table.add_row(name, f"{row['blocks']:,}", format_bytes(row["nbytes"]), chains, hits)
+    console = _console()
+    console.print(table)
+    others = ", ".join(usage.other_formats) or "none"
+    for name, value in {
+        "index": format_bytes(usage.index_bytes),
+        "written today": format_bytes(usage.written_today_bytes),
+        "being written": f"{usage.writing_files:,} files",
+        "left over": f"{usage.left_over_files:,} files of writers that were killed",
+        "other formats": f"{others} ({format_bytes(usage.other_format_bytes)}), left alone",
+        "foreign": f"{usage.foreign:,} files and folders, left alone",
+        "free disk": format_bytes(usage.disk_free_bytes),
+    }.items():
+        console.print(f"{name:<14}{value}", soft_wrap=True)
+
+
+def _show_verdict(verdict: Verdict, is_made_anew: bool) -> None:
+    if is_made_anew:
+        _say("the index was damaged, and is made anew")
+    for fault in verdict.faults[:SHOWN_FAULTS]:
+        _say(f"{fault.kind}: {fault.name}: {_plain(fault.what)}")
+    if len(verdict.faults) > SHOWN_FAULTS:
+        _say(f"... and {len(verdict.faults) - SHOWN_FAULTS:,} more; --json has all")
+    whole = f"{verdict.checked_blocks:,} blocks ({format_bytes(verdict.checked_bytes)}) are whole"
+    counts = ", ".join(
+        f"{verdict.count(kind):,} {kind}" for kind in ("damaged", "missing", "unknown", "left over")
+    )
+    _say(f"{whole}; {counts}")
+    if verdict.faults:
+        remedy = "penstock cache verify --repair removes what is wrong"
+        _say("repaired" if verdict.repaired else remedy)
+
+
+def _tell_damage(path: Path, damage: str, as_json: bool) -> None:
+    if as_json:
+        _print_json(path, index=damage, repaired=False)
+    else:
+        _say(_plain(damage))
+
+
+def _tell_freed(path: Path, freed: Freed, as_json: bool) -> None:
+    if as_json:
+        _print_json(path, **asdict(freed))
+        return
+    held = f"{format_bytes(freed.held_bytes)} are held"
+    _say(f"{freed.blocks:,} blocks removed, {format_bytes(freed.nbytes)} freed; {held}")
+
+
+def _exported(done: Exported, file: Path) -> str:
+    line = f"{done.blocks:,} blocks ({format_bytes(done.nbytes)}) are in {file}"
+    if done.damaged:
+        line += f"; {done.damaged:,} damaged ones are not"
+    if done.gone:
+        line += f"; {done.gone:,} had to give way meanwhile"
+    return line
+
+
+def _show_imported(done: Imported) -> None:
+    came = f"{done.blocks:,} blocks came in ({format_bytes(done.nbytes)})"
+    refused = sum(done.refused.values())
+    _say(f"{came}; {done.known:,} known, {refused:,} refused, {done.damaged:,} damaged")
+    for reason, count in sorted(done.refused.items()):
+        _say(f"refused: {count:,} {REASONS.get(reason, reason)}")
+    if done.broken is not None:
+        _say(f"the tar is broken {_plain(done.broken)}; what lies behind was not read")
+
+
+def _plain(text: str) -> str:
+    """Make text of files one line that does nothing to a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)

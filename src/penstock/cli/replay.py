@@ -1,0 +1,130 @@
+"""What `penstock verify` does: the same prompts on engines that know nothing, and much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from penstock.cli.engines import make_engine
+from penstock.engine.engine import Engine
+from penstock.engine.request import Request, Sampling
+from penstock.models.mlx_lm import Loaded
+
+WAYS = ("cold", "memory", "disk")
+ANSWER_SECONDS = 600.0
+"""For one answer."""
+LOGPROBS = Sampling(logprobs=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a prompt one way."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The answers to one prompt, by way."""
+
+    prompt_tokens: int
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def cached(self) -> dict[str, int]:
+        """Tokens of the prompt that were not computed, by way."""
+        return {way: answer.cached_tokens for way, answer in self.answers.items()}
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether all ways gave the same tokens."""
+        return len({answer.tokens for answer in self.answers.values()}) == 1
+
+    @property
+    def difference(self) -> float:
+        """The most that a token's log-probability differs from the cold one, up to the first
+        other token."""
+        cold = self.answers["cold"]
+        found = [0.0]
+        for answer in self.answers.values():
+            for i, (ours, theirs) in enumerate(zip(answer.tokens, cold.tokens, strict=False)):
+                if ours != theirs:
+                    break
+                found.append(abs(answer.logprobs[i] - cold.logprobs[i]))
+        return max(found)
+
+    def is_within(self, tolerance: float) -> bool:
+        """Tell whether the answers are the same."""
+        return self.same_tokens and self.difference <= tolerance
+
+    def fault(self, tolerance: float) -> str:
+        """Say what is not the same."""
+        return "OTHER TOKENS" if not self.same_tokens else f"MORE THAN {tolerance:g}"
+
+    def as_object(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached,
+            "same_tokens": self.same_tokens,
+            "difference": self.difference,
+            "tokens": {way: list(answer.tokens) for way, answer in self.answers.items()},
+        }
+
+
+def replay(
+    loaded: Loaded,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    tell: Callable[[int, int], None],
+    **settings: Any,
+) -> list[Verdict]:
+    """Ask all prompts each way: computed, from memory, from the disk after a restart.
+
+    Args:
+        loaded: the model.
+        prompts: tokens.
+        max_tokens: of each answer.
+        tell: is told how many answers there are so far, and how many there will be.
+        settings: of the engines.
+    """
+    verdicts = [Verdict(len(prompt)) for prompt in prompts]
+    done, of = 0, (len(WAYS) + 1) * len(prompts)
+
+    def ask(engine: Engine, way: str | None) -> None:
+        nonlocal done
+        for prompt, verdict in zip(prompts, verdicts, strict=True):
+            if way == "cold":
+                engine.clear()
+            answer = _answer(engine, prompt, max_tokens)
+            if way is not None:
+                verdict.answers[way] = answer
+            done += 1
+            tell(done, of)
+
+    tell(done, of)
+    with make_engine(loaded, hot_cache_only=True, **settings) as engine:
+        ask(engine, "cold")
+    with TemporaryDirectory(prefix="penstock-verify-") as name:
+        folder = Path(name)
+        with make_engine(loaded, ssd_cache_dir=folder, **settings) as engine:
+            ask(engine, None)
+            ask(engine, "memory")
+        with make_engine(loaded, ssd_cache_dir=folder, **settings) as engine:
+            ask(engine, "disk")
+    return verdicts
+
+
+def _answer(engine: Engine, prompt: Sequence[int], max_tokens: int) -> Answer:
+    request = Request(prompt=tuple(prompt), max_tokens=max_tokens, sampling=LOGPROBS)
+    (found,) = engine.submit(request).result(ANSWER_SECONDS)
+    assert found.finish is not None
+    if found.finish.error is not None:
+        raise found.finish.error
+    logprobs = tuple(float(token.logprob or 0.0) for token in found.logprobs)
+    return Answer(tuple(found.tokens), logprobs, found.finish.usage.cached_tokens)

@@ -1,0 +1,107 @@
+"""Conversations that are put aside under a name, and gone on with later: `/v1/sessions/...`."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter
+from fastapi import Path as PathField
+from pydantic import BaseModel
+
+from penstock.engine.sessions import Session, load_session, save_session
+from penstock.server.cache import Question, tokens_of
+from penstock.server.errors import BadRequest, NotFound
+from penstock.server.openai import ERRORS
+from penstock.server.service import Service
+
+SUFFIX = ".tar"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+Name = Annotated[
+    str, PathField(pattern=f"^{_NAME.pattern}$", description="Letters, digits, - and _.")
+]
+
+
+class Told(BaseModel):
+    """A session."""
+
+    name: str
+    tokens: int | None = None
+    """Of its prompt; None where the file was not looked into."""
+    nbytes: int
+    """Of its file."""
+
+
+class Sessions(BaseModel):
+    """All of them."""
+
+    sessions: list[Told]
+
+
+class Removed(BaseModel):
+    """A session that is gone."""
+
+    name: str
+
+
+def router(service: Service) -> APIRouter:
+    """Make the routes; they need the key if the server has one."""
+    router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=ERRORS)
+
+    def file_of(name: str) -> Path:
+        return _folder(service) / f"{name}{SUFFIX}"
+
+    @router.get("")
+    async def sessions() -> Sessions:
+        """Tell of all sessions that were saved."""
+        return await service.aside(partial(_listed, _folder(service)))
+
+    @router.post("/{name}/save")
+    async def save(name: Name, question: Question) -> Told:
+        """Save what is held of a conversation; one of that name is replaced."""
+        file = file_of(name)
+        tokens = await service.work(partial(tokens_of, service, question))
+        salt = question.cache_salt or ""
+        done = await service.aside(partial(save_session, service.engine, file, tokens, salt))
+        return _told(name, done)
+
+    @router.post("/{name}/load")
+    async def load(name: Name) -> Told:
+        """Take a session in: the next request with that conversation finds it."""
+        file = file_of(name)
+        if not file.is_file():
+            raise NotFound(f"there is no session {name}")
+        return _told(name, await service.aside(partial(load_session, service.engine, file)))
+
+    @router.delete("/{name}")
+    async def remove(name: Name) -> Removed:
+        """Remove a session's file."""
+        file = file_of(name)
+        if not file.is_file():
+            raise NotFound(f"there is no session {name}")
+        file.unlink(missing_ok=True)
+        return Removed(name=name)
+
+    return router
+
+
+def _folder(service: Service) -> Path:
+    folder = service.settings.session_dir
+    if folder is None:
+        raise BadRequest(
+            "this server keeps no sessions: start it with --session-dir and --ssd-cache-dir",
+            code="no_sessions",
+        )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _listed(folder: Path) -> Sessions:
+    found = sorted(path for path in folder.glob(f"*{SUFFIX}") if _NAME.fullmatch(path.stem))
+    return Sessions(sessions=[Told(name=path.stem, nbytes=path.stat().st_size) for path in found])
+
+
+def _told(name: str, session: Session) -> Told:
+    return Told(name=name, tokens=session.tokens, nbytes=session.nbytes)

@@ -1,0 +1,104 @@
+"""Sessions over HTTP: put aside under a name, taken up again by another server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import serving
+
+from penstock.recall import Dialogue
+
+
+@contextmanager
+def server(folder: Path, sessions: Path | None, **engine: Any) -> Iterator[httpx.Client]:
+    """Serve the embedded model with a cold tier."""
+    cold = {"ssd_cache_dir": folder, **engine}
+    with (
+        serving(engine=cold, session_dir=sessions) as running,
+        httpx.Client(base_url=running.url, timeout=60) as http,
+    ):
+        yield http
+
+
+def ask(http: httpx.Client, messages: list[Any]) -> tuple[str, int]:
+    body = http.post("/v1/chat/completions", json={"messages": messages}).raise_for_status().json()
+    usage = body["usage"]["prompt_tokens_details"]
+    return body["choices"][0]["message"]["content"], usage["cached_tokens"]
+
+
+def test_a_session_goes_on_elsewhere(tmp_path: Path, told: Dialogue) -> None:
+    sessions = tmp_path / "sessions"
+    question = told.ask(told.questions[0])
+    with server(tmp_path / "one", sessions) as http:
+        text, cached = ask(http, question)
+        assert cached == 0
+        saved = http.post("/v1/sessions/morning/save", json={"messages": question})
+        assert saved.raise_for_status().json()["tokens"] >= 4 * 64
+        again = http.post("/v1/sessions/morning/save", json={"messages": question}).json()
+        assert again == saved.json(), "it may be replaced"
+        (listed,) = http.get("/v1/sessions").json()["sessions"]
+        assert (listed["name"], listed["nbytes"]) == ("morning", again["nbytes"])
+    assert (sessions / "morning.tar").stat().st_mode & 0o077 == 0
+    with server(tmp_path / "other", sessions) as http:
+        loaded = http.post("/v1/sessions/morning/load").raise_for_status().json()
+        assert loaded == again
+        assert ask(http, question) == (text, again["tokens"])
+        assert http.delete("/v1/sessions/morning").json() == {"name": "morning"}
+        assert http.get("/v1/sessions").json() == {"sessions": []}
+        assert http.post("/v1/sessions/morning/load").status_code == 404
+
+
+def test_a_session_of_other_settings_is_refused(tmp_path: Path, told: Dialogue) -> None:
+    sessions = tmp_path / "sessions"
+    question = told.ask(told.questions[0])
+    with server(tmp_path / "one", sessions) as http:
+        ask(http, question)
+        http.post("/v1/sessions/a/save", json={"messages": question}).raise_for_status()
+    with server(tmp_path / "other", sessions, max_kv_size=2_048) as http:
+        refused = http.post("/v1/sessions/a/load")
+        assert refused.status_code == 400
+        assert "fingerprint" in refused.json()["error"]["message"]
+        assert ask(http, question)[1] == 0
+
+
+def test_a_damaged_session_is_refused(tmp_path: Path, told: Dialogue) -> None:
+    sessions = tmp_path / "sessions"
+    question = told.ask(told.questions[0])
+    with server(tmp_path / "one", sessions) as http:
+        text, _ = ask(http, question)
+        http.post("/v1/sessions/a/save", json={"messages": question}).raise_for_status()
+    file = sessions / "a.tar"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    (sessions / "b.tar").write_bytes(b"no tar at all" * 100)
+    with server(tmp_path / "other", sessions) as http:
+        assert "damaged" in http.post("/v1/sessions/a/load").json()["error"]["message"]
+        assert http.post("/v1/sessions/b/load").status_code == 400
+        assert ask(http, question)[0] == text
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", ".hidden", "a" * 65, "%2e%2e%2fa", "a.b"])
+def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+    with server(tmp_path / "one", tmp_path / "sessions") as http:
+        for answer in (
+            http.post(f"/v1/sessions/{name}/save", json={"prompt": "a"}),
+            http.post(f"/v1/sessions/{name}/load"),
+            http.delete(f"/v1/sessions/{name}"),
+        ):
+            assert answer.status_code in (400, 404, 405, 422)
+    assert list(tmp_path.rglob("*.tar")) == []
+
+
+def test_what_is_not_held_or_not_served_is_told(tmp_path: Path) -> None:
+    with server(tmp_path / "one", tmp_path / "sessions") as http:
+        nothing = http.post("/v1/sessions/a/save", json={"prompt": "never asked"})
+        assert nothing.status_code == 400
+        assert "nothing is held" in nothing.json()["error"]["message"]
+    with server(tmp_path / "one", None) as http:
+        assert "--session-dir" in http.get("/v1/sessions").json()["error"]["message"]
