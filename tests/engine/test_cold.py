@@ -408,6 +408,53 @@ def test_clear_empties_the_disk_too(tmp_path: Path) -> None:
         assert core.stats().hit_tokens == 0
 
 
+def test_clear_while_the_disk_is_read_changes_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold_module, "LEAST_PATIENCE_SECONDS", SOON)
+    asked = prompt(300)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        with stalled(core):
+            handle = core.submit(request(asked))
+            while core.stats().restoring == 0:
+                core.step()
+            core.clear()
+        settle(core)
+        assert answer(handle) == expected
+        core.clear()
+        settle(core)
+        assert not files(tmp_path)
+
+
+def test_what_is_worth_most_is_read_ahead_of_all_requests(tmp_path: Path) -> None:
+    common = prompt(128)
+    branches = [common + prompt(64, seed) for seed in (1, 2)]
+    expected = [cold_text(branch) for branch in branches]
+    with running(tmp_path) as core:
+        for branch in branches:
+            ask(core, branch)
+        ask(core, prompt(300, 5))
+        core.prefixes.clear()
+        ask(core, branches[0])  # is used last
+    with running(tmp_path) as core:
+        assert core.preload() == 192 + 64 + 304, "and answers are there, too"
+        core.check()
+        reads = ssd(core).counts.read_blocks
+        assert [ask(core, branch) for branch in branches] == expected
+        assert ssd(core).counts.read_blocks == reads
+        assert core.stats().hit_tokens == 2 * 191
+    with running(tmp_path) as core:
+        core.set_limit(core._fixed_bytes() + 240 * core.runner.token_bytes)
+        assert core.preload() == 192, "the one that was used last; nothing gives way for others"
+        core.check()
+        core.set_limit(200_000_000)
+    with running(None) as core:
+        assert core.preload() == 0
+
+
 def test_what_is_on_the_disk_is_explained(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, prompt(200))

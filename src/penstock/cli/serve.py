@@ -56,6 +56,7 @@ def serve(
     ssd_cache_dir: flags.SSDCacheDir = None,
     ssd_cache_limit: flags.SSDCacheLimit = SSD_CACHE_LIMIT,
     ssd_write_budget: flags.SSDWriteBudget = None,
+    ssd_preload: flags.SSDPreload = False,
     session_dir: flags.SessionDir = None,
     kv_cache_quantization: flags.KVCacheQuantization = None,
     kv_cache_min_quantize_tokens: flags.KVCacheMinQuantizeTokens = None,
@@ -82,8 +83,9 @@ def serve(
         drain_timeout_seconds=drain_timeout,
         session_dir=None if session_dir is None else session_dir.expanduser(),
     )
-    if session_dir is not None and ssd_cache_dir is None:
-        raise SettingError("--session-dir needs --ssd-cache-dir: sessions are saved from there")
+    for flag, wanted in (("--session-dir", session_dir), ("--ssd-preload", ssd_preload)):
+        if wanted and ssd_cache_dir is None:
+            raise SettingError(f"{flag} needs --ssd-cache-dir: it is about what lies there")
     _check_reach(settings)
     memory_limit, block_size = options.engine_size(model, memory_limit, block_size)
     limits: dict[str, Any] = {
@@ -107,7 +109,7 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")
     options.warn_of_slow_blas(load_blas())
     with _listening(settings) as listener:
-        _run(model, model_name or _name(model), settings, limits, listener)
+        _run(model, model_name or _name(model), settings, limits, listener, preload=ssd_preload)
 
 
 def _refuse_planned(**given: object) -> None:
@@ -161,6 +163,8 @@ def _run(
     settings: config.ServerSettings,
     limits: dict[str, Any],
     listener: socket.socket,
+    *,
+    preload: bool,
 ) -> None:
     """Load, say what there is, and serve until told to stop, or until the engine dies."""
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
@@ -177,6 +181,8 @@ def _run(
         if not loaded.tokenizer.eos_token_ids:
             raise ModelError(f"{name} has no token that ends an answer")
         engine = make_engine(loaded, **limits)
+        if preload:
+            engine.preload()
     with engine:
         service = Service(engine, loaded.tokenizer, settings, name)
         server = Server(service)

@@ -171,6 +171,15 @@ SSDWriteBudget: TypeAlias = Annotated[
         show_default="no limit",
     ),
 ]
+SSDPreload: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--ssd-preload",
+        help="Read from that folder, before the first request, what is worth most and fits in "
+        "free memory.",
+        envvar="PENSTOCK_SSD_PRELOAD",
+    ),
+]
 SessionDir: TypeAlias = Annotated[
     Path | None,
     typer.Option(

@@ -58,12 +58,12 @@ from penstock.heap import give_back_freed_memory, keep_freed_memory
 from penstock.kv.reads import Part, in_order
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
-from penstock.ledger import Kind, Ledger
+from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes, parse_bytes
 from penstock.memory.machine import read_machine_memory
 from penstock.models.fingerprint import fingerprint as fingerprint_of
 from penstock.prefix.explanation import Explanation
-from penstock.prefix.node import Node, NodeView
+from penstock.prefix.node import Match, Node, NodeView
 from penstock.prefix.prefixes import Prefixes
 from penstock.prefix.ssd.limits import payload_bytes
 from penstock.prefix.ssd.store import SSDStore
@@ -77,6 +77,8 @@ POOL_TOKENS = 64
 """Columns that few places may share out among them: those of eight."""
 ASK_SECONDS = 0.25
 """How long a prompt waits to be told how much of it is on the disk."""
+PRELOAD_SECONDS = 60.0
+"""How long the disk may take for a chain that is read ahead of all requests."""
 PRESSURE_SECONDS = 1.0
 """How often the machine's memory is looked at."""
 
@@ -359,6 +361,46 @@ class Core:
     def idle(self) -> bool:
         """Whether no request is open."""
         return not self._sequences
+
+    def preload(self) -> int:
+        """Read from the disk what is worth most, as long as there is free memory; nothing gives
+        way for it. Returns the tokens that are held more than before."""
+        if self.cold is None:
+            return 0
+        before, size = self.prefixes.tree.tokens, self.limits.block_size
+        chains = self.cold.tier.chains(self.ledger.free_bytes).result(PRELOAD_SECONDS)
+        for keys in chains:
+            match = self.prefixes.match(keys)
+            blocks = len(keys) - match.tokens // size
+            nbytes = blocks * size * self.runner.token_bytes
+            # A node that ends inside is cut in two, which takes a copy of it.
+            cut = match.path[-1].segment.nbytes if match.ends_inside else 0
+            needed = nbytes + cut + self.prefixes.index_bytes(blocks)
+            if blocks and needed <= self.ledger.free_bytes:
+                with self.ledger.reserve(Kind.TAILS, nbytes) as own:
+                    self._preload(self.cold, keys, match, own)
+        return self.prefixes.tree.tokens - before
+
+    def _preload(
+        self, cold: Cold, keys: list[bytes], match: Match[Segment], own: Reservation
+    ) -> None:
+        pin = self.prefixes.pin(match)
+        restores = cold.begin(keys, match.tokens // self.limits.block_size, own)
+        try:
+            while restores:
+                restores[0].answer.result(PRELOAD_SECONDS)
+                restore = restores.pop(0)
+                blocks = cold.take(restore, own)
+                if blocks < restore.blocks:
+                    break
+                end = restore.first + blocks
+                segment, tokens = restore.landing.segment(), restore.landing.tokens
+                sealed = self.prefixes.insert(pin, restore.first, keys[:end], tokens, segment, own)
+                if sealed.refused is not None:
+                    break
+        finally:
+            cold.leave(restores)
+            pin.release()
 
     # ---- questions
 

@@ -166,6 +166,11 @@ class Engine:
         """Give up all prefixes that nobody reads."""
         self._ask(lambda core: core.clear())
 
+    def preload(self) -> int:
+        """Read from the disk what is worth most, as long as there is free memory, before anybody
+        asks for it. Returns how many tokens are held more than before."""
+        return self._ask(lambda core: core.preload())
+
     def check(self) -> None:
         """Recount everything from the arrays, and raise AssertionError if something differs."""
         self._ask(lambda core: core.check())

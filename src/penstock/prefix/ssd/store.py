@@ -142,6 +142,31 @@ class SSDStore:
         """Return how many keys of a chain, from its first on, could be read."""
         return self.index.held(keys, self.fingerprint)
 
+    def chains(self, most_bytes: int) -> list[list[bytes]]:
+        """Return the keys of this model's chains that are worth most, each from its first block
+        on, as far as they fit into so many bytes of files."""
+        entries = [
+            entry
+            for entry in self.index.entries()
+            if entry.owner is None and entry.fingerprint == self.fingerprint
+        ]
+        by_key = {entry.key: entry for entry in entries}
+        found: list[list[bytes]] = []
+        covered: set[bytes] = set()
+        for entry in sorted(entries, key=lambda entry: (-entry.used, -entry.depth)):
+            if entry.key in covered:
+                continue
+            chain = [entry]
+            while (parent := by_key.get(chain[-1].parent)) is not None:
+                chain.append(parent)
+            most_bytes -= sum(each.nbytes for each in chain if each.key not in covered)
+            if most_bytes < 0:
+                break
+            covered.update(each.key for each in chain)
+            if chain[-1].depth == 0:  # else nobody could read it
+                found.append([each.key for each in reversed(chain)])
+        return found
+
     # ---- acts
 
     def write(self, record: Record) -> Written:
@@ -435,12 +460,15 @@ class SSDStore:
         miss, and removed."""
         try:
             found = read()
-        except FileNotFoundError:
-            self.counts.missing_blocks += 1
-            self._forget([key])
-            return None
-        except Damaged:
-            self.counts.damaged_blocks += 1
+        except (OSError, Damaged) as error:
+            # A future keeps its error, whose frames would keep the memory that was read into.
+            error.__traceback__ = None
+            if isinstance(error, FileNotFoundError):
+                self.counts.missing_blocks += 1
+            elif isinstance(error, Damaged):
+                self.counts.damaged_blocks += 1
+            else:
+                raise OSError(*error.args) from None
             self._forget([key])
             return None
         self.counts.read_blocks += 1

@@ -120,6 +120,10 @@ class ColdTier:
         """
         return self._call(lambda store: store.restore(keys, make_targets()), 0)
 
+    def chains(self, most_bytes: int) -> Future[list[list[bytes]]]:
+        """Return the keys of the chains that are worth most, within so many bytes of files."""
+        return self._call(lambda store: store.chains(most_bytes), [])
+
     def clear(self, *, all_models: bool = True) -> Future[int]:
         """Remove all blocks, or this model's; returns how many."""
         with self._changed:
