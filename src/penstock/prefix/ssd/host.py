@@ -68,13 +68,14 @@ class Landing:
         self._layers: list[tuple[_Room, ...]] = []
 
     def targets(self) -> list[dict[str, Target]]:
-        """Take the memory, and return where the arrays of each block go, by name."""
-        self._layers = [
-            tuple(self._made(shape, dim) for dim in (shape.key_dim, shape.value_dim))
-            for shape in self._shapes
-        ]
-        if self._in_place:
-            mx.eval([room.array for layer in self._layers for room in layer])
+        """Take the memory, if it is not taken, and return where the arrays of each block go."""
+        if not self._layers:
+            self._layers = [
+                tuple(self._made(shape, dim) for dim in (shape.key_dim, shape.value_dim))
+                for shape in self._shapes
+            ]
+            if self._in_place:
+                mx.eval([room.array for layer in self._layers for room in layer])
         rooms = {
             f"{number}.{name}": (room, room.bytes())
             for number, layer in enumerate(self._layers)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
+from penstock.prefix.ssd.direct import Writer
 from penstock.prefix.ssd.index import (
     BUSY_SECONDS,
     PAGE_ENTRIES,
@@ -61,7 +62,6 @@ READERS = 2
 """Files that are read at the same time: to read and to hash takes a core longer than most disks."""
 SUFFIX = ".safetensors"
 LOCK_LOOK_SECONDS = 0.02
-FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 T = TypeVar("T")
 Written: TypeAlias = Claim | Literal["disk"]
@@ -127,6 +127,7 @@ class SSDStore:
         for each in (folder, self._folder, self._blocks, self._aside):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._used: list[bytes] = []
+        self._writer = Writer()
         self.index = self._open_index()
         self._owner = new_writer()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="penstock-ssd-read")
@@ -250,7 +251,12 @@ class SSDStore:
             self.index.use(keys[: len(found)])
         return found
 
-    def restore(self, keys: Sequence[bytes], targets: Sequence[Mapping[str, Target]]) -> int:
+    def restore(
+        self,
+        keys: Sequence[bytes],
+        targets: Sequence[Mapping[str, Target]],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> int:
         """Read a chain's first keys to where they belong; return how many, as far as all is well.
 
         Some files are read at the same time; all are done with when this returns. That they were
@@ -259,6 +265,7 @@ class SSDStore:
         Args:
             keys: of the blocks.
             targets: of each block, for all of its arrays.
+            meanwhile: is called while the files are read.
 
         Raises:
             OSError: the disk fails; a file that is not there is only a miss.
@@ -266,7 +273,10 @@ class SSDStore:
         began = time.perf_counter()
         whole = list(zip(keys[: self.held(keys)], targets, strict=False))
         reads = [self._readers.submit(self._read_into, key, places) for key, places in whole]
-        wait(reads)
+        try:
+            meanwhile()
+        finally:
+            wait(reads)
         count = 0
         for (key, _), read in zip(whole, reads, strict=True):
             if self._outcome(key, read.result) is None:
@@ -421,10 +431,7 @@ class SSDStore:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         aside = self._aside / f"{key.hex()}.{self._owner}"
         try:
-            with os.fdopen(os.open(aside, FLAGS, 0o600), "wb") as file:
-                file.write(raw)
-                file.flush()
-                os.fsync(file.fileno())
+            self._writer.write(aside, raw)
             aside.rename(path)
         finally:
             aside.unlink(missing_ok=True)

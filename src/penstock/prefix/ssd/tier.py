@@ -54,6 +54,25 @@ class TierStats:
     """The store's, of all times it was opened."""
 
 
+@dataclass(eq=False, slots=True)
+class _Call:
+    """What somebody waits for."""
+
+    run: Callable[[SSDStore], Any]
+    otherwise: Any
+    """The answer of a tier that is off."""
+    prepare: Callable[[], object] | None
+    """What may be done before its turn, in the thread."""
+    answer: Future[Any] = field(default_factory=Future)
+    begun: bool = False
+
+    def begin(self) -> bool:
+        """Tell whether it is still wanted; from then on it cannot be cancelled."""
+        if not self.begun and not self.answer.cancelled():
+            self.begun = self.answer.set_running_or_notify_cancel()
+        return self.begun
+
+
 class ColdTier:
     """A store, and the thread that owns it. Any thread may call.
 
@@ -75,7 +94,7 @@ class ColdTier:
         self._queue_bytes = queue_bytes
         self._retry_seconds = retry_seconds
         self._stats = TierStats()
-        self._calls: deque[tuple[Callable[[SSDStore], Any], Future[Any], Any]] = deque()
+        self._calls: deque[_Call] = deque()
         self._writes: deque[Record] = deque()
         self._changed = threading.Condition()
         self._chores: Iterator[None] | None = None
@@ -115,10 +134,13 @@ class ColdTier:
 
         Args:
             keys: of the blocks.
-            make_targets: returns where each block goes. The thread calls it when it begins to
-                read; the memory is the thread's until the future is done.
+            make_targets: returns where each block goes, always the same. The thread calls it when
+                it begins to read, or while it reads for somebody else; the memory is the thread's
+                until the future is done.
         """
-        return self._call(lambda store: store.restore(keys, make_targets()), 0)
+        return self._call(
+            lambda store: store.restore(keys, make_targets(), self._look_ahead), 0, make_targets
+        )
 
     def chains(self, most_bytes: int) -> Future[list[list[bytes]]]:
         """Return the keys of the chains that are worth most, within so many bytes of files."""
@@ -161,15 +183,29 @@ class ColdTier:
 
     # ---- the thread
 
-    def _call(self, call: Callable[[SSDStore], Any], otherwise: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
+    def _call(
+        self,
+        run: Callable[[SSDStore], Any],
+        otherwise: Any,
+        prepare: Callable[[], object] | None = None,
+    ) -> Future[Any]:
+        call = _Call(run, otherwise, prepare)
         with self._changed:
             if not self.is_off:
-                self._calls.append((call, answer, otherwise))
+                self._calls.append(call)
                 self._changed.notify_all()
-                return answer
-        answer.set_result(otherwise)
-        return answer
+                return call.answer
+        call.answer.set_result(otherwise)
+        return call.answer
+
+    def _look_ahead(self) -> None:
+        """Take the memory of the next call that reads, while the files of this one are read."""
+        with self._changed:
+            following = self._calls[0] if self._calls else None
+        if following is not None and following.prepare is not None and following.begin():
+            # A boundary: what is wrong with it is told when it is its turn.
+            with suppress(Exception):
+                following.prepare()
 
     def _takes(self, nbytes: int) -> bool:
         return self._stats.queued_bytes + nbytes <= self._queue_bytes
@@ -237,16 +273,17 @@ class ColdTier:
             record = self._writes.popleft() if called is None and self._writes else None
         try:
             if called is not None:
-                call, answer, otherwise = called
-                if answer.set_running_or_notify_cancel():
+                if called.begin():
                     try:
-                        answer.set_result(call(store))
+                        called.answer.set_result(called.run(store))
                     except FAULTS:
-                        answer.set_result(otherwise)
+                        called.answer.set_result(called.otherwise)
                         raise
                     # A boundary: what is wrong with one call is its caller's.
-                    except Exception as error:  # noqa: BLE001
-                        answer.set_exception(error)
+                    except Exception as error:
+                        logger.exception("the SSD cache has failed a request")
+                        # Its frames would keep the call, and what was to be read into.
+                        called.answer.set_exception(error.with_traceback(None))
             elif record is not None:
                 self._write(store, record)
             elif self._chores is not None and next(self._chores, "done") == "done":
@@ -298,6 +335,6 @@ class ColdTier:
         """Answer who waits: nothing is there."""
         with self._changed:
             while self._calls:
-                _, answer, otherwise = self._calls.popleft()
-                if answer.set_running_or_notify_cancel():
-                    answer.set_result(otherwise)
+                call = self._calls.popleft()
+                if call.begin():
+                    call.answer.set_result(call.otherwise)
