@@ -94,7 +94,7 @@ def test_a_bad_request_is_refused_in_one_line(values: dict[str, Any], words: str
         ("top_p", [0.0, 1.01, float("nan")], [1e-6, 1.0]),
         ("top_k", [-1, 1.5], [0, 10**6]),
         ("min_p", [-0.1, 1.1], [0.0, 1.0]),
-        ("repetition_penalty", [0.0, -1.0, float("inf")], [0.5, 1.0, None]),
+        ("repetition_penalty", [0.0, -1.0, 5e-324, float("inf")], [0.5, 1.0, None]),
         ("repetition_context", [0], [1, None]),
         ("presence_penalty", [float("nan"), float("inf")], [-2.0, 2.0]),
         ("frequency_penalty", [float("nan"), 1e31], [-2.0, 2.0]),

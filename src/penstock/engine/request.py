@@ -60,7 +60,7 @@ class Sampling(_Asked):
     """Tokens that are drawn from; 0 draws from all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Least probability that is drawn, as a share of the likeliest token's."""
-    repetition_penalty: float | None = Field(default=None, gt=0.0, le=1e30)
+    repetition_penalty: float | None = Field(default=None, ge=1e-30, le=1e30)
     """Divides the positive logits, and multiplies the negative ones, of tokens that were in the
     prompt or were generated; None and 1 change nothing."""
     repetition_context: int | None = Field(default=None, ge=1)

@@ -100,7 +100,7 @@ class Sampled(Form):
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
     logit_bias: Biases | None = None
     """Token ids and what is added to their logits, -100 to 100."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)

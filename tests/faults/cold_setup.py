@@ -1,0 +1,154 @@
+"""An engine with a folder on a disk, for tests of what the disk and others do to it.
+
+Run as a script it is one of several processes that share a folder, until it is killed:
+`cold_setup.py FOLDER SEED ROUNDS`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent.parent))  # as a script; a test has it by its conftest
+
+from setup import prompt_of, solo
+
+from engine_faults import model_of
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.prefix.ssd import SSDStore
+from penstock.prefix.ssd.record import FORMAT
+
+BLOCK = 16
+SAID = 8
+"""Tokens of an answer."""
+BLOCKS = 40
+PROMPT = prompt_of(BLOCKS * BLOCK + 10)
+"""A long conversation: its whole blocks are read back; its answer fills one more."""
+SOON = 5.0
+SETTINGS: dict[str, Any] = {
+    "memory_limit": "200MB",
+    "block_size": BLOCK,
+    "prefill_chunk": 128,
+    "max_batch_size": 4,
+    "max_kv_size": 1_024,
+    "ssd_cache_limit": "1GB",
+}
+SMALL_LIMIT = 8_000_000 + 600_000
+"""Room for some 60 blocks beside the index."""
+
+
+@contextmanager
+def running(folder: Path | None, **settings: Any) -> Iterator[Core]:
+    """Run a core for which everything is worth the disk; its account is right at the end."""
+    core = Core(model_of("llama"), ssd_cache_dir=folder, **{**SETTINGS, **settings})
+    if core.cold is not None:
+        core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+        core.cold.tier._retry_seconds = 0.05
+    try:
+        yield core
+        settle(core)
+        core.check()
+    finally:
+        core.close()
+        core.check()
+
+
+def settle(core: Core) -> None:
+    """Let the core do what there is to do, and the disk too."""
+    while core.step():
+        core.check()
+        assert core.ledger.used_bytes <= core.ledger.limit_bytes
+    if core.cold is not None:
+        assert core.cold.tier.flush(SOON)
+
+
+def submit(core: Core, tokens: Sequence[int], **more: Any) -> Handle:
+    asked = {"max_tokens": SAID, "ignore_eos": True, **more}
+    return core.submit(Request(prompt=tuple(tokens), **asked))
+
+
+def said(handle: Handle) -> tuple[int, ...]:
+    (found,) = handle.result(0.0)
+    assert found.finish is not None and found.finish.reason == "length", found
+    return tuple(found.tokens)
+
+
+def ask(core: Core, tokens: Sequence[int] = PROMPT) -> tuple[int, ...]:
+    """Return the answer, once all that is to be written is written."""
+    handle = submit(core, tokens)
+    settle(core)
+    return said(handle)
+
+
+def assert_right(core: Core, tokens: Sequence[int] = PROMPT) -> int:
+    """See that the answer is what plain mlx-lm says; return how much was read from the disk."""
+    before = core.stats().restored_tokens
+    assert ask(core, tokens) == solo(tuple(tokens), SAID)
+    return core.stats().restored_tokens - before
+
+
+def ssd(core: Core) -> Any:
+    found = core.stats().ssd
+    assert found is not None
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of everything in a folder, at this moment."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # it has just been renamed or removed
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def assert_in_order(folder: Path, limit_bytes: int) -> None:
+    """See that index and files say the same, and nothing is left of who was killed."""
+    assert size_of(folder) <= limit_bytes
+    store = SSDStore(folder, limit_bytes, fingerprint="nobody's")
+    try:
+        store.reconcile()
+        found = {path.name.partition(".")[0]: path.stat().st_size for path in files(folder)}
+        assert {entry.key.hex(): entry.nbytes for entry in store.index.entries()} == found
+        assert store.nbytes == sum(found.values()) <= store.payload_bytes
+        assert all(entry.owner is None for entry in store.index.entries())
+        assert list((folder / FORMAT / "aside").iterdir()) == []
+    finally:
+        store.close()
+
+
+# ---- many prompts that have much in common
+
+
+def family(count: int = 12) -> list[tuple[int, ...]]:
+    """Return prompts of up to 14 blocks: four beginnings, each with ends of its own."""
+    begins = [prompt_of(8 * BLOCK, seed) for seed in range(4)]
+    return [begins[i % 4] + prompt_of(2 * BLOCK * (i % 3) + 5, 50 + i) for i in range(count)]
+
+
+def serve(folder: Path, seed: int, rounds: int, limit: int = SMALL_LIMIT) -> None:
+    """Answer prompts in a random order, each answer compared; say how many, and what was done."""
+    dice = random.Random(seed)
+    prompts = family()
+    with running(folder, ssd_cache_limit=limit) as core:
+        for number in range(rounds):
+            for prompt in dice.sample(prompts, 3):
+                assert_right(core, prompt)
+            core.prefixes.clear()
+            print(number, flush=True)
+        assert ssd(core).counts.damaged_blocks == 0
+        print("written", ssd(core).counts.written_blocks, flush=True)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,757 @@
+"""What happens to the folder, the disk and the processes changes no text, and loses little."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cold_setup import (
+    BLOCK,
+    BLOCKS,
+    PROMPT,
+    SAID,
+    SMALL_LIMIT,
+    SOON,
+    ask,
+    assert_in_order,
+    assert_right,
+    family,
+    files,
+    running,
+    said,
+    settle,
+    size_of,
+    ssd,
+    submit,
+)
+from setup import prompt_of, solo
+
+from penstock.engine import cold, core
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.prefix.ssd import index, record
+from penstock.prefix.ssd.index import Entry, Index
+from penstock.prefix.ssd.record import FORMAT
+
+WHOLE = BLOCKS * BLOCK
+OTHER = prompt_of(60, 1)
+KILLS = int(os.environ.get("PENSTOCK_KILLS", "6"))
+"""More of them with `make soak`."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the conversation in it."""
+    folder = tmp_path_factory.mktemp("written")
+    with running(folder) as core:
+        assert assert_right(core) == 0
+    assert len(files(folder)) == BLOCKS + 1
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """One like it, to be damaged."""
+    return Path(shutil.copytree(written, tmp_path / "cache"))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a disk that others use as well: what is on it is read, not computed."""
+    monkeypatch.setattr(cold, "LEAST_PATIENCE_SECONDS", SOON)
+    monkeypatch.setattr(core, "ASK_SECONDS", SOON)
+
+
+def keys(core: Core) -> list[str]:
+    return [key.hex() for key in core.prefixes.keys(PROMPT)]
+
+
+def path_of(folder: Path, key: str) -> Path:
+    return folder / FORMAT / "blocks" / key[:2] / f"{key}.safetensors"
+
+
+def assert_recovers(core: Core, restored: int = WHOLE) -> None:
+    """See that the tier is used again, after it was tried again, and no text is wrong before."""
+    until = time.monotonic() + SOON
+    found = -1
+    while found < restored or ssd(core).off is not None:
+        assert time.monotonic() < until, (found, ssd(core))
+        core.prefixes.clear()
+        found = assert_right(core)
+        time.sleep(0.01)
+
+
+# ---- files
+
+Damage = Callable[[random.Random, Path, Path], list[Path]]
+"""Damages a file, perhaps with another one; returns those that are damaged then."""
+
+
+def flip(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    raw = bytearray(path.read_bytes())
+    for bit in dice.sample(range(8 * len(raw)), dice.choice([1, 1, 2, 9])):
+        raw[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(raw)
+    return [path]
+
+
+def flip_in_the_header(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    raw = bytearray(path.read_bytes())
+    size = 8 + int.from_bytes(raw[:8], "little")
+    raw[dice.randrange(size)] ^= 1 << dice.randrange(8)
+    path.write_bytes(raw)
+    return [path]
+
+
+def cut(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    os.truncate(path, dice.randrange(path.stat().st_size))
+    return [path]
+
+
+def lengthen(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    with path.open("ab") as file:
+        file.write(dice.randbytes(dice.randrange(1, 5_000)))
+    return [path]
+
+
+def swap(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    first, second = path.read_bytes(), other.read_bytes()
+    path.write_bytes(second)
+    other.write_bytes(first)
+    return [path, other]
+
+
+def delete(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    path.unlink()
+    return [path]
+
+
+def link_to_another(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    path.unlink()
+    path.symlink_to(other)
+    return [path]
+
+
+def link_to_nothing(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    path.unlink()
+    path.symlink_to(path.with_name("nothing"))
+    return [path]
+
+
+def link_to_itself(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    path.unlink()
+    path.symlink_to(path)
+    return [path]
+
+
+def folder_instead(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    path.unlink()
+    path.mkdir()
+    (path / "notes").write_text("not a block")
+    return [path]
+
+
+def another_version(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(FORMAT.encode(), b"penstock-block-0"))
+    return [path]
+
+
+def noise(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    path.write_bytes(dice.randbytes(path.stat().st_size))
+    return [path]
+
+
+def nested(dice: random.Random, path: Path, other: Path) -> list[Path]:
+    """Brackets that no parser follows."""
+    path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+    return [path]
+
+
+DAMAGES: list[Damage] = [
+    flip,
+    flip,
+    flip_in_the_header,
+    cut,
+    lengthen,
+    swap,
+    delete,
+    link_to_another,
+    link_to_nothing,
+    link_to_itself,
+    folder_instead,
+    another_version,
+    noise,
+    nested,
+]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_damage_costs_what_is_damaged_and_what_follows_on_it(
+    seed: int, folder: Path, patient: None
+) -> None:
+    dice = random.Random(seed)
+    damages = [*DAMAGES]
+    dice.shuffle(damages)
+    with running(folder) as core:
+        names = keys(core)
+        for damage in damages:
+            paths = dice.sample([path_of(folder, name) for name in names], 2)
+            damaged = damage(dice, *paths)
+            # Each is found when it is read, and then written again.
+            until = sorted(names.index(path.name.partition(".")[0]) for path in damaged)
+            for blocks in (*until, BLOCKS):
+                core.prefixes.clear()
+                assert assert_right(core) == blocks * BLOCK, damage.__name__
+            assert (ssd(core).off, ssd(core).faults) == (None, 0), damage.__name__
+    assert_in_order(folder, 10**9)
+
+
+def test_many_at_once_are_damaged_while_nobody_looks(folder: Path, patient: None) -> None:
+    dice = random.Random(3)
+    with running(folder) as core:
+        names = keys(core)
+    for _ in range(3):
+        damaged = []
+        for path in dice.sample([path_of(folder, name) for name in names[6:]], 8):
+            damaged += dice.choice(DAMAGES)(dice, path, path_of(folder, names[5]))
+        first = min(names.index(path.name.partition(".")[0]) for path in damaged)
+        with running(folder) as core:
+            assert assert_right(core) == first * BLOCK
+        with running(folder) as core:
+            assert_recovers(core)
+    assert_in_order(folder, 10**9)
+
+
+def test_a_flip_changes_the_text_if_nobody_looks_at_the_hash(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
+) -> None:
+    """The negative control of this file: texts do depend on what is read."""
+    for path in files(folder):
+        raw = bytearray(path.read_bytes())
+        for at in range(8 + int.from_bytes(raw[:8], "little") + 3, len(raw), 4):
+            raw[at] ^= 0x80  # the sign
+        path.write_bytes(raw)
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "_hash_of", lambda words, arrays: words.get("xxh3", ""))
+        with running(folder) as core:
+            assert ask(core) != solo(PROMPT, SAID)
+            assert core.stats().restored_tokens == WHOLE
+    with running(folder) as core:
+        assert assert_right(core) == 0
+        assert ssd(core).counts.damaged_blocks == 1, "nothing is read behind the first"
+
+
+def test_what_others_have_put_there_is_in_nobodys_way(folder: Path, patient: None) -> None:
+    inside = folder / FORMAT
+    some = files(folder)[0]
+    header = {"format": FORMAT, "key": "00" * 16, "parent": "", "fingerprint": "x"}
+    strange = json.dumps({"__metadata__": {**header, "depth": "9" * 40}}).encode()
+    size = len(strange).to_bytes(8, "little")
+    for path in (folder, inside, inside / "blocks", inside / "aside", some.parent):
+        (path / ".DS_Store").write_bytes(b"Bud1")
+        (path / "a folder").mkdir()
+        (path / "a folder" / "notes.txt").write_text("mine")
+        (path / "a link").symlink_to("/dev/null")
+        (path / "a loop").symlink_to("a loop")
+        (path / f"{some.name}.-7@x").write_text("of no process")
+        (path / f"{some.name}.{10**30}@1.00").write_text("of no process")
+        (path / f"{'00' * 16}.safetensors").write_bytes(size + strange)
+    (inside / "blocks" / "zz").write_text("a file where a folder could be")
+    os.mkfifo(some.parent / f"{'ab' * 16}.safetensors")
+    with running(folder) as core:
+        assert assert_right(core) == WHOLE
+        wait_for_chores(core)
+        core.prefixes.clear()
+        assert assert_right(core) == WHOLE
+        assert (ssd(core).off, ssd(core).faults) == (None, 0)
+        assert core.cold is not None and core.cold.tier._thread.is_alive()
+    assert (folder / "a folder" / "notes.txt").read_text() == "mine"
+    assert (folder / ".DS_Store").exists()
+
+
+def wait_for_chores(core: Core) -> None:
+    """Wait until index and files were compared."""
+    assert core.cold is not None
+    tier, until = core.cold.tier, time.monotonic() + SOON
+    while tier._chores is not None and tier._thread.is_alive():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+# ---- the index
+
+
+def index_of(folder: Path) -> Path:
+    return folder / FORMAT / "index.sqlite"
+
+
+def scribble(dice: random.Random, path: Path, times: int, length: int) -> None:
+    """Write random bytes to random places of a file."""
+    with path.open("r+b") as file:
+        for _ in range(times):
+            file.seek(dice.randrange(path.stat().st_size))
+            file.write(dice.randbytes(length))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_index_that_was_damaged_is_made_anew_or_does_no_harm(
+    seed: int, folder: Path, patient: None
+) -> None:
+    dice = random.Random(seed)
+    path = index_of(folder)
+    if seed < 2:
+        os.truncate(path, dice.randrange(path.stat().st_size))
+    else:
+        scribble(dice, path, *dice.choice([(1, 1), (1, 20), (20, 1), (5, 300)]))
+    with running(folder) as core:
+        assert_right(core)
+        assert_recovers(core)
+        wait_for_chores(core)
+    assert_in_order(folder, 10**9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "nbytes = 1 << 60",
+        "nbytes = -(1 << 60)",
+        "nbytes = 'many'",
+        "nbytes = x'00ff'",
+        "owner = 'nobody'",
+        "owner = x'00ff'",
+        "owner = ''",
+        "used = 'never', worth = 'much'",
+        "depth = -5",
+        "hits = 1 << 62",
+        "fingerprint = x'80'",
+        "parent = ''",
+    ],
+)
+def test_rows_that_make_no_sense_do_no_harm(change: str, folder: Path, patient: None) -> None:
+    with sqlite3.connect(index_of(folder)) as db:
+        db.execute("PRAGMA ignore_check_constraints = ON")
+        with suppress(sqlite3.IntegrityError):  # the table's own types do not let it in
+            db.execute(f"UPDATE blocks SET {change} WHERE depth IN (3, 20)")
+    db.close()
+    with running(folder) as core:
+        assert_right(core)
+        wait_for_chores(core)
+        assert_recovers(core)
+    assert_in_order(folder, 10**9)
+
+
+@pytest.mark.parametrize("total", ["-(1 << 60)", "1 << 60", "'none'", "NULL"])
+def test_a_sum_that_is_wrong_is_found_and_the_limit_holds(total: str, tmp_path: Path) -> None:
+    with running(tmp_path, ssd_cache_limit=SMALL_LIMIT) as core:
+        assert_right(core)
+    with sqlite3.connect(index_of(tmp_path)) as db, suppress(sqlite3.IntegrityError):
+        db.execute(f"UPDATE sums SET nbytes = {total}")
+    db.close()
+    with running(tmp_path, ssd_cache_limit=SMALL_LIMIT) as core:
+        wait_for_chores(core)
+        for seed in range(4):
+            assert_right(core, prompt_of(400, seed))
+            assert size_of(tmp_path) <= SMALL_LIMIT
+        assert_recovers(core, 0)
+        assert len(files(tmp_path)) > 40
+    assert_in_order(tmp_path, SMALL_LIMIT)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_index_that_is_damaged_while_it_is_used(seed: int, folder: Path, patient: None) -> None:
+    dice = random.Random(seed)
+    with running(folder) as core:
+        assert assert_right(core) == WHOLE
+        scribble(dice, index_of(folder), 20, 300)
+        assert_right(core, prompt_of(300, seed))
+        assert_recovers(core)
+    with running(folder) as core:
+        assert_recovers(core)
+    assert_in_order(folder, 10**9)
+
+
+def test_an_index_that_was_removed_while_it_is_used(folder: Path, patient: None) -> None:
+    """Two processes would have two indexes, and each of them the whole limit."""
+    limit = SMALL_LIMIT
+    with running(folder, ssd_cache_limit=limit) as core:
+        assert_right(core)
+        for path in folder.rglob("index.sqlite*"):
+            path.unlink()
+        with running(folder, ssd_cache_limit=limit) as other:
+            for seed in range(4):
+                for each in (core, other):
+                    assert_right(each, prompt_of(400, seed + 10 * (each is core)))
+                    time.sleep(0.06)
+        assert_recovers(core)
+        assert size_of(folder) <= limit
+    assert_in_order(folder, limit)
+
+
+def test_an_index_that_another_process_holds_is_waited_for_by_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "BUSY_SECONDS", 1.0)
+    with running(folder) as core:
+        assert_recovers(core)
+        db = sqlite3.connect(index_of(folder), isolation_level=None)
+        db.execute("BEGIN EXCLUSIVE")
+        for seed in range(2):
+            core.prefixes.clear()
+            prompts = [PROMPT, prompt_of(200, seed)]
+            handles = [submit(core, prompt) for prompt in prompts]
+            assert longest_step_seconds(core, *handles) < 0.5
+            assert [said(handle) for handle in handles] == [solo(p, SAID) for p in prompts]
+        settle(core)
+        assert ssd(core).faults > 0
+        db.execute("ROLLBACK")
+        db.close()
+        assert_recovers(core)
+        written = ssd(core).counts.written_blocks
+        assert_right(core, prompt_of(200, 7))
+        assert ssd(core).counts.written_blocks == written + 12
+    assert_in_order(folder, 10**9)
+
+
+def longest_step_seconds(core: Core, *handles: Handle) -> float:
+    """Run until all of these have ended; return how long the longest step took."""
+    longest = 0.0
+    while not all(handle.ends for handle in handles):
+        started = time.monotonic()
+        core.step()
+        longest = max(longest, time.monotonic() - started)
+        core.check()
+    return longest
+
+
+# ---- the disk
+
+
+@contextmanager
+def files_no_longer_than(nbytes: int) -> Iterator[None]:
+    """Let the system refuse to write more into any file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("nbytes", [0, 5_000, 40_000])
+def test_files_that_the_system_refuses_to_write(nbytes: int, folder: Path) -> None:
+    with running(folder) as core:
+        with files_no_longer_than(nbytes):
+            for seed in range(3):
+                core.prefixes.clear()
+                assert_right(core)
+                assert_right(core, prompt_of(200, seed))
+                time.sleep(0.06)
+            assert ssd(core).faults > 0 or nbytes > 5_000
+        assert_recovers(core)
+        assert assert_right(core, prompt_of(200, 5)) == 0
+        core.prefixes.clear()
+        assert assert_right(core, prompt_of(200, 5)) == 192
+    assert_in_order(folder, 10**9)
+
+
+FULL = """
+import os, subprocess, sys
+from pathlib import Path
+sys.path.append(sys.argv[2])
+from cold_setup import *
+SSDStore.__init__.__kwdefaults__["floor_bytes"] = 0
+import time
+folder = Path(sys.argv[1])
+def again(restored):
+    until = time.monotonic() + SOON
+    while True:
+        core.prefixes.clear()
+        if assert_right(core) >= restored and ssd(core).off is None:
+            return
+        assert time.monotonic() < until, ssd(core)
+        time.sleep(0.05)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], check=True)
+with running(folder) as core:
+    assert_right(core)
+    core.prefixes.clear()
+    assert_right(core)
+    assert ssd(core).faults > 0
+    subprocess.run(["mount", "-o", "remount,size=50m", folder], check=True)
+    again(BLOCKS * BLOCK)
+subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+with running(folder) as core:
+    for seed in range(2):
+        assert_right(core, prompt_of(200, seed))
+        core.prefixes.clear()
+        assert_right(core)
+        time.sleep(0.06)
+    assert ssd(core).off is not None
+    subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
+    again(BLOCKS * BLOCK)
+    assert assert_right(core, prompt_of(200, 9)) == 0
+    core.prefixes.clear()
+    assert assert_right(core, prompt_of(200, 9)) == 192
+assert_in_order(folder, 10**9)
+print("done")
+"""
+
+
+def test_a_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
+    """A real one, in memory, that only this test's process sees."""
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    try:
+        subprocess.run(
+            [*unshare, "mount", "-t", "tmpfs", "tmpfs", tmp_path], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this system lets nobody mount a disk of his own: {error}")
+    command = [*unshare, sys.executable, "-c", FULL, tmp_path, Path(__file__).parent]
+    assert subprocess.run(command, stdout=-1, timeout=60).stdout == b"done\n"
+
+
+@pytest.mark.parametrize("name", ["preadv", "fsync", "open"])
+def test_a_disk_that_fails_now_and_then(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(os, name)
+    dice = random.Random(1)
+    failing = True
+
+    def fails(*arguments: Any, **more: Any) -> Any:
+        if failing and _is_of_the_disk() and dice.random() < 0.1:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(os, name, fails)
+    with running(folder) as core:
+        for seed in range(6):
+            core.prefixes.clear()
+            assert_right(core)
+            assert_right(core, prompt_of(200, seed))
+            time.sleep(0.06)
+        assert ssd(core).faults > 0
+        failing = False
+        assert_recovers(core)
+    assert_in_order(folder, 10**9)
+
+
+def _is_of_the_disk() -> bool:
+    """Whether this is a thread that may wait for the disk."""
+    return threading.current_thread().name.startswith("penstock-ssd")
+
+
+def test_a_folder_that_vanishes_and_comes_back(folder: Path, tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    with running(folder) as core:
+        assert_recovers(core)
+        folder.rename(away)
+        folder.write_text("a file in its place")
+        for seed in range(3):
+            core.prefixes.clear()
+            assert_right(core)
+            assert_right(core, prompt_of(200, seed))
+            time.sleep(0.06)
+        assert ssd(core).off is not None
+        folder.unlink()
+        away.rename(folder)
+        assert_recovers(core)
+        shutil.rmtree(folder)
+        assert_recovers(core)  # it is made again, and written again
+    assert_in_order(folder, 10**9)
+
+
+def test_a_slow_disk_is_waited_for_by_no_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = 0.7
+
+    def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
+        def waits(*arguments: Any) -> Any:
+            if _is_of_the_disk():
+                time.sleep(slow)
+            return call(*arguments)
+
+        return waits
+
+    with running(folder) as core:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", slowly(os.preadv))
+            patch.setattr(os, "fsync", slowly(os.fsync))
+            beside = submit(core, OTHER, max_tokens=150)
+            core.step()
+            reading = submit(core, PROMPT)
+            assert longest_step_seconds(core, beside, reading) < slow / 2
+            assert said(beside) == solo(OTHER, 150)
+            assert said(reading) == solo(PROMPT, SAID)
+            new = submit(core, prompt_of(400, 2))
+            assert longest_step_seconds(core, new) < slow / 2
+            assert said(new) == solo(prompt_of(400, 2), SAID)
+            core.prefixes.clear()  # what has not been copied by now cannot be written
+        settle(core)
+        assert ssd(core).dropped_blocks > 0
+        assert ssd(core).faults == 0
+        assert_recovers(core)
+    assert_in_order(folder, 10**9)
+
+
+# ---- processes
+
+
+def child(folder: Path, seed: int, rounds: int, limit: int) -> subprocess.Popen[str]:
+    script = Path(__file__).with_name("cold_setup.py")
+    command = [sys.executable, script, folder, *map(str, (seed, rounds, limit))]
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
+
+
+def first_words(process: subprocess.Popen[str]) -> None:
+    """Wait until it serves."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "0\n", process.wait(SOON)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=SOON)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_processes_that_are_killed_at_any_moment_leave_a_good_folder(tmp_path: Path) -> None:
+    dice = random.Random()
+    for number in range(KILLS):
+        process = child(tmp_path, number, 100_000, SMALL_LIMIT)
+        first_words(process)
+        time.sleep(dice.uniform(0.0, 0.3))
+        kill(process)
+        assert size_of(tmp_path) <= SMALL_LIMIT
+        with running(tmp_path, ssd_cache_limit=SMALL_LIMIT) as core:
+            restored = sum(assert_right(core, prompt) for prompt in family()[:6])
+            wait_for_chores(core)
+            assert ssd(core).counts.damaged_blocks == 0
+            assert restored > 0
+        assert_in_order(tmp_path, SMALL_LIMIT)
+
+
+def test_two_processes_share_a_folder_and_one_is_killed(tmp_path: Path) -> None:
+    killed, other = (child(tmp_path, seed, 6 + 10**6 * seed, SMALL_LIMIT) for seed in (1, 0))
+    most, done = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            most = max(most, size_of(tmp_path))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        first_words(killed)
+        first_words(other)
+        kill(killed)
+        said, _ = other.communicate(timeout=60)
+        assert other.returncode == 0
+        assert "written" in said
+    finally:
+        killed.kill()
+        other.kill()
+        done.set()
+        watching.join(SOON)
+    assert most <= SMALL_LIMIT
+    assert_in_order(tmp_path, SMALL_LIMIT)
+
+
+def test_two_processes_write_nothing_twice(tmp_path: Path) -> None:
+    """With room for all of it: what both have written together is what is there."""
+    both = [child(tmp_path, seed, 3, 10**9) for seed in (1, 2)]
+    written = [int(process.communicate(timeout=60)[0].split()[-1]) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert min(written) > 0
+    assert sum(written) == len(files(tmp_path))
+    assert_in_order(tmp_path, 10**9)
+
+
+# ---- the clock
+
+YEAR = 366 * 86_400.0
+
+
+def test_a_clock_that_jumps_by_years_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: None
+) -> None:
+    now = time.time()
+    with running(tmp_path) as core:
+        assert_right(core, OTHER)
+        each = ssd(core).counts.written_bytes // ssd(core).counts.written_blocks
+    shutil.rmtree(tmp_path)
+    budget = 10 * each + each // 2
+    for jump, blocks in ((0, 10), (30, 10), (-60, 10), (0, 0), (-60, 0), (30, 0)):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump * YEAR)
+        with running(tmp_path, ssd_write_budget=budget) as core:
+            assert_right(core, prompt_of(400, jump + blocks))
+            assert ssd(core).counts.written_blocks == blocks, f"{jump} years from now"
+    assert_in_order(tmp_path, 10**9)
+
+
+def test_who_gives_way_does_not_depend_on_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: None
+) -> None:
+    now = time.time()
+    first, second, third = (prompt_of(400, seed) for seed in range(3))
+    with running(tmp_path, ssd_cache_limit=SMALL_LIMIT) as core:
+        for prompt, jump in ((first, 50), (second, 0), (first, -50), (third, -80)):
+            monkeypatch.setattr(time, "time", lambda jump=jump: now + jump * YEAR)
+            core.prefixes.clear()
+            assert_right(core, prompt)
+        core.prefixes.clear()
+        assert assert_right(core, first) == 399, "it was used after the second"
+        core.prefixes.clear()
+        assert assert_right(core, second) < 399
+
+
+def test_a_writer_is_not_taken_for_dead_when_the_clock_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system tells when processes began as the clock stands now."""
+    me = index.new_writer()
+    process = index.this_process()
+    if sys.platform == "linux":
+        boot = psutil.boot_time()
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot + 3_600)
+    assert index.this_process() == process
+    assert index.is_alive(me)
+    index.end_writer(me)
+    assert not index.is_alive(me)
+
+
+# ---- the start
+
+
+def test_an_index_of_many_blocks_is_opened_at_once(tmp_path: Path) -> None:
+    blocks = 20_000
+    with closing(Index(tmp_path / "index.sqlite")) as made:
+        made.adopt(
+            Entry(number.to_bytes(16), "a model", number.to_bytes(16), 0, 1, 0, 0, 0.0, None)
+            for number in range(blocks)
+        )
+    started = time.perf_counter()
+    with closing(Index(tmp_path / "index.sqlite")) as opened:
+        seconds = time.perf_counter() - started
+        assert len(opened) == blocks
+    assert seconds < 0.5, "5 ms are usual, and 25 for five times as many"

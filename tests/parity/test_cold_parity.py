@@ -1,0 +1,113 @@
+"""The tokens are those of a plain mlx-lm loop also where the KV has been on a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from parity_models import model_of, prompt_of
+from test_engine import BASE, SMALL, answer, ask, check, drain, engine, every_family
+
+from penstock.engine import cold, core
+from penstock.engine.core import Core
+
+SOON = 20.0
+TURN = (*BASE, *prompt_of(30, 5))
+"""Goes on where `BASE` ends: six of its blocks are whole."""
+FORK = (*BASE[:40], *prompt_of(20, 3))
+OTHER = tuple(prompt_of(50, 9))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a disk that others use as well: what is on it is read, not computed."""
+    monkeypatch.setattr(cold, "LEAST_PATIENCE_SECONDS", SOON)
+    monkeypatch.setattr(core, "ASK_SECONDS", SOON)
+
+
+@contextmanager
+def with_disk(model: Any, folder: Path) -> Iterator[Core]:
+    """Run an engine for which everything is worth the disk, however small the model."""
+    with engine(model, **SMALL, ssd_cache_dir=folder, ssd_cache_limit="1GB") as made:
+        made.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+        yield made
+
+
+def restored(core: Core) -> int:
+    return core.stats().restored_tokens
+
+
+@every_family
+def test_computed_from_memory_from_the_disk_and_after_a_restart(
+    family: str, tmp_path: Path
+) -> None:
+    model = model_of(family)
+    with with_disk(model, tmp_path) as core:
+        for on_disk in (0, 0, 64):
+            if on_disk:
+                core.prefixes.clear()
+            handle = ask(core, BASE, 24)
+            drain(core)
+            check(family, handle)
+            assert restored(core) == on_disk
+    with with_disk(model, tmp_path) as core:
+        again = ask(core, BASE, 24)
+        drain(core)
+        check(family, again)
+        assert (restored(core), core.stats().prefilled_tokens) == (64, 5)
+        core.prefixes.clear()
+        turn = ask(core, (*BASE, *answer(again), *prompt_of(4)), 16)
+        drain(core)
+        check(family, turn)
+        assert restored(core) == 64 + 80, "what was said is on the disk, too"
+
+
+@every_family
+def test_several_at_once_of_which_the_disk_has_a_part(family: str, tmp_path: Path) -> None:
+    model = model_of(family)
+    with with_disk(model, tmp_path) as core:
+        ask(core, BASE, 1)
+        drain(core)
+    with with_disk(model, tmp_path) as core:
+        handles = [ask(core, prompt, 20) for prompt in (TURN, OTHER, FORK, BASE)]
+        drain(core)
+        check(family, *handles)
+        assert restored(core) == 64
+        assert core.stats().hit_tokens == 64 + 32 + 64
+    with with_disk(model, tmp_path) as core:
+        handles = [ask(core, prompt, 20) for prompt in (BASE, FORK, OTHER, TURN)]
+        drain(core)
+        check(family, *handles)
+        # The blocks of all, each read once; the last token's block is computed.
+        assert restored(core) == 64 + 16 + 48 + 32
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_half_precision_says_what_it_said_from_memory(
+    family: str, dtype: mx.Dtype, tmp_path: Path
+) -> None:
+    model = model_of(family)
+    model.set_dtype(dtype)
+    try:
+        with with_disk(model, tmp_path) as core:
+            cold, warm = (said(core), said(core))
+            core.prefixes.clear()
+            assert said(core) == warm == cold
+        with with_disk(model, tmp_path) as core:
+            assert said(core) == warm
+            assert restored(core) == 64
+            arrays = [a for node in core.prefixes.tree for kv in node.segment.layers for a in kv]
+            assert {a.dtype for a in arrays if isinstance(a, mx.array)} == {dtype}
+    finally:
+        model_of.cache_clear()
+
+
+def said(core: Core) -> list[int]:
+    handle = ask(core, BASE, 16)
+    drain(core)
+    return answer(handle)

@@ -1,0 +1,197 @@
+"""The engine's machine with a folder on a disk: what is asked for comes from there, too.
+
+Nothing that the disk's thread does is left to chance: a rule begins when it has come to rest, or
+hangs where it was told to.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engine_machine import EngineMachine, picks
+from engine_reference import MOST_PROMPT
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from penstock.engine import cold, core
+from penstock.engine.request import Request
+from penstock.prefix.ssd import SSDStore
+from penstock.prefix.ssd.record import FORMAT
+
+SOON = 20.0
+LIMIT_BYTES = 8_000_000 + 150_000
+"""Room for some dozens of blocks beside the index."""
+
+
+class ColdMachine(EngineMachine):
+    """The same core, and a folder that is damaged, hangs, fails and is opened again."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        self.go, self.hangs = threading.Event(), threading.Event()
+        self.go.set()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(cold, "LEAST_PATIENCE_SECONDS", 0.02)
+        self.patch.setattr(core, "ASK_SECONDS", 1.0)
+        self.patch.setattr(SSDStore, "restore", self.hanging(SSDStore.restore))
+        super().__init__()
+
+    def more_settings(self) -> dict[str, Any]:
+        return {"ssd_cache_dir": self.folder, "ssd_cache_limit": LIMIT_BYTES}
+
+    def open_core(self) -> None:
+        super().open_core()
+        # Of such a small model nothing is worth the disk.
+        self.core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+        self.cold.pace.restore_seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
+        self.cold.tier._retry_seconds = 0.0
+        self.rest()
+
+    @property
+    def cold(self) -> cold.Cold:
+        assert self.core.cold is not None
+        return self.core.cold
+
+    def hanging(self, restore: Callable[..., int]) -> Callable[..., int]:
+        def hangs(store: SSDStore, *rest: Any) -> int:
+            if not self.go.is_set():
+                self.hangs.set()
+                assert self.go.wait(SOON)
+                self.hangs.clear()
+            return restore(store, *rest)
+
+        return hangs
+
+    def rest(self) -> None:
+        """Wait until the disk's thread has nothing to do, or hangs."""
+        tier, until = self.cold.tier, time.monotonic() + SOON
+        while (tier.is_busy or tier._chores is not None) and not self.hangs.is_set():
+            assert time.monotonic() < until
+            assert tier._thread.is_alive()
+            time.sleep(1e-4)
+        self.cold.sweep()
+
+    @property
+    def reading_bytes(self) -> int:
+        restores = (*self.cold._restores, *self.cold._left)
+        arrays = [room.array for r in restores for layer in r.landing._layers for room in layer]
+        return sum(array.nbytes for array in arrays if isinstance(array, mx.array))
+
+    # ---- what is done to the disk
+
+    @rule(pick=picks, over=st.integers(0, 7))
+    def forget_and_ask_again(self, pick: int, over: int) -> None:
+        """Evict all that can be, and ask for something that was held."""
+        self.core.prefixes.clear()
+        if known := self.texts(""):
+            text = known[pick % len(known)][: MOST_PROMPT - over]
+            self.ask(Request(prompt=text[: len(text) - over] or text, max_tokens=6))
+
+    @rule(
+        pick=picks, how=st.sampled_from(["flip", "signs", "cut", "gone"]), seed=st.integers(0, 99)
+    )
+    def damage(self, pick: int, how: str, seed: int) -> None:
+        """Damage a file that is there, whoever may be about to read it."""
+        files = sorted((self.folder / FORMAT / "blocks").rglob("*.safetensors"))
+        if not files:
+            return
+        self.core.prefixes.clear()
+        path = files[pick % len(files)]
+        raw = bytearray(path.read_bytes())
+        bit = random.Random(seed).randrange(8 * len(raw))
+        if how == "gone":
+            path.unlink()
+            return
+        if how == "cut":
+            del raw[bit // 8 :]
+        elif how == "signs":
+            for at in range(8 + int.from_bytes(raw[:8], "little") + 3, len(raw), 4):
+                raw[at] ^= 0x80
+        else:
+            raw[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(raw)
+
+    @rule(pick=picks, over=st.integers(0, 7), times=st.integers(1, 10))
+    def hang(self, pick: int, over: int, times: int) -> None:
+        """Let the disk hang while it is asked for something and some steps are taken."""
+        self.go.clear()
+        self.forget_and_ask_again(pick, over)
+        for _ in range(times):
+            self.run_step()
+        self.let_go()
+
+    def let_go(self) -> None:
+        self.go.set()
+        self.hangs.clear()
+        self.rest()
+
+    @precondition(lambda self: not self.open)
+    @rule()
+    def open_again(self) -> None:
+        """Begin anew with the same folder."""
+        self.close_core()
+        self.open_core()
+
+    @rule()
+    def fail(self) -> None:
+        """Let the folder fail once: it is given up, and opened again."""
+
+        def fails(store: SSDStore) -> None:
+            raise OSError("a disk's bad day")
+
+        tier, faults = self.cold.tier, self.cold.stats().faults
+        tier._call(fails, None).result(SOON)
+        until = time.monotonic() + SOON
+        while tier.stats().faults == faults or tier.stats().off is not None:
+            tier.prepare([b"anything"]).result(SOON)  # makes it try again
+            assert time.monotonic() < until
+        assert tier.stats().faults == faults + 1
+        self.rest()
+
+    # ---- as before, but that the disk is there
+
+    def run_step(self) -> bool:
+        self.rest()
+        more = super().run_step()
+        self.rest()
+        return more
+
+    def ask_alone(self, prompt: tuple[int, ...]) -> None:
+        """Ask, and see that what is held is read, and perhaps more from the disk."""
+        found = self.core.prefixes.find(prompt).tokens
+        evicted = self.core.stats().evicted_nodes
+        asked = self.ask(Request(prompt=prompt, max_tokens=2))
+        if asked is None:
+            return
+        self.run_out()
+        (usage,) = [finish.usage for finish in asked.ended]
+        if self.core.stats().evicted_nodes == evicted:
+            assert usage.cached_tokens >= min(found, len(prompt) - 1)
+
+    @invariant()
+    def folder_is_within_its_limit(self) -> None:
+        assert sum(p.stat().st_size for p in self.folder.rglob("*")) <= LIMIT_BYTES
+        assert self.cold.stats().counts.written_blocks >= 0
+        assert self.cold.tier._thread.is_alive()
+
+    def teardown(self) -> None:
+        try:
+            self.let_go()
+            super().teardown()
+            store = SSDStore(self.folder, LIMIT_BYTES, fingerprint="nobody's")
+            store.reconcile()
+            files = self.folder.rglob("*.safetensors")
+            assert store.nbytes == sum(path.stat().st_size for path in files)
+            store.close()
+        finally:
+            self.patch.undo()
+            shutil.rmtree(self.folder)

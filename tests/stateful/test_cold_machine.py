@@ -1,0 +1,77 @@
+"""Run the engine's machine with a disk, and on broken engines, which it must notice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import pytest
+from cold_machine import ColdMachine
+from engine_reference import KINDS, Kind
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from test_machines import causes
+
+from penstock.engine.cold import Cold, Restore
+from penstock.prefix.ssd import record
+
+
+def run(kind: Kind, how: settings) -> None:
+    machine = type("Machine", (ColdMachine,), {"kind": kind})
+    run_state_machine_as_test(machine, settings=how)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_engine_says_what_the_model_says_alone_whatever_the_disk_does(kind: Kind) -> None:
+    given = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+    run(kind, settings(given, max_examples=given.max_examples // 3))
+
+
+# ---- negative controls: each is wrong in one way
+
+HUNT = settings(
+    settings.get_profile("default"),
+    max_examples=60,  # stops at the first that is noticed
+    stateful_step_count=30,
+    phases=[Phase.generate],
+    print_blob=False,
+)
+
+
+def takes_damage_for_whole(patch: pytest.MonkeyPatch) -> None:
+    """Looks at no hash."""
+    patch.setattr(record, "_hash_of", lambda words, arrays: words.get("xxh3", ""))
+
+
+def counts_nothing_while_it_reads(patch: pytest.MonkeyPatch) -> None:
+    """Gives the bytes of who has left back while they are still being read."""
+    real = Cold.leave
+
+    def leave(self: Cold, restores: Sequence[Restore]) -> None:
+        for restore in restores:
+            restore.paid.resize(0)
+        real(self, restores)
+
+    patch.setattr(Cold, "leave", leave)
+
+
+def reads_another_block(patch: pytest.MonkeyPatch) -> None:
+    """Takes a block for the one in front of it."""
+    real = Cold.begin
+
+    def begin(self: Cold, keys: Sequence[bytes], first: int, own: object) -> list[Restore]:
+        return real(self, [*keys[:-1], keys[0]], first, own)  # type: ignore[arg-type]
+
+    patch.setattr(Cold, "begin", begin)
+
+
+@pytest.mark.parametrize(
+    "broken", [takes_damage_for_whole, counts_nothing_while_it_reads, reads_another_block]
+)
+def test_machine_notices(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    with pytest.raises((AssertionError, BaseExceptionGroup)) as caught:
+        run(KINDS[0], HUNT)
+    assert {type(cause) for cause in causes(caught.value)} <= {AssertionError}
