@@ -54,6 +54,10 @@ OPERATIONS = (
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "POST /v1/responses",
+    "GET /v1/sessions",
+    "POST /v1/sessions/{name}/save",
+    "POST /v1/sessions/{name}/load",
+    "DELETE /v1/sessions/{name}",
 )
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello!"}]},
@@ -82,9 +86,12 @@ FIELDS = (
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[Running]:
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server that is quick to answer; afterwards it is as sound as before."""
-    with serving(max_tokens=MOST_TOKENS, max_depth=32) as running:
+    folder = tmp_path_factory.mktemp("cold")
+    cold = {"ssd_cache_dir": folder / "blocks"}
+    small = {"max_tokens": MOST_TOKENS, "max_depth": 32, "session_dir": folder / "sessions"}
+    with serving(engine=cold, **small) as running:
         yield running
         stats = running.service.engine.stats
         wait_until(lambda: stats().running + stats().waiting == 0, SOON)

@@ -245,7 +245,7 @@ def test_the_banner_says_when_a_limit_is_strange(limit: str, says: str) -> None:
 def test_the_banner_says_what_fits_and_how_to_ask() -> None:
     with started(PENSTOCK_API_KEY="secret") as (process, _):
         assert process.stdout is not None
-        lines = [process.stdout.readline().rstrip() for _ in range(6)]
+        lines = [process.stdout.readline().rstrip() for _ in range(7)]
         told = "\n".join(lines)
         assert "limit 200.0 MB" in told and "tokens of KV" in told and "of 4,096" in told
         assert "secret" not in told

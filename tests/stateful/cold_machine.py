@@ -127,6 +127,7 @@ class ColdMachine(EngineMachine):
         self.forget_and_ask_again(pick, over)
         for _ in range(times):
             self.run_step()
+            self.account_is_right()
         self.let_go()
 
     def let_go(self) -> None:

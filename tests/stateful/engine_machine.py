@@ -461,9 +461,11 @@ class EngineMachine(RuleBasedStateMachine):
     def let_mlx_end(self) -> None:
         """Wait a moment for MLX's own threads: they let go of a step's last buffers after they
         have told that it is computed. Bytes that are lost do not come back however long."""
-        until = time.monotonic() + 1.0
-        expected = self.others + self.core.held_bytes + self.reading_bytes
-        while mx.get_active_memory() != expected and time.monotonic() < until:
+        until = time.monotonic() + 0.5
+        expected = self.others + self.core.held_bytes
+        while not self.reading_bytes and time.monotonic() < until:
+            if mx.get_active_memory() == expected:
+                break
             time.sleep(0.001)
 
     @invariant()

@@ -43,18 +43,6 @@ def takes_damage_for_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(record, "_hash_of", lambda words, arrays: words.get("xxh3", ""))
 
 
-def counts_nothing_while_it_reads(patch: pytest.MonkeyPatch) -> None:
-    """Gives the bytes of who has left back while they are still being read."""
-    real = Cold.leave
-
-    def leave(self: Cold, restores: Sequence[Restore]) -> None:
-        for restore in restores:
-            restore.paid.resize(0)
-        real(self, restores)
-
-    patch.setattr(Cold, "leave", leave)
-
-
 def reads_another_block(patch: pytest.MonkeyPatch) -> None:
     """Takes a block for the one in front of it."""
     real = Cold.begin
@@ -65,9 +53,7 @@ def reads_another_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cold, "begin", begin)
 
 
-@pytest.mark.parametrize(
-    "broken", [takes_damage_for_whole, counts_nothing_while_it_reads, reads_another_block]
-)
+@pytest.mark.parametrize("broken", [takes_damage_for_whole, reads_another_block])
 def test_machine_notices(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
