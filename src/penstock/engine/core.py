@@ -75,7 +75,7 @@ waste less."""
 MOST_TAIL_TOKENS = 32
 POOL_TOKENS = 64
 """Columns that few places may share out among them: those of eight."""
-ASK_SECONDS = 0.25
+ASK_SECONDS = 0.5
 """How long a prompt waits to be told how much of it is on the disk."""
 PRELOAD_SECONDS = 60.0
 """How long the disk may take for a chain that is read ahead of all requests."""
