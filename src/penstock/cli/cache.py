@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli import options
-from penstock.cli.serve import SSD_CACHE_LIMIT
 from penstock.cli.serve_options import SSDCacheLimit
 from penstock.errors import CacheFileError, SettingError
 from penstock.memory import format_bytes
@@ -221,7 +220,7 @@ def export_command(
 def import_command(
     file: Tar,
     ssd_cache_dir: Where,
-    ssd_cache_limit: SSDCacheLimit = SSD_CACHE_LIMIT,
+    ssd_cache_limit: SSDCacheLimit = options.SSD_CACHE_LIMIT,
     as_json: options.Json = False,
 ) -> None:
     """Take the blocks of a tar file in, each checked first; the folder may be empty.
@@ -231,8 +230,7 @@ def import_command(
     """
     from penstock.prefix.ssd.archive import import_blocks
 
-    options.check_folder_limit(ssd_cache_limit)
-    limit_bytes = options.size("--ssd-cache-limit", ssd_cache_limit)
+    limit_bytes = options.folder_limit(ssd_cache_limit)
     source = file.expanduser()
     if not source.is_file():
         raise SettingError(f"{file}: there is no such file")

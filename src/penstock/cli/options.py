@@ -15,6 +15,7 @@ from penstock.errors import SettingError
 from penstock.prefix.ssd.limits import payload_bytes
 from penstock.recall import MODEL_PATH
 
+SSD_CACHE_LIMIT = f"{config.SSD_CACHE_LIMIT // 10**9}GB"
 EMBEDDED_LIMIT = "200MB"
 """Eight plain caches would take 330 MB for a prompt of 20,000 tokens."""
 EMBEDDED_BLOCK_SIZE = 64
@@ -153,16 +154,18 @@ def size(flag: str, text: str) -> int:
         raise SettingError(f"{flag} {error}") from None
 
 
-def check_folder_limit(text: str) -> None:
-    """Refuse a limit of the cold tier that has no room for anything.
+def folder_limit(text: str) -> int:
+    """Return the bytes that `--ssd-cache-limit` names.
 
     Raises:
-        SettingError: says how much is needed.
+        SettingError: it names none, or fewer than there must be; says how many.
     """
+    limit_bytes = size("--ssd-cache-limit", text)
     try:
-        payload_bytes(size("--ssd-cache-limit", text))
+        payload_bytes(limit_bytes)
     except ValueError as error:
         raise SettingError(f"--ssd-cache-limit {text}: {error}; raise it") from None
+    return limit_bytes
 
 
 def warn_of_slow_blas(blas: Blas) -> None:

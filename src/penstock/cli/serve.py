@@ -29,7 +29,6 @@ PLANNED = {
     "kv_cache_min_quantize_tokens": "quantized segments, which are not there yet",
 }
 """Flags whose parts do not exist, and what they would need."""
-SSD_CACHE_LIMIT = "20GB"
 _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
 
 
@@ -54,7 +53,7 @@ def serve(
     drain_timeout: flags.DrainTimeout = config.DRAIN_TIMEOUT_SECONDS,
     hot_cache_only: flags.HotCacheOnly = False,
     ssd_cache_dir: flags.SSDCacheDir = None,
-    ssd_cache_limit: flags.SSDCacheLimit = SSD_CACHE_LIMIT,
+    ssd_cache_limit: flags.SSDCacheLimit = options.SSD_CACHE_LIMIT,
     ssd_write_budget: flags.SSDWriteBudget = None,
     ssd_preload: flags.SSDPreload = False,
     session_dir: flags.SessionDir = None,
@@ -96,11 +95,10 @@ def serve(
         "max_queue": max_queue,
         "hot_cache_only": hot_cache_only,
         "ssd_cache_dir": None if ssd_cache_dir is None else ssd_cache_dir.expanduser(),
-        "ssd_cache_limit": options.size("--ssd-cache-limit", ssd_cache_limit),
+        "ssd_cache_limit": options.folder_limit(ssd_cache_limit),
         "ssd_write_budget": ssd_write_budget
         and options.size("--ssd-write-budget", ssd_write_budget),
     }
-    options.check_folder_limit(ssd_cache_limit)
     # Both say in the words of the flags what the engine would say in its own, and sooner.
     given = {name: value for name, value in limits.items() if value is not None}
     config.parse(config.EngineSettings, memory_limit=1, **given)

@@ -15,21 +15,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
+from penstock.config import EngineSettings
 from penstock.engine.pace import Pace
+from penstock.errors import SettingError
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, token_bytes
 from penstock.ledger import Kind, Reservation
+from penstock.prefix.node import Match
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
 from penstock.prefix.ssd.host import Landing, host_block
+from penstock.prefix.ssd.limits import payload_bytes
 from penstock.prefix.ssd.record import Record
+from penstock.prefix.ssd.store import SSDStore
 from penstock.prefix.ssd.tier import ColdTier, TierStats
 
 QUEUE_BLOCKS = 2
 """Copies of blocks that wait to be written."""
 FILE_BLOCKS = 2
-"""Copies that are made while a file is: its bytes, as the library and as Python has them."""
+"""Copies that are made while a file is: its bytes, and the buffer that they are written from."""
 PENDING_KEYS = 16_384
 """Blocks that are known to be worth writing, and whose turn has not come."""
 KEY_BYTES = 80
@@ -42,6 +48,8 @@ WORTH_READING = 2.0
 LEAST_PATIENCE_SECONDS = 0.25
 LOOK_SECONDS = 0.005
 """How long an engine that has nothing else to do waits for the disk before it looks around."""
+PRELOAD_SECONDS = 60.0
+"""How long the disk may take for a chain that is read ahead of all requests."""
 CLOSE_SECONDS = 30.0
 """For what waits to be written when the engine ends."""
 
@@ -136,6 +144,13 @@ class Cold:
         """Whether nothing waits to be written, or was dropped in the end."""
         return not (self._pending or self.tier.is_busy)
 
+    def on_disk(self, keys: Sequence[bytes], timeout_seconds: float) -> int | None:
+        """Wait to be told how many first tokens of a chain are on the disk; None if that takes too
+        long."""
+        with suppress(TimeoutError):
+            return self.ask(keys).result(timeout_seconds) * self._prefixes.block_size
+        return None
+
     # ---- reading
 
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
@@ -218,6 +233,44 @@ class Cold:
             self._left.remove(restore)
             restore.paid.release()
 
+    def preload(self) -> int:
+        """Read what is worth most, as long as there is free memory; nothing gives way for it.
+
+        Returns:
+            How many tokens are in the tree more than before.
+        """
+        prefixes, ledger = self._prefixes, self._prefixes.ledger
+        before, size = prefixes.tree.tokens, prefixes.block_size
+        for keys in self.tier.chains(ledger.free_bytes).result(PRELOAD_SECONDS):
+            match = prefixes.match(keys)
+            blocks = len(keys) - match.tokens // size
+            nbytes = blocks * size * token_bytes(self._shapes)
+            # A node that ends inside is cut in two, which takes a copy of it.
+            cut = match.path[-1].segment.nbytes if match.ends_inside else 0
+            if blocks and nbytes + cut + prefixes.index_bytes(blocks) <= ledger.free_bytes:
+                with ledger.reserve(Kind.TAILS, nbytes) as own:
+                    self._preload(keys, match, own)
+        return prefixes.tree.tokens - before
+
+    def _preload(self, keys: Sequence[bytes], match: Match[Segment], own: Reservation) -> None:
+        pin = self._prefixes.pin(match)
+        restores = self.begin(keys, match.tokens // self._prefixes.block_size, own)
+        try:
+            while restores:
+                restores[0].answer.result(PRELOAD_SECONDS)
+                restore = restores.pop(0)
+                if self.take(restore, own) < restore.blocks:
+                    break
+                landing, end = restore.landing, restore.first + restore.blocks
+                sealed = self._prefixes.insert(
+                    pin, restore.first, keys[:end], landing.tokens, landing.segment(), own
+                )
+                if sealed.refused is not None:
+                    break
+        finally:
+            self.leave(restores)
+            pin.release()
+
     # ---- writing
 
     def note(self, keys: Sequence[bytes], root: bytes, first: int, *, seen: bool = False) -> None:
@@ -245,8 +298,7 @@ class Cold:
             self._offer(self._pending[0])
             return True
         if self.tier.is_off:
-            while self._pending:
-                self._give_up(self._pending[0])
+            self.forget()
         waits = bool(self._pending) or self.tier.is_busy
         if waits and not busy:
             self.tier.wait(LOOK_SECONDS)
@@ -303,3 +355,38 @@ class Cold:
     def _drop(self, pending: _Pending) -> None:
         self._pending.remove(pending)
         self._pending_keys -= len(pending.keys)
+
+
+def open_cold(
+    limits: EngineSettings,
+    prefixes: Prefixes[Segment],
+    shapes: Sequence[LayerShape],
+    pace: Pace,
+    *,
+    in_place: bool,
+) -> Cold | None:
+    """Open the cold tier that an engine's settings name; None if they name none. See `Cold`.
+
+    Raises:
+        LedgerFull, NeverFits: there is no room for blocks that are being written.
+        SettingError: its limit is too small for anything.
+    """
+    if (folder := limits.ssd_cache_dir) is None:
+        return None
+    try:
+        payload_bytes(limits.ssd_cache_limit)
+    except ValueError as error:
+        raise SettingError(f"ssd_cache_limit: {error}") from None
+
+    def open_store() -> SSDStore:
+        return SSDStore(
+            folder,
+            limits.ssd_cache_limit,
+            fingerprint=prefixes.fingerprint,
+            budget_bytes=limits.ssd_write_budget,
+        )
+
+    def open_tier(queue_bytes: int) -> ColdTier:
+        return ColdTier(open_store, queue_bytes=queue_bytes)
+
+    return Cold(open_tier, prefixes, shapes, pace, in_place=in_place)

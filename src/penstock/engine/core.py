@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from mlx.utils import tree_flatten
 
 from penstock import config
 from penstock.blas import one_thread
-from penstock.engine.cold import Cold, Restore
+from penstock.engine.cold import Cold, Restore, open_cold
 from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
 from penstock.engine.needs import Needs
@@ -58,16 +58,13 @@ from penstock.heap import give_back_freed_memory, keep_freed_memory
 from penstock.kv.reads import Part, in_order
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
-from penstock.ledger import Kind, Ledger, Reservation
+from penstock.ledger import Kind, Ledger
 from penstock.memory import format_bytes, parse_bytes
 from penstock.memory.machine import read_machine_memory
 from penstock.models.fingerprint import fingerprint as fingerprint_of
 from penstock.prefix.explanation import Explanation
-from penstock.prefix.node import Match, Node, NodeView
+from penstock.prefix.node import Node, NodeView
 from penstock.prefix.prefixes import Prefixes
-from penstock.prefix.ssd.limits import payload_bytes
-from penstock.prefix.ssd.store import SSDStore
-from penstock.prefix.ssd.tier import ColdTier
 
 TAIL_TOKENS = 8
 """Least columns of a tail. More are copied out less often, and leave fewer parts to be read; fewer
@@ -77,8 +74,6 @@ POOL_TOKENS = 64
 """Columns that few places may share out among them: those of eight."""
 ASK_SECONDS = 0.5
 """How long a prompt waits to be told how much of it is on the disk."""
-PRELOAD_SECONDS = 60.0
-"""How long the disk may take for a chain that is read ahead of all requests."""
 PRESSURE_SECONDS = 1.0
 """How often the machine's memory is looked at."""
 
@@ -198,32 +193,8 @@ class Core:
             clock=self.clock,
         )
         self.pace = Pace(self.needs.prefill_token_seconds)
-        self.cold = self._make_cold()
-
-    def _make_cold(self) -> Cold | None:
-        """Make the cold tier, if there is a folder for it.
-
-        Raises:
-            SettingError: its limit is too small for anything.
-        """
-        limits = self.limits
-        if (folder := limits.ssd_cache_dir) is None:
-            return None
-        try:
-            payload_bytes(limits.ssd_cache_limit)
-        except ValueError as error:
-            raise SettingError(f"ssd_cache_limit: {error}") from None
-
-        def open_store() -> SSDStore:
-            return SSDStore(
-                folder,
-                limits.ssd_cache_limit,
-                fingerprint=self.prefixes.fingerprint,
-                budget_bytes=limits.ssd_write_budget,
-            )
-
-        return Cold(
-            lambda queue_bytes: ColdTier(open_store, queue_bytes=queue_bytes),
+        self.cold = open_cold(
+            self.limits,
             self.prefixes,
             self.runner.shapes,
             self.pace,
@@ -365,42 +336,7 @@ class Core:
     def preload(self) -> int:
         """Read from the disk what is worth most, as long as there is free memory; nothing gives
         way for it. Returns the tokens that are held more than before."""
-        if self.cold is None:
-            return 0
-        before, size = self.prefixes.tree.tokens, self.limits.block_size
-        chains = self.cold.tier.chains(self.ledger.free_bytes).result(PRELOAD_SECONDS)
-        for keys in chains:
-            match = self.prefixes.match(keys)
-            blocks = len(keys) - match.tokens // size
-            nbytes = blocks * size * self.runner.token_bytes
-            # A node that ends inside is cut in two, which takes a copy of it.
-            cut = match.path[-1].segment.nbytes if match.ends_inside else 0
-            needed = nbytes + cut + self.prefixes.index_bytes(blocks)
-            if blocks and needed <= self.ledger.free_bytes:
-                with self.ledger.reserve(Kind.TAILS, nbytes) as own:
-                    self._preload(self.cold, keys, match, own)
-        return self.prefixes.tree.tokens - before
-
-    def _preload(
-        self, cold: Cold, keys: list[bytes], match: Match[Segment], own: Reservation
-    ) -> None:
-        pin = self.prefixes.pin(match)
-        restores = cold.begin(keys, match.tokens // self.limits.block_size, own)
-        try:
-            while restores:
-                restores[0].answer.result(PRELOAD_SECONDS)
-                restore = restores.pop(0)
-                blocks = cold.take(restore, own)
-                if blocks < restore.blocks:
-                    break
-                end = restore.first + blocks
-                segment, tokens = restore.landing.segment(), restore.landing.tokens
-                sealed = self.prefixes.insert(pin, restore.first, keys[:end], tokens, segment, own)
-                if sealed.refused is not None:
-                    break
-        finally:
-            cold.leave(restores)
-            pin.release()
+        return 0 if self.cold is None else self.cold.preload()
 
     # ---- questions
 
@@ -454,7 +390,9 @@ class Core:
             ask_disk: whether to wait for the cold tier to say what it has of it.
         """
         found = self.prefixes.explain(list(tokens), salt)
-        on_disk = self._on_disk(tokens, salt) if ask_disk else None
+        on_disk = None
+        if ask_disk and self.cold is not None:
+            on_disk = self.cold.on_disk(self.prefixes.keys(list(tokens), salt), ASK_SECONDS)
         reason = found.reason
         if on_disk is not None and on_disk > found.held_tokens:
             reason += f"; {on_disk:,} tokens are on the disk, from where they would be read back"
@@ -465,15 +403,6 @@ class Core:
             held_text=self._text(found.held_token),
             given_text=self._text(found.given_token),
         )
-
-    def _on_disk(self, tokens: Items[int], salt: str) -> int | None:
-        """Return how many first tokens of a prompt are on the disk; None if it does not say."""
-        if self.cold is None:
-            return None
-        with suppress(TimeoutError):
-            blocks = self.cold.ask(self.prefixes.keys(list(tokens), salt)).result(ASK_SECONDS)
-            return blocks * self.limits.block_size
-        return None
 
     def tree(self) -> list[NodeView]:
         """Show every node of the tree, parents before their children. O(nodes)."""
@@ -741,7 +670,7 @@ class Core:
     def _restore(self, cold: Cold) -> None:
         """Have read from the disk what would take longer to compute."""
         restored = self.scheduler.restoring_keys()
-        for job in [job for state in PLACED for job in self.scheduler.jobs(state)]:
+        for job in self.scheduler.placed():
             sequence = self._sequences[job.id]
             answer = sequence.on_disk
             if answer is None or job.next_key in restored:

@@ -205,6 +205,10 @@ class Scheduler:
         """Return `in_line()` while there is a free place, and nobody when there is none."""
         return self.in_line() if self.free_places else []
 
+    def placed(self) -> list[Job]:
+        """Return who holds a place, highest priority first, then by arrival."""
+        return sorted(self._placed.values(), key=_order)
+
     def restoring_keys(self) -> set[bytes]:
         """Return the names of the blocks that are being restored next."""
         restoring = (job for job in self._placed.values() if job.state is State.RESTORING)
@@ -322,7 +326,7 @@ class Scheduler:
         are prefilled in all, and never none while something can be.
         """
         self._planned = True
-        placed = sorted(self._placed.values(), key=_order)
+        placed = self.placed()
         decode = tuple(job.id for job in placed if job.state is State.RUNNING)
         return Plan(decode, self._prefill(self._readers(placed)))
 

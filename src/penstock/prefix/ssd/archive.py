@@ -26,15 +26,13 @@ from penstock.errors import CacheFileError, SettingError
 from penstock.memory import format_bytes
 from penstock.prefix.ssd.folder import Folder, Progress, check_is_ours
 from penstock.prefix.ssd.index import Entry
-from penstock.prefix.ssd.record import Damaged, header
+from penstock.prefix.ssd.record import MOST_DEPTH, MOST_HEAD_BYTES, Damaged, header
 from penstock.prefix.ssd.store import FLOOR_BYTES, SUFFIX, SSDStore
-from penstock.prefix.ssd.verify import MOST_DEPTH, NO_MODEL, check_block
+from penstock.prefix.ssd.verify import NO_MODEL, check_block
 
 NAME = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
 MOST_BLOCK_BYTES = 1 << 30
 """Of a file in a tar: 1,024 tokens of 1 MB. Blocks that large make no sense."""
-MOST_HEAD_BYTES = 1 << 20
-"""Of a file's header: 80 layers take 16 kB."""
 _NOTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 """Members that only say more about others, which need nothing said: they are passed over."""
 _MOST_SECONDS = 8**11 - 1

@@ -35,6 +35,7 @@ TOKENS = "tokens"
 """Name of the array of the block's tokens."""
 HEAD_BYTES = 16_384
 """Read of a file at first: most headers are shorter."""
+MOST_DEPTH = 1 << 31
 MOST_HEAD_BYTES = 1 << 20
 """Of a header that is read at all: 80 layers take 16 kB."""
 PIECES_AT_ONCE = 512

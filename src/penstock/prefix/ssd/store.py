@@ -39,6 +39,7 @@ from penstock.prefix.ssd.index import (
 from penstock.prefix.ssd.limits import payload_bytes
 from penstock.prefix.ssd.record import (
     FORMAT,
+    MOST_DEPTH,
     MOST_HEAD_BYTES,
     Damaged,
     Record,
@@ -57,7 +58,6 @@ ASIDE_NAME = "aside"
 LOCK_NAME = "lock"
 FLOOR_BYTES = 1_000_000_000
 """Free bytes of the disk that are never gone below."""
-MOST_DEPTH = 1 << 31
 READERS = 2
 """Files that are read at the same time: to read and to hash takes a core longer than most disks."""
 SUFFIX = ".safetensors"

@@ -13,14 +13,21 @@ import numpy as np
 from penstock.prefix.blocks import KEY_BYTES, block_keys
 from penstock.prefix.ssd.folder import Folder, Progress
 from penstock.prefix.ssd.index import Entry, is_alive
-from penstock.prefix.ssd.record import TOKENS, Damaged, HostArray, Record, decode, header
+from penstock.prefix.ssd.record import (
+    MOST_DEPTH,
+    TOKENS,
+    Damaged,
+    HostArray,
+    Record,
+    decode,
+    header,
+)
 from penstock.prefix.ssd.store import SUFFIX, SSDStore
 
 UNBOUNDED_BYTES = 1 << 60
 """A limit that nothing has to give way for."""
 NO_MODEL = ""
 """The fingerprint of a store that is opened for all models."""
-MOST_DEPTH = 1 << 31
 FINGERPRINT_CHARACTERS = 256
 """No fingerprint is longer."""
 
