@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blocks_on_disk import read
 from penstock import Engine, Request
 from penstock.cli import main
 from penstock.models.mlx_lm import load_all
@@ -96,7 +97,7 @@ def fill(folder: Path, *chains: list[Record], model: str = A) -> Path:
 def held(folder: Path, records: list[Record], model: str = A) -> int:
     """Return how many blocks of a chain a server could read."""
     with opened(folder, model) as store:
-        return len(store.read([record.key for record in records]))
+        return len(read(store, records))
 
 
 def file_of(folder: Path, record: Record) -> Path:
@@ -817,6 +818,7 @@ import select, sqlite3, sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from penstock.prefix.ssd.store import Counts
+from blocks_on_disk import read
 from test_cache_cli import chain, opened, FILE_BYTES
 counts, faults, seed, until = Counts(), 0, 100, time.monotonic() + 60
 def is_told_to_end():
@@ -832,7 +834,7 @@ while not is_told_to_end():
                 records = chain(4, seed=seed)
                 for record in records:
                     assert store.write(record) in ("claimed", "known", "orphan"), seed
-                store.read([record.key for record in records])
+                read(store, records)
     except (OSError, sqlite3.Error) as error:  # as the tier does
         print(error, file=sys.stderr)
         faults += 1

@@ -409,7 +409,10 @@ def test_a_restore_reads_all_and_computes_nothing(restored: Any) -> None:
     assert set(restored.penstock["first_token_seconds"]) == {"disk", "memory"}
     (found,) = restored.raw["runs"]
     assert found["file_bytes"] > found["restored_bytes"]
-    assert all(seconds > 0 for seconds in found["plain_seconds"].values())
+    for side in ("plain", "restored", "rival_restored"):
+        taken = found[f"{side}_seconds"]
+        assert {files: len(each) for files, each in taken.items()} == {"disk": 9, "memory": 9}
+        assert min(second for each in taken.values() for second in each) > 0
 
 
 @pytest.mark.parametrize("name", ["shared", "hits", "uneven", "alone", "restored"])

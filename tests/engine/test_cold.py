@@ -14,18 +14,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engine_faults import model_of
+from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, submit
 from penstock.engine import cold as cold_module
 from penstock.engine import core as core_module
 from penstock.engine.core import Core
-from penstock.engine.handle import Handle
-from penstock.engine.request import Request
 from penstock.errors import SettingError
 from penstock.ledger import Kind
 from penstock.prefix.ssd import SSDStore
-
-BLOCK = 16
-SOON = 5.0
+from penstock.prefix.ssd import index as index_module
+from penstock.prefix.ssd import store as store_module
 
 
 @pytest.fixture(autouse=True)
@@ -40,62 +37,10 @@ def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(draw.randrange(512) for _ in range(tokens))
 
 
-def request(tokens: Sequence[int], **more: Any) -> Request:
-    return Request(prompt=tuple(tokens), **{"max_tokens": 8, "ignore_eos": True, **more})
-
-
-@contextmanager
-def running(folder: Path | None, family: str = "llama", **settings: Any) -> Iterator[Core]:
-    """Run a core; whatever is done to it, its account is right at the end."""
-    small: dict[str, Any] = {"block_size": BLOCK, "prefill_chunk": 64, "max_batch_size": 4}
-    small |= {"max_kv_size": 1_024, "memory_limit": "200MB", "ssd_cache_limit": "1GB"}
-    core = Core(model_of(family), ssd_cache_dir=folder, **{**small, **settings})
-    if core.cold is not None:  # of such a small model nothing is worth the disk
-        core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
-    try:
-        yield core
-        settle(core)
-        core.check()
-    finally:
-        core.close()
-        core.check()
-
-
-def settle(core: Core) -> None:
-    """Let the core do what there is to do, and the disk too."""
-    while core.step():
-        core.check()
-    if core.cold is not None:
-        assert core.cold.tier.flush(SOON)
-
-
-def ask(core: Core, tokens: Sequence[int], **more: Any) -> list[int]:
-    """Return the answer, once all that is to be written is written."""
-    handle = core.submit(request(tokens, **more))
-    settle(core)
-    return answer(handle)
-
-
-def answer(handle: Handle) -> list[int]:
-    (found,) = handle.result(0.0)
-    assert found.finish.reason == "length", found
-    return list(found.tokens)
-
-
-def cold_text(tokens: Sequence[int], family: str = "llama", **settings: Any) -> list[int]:
+def cold_text(tokens: Sequence[int], family: str = "llama", **settings: Any) -> tuple[int, ...]:
     """Return the answer of an engine that knows nothing."""
     with running(None, family, **settings) as core:
         return ask(core, tokens)
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.safetensors"))
-
-
-def ssd(core: Core) -> Any:
-    found = core.stats().ssd
-    assert found is not None
-    return found
 
 
 # ---- right, whatever the way
@@ -152,6 +97,49 @@ def test_at_the_edges_of_blocks(tokens: int, tmp_path: Path) -> None:
     assert len(files(tmp_path)) == (tokens + 7) // BLOCK
 
 
+def test_what_is_answered_from_ram_stays_on_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks in daily use are those that a restart needs; the disk sees that they are used."""
+    monkeypatch.setattr(index_module, "WORTH_OF_A_HIT", 0.0)  # recency alone
+    daily, others = prompt(150), [prompt(150, seed) for seed in range(1, 6)]
+    with running(tmp_path) as core:
+        ask(core, daily)
+    # Room for the daily prompt and two of the others.
+    limit = 8_000_000 + 3 * sum(file.stat().st_size for file in files(tmp_path))
+    with running(tmp_path, ssd_cache_limit=limit) as core:
+        for other in others:
+            ask(core, other)
+            ask(core, daily)
+        assert core.stats().restored_tokens == 144, "read once, then it was in RAM"
+        assert ssd(core).counts.written_blocks == 5 * 9, "the daily ones never had to go"
+    with running(tmp_path, ssd_cache_limit=limit) as core:
+        ask(core, daily)
+        assert core.stats().restored_tokens == 144
+        ask(core, others[0])
+        assert core.stats().restored_tokens == 144, "there was no room for all"
+
+
+def test_files_of_what_is_in_ram_are_not_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[int] = []
+    monkeypatch.setattr(store_module, "_read_ahead", ahead.append)
+    asked = prompt(160)
+    with running(tmp_path) as core:
+        ask(core, asked[:80])
+    with running(tmp_path) as core:
+        ask(core, asked[:80])
+        assert len(ahead) == 5
+        ask(core, asked)
+        ask(core, asked)
+        assert len(ahead) == 5
+        core.explain(asked)
+        core.prefixes.clear()
+        ask(core, asked)
+        assert len(ahead) == 5 + 10
+
+
 def test_what_was_evicted_is_read_back(tmp_path: Path) -> None:
     asked = prompt(300)
     expected = cold_text(asked)
@@ -196,9 +184,9 @@ def test_simultaneous_requests_read_the_disk_once(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, asked[0])
     with running(tmp_path) as core:
-        handles = [core.submit(request(tokens)) for tokens in asked]
+        handles = [submit(core, tokens) for tokens in asked]
         settle(core)
-        assert [answer(handle) for handle in handles] == expected
+        assert [said(handle) for handle in handles] == expected
         assert ssd(core).counts.read_blocks == 13, "12 in common, and the first one's own"
         assert core.stats().hit_tokens == 192 * 4 + 16
 
@@ -209,9 +197,9 @@ def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, asked)
     with running(tmp_path) as core:
-        handle = core.submit(request(asked, n=3))
+        handle = submit(core, asked, n=3)
         settle(core)
-        assert [list(found.tokens) for found in handle.result(0.0)] == [expected] * 3
+        assert [tuple(found.tokens) for found in handle.result(0.0)] == [expected] * 3
         assert ssd(core).counts.read_blocks == 12
 
 
@@ -251,21 +239,21 @@ def test_others_decode_while_the_disk_is_read(
         ask(core, asked)
     with running(tmp_path) as core:
         with stalled(core):
-            slow = core.submit(request(asked))
+            slow = submit(core, asked)
             for _ in range(3):
                 core.step()
             assert core.stats().restoring == 1
             monkeypatch.setattr(core_module, "ASK_SECONDS", 0.02)  # nobody answers now
-            quick = core.submit(request(other))
+            quick = submit(core, other)
             while not quick.ends:
                 core.step()
                 core.check()
-            assert answer(quick) == expected[1]
+            assert said(quick) == expected[1]
             assert core.stats().restoring == 1
             held = core.stats().by_kind[Kind.TAILS.value]
             assert held > 288 * core.runner.token_bytes, "counted before it is there"
         settle(core)
-        assert answer(slow) == expected[0]
+        assert said(slow) == expected[0]
 
 
 def test_a_disk_that_hangs_is_not_waited_for(
@@ -278,11 +266,11 @@ def test_a_disk_that_hangs_is_not_waited_for(
         ask(core, asked)
     with running(tmp_path) as core:
         with stalled(core):
-            handle = core.submit(request(asked))
+            handle = submit(core, asked)
             while not handle.ends:
                 core.step()
                 core.check()
-            assert answer(handle) == expected
+            assert said(handle) == expected
             assert core.stats().restored_tokens == 0
             assert core.cold is not None
             assert core.cold.paid_bytes == 288 * core.runner.token_bytes, "it is there still"
@@ -297,7 +285,7 @@ def test_who_leaves_while_the_disk_is_read_leaves_nothing_behind(tmp_path: Path)
     with running(tmp_path) as core:
         before = core.ledger.used_bytes
         with stalled(core):
-            handle = core.submit(request(asked))
+            handle = submit(core, asked)
             for _ in range(3):
                 core.step()
             assert core.stats().restoring == 1
@@ -315,7 +303,7 @@ def test_memory_of_a_restore_is_what_is_restored(tmp_path: Path) -> None:
         assert core.cold is not None
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        handle = core.submit(request(asked, max_tokens=1))
+        handle = submit(core, asked, max_tokens=1)
         core._admit()
         until = time.monotonic() + SOON
         while core.stats().restored_tokens < 896:  # a step without the model's part
@@ -375,7 +363,7 @@ def test_a_folder_that_cannot_be_used_costs_nobody_anything(tmp_path: Path) -> N
 def test_an_abort_in_mid_prefill_keeps_finished_blocks(tmp_path: Path) -> None:
     asked = prompt(300)
     with running(tmp_path) as core:
-        handle = core.submit(request(asked))
+        handle = submit(core, asked)
         while core.stats().prefilled_tokens < 128:
             core.step()
         handle.cancel()
@@ -425,12 +413,12 @@ def test_clear_while_the_disk_is_read_changes_no_text(tmp_path: Path) -> None:
         ask(core, asked)
     with running(tmp_path) as core:
         with stalled(core):
-            handle = core.submit(request(asked))
+            handle = submit(core, asked)
             while core.stats().restoring == 0:
                 core.step()
             core.clear()
         settle(core)
-        assert answer(handle) == expected
+        assert said(handle) == expected
         core.clear()
         settle(core)
         assert not files(tmp_path)

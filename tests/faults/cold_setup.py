@@ -17,73 +17,30 @@ sys.path.append(str(Path(__file__).parent.parent))  # as a script; a test has it
 
 from setup import prompt_of, solo
 
-from engine_faults import model_of
+import cold_engine
+from cold_engine import BLOCK, SAID, files, ssd
 from penstock.engine.core import Core
-from penstock.engine.handle import Handle
-from penstock.engine.request import Request
 from penstock.prefix.ssd import SSDStore
 from penstock.prefix.ssd.record import FORMAT
 
-BLOCK = 16
-SAID = 8
-"""Tokens of an answer."""
 BLOCKS = 40
 PROMPT = prompt_of(BLOCKS * BLOCK + 10)
 """A long conversation: its whole blocks are read back; its answer fills one more."""
-SOON = 5.0
-SETTINGS: dict[str, Any] = {
-    "memory_limit": "200MB",
-    "block_size": BLOCK,
-    "prefill_chunk": 128,
-    "max_batch_size": 4,
-    "max_kv_size": 1_024,
-    "ssd_cache_limit": "1GB",
-}
 SMALL_LIMIT = 8_000_000 + 600_000
 """Room for some 60 blocks beside the index."""
 
 
 @contextmanager
 def running(folder: Path | None, **settings: Any) -> Iterator[Core]:
-    """Run a core for which everything is worth the disk; its account is right at the end."""
-    core = Core(model_of("llama"), ssd_cache_dir=folder, **{**SETTINGS, **settings})
-    if core.cold is not None:
-        core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
-        core.cold.tier._retry_seconds = 0.05
-    try:
+    """Run a core that soon looks again at a folder that has failed."""
+    with cold_engine.running(folder, **{"prefill_chunk": 128, **settings}) as core:
+        if core.cold is not None:
+            core.cold.tier._retry_seconds = 0.05
         yield core
-        settle(core)
-        core.check()
-    finally:
-        core.close()
-        core.check()
-
-
-def settle(core: Core) -> None:
-    """Let the core do what there is to do, and the disk too."""
-    while core.step():
-        core.check()
-        assert core.ledger.used_bytes <= core.ledger.limit_bytes
-    if core.cold is not None:
-        assert core.cold.tier.flush(SOON)
-
-
-def submit(core: Core, tokens: Sequence[int], **more: Any) -> Handle:
-    asked = {"max_tokens": SAID, "ignore_eos": True, **more}
-    return core.submit(Request(prompt=tuple(tokens), **asked))
-
-
-def said(handle: Handle) -> tuple[int, ...]:
-    (found,) = handle.result(0.0)
-    assert found.finish is not None and found.finish.reason == "length", found
-    return tuple(found.tokens)
 
 
 def ask(core: Core, tokens: Sequence[int] = PROMPT) -> tuple[int, ...]:
-    """Return the answer, once all that is to be written is written."""
-    handle = submit(core, tokens)
-    settle(core)
-    return said(handle)
+    return cold_engine.ask(core, tokens)
 
 
 def assert_right(core: Core, tokens: Sequence[int] = PROMPT) -> int:
@@ -91,16 +48,6 @@ def assert_right(core: Core, tokens: Sequence[int] = PROMPT) -> int:
     before = core.stats().restored_tokens
     assert ask(core, tokens) == solo(tuple(tokens), SAID)
     return core.stats().restored_tokens - before
-
-
-def ssd(core: Core) -> Any:
-    found = core.stats().ssd
-    assert found is not None
-    return found
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.safetensors"))
 
 
 def size_of(folder: Path) -> int:

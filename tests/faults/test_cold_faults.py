@@ -22,26 +22,19 @@ from typing import Any
 import psutil
 import pytest
 from cold_setup import (
-    BLOCK,
     BLOCKS,
     PROMPT,
-    SAID,
     SMALL_LIMIT,
-    SOON,
     ask,
     assert_in_order,
     assert_right,
     family,
-    files,
     running,
-    said,
-    settle,
     size_of,
-    ssd,
-    submit,
 )
 from setup import prompt_of, solo
 
+from cold_engine import BLOCK, SAID, SOON, files, said, settle, ssd, submit
 from penstock.engine import cold, core
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -478,6 +471,7 @@ import os, subprocess, sys
 from pathlib import Path
 sys.path.append(sys.argv[2])
 from cold_setup import *
+from cold_engine import SOON
 SSDStore.__init__.__kwdefaults__["floor_bytes"] = 0
 import time
 folder = Path(sys.argv[1])

@@ -148,14 +148,16 @@ class Cold:
         """Wait to be told how many first tokens of a chain are on the disk; None if that takes too
         long."""
         with suppress(TimeoutError):
-            return self.ask(keys).result(timeout_seconds) * self._prefixes.block_size
+            return self.tier.held(keys).result(timeout_seconds) * self._prefixes.block_size
         return None
 
     # ---- reading
 
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
-        """Ask how many blocks of a chain, from its first one on, are on the disk."""
-        return self.tier.prepare(keys)
+        """Ask how many blocks of a chain, from its first one on, are on the disk, for a request;
+        they are used, also those that are in the tree, and the others will be read."""
+        known = self._prefixes.match(keys).tokens // self._prefixes.block_size
+        return self.tier.prepare(keys, known)
 
     def worth_reading(self, blocks: int) -> bool:
         """Tell whether so many blocks are sooner read, behind all that is being read, than

@@ -51,7 +51,7 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         TimeoutError: the disk is too slow.
         OSError: a disk fails; the file is as it was.
     """
-    folder, size = _folder(engine)
+    about = _about(engine)
     keys = engine.later(lambda core: _have_written(core, tokens, salt)).result(WRITE_SECONDS)
     until = time.monotonic() + WRITE_SECONDS
     while not engine.later(_is_written).result(WRITE_SECONDS):
@@ -60,19 +60,19 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         time.sleep(LOOK_SECONDS)
     aside = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with Folder(folder) as opened:
-            held = opened.index.held(keys, _fingerprint(engine))
+        with Folder(about.folder) as opened:
+            held = opened.index.held(keys, about.fingerprint)
             done = export_blocks(opened, aside, lambda _: None, keys=set(keys[:held]))
         if not done.blocks:
             raise SettingError(
-                f"nothing is held of a prompt of {len(tokens):,} tokens; whole blocks of {size} "
-                f"tokens are, after it was asked"
+                f"nothing is held of a prompt of {len(tokens):,} tokens; whole blocks of "
+                f"{about.block_size} tokens are, after it was asked"
             )
         nbytes = aside.stat().st_size
         aside.replace(file)
     finally:
         aside.unlink(missing_ok=True)
-    return Session(done.blocks * size, nbytes)
+    return Session(done.blocks * about.block_size, nbytes)
 
 
 def load_session(engine: Engine, file: Path) -> Session:
@@ -84,30 +84,43 @@ def load_session(engine: Engine, file: Path) -> Session:
         CacheFileError: the file is no session.
         OSError: a disk fails.
     """
-    folder, size = _folder(engine)
-    own, found = _fingerprint(engine), models_of(file)
-    if found - {own}:
+    about, found = _about(engine), models_of(file)
+    if others := found - {about.fingerprint}:
         raise SettingError(
             f"{file.name} is of another model, or of this one with other settings: its "
-            f"fingerprint is {min(found - {own})[:12]}, the engine's {own[:12]}"
+            f"fingerprint is {min(others)[:12]}, the engine's {about.fingerprint[:12]}"
         )
-    limit = engine.later(lambda core: core.limits.ssd_cache_limit).result(WRITE_SECONDS)
-    done = import_blocks(folder, file, limit, lambda _: None)
+    done = import_blocks(about.folder, file, about.limit_bytes, lambda _: None)
     if not done.is_all:
         why = done.broken or ", ".join([*done.refused, *(["damaged"] if done.damaged else [])])
         raise SettingError(f"not all of {file.name} could be taken in: {why}")
-    return Session((done.blocks + done.known) * size, file.stat().st_size)
+    return Session((done.blocks + done.known) * about.block_size, file.stat().st_size)
 
 
-def _folder(engine: Engine) -> tuple[Path, int]:
-    limits = engine.later(lambda core: core.limits).result(WRITE_SECONDS)
-    if limits.ssd_cache_dir is None:
-        raise SettingError("sessions need a cold tier: name a folder (ssd_cache_dir)")
-    return limits.ssd_cache_dir, limits.block_size
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What is asked of an engine."""
+
+    folder: Path
+    limit_bytes: int
+    """Of the folder."""
+    block_size: int
+    fingerprint: str
 
 
-def _fingerprint(engine: Engine) -> str:
-    return engine.later(lambda core: core.prefixes.fingerprint).result(WRITE_SECONDS)
+def _about(engine: Engine) -> _About:
+    def ask(core: Core) -> _About:
+        limits = core.limits
+        if limits.ssd_cache_dir is None:
+            raise SettingError("sessions need a cold tier: name a folder (ssd_cache_dir)")
+        return _About(
+            limits.ssd_cache_dir,
+            limits.ssd_cache_limit,
+            limits.block_size,
+            core.prefixes.fingerprint,
+        )
+
+    return engine.later(ask).result(WRITE_SECONDS)
 
 
 def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:

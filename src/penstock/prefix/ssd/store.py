@@ -18,11 +18,11 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from penstock.prefix.ssd.direct import Writer
 from penstock.prefix.ssd.index import (
@@ -44,7 +44,6 @@ from penstock.prefix.ssd.record import (
     Damaged,
     Record,
     Target,
-    decode,
     encode,
     header,
     read_into,
@@ -63,7 +62,6 @@ READERS = 2
 SUFFIX = ".safetensors"
 LOCK_LOOK_SECONDS = 0.02
 
-T = TypeVar("T")
 Written: TypeAlias = Claim | Literal["disk"]
 """What became of a write: as `Claim`, or `disk`: too little of it is free."""
 
@@ -235,22 +233,6 @@ class SSDStore:
         self.counts.written_bytes += len(raw)
         return "claimed"
 
-    def read(self, keys: Sequence[bytes]) -> list[Record]:
-        """Return the records of a chain's first keys, as far as they are there and whole.
-
-        Raises:
-            OSError: the disk fails; a file that is not there is only a miss.
-        """
-        found: list[Record] = []
-        for key in keys:
-            record = self._get(key)
-            if record is None:
-                break
-            found.append(record)
-        if found:
-            self.index.use(keys[: len(found)])
-        return found
-
     def restore(
         self,
         keys: Sequence[bytes],
@@ -259,8 +241,7 @@ class SSDStore:
     ) -> int:
         """Read a chain's first keys to where they belong; return how many, as far as all is well.
 
-        Some files are read at the same time; all are done with when this returns. That they were
-        used is noted, and written by `note_uses`.
+        Some files are read at the same time; all are done with when this returns.
 
         Args:
             keys: of the blocks.
@@ -279,27 +260,33 @@ class SSDStore:
             wait(reads)
         count = 0
         for (key, _), read in zip(whole, reads, strict=True):
-            if self._outcome(key, read.result) is None:
+            if not self._is_whole(key, read):
                 break
             count += 1
-        self._used += keys[:count]
         self.counts.read_seconds += time.perf_counter() - began
         return count
 
-    def note_uses(self) -> None:
-        """Write which blocks were restored since the last time."""
-        if self._used:
-            used, self._used = self._used, []
-            self.index.use(used)
+    def prepare(self, keys: Sequence[bytes], known: int = 0) -> int:
+        """Return how many keys of a chain, from its first on, could be read, as somebody asks for
+        them: they are used, wherever they are read from, which `note_uses` writes.
 
-    def prepare(self, keys: Sequence[bytes]) -> int:
-        """Return how many keys of a chain, from its first on, could be read; the system is told
-        that they will be, so that it may read them ahead."""
+        Args:
+            keys: of the blocks.
+            known: how many first ones need not be read; the system is told that the others will
+                be, so that it may read them ahead.
+        """
         count = self.held(keys)
-        for key in keys[:count]:
+        self._used += keys[:count]
+        for key in keys[known:count]:
             with suppress(OSError, Damaged), _opened(self._path(key)) as file:
                 _read_ahead(file)
         return count
+
+    def note_uses(self) -> None:
+        """Write which blocks were used since the last time."""
+        if self._used:
+            used, self._used = self._used, []
+            self.index.use(used)
 
     def clear(self, *, all_models: bool = True) -> int:
         """Remove all blocks, or this model's, but those being written; return how many."""
@@ -437,36 +424,19 @@ class SSDStore:
             aside.unlink(missing_ok=True)
         _sync_folder(path.parent)
 
-    def _get(self, key: bytes) -> Record | None:
-        """Read a block as a record; None is a miss."""
-        entry = self.index.get(key)
-        if entry is None or entry.owner is not None or entry.fingerprint != self.fingerprint:
-            return None
-        found = self._outcome(key, lambda: self._read_record(key))
-        return None if found is None else found[0]
-
-    def _read_record(self, key: bytes) -> tuple[Record, int]:
+    def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
+        """Read a block to where it belongs; return the bytes of its file. Any thread may; nothing
+        but the file is touched."""
         with _opened(self._path(key)) as file:
-            raw = os.pread(file, os.fstat(file).st_size, 0)
-        record = decode(raw)
-        self._check_words(key, header(raw))
-        return record, len(raw)
+            words = read_into(file, targets)
+            if (words["key"], words["fingerprint"]) != (key.hex(), self.fingerprint):
+                raise Damaged("it is another block")
+            return os.fstat(file).st_size
 
-    def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> tuple[None, int]:
-        """Read a block to where it belongs. Any thread may; nothing but the file is touched."""
-        with _opened(self._path(key)) as file:
-            self._check_words(key, read_into(file, targets))
-            return None, os.fstat(file).st_size
-
-    def _check_words(self, key: bytes, words: Mapping[str, str]) -> None:
-        if (words["key"], words["fingerprint"]) != (key.hex(), self.fingerprint):
-            raise Damaged("it is another block")
-
-    def _outcome(self, key: bytes, read: Callable[[], tuple[T, int]]) -> tuple[T, int] | None:
-        """Return what was read, and the bytes of its file; a block that is damaged or gone is a
-        miss, and removed."""
+    def _is_whole(self, key: bytes, read: Future[int]) -> bool:
+        """Tell whether a block was read; one that is damaged or gone is a miss, and removed."""
         try:
-            found = read()
+            nbytes = read.result()
         except (OSError, Damaged) as error:
             # A future keeps its error, whose frames would keep the memory that was read into.
             error.__traceback__ = None
@@ -477,10 +447,10 @@ class SSDStore:
             else:
                 raise OSError(*error.args) from None
             self._forget([key])
-            return None
+            return False
         self.counts.read_blocks += 1
-        self.counts.read_bytes += found[1]
-        return found
+        self.counts.read_bytes += nbytes
+        return True
 
 
 def block_file(blocks: Path, key: bytes) -> Path:
