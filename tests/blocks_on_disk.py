@@ -1,8 +1,10 @@
-"""Blocks of a folder as a request has them read."""
+"""Blocks of a folder as a request has them read, and what they take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -32,3 +34,12 @@ def read(store: SSDStore, records: Sequence[Record]) -> list[dict[str, bytes]]:
     count = store.restore(keys, targets)
     store.note_uses()
     return [{name: room.tobytes() for name, room in each.items()} for each in rooms[:count]]
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files in a folder, at this moment."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # it has just been renamed or removed
+            total += path.stat().st_size if path.is_file() else 0
+    return total

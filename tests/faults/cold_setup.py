@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # as a script; a test has it
 from setup import prompt_of, solo
 
 import cold_engine
+from blocks_on_disk import size_of
 from cold_engine import BLOCK, SAID, files, ssd
 from penstock.engine.core import Core
 from penstock.prefix.ssd import SSDStore
@@ -48,15 +49,6 @@ def assert_right(core: Core, tokens: Sequence[int] = PROMPT) -> int:
     before = core.stats().restored_tokens
     assert ask(core, tokens) == solo(tuple(tokens), SAID)
     return core.stats().restored_tokens - before
-
-
-def size_of(folder: Path) -> int:
-    """Return the bytes of everything in a folder, at this moment."""
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # it has just been renamed or removed
-            total += path.stat().st_size if path.is_file() else 0
-    return total
 
 
 def assert_in_order(folder: Path, limit_bytes: int) -> None:

@@ -30,10 +30,10 @@ from cold_setup import (
     assert_right,
     family,
     running,
-    size_of,
 )
 from setup import prompt_of, solo
 
+from blocks_on_disk import size_of
 from cold_engine import BLOCK, SAID, SOON, files, said, settle, ssd, submit
 from penstock.engine import cold, core
 from penstock.engine.core import Core
@@ -472,6 +472,8 @@ from pathlib import Path
 sys.path.append(sys.argv[2])
 from cold_setup import *
 from cold_engine import SOON
+from penstock.engine import cold, core
+cold.LEAST_PATIENCE_SECONDS = core.ASK_SECONDS = SOON  # others use the machine as well
 SSDStore.__init__.__kwdefaults__["floor_bytes"] = 0
 import time
 folder = Path(sys.argv[1])

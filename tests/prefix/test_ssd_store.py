@@ -11,14 +11,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from blocks_on_disk import keys_of, read
+from blocks_on_disk import keys_of, read, size_of
 from penstock.prefix.blocks import block_keys, root_key
 from penstock.prefix.ssd import HostArray, Record, SSDStore
 from penstock.prefix.ssd.record import FORMAT, encode
@@ -77,14 +77,6 @@ def assert_reads(store: SSDStore, records: list[Record]) -> None:
 
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.safetensors"))
-
-
-def size_of(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # it was renamed meanwhile
-            total += path.stat().st_size if path.is_file() else 0
-    return total
 
 
 # ---- what comes back

@@ -22,6 +22,7 @@ from engine_reference import MOST_PROMPT
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from blocks_on_disk import size_of
 from penstock.engine import cold, core
 from penstock.engine.request import Request
 from penstock.prefix.ssd import SSDStore
@@ -180,7 +181,7 @@ class ColdMachine(EngineMachine):
 
     @invariant()
     def folder_is_within_its_limit(self) -> None:
-        assert sum(p.stat().st_size for p in self.folder.rglob("*")) <= LIMIT_BYTES
+        assert size_of(self.folder) <= LIMIT_BYTES
         assert self.cold.stats().counts.written_blocks >= 0
         assert self.cold.tier._thread.is_alive()
 
