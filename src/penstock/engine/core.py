@@ -678,7 +678,7 @@ class Core:
             if not answer.done():
                 if job.state is State.PREFILLING:
                     self.scheduler.act(job.id, "fetch")
-                    sequence.patient_until = time.perf_counter() + ASK_SECONDS
+                    sequence.patient_until = self.clock() + ASK_SECONDS
                 continue
             sequence.on_disk = None  # asked once
             on_disk = 0 if answer.exception() else answer.result()
@@ -695,7 +695,7 @@ class Core:
         if sequence.runs or over or blocks <= 0 or not cold.worth_reading(blocks):
             return False
         assert sequence.own is not None
-        sequence.patient_until = time.perf_counter() + cold.patience_seconds(blocks)
+        sequence.patient_until = self.clock() + cold.patience_seconds(blocks)
         sequence.restores = cold.begin(sequence.keys[:on_disk], done, sequence.own)
         self.scheduler.act(sequence.id, "fetch")
         return True
@@ -706,7 +706,7 @@ class Core:
             sequence = self._sequences[job.id]
             while sequence.restores and sequence.restores[0].answer.done():
                 self._take_in(cold, sequence, sequence.restores.pop(0))
-            impatient = time.perf_counter() > sequence.patient_until
+            impatient = self.clock() > sequence.patient_until
             if sequence.restores and impatient:
                 self._lose_patience(cold, sequence)
             asked = sequence.on_disk

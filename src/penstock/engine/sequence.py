@@ -54,7 +54,7 @@ class Sequence:
     restores: list[Restore] = field(default_factory=list)
     """What is being read for it, in order."""
     patient_until: float = 0.0
-    """When it begins to compute what is not restored by then, on the clock of `perf_counter`."""
+    """When it begins to compute what is not restored by then, on the engine's clock."""
     own: Reservation | None = None
     """Bytes of runs, and of all that it may still compute."""
     step: Reservation | None = None
