@@ -1,0 +1,73 @@
+"""Neighbours of a vector share a scale and an offset, as in `mx.quantize`; rotated first or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import mlx.core as mx
+
+from penstock.kv.codecs.base import GROUP_SIZES, Codec, Coded, multiply
+from penstock.kv.codecs.rotation import rotate, rotate_back
+
+BITS = (2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Affine(Codec):
+    """`group_size` neighbours to a scale and an offset, both float16: bits + 32 / group_size bits
+    a number. Parts: codes, scales, offsets."""
+
+    bits: int
+    group_size: int = 64
+    rotated: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `affine4`, `rot4`, `affine4g32`."""
+        group = "" if self.group_size == 64 else f"g{self.group_size}"
+        return f"{'rot' if self.rotated else 'affine'}{self.bits}{group}"
+
+    def token_bits(self, dim: int) -> int:
+        """See `Codec`."""
+        if dim % self.group_size:
+            fitting = [f"g{size}" for size in GROUP_SIZES if dim % size == 0]
+            raise ValueError(
+                f"{self.name} holds {self.group_size} numbers by one scale, which do not divide a "
+                f"head of {dim}; {f'put {fitting[0]} behind it' if fitting else 'no group does'}"
+            )
+        return int(dim * (self.bits + Fraction(32, self.group_size)))
+
+    def encode(self, x: mx.array) -> Coded:
+        """See `Codec`."""
+        if self.rotated:
+            x = rotate(x)
+        parts = mx.quantize(x.astype(mx.float16), group_size=self.group_size, bits=self.bits)
+        return Coded(self, tuple(parts), x.shape[-1])
+
+    def widen(self, coded: Coded) -> mx.array:
+        """See `Codec`."""
+        codes, scales, offsets = coded.parts
+        x = mx.dequantize(
+            codes,
+            scales.astype(mx.float32),
+            offsets.astype(mx.float32),
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+        return rotate_back(x) if self.rotated else x
+
+    def score(self, queries: mx.array, coded: Coded) -> mx.array:
+        """See `Codec`."""
+        if self.rotated:
+            queries = rotate(queries)
+        return self._product(queries, coded, transpose=True)
+
+    def mix(self, weights: mx.array, coded: Coded) -> mx.array:
+        """See `Codec`."""
+        mixed = self._product(weights, coded, transpose=False)
+        return rotate_back(mixed) if self.rotated else mixed
+
+    def _product(self, x: mx.array, coded: Coded, *, transpose: bool) -> mx.array:
+        parts = (part.squeeze(0) for part in coded.parts)
+        return multiply(x, *parts, transpose=transpose, group_size=self.group_size, bits=self.bits)

@@ -1,0 +1,90 @@
+"""What a setting calls a codec: `affine4`, `k8v4`, `kivi4/turbo3.5`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from penstock.kv.codecs import affine, turbo
+from penstock.kv.codecs.affine import Affine
+from penstock.kv.codecs.base import Codec
+from penstock.kv.codecs.kivi import Kivi
+from penstock.kv.codecs.turbo import Turbo, TurboBook
+
+RAW = "raw"
+FORMS = (
+    "raw; affine2 to affine8 (or 2, 3, 4, 5, 6, 8), with g32 or g128 behind it for other groups "
+    "than 64; rot2 to rot8; turbo2, turbo2.5, ..., turbo6, turbo8; turbo1c to turbo4c; kivi2 to "
+    "kivi8; k8v4, k4v2, ...; KEYS/VALUES of any two, as kivi4/turbo3.5"
+)
+_AFFINE = re.compile(r"(affine|rot)?([2-8])(?:g(32|64|128))?")
+_TURBO = re.compile(r"turbo([1-8])(\.5|c)?")
+_KIVI = re.compile(r"kivi([2-8])")
+_PAIR = re.compile(r"k([2-8])v([2-8])")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How keys are held, and how values are; None: as they are."""
+
+    name: str
+    keys: Codec | None
+    values: Codec | None
+
+    def token_bits(self, key_dim: int, value_dim: int, dtype_bits: int) -> int:
+        """Return the bits of one token of one head, both sides.
+
+        Raises:
+            ValueError: heads of this size cannot be held so; says why.
+        """
+        sides = ((self.keys, key_dim), (self.values, value_dim))
+        return sum(
+            dim * dtype_bits if codec is None else codec.token_bits(dim) for codec, dim in sides
+        )
+
+    def ratio(self, key_dim: int, value_dim: int, dtype_bits: int = 16) -> float:
+        """Return how many times less it takes than numbers of so many bits."""
+        wide = (key_dim + value_dim) * dtype_bits
+        return float(Fraction(wide, self.token_bits(key_dim, value_dim, dtype_bits)))
+
+
+def parse_scheme(text: str) -> Scheme:
+    """Return the codecs that a setting names.
+
+    >>> parse_scheme("k8v4").name, parse_scheme("4").name
+    ('rot8/rot4', 'affine4')
+
+    Raises:
+        ValueError: there is none of this name; says which there are.
+    """
+    word = text.strip().lower()
+    if pair := _PAIR.fullmatch(word):
+        word = f"rot{pair[1]}/rot{pair[2]}"
+    first, slash, second = word.partition("/")
+    keys = _side(first, text, keys=True)
+    # Values have no channel that is large in all tokens: what is by channel is for keys alone.
+    alike = f"affine{keys.bits}" if isinstance(keys, Kivi) else first
+    values = _side(second if slash else alike, text, keys=False)
+    if isinstance(values, Kivi):
+        raise ValueError(f"{text}: {values.name} is for keys; hold the values as affine or turbo")
+    names = [RAW if codec is None else codec.name for codec in (keys, values)]
+    named = names[0] if names[0] == names[1] or (not slash and names[1] == alike) else None
+    return Scheme(named or "/".join(names), keys, values)
+
+
+def _side(word: str, text: str, *, keys: bool) -> Codec | None:
+    if word == RAW:
+        return None
+    if (found := _AFFINE.fullmatch(word)) and int(found[2]) in affine.BITS:
+        return Affine(int(found[2]), int(found[3] or 64), rotated=found[1] == "rot")
+    if found := _TURBO.fullmatch(word):
+        bits = int(found[1])
+        if found[2] == "c" and bits in turbo.CODEBOOKS:
+            return TurboBook(bits, unbiased=keys)
+        half = found[2] == ".5"
+        if found[2] != "c" and bits in turbo.STEPS and (not half or bits + 1 in turbo.STEPS):
+            return Turbo(bits, half, unbiased=keys)
+    if (found := _KIVI.fullmatch(word)) and int(found[1]) in affine.BITS:
+        return Kivi(int(found[1]))
+    raise ValueError(f"{text!r} is no codec; there are {FORMS}")

@@ -1,0 +1,52 @@
+"""Random signs and a Hadamard transform: an orthonormal matrix that spreads what is large.
+
+Of a rotated vector every coordinate is a sum of all, and so about normally distributed, whatever
+the vector was; products of two rotated vectors are those of the vectors.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import mlx.core as mx
+
+SEED = 0
+
+
+def rotate(x: mx.array, width: int | None = None) -> mx.array:
+    """Rotate (..., dim), in float32; into more dimensions, (..., width), if there are to be more:
+    what is lost there later is spread over all of them."""
+    x = x.astype(mx.float32)
+    *rows, dim = x.shape
+    if width is not None and width > dim:
+        x = mx.concatenate([x, mx.zeros((*rows, width - dim))], axis=-1)
+    return _transform(x * _signs(x.shape[-1]))
+
+
+def rotate_back(x: mx.array, dim: int | None = None) -> mx.array:
+    """Undo `rotate`: (..., width) to (..., dim)."""
+    back = _transform(x) * _signs(x.shape[-1])
+    return back if dim is None else back[..., :dim]
+
+
+def _transform(x: mx.array) -> mx.array:
+    """Transform a head in parts of a power of two, as large as can be: its own inverse.
+
+    MLX also knows transforms of 12, 20 and 28 times a power of two, which are not symmetric.
+    """
+    *rows, dim = x.shape
+    size = dim & -dim
+    if size == dim:
+        return mx.hadamard_transform(x)
+    return mx.hadamard_transform(x.reshape(*rows, dim // size, size)).reshape(*rows, dim)
+
+
+@cache
+def _bits(dim: int) -> int:
+    return random.Random(f"penstock {SEED} {dim}").getrandbits(dim)
+
+
+def _signs(dim: int) -> mx.array:
+    # Made anew each time: an array belongs to the thread that has made it.
+    return mx.array([1.0 if _bits(dim) >> i & 1 else -1.0 for i in range(dim)])

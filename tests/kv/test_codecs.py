@@ -1,0 +1,263 @@
+"""Codecs: what they lose, what they take, and that they are read as what they stand for."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kv.codecs import Codec, parse_scheme
+from penstock.kv.codecs.base import pack, unpack
+from penstock.kv.codecs.rotation import rotate, rotate_back
+
+HEADS, TOKENS = 4, 256
+NAMES = (
+    *("affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "affine4g32"),
+    *("rot4", "rot8", "turbo2", "turbo2.5", "turbo3", "turbo3.5", "turbo4", "turbo5", "turbo6"),
+    *("turbo8", "turbo1c", "turbo2c", "turbo3c", "turbo4c", "kivi2", "kivi3", "kivi4", "kivi8"),
+)
+DIMS = (64, 80, 96, 128, 192, 256)
+
+
+def side(name: str, *, keys: bool = True) -> Codec:
+    scheme = parse_scheme(name)
+    found = scheme.keys if keys else scheme.values
+    assert found is not None
+    return found
+
+
+def holds(codec: Codec, dim: int) -> bool:
+    try:
+        codec.token_bits(dim)
+    except ValueError:
+        return False
+    return True
+
+
+def normal(*shape: int, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def off(found: mx.array, wanted: mx.array) -> float:
+    return float(mx.abs(found - wanted).max())
+
+
+CASES = [
+    pytest.param(side(name, keys=keys), dim, id=f"{name}-{'keys' if keys else 'values'}-{dim}")
+    for name in NAMES
+    for keys in (True, False)
+    for dim in DIMS
+    if holds(side(name, keys=keys), dim)
+]
+
+
+@pytest.mark.parametrize(("codec", "dim"), CASES)
+def test_it_takes_what_the_formula_says_and_is_read_as_what_it_stands_for(
+    codec: Codec, dim: int
+) -> None:
+    x = normal(1, HEADS, TOKENS, dim)
+    coded = codec.encode(x)
+    assert 8 * coded.nbytes == codec.token_bits(dim) * HEADS * TOKENS
+    assert coded.tokens == TOKENS
+    wide = coded.widen()
+    assert wide.shape == x.shape
+    assert wide.dtype == mx.float32
+    queries = normal(HEADS, 3, dim, seed=1)
+    assert off(coded.score(queries), queries @ wide[0].swapaxes(-1, -2)) < 2e-4
+    weights = mx.softmax(normal(HEADS, 3, TOKENS, seed=2), axis=-1)
+    assert off(coded.mix(weights), weights @ wide[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("codec", "dim"), [case for case in CASES if "128" in str(case.id)])
+def test_every_way_encodes_a_vector_to_the_same_bits(codec: Codec, dim: int) -> None:
+    """In a block, with other sequences, alone, or behind others: what was restored fits."""
+    x = normal(3, HEADS, TOKENS, dim)
+    together = codec.encode(x)
+    span = codec.span
+    for row in range(3):
+        alone = codec.encode(x[row : row + 1])
+        for part, own in zip(together.parts, alone.parts, strict=True):
+            assert mx.array_equal(part[row : row + 1], own)
+    one = codec.encode(x[:1, :, span : 2 * span])
+    cut = codec.encode(x[:1]).take(span, 2 * span)
+    whole = codec.encode(x[:1]).take(0, span).join(cut, codec.encode(x[:1]).take(2 * span, TOKENS))
+    for piece, again in zip(one.parts, cut.parts, strict=True):
+        assert mx.array_equal(piece, again)
+    for piece, again in zip(whole.parts, codec.encode(x[:1]).parts, strict=True):
+        assert mx.array_equal(piece, again)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("turbo1c", 0.3634), ("turbo2c", 0.1175), ("turbo3c", 0.03454), ("turbo4c", 0.009497)],
+)
+@pytest.mark.parametrize("dim", [128, 256])
+def test_the_codebook_loses_what_theory_says(name: str, least: float, dim: int) -> None:
+    """Of normal numbers; a vector's own length is known besides, which is one number of `dim`."""
+    x = normal(1, 16, 4_096, dim)
+    lost = x - side(name, keys=False).encode(x).widen()
+    error = float((lost * lost).sum() / (x * x).sum())
+    assert 0.96 * least * (1 - 2 / dim) <= error <= 1.02 * least
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("turbo2", 0.119), ("turbo3", 0.0375), ("turbo4", 0.0116), ("turbo8", 9e-5)]
+)
+def test_the_even_grid_loses_little_more(name: str, most: float) -> None:
+    x = normal(1, 16, 1_024, 128)
+    lost = x - side(name, keys=False).encode(x).widen()
+    assert float((lost * lost).sum() / (x * x).sum()) < most
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("turbo")])
+def test_products_of_keys_with_themselves_are_right(name: str) -> None:
+    x = normal(1, 16, 1_024, 128)
+    wide = side(name).encode(x).widen()
+    along = (x * wide).sum(axis=-1) / (x * x).sum(axis=-1)
+    assert abs(float(along.mean()) - 1) < 0.002
+    assert off(along, mx.ones(along.shape)) < 0.01
+
+
+@pytest.mark.parametrize("name", ["turbo3", "turbo2.5", "turbo3c", "kivi4", "rot4"])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_is_encoded_as_its_numbers(name: str, dtype: mx.Dtype) -> None:
+    x = normal(1, HEADS, TOKENS, 64).astype(dtype)
+    for part, same in zip(
+        side(name).encode(x).parts, side(name).encode(x.astype(mx.float32)).parts, strict=True
+    ):
+        assert mx.array_equal(part, same)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_stay_zeros(name: str) -> None:
+    for keys in (True, False):
+        coded = side(name, keys=keys).encode(mx.zeros((1, HEADS, TOKENS, 64)))
+        assert coded.is_finite()
+        assert off(coded.widen(), mx.zeros((1, HEADS, TOKENS, 64))) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_too_large_for_a_scale_is_seen(name: str) -> None:
+    x = normal(1, HEADS, TOKENS, 64)
+    assert side(name).encode(x).is_finite()
+    x[0, 1, 2, 3] = 1e7
+    assert not side(name).encode(x).is_finite()
+
+
+def test_spans_are_not_cut() -> None:
+    coded = side("kivi4").encode(normal(1, HEADS, TOKENS, 64))
+    with pytest.raises(ValueError, match="cut every 64 tokens"):
+        coded.take(0, 65)
+    with pytest.raises(ValueError, match="encodes 64 tokens together, not 65"):
+        side("kivi4").encode(normal(1, HEADS, 65, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "words"),
+    [
+        ("affine4", 80, "no group does"),
+        ("affine4", 96, "put g32 behind it"),
+        ("turbo2.5", 96, "not a multiple of 64"),
+        ("kivi4", 81, "no whole bits"),
+    ],
+)
+def test_heads_that_cannot_be_held_so_are_refused_with_the_reason(
+    name: str, dim: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        side(name).token_bits(dim)
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "ratio"),
+    [
+        ("raw", "raw", 1.0),
+        ("4", "affine4", 3.556),
+        ("8", "affine8", 1.882),
+        ("affine4g32", "affine4g32", 3.2),
+        ("k8v4", "rot8/rot4", 2.462),
+        ("K4V2", "rot4/rot2", 4.571),
+        ("kivi4", "kivi4", 3.556),
+        ("kivi5/turbo3.5", "kivi5/turbo3.5", 3.507),
+        ("turbo4", "turbo4", 3.879),
+        ("turbo2.5", "turbo2.5", 6.095),
+        ("raw/affine4", "raw/affine4", 1.561),
+    ],
+)
+def test_names(text: str, name: str, ratio: float) -> None:
+    scheme = parse_scheme(text)
+    assert scheme.name == name
+    assert scheme.ratio(128, 128) == pytest.approx(ratio, abs=1e-3)
+    assert parse_scheme(name) == scheme
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "affine7",
+        "7",
+        "turbo7",
+        "turbo9",
+        "turbo5c",
+        "turbo4.5c",
+        "kivi7",
+        "k7v4",
+        "q4",
+        "a/b/c",
+    ],
+)
+def test_other_names_are_refused_with_those_there_are(text: str) -> None:
+    with pytest.raises(ValueError, match="there are raw; affine2"):
+        parse_scheme(text)
+
+
+def test_values_are_not_held_by_channel() -> None:
+    with pytest.raises(ValueError, match="for keys"):
+        parse_scheme("affine4/kivi4")
+
+
+# ---- parts
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None)
+def test_codes_come_back(bits: int, groups: int, seed: int) -> None:
+    codes = mx.random.randint(0, 2**bits, (3, 32 * groups), key=mx.random.key(seed))
+    packed = pack(codes, bits)
+    assert packed.shape == (3, bits * groups)
+    assert mx.array_equal(unpack(packed, bits), codes.astype(mx.uint32))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_codes_are_packed_as_mlx_packs_them(bits: int) -> None:
+    codes = mx.random.randint(0, 2**bits, (5, 128), key=mx.random.key(bits))
+    ones, zeros = mx.ones((5, 2)), mx.zeros((5, 2))
+    read = mx.dequantize(pack(codes, bits), ones, zeros, group_size=64, bits=bits)
+    assert mx.array_equal(read, codes.astype(mx.float32))
+
+
+@pytest.mark.parametrize("dim", [*DIMS, 32, 48, 112, 576])
+def test_a_rotation_keeps_products_and_is_undone(dim: int) -> None:
+    x, y = normal(5, dim), normal(7, dim, seed=1)
+    for width in (dim, -(-dim // 32) * 32):
+        turned = rotate(x, width)
+        assert turned.shape == (5, width)
+        assert off(turned @ rotate(y, width).T, x @ y.T) < 1e-4
+        assert off(rotate_back(turned, dim), x) < 1e-5
+
+
+def test_a_rotation_spreads_what_is_large() -> None:
+    x = normal(100, 128)
+    x[:, 3] *= 30
+    assert float(mx.abs(rotate(x)).max()) < 0.3 * float(mx.abs(x).max())
+
+
+def test_a_rotation_is_the_same_in_every_process() -> None:
+    """Blocks on a disk are read by others: the signs are part of the format."""
+    found = [round(float(number), 5) for number in rotate(mx.arange(32.0)[None])[0, :4]]
+    assert found == [-7.07107, -9.8995, -7.07107, 24.04163]
