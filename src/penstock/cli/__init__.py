@@ -9,7 +9,19 @@ import typer
 from typer.main import get_command
 
 from penstock import __version__
-from penstock.cli import agents, bench, cache, chat, doctor, generate, plan, serve, top, verify
+from penstock.cli import (
+    agents,
+    bench,
+    cache,
+    chat,
+    doctor,
+    generate,
+    kv_cache,
+    plan,
+    serve,
+    top,
+    verify,
+)
 from penstock.errors import PenstockError
 
 # Plain help: it is the same in a pipe, in a narrow terminal and in docs/cli.md.
@@ -27,6 +39,7 @@ app.command()(top.top)
 app.command()(verify.verify)
 app.command()(plan.plan)
 app.add_typer(bench.app, name="bench", no_args_is_help=False)  # a refusal is one line
+app.command()(kv_cache.bench_kv_cache)
 app.add_typer(cache.app, name="cache", no_args_is_help=False)
 app.command()(doctor.doctor)
 

@@ -17,14 +17,16 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import llama
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from mlx_lm.models.cache import (
     LRUPromptCache,
+    QuantizedKVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
 )
 
-__all__ = ["Batched", "Solo", "random_llama"]
+__all__ = ["Batched", "QuantizedSides", "Solo", "random_llama"]
 
 PREFILL_STEP_TOKENS = 2_048
 """Tokens of a prompt that mlx-lm reads at once: the default of its server."""
@@ -241,3 +243,48 @@ class Solo(_Rival):
     def close(self) -> None:
         """Stop generating."""
         self.give_up()
+
+
+class QuantizedSides:
+    """One layer of one sequence in mlx-lm's `QuantizedKVCache`, groups of 64, filled at once.
+
+    Args:
+        keys: (1, heads, tokens, dim).
+        values: the same.
+        bits: of a number.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, *, bits: int) -> None:
+        self._cache = QuantizedKVCache(group_size=64, bits=bits)
+        self._dtype = keys.dtype
+        self._sides = self._cache.update_and_fetch(keys, values)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What it holds."""
+        return [part for side in (self._cache.keys, self._cache.values) for part in side]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of that."""
+        return sum(part.nbytes for part in self.arrays)
+
+    def widen(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values as they are read."""
+        (keys, *of_keys), (values, *of_values) = self._sides
+        return self._wide(keys, *of_keys), self._wide(values, *of_values)
+
+    def _wide(self, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        return mx.dequantize(codes, scales, biases, group_size=64, bits=self._cache.bits)
+
+    def attend(self, queries: mx.array) -> mx.array:
+        """Let queries (heads, m, dim), already scaled, read it: (heads, m, dim)."""
+        found: mx.array = quantized_scaled_dot_product_attention(
+            queries[None].astype(self._dtype),
+            *self._sides,
+            scale=1.0,
+            mask=None,
+            group_size=64,
+            bits=self._cache.bits,
+        )
+        return found[0]

@@ -1,0 +1,414 @@
+"""`penstock bench-kv-cache`: what every codec takes, loses and costs, side by side.
+
+Numbers are drawn as a model's might be: normal ones, keys with a few large channels, keys with a
+constant that RoPE turns; or they are a model's own. What is lost in attention is told by queries
+that look for one token each: a key of the sequence and noise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.bench.report import environment
+from penstock.errors import SettingError
+from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
+from penstock.models.mlx_lm import encode, load, plain_caches
+from penstock.models.rivals import QuantizedSides
+from penstock.recall import dialogue
+
+CODECS = (
+    *("raw", "affine8", "rot8", "turbo8", "k8v4", "affine4", "rot4", "kivi4", "turbo4", "turbo4c"),
+    *("kivi4/turbo4", "kivi5/turbo3.5", "turbo3.5", "affine3", "turbo3", "turbo3c"),
+    *("kivi4/turbo3", "kivi4/turbo2", "turbo2.5", "affine2", "kivi2", "turbo2", "turbo2c"),
+)
+RIVAL_BITS = (8, 4)
+"""Of mlx-lm's `QuantizedKVCache`, in groups of 64."""
+QUERIES = 32
+"""That look for a token, a head."""
+ROPE_BASE = 10_000.0
+OUTLIERS = (10.0, 20.0)
+"""How many times as large as others the channels are, from the first to the last."""
+BIAS = (30.0, 100.0)
+TEXT_TOKENS = 1_000
+"""Of one dialogue that a model reads."""
+DATA = ("gauss", "outliers", "biased")
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is held: layers, heads, numbers of a head, tokens; and in what type a raw cache is."""
+
+    layers: int = 32
+    heads: int = 8
+    head_dim: int = 128
+    seq_len: int = 512
+    dtype: str = "float16"
+    rounds: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """One layer's numbers, (1, heads, tokens, dim), and the queries that are asked of it, float32
+    (heads, QUERIES, dim)."""
+
+    keys: mx.array
+    values: mx.array
+    queries: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one way of holding a cache takes, loses and costs; errors are of all layers together,
+    times of one pass over all layers, medians."""
+
+    name: str
+    nbytes: int
+    ratio: float
+    """Raw bytes in the stated type, over these."""
+    bits: float
+    """For each number, all parts together."""
+    relative_mse_keys: float
+    relative_mse_values: float
+    mean_error: float
+    """Absolute, of keys and values."""
+    max_error: float
+    kl: float
+    """Of the attention weights, in nats, a query."""
+    top_1: float
+    """How often the largest weight is the same token's."""
+    output_error: float
+    """Of attention's output, absolute, mean."""
+    quantize_ms: float
+    dequantize_ms: float
+    attend_ms: float
+    """One query a head, with keys and values."""
+    peak_bytes: int
+    """Above what was there, while one layer after the other is quantised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The outcome."""
+
+    shape: Shape
+    data: str
+    rows: tuple[Row, ...]
+    refused: dict[str, str]
+    """Codecs that cannot hold heads of this size, and why."""
+
+    def as_object(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return {
+            "shape": asdict(self.shape),
+            "data": self.data,
+            "baseline": self.shape.dtype,
+            "rows": [asdict(row) for row in self.rows],
+            "refused": self.refused,
+            "environment": environment(self.shape.dtype),
+        }
+
+
+def draw(shape: Shape, data: str, layer: int) -> Sides:
+    """Draw one layer's numbers.
+
+    gauss: normal. outliers: and four channels of the keys 10 to 20 times as large. biased: and a
+    constant of 30 to 100 in four pairs of channels in the middle of RoPE's frequencies, turned as
+    RoPE turns it. Queries look for what a key is beyond its constant.
+
+    Raises:
+        ValueError: `data` is none of these.
+    """
+    if data not in DATA:
+        raise ValueError(f"{data!r} is none of {', '.join(DATA)}")
+    seeds = mx.random.split(mx.random.key(layer), 4)
+    size = (1, shape.heads, shape.seq_len, shape.head_dim)
+    keys, values = mx.random.normal(size, key=seeds[0]), mx.random.normal(size, key=seeds[1])
+    if data == "outliers":
+        at = [(7 + 31 * i) % shape.head_dim for i in range(4)]
+        large = mx.ones((shape.head_dim,))
+        for number, channel in enumerate(at):
+            large[channel] = OUTLIERS[0] + number * (OUTLIERS[1] - OUTLIERS[0]) / 3
+        keys = keys * large
+    wanted = mx.random.randint(0, shape.seq_len, (shape.heads, QUERIES), key=seeds[2])
+    found = mx.take_along_axis(keys[0], wanted[..., None], axis=1)
+    scale = mx.sqrt(mx.mean(keys[0] ** 2, axis=(0, 1)))  # what is large everywhere tells nothing
+    noise = mx.random.normal(found.shape, key=seeds[3])
+    queries = found / scale**2 + noise / scale
+    if data == "biased":
+        keys = keys + _turned_bias(shape)
+    dtype = DTYPES[shape.dtype]
+    sides = Sides(keys.astype(dtype), values.astype(dtype), queries)
+    mx.eval(sides.keys, sides.values, sides.queries)
+    return sides
+
+
+def _turned_bias(shape: Shape) -> mx.array:
+    """Return what a constant of the keys is at every position: (tokens, dim)."""
+    half = shape.head_dim // 2
+    pairs = list(range(half // 2 - 2, half // 2 + 2))
+    bias = mx.zeros((shape.head_dim,))
+    for number, pair in enumerate(pairs):
+        size = BIAS[0] + number * (BIAS[1] - BIAS[0]) / (len(pairs) - 1)
+        bias[pair] = size * (-1) ** number
+    angles = mx.arange(shape.seq_len)[:, None] * ROPE_BASE ** (-mx.arange(half) / half)
+    first, second = bias[:half], bias[half:]
+    return mx.concatenate(
+        [
+            first * mx.cos(angles) - second * mx.sin(angles),
+            first * mx.sin(angles) + second * mx.cos(angles),
+        ],
+        axis=-1,
+    )
+
+
+def of_model(model: Path, tokens: int, dtype: str) -> tuple[Shape, list[Sides]]:
+    """Take what a model computes for a text of so many tokens; queries are drawn as in `draw`.
+
+    Raises:
+        SettingError: its layers do not all hold keys and values of the same shape.
+        ModelError: it cannot be loaded.
+    """
+    loaded, tokenizer = load(model)
+    caches = plain_caches(loaded)
+    loaded(mx.array([_text(tokenizer, tokens)]), cache=caches)
+    states = [getattr(cache, "state", None) for cache in caches]
+    sides = [state[:2] for state in states if state is not None and len(state) >= 2]
+    shapes = {tuple(side.shape[1::2]) for both in sides for side in both}
+    if len(sides) != len(caches) or len(shapes) != 1:
+        raise SettingError(
+            f"{model}: layers of several kinds cannot be set side by side; the caches are "
+            f"{', '.join(sorted({type(cache).__name__ for cache in caches}))}"
+        )
+    layers = [
+        _layer(keys[:, :, :tokens], values[:, :, :tokens], number, DTYPES[dtype])
+        for number, (keys, values) in enumerate(sides)
+    ]
+    heads, dim = shapes.pop()
+    return Shape(len(layers), heads, dim, tokens, dtype), layers
+
+
+def _layer(keys: mx.array, values: mx.array, number: int, dtype: mx.Dtype) -> Sides:
+    heads, tokens, _ = keys.shape[1:]
+    wide = keys[0].astype(mx.float32)
+    middle = mx.mean(wide, axis=1, keepdims=True)
+    scale = mx.sqrt(mx.mean((wide - middle) ** 2, axis=1, keepdims=True)) + 1e-6
+    seeds = mx.random.split(mx.random.key(number), 2)
+    wanted = mx.random.randint(0, tokens, (heads, QUERIES), key=seeds[0])
+    found = mx.take_along_axis(wide - middle, wanted[..., None], axis=1)
+    queries = found / scale**2 + mx.random.normal(found.shape, key=seeds[1]) / scale
+    sides = Sides(keys.astype(dtype), values.astype(dtype), queries)
+    mx.eval(sides.keys, sides.values, sides.queries)
+    return sides
+
+
+def _text(tokenizer: Any, tokens: int) -> list[int]:
+    """Return the first tokens of dialogues."""
+    found: list[int] = []
+    while len(found) < tokens:
+        told = dialogue(len(found), tokens=TEXT_TOKENS)
+        found += encode(tokenizer, "\n".join(each["content"] for each in told.messages))
+    return found[:tokens]
+
+
+# ---- ways of holding a cache
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One layer, held: how it is read and widened again."""
+
+    nbytes: int
+    widen: Callable[[], tuple[mx.array, mx.array]]
+    attend: Callable[[mx.array], mx.array]
+    """Queries (heads, 1, dim), scaled: (heads, 1, dim)."""
+    arrays: list[mx.array]
+
+
+Hold = Callable[[Sides], Held]
+
+
+def ours(scheme: Scheme) -> Hold:
+    """Hold layers as a scheme says."""
+
+    def hold(sides: Sides) -> Held:
+        keys, values = _coded(scheme.keys, sides.keys), _coded(scheme.values, sides.values)
+        parts = [part for side in (keys, values) for part in _parts(side)]
+
+        def attend(queries: mx.array) -> mx.array:
+            scores = keys.score(queries) if isinstance(keys, Coded) else _products(queries, keys)
+            weights = mx.softmax(scores.astype(mx.float32), axis=-1)
+            if isinstance(values, Coded):
+                return values.mix(weights)
+            return weights.astype(values.dtype) @ values[0]
+
+        def widen() -> tuple[mx.array, mx.array]:
+            wide = [side.widen() if isinstance(side, Coded) else side for side in (keys, values)]
+            return wide[0], wide[1]
+
+        return Held(sum(part.nbytes for part in parts), widen, attend, parts)
+
+    return hold
+
+
+def rival(bits: int) -> Hold:
+    """Hold layers as mlx-lm's `QuantizedKVCache` does, with its own attention."""
+
+    def hold(sides: Sides) -> Held:
+        held = QuantizedSides(sides.keys, sides.values, bits=bits)
+        return Held(held.nbytes, held.widen, held.attend, held.arrays)
+
+    return hold
+
+
+def _coded(codec: Codec | None, side: mx.array) -> Coded | mx.array:
+    # Evaluated, a copy: what a cache holds is no view of what was computed.
+    return side + 0 if codec is None else codec.encode(side)
+
+
+def _parts(side: Coded | mx.array) -> list[mx.array]:
+    return list(side.parts) if isinstance(side, Coded) else [side]
+
+
+def _products(queries: mx.array, keys: mx.array) -> mx.array:
+    return queries.astype(keys.dtype) @ keys[0].swapaxes(-1, -2)
+
+
+# ---- measuring
+
+
+def measure(
+    shape: Shape,
+    data: str,
+    codecs: Sequence[str],
+    layers: Sequence[Sides] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Table:
+    """Hold the same numbers in every way, one after the other.
+
+    Args:
+        shape: of the cache.
+        data: what is drawn, or the name of the model.
+        codecs: names; see `parse_scheme`.
+        layers: the model's own numbers.
+        progress: is told what is measured now.
+
+    Raises:
+        ValueError: a codec or data of this name does not exist.
+        SettingError: the tokens cannot be encoded together as a codec needs them.
+    """
+    schemes = [parse_scheme(name) for name in codecs]
+    refused, ways = {}, dict[str, Hold]()
+    for scheme in schemes:
+        try:
+            scheme.token_bits(shape.head_dim, shape.head_dim, 16)
+        except ValueError as error:
+            refused[scheme.name] = str(error)
+        else:
+            ways[scheme.name] = ours(scheme)
+    spans = [codec.span for s in schemes for codec in (s.keys, s.values) if codec is not None]
+    if layers is None:
+        layers = [draw(shape, data, layer) for layer in range(shape.layers)]
+    whole = math.lcm(*spans, 1)
+    if shape.seq_len % whole:
+        raise SettingError(
+            f"{shape.seq_len} tokens are not a multiple of {whole}, which one of these codecs "
+            f"encodes together"
+        )
+    if shape.head_dim % 64 == 0:
+        ways |= {f"mlx-lm {bits}": rival(bits) for bits in RIVAL_BITS}
+    rows = []
+    for name, hold in ways.items():
+        progress(name)
+        rows.append(_row(name, hold, shape, layers))
+    return Table(shape, data, tuple(rows), refused)
+
+
+def _row(name: str, hold: Hold, shape: Shape, layers: Sequence[Sides]) -> Row:
+    held, peak, quantize = _filled(hold, layers, shape.rounds)
+    nbytes = sum(each.nbytes for each in held)
+    numbers = 2 * len(layers) * layers[0].keys.size
+    errors = [_errors(each, sides) for each, sides in zip(held, layers, strict=True)]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(each[key] for each in errors)
+
+    one = [sides.queries[:, :1] / math.sqrt(shape.head_dim) for sides in layers]
+    mx.eval(one)
+    return Row(
+        name=name,
+        nbytes=nbytes,
+        ratio=round(numbers * DTYPES[shape.dtype].size / nbytes, 3),
+        bits=round(8 * nbytes / numbers, 3),
+        relative_mse_keys=mean("mse_keys"),
+        relative_mse_values=mean("mse_values"),
+        mean_error=mean("mean"),
+        max_error=max(each["max"] for each in errors),
+        kl=mean("kl"),
+        top_1=mean("top_1"),
+        output_error=mean("output"),
+        quantize_ms=quantize,
+        dequantize_ms=_median_ms([each.widen for each in held], shape.rounds),
+        attend_ms=_median_ms(
+            [partial(each.attend, q) for each, q in zip(held, one, strict=True)], shape.rounds
+        ),
+        peak_bytes=peak,
+    )
+
+
+def _filled(hold: Hold, layers: Sequence[Sides], rounds: int) -> tuple[list[Held], int, float]:
+    """Hold all layers, one after the other; return them, the peak above what was there, and ms."""
+    seconds, held, peak = [], list[Held](), 0
+    for _ in range(rounds):
+        held.clear()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        for sides in layers:
+            held.append(hold(sides))
+            mx.eval(held[-1].arrays)
+        seconds.append(time.perf_counter() - began)
+        peak = mx.get_peak_memory() - before
+    return held, peak, 1e3 * statistics.median(seconds)
+
+
+def _median_ms(layers: Sequence[Callable[[], Any]], rounds: int) -> float:
+    seconds = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        for layer in layers:
+            mx.eval(layer())
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(seconds[1:])
+
+
+def _errors(held: Held, sides: Sides) -> dict[str, float]:
+    wide = [side.astype(mx.float32) for side in (sides.keys, sides.values)]
+    read = [side.astype(mx.float32) for side in held.widen()]
+    lost = [mx.abs(a - b) for a, b in zip(wide, read, strict=True)]
+    queries = sides.queries / math.sqrt(sides.queries.shape[-1])
+    right, found = (
+        mx.softmax(queries @ keys[0].swapaxes(-1, -2), axis=-1) for keys in (wide[0], read[0])
+    )
+    logs = [mx.log(mx.maximum(weights, 1e-30)) for weights in (right, found)]
+    outputs = right @ wide[1][0] - found @ read[1][0]
+    figures = {
+        "mse_keys": (lost[0] ** 2).sum() / (wide[0] ** 2).sum(),
+        "mse_values": (lost[1] ** 2).sum() / (wide[1] ** 2).sum(),
+        "mean": (lost[0].mean() + lost[1].mean()) / 2,
+        "max": mx.maximum(lost[0].max(), lost[1].max()),
+        "kl": (right * (logs[0] - logs[1])).sum(axis=-1).mean(),
+        "top_1": (mx.argmax(right, axis=-1) == mx.argmax(found, axis=-1)).mean(),
+        "output": mx.abs(outputs).mean(),
+    }
+    return {name: float(figure) for name, figure in figures.items()}
