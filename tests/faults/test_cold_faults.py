@@ -524,6 +524,36 @@ def test_a_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
     assert subprocess.run(command, stdout=-1, timeout=60).stdout == b"done\n"
 
 
+def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad spot of a disk: what lies there is given up, and all else is read again."""
+    bad = files(folder)[3].stat()
+    real = os.preadv
+
+    def preadv(descriptor: int, *rest: Any) -> int:
+        found = os.fstat(descriptor)
+        if (found.st_ino, found.st_mtime_ns) == (bad.st_ino, bad.st_mtime_ns):
+            raise OSError(errno.EIO, "a bad spot")
+        return real(descriptor, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with running(folder) as core:
+        assert_right(core)
+        assert ssd(core).faults == 1
+        for _ in range(2):
+            core.prefixes.clear()
+            until = time.monotonic() + SOON
+            while ssd(core).off is not None:
+                assert core.cold is not None
+                core.cold.tier.held([b"anything"]).result(SOON)
+                assert time.monotonic() < until
+            assert_right(core)
+        assert ssd(core).faults == 1
+        assert core.stats().restored_tokens > 0
+    assert len(files(folder)) >= BLOCKS
+
+
 @pytest.mark.parametrize("name", ["preadv", "fsync", "open"])
 def test_a_disk_that_fails_now_and_then(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch

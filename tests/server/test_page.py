@@ -270,10 +270,11 @@ def test_light_or_dark_is_a_choice(browser: Any, server: Running) -> None:
 
 
 @pytest.mark.skipif("PENSTOCK_SCREENSHOT" not in os.environ, reason="takes a minute")
-def test_picture_for_the_docs(browser: Any, shots: Path) -> None:
+def test_picture_for_the_docs(browser: Any, shots: Path, tmp_path: Path) -> None:
     """Agents at work that share prompts, more than fits, and somebody who chats meanwhile."""
     still = {"reduced_motion": "reduce", "viewport": {"width": 1440, "height": 1150}}
-    with serving(engine={"memory_limit": "90MB"}) as running, _agents(running):
+    engine = {"memory_limit": "90MB", "ssd_cache_dir": tmp_path, "ssd_cache_limit": "1GB"}
+    with serving(engine=engine) as running, _agents(running):
         for scheme, seconds in (("light", 48), ("dark", 3)):
             with opened(browser, running.url, **still, color_scheme=scheme) as page:
                 page.wait_for_timeout(seconds * 1_000)

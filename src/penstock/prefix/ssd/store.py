@@ -18,7 +18,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from penstock.prefix.ssd.index import (
     new_writer,
 )
 from penstock.prefix.ssd.limits import payload_bytes
+from penstock.prefix.ssd.readers import Readers
 from penstock.prefix.ssd.record import (
     FORMAT,
     MOST_DEPTH,
@@ -59,6 +60,8 @@ FLOOR_BYTES = 1_000_000_000
 """Free bytes of the disk that are never gone below."""
 READERS = 2
 """Files that are read at the same time: to read and to hash takes a core longer than most disks."""
+READ_SECONDS = 10.0
+"""How long a store that is closed waits for files that are being read."""
 SUFFIX = ".safetensors"
 LOCK_LOOK_SECONDS = 0.02
 
@@ -128,7 +131,7 @@ class SSDStore:
         self._writer = Writer()
         self.index = self._open_index()
         self._owner = new_writer()
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="penstock-ssd-read")
+        self._readers = Readers(READERS, "penstock-ssd-read")
 
     # ---- questions
 
@@ -353,7 +356,7 @@ class SSDStore:
                 self._remove_index(error)
 
     def _end(self) -> None:
-        self._readers.shutdown()
+        self._readers.close(READ_SECONDS)
         self.index.close()
         end_writer(self._owner)
 
@@ -434,7 +437,11 @@ class SSDStore:
             return os.fstat(file).st_size
 
     def _is_whole(self, key: bytes, read: Future[int]) -> bool:
-        """Tell whether a block was read; one that is damaged or gone is a miss, and removed."""
+        """Tell whether a block was read; one that is damaged or gone is a miss, and removed.
+
+        Raises:
+            OSError: the disk fails; a block that it could not read is removed, too.
+        """
         try:
             nbytes = read.result()
         except (OSError, Damaged) as error:
@@ -445,6 +452,9 @@ class SSDStore:
             elif isinstance(error, Damaged):
                 self.counts.damaged_blocks += 1
             else:
+                if error.errno == errno.EIO:  # of a file that cannot be read, once is enough
+                    with suppress(OSError, sqlite3.Error):
+                        self._forget([key])
                 raise OSError(*error.args) from None
             self._forget([key])
             return False
