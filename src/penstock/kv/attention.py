@@ -21,9 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import log2
+from typing import TypeAlias
 
 import mlx.core as mx
 
+from penstock.kv.codecs.base import Coded
+
+Held: TypeAlias = "mx.array | Coded"
+"""Keys or values of consecutive columns of one sequence: (kv_heads, n, dim), or coded."""
 LOG2_E = log2(2.718281828459045)
 MASKED = -1e30
 """The score of a column that is not seen; finite, so that no difference of two is NaN."""
@@ -155,47 +160,66 @@ def _largest(scores: mx.array) -> mx.array:
     return mx.max(scores, axis=-1, keepdims=True)
 
 
-def score(stacked: mx.array, parts: Sequence[mx.array]) -> mx.array:
+def score(stacked: mx.array, parts: Sequence[Held]) -> mx.array:
     """Score queries (..., m, d) against keys (..., n_i, d): (..., m, sum n_i), float32, base 2.
 
     In half precision the matrix product is the last that is rounded; the softmax is not.
     """
-    products = [stacked @ keys.swapaxes(-1, -2) for keys in parts]
+    products = [
+        keys.score(stacked) if isinstance(keys, Coded) else stacked @ keys.swapaxes(-1, -2)
+        for keys in parts
+    ]
+    if len({product.dtype for product in products}) > 1:
+        products = [product.astype(mx.float32) for product in products]
     scores = products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
-    return scores if scores.dtype == mx.float32 else scores.astype(mx.float32) * LOG2_E
+    if scores.dtype != mx.float32:
+        scores = scores.astype(mx.float32)
+    return scores if stacked.dtype == mx.float32 else scores * LOG2_E
 
 
-def mix(weights: mx.array, total: mx.array, parts: Sequence[mx.array]) -> mx.array:
+def mix(weights: mx.array, total: mx.array, parts: Sequence[Held]) -> mx.array:
     """Mix values (..., n_i, d) by float32 weights (..., m, sum n_i): (..., m, d), float32.
 
     total: the weights' sums. Weights of float16 values are divided by them for the product,
     which would overflow otherwise.
     """
-    dtype = parts[0].dtype
-    if dtype == mx.float32:
-        return _mix(weights, parts)
-    if dtype == mx.float16:
-        return _mix((weights / total).astype(dtype), parts).astype(mx.float32) * total
-    return _mix(weights.astype(dtype), parts).astype(mx.float32)
-
-
-def _mix(weights: mx.array, parts: Sequence[mx.array]) -> mx.array:
-    if len(parts) == 1:
-        return weights @ parts[0]
     mixed, start = None, 0
+    whole = len(parts) == 1
     for values in parts:
-        stop = start + values.shape[-2]
-        some = weights[..., start:stop] @ values
-        mixed = some if mixed is None else mixed + some
+        stop = start + _columns(values)
+        some = weights if whole else weights[..., start:stop]
+        found = _mix(some, total, values)
+        mixed = found if mixed is None else mixed + found
         start = stop
     assert mixed is not None
     return mixed
 
 
+def _columns(side: Held) -> int:
+    return side.tokens if isinstance(side, Coded) else side.shape[-2]
+
+
+def _mix(weights: mx.array, total: mx.array, values: Held) -> mx.array:
+    if isinstance(values, Coded):
+        return values.mix(weights).astype(mx.float32)
+    if values.dtype == mx.float32:
+        return weights @ values
+    if values.dtype == mx.float16:
+        return ((weights / total).astype(mx.float16) @ values).astype(mx.float32) * total
+    return (weights.astype(values.dtype) @ values).astype(mx.float32)
+
+
+def _heads(sides: Sequence[Held], start: int, stop: int) -> list[Held]:
+    return [
+        side.of_heads(start, stop) if isinstance(side, Coded) else side[start:stop]
+        for side in sides
+    ]
+
+
 def attend_parts(
     stacked: mx.array,
-    keys: Sequence[mx.array],
-    values: Sequence[mx.array],
+    keys: Sequence[Held],
+    values: Sequence[Held],
     seen: mx.array | None = None,
 ) -> Partial:
     """Let stacked queries (kv_heads, m, d) read consecutive parts, under one softmax.
@@ -203,19 +227,18 @@ def attend_parts(
     On the CPU much work is divided between two streams, by heads.
 
     Args:
-        keys: (kv_heads, n_i, d) each.
-        values: (kv_heads, n_i, value_dim) each.
+        keys: (kv_heads, n_i, d) each, or coded.
+        values: (kv_heads, n_i, value_dim) each, or coded.
         seen: booleans that broadcast to (kv_heads, m, sum n_i); None sees everything.
     """
     kv_heads, rows, _ = stacked.shape
-    count = kv_heads * rows * sum(side.shape[-2] for side in keys)
+    count = kv_heads * rows * sum(_columns(side) for side in keys)
     if kv_heads > 1 and count >= LANES_FROM and _has_lanes():
         half = kv_heads // 2
-        first = _attend(stacked[:half], [k[:half] for k in keys], [v[:half] for v in values], seen)
+        first = _attend(stacked[:half], _heads(keys, 0, half), _heads(values, 0, half), seen)
         with lane(1):
-            rest = _attend(
-                stacked[half:], [k[half:] for k in keys], [v[half:] for v in values], seen
-            )
+            others = _heads(keys, half, kv_heads), _heads(values, half, kv_heads)
+            rest = _attend(stacked[half:], *others, seen)
         return Partial(
             mx.concatenate([first.top, rest.top]),
             mx.concatenate([first.total, rest.total]),
@@ -226,8 +249,8 @@ def attend_parts(
 
 def _attend(
     stacked: mx.array,
-    keys: Sequence[mx.array],
-    values: Sequence[mx.array],
+    keys: Sequence[Held],
+    values: Sequence[Held],
     seen: mx.array | None,
 ) -> Partial:
     scores = score(stacked, keys)

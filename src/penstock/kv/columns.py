@@ -1,9 +1,9 @@
 """The token axis of what a layer holds: allocate, write, take, join.
 
 A *side* is what a cache holds for its keys, or for its values: one array (batch, kv_heads,
-columns, head_dim), or the (codes, scales, biases) triple of `mx.quantize`, each with the same
-first three axes. Every function here works on both, so that a cache is written once for all
-the ways of holding numbers.
+columns, head_dim), the (codes, scales, biases) triple of `mx.quantize`, each with the same first
+three axes, or what a codec made of them (`Coded`, in segments only). A cache is written once for
+all the ways of holding numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-Side: TypeAlias = "mx.array | tuple[mx.array, ...]"
+from penstock.kv.codecs.base import Coded
+
+Side: TypeAlias = "mx.array | tuple[mx.array, ...] | Coded"
 TOKEN_AXIS = 2
 
 
 def each(function: Callable[..., mx.array], *sides: Side) -> Side:
-    """Apply `function` to the array of each side, or part by part to their triples."""
-    if isinstance(sides[0], mx.array):
+    """Apply `function` to the array of each side, or part by part to what they consist of."""
+    first = sides[0]
+    if isinstance(first, mx.array):
         return function(*sides)
+    if isinstance(first, Coded):
+        runs = zip(*(arrays(side) for side in sides), strict=True)
+        return Coded(first.codec, tuple(function(*parts) for parts in runs), first.dim)
     return tuple(function(*parts) for parts in zip(*sides, strict=True))
 
 
@@ -31,7 +37,7 @@ def arrays(*sides: Side | None) -> list[mx.array]:
         if isinstance(side, mx.array):
             flat.append(side)
         elif side is not None:
-            flat.extend(side)
+            flat.extend(side.parts if isinstance(side, Coded) else side)
     return flat
 
 
@@ -39,6 +45,8 @@ def columns(side: Side | None) -> int:
     """Count the columns that a side has room for."""
     if side is None:
         return 0
+    if isinstance(side, Coded):
+        return side.tokens
     return (side if isinstance(side, mx.array) else side[0]).shape[TOKEN_AXIS]
 
 
@@ -51,6 +59,8 @@ def take(side: Side, start: int, stop: int) -> Side:
     """Return columns start..stop-1 as a view: O(1), and it keeps the whole buffer alive."""
     if isinstance(side, mx.array):
         return side[:, :, start:stop]  # a third quicker than side[..., start:stop, :]
+    if isinstance(side, Coded):
+        return side.take(start, stop)
     return tuple(part[:, :, start:stop] for part in side)
 
 

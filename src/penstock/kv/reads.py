@@ -17,7 +17,9 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.kv import attention
-from penstock.kv.attention import MASKED, Partial, Sight
+from penstock.kv.attention import MASKED, Held, Partial, Sight
+from penstock.kv.codecs.base import Coded
+from penstock.kv.columns import Side
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 
@@ -403,18 +405,36 @@ class DecodeReads(Reads):
         return Partial(rows_last(top), rows_last(total), rows_last(mixed))
 
 
-def _sides(pieces: Sequence[Piece], layer: int) -> tuple[list[mx.array], list[mx.array]]:
-    """Return keys and values of the pieces, (kv_heads, columns, dim) each."""
-    keys, values = [], []
-    for segment, start, stop in pieces:
-        k, v = segment.layers[layer]
-        assert isinstance(k, mx.array) and isinstance(v, mx.array)
-        # squeeze makes a view where an index of 0 would copy
-        if start > 0 or stop < k.shape[2]:
-            k, v = k[:, :, start:stop], v[:, :, start:stop]
-        keys.append(k.squeeze(0))
-        values.append(v.squeeze(0))
-    return keys, values
+def _sides(pieces: Sequence[Piece], layer: int) -> tuple[list[Held], list[Held]]:
+    """Return keys and values of the pieces, (kv_heads, columns, dim) each, or coded."""
+    sides = [
+        tuple(_held(side, start, stop) for side in segment.layers[layer])
+        for segment, start, stop in pieces
+    ]
+    return [keys for keys, _ in sides], [values for _, values in sides]
+
+
+def _held(side: Side, start: int, stop: int) -> Held:
+    """Return columns of a segment's side as attention reads them."""
+    if isinstance(side, Coded):
+        if start == 0 and stop == side.tokens:
+            return side
+        span = side.codec.span
+        if start % span == 0 and stop % span == 0:
+            return side.take(start, stop)
+        first, last = start // span * span, -(-stop // span) * span
+        return side.take(first, last).widen().squeeze(0)[:, start - first : stop - first]
+    assert isinstance(side, mx.array)
+    # squeeze makes a view where an index of 0 would copy
+    whole = start == 0 and stop == side.shape[2]
+    return (side if whole else side[:, :, start:stop]).squeeze(0)
+
+
+def _wide(sides: Sequence[Held], dtype: mx.Dtype) -> list[mx.array]:
+    """Return what is held as arrays (1, kv_heads, columns, dim)."""
+    return [
+        (side.widen() if isinstance(side, Coded) else side[None]).astype(dtype) for side in sides
+    ]
 
 
 def _seen_alone(units: Sequence[Unit], layout: Layout, tail: int) -> mx.array | None:
@@ -532,8 +552,8 @@ def join_parts(
     spans.append((behind, behind + keys.shape[2]))
     before = _sides(pieces, layer)
     return (
-        mx.concatenate([*(side[None] for side in before[0]), keys], axis=2),
-        mx.concatenate([*(side[None] for side in before[1]), values], axis=2),
+        mx.concatenate([*_wide(before[0], keys.dtype), keys], axis=2),
+        mx.concatenate([*_wide(before[1], values.dtype), values], axis=2),
         _positions(spans),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,8 +10,11 @@ import mlx.core as mx
 
 from penstock.kv import columns as col
 from penstock.kv.base import LayerCache
+from penstock.kv.codecs import Codec, Coded, Scheme
 from penstock.kv.columns import Side
 
+PIECE_TOKENS = 256
+"""Encoded at a time: most codecs take some times the bytes of what they encode."""
 Layer: TypeAlias = tuple[Side, Side]
 """Keys and values of one layer."""
 
@@ -51,6 +54,34 @@ class Segment:
         """Bytes it holds."""
         return sum(col.nbytes(*layer) for layer in self.layers)
 
+    def encoded(self, scheme: Scheme, raw_layers: Collection[int] = ()) -> Segment:
+        """Return it held as a scheme says, some tokens of one side at a time; evaluated.
+
+        A side that is coded already, or has numbers too large for a codec's scales, stays as it
+        is, and is shared with this segment.
+
+        Args:
+            scheme: of keys and values.
+            raw_layers: numbers of layers that stay as they are.
+
+        Raises:
+            ValueError: the tokens, or the size of a head, do not fit a codec.
+        """
+
+        def held(side: Side, codec: Codec | None) -> Side:
+            if codec is None or not isinstance(side, mx.array):
+                return side
+            return _encoded(side, codec) or side
+
+        return Segment(
+            tuple(
+                (keys, values)
+                if number in raw_layers
+                else (held(keys, scheme.keys), held(values, scheme.values))
+                for number, (keys, values) in enumerate(self.layers)
+            )
+        )
+
     def is_finite(self) -> bool:
         """Tell whether every number is one; whoever shares one that is not, even unseen, gets
         none either: weights of 0 x infinity.
@@ -76,6 +107,21 @@ class Segment:
             (col.join(*(keys for keys, _ in layer)), col.join(*(values for _, values in layer)))
             for layer in zip(*segments, strict=True)
         )
+
+
+def _encoded(side: mx.array, codec: Codec) -> Coded | None:
+    """Encode a side piece by piece, so that what a piece takes meanwhile is let go before the
+    next; None if a scale is no number."""
+    codec.token_bits(side.shape[-1])
+    pieces = []
+    for start in range(0, side.shape[col.TOKEN_AXIS], PIECE_TOKENS):
+        pieces.append(codec.encode(side[:, :, start : start + PIECE_TOKENS]))
+        mx.eval(pieces[-1].parts)
+        if not pieces[-1].is_finite():
+            return None
+    coded = pieces[0] if len(pieces) == 1 else pieces[0].join(*pieces[1:])
+    mx.eval(coded.parts)
+    return coded
 
 
 def _sums(array: mx.array) -> mx.array:

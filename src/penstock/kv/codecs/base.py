@@ -86,6 +86,10 @@ class Coded:
         parts = tuple(part[:, :, start // span : stop // span] for part in self.parts)
         return Coded(self.codec, parts, self.dim)
 
+    def of_heads(self, start: int, stop: int) -> Coded:
+        """Return the heads start..stop-1 as a view."""
+        return Coded(self.codec, tuple(part[:, start:stop] for part in self.parts), self.dim)
+
     def join(self, *others: Coded) -> Coded:
         """Return a copy of this one's tokens and then the others', which have the same codec."""
         runs = zip(self.parts, *(other.parts for other in others), strict=True)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kv import columns as col
 from penstock.kv.segment import Layer, Segment
 from penstock.kv.tails import LayerShape
 from penstock.prefix.blocks import TokenArray
@@ -33,7 +34,8 @@ def host_block(segment: Segment, tokens: TokenArray, at: int) -> dict[str, HostA
     found = {TOKENS: _host(tokens.astype(np.uint32), "uint32")}
     for name, array in _named(segment):
         numbers, dtype = _seen(array)
-        found[name] = _host(numbers[:, :, at:stop], dtype)
+        span = segment.tokens // numbers.shape[2]  # a codec may hold some tokens together
+        found[name] = _host(numbers[:, :, at // span : stop // span], dtype)
     return found
 
 
@@ -147,7 +149,7 @@ def _named_sides(number: int, layer: Layer) -> Iterator[tuple[str, mx.array]]:
         if isinstance(side, mx.array):
             yield f"{number}.{name}", side
         else:
-            for part, array in enumerate(side):
+            for part, array in enumerate(col.arrays(side)):
                 yield f"{number}.{name}.{part}", array
 
 
