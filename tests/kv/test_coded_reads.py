@@ -173,6 +173,15 @@ def test_cut_joined_and_counted(scheme: str) -> None:
     )
 
 
+def test_only_what_is_held_alike_is_joined() -> None:
+    raw, four = segment(64, 1), segment(64, 2).encoded(parse_scheme("4"))
+    other = segment(64, 3).encoded(parse_scheme("4"))
+    assert raw.joins(segment(64, 4))
+    assert four.joins(other)
+    assert not raw.joins(four)
+    assert not four.joins(segment(64, 5).encoded(parse_scheme("4g32")))
+
+
 def test_layers_can_be_left_alone_and_what_is_coded_stays() -> None:
     raw = Segment(segment(64, 1).layers + segment(64, 2).layers)
     found = raw.encoded(parse_scheme("turbo4"), raw_layers={1})

@@ -38,6 +38,7 @@ class Text:
     """A segment that holds its tokens themselves, so that none can be mixed up."""
 
     content: tuple[int, ...]
+    form: ClassVar[str] = "whole"
 
     @property
     def tokens(self) -> int:
@@ -52,6 +53,9 @@ class Text:
 
     def join(self, *others: Self) -> Self:
         return type(self)(sum((other.content for other in others), self.content))
+
+    def joins(self, other: Self) -> bool:
+        return self.form == other.form
 
 
 class Clock:
@@ -247,6 +251,79 @@ def test_contradictions_are_refused_and_nothing_changes() -> None:
         prefixes.insert(pin, 2, keys, own, Text(own), paid)
     assert (len(prefixes.tree), prefixes.tree.tokens, paid.nbytes) == (1, 8, 800)
     prefixes.check()
+
+
+class Small(Text):
+    """The same in another form, a quarter of the size."""
+
+    form = "small"
+
+    @property
+    def nbytes(self) -> int:
+        return TOKEN_BYTES * len(self.content) // 4
+
+
+def small(text: Text) -> Small:
+    return Small(text.content)
+
+
+def test_a_node_that_is_read_is_held_in_another_form() -> None:
+    prefixes = make()
+    tokens = list(range(16))
+    pin = put(prefixes, tokens)
+    match, (node,) = prefixes.find(tokens), pin.path
+    before = prefixes.ledger.used_bytes
+    assert prefixes.exchange(node, small, 400)
+    prefixes.check()
+    assert before - prefixes.ledger.used_bytes == 1_200
+    assert prefixes.find(tokens).path == match.path == pin.path
+    assert pin.path[-1].segment.content == tuple(tokens)
+    pin.release()
+    assert prefixes.shrink(1) == 400 + node.index_bytes
+    prefixes.check()
+
+
+def test_there_must_be_room_for_both_forms_and_nobody_gives_way() -> None:
+    prefixes = make()
+    node, _ = (put(prefixes, [seed, *range(11)]).path[-1] for seed in (50, 60))
+    with prefixes.reserve(Kind.TAILS, prefixes.ledger.free_bytes - 299):
+        assert not prefixes.exchange(node, small, 300)
+        assert len(prefixes.tree) == 2
+    with prefixes.reserve(Kind.TAILS, prefixes.ledger.free_bytes - 300):
+        assert prefixes.exchange(node, small, 300)
+    prefixes.check()
+
+
+def test_a_form_that_cannot_be_made_changes_nothing() -> None:
+    prefixes = make()
+    node = put(prefixes, list(range(8))).path[-1]
+    before = prefixes.ledger.used_bytes
+
+    def fails(_: Text) -> Text:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        prefixes.exchange(node, fails, 100)
+    with pytest.raises(ValueError, match="cannot hold 4 tokens"):
+        prefixes.exchange(node, lambda text: text.split(4)[0], 400)
+    prefixes.check()
+    assert prefixes.ledger.used_bytes == before
+
+
+def test_nodes_of_two_forms_are_not_merged() -> None:
+    prefixes = make()
+    tokens = list(range(24))
+    pin = prefixes.pin(prefixes.find(tokens))
+    seal(prefixes, pin, tokens, 0, 2)
+    seal(prefixes, pin, tokens, 2, 4)
+    first, second = pin.path
+    assert prefixes.exchange(first, small, 200)
+    assert prefixes.tidy(pin) == 0
+    assert prefixes.exchange(second, small, 200)
+    assert prefixes.tidy(pin) == 1
+    prefixes.check()
+    (node,) = pin.path
+    assert isinstance(node.segment, Small)
 
 
 class BreaksApart(Text):

@@ -37,6 +37,9 @@ class Text:
     def join(self, *others: Self) -> Self:
         return type(self)(sum((other.content for other in others), self.content))
 
+    def joins(self, _: Self) -> bool:
+        return True
+
 
 @dataclass
 class Run:

@@ -100,6 +100,15 @@ class Segment:
             Segment.cut(self.layers, at_tokens, tokens),
         )
 
+    def joins(self, other: Segment) -> bool:
+        """Tell whether both hold every side in the same form."""
+        return self._forms() == other._forms()
+
+    def _forms(self) -> list[object]:
+        """Return how each side is held: by which codec, as numbers, or as MLX's triple."""
+        sides = (side for layer in self.layers for side in layer)
+        return [side.codec if isinstance(side, Coded) else type(side) for side in sides]
+
     def join(self, *others: Segment) -> Segment:
         """Return one segment of copies of this one's tokens and then the others'; evaluated."""
         segments = [segment.layers for segment in (self, *others)]

@@ -28,6 +28,9 @@ class Segment(Protocol):
     def join(self, *others: Self) -> Self:
         """Return one segment of this one's tokens and then the others', in order."""
 
+    def joins(self, other: Self) -> bool:
+        """Tell whether it can be joined with another: whether both are held in the same form."""
+
 
 S = TypeVar("S", bound=Segment)
 

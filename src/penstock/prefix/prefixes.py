@@ -297,6 +297,26 @@ class Prefixes(Generic[S]):
             node = node.parent
         return merged
 
+    def exchange(self, node: Node[S], make: Callable[[S], S], nbytes: int) -> bool:
+        """Hold a node's KV in another form.
+
+        Args:
+            node: of the tree, read or not: who reads it finds the new form at the next step.
+            make: makes the other form; what it takes meanwhile besides is the caller's.
+            nbytes: the most that the other form takes.
+
+        Returns:
+            False if there is no room for both forms; nobody gives way for it.
+        """
+        if nbytes > self.ledger.free_bytes:
+            return False
+        with self.ledger.reserve(Kind.BUFFERS, nbytes):
+            try:
+                self.tree.exchange(node, make(node.segment))
+            finally:
+                self._settle()
+        return True
+
     # ---- room
 
     def make_room(self, nbytes: int, why: Why = "limit") -> bool:

@@ -325,6 +325,20 @@ class PrefixTree(Generic[S]):
         self._offer(last)
         return last
 
+    def exchange(self, node: Node[S], segment: S) -> None:
+        """Let a node hold the same tokens in another form; who reads it finds the new one.
+
+        Raises:
+            ValueError: the segment is not as long, or the node is not in the tree.
+        """
+        self._check_known(node)
+        if segment.tokens != len(node.tokens):
+            raise ValueError(f"{node} cannot hold {segment.tokens} tokens")
+        self._uncount(node)
+        node.segment = segment
+        self._count(node)
+        self._offer(node)
+
     def remove(self, node: Node[S]) -> S:
         """Take an unpinned leaf out and return its segment, to which nothing here refers now.
 
@@ -536,9 +550,10 @@ def _common(own: Sequence[bytes], keys: Sequence[bytes], start: int) -> int:
 
 
 def _inseparable(node: Node[S], child: Node[S]) -> bool:
-    """Tell whether whoever reads, or holds, a node does so with its child."""
+    """Tell whether whoever reads, or holds, a node does so with its child, in the same form."""
     held, child_held = (each.held_until_seconds is not None for each in (node, child))
-    return len(node.children) == 1 and held == child_held and node.pins == child.pins
+    alike = held == child_held and node.pins == child.pins
+    return len(node.children) == 1 and alike and node.segment.joins(child.segment)
 
 
 def _evictable(node: Node[S]) -> bool:
