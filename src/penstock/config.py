@@ -25,6 +25,7 @@ BLOCK_SIZE = 256
 """Tokens of a block: what is shared, named and split as one."""
 PREFILL_CHUNK = 512
 """Tokens of prompts that the engine reads in one step."""
+MIN_QUANTIZE_TOKENS = 256
 SSD_CACHE_LIMIT = 20_000_000_000
 """Bytes of the folder of the cold tier, all who share it together."""
 MAX_QUEUE = 256
@@ -110,6 +111,17 @@ class EngineSettings(Settings):
     """Bytes that all who share it may write there in a day; None is no limit."""
     hot_cache_only: bool = False
     """Whether there must be no cold tier: no folder, no thread, no file."""
+    kv_cache_quantization: str | None = None
+    """The codec that nodes are held in; None leaves them as the model computes them."""
+    kv_cache_min_quantize_tokens: int = Field(MIN_QUANTIZE_TOKENS, ge=0)
+    """First tokens of every prompt that stay as they are, and so all of one that is not longer; a
+    `keep` that is named counts instead if it is more."""
+    kv_cache_residual: int = Field(0, ge=0)
+    """Most recent tokens of whoever runs that stay as they are."""
+    kv_cache_skip_layers: tuple[int, ...] = ()
+    """Numbers of layers that stay as they are."""
+    kv_cache_quantize: Literal["active", "at-rest"] = "active"
+    """When: as soon as blocks are sealed, or once nobody who runs reads them."""
 
     @model_validator(mode="after")
     def _one_way_for_the_cold(self) -> EngineSettings:
@@ -127,6 +139,11 @@ class EngineSettings(Settings):
                 f"keep {self.keep} leaves no room in a window of max_kv_size {self.max_kv_size}"
             )
         return self
+
+    @property
+    def raw_first_tokens(self) -> int:
+        """First tokens of a prompt that no codec touches."""
+        return max(self.kv_cache_min_quantize_tokens, self.keep or 0)
 
     @property
     def keep_tokens(self) -> int:

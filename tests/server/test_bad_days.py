@@ -248,9 +248,9 @@ def test_a_slow_reader_is_cancelled() -> None:
             peer.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             # It does not read: the socket's buffers fill, then the engine's events wait.
             wait_until(lambda: stats().requests == 4, SOON)
+            (handle,) = next(iter(running.service._open)).handles
             wait_until(lambda: stats().running == 0, 2 * SOON)
             assert stats().generated_tokens < 4 * 20_000
-            (handle,) = next(iter(running.service._open)).handles
             assert handle.unread < 100  # 50, and what came before the cancel was seen
         wait_until(lambda: at_rest(running), SOON)
         assert post(running, "/v1/completions").status_code == 200

@@ -28,10 +28,6 @@ from penstock.errors import SettingError
 from penstock.recall import Dialogue
 
 SERVE = (sys.executable, "-m", "penstock", "serve")
-PLANNED = [
-    ("--kv-cache-quantization", "8"),
-    ("--kv-cache-min-quantize-tokens", "256"),
-]
 
 
 @contextmanager
@@ -129,7 +125,11 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        *((flags, "leave it out") for flags in PLANNED),
+        (("--kv-cache-quantization", "q4"), "is no codec; there are raw"),
+        (("--kv-cache-quantization", "8", "--ssd-cache-dir", "x"), "does not know codecs yet"),
+        (("--kv-cache-quantization", "8", "--kv-cache-skip-layers", "2"), "layers are 0 to 1"),
+        (("--kv-cache-skip-layers", "one"), "'one' is no number"),
+        (("--kv-cache-min-quantize-tokens", "-1"), "--kv-cache-min-quantize-tokens"),
         (("--host", "0.0.0.0"), "api-key"),
         (("--memory-limit", "0"), "nothing fits"),
         (("--memory-limit", "much"), "--memory-limit 'much' is not a size"),
@@ -275,8 +275,9 @@ def test_what_was_told_this_morning_is_known_this_evening(told: Dialogue, tmp_pa
         return text, usage["prompt_tokens_details"]["cached_tokens"]
 
     texts, cached = [], []
-    for _ in range(2):
-        with started("--ssd-cache-dir", str(folder)) as (process, url):
+    # Read before anybody asks: on a loaded machine it may be sooner computed than read.
+    for more in ([], ["--ssd-preload"]):
+        with started("--ssd-cache-dir", str(folder), *more) as (process, url):
             text, tokens = asked(url)
             texts.append(text)
             cached.append(tokens)
@@ -288,5 +289,4 @@ def test_what_was_told_this_morning_is_known_this_evening(told: Dialogue, tmp_pa
     assert texts[0] == texts[1]
     assert told.questions[0].answer in texts[0]
     assert cached[0] == 0 and cached[1] >= 4 * 64
-    assert told_by["stats"]["restored_tokens"] == cached[1]
     assert {path.stat().st_mode & 0o077 for path in [folder, *folder.rglob("*")]} == {0}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from servers import serving
 
 from penstock.recall import Dialogue
@@ -50,6 +51,14 @@ def test_a_session_goes_on_elsewhere(tmp_path: Path, told: Dialogue) -> None:
         assert http.delete("/v1/sessions/morning").json() == {"name": "morning"}
         assert http.get("/v1/sessions").json() == {"sessions": []}
         assert http.post("/v1/sessions/morning/load").status_code == 404
+
+
+@pytest.mark.parametrize("token", [3_025, 2**40, 2**120])
+def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, token: int) -> None:
+    with server(tmp_path / "one", tmp_path / "sessions") as http:
+        refused = http.post("/v1/sessions/a/save", json={"prompt": [5, token]})
+        assert refused.status_code == 400
+        assert f"token {token}" in refused.json()["error"]["message"]
 
 
 def test_a_session_of_other_settings_is_refused(tmp_path: Path, told: Dialogue) -> None:

@@ -73,5 +73,6 @@ def _room(core: Core) -> list[str]:
         + (", ".join(fitting) or f"none of {SHOWN_LENGTHS[0]:,}; raise --memory-limit for longer"),
         _disk(stats.ssd, limits),
         f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "
-        f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}",
+        f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}"
+        + ("" if core.quantiser is None else f", held as {core.quantiser.scheme.name}"),
     ]

@@ -168,6 +168,39 @@ def folder_limit(text: str) -> int:
     return limit_bytes
 
 
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of a list with commas between.
+
+    Raises:
+        SettingError: something there is none.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if wrong := [word for word in words if not word.isdecimal()]:
+        raise SettingError(f"{flag} {text}: {wrong[0]!r} is no number")
+    return tuple(map(int, words))
+
+
+def check_codec(name: str | None, ssd_cache_dir: Path | None) -> None:
+    """Refuse a codec that does not exist, before a model is loaded.
+
+    Raises:
+        SettingError: says which there are.
+    """
+    if name is None:
+        return
+    from penstock.kv.codecs import parse_scheme
+
+    try:
+        scheme = parse_scheme(name)
+    except ValueError as error:
+        raise SettingError(f"--kv-cache-quantization: {error}") from None
+    if ssd_cache_dir is not None and (scheme.keys or scheme.values):
+        raise SettingError(
+            f"--kv-cache-quantization {name}: the cold tier does not know codecs yet; leave out "
+            "--ssd-cache-dir"
+        )
+
+
 def warn_of_slow_blas(blas: Blas) -> None:
     """Print the one line of advice on standard error, if there is any."""
     if blas.advice is not None:

@@ -24,11 +24,6 @@ from penstock.recall import MODEL_PATH
 
 BACKLOG = 1_024
 """Connections that may wait to be accepted."""
-PLANNED = {
-    "kv_cache_quantization": "quantized segments, which are not there yet",
-    "kv_cache_min_quantize_tokens": "quantized segments, which are not there yet",
-}
-"""Flags whose parts do not exist, and what they would need."""
 _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
 
 
@@ -58,7 +53,10 @@ def serve(
     ssd_preload: flags.SSDPreload = False,
     session_dir: flags.SessionDir = None,
     kv_cache_quantization: flags.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: flags.KVCacheMinQuantizeTokens = None,
+    kv_cache_min_quantize_tokens: flags.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    kv_cache_residual: flags.KVCacheResidual = 0,
+    kv_cache_skip_layers: flags.KVCacheSkipLayers = "",
+    kv_cache_quantize: flags.KVCacheQuantize = "active",
 ) -> None:
     """Serve a model to OpenAI's and Anthropic's clients.
 
@@ -66,10 +64,6 @@ def serve(
     SIGTERM or Ctrl-C lets open answers end; the second ends at once. Exit code 1 means that the
     engine has died.
     """
-    _refuse_planned(
-        kv_cache_quantization=kv_cache_quantization,
-        kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens,
-    )
     _check_origins(cors_origin or ())
     settings = config.parse(
         config.ServerSettings,
@@ -98,7 +92,13 @@ def serve(
         "ssd_cache_limit": options.folder_limit(ssd_cache_limit),
         "ssd_write_budget": ssd_write_budget
         and options.size("--ssd-write-budget", ssd_write_budget),
+        "kv_cache_quantization": kv_cache_quantization,
+        "kv_cache_min_quantize_tokens": kv_cache_min_quantize_tokens,
+        "kv_cache_residual": kv_cache_residual,
+        "kv_cache_skip_layers": options.numbers("--kv-cache-skip-layers", kv_cache_skip_layers),
+        "kv_cache_quantize": kv_cache_quantize,
     }
+    options.check_codec(kv_cache_quantization, ssd_cache_dir)
     # Both say in the words of the flags what the engine would say in its own, and sooner.
     given = {name: value for name, value in limits.items() if value is not None}
     config.parse(config.EngineSettings, memory_limit=1, **given)
@@ -108,13 +108,6 @@ def serve(
     options.warn_of_slow_blas(load_blas())
     with _listening(settings) as listener:
         _run(model, model_name or _name(model), settings, limits, listener, preload=ssd_preload)
-
-
-def _refuse_planned(**given: object) -> None:
-    for flag, value in given.items():
-        if value is not None:
-            shown = "--" + flag.replace("_", "-")
-            raise SettingError(f"{shown} needs {PLANNED[flag]}; leave it out")
 
 
 def _name(model: str) -> str:

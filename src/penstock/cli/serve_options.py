@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
@@ -192,9 +192,46 @@ SessionDir: TypeAlias = Annotated[
 ]
 KVCacheQuantization: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="Planned.", envvar="PENSTOCK_KV_CACHE_QUANTIZATION", metavar="CODEC"),
+    typer.Option(
+        help="Hold prefixes in fewer bits: 8, 4, k8v4, kivi5/turbo3.5, ... (docs/codecs.md; "
+        "penstock bench-kv-cache compares them).",
+        envvar="PENSTOCK_KV_CACHE_QUANTIZATION",
+        metavar="CODEC",
+        show_default="full precision",
+    ),
 ]
 KVCacheMinQuantizeTokens: TypeAlias = Annotated[
-    int | None,
-    typer.Option(help="Planned.", envvar="PENSTOCK_KV_CACHE_MIN_QUANTIZE_TOKENS", metavar="TOKENS"),
+    int,
+    typer.Option(
+        help="First tokens of every prompt that stay in full precision; a --keep-kv-size that is "
+        "more counts instead.",
+        envvar="PENSTOCK_KV_CACHE_MIN_QUANTIZE_TOKENS",
+        metavar="TOKENS",
+        min=0,
+    ),
+]
+KVCacheResidual: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Most recent tokens of whoever runs that stay in full precision.",
+        envvar="PENSTOCK_KV_CACHE_RESIDUAL",
+        metavar="TOKENS",
+        min=0,
+    ),
+]
+KVCacheSkipLayers: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="Numbers of layers that stay in full precision, with commas between.",
+        envvar="PENSTOCK_KV_CACHE_SKIP_LAYERS",
+        metavar="LAYERS",
+        show_default="none",
+    ),
+]
+KVCacheQuantize: TypeAlias = Annotated[
+    Literal["active", "at-rest"],
+    typer.Option(
+        help="When: as soon as blocks are whole, or once nobody who runs reads them.",
+        envvar="PENSTOCK_KV_CACHE_QUANTIZE",
+    ),
 ]

@@ -32,6 +32,7 @@ from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
 from penstock.engine.needs import Needs
 from penstock.engine.pace import Pace
+from penstock.engine.quantise import Quantiser, make_quantiser
 from penstock.engine.request import Request
 from penstock.engine.sampling import (
     Chooser,
@@ -192,6 +193,7 @@ class Core:
             fingerprint=fingerprint,
             clock=self.clock,
         )
+        self.quantiser = make_quantiser(self.prefixes, self.runner.shapes, self.limits)
         self.pace = Pace(self.needs.prefill_token_seconds)
         self.cold = open_cold(
             self.limits,
@@ -222,10 +224,7 @@ class Core:
             raise EngineStopped("the engine is shutting down and takes no more requests")
         request = handle.request
         size = self.runner.vocabulary_size
-        if max(request.prompt) >= size:
-            raise SettingError(
-                f"the prompt has token {max(request.prompt)}; the model knows {size} tokens"
-            )
+        self.check_tokens(request.prompt)
         sampling = request.sampling.with_seed()
         now = self.clock()
 
@@ -262,6 +261,13 @@ class Core:
                 sequence.on_disk = on_disk
         self.tally.requests += len(sequences)
 
+    def check_tokens(self, tokens: Items[int]) -> None:
+        """Raise SettingError if the model does not know all of these tokens."""
+        size = self.runner.vocabulary_size
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < size:
+                raise SettingError(f"the prompt has token {token}; the model knows {size} tokens")
+
     def constraint(self, request: Request) -> Constraint | None:
         """Return a new place at the beginning of a request's grammar; any thread may ask.
 
@@ -296,6 +302,8 @@ class Core:
                 self._fail(sequence, error)
         if self.cold is not None:
             self.cold.close()
+        if self.quantiser is not None:
+            self.quantiser.release()
         self.prefixes.clear()
         self.tails.drop()
         self._pool.resize(0)
@@ -322,11 +330,25 @@ class Core:
             if chunk.id in self._sequences and self._state(chunk.id) is State.PREFILLING:
                 self._prefill(self._sequences[chunk.id], chunk.tokens)
         busy = bool(plan.decode or plan.prefill)
+        if self.quantiser is not None:
+            busy = self._quantise(self.quantiser) or busy
         if self.cold is None:
             return busy
         # Who is told something by the disk just now is not let go on before the next step.
         restoring = bool(self.scheduler.jobs(State.RESTORING))
         return self.cold.work(busy=busy) or busy or restoring
+
+    def _quantise(self, quantiser: Quantiser) -> bool:
+        """Hold in fewer bits what is due; all of it, so that no chunk reads a raw block that the
+        same chunk reads coded when it is asked for again."""
+        found = False
+        running = [s for s in self._sequences.values() if s.pin is not None]
+        while quantiser.work((s.pin.path, s.position) for s in running if s.pin is not None):
+            found = True
+        for sequence in running if found else ():
+            if sequence.pin is not None:
+                self._tidy(sequence.pin.node)
+        return found
 
     @property
     def idle(self) -> bool:
@@ -462,13 +484,16 @@ class Core:
         sequences = self._sequences.values()
         promised = sum(s.own.nbytes for s in sequences if s.own is not None)
         steps = sum(s.step.nbytes for s in sequences if s.step is not None)
-        copies, reading = self._cold_bytes()
+        reading = 0 if self.cold is None else self.cold.paid_bytes
         self.ledger.check(
             {
                 **self.prefixes.recount(),
                 Kind.WEIGHTS: weight_bytes(self.runner.model),
                 Kind.TAILS: self._pool.nbytes + promised + reading,
-                Kind.BUFFERS: self._buffers.nbytes + steps + self._chunk.nbytes + copies,
+                Kind.BUFFERS: self._buffers.nbytes
+                + steps
+                + self._chunk.nbytes
+                + self._copies_bytes(),
             }
         )
         if self.tails.nbytes not in (0, self._pool.nbytes):
@@ -542,11 +567,12 @@ class Core:
     def _fixed_bytes(self) -> int:
         kinds = (self._weights, self._pool, self._buffers)
         fixed = sum(kind.nbytes for kind in kinds) + self.prefixes.fixed_bytes
-        return fixed + self._cold_bytes()[0]
+        return fixed + self._copies_bytes()
 
-    def _cold_bytes(self) -> tuple[int, int]:
-        """Return what the cold tier holds whatever happens, and of segments that are read."""
-        return (0, 0) if self.cold is None else (self.cold.nbytes, self.cold.paid_bytes)
+    def _copies_bytes(self) -> int:
+        """Return what is set aside, whatever happens, for blocks that are written or encoded."""
+        parts = (self.cold, self.quantiser)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def _admit(self) -> None:
         """Let in who fits, in order; who does not fit lets nobody pass."""
@@ -862,6 +888,8 @@ class Core:
         )
         if sealed.refused is not None:
             return False
+        if self.quantiser is not None:
+            self.quantiser.changed()
         if start < sequence.hold_tokens:
             self._hold(sequence)  # before it is merged with what is not to be held
         gained = sealed.blocks_readable * size - start
@@ -982,6 +1010,8 @@ class Core:
             self._hold(sequence)
             sequence.pin.release()
             sequence.pin = None
+            if self.quantiser is not None:
+                self.quantiser.changed()
         for reservation in (sequence.own, sequence.step):
             if reservation is not None:
                 reservation.release()

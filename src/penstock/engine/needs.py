@@ -17,6 +17,8 @@ from penstock.kv.tails import Tails
 
 JOINED_SCORE_BYTES = 16
 """Working memory of one score in MLX's own attention, which joined models use."""
+WIDENED_BUFFERS = 4
+"""Arrays of float32 that are alive together while a codec's keys or values are widened."""
 MASK_BYTES = 5
 """What a grammar's mask and the logits that it leaves take for each token of the vocabulary."""
 SLACK = 1.10
@@ -74,7 +76,11 @@ class Needs:
         seen = self._seen(tokens)
         scores = seen * self._runner.heads * (self._limits.prefill_chunk if self._alone else 1)
         beyond = scores if self._alone else max(0, scores - SCORES_AT_ONCE)
-        return 2 * self._runner.layer_bytes * seen + beyond * self._score_bytes
+        layer = 2 * self._runner.layer_bytes * seen
+        if self._limits.kv_cache_quantization is not None:  # and is widened before it is joined
+            numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes)
+            layer += WIDENED_BUFFERS * mx.float32.size * numbers * seen
+        return layer + beyond * self._score_bytes
 
     def measure_step(self, tails: Tails) -> int:
         """Run the largest steps once, on nothing, and return what they took beside their result.

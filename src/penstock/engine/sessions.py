@@ -47,7 +47,8 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         salt: the tenant's.
 
     Raises:
-        SettingError: the engine has no cold tier, or nothing of the prompt is held.
+        SettingError: the engine has no cold tier, nothing of the prompt is held, or it has tokens
+            that the model does not know.
         TimeoutError: the disk is too slow.
         OSError: a disk fails; the file is as it was.
     """
@@ -125,6 +126,7 @@ def _about(engine: Engine) -> _About:
 
 def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     """Have all blocks of a prompt written that are in memory; return the names of all."""
+    core.check_tokens(tokens)
     keys = core.prefixes.keys(list(tokens), salt)
     held = core.prefixes.match(keys).tokens // core.limits.block_size
     assert core.cold is not None

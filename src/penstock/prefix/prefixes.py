@@ -297,6 +297,18 @@ class Prefixes(Generic[S]):
             node = node.parent
         return merged
 
+    def cut(self, node: Node[S], blocks: int) -> bool:
+        """Cut a node behind its first `blocks` blocks; it is what is behind them afterwards.
+
+        Returns:
+            False if there is no room for the copy; nobody gives way for it.
+        """
+        if node.segment.nbytes + node.index_bytes > self.ledger.free_bytes:
+            return False
+        with self._copying(node.segment.nbytes, node.index_bytes):
+            self.tree.split(node, blocks)
+        return True
+
     def exchange(self, node: Node[S], make: Callable[[S], S], nbytes: int) -> bool:
         """Hold a node's KV in another form.
 

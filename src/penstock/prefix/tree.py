@@ -189,6 +189,10 @@ class PrefixTree(Generic[S]):
             waiting.extend(node.children.values())
         return found
 
+    def has(self, node: Node[S]) -> bool:
+        """Tell whether a node is in the tree."""
+        return self._nodes.get(node.id) is node
+
     def can_merge(self, node: Node[S], last: Node[S] | None = None) -> bool:
         """Tell whether `node` and what lies below it, down to `last`, are read by the same, and
         small together.

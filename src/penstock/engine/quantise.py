@@ -1,0 +1,192 @@
+"""Which nodes are held in fewer bits, and when: between two steps, one node after the other.
+
+    seal    ──> changed ──> nodes that are due ──> one is encoded and takes the raw one's place
+    finish  ──> changed
+
+The first tokens of prompts, unfinished blocks and, if that is asked for, the most recent tokens of
+whoever runs stay in full precision; what is coded is never widened again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+
+from penstock.config import EngineSettings
+from penstock.errors import SettingError
+from penstock.kv.codecs import Scheme, parse_scheme
+from penstock.kv.segment import PIECE_TOKENS, Segment
+from penstock.kv.tails import LayerShape
+from penstock.ledger import Kind
+from penstock.prefix.node import Node
+from penstock.prefix.prefixes import Prefixes
+
+PIECE_BUFFERS = 10
+"""Arrays of float32 that are alive together while a piece of one side is encoded; measured: 8."""
+Reader = tuple[Sequence[Node[Segment]], int]
+"""A path that is read, and the position of who reads it."""
+
+
+class Quantiser:
+    """Holds nodes as a scheme says. Not thread-safe: the engine's thread.
+
+    Args:
+        scheme: of keys and values.
+        prefixes: of the engine.
+        shapes: of one token in each layer.
+        limits: the engine's settings.
+
+    Raises:
+        LedgerFull: there is no room for what is encoded meanwhile.
+        SettingError: the scheme cannot hold this model's heads, or blocks of this size.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        prefixes: Prefixes[Segment],
+        shapes: Sequence[LayerShape],
+        limits: EngineSettings,
+    ) -> None:
+        self.scheme = scheme
+        self._prefixes = prefixes
+        self._raw_layers = frozenset(limits.kv_cache_skip_layers)
+        self._token_bits = _token_bits(scheme, shapes, self._raw_layers)
+        for codec in (scheme.keys, scheme.values):
+            if codec is not None and limits.block_size % codec.span:
+                raise SettingError(
+                    f"kv_cache_quantization {scheme.name}: {codec.name} encodes {codec.span} "
+                    f"tokens together, which do not divide a block_size of {limits.block_size}"
+                )
+        size = limits.block_size
+        self._first = -(-limits.raw_first_tokens // size) * size
+        self._recent = limits.kv_cache_residual
+        self._at_rest = limits.kv_cache_quantize == "at-rest"
+        self._due: deque[Node[Segment]] = deque()
+        self._looked = True
+        self._left: set[int] = set()
+        """Nodes of which something had to stay raw."""
+        numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
+        piece = PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS
+        self._buffers = prefixes.ledger.reserve(Kind.BUFFERS, piece)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes set aside for what is encoded."""
+        return self._buffers.nbytes
+
+    def changed(self) -> None:
+        """Note that nodes have come, or are no longer read."""
+        self._looked = False
+
+    def work(self, readers: Iterable[Reader]) -> bool:
+        """Encode one node that is due; False if there is none, or no room for both its forms.
+
+        Args:
+            readers: who runs.
+        """
+        if not self._looked:
+            self._look(readers)
+        while self._due:
+            node = self._due.popleft()
+            if not self._prefixes.tree.has(node):
+                continue
+            if not self._cut(node):
+                return False
+            if not self._prefixes.exchange(node, self._encoded, self._bytes_of(node)):
+                return False
+            if not self._is_coded(node.segment):
+                self._left.add(node.id)
+            return True
+        return False
+
+    def release(self) -> None:
+        """Give back what was set aside."""
+        self._buffers.release()
+
+    # ---- parts
+
+    def _look(self, readers: Iterable[Reader]) -> None:
+        """Find the nodes that are due, each before those below it."""
+        self._looked = True
+        nearest: dict[int, int] = {}
+        for path, position in readers:
+            for node in path:
+                nearest[node.id] = min(position, nearest.get(node.id, position))
+        self._due = deque(
+            node for node in self._prefixes.tree if self._is_due(node, nearest.get(node.id))
+        )
+        self._left &= {node.id for node in self._prefixes.tree}
+
+    def _is_due(self, node: Node[Segment], position: int | None) -> bool:
+        if node.end <= self._first or node.id in self._left:
+            return False
+        if self._at_rest and node.pins:
+            return False
+        if self._recent and position is not None and node.end > position - self._recent:
+            return False
+        return not self._is_coded(node.segment)
+
+    def _is_coded(self, segment: Segment) -> bool:
+        """Tell whether nothing is left to encode."""
+        wanted = (self.scheme.keys, self.scheme.values)
+        return all(
+            codec is None or not isinstance(side, mx.array)
+            for number, layer in enumerate(segment.layers)
+            if number not in self._raw_layers
+            for side, codec in zip(layer, wanted, strict=True)
+        )
+
+    def _cut(self, node: Node[Segment]) -> bool:
+        """Cut off the first tokens, which stay raw; False if there is no room for the copy."""
+        blocks = (self._first - node.start) // self._prefixes.block_size
+        return blocks <= 0 or self._prefixes.cut(node, blocks)
+
+    def _encoded(self, segment: Segment) -> Segment:
+        return segment.encoded(self.scheme, self._raw_layers)
+
+    def _bytes_of(self, node: Node[Segment]) -> int:
+        """Return what a node's new form takes, at most."""
+        return len(node.tokens) * self._token_bits // 8
+
+
+def _token_bits(scheme: Scheme, shapes: Sequence[LayerShape], raw_layers: frozenset[int]) -> int:
+    """Return the bits of what is made anew for one token, all layers."""
+    if unknown := sorted(raw_layers - set(range(len(shapes)))):
+        raise SettingError(
+            f"kv_cache_skip_layers {unknown}: the model's layers are 0 to {len(shapes) - 1}"
+        )
+    total = 0
+    for number, shape in enumerate(shapes):
+        if number in raw_layers:
+            continue
+        sides = ((scheme.keys, shape.key_dim), (scheme.values, shape.value_dim))
+        for codec, dim in sides:
+            try:
+                total += 0 if codec is None else shape.kv_heads * codec.token_bits(dim)
+            except ValueError as error:
+                raise SettingError(
+                    f"kv_cache_quantization {scheme.name}: layer {number}: {error}"
+                ) from None
+    return total
+
+
+def make_quantiser(
+    prefixes: Prefixes[Segment], shapes: Sequence[LayerShape], limits: EngineSettings
+) -> Quantiser | None:
+    """Return what an engine's settings ask for; None if all stays as it is. See `Quantiser`."""
+    if limits.kv_cache_quantization is None:
+        return None
+    try:
+        scheme = parse_scheme(limits.kv_cache_quantization)
+    except ValueError as error:
+        raise SettingError(f"kv_cache_quantization: {error}") from None
+    if scheme.keys is None and scheme.values is None:
+        return None
+    if limits.ssd_cache_dir is not None:
+        raise SettingError(
+            "kv_cache_quantization: the cold tier does not know codecs yet; leave out ssd_cache_dir"
+        )
+    return Quantiser(scheme, prefixes, shapes, limits)
