@@ -15,6 +15,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # as a script; a test has it by its conftest
 
+import pytest
 from setup import prompt_of, solo
 
 import cold_engine
@@ -23,6 +24,7 @@ from cold_engine import BLOCK, SAID, files, ssd
 from penstock.engine.core import Core
 from penstock.prefix.ssd import SSDStore
 from penstock.prefix.ssd.record import FORMAT
+from penstock.prefix.ssd.tier import ColdTier
 
 BLOCKS = 40
 PROMPT = prompt_of(BLOCKS * BLOCK + 10)
@@ -33,11 +35,11 @@ SMALL_LIMIT = 8_000_000 + 600_000
 
 @contextmanager
 def running(folder: Path | None, **settings: Any) -> Iterator[Core]:
-    """Run a core that soon looks again at a folder that has failed."""
-    with cold_engine.running(folder, **{"prefill_chunk": 128, **settings}) as core:
-        if core.cold is not None:
-            core.cold.tier._retry_seconds = 0.05
-        yield core
+    """Run a core that soon looks again at a folder that has failed, from the first time on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ColdTier.__init__.__kwdefaults__, "retry_seconds", 0.05)
+        with cold_engine.running(folder, **{"prefill_chunk": 128, **settings}) as core:
+            yield core
 
 
 def ask(core: Core, tokens: Sequence[int] = PROMPT) -> tuple[int, ...]:

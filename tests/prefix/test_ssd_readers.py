@@ -61,6 +61,23 @@ def test_nothing_of_a_call_is_kept_until_the_next_one() -> None:
     readers.close(SOON)
 
 
+def test_what_was_to_be_read_into_is_let_go_when_it_fails_though_nobody_asks() -> None:
+    def fails(_: Room) -> None:
+        raise OSError("gone")
+
+    readers, room = Readers(1, "test"), Room()
+    kept = weakref.ref(room)
+    gc.disable()
+    try:
+        wait([readers.submit(fails, room)], SOON)
+        readers.submit(id, 0).result(SOON)
+        del room
+        assert kept() is None
+    finally:
+        gc.enable()
+    readers.close(SOON)
+
+
 HANGS = """
 import threading
 from penstock.prefix.ssd.readers import Readers

@@ -12,7 +12,6 @@ import typer
 from penstock import config, memory
 from penstock.blas import Blas
 from penstock.errors import SettingError
-from penstock.prefix.ssd.limits import payload_bytes
 from penstock.recall import MODEL_PATH
 
 SSD_CACHE_LIMIT = f"{config.SSD_CACHE_LIMIT // 10**9}GB"
@@ -160,6 +159,8 @@ def folder_limit(text: str) -> int:
     Raises:
         SettingError: it names none, or fewer than there must be; says how many.
     """
+    from penstock.prefix.ssd.limits import payload_bytes
+
     limit_bytes = size("--ssd-cache-limit", text)
     try:
         payload_bytes(limit_bytes)

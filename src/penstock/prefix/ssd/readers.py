@@ -22,7 +22,9 @@ class _Call(Generic[T]):
             self.answer.set_result(self._call(*self._arguments))
         # A boundary: what is wrong with it is its caller's.
         except BaseException as error:  # noqa: BLE001
-            self.answer.set_exception(error)
+            # Its frames would keep this call, and what was to be read into, until the garbage
+            # collector comes by: the answer holds the error, and they the answer.
+            self.answer.set_exception(error.with_traceback(None))
 
 
 class Readers:
