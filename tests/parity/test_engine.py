@@ -170,8 +170,9 @@ def first_token_bytes(family: str) -> float:
 
 def test_a_full_hit_takes_no_bytes_for_the_prompt() -> None:
     assert first_token_bytes("llama") < 0.1
-    # Negative control: joined models copy a layer, of which this one has two.
-    assert first_token_bytes("gemma2") > 0.3
+    # Negative control: joined models copy a layer, of which this one has two: its keys and its
+    # values, one of which may have been let go when the other is made.
+    assert first_token_bytes("gemma2") > 0.25
 
 
 # ---- at the same time
