@@ -123,6 +123,17 @@ class Asked:
     ended: list[Finish] = field(default_factory=list)
 
 
+def settled_memory() -> int:
+    """Return what MLX has allocated once it has not changed for a moment: its own threads let go
+    of a step's last buffers after they have told that it is computed."""
+    found, since, until = mx.get_active_memory(), time.monotonic(), time.monotonic() + 1.0
+    while time.monotonic() < min(until, since + 0.01):
+        time.sleep(0.001)
+        if (now := mx.get_active_memory()) != found:
+            found, since = now, time.monotonic()
+    return found
+
+
 class EngineMachine(RuleBasedStateMachine):
     """A core, everything that was asked of it, and a clock that stands still by itself."""
 
@@ -153,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
         mx.set_cache_limit(0)  # the core has set one
         self.faulty = Faulty(self.core.runner.model)
         self.core.runner.model = self.faulty
-        self.others = mx.get_active_memory() - self.core.held_bytes
+        self.others = settled_memory() - self.core.held_bytes
         self.fixed = self.core.ledger.used_bytes
         self.failed = 0
         self.core.set_limit(self.fixed + ROOMS[1])
@@ -466,8 +477,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert broken != "detokenizer" or asked.fault_at >= len(right.tokens)
 
     def let_mlx_end(self) -> None:
-        """Wait a moment for MLX's own threads: they let go of a step's last buffers after they
-        have told that it is computed. Bytes that are lost do not come back however long."""
+        """Wait a moment for MLX's own threads, as `settled_memory`. Bytes that are lost do not come
+        back however long."""
         until = time.monotonic() + 0.5
         expected = self.others + self.core.held_bytes
         while not self.reading_bytes and time.monotonic() < until:
@@ -481,7 +492,9 @@ class EngineMachine(RuleBasedStateMachine):
         core.check()
         assert core.ledger.used_bytes <= core.ledger.limit_bytes
         self.let_mlx_end()
-        assert mx.get_active_memory() - self.others == core.held_bytes + self.reading_bytes
+        found = mx.get_active_memory() - self.others
+        expected = core.held_bytes + self.reading_bytes
+        assert found == expected, f"{found} bytes in use, {expected} held"
         held = core.held_bytes + self.reading_bytes + core.ledger.by_class()[Bytes.INDEX]
         assert held <= core.ledger.used_bytes
 
