@@ -63,7 +63,10 @@ def test_nothing_of_a_call_is_kept_until_the_next_one() -> None:
 
 def test_what_was_to_be_read_into_is_let_go_when_it_fails_though_nobody_asks() -> None:
     def fails(_: Room) -> None:
-        raise OSError("gone")
+        try:
+            raise KeyError("what it is about")
+        except KeyError as error:  # its frames know who has called them
+            raise OSError("gone") from error
 
     readers, room = Readers(1, "test"), Room()
     kept = weakref.ref(room)

@@ -18,13 +18,17 @@ class _Call(Generic[T]):
         self._arguments = arguments
 
     def run(self) -> None:
+        answer = self.answer
         try:
-            self.answer.set_result(self._call(*self._arguments))
+            answer.set_result(self._call(*self._arguments))
         # A boundary: what is wrong with it is its caller's.
         except BaseException as error:  # noqa: BLE001
-            # Its frames would keep this call, and what was to be read into, until the garbage
-            # collector comes by: the answer holds the error, and they the answer.
-            self.answer.set_exception(error.with_traceback(None))
+            # An error, or what has caused it, knows the frames that it went through, and the
+            # answer the error: what was to be read into would stay until the garbage collector
+            # comes by, if this frame knew the answer.
+            answer.set_exception(error.with_traceback(None))
+        finally:
+            del answer, self
 
 
 class Readers:
