@@ -17,6 +17,7 @@ from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
 from penstock.errors import SettingError
 from penstock.kv.codecs import Coded, parse_scheme
+from penstock.kv.segment import Segment
 from penstock.ledger import Kind
 
 SHAPE = LlamaShape(
@@ -235,9 +236,40 @@ def test_no_room_for_both_forms_leaves_it_raw(model: Any, monkeypatch: pytest.Mo
         assert ask(core, asked) == expected
 
 
+def test_what_found_no_room_is_tried_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(model, "4") as core:
+        real, asked = core.prefixes.exchange, []
+
+        def exchange(*given: Any) -> bool:
+            asked.append(given)
+            return len(asked) > 3 and real(*given)
+
+        monkeypatch.setattr(core.prefixes, "exchange", exchange)
+        ask(core, prompt(700))
+        assert covered(core) == {False: (0, 64), True: (64, 704)}
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_no_room_in_mlx_harms_nobody(
+    error: type[Exception], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompt(700)
+    with running(model, None) as core:
+        expected = ask(core, asked)
+    with running(model, "turbo2") as core:
+
+        def fails(*_: Any) -> None:
+            raise error("no room")
+
+        monkeypatch.setattr(Segment, "encoded", fails)
+        assert ask(core, asked) == expected
+        assert core.stats().out_of_memory > 0
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"kv_cache_quantization": "turbo4c"}, "there to be compared with"),
         ({"kv_cache_quantization": "q4"}, "is no codec; there are raw"),
         ({"kv_cache_quantization": "kivi4", "block_size": 32}, "do not divide a block_size of 32"),
         ({"kv_cache_quantization": "4g128"}, "layer 0: affine4g128 holds 128"),

@@ -130,7 +130,7 @@ def draw(shape: Shape, data: str, layer: int) -> Sides:
     """
     if data not in DATA:
         raise ValueError(f"{data!r} is none of {', '.join(DATA)}")
-    seeds = mx.random.split(mx.random.key(layer), 4)
+    seeds = mx.random.split(mx.random.key(layer), 3)
     size = (1, shape.heads, shape.seq_len, shape.head_dim)
     keys, values = mx.random.normal(size, key=seeds[0]), mx.random.normal(size, key=seeds[1])
     if data == "outliers":
@@ -139,17 +139,10 @@ def draw(shape: Shape, data: str, layer: int) -> Sides:
         for number, channel in enumerate(at):
             large[channel] = OUTLIERS[0] + number * (OUTLIERS[1] - OUTLIERS[0]) / 3
         keys = keys * large
-    wanted = mx.random.randint(0, shape.seq_len, (shape.heads, QUERIES), key=seeds[2])
-    found = mx.take_along_axis(keys[0], wanted[..., None], axis=1)
-    scale = mx.sqrt(mx.mean(keys[0] ** 2, axis=(0, 1)))  # what is large everywhere tells nothing
-    noise = mx.random.normal(found.shape, key=seeds[3])
-    queries = found / scale**2 + noise / scale
+    told = keys[0]
     if data == "biased":
         keys = keys + _turned_bias(shape)
-    dtype = DTYPES[shape.dtype]
-    sides = Sides(keys.astype(dtype), values.astype(dtype), queries)
-    mx.eval(sides.keys, sides.values, sides.queries)
-    return sides
+    return _layer(keys, values, told, seeds[2], DTYPES[shape.dtype])
 
 
 def _turned_bias(shape: Shape) -> mx.array:
@@ -189,22 +182,34 @@ def of_model(model: Path, tokens: int, dtype: str) -> tuple[Shape, list[Sides]]:
             f"{model}: layers of several kinds cannot be set side by side; the caches are "
             f"{', '.join(sorted({type(cache).__name__ for cache in caches}))}"
         )
-    layers = [
-        _layer(keys[:, :, :tokens], values[:, :, :tokens], number, DTYPES[dtype])
-        for number, (keys, values) in enumerate(sides)
-    ]
+    layers = []
+    for number, (keys, values) in enumerate(sides):
+        wide = keys[0, :, :tokens].astype(mx.float32)
+        told = wide - mx.mean(wide, axis=1, keepdims=True)
+        cut = keys[:, :, :tokens], values[:, :, :tokens]
+        layers.append(_layer(*cut, told, mx.random.key(number), DTYPES[dtype]))
     heads, dim = shapes.pop()
     return Shape(len(layers), heads, dim, tokens, dtype), layers
 
 
-def _layer(keys: mx.array, values: mx.array, number: int, dtype: mx.Dtype) -> Sides:
-    heads, tokens, _ = keys.shape[1:]
-    wide = keys[0].astype(mx.float32)
-    middle = mx.mean(wide, axis=1, keepdims=True)
-    scale = mx.sqrt(mx.mean((wide - middle) ** 2, axis=1, keepdims=True)) + 1e-6
-    seeds = mx.random.split(mx.random.key(number), 2)
+def _layer(
+    keys: mx.array, values: mx.array, told: mx.array, seed: mx.array, dtype: mx.Dtype
+) -> Sides:
+    """Return a layer with queries, each a key and as much noise.
+
+    Args:
+        keys: (1, heads, tokens, dim).
+        values: the same.
+        told: (heads, tokens, dim), what of the keys differs from token to token.
+        seed: of the queries.
+        dtype: what a raw cache is held in.
+    """
+    heads, tokens, _ = told.shape
+    # What is large in all tokens tells nothing.
+    scale = mx.sqrt(mx.mean(told**2, axis=1, keepdims=True)) + 1e-6
+    seeds = mx.random.split(seed, 2)
     wanted = mx.random.randint(0, tokens, (heads, QUERIES), key=seeds[0])
-    found = mx.take_along_axis(wide - middle, wanted[..., None], axis=1)
+    found = mx.take_along_axis(told, wanted[..., None], axis=1)
     queries = found / scale**2 + mx.random.normal(found.shape, key=seeds[1]) / scale
     sides = Sides(keys.astype(dtype), values.astype(dtype), queries)
     mx.eval(sides.keys, sides.values, sides.queries)

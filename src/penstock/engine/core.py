@@ -343,8 +343,11 @@ class Core:
         same chunk reads coded when it is asked for again."""
         found = False
         running = [s for s in self._sequences.values() if s.pin is not None]
-        while quantiser.work((s.pin.path, s.position) for s in running if s.pin is not None):
-            found = True
+        try:
+            while quantiser.work((s.pin.path, s.position) for s in running if s.pin is not None):
+                found = True
+        except (MemoryError, RuntimeError):  # MLX found no room for the codes
+            self.tally.out_of_memory += 1
         for sequence in running if found else ():
             if sequence.pin is not None:
                 self._tidy(sequence.pin.node)

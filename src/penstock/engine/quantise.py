@@ -40,7 +40,8 @@ class Quantiser:
 
     Raises:
         LedgerFull: there is no room for what is encoded meanwhile.
-        SettingError: the scheme cannot hold this model's heads, or blocks of this size.
+        SettingError: the scheme cannot hold this model's heads, or blocks of this size, or is not
+            read as it lies.
     """
 
     def __init__(
@@ -55,6 +56,11 @@ class Quantiser:
         self._raw_layers = frozenset(limits.kv_cache_skip_layers)
         self._token_bits = _token_bits(scheme, shapes, self._raw_layers)
         for codec in (scheme.keys, scheme.values):
+            if codec is not None and not codec.in_place:
+                raise SettingError(
+                    f"kv_cache_quantization {scheme.name}: {codec.name} is widened whenever it is "
+                    f"read, and is there to be compared with"
+                )
             if codec is not None and limits.block_size % codec.span:
                 raise SettingError(
                     f"kv_cache_quantization {scheme.name}: {codec.name} encodes {codec.span} "
@@ -82,10 +88,14 @@ class Quantiser:
         self._looked = False
 
     def work(self, readers: Iterable[Reader]) -> bool:
-        """Encode one node that is due; False if there is none, or no room for both its forms.
+        """Encode one node that is due; False if there is none, or no room for both its forms: it
+        is tried again at the next step.
 
         Args:
             readers: who runs.
+
+        Raises:
+            MemoryError, RuntimeError: MLX found no room; the node stays as it is.
         """
         if not self._looked:
             self._look(readers)
@@ -93,12 +103,9 @@ class Quantiser:
             node = self._due.popleft()
             if not self._prefixes.tree.has(node):
                 continue
-            if not self._cut(node):
+            if not self._exchange(node):
+                self._looked = False  # who is due may be another one when there is room
                 return False
-            if not self._prefixes.exchange(node, self._encoded, self._bytes_of(node)):
-                return False
-            if not self._is_coded(node.segment):
-                self._left.add(node.id)
             return True
         return False
 
@@ -139,10 +146,20 @@ class Quantiser:
             for side, codec in zip(layer, wanted, strict=True)
         )
 
-    def _cut(self, node: Node[Segment]) -> bool:
-        """Cut off the first tokens, which stay raw; False if there is no room for the copy."""
+    def _exchange(self, node: Node[Segment]) -> bool:
+        """Cut off the first tokens, which stay raw, and encode the rest; False without room."""
         blocks = (self._first - node.start) // self._prefixes.block_size
-        return blocks <= 0 or self._prefixes.cut(node, blocks)
+        try:
+            if blocks > 0 and not self._prefixes.cut(node, blocks):
+                return False
+            if not self._prefixes.exchange(node, self._encoded, self._bytes_of(node)):
+                return False
+        except BaseException:
+            self._left.add(node.id)
+            raise
+        if not self._is_coded(node.segment):
+            self._left.add(node.id)
+        return True
 
     def _encoded(self, segment: Segment) -> Segment:
         return segment.encoded(self.scheme, self._raw_layers)

@@ -25,6 +25,9 @@ class Codec(ABC):
     span: ClassVar[int] = 1
     """Tokens that are encoded together; a run of tokens that is encoded, or cut, is a multiple."""
 
+    in_place: ClassVar[bool] = True
+    """Whether it is read as it lies, and not widened first."""
+
     @property
     @abstractmethod
     def name(self) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -145,7 +146,9 @@ class Turbo(Codec):
 @dataclass(frozen=True, slots=True)
 class TurboBook(Codec):
     """As `Turbo`, on the uneven grid of least error; read by looking every level up, which on a CPU
-    takes three to six times as long. 1 to 4 bits. Parts: codes, scales."""
+    takes about ten times as long. 1 to 4 bits. Parts: codes, scales."""
+
+    in_place: ClassVar[bool] = False
 
     bits: int
     unbiased: bool = True
