@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -275,7 +274,6 @@ def test_no_room_in_mlx_harms_nobody(
         ({"kv_cache_quantization": "4g128"}, "layer 0: affine4g128 holds 128"),
         ({"kv_cache_quantization": "4", "kv_cache_skip_layers": (3,)}, "layers are 0 to 2"),
         ({"kv_cache_quantization": "4", "kv_cache_min_quantize_tokens": -1}, "greater than or"),
-        ({"kv_cache_quantization": "4", "ssd_cache_dir": Path("/nowhere")}, "does not know codecs"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(

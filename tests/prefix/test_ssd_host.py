@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from penstock.kv import columns as col
+from penstock.kv.codecs import parse_scheme
+from penstock.kv.forms import Form
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 from penstock.prefix.ssd.host import TOKENS, Landing, host_block
 from penstock.prefix.ssd.record import HostArray
 
-BLOCK = 8
+BLOCK = 64
 
 
 def segment(tokens: int, dtype: mx.Dtype = mx.float32, layers: int = 3) -> Segment:
@@ -51,13 +53,19 @@ def equal(a: Segment, b: Segment) -> bool:
 def blocks_of(whole: Segment) -> list[dict[str, HostArray]]:
     tokens = np.arange(whole.tokens)
     starts = range(0, whole.tokens, BLOCK)
-    return [host_block(whole, tokens[start : start + BLOCK], start) for start in starts]
+    return [
+        host_block(whole.view(start, start + BLOCK), tokens[start : start + BLOCK])
+        for start in starts
+    ]
 
 
-def landed(blocks: list[dict[str, HostArray]], dtype: mx.Dtype, **more: bool) -> Landing:
+def form(dtype: mx.Dtype = mx.float32) -> Form:
+    return Form.of([LayerShape(2, 16, 8, dtype)] * 3)
+
+
+def landed(blocks: list[dict[str, HostArray]], form: Form, **more: bool) -> Landing:
     """Put the bytes of blocks where they belong, as if they were read from files."""
-    shapes = [LayerShape(2, 16, 8, dtype)] * 3
-    landing = Landing(shapes, len(blocks), BLOCK, **more)
+    landing = Landing(form, len(blocks), BLOCK, **more)
     for block, targets in zip(blocks, landing.targets(), strict=True):
         assert block.keys() == targets.keys()
         for name, target in targets.items():
@@ -79,11 +87,11 @@ def test_blocks_are_the_segment_again(dtype: mx.Dtype, in_place: bool) -> None:
         *(f"{i}.{side}" for i in range(3) for side in ("keys", "values")),
         TOKENS,
     }
-    landing = landed(blocks, dtype, in_place=in_place)
+    landing = landed(blocks, form(dtype), in_place=in_place)
     assert equal(landing.segment(), whole)
     assert list(landing.tokens) == list(range(4 * BLOCK))
     part = whole.split(BLOCK)[1].split(2 * BLOCK)[0]
-    assert equal(landed(blocks[1:3], dtype, in_place=in_place).segment(), part)
+    assert equal(landed(blocks[1:3], form(dtype), in_place=in_place).segment(), part)
 
 
 def test_values_whose_layout_is_another_come_back_too() -> None:
@@ -93,14 +101,14 @@ def test_values_whose_layout_is_another_come_back_too() -> None:
         return mx.random.normal((1, 2 * BLOCK, 2, width)).transpose(0, 2, 1, 3)
 
     whole = Segment(tuple((side(16), side(8)) for _ in range(3)))
-    assert equal(landed(blocks_of(whole), mx.float32).segment(), whole)
+    assert equal(landed(blocks_of(whole), form()).segment(), whole)
 
 
 def test_a_landing_is_the_segment_and_not_copied_to_it() -> None:
     shapes = [LayerShape(2, 64, 64, mx.bfloat16)] * 2
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    landing = Landing(shapes, 64, BLOCK)
+    landing = Landing(Form.of(shapes), 64, BLOCK)
     landing.targets()
     made = landing.segment()
     assert mx.get_active_memory() - before == made.nbytes
@@ -119,3 +127,25 @@ def test_bytes_are_the_caller_s_own() -> None:
     del whole
     mx.eval(mx.zeros((1 << 20,)))
     assert np.array_equal(block["0.keys"].data, before)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["8", "rot3", "turbo4", "turbo2.5", "turbo3c", "kivi4/turbo3.5", "k8v4", "raw/4", "5g32"],
+)
+def test_what_a_codec_holds_comes_back_to_the_bit(name: str, in_place: bool) -> None:
+    """Also of heads whose sizes differ, with a layer that stays as it is."""
+    scheme = parse_scheme(name)
+    shapes = [LayerShape(2, 128, 64, mx.bfloat16)] * 3
+    held = Form.of(shapes, scheme, [1])
+    layers = [
+        tuple(mx.random.normal((1, 2, 4 * BLOCK, dim)).astype(mx.bfloat16) for dim in (128, 64))
+        for _ in shapes
+    ]
+    whole = Segment(tuple((keys, values) for keys, values in layers)).encoded(scheme, [1])
+    assert held.holds(whole)
+    assert held.nbytes(whole.tokens) == whole.nbytes
+    made = landed(blocks_of(whole), held, in_place=in_place).segment()
+    assert equal(made, whole)
+    assert held.holds(made)

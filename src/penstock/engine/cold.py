@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from penstock.config import EngineSettings
 from penstock.engine.pace import Pace
 from penstock.errors import SettingError
+from penstock.kv.forms import Forms
 from penstock.kv.segment import Segment
-from penstock.kv.tails import LayerShape, token_bytes
 from penstock.ledger import Kind, Reservation
 from penstock.prefix.node import Match
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
@@ -38,6 +38,8 @@ FILE_BLOCKS = 2
 """Copies that are made while a file is: its bytes, and the buffer that they are written from."""
 PENDING_KEYS = 16_384
 """Blocks that are known to be worth writing, and whose turn has not come."""
+TOKEN_BYTES = 4
+"""Of a token's number, which is in the file beside its KV."""
 KEY_BYTES = 80
 """Of Python, for each."""
 WORTH_WRITING = 2.0
@@ -87,7 +89,7 @@ class Cold:
     Args:
         open_tier: makes the tier, once it is told how many bytes of blocks may wait in it.
         prefixes: of the engine.
-        shapes: of one token in each layer.
+        forms: how blocks are held.
         pace: what is known of the model's speed.
         in_place: whether files can be read into MLX's arrays.
 
@@ -99,17 +101,17 @@ class Cold:
         self,
         open_tier: Callable[[int], ColdTier],
         prefixes: Prefixes[Segment],
-        shapes: Sequence[LayerShape],
+        forms: Forms,
         pace: Pace,
         *,
         in_place: bool,
     ) -> None:
         self.pace = pace
         self._prefixes = prefixes
-        self._shapes = tuple(shapes)
+        self._forms = forms
         self._in_place = in_place
-        self._block_bytes = (token_bytes(shapes) + 4) * prefixes.block_size
-        copies = (QUEUE_BLOCKS + FILE_BLOCKS) * self._block_bytes
+        self._most_block_bytes = forms.most_block_bytes + TOKEN_BYTES * prefixes.block_size
+        copies = (QUEUE_BLOCKS + FILE_BLOCKS) * self._most_block_bytes
         ledger = prefixes.ledger
         self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_KEYS * KEY_BYTES)
         self._pending: deque[_Pending] = deque()
@@ -118,7 +120,7 @@ class Cold:
         self._restores: set[Restore] = set()
         self._left: list[Restore] = []
         self._read = (0, 0.0)
-        self.tier = open_tier(QUEUE_BLOCKS * self._block_bytes)
+        self.tier = open_tier(QUEUE_BLOCKS * self._most_block_bytes)
 
     # ---- questions
 
@@ -159,21 +161,18 @@ class Cold:
         known = self._prefixes.match(keys).tokens // self._prefixes.block_size
         return self.tier.prepare(keys, known)
 
-    def worth_reading(self, blocks: int) -> bool:
-        """Tell whether so many blocks are sooner read, behind all that is being read, than
-        computed."""
-        nbytes = blocks * self._block_bytes
-        tokens = blocks * self._prefixes.block_size
-        ahead = sum(restore.blocks for restore in self._restores) * self._block_bytes
-        seconds = self.pace.restore_seconds(ahead + nbytes)
-        return WORTH_READING * seconds < self.pace.prefill_seconds(tokens)
+    def worth_reading(self, first: int, stop: int) -> bool:
+        """Tell whether the blocks first..stop-1 of a chain are sooner read, behind all that is
+        being read, than computed."""
+        ahead = sum(restore.paid.nbytes for restore in self._restores)
+        seconds = self.pace.restore_seconds(ahead + self._nbytes(first, stop))
+        return WORTH_READING * seconds < self._prefill_seconds(stop - first)
 
-    def patience_seconds(self, blocks: int) -> float:
-        """Return how long to wait for so many blocks before computing them: longer than they
-        should take, and never longer than computing them does."""
-        most = self.pace.prefill_seconds(blocks * self._prefixes.block_size)
-        expected = self.pace.restore_seconds(blocks * self._block_bytes)
-        return min(most, max(LEAST_PATIENCE_SECONDS, 4 * expected))
+    def patience_seconds(self, first: int, stop: int) -> float:
+        """Return how long to wait for these blocks before computing them: longer than they should
+        take, and never longer than computing them does."""
+        expected = self.pace.restore_seconds(self._nbytes(first, stop))
+        return min(self._prefill_seconds(stop - first), max(LEAST_PATIENCE_SECONDS, 4 * expected))
 
     def begin(self, keys: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
         """Have the blocks of a chain read from block `first` on, some at a time.
@@ -185,16 +184,19 @@ class Cold:
         """
         at_once = max(1, MAX_MERGE_TOKENS // self._prefixes.block_size)
         begun = []
-        for start in range(first, len(keys), at_once):
-            some = keys[start : start + at_once]
+        while first < len(keys):
+            stop = self._forms.end(first, min(first + at_once, len(keys)))
             paid = self._prefixes.ledger.reserve(Kind.TAILS, 0)
-            tokens = len(some) * self._prefixes.block_size
-            own.pass_on(paid, tokens * token_bytes(self._shapes))
+            own.pass_on(paid, self._forms.nbytes(first, stop))
             landing = Landing(
-                self._shapes, len(some), self._prefixes.block_size, in_place=self._in_place
+                self._forms.of(first),
+                stop - first,
+                self._prefixes.block_size,
+                in_place=self._in_place,
             )
-            answer = self.tier.restore(some, landing.targets)
-            begun.append(Restore(start, landing, answer, paid))
+            answer = self.tier.restore(keys[first:stop], landing.targets)
+            begun.append(Restore(first, landing, answer, paid))
+            first = stop
         self._restores.update(begun)
         return begun
 
@@ -246,7 +248,7 @@ class Cold:
         for keys in self.tier.chains(ledger.free_bytes).result(PRELOAD_SECONDS):
             match = prefixes.match(keys)
             blocks = len(keys) - match.tokens // size
-            nbytes = blocks * size * token_bytes(self._shapes)
+            nbytes = self._forms.nbytes(match.tokens // size, len(keys))
             # A node that ends inside is cut in two, which takes a copy of it.
             cut = match.path[-1].segment.nbytes if match.ends_inside else 0
             if blocks and nbytes + cut + prefixes.index_bytes(blocks) <= ledger.free_bytes:
@@ -296,7 +298,7 @@ class Cold:
         """Copy a block and offer it, if there is one and the tier takes it; or wait a moment for
         the tier, if the engine has nothing else to do. False if there is nothing to be done."""
         self.sweep()
-        if self._pending and self.tier.has_room(self._block_bytes):
+        if self._pending and self.tier.has_room(self._most_block_bytes):
             self._offer(self._pending[0])
             return True
         if self.tier.is_off:
@@ -326,11 +328,20 @@ class Cold:
 
     def _is_dear(self) -> bool:
         """Tell whether a block takes so long to compute that it is worth writing at once."""
-        compute = self.pace.prefill_seconds(self._prefixes.block_size)
-        return compute > WORTH_WRITING * self.pace.restore_seconds(self._block_bytes)
+        seconds = self.pace.restore_seconds(self._most_block_bytes)
+        return self._prefill_seconds(1) > WORTH_WRITING * seconds
+
+    def _prefill_seconds(self, blocks: int) -> float:
+        return self.pace.prefill_seconds(blocks * self._prefixes.block_size)
+
+    def _nbytes(self, first: int, stop: int) -> int:
+        """Return the bytes of the blocks first..stop-1 in files."""
+        tokens = (stop - first) * self._prefixes.block_size
+        return self._forms.nbytes(first, stop) + TOKEN_BYTES * tokens
 
     def _offer(self, pending: _Pending) -> None:
-        """Copy the next block out of the tree, if it is still there, and offer it."""
+        """Copy the next block out of the tree, if it is still there, and offer it, held as it is
+        to be: what waits in the tree to be held so is not waited for."""
         keys, size, number = pending.keys, self._prefixes.block_size, pending.first
         match = self._prefixes.match(keys[: number + 1])
         if match.tokens < (number + 1) * size:  # nor would those behind it have a beginning
@@ -338,12 +349,18 @@ class Cold:
             return
         node = match.path[-1]
         at = number * size - node.start
+        held = None
+        with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
+            held = self._forms.held(node.segment.view(at, at + size), number)
+        if held is None:  # nor would those behind it
+            self._give_up(pending)
+            return
         self.tier.offer(
             Record(
                 key=keys[number],
                 parent=keys[number - 1] if number else pending.root,
                 depth=number,
-                arrays=host_block(node.segment, node.tokens[at : at + size], at),
+                arrays=host_block(held, node.tokens[at : at + size]),
             )
         )
         pending.first += 1
@@ -362,7 +379,7 @@ class Cold:
 def open_cold(
     limits: EngineSettings,
     prefixes: Prefixes[Segment],
-    shapes: Sequence[LayerShape],
+    forms: Forms,
     pace: Pace,
     *,
     in_place: bool,
@@ -391,4 +408,4 @@ def open_cold(
     def open_tier(queue_bytes: int) -> ColdTier:
         return ColdTier(open_store, queue_bytes=queue_bytes)
 
-    return Cold(open_tier, prefixes, shapes, pace, in_place=in_place)
+    return Cold(open_tier, prefixes, forms, pace, in_place=in_place)

@@ -32,7 +32,7 @@ from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
 from penstock.engine.needs import Needs
 from penstock.engine.pace import Pace
-from penstock.engine.quantise import Quantiser, make_quantiser
+from penstock.engine.quantise import Quantiser, coding_of
 from penstock.engine.request import Request
 from penstock.engine.sampling import (
     Chooser,
@@ -56,6 +56,7 @@ from penstock.errors import (
     StepFailed,
 )
 from penstock.heap import give_back_freed_memory, keep_freed_memory
+from penstock.kv.forms import Forms
 from penstock.kv.reads import Part, in_order
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
@@ -63,6 +64,7 @@ from penstock.ledger import Kind, Ledger
 from penstock.memory import format_bytes, parse_bytes
 from penstock.memory.machine import read_machine_memory
 from penstock.models.fingerprint import fingerprint as fingerprint_of
+from penstock.models.fingerprint import with_settings
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import Node, NodeView
 from penstock.prefix.prefixes import Prefixes
@@ -187,18 +189,26 @@ class Core:
             fingerprint = fingerprint_of(
                 model, keep=self.limits.keep_tokens, window=self.limits.max_kv_size
             )
+        coding = coding_of(self.runner.shapes, self.limits)
+        if coding is not None:
+            fingerprint = with_settings(fingerprint, codec=coding.identity)
+        forms = Forms(self.runner.shapes, block_size, coding)
         self.prefixes: Prefixes[Segment] = Prefixes(
             self.ledger,
             block_size=self.limits.block_size,
             fingerprint=fingerprint,
             clock=self.clock,
         )
-        self.quantiser = make_quantiser(self.prefixes, self.runner.shapes, self.limits)
+        self.quantiser = (
+            None
+            if coding is None
+            else Quantiser(forms, self.prefixes, self.runner.shapes, self.limits)
+        )
         self.pace = Pace(self.needs.prefill_token_seconds)
         self.cold = open_cold(
             self.limits,
             self.prefixes,
-            self.runner.shapes,
+            forms,
             self.pace,
             in_place=not has_own_memory(),
         )
@@ -720,11 +730,10 @@ class Core:
     def _begin_restore(self, cold: Cold, sequence: Sequence, on_disk: int) -> bool:
         """Have the blocks of a chain read that are on the disk, if that is worth it."""
         done, over = divmod(sequence.cut, self.limits.block_size)
-        blocks = on_disk - done
-        if sequence.runs or over or blocks <= 0 or not cold.worth_reading(blocks):
+        if sequence.runs or over or on_disk <= done or not cold.worth_reading(done, on_disk):
             return False
         assert sequence.own is not None
-        sequence.patient_until = self.clock() + cold.patience_seconds(blocks)
+        sequence.patient_until = self.clock() + cold.patience_seconds(done, on_disk)
         sequence.restores = cold.begin(sequence.keys[:on_disk], done, sequence.own)
         self.scheduler.act(sequence.id, "fetch")
         return True

@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from penstock.config import EngineSettings
 from penstock.errors import SettingError
-from penstock.kv.codecs import Scheme, parse_scheme
+from penstock.kv.codecs import parse_scheme
+from penstock.kv.forms import Coding, Form, Forms
 from penstock.kv.segment import PIECE_TOKENS, Segment
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
@@ -30,44 +31,30 @@ Reader = tuple[Sequence[Node[Segment]], int]
 
 
 class Quantiser:
-    """Holds nodes as a scheme says. Not thread-safe: the engine's thread.
+    """Holds nodes as a coding says. Not thread-safe: the engine's thread.
 
     Args:
-        scheme: of keys and values.
+        forms: how blocks are to be held.
         prefixes: of the engine.
         shapes: of one token in each layer.
         limits: the engine's settings.
 
     Raises:
         LedgerFull: there is no room for what is encoded meanwhile.
-        SettingError: the scheme cannot hold this model's heads, or blocks of this size, or is not
-            read as it lies.
     """
 
     def __init__(
         self,
-        scheme: Scheme,
+        forms: Forms,
         prefixes: Prefixes[Segment],
         shapes: Sequence[LayerShape],
         limits: EngineSettings,
     ) -> None:
-        self.scheme = scheme
+        assert forms.coding is not None
+        self.coding = forms.coding
+        self._form = forms.coded
         self._prefixes = prefixes
-        self._raw_layers = frozenset(limits.kv_cache_skip_layers)
-        self._token_bits = _token_bits(scheme, shapes, self._raw_layers)
-        for codec in (scheme.keys, scheme.values):
-            if codec is not None and not codec.in_place:
-                raise SettingError(
-                    f"kv_cache_quantization {scheme.name}: {codec.name} is widened whenever it is "
-                    f"read, and is there to be compared with"
-                )
-            if codec is not None and limits.block_size % codec.span:
-                raise SettingError(
-                    f"kv_cache_quantization {scheme.name}: {codec.name} encodes {codec.span} "
-                    f"tokens together, which do not divide a block_size of {limits.block_size}"
-                )
-        size = limits.block_size
-        self._first = -(-limits.raw_first_tokens // size) * size
+        self._first = forms.raw_tokens
         self._recent = limits.kv_cache_residual
         self._at_rest = limits.kv_cache_quantize == "at-rest"
         self._due: deque[Node[Segment]] = deque()
@@ -134,17 +121,7 @@ class Quantiser:
             return False
         if self._recent and position is not None and node.end > position - self._recent:
             return False
-        return not self._is_coded(node.segment)
-
-    def _is_coded(self, segment: Segment) -> bool:
-        """Tell whether nothing is left to encode."""
-        wanted = (self.scheme.keys, self.scheme.values)
-        return all(
-            codec is None or not isinstance(side, mx.array)
-            for number, layer in enumerate(segment.layers)
-            if number not in self._raw_layers
-            for side, codec in zip(layer, wanted, strict=True)
-        )
+        return not self._form.holds(node.segment)
 
     def _exchange(self, node: Node[Segment]) -> bool:
         """Cut off the first tokens, which stay raw, and encode the rest; False without room."""
@@ -152,48 +129,27 @@ class Quantiser:
         try:
             if blocks > 0 and not self._prefixes.cut(node, blocks):
                 return False
-            if not self._prefixes.exchange(node, self._encoded, self._bytes_of(node)):
+            if not self._prefixes.exchange(node, self.coding.encoded, self._bytes_of(node)):
                 return False
         except BaseException:
             self._left.add(node.id)
             raise
-        if not self._is_coded(node.segment):
+        if not self._form.holds(node.segment):
             self._left.add(node.id)
         return True
 
-    def _encoded(self, segment: Segment) -> Segment:
-        return segment.encoded(self.scheme, self._raw_layers)
-
     def _bytes_of(self, node: Node[Segment]) -> int:
         """Return what a node's new form takes, at most."""
-        return len(node.tokens) * self._token_bits // 8
+        return self._form.coded_nbytes(len(node.tokens))
 
 
-def _token_bits(scheme: Scheme, shapes: Sequence[LayerShape], raw_layers: frozenset[int]) -> int:
-    """Return the bits of what is made anew for one token, all layers."""
-    if unknown := sorted(raw_layers - set(range(len(shapes)))):
-        raise SettingError(
-            f"kv_cache_skip_layers {unknown}: the model's layers are 0 to {len(shapes) - 1}"
-        )
-    total = 0
-    for number, shape in enumerate(shapes):
-        if number in raw_layers:
-            continue
-        sides = ((scheme.keys, shape.key_dim), (scheme.values, shape.value_dim))
-        for codec, dim in sides:
-            try:
-                total += 0 if codec is None else shape.kv_heads * codec.token_bits(dim)
-            except ValueError as error:
-                raise SettingError(
-                    f"kv_cache_quantization {scheme.name}: layer {number}: {error}"
-                ) from None
-    return total
+def coding_of(shapes: Sequence[LayerShape], limits: EngineSettings) -> Coding | None:
+    """Return the coding that an engine's settings name; None if all stays as it is.
 
-
-def make_quantiser(
-    prefixes: Prefixes[Segment], shapes: Sequence[LayerShape], limits: EngineSettings
-) -> Quantiser | None:
-    """Return what an engine's settings ask for; None if all stays as it is. See `Quantiser`."""
+    Raises:
+        SettingError: it cannot hold this model's heads, or blocks of this size, or is not read as
+            it lies.
+    """
     if limits.kv_cache_quantization is None:
         return None
     try:
@@ -202,8 +158,28 @@ def make_quantiser(
         raise SettingError(f"kv_cache_quantization: {error}") from None
     if scheme.keys is None and scheme.values is None:
         return None
-    if limits.ssd_cache_dir is not None:
+    for codec in (scheme.keys, scheme.values):
+        if codec is not None and not codec.in_place:
+            raise SettingError(
+                f"kv_cache_quantization {scheme.name}: {codec.name} is widened whenever it is "
+                f"read, and is there to be compared with"
+            )
+        if codec is not None and limits.block_size % codec.span:
+            raise SettingError(
+                f"kv_cache_quantization {scheme.name}: {codec.name} encodes {codec.span} "
+                f"tokens together, which do not divide a block_size of {limits.block_size}"
+            )
+    raw_layers = frozenset(limits.kv_cache_skip_layers)
+    if unknown := sorted(raw_layers - set(range(len(shapes)))):
         raise SettingError(
-            "kv_cache_quantization: the cold tier does not know codecs yet; leave out ssd_cache_dir"
+            f"kv_cache_skip_layers {unknown}: the model's layers are 0 to {len(shapes) - 1}"
         )
-    return Quantiser(scheme, prefixes, shapes, limits)
+    for number, layer in enumerate(Form.of(shapes, scheme, raw_layers).layers):
+        try:
+            sum(side.token_bits for side in layer)
+        except ValueError as error:
+            raise SettingError(
+                f"kv_cache_quantization {scheme.name}: layer {number}: {error}"
+            ) from None
+    size = limits.block_size
+    return Coding(scheme, raw_layers, -(-limits.raw_first_tokens // size) * size)

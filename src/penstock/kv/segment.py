@@ -54,6 +54,15 @@ class Segment:
         """Bytes it holds."""
         return sum(col.nbytes(*layer) for layer in self.layers)
 
+    def view(self, start: int, stop: int) -> Segment:
+        """Return the tokens start..stop-1 without a copy: all of this segment stays alive."""
+        return Segment(
+            tuple(
+                (col.take(keys, start, stop), col.take(values, start, stop))
+                for keys, values in self.layers
+            )
+        )
+
     def encoded(self, scheme: Scheme, raw_layers: Collection[int] = ()) -> Segment:
         """Return it held as a scheme says, some tokens of one side at a time; evaluated.
 

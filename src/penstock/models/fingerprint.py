@@ -41,6 +41,13 @@ def fingerprint(model: Any, **settings: object) -> str:
     return str(hashed.hexdigest())
 
 
+def with_settings(name: str, **settings: object) -> str:
+    """Name what depends on more settings than the fingerprint that is given."""
+    hashed = xxhash.xxh3_128()
+    _add(hashed, json.dumps([name, settings], sort_keys=True, default=repr).encode())
+    return str(hashed.hexdigest())
+
+
 def _add(hashed: xxhash.xxh3_128, raw: Any) -> None:
     hashed.update(len(raw).to_bytes(8, "little"))
     hashed.update(raw)

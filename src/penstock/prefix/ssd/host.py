@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kv import columns as col
-from penstock.kv.segment import Layer, Segment
-from penstock.kv.tails import LayerShape
+from penstock.kv.forms import Form
+from penstock.kv.segment import Segment
 from penstock.prefix.blocks import TokenArray
 from penstock.prefix.ssd.record import TOKENS, HostArray, Target
 
 _SIDES = ("keys", "values")
+_A = TypeVar("_A")
+_S = TypeVar("_S")
 
 
-def host_block(segment: Segment, tokens: TokenArray, at: int) -> dict[str, HostArray]:
-    """Copy a block out of a segment: its tokens, and the arrays of all layers by name.
+def host_block(block: Segment, tokens: TokenArray) -> dict[str, HostArray]:
+    """Copy a block, its tokens and the arrays of all layers by name.
 
     Names are `3.keys` for layer 3, and `3.keys.0`, `3.keys.1`, ... where a side is several arrays.
     Only the thread that owns the segment may call this.
 
     Args:
-        segment: with the block in it.
+        block: its KV, which may be a view.
         tokens: of the block.
-        at: tokens of the segment in front of the block.
     """
-    stop = at + len(tokens)
+    mx.eval([col.arrays(*layer) for layer in block.layers])
     found = {TOKENS: _host(tokens.astype(np.uint32), "uint32")}
-    for name, array in _named(segment):
-        numbers, dtype = _seen(array)
-        span = segment.tokens // numbers.shape[2]  # a codec may hold some tokens together
-        found[name] = _host(numbers[:, :, at // span : stop // span], dtype)
+    for number, layer in enumerate(block.layers):
+        for name, array in _named(number, layer, col.arrays):
+            found[name] = _host(*_seen(array))
     return found
 
 
@@ -46,7 +46,7 @@ class Landing:
     are made by `targets`, in the thread that reads: new memory can take as long as the files.
 
     Args:
-        shapes: of one token in each layer.
+        form: how the blocks are held, all alike.
         blocks: how many.
         block_size: tokens of a block.
         in_place: whether files can be read into MLX's arrays. Where the device has memory of its
@@ -55,7 +55,7 @@ class Landing:
 
     def __init__(
         self,
-        shapes: Sequence[LayerShape],
+        form: Form,
         blocks: int,
         block_size: int,
         *,
@@ -65,59 +65,64 @@ class Landing:
         self.tokens = np.empty(blocks * block_size, np.uint32)
         """Of the blocks, once they are read."""
         self._block_size = block_size
+        self._tokens = blocks * block_size
         self._in_place = in_place
-        self._shapes = tuple(shapes)
-        self._layers: list[tuple[_Room, ...]] = []
+        self._form = form
+        self._layers: list[tuple[list[_Room], ...]] = []
 
     def targets(self) -> list[dict[str, Target]]:
         """Take the memory, if it is not taken, and return where the arrays of each block go."""
         if not self._layers:
             self._layers = [
-                tuple(self._made(shape, dim) for dim in (shape.key_dim, shape.value_dim))
-                for shape in self._shapes
+                tuple([self._made(*each) for each in side.arrays(self._tokens)] for side in layer)
+                for layer in self._form.layers
             ]
             if self._in_place:
-                mx.eval([room.array for layer in self._layers for room in layer])
-        rooms = {
-            f"{number}.{name}": (room, room.bytes())
+                mx.eval([room.array for layer in self._layers for side in layer for room in side])
+        rooms = [
+            (name, room, room.bytes())
             for number, layer in enumerate(self._layers)
-            for name, room in zip(_SIDES, layer, strict=True)
-        }
+            for name, room in _named(number, layer, lambda side: side)
+        ]
         return [
             {
                 TOKENS: Target("uint32", (self._block_size,), [self._tokens_of(block)]),
-                **{name: self._target(*room, block) for name, room in rooms.items()},
+                **{name: self._target(room, data, block) for name, room, data in rooms},
             }
             for block in range(self.blocks)
         ]
 
     def segment(self) -> Segment:
         """Return what was read as a segment."""
-        layers = []
-        for layer in self._layers:
-            keys, values = (room.side() for room in layer)
-            layers.append((keys, values))
-        mx.eval(layers)
-        return Segment(tuple(layers))
+        segment = Segment(
+            tuple(
+                (
+                    forms[0].side([room.read() for room in keys]),
+                    forms[1].side([room.read() for room in values]),
+                )
+                for forms, (keys, values) in zip(self._form.layers, self._layers, strict=True)
+            )
+        )
+        mx.eval([col.arrays(*layer) for layer in segment.layers])
+        return segment
 
-    def _made(self, shape: LayerShape, dim: int) -> _Room:
-        size = (1, shape.kv_heads, self.blocks * self._block_size, dim)
-        dtype = _name(shape.dtype)
-        number = _number(dtype)
-        array = mx.empty(size, getattr(mx, number)) if self._in_place else np.empty(size, number)
-        return _Room(dtype, array)
+    def _made(self, shape: tuple[int, ...], dtype: mx.Dtype) -> _Room:
+        name = _name(dtype)
+        number = _number(name)
+        array = mx.empty(shape, getattr(mx, number)) if self._in_place else np.empty(shape, number)
+        return _Room(name, array)
 
     def _tokens_of(self, block: int) -> NDArray[np.uint8]:
         size = self._block_size
         return self.tokens[block * size : (block + 1) * size].view(np.uint8)
 
     def _target(self, room: _Room, data: NDArray[np.uint8], block: int) -> Target:
-        size = self._block_size
-        _, heads, _, dim = room.array.shape
+        _, heads, count, *rest = room.array.shape
+        count //= self.blocks  # of a block
         return Target(
             room.dtype,
-            (1, heads, size, dim),
-            [each[block * size : (block + 1) * size].reshape(-1) for each in data],
+            (1, heads, count, *rest),
+            [each[block * count : (block + 1) * count].reshape(-1) for each in data],
         )
 
 
@@ -130,27 +135,25 @@ class _Room:
 
     def bytes(self) -> NDArray[np.uint8]:
         """Return its memory, (heads, tokens, bytes of a row)."""
-        seen: NDArray[np.uint8] = np.asarray(self.array)[0].view(np.uint8)
+        _, heads, count, *_ = self.array.shape
+        rows = np.asarray(self.array).reshape(heads, count, -1)
+        seen: NDArray[np.uint8] = rows.view(np.uint8)
         return seen
 
-    def side(self) -> mx.array:
+    def read(self) -> mx.array:
         """Return it as MLX has it."""
         made = self.array if isinstance(self.array, mx.array) else mx.array(self.array)
         return made.view(mx.bfloat16) if self.dtype == "bfloat16" else made
 
 
-def _named(segment: Segment) -> Iterator[tuple[str, mx.array]]:
-    for number, layer in enumerate(segment.layers):
-        yield from _named_sides(number, layer)
-
-
-def _named_sides(number: int, layer: Layer) -> Iterator[tuple[str, mx.array]]:
+def _named(
+    number: int, layer: Sequence[_S], arrays: Callable[[_S], Sequence[_A]]
+) -> Iterator[tuple[str, _A]]:
+    """Name the arrays of a layer: `3.keys`, or `3.keys.0`, `3.keys.1`, ... if a side has more."""
     for name, side in zip(_SIDES, layer, strict=True):
-        if isinstance(side, mx.array):
-            yield f"{number}.{name}", side
-        else:
-            for part, array in enumerate(col.arrays(side)):
-                yield f"{number}.{name}.{part}", array
+        parts = arrays(side)
+        for part, array in enumerate(parts):
+            yield f"{number}.{name}" + (f".{part}" if len(parts) > 1 else ""), array
 
 
 def _seen(array: mx.array) -> tuple[NDArray[np.generic], str]:
