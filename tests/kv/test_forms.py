@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from penstock.kv.codecs import parse_scheme
-from penstock.kv.forms import Coding, Forms
+from penstock.kv.forms import Forms
+from penstock.kv.quantisation import Quantisation
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
@@ -15,7 +15,8 @@ BLOCK = 64
 
 
 def forms(name: str, raw_tokens: int = 0, raw_layers: frozenset[int] = frozenset()) -> Forms:
-    return Forms(SHAPES, BLOCK, Coding(parse_scheme(name), raw_layers, raw_tokens))
+    rule = Quantisation.of(name, block_size=BLOCK, first_tokens=raw_tokens, skip_layers=raw_layers)
+    return Forms(SHAPES, BLOCK, rule)
 
 
 def block(largest: float = 1.0) -> Segment:
@@ -27,7 +28,6 @@ def block(largest: float = 1.0) -> Segment:
 
 def test_the_first_blocks_stay_as_they_are() -> None:
     found = forms("turbo4", raw_tokens=100)
-    assert found.raw_tokens == 128
     assert [found.of(number) is found.coded for number in range(4)] == [False, False, True, True]
     assert (found.end(0, 9), found.end(1, 2), found.end(2, 9)) == (2, 2, 9)
     raw, coded = found.nbytes(0, 1), found.nbytes(2, 3)
@@ -56,13 +56,13 @@ def test_what_a_codec_cannot_hold_is_not_held_otherwise() -> None:
 
 def test_identities_differ_where_bits_do() -> None:
     names = [
-        each.coding.identity
+        each.rule.identity
         for each in (
             forms("4"),
             forms("turbo4"),
             forms("4", raw_tokens=64),
             forms("4", raw_layers=frozenset([1])),
         )
-        if each.coding is not None
+        if each.rule is not None
     ]
     assert len(set(names)) == 4

@@ -74,5 +74,5 @@ def _room(core: Core) -> list[str]:
         _disk(stats.ssd, limits),
         f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "
         f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}"
-        + ("" if core.quantiser is None else f", held as {core.quantiser.coding.scheme.name}"),
+        + ("" if core.quantiser is None else f", held as {core.quantiser.rule.scheme.name}"),
     ]

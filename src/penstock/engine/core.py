@@ -32,7 +32,7 @@ from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
 from penstock.engine.needs import Needs
 from penstock.engine.pace import Pace
-from penstock.engine.quantise import Quantiser, coding_of
+from penstock.engine.quantise import Quantiser
 from penstock.engine.request import Request
 from penstock.engine.sampling import (
     Chooser,
@@ -57,6 +57,7 @@ from penstock.errors import (
 )
 from penstock.heap import give_back_freed_memory, keep_freed_memory
 from penstock.kv.forms import Forms
+from penstock.kv.quantisation import Quantisation
 from penstock.kv.reads import Part, in_order
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
@@ -189,10 +190,14 @@ class Core:
             fingerprint = fingerprint_of(
                 model, keep=self.limits.keep_tokens, window=self.limits.max_kv_size
             )
-        coding = coding_of(self.runner.shapes, self.limits)
-        if coding is not None:
-            fingerprint = with_settings(fingerprint, codec=coding.identity)
-        forms = Forms(self.runner.shapes, block_size, coding)
+        rule = Quantisation.of(
+            self.limits.kv_cache_quantization,
+            block_size=block_size,
+            first_tokens=self.limits.raw_first_tokens,
+            skip_layers=self.limits.kv_cache_skip_layers,
+        )
+        if rule is not None:
+            fingerprint = with_settings(fingerprint, codec=rule.identity)
         self.prefixes: Prefixes[Segment] = Prefixes(
             self.ledger,
             block_size=self.limits.block_size,
@@ -201,14 +206,14 @@ class Core:
         )
         self.quantiser = (
             None
-            if coding is None
-            else Quantiser(forms, self.prefixes, self.runner.shapes, self.limits)
+            if rule is None
+            else Quantiser(rule, self.prefixes, self.runner.shapes, self.limits)
         )
         self.pace = Pace(self.needs.prefill_token_seconds)
         self.cold = open_cold(
             self.limits,
             self.prefixes,
-            forms,
+            Forms(self.runner.shapes, block_size, rule),
             self.pace,
             in_place=not has_own_memory(),
         )

@@ -12,58 +12,53 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import mlx.core as mx
-
 from penstock.config import EngineSettings
-from penstock.errors import SettingError
-from penstock.kv.codecs import parse_scheme
-from penstock.kv.forms import Coding, Form, Forms
-from penstock.kv.segment import PIECE_TOKENS, Segment
+from penstock.kv.forms import Form
+from penstock.kv.quantisation import Quantisation, piece_bytes
+from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
 from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 
-PIECE_BUFFERS = 10
-"""Arrays of float32 that are alive together while a piece of one side is encoded; measured: 8."""
 Reader = tuple[Sequence[Node[Segment]], int]
 """A path that is read, and the position of who reads it."""
 
 
 class Quantiser:
-    """Holds nodes as a coding says. Not thread-safe: the engine's thread.
+    """Holds nodes as a rule says. Not thread-safe: the engine's thread.
 
     Args:
-        forms: how blocks are to be held.
+        rule: which tokens and layers are held in which codecs.
         prefixes: of the engine.
         shapes: of one token in each layer.
         limits: the engine's settings.
 
     Raises:
         LedgerFull: there is no room for what is encoded meanwhile.
+        SettingError: the scheme cannot hold this model's heads, or is not read as it lies.
     """
 
     def __init__(
         self,
-        forms: Forms,
+        rule: Quantisation,
         prefixes: Prefixes[Segment],
         shapes: Sequence[LayerShape],
         limits: EngineSettings,
     ) -> None:
-        assert forms.coding is not None
-        self.coding = forms.coding
-        self._form = forms.coded
+        rule.check_in_place()
+        self.rule = rule
+        self._token_bits, _ = rule.token_bits(shapes)
+        self._form = Form.of(shapes, rule.scheme, rule.raw_layers)
         self._prefixes = prefixes
-        self._first = forms.raw_tokens
+        self._first = rule.first_tokens
         self._recent = limits.kv_cache_residual
         self._at_rest = limits.kv_cache_quantize == "at-rest"
         self._due: deque[Node[Segment]] = deque()
         self._looked = True
         self._left: set[int] = set()
         """Nodes of which something had to stay raw."""
-        numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
-        piece = PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS
-        self._buffers = prefixes.ledger.reserve(Kind.BUFFERS, piece)
+        self._buffers = prefixes.ledger.reserve(Kind.BUFFERS, piece_bytes(shapes))
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +124,7 @@ class Quantiser:
         try:
             if blocks > 0 and not self._prefixes.cut(node, blocks):
                 return False
-            if not self._prefixes.exchange(node, self.coding.encoded, self._bytes_of(node)):
+            if not self._prefixes.exchange(node, self.rule.encoded, self._bytes_of(node)):
                 return False
         except BaseException:
             self._left.add(node.id)
@@ -140,46 +135,4 @@ class Quantiser:
 
     def _bytes_of(self, node: Node[Segment]) -> int:
         """Return what a node's new form takes, at most."""
-        return self._form.coded_nbytes(len(node.tokens))
-
-
-def coding_of(shapes: Sequence[LayerShape], limits: EngineSettings) -> Coding | None:
-    """Return the coding that an engine's settings name; None if all stays as it is.
-
-    Raises:
-        SettingError: it cannot hold this model's heads, or blocks of this size, or is not read as
-            it lies.
-    """
-    if limits.kv_cache_quantization is None:
-        return None
-    try:
-        scheme = parse_scheme(limits.kv_cache_quantization)
-    except ValueError as error:
-        raise SettingError(f"kv_cache_quantization: {error}") from None
-    if scheme.keys is None and scheme.values is None:
-        return None
-    for codec in (scheme.keys, scheme.values):
-        if codec is not None and not codec.in_place:
-            raise SettingError(
-                f"kv_cache_quantization {scheme.name}: {codec.name} is widened whenever it is "
-                f"read, and is there to be compared with"
-            )
-        if codec is not None and limits.block_size % codec.span:
-            raise SettingError(
-                f"kv_cache_quantization {scheme.name}: {codec.name} encodes {codec.span} "
-                f"tokens together, which do not divide a block_size of {limits.block_size}"
-            )
-    raw_layers = frozenset(limits.kv_cache_skip_layers)
-    if unknown := sorted(raw_layers - set(range(len(shapes)))):
-        raise SettingError(
-            f"kv_cache_skip_layers {unknown}: the model's layers are 0 to {len(shapes) - 1}"
-        )
-    for number, layer in enumerate(Form.of(shapes, scheme, raw_layers).layers):
-        try:
-            sum(side.token_bits for side in layer)
-        except ValueError as error:
-            raise SettingError(
-                f"kv_cache_quantization {scheme.name}: layer {number}: {error}"
-            ) from None
-    size = limits.block_size
-    return Coding(scheme, raw_layers, -(-limits.raw_first_tokens // size) * size)
+        return len(node.tokens) * self._token_bits // 8

@@ -77,10 +77,11 @@ def copied(side: Side) -> Side:
 
 def blank(like: Side, count: int, rows: int | None = None) -> Side:
     """Return `count` columns of zeros with the heads, widths and dtypes of `like`."""
+    columns_each = like.codec.span if isinstance(like, Coded) else 1
 
     def zeros(part: mx.array) -> mx.array:
-        batch, heads, _, width = part.shape
-        return mx.zeros((rows or batch, heads, count, width), part.dtype)
+        batch, heads, _, *width = part.shape
+        return mx.zeros((rows or batch, heads, count // columns_each, *width), part.dtype)
 
     return each(zeros, like)
 
@@ -90,6 +91,8 @@ def write(side: Side, column: int, new: Side, row: int | None = None) -> Side:
 
     In place, if nobody else holds the buffer when it is evaluated; `side` is used up.
     """
+    if isinstance(side, Coded):
+        column //= side.codec.span
     if not isinstance(side, mx.array):
         return each(lambda part, add: write(part, column, add, row), side, new)  # type: ignore[arg-type, return-value]
     assert isinstance(new, mx.array)

@@ -10,11 +10,9 @@ import mlx.core as mx
 
 from penstock.kv.codecs import Codec, Coded, Scheme
 from penstock.kv.columns import Side
+from penstock.kv.quantisation import Quantisation
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
-
-FORMAT = 1
-"""Of what codecs make: raised when one of them makes other bits of the same numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +97,6 @@ class Form:
         """Return the bytes of so many tokens, all layers."""
         return tokens * sum(side.token_bits for layer in self.layers for side in layer) // 8
 
-    def coded_nbytes(self, tokens: int) -> int:
-        """Return the bytes of those sides that a codec holds."""
-        sides = [side for layer in self.layers for side in layer if side.codec is not None]
-        return tokens * sum(side.token_bits for side in sides) // 8
-
     def holds(self, segment: Segment) -> bool:
         """Tell whether all of a segment is held so."""
         return all(
@@ -113,58 +106,28 @@ class Form:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """What holds blocks in fewer bits: a scheme, and what it leaves alone.
-
-    Args:
-        scheme: of keys and values.
-        raw_layers: numbers of layers that stay as the model computes them.
-        raw_tokens: first tokens of every chain that do, whole blocks.
-    """
-
-    scheme: Scheme
-    raw_layers: frozenset[int] = frozenset()
-    raw_tokens: int = 0
-
-    def encoded(self, segment: Segment) -> Segment:
-        """Return a segment behind the first tokens as it is held; see `Segment.encoded`."""
-        return segment.encoded(self.scheme, self.raw_layers)
-
-    @property
-    def identity(self) -> str:
-        """What is equal where blocks are held in the same bits."""
-        layers = ",".join(map(str, sorted(self.raw_layers)))
-        return f"{FORMAT}:{self.scheme.name}:{layers}:{self.raw_tokens}"
-
-
 class Forms:
     """How each block of a chain is held.
 
     Args:
         shapes: of one token in each layer.
         block_size: tokens of a block.
-        coding: of the blocks behind the first ones; None: all are as the model computes them.
+        rule: of what is held in codecs; None: all is as the model computes it.
 
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], block_size: int, coding: Coding | None = None
+        self, shapes: Sequence[LayerShape], block_size: int, rule: Quantisation | None = None
     ) -> None:
         self.block_size = block_size
-        self.coding = coding
+        self.rule = rule
         self._raw = Form.of(shapes)
         self._coded = self._raw
         self._first = 0
         """Blocks that are raw."""
-        if coding is not None:
-            self._coded = Form.of(shapes, coding.scheme, coding.raw_layers)
-            self._first = -(-coding.raw_tokens // block_size)
-
-    @property
-    def raw_tokens(self) -> int:
-        """First tokens of every chain that stay as the model computes them: whole blocks."""
-        return self._first * self.block_size
+        if rule is not None:
+            self._coded = Form.of(shapes, rule.scheme, rule.raw_layers)
+            self._first = rule.first_tokens // block_size
 
     @property
     def coded(self) -> Form:
@@ -195,6 +158,6 @@ class Forms:
         """Return a block as it is to be held, whatever it is held as; None if it cannot be: some
         of its numbers are too large."""
         form = self.of(block)
-        if not form.holds(segment) and form is self._coded and self.coding is not None:
-            segment = self.coding.encoded(segment)
+        if not form.holds(segment) and form is self._coded and self.rule is not None:
+            segment = self.rule.encoded(segment)
         return segment if form.holds(segment) else None

@@ -131,15 +131,18 @@ def _encoded(side: mx.array, codec: Codec) -> Coded | None:
     """Encode a side piece by piece, so that what a piece takes meanwhile is let go before the
     next; None if a scale is no number."""
     codec.token_bits(side.shape[-1])
-    pieces = []
-    for start in range(0, side.shape[col.TOKEN_AXIS], PIECE_TOKENS):
-        pieces.append(codec.encode(side[:, :, start : start + PIECE_TOKENS]))
-        mx.eval(pieces[-1].parts)
-        if not pieces[-1].is_finite():
+    tokens, made = side.shape[col.TOKEN_AXIS], None
+    for start in range(0, tokens, PIECE_TOKENS):
+        piece = codec.encode(side[:, :, start : start + PIECE_TOKENS])
+        mx.eval(piece.parts)
+        if not piece.is_finite():
             return None
-    coded = pieces[0] if len(pieces) == 1 else pieces[0].join(*pieces[1:])
-    mx.eval(coded.parts)
-    return coded
+        if piece.tokens == tokens:
+            return piece
+        made = col.write(col.blank(piece, tokens) if made is None else made, start, piece)
+        mx.eval(col.arrays(made))
+    assert isinstance(made, Coded)
+    return made
 
 
 def _sums(array: mx.array) -> mx.array:

@@ -32,6 +32,11 @@ class Scheme:
     keys: Codec | None
     values: Codec | None
 
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Those that there are of the two."""
+        return tuple(codec for codec in (self.keys, self.values) if codec is not None)
+
     def token_bits(self, key_dim: int, value_dim: int, dtype_bits: int) -> int:
         """Return the bits of one token of one head, both sides.
 

@@ -1,0 +1,122 @@
+"""What is held in codecs: of which tokens and layers, and how many bytes that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from penstock.errors import SettingError
+from penstock.kv.codecs import Scheme, parse_scheme
+from penstock.kv.segment import PIECE_TOKENS, Segment
+from penstock.kv.tails import LayerShape
+
+FORMAT = 1
+"""Of what codecs make: raised when one of them makes other bits of the same numbers."""
+PIECE_BUFFERS = 10
+"""Arrays of float32 that are alive together while a piece of one side is encoded; measured: 8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """The rule by which prompts are held in a scheme."""
+
+    scheme: Scheme
+    first_tokens: int
+    """Of every prompt, which stay as they are: whole blocks."""
+    raw_layers: frozenset[int]
+    """Numbers of layers that stay as they are."""
+
+    @classmethod
+    def of(
+        cls,
+        codec: str | None,
+        *,
+        block_size: int,
+        first_tokens: int,
+        skip_layers: Collection[int] = (),
+    ) -> Quantisation | None:
+        """Return what the settings ask for; None if all stays as it is.
+
+        Args:
+            codec: the name of a scheme, or None.
+            block_size: tokens; blocks are encoded whole.
+            first_tokens: at least so many first tokens stay as they are.
+            skip_layers: numbers of layers that do.
+
+        Raises:
+            SettingError: there is no such codec, it cannot cut blocks of this size, or less than
+                no tokens are to stay as they are.
+        """
+        if first_tokens < 0:
+            raise SettingError(
+                f"kv_cache_min_quantize_tokens must be at least 0, not {first_tokens}"
+            )
+        if codec is None:
+            return None
+        try:
+            scheme = parse_scheme(codec)
+        except ValueError as error:
+            raise SettingError(f"kv_cache_quantization: {error}") from None
+        if not scheme.codecs:
+            return None
+        for each in scheme.codecs:
+            if block_size % each.span:
+                raise SettingError(
+                    f"kv_cache_quantization {scheme.name}: {each.name} encodes {each.span} "
+                    f"tokens together, which do not divide a block_size of {block_size}"
+                )
+        first = -(-first_tokens // block_size) * block_size
+        return cls(scheme, first, frozenset(skip_layers))
+
+    def encoded(self, segment: Segment) -> Segment:
+        """Return a segment behind the first tokens as it is held; see `Segment.encoded`."""
+        return segment.encoded(self.scheme, self.raw_layers)
+
+    @property
+    def identity(self) -> str:
+        """What is equal where prompts are held in the same bits."""
+        layers = ",".join(map(str, sorted(self.raw_layers)))
+        return f"{FORMAT}:{self.scheme.name}:{layers}:{self.first_tokens}"
+
+    def check_in_place(self) -> None:
+        """Raise SettingError unless the codes are read as they lie."""
+        for codec in self.scheme.codecs:
+            if not codec.in_place:
+                raise SettingError(
+                    f"kv_cache_quantization {self.scheme.name}: {codec.name} is widened whenever "
+                    f"it is read, and is there to be compared with"
+                )
+
+    def token_bits(self, shapes: Sequence[LayerShape]) -> tuple[int, int]:
+        """Return the bits of one token, all layers: of what is coded, and of what is not.
+
+        Raises:
+            SettingError: the scheme cannot hold heads of this size, or a layer that is to stay
+                as it is does not exist.
+        """
+        if unknown := sorted(self.raw_layers - set(range(len(shapes)))):
+            raise SettingError(
+                f"kv_cache_skip_layers {unknown}: the model's layers are 0 to {len(shapes) - 1}"
+            )
+        coded = left = 0
+        for number, shape in enumerate(shapes):
+            sides = ((self.scheme.keys, shape.key_dim), (self.scheme.values, shape.value_dim))
+            for codec, dim in sides:
+                if codec is None or number in self.raw_layers:
+                    left += shape.kv_heads * dim * shape.dtype.size * 8
+                    continue
+                try:
+                    coded += shape.kv_heads * codec.token_bits(dim)
+                except ValueError as error:
+                    raise SettingError(
+                        f"kv_cache_quantization {self.scheme.name}: layer {number}: {error}"
+                    ) from None
+        return coded, left
+
+
+def piece_bytes(shapes: Sequence[LayerShape]) -> int:
+    """Return what is taken, at most, while a piece of one side is encoded or widened."""
+    numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
+    return PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS
