@@ -81,7 +81,7 @@ def whole(core: Core, tokens: list[int]) -> list[list[bytes]]:
     found = []
     for node in path(core, tokens):
         for at in range(0, len(node.tokens), BLOCK):
-            layers = node.segment.view(at, at + BLOCK).layers
+            layers = Segment.views(node.segment.layers, at, at + BLOCK).layers
             found.append([bytes(mx.contiguous(a)) for pair in layers for a in col.arrays(*pair)])
     return found[: len(tokens) // BLOCK]
 

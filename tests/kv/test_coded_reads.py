@@ -167,7 +167,7 @@ def test_cut_joined_and_counted(scheme: str) -> None:
     for layer, same in zip(whole.layers, again.layers, strict=True):
         for one, other in zip(col.arrays(*layer), col.arrays(*same), strict=True):
             assert mx.array_equal(one, other)
-    held = host_block(whole.view(64, 128), np.zeros(64, np.int32))
+    held = host_block(Segment.views(whole.layers, 64, 128), np.zeros(64, np.int32))
     assert sum(array.data.nbytes for name, array in held.items() if name != "tokens") == (
         first.nbytes
     )

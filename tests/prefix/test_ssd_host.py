@@ -54,7 +54,7 @@ def blocks_of(whole: Segment) -> list[dict[str, HostArray]]:
     tokens = np.arange(whole.tokens)
     starts = range(0, whole.tokens, BLOCK)
     return [
-        host_block(whole.view(start, start + BLOCK), tokens[start : start + BLOCK])
+        host_block(Segment.views(whole.layers, start, start + BLOCK), tokens[start : start + BLOCK])
         for start in starts
     ]
 

@@ -32,11 +32,26 @@ class Segment:
     @classmethod
     def cut(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
         """Copy columns start..stop-1; evaluated."""
+        return cls.views(layers, start, stop).owned(coded=True)
 
-        def copied(side: Side) -> Side:
-            return col.copied(col.take(side, start, stop))
+    @classmethod
+    def views(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
+        """Return views of columns start..stop-1, to be encoded or owned at once."""
+        return cls(
+            tuple(
+                (col.take(keys, start, stop), col.take(values, start, stop))
+                for keys, values in layers
+            )
+        )
 
-        return cls._evaluated((copied(keys), copied(values)) for keys, values in layers)
+    def owned(self, *, coded: bool = False) -> Segment:
+        """Return it with copies of the sides that may be views: those that are not coded, or with
+        `coded` all; evaluated."""
+
+        def own(side: Side) -> Side:
+            return side if isinstance(side, Coded) and not coded else col.copied(side)
+
+        return Segment._evaluated((own(keys), own(values)) for keys, values in self.layers)
 
     @classmethod
     def _evaluated(cls, layers: Iterable[Layer]) -> Segment:
@@ -53,15 +68,6 @@ class Segment:
     def nbytes(self) -> int:
         """Bytes it holds."""
         return sum(col.nbytes(*layer) for layer in self.layers)
-
-    def view(self, start: int, stop: int) -> Segment:
-        """Return the tokens start..stop-1 without a copy: all of this segment stays alive."""
-        return Segment(
-            tuple(
-                (col.take(keys, start, stop), col.take(values, start, stop))
-                for keys, values in self.layers
-            )
-        )
 
     def encoded(self, scheme: Scheme, raw_layers: Collection[int] = ()) -> Segment:
         """Return it held as a scheme says, some tokens of one side at a time; evaluated.
@@ -155,9 +161,23 @@ def _all_finite(arrays: Sequence[mx.array]) -> bool:
     return bool(mx.isfinite(mx.concatenate([array.reshape(-1) for array in arrays])).all())
 
 
-def placed(parts: Sequence[Side], count: int) -> Side:
-    """Copy consecutive parts into one new buffer of `count` columns; evaluated."""
-    return col.laid([(0, at, part) for at, part in col.spread(0, parts)], 1, count)
+def placed(parts: Sequence[Side], count: int, dtype: mx.Dtype) -> Side:
+    """Copy consecutive parts into one new buffer of `count` columns; evaluated.
+
+    What is coded is widened to `dtype`, some tokens at a time.
+    """
+    if not any(isinstance(part, Coded) for part in parts):
+        return col.laid([(0, at, part) for at, part in col.spread(0, parts)], 1, count)
+    wide = None
+    for at, part in col.spread(0, parts):
+        for start in range(0, col.columns(part), PIECE_TOKENS):
+            piece = col.take(part, start, min(start + PIECE_TOKENS, col.columns(part)))
+            if isinstance(piece, Coded):
+                piece = piece.widen().astype(dtype)
+            wide = col.write(col.blank(piece, count) if wide is None else wide, at + start, piece)
+            mx.eval(wide)
+    assert wide is not None
+    return wide
 
 
 def bytes_per_token(layers: Sequence[Layer]) -> int:
@@ -176,6 +196,8 @@ class LayerForm:
     kind: type[Any]
     settings: tuple[Any, ...]
     max_size: int | None
+    dtypes: tuple[mx.Dtype, ...]
+    """Of the arrays that its keys, and then its values, consist of."""
 
     @classmethod
     def of(cls, cache: Any) -> LayerForm | str:
@@ -186,20 +208,22 @@ class LayerForm:
         if not isinstance(cache.offset, int):
             return f"{name} holds a batch; extract its rows first"
         max_size = getattr(cache, "max_size", None)
+        dtypes = tuple(part.dtype for part in col.arrays(cache.keys, cache.values))
         if cache.empty() or max_size is None:
-            return cls(type(cache), tuple(cache.state[3:]), max_size)
+            return cls(type(cache), tuple(cache.state[3:]), max_size, dtypes)
         if cache.offset > max_size:
             return f"the window of {max_size} tokens has turned; its first tokens are gone"
         keep, size, _, *rest = cache.state[3:]
-        return cls(type(cache), (keep, size, None, *rest), max_size)
+        return cls(type(cache), (keep, size, None, *rest), max_size, dtypes)
 
     def revive(self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int) -> Any:
-        """Make a cache that holds copies of these consecutive parts, with `room` columns."""
+        """Make a cache that holds copies of these consecutive parts, with `room` columns; what is
+        coded is widened."""
         settings = self.settings
         if self.max_size is not None:
             keep, size, _, *rest = settings
             settings, room = (keep, size, tokens, *rest), min(room, size)
-        held = (placed(keys, room), placed(values, room))
+        held = (placed(keys, room, self.dtypes[0]), placed(values, room, self.dtypes[-1]))
         cache = self.kind.from_state((*held, tokens, *settings))
         if isinstance(cache, LayerCache):
             cache.allocated(room)

@@ -27,6 +27,11 @@ class LayerShape:
     value_dim: int
     dtype: mx.Dtype
 
+    @classmethod
+    def of(cls, keys: mx.array, values: mx.array) -> LayerShape:
+        """Return that of keys and values (batch, kv_heads, tokens, dim)."""
+        return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+
     @property
     def nbytes(self) -> int:
         """Bytes of one token's key and value."""

@@ -11,9 +11,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config import MIN_QUANTIZE_TOKENS
 from penstock.kv import columns as col
+from penstock.kv.quantisation import Quantisation, piece_bytes
 from penstock.kv.segment import Layer, LayerForm, Segment, bytes_per_token
-from penstock.ledger import Kind, Ledger
+from penstock.kv.tails import LayerShape
+from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import parse_bytes
 from penstock.prefix.blocks import TokenArray, Tokens, as_tokens
 from penstock.prefix.explanation import Explanation
@@ -36,6 +39,20 @@ class Stored:
     """Why nothing was stored, if it was not; the caches are untouched either way."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive tokens that become one node."""
+
+    start: int
+    stop: int
+    nbytes: int
+    """Of their KV, as it will be held."""
+    meanwhile: int = 0
+    """Bytes that are taken besides while they are encoded."""
+    rule: Quantisation | None = None
+    """None: they are held as they are."""
+
+
 class PrefixCache:
     """KV of prompts by their whole-block prefixes, for mlx-lm loops.
 
@@ -50,6 +67,14 @@ class PrefixCache:
         fingerprint: what must be equal for KV to be reusable, besides the tokens: say, the
             model's path and adapter. Part of every key.
         clock: seconds, for recency.
+        kv_cache_quantization: the codec that KV is held in, as `turbo4` or `k8v4`; None holds it
+            as it is.
+        kv_cache_min_quantize_tokens: first tokens of every prompt, up to whole blocks, that stay
+            as they are.
+        kv_cache_skip_layers: numbers of layers that do.
+
+    Raises:
+        SettingError: there is no such codec, or it does not fit blocks of this size.
 
     >>> cache = PrefixCache("1GB", block_size=64)
     >>> cache.fetch(range(200))[0] is None
@@ -63,7 +88,16 @@ class PrefixCache:
         block_size: int = 256,
         fingerprint: str = "",
         clock: Callable[[], float] = time.monotonic,
+        kv_cache_quantization: str | None = None,
+        kv_cache_min_quantize_tokens: int = MIN_QUANTIZE_TOKENS,
+        kv_cache_skip_layers: Sequence[int] = (),
     ) -> None:
+        self._rule = Quantisation.of(
+            kv_cache_quantization,
+            block_size=block_size,
+            first_tokens=kv_cache_min_quantize_tokens,
+            skip_layers=kv_cache_skip_layers,
+        )
         if isinstance(memory_limit, str):
             memory_limit = parse_bytes(memory_limit)
         self.prefixes: Prefixes[Segment] = Prefixes(
@@ -87,8 +121,8 @@ class PrefixCache:
         """Return caches that hold a prefix of `tokens`, and the tokens still to be read.
 
         At least one token is left to be read. The caches are of the classes that were stored,
-        with buffers for `capacity` tokens (prompt and answer), and the caller's own. Without
-        a match the first is None and all tokens are left.
+        with buffers for `capacity` tokens (prompt and answer), and the caller's own; what is
+        held in a codec is widened. Without a match the first is None and all tokens are left.
 
         Args:
             tokens: the prompt.
@@ -110,13 +144,17 @@ class PrefixCache:
     def store(self, tokens: Tokens, caches: Sequence[Any], *, salt: str = "") -> Stored:
         """Keep the KV of the whole blocks of `tokens`, as far as `caches` hold them.
 
-        What is held already is not copied again. Nodes worth least give way; a prompt that
-        cannot fit is refused, and nothing else suffers. The caches are only read.
+        What is held already is not copied again, nor encoded. Nodes worth least give way; a
+        prompt that cannot fit is refused, and nothing else suffers. The caches are only read.
 
         Args:
             tokens: what the caches have read, from the first token on.
             caches: one a layer, penstock's or mlx-lm's, of one sequence.
             salt: the tenant's.
+
+        Raises:
+            SettingError: the codec cannot hold heads of this size, or a layer to be skipped does
+                not exist.
         """
         layers, forms = [], []
         for index, cache in enumerate(caches):
@@ -125,10 +163,15 @@ class PrefixCache:
                 return self._refuse(f"layer {index}: {form}")
             if cache.empty():
                 return self._refuse(f"layer {index} is empty")
+            if self._rule is not None and len(form.dtypes) != 2:
+                return self._refuse(
+                    f"layer {index}: {type(cache).__name__} holds codes of its own; store caches "
+                    f"of full precision, or leave out kv_cache_quantization"
+                )
             forms.append(form)
             layers.append(cache.keys_and_values())
         if self._forms.setdefault(salt, forms) != forms:
-            return self._refuse("the caches are of other classes or sizes than those held")
+            return self._refuse("the caches are of other classes, sizes or types than those held")
         held = min(col.columns(keys) for keys, _ in layers)
         return self._insert(as_tokens(tokens)[:held], layers, salt)
 
@@ -209,15 +252,53 @@ class PrefixCache:
                 return Stored(0, stop)
             if not self.prefixes.split(pin, match):
                 return self._refuse(self.prefixes.no_room(match.path[-1].segment.nbytes))
-            blocks = start // self.tree.block_size
-            nbytes = (stop - start) * bytes_per_token(layers)
-            needed = nbytes + self.prefixes.index_bytes(len(keys) - blocks)
+            size, runs = self.tree.block_size, self._runs(layers, start, stop)
+            nbytes = sum(run.nbytes for run in runs)
+            index = sum(self.prefixes.index_bytes((run.stop - run.start) // size) for run in runs)
+            needed = nbytes + index + max(run.meanwhile for run in runs)
             if not self.prefixes.make_room(needed):
                 return self._refuse(self.prefixes.no_room(needed))
             with self.ledger.reserve(Kind.BUFFERS, nbytes) as paid:
-                segment = Segment.cut(layers, start, stop)
-                self.prefixes.insert(pin, blocks, keys, values[start:stop], segment, paid)
+                segments = []
+                for run in runs:
+                    segment = self._cut(layers, run, paid, index)
+                    if segment is None:
+                        return self._refuse("numbers too large for a codec find no room")
+                    segments.append(segment)
+                for run, segment in zip(runs, segments, strict=True):
+                    some = values[run.start : run.stop]
+                    self.prefixes.insert(pin, run.start // size, keys, some, segment, paid)
         return Stored(stop - start, stop)
+
+    def _runs(self, layers: list[Layer], start: int, stop: int) -> list[_Run]:
+        """Return which tokens become a node each, and what they take: raw ones, then coded."""
+        rule = self._rule
+        first = stop if rule is None else min(max(rule.first_tokens, start), stop)
+        runs = []
+        if start < first:
+            runs.append(_Run(start, first, (first - start) * bytes_per_token(layers)))
+        if rule is not None and first < stop:
+            shapes = [LayerShape.of(*col.arrays(*layer)) for layer in layers]
+            nbytes = (stop - first) * sum(rule.token_bits(shapes)) // 8
+            runs.append(_Run(first, stop, nbytes, piece_bytes(shapes), rule))
+        return runs
+
+    def _cut(self, layers: list[Layer], run: _Run, paid: Reservation, index: int) -> Segment | None:
+        """Cut a run out of the caches and hold it as it is to be held.
+
+        What has numbers too large for a codec stays as it is: None if there is no room for that
+        beside `index` bytes, else `paid` counts it as well.
+        """
+        if run.rule is None:
+            return Segment.cut(layers, run.start, run.stop)
+        with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
+            made = run.rule.encoded(Segment.views(layers, run.start, run.stop))
+        more = made.nbytes - run.nbytes
+        if more > 0:
+            if not self.prefixes.make_room(more + index):
+                return None
+            paid.resize(paid.nbytes + more)
+        return made.owned()
 
     def _refuse(self, reason: str) -> Stored:
         self.counts.refused += 1

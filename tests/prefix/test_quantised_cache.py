@@ -1,0 +1,389 @@
+"""PrefixCache in codecs: smaller by just the formula, bounded, near what full precision says."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as theirs
+
+from penstock import (
+    KVCache,
+    PrefixCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    SettingError,
+    load,
+)
+from penstock.bench.models import Choice, LlamaShape, bench_model
+from penstock.kv import columns as col
+from penstock.kv.codecs import Coded, parse_scheme
+from penstock.kv.quantisation import piece_bytes
+from penstock.kv.tails import LayerShape
+from penstock.prefix.prefixes import BYTES_PER_REMEMBERED
+from penstock.recall import MODEL_PATH, dialogue
+
+SHAPE = LlamaShape(
+    layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64
+)
+BLOCK, FIRST = 64, 128
+LAYERS, HEADS, DIM = 16, 4, 64
+WIDE = LAYERS * HEADS * 2 * DIM * 4
+"""Bytes of a token of `noise` in float32."""
+SHAPE_OF_NOISE = LayerShape(HEADS, DIM, DIM, mx.float32)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return bench_model(Choice.RANDOM, SHAPE).model
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """MLX keeps no freed buffers; it would hand out larger ones than were asked for."""
+    before = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(before)
+
+
+def prompt_of(tokens: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(512) for _ in range(tokens)]
+
+
+def quantised(codec: str | None, limit: int | str = "200MB", **settings: Any) -> PrefixCache:
+    settings = {"kv_cache_min_quantize_tokens": FIRST, "block_size": BLOCK, **settings}
+    return PrefixCache(limit, kv_cache_quantization=codec, **settings)
+
+
+def noise(
+    tokens: int, kind: Any = KVCache, layers: int = LAYERS, dtype: mx.Dtype = mx.float32
+) -> list[Any]:
+    caches = []
+    for layer in range(layers):
+        keys, values = (
+            mx.random.normal((1, HEADS, tokens, DIM), key=mx.random.key(2 * layer + i))
+            for i in (0, 1)
+        )
+        caches.append(kind())
+        caches[-1].update_and_fetch(keys.astype(dtype), values.astype(dtype))
+        mx.eval(caches[-1].keys, caches[-1].values)
+    return caches
+
+
+def coded_bytes(scheme: str, tokens: int, layers: int = LAYERS) -> int:
+    return parse_scheme(scheme).token_bits(DIM, DIM, 32) * HEADS * layers * tokens // 8
+
+
+def kv_bytes(prefix: PrefixCache) -> int:
+    return sum(node.segment.nbytes for node in prefix.tree)
+
+
+def forms(prefix: PrefixCache) -> list[tuple[int, int, set[type]]]:
+    return sorted(
+        (node.start, node.end, {type(side) for layer in node.segment.layers for side in layer})
+        for node in prefix.tree
+    )
+
+
+def text(model: Any, prompt: list[int], caches: list[Any], tokens: int = 24) -> list[int]:
+    steps = generate_step(mx.array(prompt), model, prompt_cache=caches, max_tokens=tokens)
+    return [int(token) for token, _ in steps]
+
+
+def chances(model: Any, prompt: list[int], caches: list[Any]) -> mx.array:
+    logits = model(mx.array([prompt]), cache=caches)[0, -1]
+    return logits - mx.logsumexp(logits)
+
+
+# ---- what is said
+
+
+@pytest.mark.parametrize("codec", ["8", "turbo8", "kivi8/turbo8"])
+def test_eight_bits_say_the_same(codec: str) -> None:
+    """The embedded model, asked the same and otherwise, within and behind what is held."""
+    model, tokenizer = load(MODEL_PATH)
+    told = dialogue(1, tokens=600, facts=6)
+    first, *others = (
+        list(tokenizer.apply_chat_template(told.ask(asked), add_generation_prompt=True))
+        for asked in told.questions[:4]
+    )
+    prefix = quantised(codec)
+    caches = theirs.make_prompt_cache(model)
+    more = [*text(model, first, caches), *prompt_of(150)]
+    text(model, more, caches)
+    assert prefix.store([*first, *more], caches).refused is None
+    for prompt in (first, *others):
+        caches, rest = prefix.fetch(prompt, capacity=len(prompt) + 24)
+        assert caches is not None
+        assert len(prompt) - len(rest) >= 512
+        assert type(caches[0]) is theirs.KVCache
+        assert text(model, rest, caches) == text(model, prompt, theirs.make_prompt_cache(model))
+        prefix.check()
+
+
+@pytest.mark.parametrize(
+    ("codec", "least", "most"),
+    [("8", 0.0, 1e-4), ("turbo8", 0.0, 1e-4), ("k8v4", 1e-7, 1e-2), ("2", 1e-3, 10.0)],
+)
+def test_what_may_come_next_is_near(codec: str, least: float, most: float, model: Any) -> None:
+    """Kullback-Leibler divergence from full precision; two bits are the negative control."""
+    prompt = prompt_of(700)
+    caches = theirs.make_prompt_cache(model)
+    wanted = chances(model, prompt, caches)
+    prefix = quantised(codec)
+    prefix.store(prompt, caches)
+    caches, rest = prefix.fetch(prompt)
+    found = chances(model, rest, caches or [])
+    assert least <= float(mx.sum(mx.exp(wanted) * (wanted - found))) <= most
+
+
+def test_codes_that_are_widened_to_be_read_do_here(model: Any) -> None:
+    prompt = prompt_of(400)
+    caches = theirs.make_prompt_cache(model)
+    wanted = chances(model, prompt, caches)
+    prefix = quantised("turbo4c")
+    prefix.store(prompt, caches)
+    caches, rest = prefix.fetch(prompt)
+    assert float(mx.abs(mx.exp(wanted) - mx.exp(chances(model, rest, caches or []))).max()) < 0.05
+
+
+# ---- what is held
+
+
+@pytest.mark.parametrize("codec", ["4", "k8v4", "turbo2.5", "turbo3c", "kivi4/turbo3", "raw/4"])
+def test_bytes_are_those_of_the_formula_and_nothing_wide_is_left(codec: str) -> None:
+    caches = noise(1_000)
+    prefix = quantised(codec)
+    gc.collect()
+    before = mx.get_active_memory()
+    stored = prefix.store(range(1_000), caches)
+    wanted = FIRST * WIDE + coded_bytes(codec, 960 - FIRST)
+    assert (stored.new_tokens, stored.held_tokens) == (960, 960)
+    assert kv_bytes(prefix) == wanted
+    assert mx.get_active_memory() - before == wanted
+    del caches
+    gc.collect()
+    assert mx.get_active_memory() - before == wanted - LAYERS * 1_024 * HEADS * 2 * DIM * 4
+    prefix.check()
+
+
+def test_the_first_tokens_stay_as_they_are() -> None:
+    prefix = quantised("4", kv_cache_min_quantize_tokens=100)
+    prefix.store(range(300), noise(300))
+    assert forms(prefix) == [(0, 128, {mx.array}), (128, 256, {Coded})]
+    prefix = quantised("4", kv_cache_min_quantize_tokens=300)
+    prefix.store(range(300), noise(300))
+    assert forms(prefix) == [(0, 256, {mx.array})]
+    prefix.store(range(600), noise(600))
+    assert forms(prefix) == [(0, 256, {mx.array}), (256, 320, {mx.array}), (320, 576, {Coded})]
+    prefix = quantised("4", kv_cache_min_quantize_tokens=0)
+    prefix.store(range(300), noise(300))
+    assert forms(prefix) == [(0, 256, {Coded})]
+    prefix.check()
+
+
+def test_only_what_is_used_is_encoded_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = quantised("4")
+    encoded: list[int] = []
+    encode = type(parse_scheme("4").keys).encode  # type: ignore[arg-type]
+
+    def counted(self: Any, x: mx.array) -> Coded:
+        encoded.append(x.shape[2])
+        return encode(self, x)
+
+    monkeypatch.setattr(type(parse_scheme("4").keys), "encode", counted)
+    prefix.store(range(400), noise(900, layers=1))  # mlx-lm's buffers are longer than what is used
+    assert sum(encoded) == 2 * (384 - FIRST)
+    encoded.clear()
+    assert prefix.store(range(400), noise(900, layers=1)).new_tokens == 0
+    assert encoded == []
+    assert prefix.store(range(700), noise(700, layers=1)).new_tokens == 640 - 384
+    assert sum(encoded) == 2 * (640 - 384)
+
+
+def test_layers_can_be_skipped() -> None:
+    prefix = quantised("4", kv_cache_skip_layers=(1,))
+    prefix.store(range(400), noise(400, layers=3))
+    (node,) = (node for node in prefix.tree if node.start)
+    assert [type(keys) for keys, _ in node.segment.layers] == [Coded, mx.array, Coded]
+    caches, _ = prefix.fetch(range(400))
+    for cache, wanted in zip(caches or [], noise(400, layers=3), strict=True):
+        same = mx.array_equal(cache.keys[:, :, :384], wanted.keys[:, :, :384])
+        assert bool(same) == (cache is (caches or [])[1])
+
+
+def test_what_is_too_large_for_a_scale_stays_and_is_counted() -> None:
+    caches = noise(400, layers=2)
+    caches[1].keys[0, 0, 300, 5] = 1e6
+    prefix = quantised("turbo4")
+    assert prefix.store(range(400), caches).refused is None
+    side = HEADS * DIM * (384 - FIRST)
+    wanted = 2 * FIRST * HEADS * 2 * DIM * 4 + coded_bytes("turbo4", 384 - FIRST, 2)
+    wanted += side * 4 - side * 4 // 8 - side // DIM * 2
+    assert kv_bytes(prefix) == wanted
+    prefix.check()
+    caches, _ = prefix.fetch(range(400))
+    assert (caches or [])[1].keys[0, 0, 300, 5].item() == 1e6
+
+
+def test_what_stays_because_it_is_too_large_needs_room() -> None:
+    """It is known only then: nothing is stored, and nothing is lost."""
+    tokens = 2_048
+    as_coded = 2 * FIRST * HEADS * 2 * DIM * 4 + coded_bytes("turbo4", tokens - FIRST, 2)
+    as_is = tokens * 2 * HEADS * 2 * DIM * 4
+    for limit, fits in ((limit_for(as_is + 20_000), True), (limit_for(as_coded + 20_000), False)):
+        caches = noise(tokens, layers=2)
+        for cache in caches:
+            cache.keys[0, 0, 300, 5] = cache.values[0, 0, 300, 5] = 1e6
+        prefix = quantised("turbo4", limit)
+        refused = prefix.store(range(tokens), caches).refused
+        assert (refused is None) == fits
+        assert kv_bytes(prefix) == (as_is if fits else 0)
+        prefix.check()
+        assert quantised("turbo4", limit).store(range(tokens), noise(tokens, layers=2)).new_tokens
+
+
+def limit_for(kv_bytes: int) -> int:
+    """Return a limit with room for so much, what is encoded beside it, and the index."""
+    return int((kv_bytes + piece_bytes([SHAPE_OF_NOISE])) / (1 - 500 / BYTES_PER_REMEMBERED))
+
+
+def test_what_is_given_up_counts_its_true_bytes() -> None:
+    one = FIRST * WIDE + coded_bytes("4", 960 - FIRST)
+    limit = limit_for(3 * one + 3 * 10_000)
+    prefix = quantised("4", limit)
+    for start in range(0, 6_000, 1_000):
+        assert prefix.store(range(start, start + 1_000), noise(1_000)).refused is None
+        prefix.check()
+        assert prefix.nbytes <= limit
+    assert prefix.counts.evicted_bytes + kv_bytes(prefix) == 6 * one
+    assert kv_bytes(prefix) == 3 * one
+
+
+def test_a_prompt_fits_by_its_coded_bytes() -> None:
+    """In full precision it would not, and nothing of the wide form is asked for."""
+    limit = limit_for(FIRST * WIDE + coded_bytes("4", 1_984 - FIRST) + 12_000)
+    assert limit < 1_984 * WIDE
+    assert quantised(None, limit).store(range(2_000), noise(2_000)).refused is not None
+    assert quantised("4", limit).store(range(2_000), noise(2_000)).new_tokens == 1_984
+    short = quantised("4", limit - 6_000)
+    assert short.store(range(2_000), noise(2_000)).refused is not None
+    assert len(short) == 0
+    short.check()
+
+
+@pytest.mark.parametrize("codec", ["4", "8", "turbo4", "kivi4"])
+def test_storing_takes_little_more_than_what_is_stored(codec: str) -> None:
+    caches = noise(4_096)
+    prefix = quantised(codec)
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    prefix.store(range(4_096), caches)
+    peak = mx.get_peak_memory() - before
+    assert peak <= 1.1 * kv_bytes(prefix) + piece_bytes([SHAPE_OF_NOISE])
+
+
+# ---- what is fetched
+
+
+def test_it_is_widened_a_piece_at_a_time_and_may_be_written_to() -> None:
+    prefix = quantised("4")
+    prefix.store(range(4_096), noise(4_096))
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    caches, rest = prefix.fetch(range(4_097), capacity=4_096)
+    peak = mx.get_peak_memory() - before
+    assert mx.get_active_memory() - before == 4_096 * WIDE
+    assert peak <= 4_096 * WIDE + piece_bytes([SHAPE_OF_NOISE])
+    assert rest == [4_096]
+    for cache in caches or []:
+        cache.keys[...] = 7.0
+        mx.eval(cache.keys)
+    again, _ = prefix.fetch(range(4_097))
+    assert float(mx.abs((again or [])[0].keys[:, :, :4_096] - 7.0).min()) > 0
+
+
+def test_only_what_matched_is_widened() -> None:
+    prefix = quantised("kivi4")
+    prefix.store(range(2_048), noise(2_048))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    caches, rest = prefix.fetch([*range(450), 1, 1], capacity=452)
+    assert rest == [448, 449, 1, 1]
+    assert mx.get_active_memory() - before == 452 * WIDE
+    assert mx.get_peak_memory() - before <= 452 * WIDE + piece_bytes([SHAPE_OF_NOISE])
+    codec = parse_scheme("kivi4").keys
+    assert codec is not None
+    wanted = codec.encode(noise(2_048, layers=1)[0].keys[:, :, FIRST:448]).widen()
+    found = (caches or [])[0].keys[:, :, FIRST:448]
+    assert mx.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("kind", [KVCache, theirs.KVCache, lambda: RotatingKVCache(2_048, 16)])
+def test_it_comes_back_in_its_class_and_type(kind: Any, dtype: mx.Dtype) -> None:
+    prefix = quantised("8", kv_cache_min_quantize_tokens=0)
+    stored = noise(300, kind, 2, dtype)
+    assert prefix.store(range(300), stored).refused is None
+    caches, rest = prefix.fetch(range(300), capacity=400)
+    assert caches is not None
+    for cache, before in zip(caches, stored, strict=True):
+        assert type(cache) is type(before)
+        assert (cache.offset, len(rest)) == (256, 44)
+        for side, wide in zip(cache.keys_and_values(), before.keys_and_values(), strict=True):
+            assert side.dtype == dtype
+            assert col.columns(side) == 256
+            assert float(mx.abs(side - wide[:, :, :256]).max()) < 0.06
+    assert prefix.store(range(300), noise(300, kind, 2, mx.float16)).refused is None or (
+        dtype != mx.float16
+    )
+
+
+def test_tenants_may_have_models_of_other_shapes() -> None:
+    """As in mlx-lm's server, which names the model by the salt."""
+    prefix = quantised("4", kv_cache_min_quantize_tokens=0)
+    prefix.store(range(256), noise(256, layers=2), salt="a")
+    prefix.store(range(256), noise(256, layers=3, dtype=mx.float16), salt="b")
+    assert kv_bytes(prefix) == coded_bytes("4", 256, 2) + coded_bytes("4", 256, 3)
+    for salt, dtype in (("a", mx.float32), ("b", mx.float16)):
+        caches, _ = prefix.fetch(range(257), salt=salt)
+        assert {cache.keys.dtype for cache in caches or []} == {dtype}
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_cache_quantization": "turbo9"}, "'turbo9' is no codec; there are"),
+        ({"kv_cache_quantization": "kivi4", "block_size": 48}, "do not divide a block_size of 48"),
+        ({"kv_cache_min_quantize_tokens": -1}, "kv_cache_min_quantize_tokens must be at least 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_named_at_once(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        PrefixCache("1MB", **settings)
+
+
+def test_settings_that_do_not_fit_the_model_are_named() -> None:
+    with pytest.raises(SettingError, match=r"affine4g128: layer 0: .* do not divide a head of 64"):
+        quantised("4g128").store(range(300), noise(300, layers=1))
+    with pytest.raises(SettingError, match=r"kv_cache_skip_layers \[2\]: .* layers are 0 to 1"):
+        quantised("4", kv_cache_skip_layers=[2]).store(range(300), noise(300, layers=2))
+
+
+def test_raw_is_no_codec_and_codes_are_not_encoded_again() -> None:
+    prefix = quantised("raw")
+    prefix.store(range(300), noise(300))
+    assert forms(prefix) == [(0, 256, {mx.array})]
+    refused = quantised("4").store(range(300), noise(300, QuantizedKVCache, 1)).refused
+    assert refused is not None and "QuantizedKVCache holds codes of its own" in refused
