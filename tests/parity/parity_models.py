@@ -165,23 +165,32 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Step:
-    """One generated token and how far ahead of the second best it was."""
+    """One generated token, and the logarithms of the probabilities it was chosen by, as (V,)."""
 
     token: int
-    gap: float
+    logprobs: mx.array
+
+    @property
+    def gap(self) -> float:
+        """Return how far ahead of the second best it was."""
+        best = mx.topk(self.logprobs, 2)
+        return abs(float((best[1] - best[0]).item()))
 
 
 def generate(
     model: Any, prompt: Sequence[int], cache: list[Any], tokens: int, step_size: int = 2_048
 ) -> list[Step]:
     """Generate greedily with the given caches, which are read into."""
-    steps = []
-    for token, logprobs in generate_step(
-        mx.array(prompt), model, max_tokens=tokens, prompt_cache=cache, prefill_step_size=step_size
-    ):
-        best = mx.topk(logprobs, 2)
-        steps.append(Step(int(token), abs((best[1] - best[0]).item())))
-    return steps
+    return [
+        Step(int(token), logprobs)
+        for token, logprobs in generate_step(
+            mx.array(prompt),
+            model,
+            max_tokens=tokens,
+            prompt_cache=cache,
+            prefill_step_size=step_size,
+        )
+    ]
 
 
 def tokens_of(steps: Sequence[Step]) -> list[int]:
