@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import resource
 import shutil
 import signal
 import stat
@@ -67,16 +66,29 @@ def test_no_command_shows_the_help() -> None:
     assert run().stdout == run("--help").stdout
 
 
-def test_help_is_quick() -> None:
-    """0.2 s where it was measured. Processor time, since other tests may be running."""
+HEAVY = {
+    *("mlx.core", "mlx_lm", "numpy", "transformers", "torch", "matplotlib"),
+    *("fastapi", "uvicorn", "starlette", "httpx", "prometheus_client"),
+}
+"""Modules of which some cost more than all that the help needs."""
 
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run("--help").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.4
+def heavy(*arguments: str) -> set[str]:
+    """Return what a command imports of the heavy modules."""
+    done = run(*arguments, PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 0, done.stderr
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert "penstock.cli" in imported
+    return HEAVY & imported
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"]])
+def test_help_is_quick_since_it_imports_little(arguments: list[str]) -> None:
+    assert heavy(*arguments) == set()
+
+
+def test_what_a_command_imports_is_seen() -> None:
+    assert heavy("generate", "x", "--max-tokens", "1") >= {"mlx.core", "mlx_lm", "transformers"}
 
 
 @pytest.mark.parametrize(
