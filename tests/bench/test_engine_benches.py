@@ -20,7 +20,7 @@ from mlx_lm.generate import (
 )
 from mlx_lm.models.cache import LRUPromptCache
 
-from penstock.bench import engine_runs, hit, ragged, restore, shared_prefix, single
+from penstock.bench import engine_runs, hit, quantised, ragged, restore, shared_prefix, single
 from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, Run, Task
 from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.bench.report import publish
@@ -45,6 +45,9 @@ RESTORE = restore.Load(**{**SIZES, "llama": WIDE}, known_tokens=512, restarts=2)
 SINGLE = single.Load(
     **SIZES, shapes=((1, 100), (3, 50)), curve_tokens=(64, 128, 192), curve_steps=8
 )
+QUANTISED = quantised.Load(
+    "turbo4", **{**SIZES, "llama": WIDE, "engine": EngineShape(64, 64)}, lengths=(512, 1_024)
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,11 @@ def tiny() -> Any:
 @pytest.fixture(scope="module")
 def shared() -> Any:
     return shared_prefix.measure(SHARED)
+
+
+@pytest.fixture(scope="module")
+def coded() -> Any:
+    return quantised.measure(QUANTISED)
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +427,25 @@ def test_a_restore_reads_all_and_computes_nothing(restored: Any) -> None:
         assert min(second for each in taken.values() for second in each) > 0
 
 
-@pytest.mark.parametrize("name", ["shared", "hits", "uneven", "alone", "restored"])
+def test_codes_take_less_at_rest_and_at_the_peak(coded: Any) -> None:
+    for tokens in ("512", "1024"):
+        assert coded.ratio[f"{tokens}: peak_memory"] > 1
+        raw, held = coded.penstock[tokens].values()
+        assert raw["held_bytes"] > 1.5 * held["held_bytes"]
+        assert raw["peak_bytes"] > held["peak_bytes"]
+        theirs, four = coded.rival_figures[tokens].values()
+        assert theirs["held_bytes"] > 2 * four["held_bytes"]
+    more = {t: coded.ratio[f"{t}: held_memory"] for t in (512, 1_024)}
+    assert more[1_024] > more[512], "all but the first 256 tokens are coded"
+
+
+def test_forms_that_take_as_much_are_seen() -> None:
+    """Negative control: full precision against itself."""
+    found = quantised.measure(replace(QUANTISED, codec="raw/raw", lengths=(512,)))
+    assert not found.met
+
+
+@pytest.mark.parametrize("name", ["shared", "hits", "uneven", "alone", "restored", "coded"])
 def test_a_report_is_printed_stored_and_drawn(
     name: str, request: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -107,12 +107,35 @@ def draw_restore(report: Report, file: Path) -> None:
     _save(figure, file)
 
 
+def draw_quantised(report: Report, file: Path) -> None:
+    """Draw the peak, and the speed of decoding, by the prompt's length: both forms of each."""
+    figure = Figure(figsize=(11, 3.8))
+    panes = zip(
+        figure.subplots(1, 2),
+        (("peak_bytes", 1e6, "peak, MB"), ("decode_tokens_per_second", 1, "decode, tokens/s")),
+        strict=True,
+    )
+    for pane, (name, unit, title) in panes:
+        for who, found in (("penstock", report.penstock), ("mlx-lm", report.rival_figures)):
+            lengths = [int(tokens) for tokens in found]
+            for form, line in zip(next(iter(found.values())), ("--", "-"), strict=True):
+                values = [pair[form][name] / unit for pair in found.values()]
+                label = form if form.startswith(who) else f"{who} {form}"
+                pane.plot(lengths, values, line, marker=".", color=COLOURS[who], label=label)
+        pane.set(title=title, xlabel="tokens of the prompt", xscale="log", yscale="log")
+        pane.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+        pane.minorticks_off()
+        pane.legend(fontsize="small")
+    _save(figure, file)
+
+
 DRAWINGS: dict[str, Callable[[Report, Path], None]] = {
     "shared-prefix": draw_shared_prefix,
     "hit": draw_hit,
     "ragged": draw_ragged,
     "single": draw_single,
     "restore": draw_restore,
+    "quantised": draw_quantised,
 }
 
 

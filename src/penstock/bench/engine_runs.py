@@ -99,7 +99,9 @@ class Stopwatch:
 class Ours:
     """Penstock's engine without its thread: one `Core.step` a step."""
 
-    def __init__(self, model: BenchModel, batch_size: int, shape: EngineShape) -> None:
+    def __init__(
+        self, model: BenchModel, batch_size: int, shape: EngineShape, **settings: Any
+    ) -> None:
         self._core = Core(
             model.model,
             model.tokenizer,
@@ -107,6 +109,7 @@ class Ours:
             max_batch_size=batch_size,
             block_size=shape.block_size or model.block_size,
             prefill_chunk=shape.prefill_chunk,
+            **settings,
         )
         self._model = Stopwatch(self._core.runner)
         self._core.runner = self._model  # type: ignore[assignment]  # passes everything on
@@ -390,10 +393,18 @@ def _recorded(run: Run) -> dict[str, Any]:
     return {**stored, "moment_columns": columns}
 
 
-def compare(makers: Mapping[str, MakeSide], task: Task, rounds: int) -> Found:
+def compare(
+    makers: Mapping[str, MakeSide], task: Task, rounds: int, *, alike: bool = True
+) -> Found:
     """Watch each side once, which warms it up, then time them turn by turn.
 
     MLX keeps no freed buffers while a run is watched: what is held is what is needed.
+
+    Args:
+        makers: of the sides.
+        task: of all of them.
+        rounds: how often each is timed.
+        alike: whether all sides generate the same; else each does so in all of its runs.
 
     Raises:
         AssertionError: the sides do not generate the same tokens; or one of them left bytes
@@ -413,7 +424,9 @@ def compare(makers: Mapping[str, MakeSide], task: Task, rounds: int) -> Found:
         for who in list(makers) if turn % 2 == 0 else list(makers)[::-1]:
             timed[who] += run_side(makers[who], task)
             _check_base(who, base_bytes)
-    check_same_tokens({who: [*watched[who], *runs] for who, runs in timed.items()})
+    everything = {who: [*watched[who], *runs] for who, runs in timed.items()}
+    for together in [everything] if alike else [{who: of} for who, of in everything.items()]:
+        check_same_tokens(together)
     return Found(task, timed, watched)
 
 

@@ -324,6 +324,28 @@ def single(
 
 
 @app.command()
+def quantised(
+    codec: Annotated[
+        str, typer.Option(help="Of the form that is set against full precision.", metavar="CODEC")
+    ] = "kivi4/turbo4",
+    model: Which = "random",
+    rounds: Rounds = 5,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """One sequence held in a codec and as it is: peak and speed, beside mlx-lm's quantised cache.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.models import Choice
+    from penstock.bench.quantised import Load, measure
+
+    report = measure(Load(codec, Choice(model), rounds=rounds))
+    _finish(report, as_json=as_json, save=save, plot=plot)
+
+
+@app.command()
 def serve(
     model: Which = "random",
     sessions: Annotated[

@@ -192,10 +192,20 @@ class Batched(_Rival):
 
 
 class Solo(_Rival):
-    """One sequence through mlx-lm's `generate_step`: no batch, no padding, no mask of rows."""
+    """One sequence through mlx-lm's `generate_step`: no batch, no padding, no mask of rows.
 
-    def __init__(self, model: nn.Module, *, prefill_step_tokens: int = PREFILL_STEP_TOKENS) -> None:
+    With `kv_bits` in its own quantised cache, from the first token on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        prefill_step_tokens: int = PREFILL_STEP_TOKENS,
+        kv_bits: int | None = None,
+    ) -> None:
         super().__init__(model, prefill_step_tokens)
+        self._kv_bits = kv_bits
         self._tokens: Iterator[tuple[Any, Any]] = iter(())
         self.cached_tokens = 0
         """Tokens of the prompt that need not be computed, because an entry held them."""
@@ -229,6 +239,8 @@ class Solo(_Rival):
             prompt_cache=caches,
             prefill_step_size=self._prefill_step_tokens,
             prompt_progress_callback=progress,
+            kv_bits=self._kv_bits,
+            quantized_kv_start=0,
         )
 
     def step(self) -> list[tuple[int, int]]:

@@ -1,0 +1,145 @@
+"""`penstock bench quantised`: held in fewer bits, a run takes less at its peak, not only at rest.
+
+Every ratio is of the coded form over full precision, of the same engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from penstock.bench.engine_runs import (
+    RIVAL,
+    EngineShape,
+    Found,
+    MakeSide,
+    Ours,
+    Task,
+    compare,
+    figures,
+    size,
+    speed,
+)
+from penstock.bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock.bench.report import Line, Report
+from penstock.models.rivals import Solo
+
+CLAIM = "Held in fewer bits, a run takes less memory at its peak too, and decodes as fast"
+RAW = "raw"
+RIVAL_BITS = 4
+RIVAL_CODED = f"{RIVAL_BITS} bits"
+"""mlx-lm's own quantised cache."""
+DECODE_SPEED = 0.9
+"""Goal: times the speed of full precision, at `DECODE_TOKENS` tokens."""
+DECODE_TOKENS = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes in tokens."""
+
+    codec: str
+    model: Choice = Choice.RANDOM
+    llama: LlamaShape = field(default_factory=LlamaShape)
+    lengths: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
+    """Of the prompts."""
+    decode_tokens: int = 32
+    engine: EngineShape = field(default_factory=EngineShape)
+    rounds: int = 5
+
+    def makers(self, model: BenchModel) -> dict[str, MakeSide]:
+        """Return how to make each side: ours and mlx-lm's, each in both forms."""
+        return {
+            RAW: lambda: Ours(model, 1, self.engine),
+            self.codec: lambda: Ours(model, 1, self.engine, kv_cache_quantization=self.codec),
+            RIVAL: lambda: Solo(model.model),
+            f"{RIVAL} {RIVAL_CODED}": lambda: Solo(model.model, kv_bits=RIVAL_BITS),
+        }
+
+
+def measure(load: Load) -> Report:
+    """Run every length on all sides, turn by turn."""
+    model = bench_model(load.model, load.llama)
+    found = {}
+    for tokens in load.lengths:
+        task = Task([model.prompt(tokens, seed=0)], load.decode_tokens)
+        found[tokens] = compare(load.makers(model), task, load.rounds, alike=False)
+    return report(load, model, found)
+
+
+def report(load: Load, model: BenchModel, found: Mapping[int, Found]) -> Report:
+    """Set what is coded against what is not, ours and mlx-lm's."""
+    ours = {tokens: _pair(of, RAW, load.codec) for tokens, of in found.items()}
+    theirs = {tokens: _pair(of, RIVAL, f"{RIVAL} {RIVAL_CODED}") for tokens, of in found.items()}
+    lines = [line for tokens in found for line in _lines(tokens, ours[tokens], theirs[tokens])]
+    ratio: dict[str, float | None] = {}
+    for tokens, pair in ours.items():
+        for name, times in _ratios(pair).items():
+            ratio[f"{tokens}: {name}"] = times
+    for name in ("decode_speed", "held_memory", "peak_memory"):
+        ratio[name] = min(_ratios(pair)[name] for pair in ours.values())
+    return Report(
+        name="quantised",
+        claim=f"{CLAIM}: raw > {load.codec}; {RIVAL}: raw > {RIVAL_CODED}",
+        rival=RIVAL,
+        penstock={str(tokens): pair for tokens, pair in ours.items()},
+        rival_figures={str(tokens): pair for tokens, pair in theirs.items()},
+        ratio=ratio,
+        goal={"peak_memory": 1.0, f"{DECODE_TOKENS}: decode_speed": DECODE_SPEED},
+        met=all(line.met for line in lines if line.met is not None),
+        lines=lines,
+        raw={
+            "load": asdict(load),
+            "model": model.as_object(),
+            "runs": {str(tokens): of.as_object() for tokens, of in found.items()},
+        },
+        dtype=model.dtype,
+    )
+
+
+Pair = dict[str, dict[str, Any]]
+"""Figures of the two forms, full precision first."""
+
+
+def _pair(found: Found, raw: str, coded: str) -> Pair:
+    return {who: figures(found, who) for who in (raw, coded)}
+
+
+def _ratios(pair: Pair) -> dict[str, float]:
+    """Return how many times better the coded form is than full precision."""
+    raw, coded = pair.values()
+
+    def times(better: float, worse: float) -> float:
+        return round(better / worse, 3)
+
+    return {
+        "decode_speed": times(coded["decode_tokens_per_second"], raw["decode_tokens_per_second"]),
+        "prefill_speed": times(
+            coded["prefill_tokens_per_second"], raw["prefill_tokens_per_second"]
+        ),
+        "held_memory": times(raw["held_bytes"], coded["held_bytes"]),
+        "peak_memory": times(raw["peak_bytes"], coded["peak_bytes"]),
+    }
+
+
+def _lines(tokens: int, ours: Pair, theirs: Pair) -> list[Line]:
+    def text(pair: Pair, key: str, name: str) -> str:
+        write = size if key.endswith("bytes") else speed
+        raw, coded = (write(form[key]) for form in pair.values())
+        return f"{raw} > {coded} ({_ratios(pair)[name]:.2f}x)"
+
+    def line(figure: str, key: str, name: str, goal: str = "", met: bool | None = None) -> Line:
+        heading = f"{tokens:,} tokens: {figure}"
+        return Line(heading, text(ours, key, name), text(theirs, key, name), goal, met)
+
+    ratio = _ratios(ours)
+    goal, met = "", None
+    if tokens == DECODE_TOKENS:
+        goal, met = f">= {DECODE_SPEED:g}x", ratio["decode_speed"] >= DECODE_SPEED
+    return [
+        line("peak", "peak_bytes", "peak_memory", "> 1x", ratio["peak_memory"] > 1),
+        line("held", "held_bytes", "held_memory"),
+        line("decode, tokens/s", "decode_tokens_per_second", "decode_speed", goal, met),
+        line("prefill, tokens/s", "prefill_tokens_per_second", "prefill_speed"),
+    ]
