@@ -39,17 +39,19 @@ if TYPE_CHECKING:
         BatchQuantizedRotatingKVCache,
         BatchRotatingKVCache,
         BatchSinkRotatingKVCache,
+        BatchTurboQuantKVCache,
         KVCache,
         KVCacheManager,
         QuantizedKVCache,
         QuantizedRotatingKVCache,
         RotatingKVCache,
         SinkRotatingKVCache,
+        TurboQuantKVCache,
         load_prompt_cache,
         make_kv_cache,
         save_prompt_cache,
     )
-    from penstock.models.mlx_lm import load
+    from penstock.models.mlx_lm import attach, load
     from penstock.prefix.cache import PrefixCache
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "BatchQuantizedRotatingKVCache",
     "BatchRotatingKVCache",
     "BatchSinkRotatingKVCache",
+    "BatchTurboQuantKVCache",
     "CacheFileError",
     "Engine",
     "EngineStopped",
@@ -79,8 +82,10 @@ __all__ = [
     "SettingError",
     "SinkRotatingKVCache",
     "StepFailed",
+    "TurboQuantKVCache",
     "UnknownSequence",
     "__version__",
+    "attach",
     "load",
     "load_prompt_cache",
     "make_kv_cache",
@@ -88,6 +93,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "attach": "penstock.models.mlx_lm",
     "load": "penstock.models.mlx_lm",
     "PrefixCache": "penstock.prefix.cache",
     "Engine": "penstock.engine.engine",

@@ -12,6 +12,7 @@ from penstock.kv.quantized import (
 )
 from penstock.kv.rotating import BatchRotatingKVCache, RotatingKVCache
 from penstock.kv.sinks import BatchSinkRotatingKVCache, SinkRotatingKVCache
+from penstock.kv.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
 
 __all__ = [
     "BatchKVCache",
@@ -19,12 +20,14 @@ __all__ = [
     "BatchQuantizedRotatingKVCache",
     "BatchRotatingKVCache",
     "BatchSinkRotatingKVCache",
+    "BatchTurboQuantKVCache",
     "KVCache",
     "KVCacheManager",
     "QuantizedKVCache",
     "QuantizedRotatingKVCache",
     "RotatingKVCache",
     "SinkRotatingKVCache",
+    "TurboQuantKVCache",
     "load_prompt_cache",
     "make_kv_cache",
     "save_prompt_cache",

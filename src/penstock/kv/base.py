@@ -208,7 +208,7 @@ class LayerCache:
         """
         keys, values = self.keys, self.values
         sides: Any = (keys, values, *new)
-        if start and row is None and isinstance(keys, mx.array):
+        if start and row is None and isinstance(keys, mx.array) and isinstance(values, mx.array):
             # Every token of every layer comes by here: `col.write`, spelled out.
             keys, values, new_keys, new_values = sides
             stop = start + new_keys.shape[2]
@@ -326,7 +326,9 @@ def agree(what: str, caches: Sequence[LayerCache]) -> None:
     for name in first.carried:
         found = {getattr(cache, name) for cache in caches}
         if len(found) > 1:
-            raise ValueError(f"{what} needs caches of the same {name}, not of {sorted(found)}")
+            raise ValueError(
+                f"{what} needs caches of the same {name}, not of {sorted(found, key=str)}"
+            )
     shapes = [shape[1:] for cache in caches if (shape := cache._held_shape()) is not None]
     names = ("kv_heads", "head_dim of keys", "head_dim of values", "dtype", "dtype of values")
     for name, *found_in_each in zip(names, *shapes, strict=False):

@@ -26,6 +26,7 @@ from penstock.kv.quantized import (
 )
 from penstock.kv.rotating import BatchRotatingKVCache, RotatingKVCache
 from penstock.kv.sinks import BatchSinkRotatingKVCache, SinkRotatingKVCache
+from penstock.kv.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
 
 CLASSES: dict[str, type[LayerCache]] = {
     kind.__name__: kind
@@ -35,11 +36,13 @@ CLASSES: dict[str, type[LayerCache]] = {
         BatchQuantizedRotatingKVCache,
         BatchRotatingKVCache,
         BatchSinkRotatingKVCache,
+        BatchTurboQuantKVCache,
         KVCache,
         QuantizedKVCache,
         QuantizedRotatingKVCache,
         RotatingKVCache,
         SinkRotatingKVCache,
+        TurboQuantKVCache,
     )
 }
 

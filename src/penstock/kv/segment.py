@@ -168,15 +168,26 @@ def placed(parts: Sequence[Side], count: int, dtype: mx.Dtype) -> Side:
     """
     if not any(isinstance(part, Coded) for part in parts):
         return col.laid([(0, at, part) for at, part in col.spread(0, parts)], 1, count)
-    wide = None
-    for at, part in col.spread(0, parts):
+    return widened([(0, at, part) for at, part in col.spread(0, parts)], 1, count, dtype)
+
+
+def widened(
+    parts: Sequence[tuple[int, int, Side]], rows: int, count: int, dtype: mx.Dtype
+) -> mx.array:
+    """Copy parts, each (row, column, side), into a new array of rows x count; evaluated.
+
+    What is coded is widened, some tokens at a time.
+    """
+    wide: Side | None = None
+    for row, at, part in parts:
         for start in range(0, col.columns(part), PIECE_TOKENS):
             piece = col.take(part, start, min(start + PIECE_TOKENS, col.columns(part)))
             if isinstance(piece, Coded):
                 piece = piece.widen().astype(dtype)
-            wide = col.write(col.blank(piece, count) if wide is None else wide, at + start, piece)
+            wide = col.blank(piece, count, rows) if wide is None else wide
+            wide = col.write(wide, at + start, piece, row)
             mx.eval(wide)
-    assert wide is not None
+    assert isinstance(wide, mx.array)
     return wide
 
 

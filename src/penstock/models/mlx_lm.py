@@ -27,6 +27,7 @@ from penstock.config import SamplingSettings
 from penstock.errors import ModelError
 from penstock.kv.attention import Sight
 from penstock.kv.reads import Reads
+from penstock.kv.turboquant import TurboQuant
 
 __all__ = [
     "Loaded",
@@ -183,8 +184,9 @@ def attach(model: nn.Module) -> tuple[str, ...]:
     """Put the attention seam under a model; return the modules in which it was put.
 
     In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound
-    to a dispatcher: a layer whose cache is one of penstock's `Reads` attends by it, everything
-    else goes to mlx-lm's function as before. Nothing else is patched. Again does nothing.
+    to a dispatcher: a layer whose cache is one of penstock's `Reads`, or a `TurboQuantKVCache`,
+    attends by it, everything else goes to mlx-lm's function as before. Nothing else is patched.
+    Again does nothing.
     """
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     names = {type(module).__module__ for module in modules}
@@ -216,6 +218,10 @@ def _dispatching(theirs: Any) -> Any:
     ) -> Any:
         if isinstance(cache, Reads):
             return cache.attend(queries, keys, values, scale, mask, sinks)
+        if isinstance(cache, TurboQuant):
+            found = cache.attend(queries, keys, values, scale, mask, sinks)
+            if found is not None:
+                return found
         return theirs(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
     dispatch.penstock_seam = True  # type: ignore[attr-defined]

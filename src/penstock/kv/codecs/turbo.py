@@ -9,6 +9,7 @@ lie: at 1 or 2 bits as good as the best uneven one, at 3 bits 8 % worse, at 4 bi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -81,12 +82,13 @@ class Turbo(Codec):
     def widen(self, coded: Coded) -> mx.array:
         """See `Codec`."""
         *codes, scales = coded.parts
-        halves = [
-            (unpack(part, bits).astype(mx.float32) - (2**bits - 1) / 2) * STEPS[bits]
-            for part, bits in zip(codes, self._each, strict=True)
+        z = [
+            mx.dequantize(
+                part, step, offsets, group_size=largest_group(width), bits=bits, dtype=mx.float32
+            )
+            for part, offsets, step, width, bits in self._as_mlx(codes, scales, coded.dim)
         ]
-        z = mx.concatenate(halves, axis=-1) * scales.astype(mx.float32)[..., None]
-        return rotate_back(z, coded.dim)
+        return rotate_back(z[0] if len(z) == 1 else mx.concatenate(z, axis=-1), coded.dim)
 
     def score(self, queries: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
@@ -124,21 +126,19 @@ class Turbo(Codec):
 
     def _readable(self, coded: Coded) -> list[tuple[mx.array, mx.array, mx.array, int, int]]:
         """Return codes, offsets, scales, width and bits of each half, as MLX reads them."""
-        *codes, scales = coded.parts
+        *codes, scales = (part.squeeze(0) for part in coded.parts)
+        return self._as_mlx(codes, scales, coded.dim)
+
+    def _as_mlx(
+        self, codes: Sequence[mx.array], scales: mx.array, dim: int
+    ) -> list[tuple[mx.array, mx.array, mx.array, int, int]]:
         found = []
-        each = zip(codes, self._widths(coded.dim), self._each, strict=True)
-        for part, width, bits in each:
-            step = scales.squeeze(0).astype(mx.float32)[..., None] * STEPS[bits]
+        for part, width, bits in zip(codes, self._widths(dim), self._each, strict=True):
+            step = scales.astype(mx.float32)[..., None] * STEPS[bits]
             shape = (*step.shape[:-1], width // largest_group(width))
             offsets = step * (-(2**bits - 1) / 2)
             found.append(
-                (
-                    part.squeeze(0),
-                    mx.broadcast_to(offsets, shape),
-                    mx.broadcast_to(step, shape),
-                    width,
-                    bits,
-                )
+                (part, mx.broadcast_to(offsets, shape), mx.broadcast_to(step, shape), width, bits)
             )
         return found
 
