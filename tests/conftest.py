@@ -14,16 +14,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """Let no collection look at the imported modules again: they stay, and it took 80 ms."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_by_others() -> Iterator[None]:
     """Let each file count MLX's bytes from a clean start: a freed buffer that MLX keeps is handed
-    out again though it is larger than what is asked for."""
+    out again though it is larger than what is asked for. No collection looks again at what is
+    there by then, above all the imported modules: that took 80 ms each."""
     gc.collect()
+    gc.freeze()
     mx.clear_cache()
     yield

@@ -81,8 +81,8 @@ def test_a_plan_agrees_with_what_mlx_holds_to_one_percent(name: str, kv_bits: in
     config = {**SIZES, "model_type": name, **MODELS[name]}
     model = build(config)
     spec = memory.read_model_spec(config)
-    made = make_plan(spec, memory_bytes=10**9, max_kv_size=600, kv_bits=kv_bits)
-    held = held_after(model, 700, max_kv_size=600, kv_bits=kv_bits, capacity=900)
+    made = make_plan(spec, memory_bytes=10**9, max_kv_size=450, kv_bits=kv_bits)
+    held = held_after(model, 500, max_kv_size=450, kv_bits=kv_bits, capacity=600)
     assert held == pytest.approx(made.chosen.bytes_per_sequence, rel=0.01)
 
 
@@ -106,8 +106,8 @@ def test_a_request_smaller_than_the_window_holds_its_capacity() -> None:
 )
 def test_a_wrong_formula_would_be_noticed(wrong: dict[str, Any]) -> None:
     config = {**SIZES, "model_type": "gemma3_text", **MODELS["gemma3_text"]}
-    made = make_plan(memory.read_model_spec(config | wrong), memory_bytes=10**9, max_kv_size=600)
-    held = held_after(build(config), 700, max_kv_size=600, kv_bits=None, capacity=900)
+    made = make_plan(memory.read_model_spec(config | wrong), memory_bytes=10**9, max_kv_size=450)
+    held = held_after(build(config), 500, max_kv_size=450, kv_bits=None, capacity=600)
     assert held != pytest.approx(made.chosen.bytes_per_sequence, rel=0.01)
 
 
