@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from mlx_lm.models import cache as theirs
 from parity_models import (
     FAMILIES,
+    Step,
     assert_same,
     bounded,
     generate,
@@ -83,12 +85,18 @@ def test_quantized_in_the_middle(family: str) -> None:
     assert_same(tokens_of(results[1]), results[0], family)
 
 
+@functools.cache
+def unbounded(family: str, prompt_tokens: int, step_size: int) -> list[Step]:
+    model, prompt = model_of(family), prompt_of(prompt_tokens)
+    return generate(model, prompt, theirs.make_prompt_cache(model), 40, step_size)
+
+
 @family
 @pytest.mark.parametrize("capacity", [None, 16, 256])
 def test_made_with_a_bound_that_is_never_reached(family: str, capacity: int | None) -> None:
     model, prompt = model_of(family), prompt_of(50)
     ours = kv.make_kv_cache(model, max_kv_size=4_096, keep=64, capacity=capacity)
-    reference = generate(model, prompt, theirs.make_prompt_cache(model), 40, 16)
+    reference = unbounded(family, 50, 16)
     assert_same(tokens_of(generate(model, prompt, ours, 40, 16)), reference, family)
 
 
@@ -176,6 +184,13 @@ def test_saved_in_the_middle(family: str, made: str, tmp_path: Path) -> None:
     assert_same(tokens_of(rest), reference[31:], f"{family}, {made}, after")
 
 
+@functools.cache
+def reference_of_files(family: str, keep: int | None) -> list[Step]:
+    model = model_of(family)
+    cache = theirs.make_prompt_cache(model) if keep is None else bounded(model, WINDOW, keep)
+    return generate(model, prompt_of(45), cache, 50)
+
+
 @family
 @pytest.mark.parametrize("keep", [None, 0, 4])
 @pytest.mark.parametrize("writer", ["ours", "theirs"])
@@ -186,12 +201,10 @@ def test_files_of_either_side_are_read_by_the_other(
     model, prompt = model_of(family), prompt_of(45)
     path = str(tmp_path / "cache.safetensors")
     for before in (1, 20):
-        cache = theirs.make_prompt_cache(model) if keep is None else bounded(model, WINDOW, keep)
-        ours = twins(cache)
-        reference = generate(model, prompt, cache, before + 30)
+        reference = reference_of_files(family, keep)[: before + 30]
         cache = theirs.make_prompt_cache(model) if keep is None else bounded(model, WINDOW, keep)
         first, save, load = (
-            (ours, kv.save_prompt_cache, theirs.load_prompt_cache)
+            (twins(cache), kv.save_prompt_cache, theirs.load_prompt_cache)
             if writer == "ours"
             else (cache, theirs.save_prompt_cache, kv.load_prompt_cache)
         )
