@@ -15,6 +15,7 @@ from penstock.cli import (
     cache,
     chat,
     doctor,
+    evaluate,
     generate,
     kv_cache,
     plan,
@@ -40,6 +41,7 @@ app.command()(verify.verify)
 app.command()(plan.plan)
 app.add_typer(bench.app, name="bench", no_args_is_help=False)  # a refusal is one line
 app.command()(kv_cache.bench_kv_cache)
+app.command("eval")(evaluate.evaluate)
 app.add_typer(cache.app, name="cache", no_args_is_help=False)
 app.command()(doctor.doctor)
 

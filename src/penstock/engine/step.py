@@ -100,6 +100,16 @@ class Runner:
         self.model(mx.array([list(tokens)]), cache=caches)
         return _segment(caches)
 
+    def read(
+        self, tokens: Sequence[int], parts: Sequence[Part], position: int
+    ) -> tuple[mx.array, Segment]:
+        """Read tokens of one sequence behind its parts; return the logits after each of them,
+        (n, vocabulary), and their KV, evaluated."""
+        caches = self._chunk_caches(parts, position, self.fitness.way)
+        logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
+        mx.eval(logits)
+        return logits, _segment(caches)
+
     def _chunk_caches(
         self, parts: Sequence[Part], position: int, way: Way
     ) -> list[ChunkReads] | list[JoinedReads]:

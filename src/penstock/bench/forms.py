@@ -1,0 +1,116 @@
+"""Forms of a model that compute the same function with keys that are harder to quantise.
+
+Two things in the keys of real models break codecs: a few channels that are large in every token,
+and a constant. Both can be put into a llama without changing what it computes, so that whatever
+a codec loses on a form, and not on the plain model, it loses to the form of the keys alone.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from penstock.errors import ModelError
+
+OUTLIER_SCALE = 16.0
+"""As many times as large as before; a power of two, with which nothing is rounded."""
+OUTLIER_PAIRS = 2
+"""Pairs of channels of each head of keys that are so large."""
+BIAS_SCALE = 30.0
+"""The constant, over the root mean square of what `k_proj` makes of a normed input."""
+BIAS_PAIRS = 4
+
+
+class Form(StrEnum):
+    """Which keys a model makes."""
+
+    PLAIN = "plain"
+    OUTLIERS = "outliers"
+    BIASED = "biased"
+
+
+def reform(model: Any, form: Form, outlier_scale: float = OUTLIER_SCALE) -> None:
+    """Change a plain model, in place, to one that makes other keys and computes the same.
+
+    outliers: the rows of `k_proj` that make some channels are multiplied by `outlier_scale`, and
+    those of `q_proj` that meet them divided by it. RoPE turns channel i with channel
+    i + head_dim / 2, so both of a pair are scaled alike: the turned pair is the scaled turned
+    pair, and every product of a query and a key is what it was; to the bit, if the scale is a
+    power of two.
+
+    biased: a constant is added to the keys of a head *after* RoPE has turned them. A query then
+    has the same number more with every key, which softmax does not see. Before RoPE a constant
+    would be turned by each key's position, and no softmax would ignore it.
+
+    Raises:
+        ModelError: the layers are not made as llama's are.
+    """
+    if form is Form.PLAIN:
+        return
+    for number, layer in enumerate(model.layers):
+        attention = getattr(layer, "self_attn", None)
+        _check(attention)
+        if form is Form.OUTLIERS:
+            _scale(attention, number, outlier_scale)
+        else:
+            _bias(attention, number)
+    mx.eval(model.parameters())
+
+
+def _check(attention: Any) -> None:
+    parts = [getattr(attention, name, None) for name in ("q_proj", "k_proj")]
+    rope = getattr(attention, "rope", None)
+    plain = isinstance(rope, nn.RoPE) and not rope.traditional and rope.dims == attention.head_dim
+    if not plain or any(type(part) is not nn.Linear or "bias" in part for part in parts):
+        raise ModelError("only a llama in full precision has other forms, and only with plain RoPE")
+
+
+def _pairs(dim: int, count: int, layer: int) -> list[int]:
+    """Return the first channels of so many RoPE pairs, spread over all frequencies."""
+    half = dim // 2
+    return [(half * (2 * i + 1) // (2 * count) + layer) % half for i in range(count)]
+
+
+def _scale(attention: Any, layer: int, scale: float) -> None:
+    dim = attention.head_dim
+    large = mx.ones((dim,))
+    for first in _pairs(dim, OUTLIER_PAIRS, layer):
+        large[first] = large[first + dim // 2] = scale
+    keys, queries = attention.k_proj, attention.q_proj
+    keys.weight = keys.weight * mx.tile(large, attention.n_kv_heads)[:, None]
+    queries.weight = queries.weight / mx.tile(large, attention.n_heads)[:, None]
+
+
+def _bias(attention: Any, layer: int) -> None:
+    if attention.n_heads == attention.n_kv_heads:
+        raise ModelError("this model's keys and queries have as many heads: they look alike")
+    dim = attention.head_dim
+    signs = mx.zeros((dim,))
+    for number, first in enumerate(_pairs(dim, BIAS_PAIRS, layer)):
+        signs[first], signs[first + dim // 2] = (-1.0) ** number, (-1.0) ** (number + 1)
+    # The norm before it makes inputs with a root mean square of about 1.
+    size = mx.sqrt(mx.mean(attention.k_proj.weight**2) * attention.k_proj.weight.shape[1])
+    bias = BIAS_SCALE * size * mx.broadcast_to(signs, (attention.n_kv_heads, 1, dim))
+    attention.rope = BiasedRoPE(attention.rope, bias)
+
+
+class BiasedRoPE(nn.Module):
+    """RoPE, and a constant for what has as many heads as keys have.
+
+    Args:
+        rope: of the layer.
+        bias: (kv_heads, 1, dim).
+    """
+
+    def __init__(self, rope: nn.RoPE, bias: mx.array) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rope = rope
+        self.bias = bias
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        """Turn (batch, heads, tokens, dim); add the constant to keys."""
+        turned: mx.array = self.rope(x, offset=offset)
+        return turned + self.bias if x.shape[1] == self.bias.shape[0] else turned
