@@ -479,6 +479,8 @@ def measure(load_: Load, tell: Callable[[str, int, int], None] = lambda *_: None
     progress = Progress(tell)
     dtype = ""
     forms = list(dict.fromkeys(load_.forms))
+    if all(setting.max_kv_size is not None for setting in load_.settings):
+        forms = forms[:1]
     for form in forms:
         model, tokenizer = load(load_.model)
         reform(model, form, load_.outlier_scale)
@@ -578,7 +580,7 @@ def _check_heads(setting: Setting, runner: Runner) -> None:
 
 def _sizes(row: Row, one: Forced, runner: Runner) -> None:
     numbers = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in runner.shapes)
-    row.bytes_per_token = one.nbytes / one.tokens
+    row.bytes_per_token = one.nbytes / one.tokens if one.tokens else runner.token_bytes
     row.bits = round(8 * row.bytes_per_token / numbers, 3)
     row.ratio = round(runner.token_bytes / row.bytes_per_token, 3)
 

@@ -1,0 +1,326 @@
+"""`penstock eval`: forms that compute the same, figures that see a bad codec, errors of a line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from penstock.bench import evaluate as bench
+from penstock.bench.evaluate import Estimate, Load, Reading, Setting
+from penstock.bench.forms import Form, reform
+from penstock.bench.report import Report
+from penstock.cli import main
+from penstock.engine.core import Core
+from penstock.engine.request import Request, Sampling
+from penstock.engine.step import Runner
+from penstock.kv.codecs import parse_scheme
+from penstock.models.mlx_lm import load, plain_caches, render
+from penstock.recall import MODEL_PATH, dialogue
+
+SMALL = Load(
+    settings=tuple(map(Setting, ("k8v4", "2", "turbo4c"))),
+    forms=(Form.PLAIN, Form.OUTLIERS),
+    lengths=(250,),
+    questions=12,
+    text_tokens=600,
+    piece_tokens=300,
+    prompts=4,
+)
+FLAGS = ["--questions", "3", "--length", "250", "--text-tokens", "1000", "--form", "plain"]
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return bench.measure(SMALL)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    _, tokenizer = load(MODEL_PATH)
+    return render(tokenizer, dialogue(5, tokens=500, facts=4).messages, answer=False)
+
+
+def row(report: Report, form: Form, setting: str) -> dict[str, Any]:
+    (found,) = (
+        row for row in report.penstock["rows"] if (row["form"], row["setting"]) == (form, setting)
+    )
+    return found
+
+
+# ---- forms
+
+
+def raw(form: Form, tokens: list[int]) -> tuple[mx.array, list[mx.array]]:
+    """Return all logits by mlx-lm's own caches, and the keys of each layer."""
+    model, _ = load(MODEL_PATH)
+    reform(model, form)
+    caches = plain_caches(model)
+    logits = model(mx.array([tokens]), cache=caches)
+    mx.eval(logits)
+    return logits, [cache.state[0][0, :, : len(tokens)] for cache in caches]
+
+
+def test_outliers_change_keys_and_not_one_bit_of_the_logits(tokens: list[int]) -> None:
+    (plain, keys), (logits, large) = raw(Form.PLAIN, tokens), raw(Form.OUTLIERS, tokens)
+    assert mx.array_equal(logits, plain)
+    for before, after in zip(keys, large, strict=True):
+        scale = mx.sqrt((after**2).sum(axis=1) / (before**2).sum(axis=1))
+        assert sorted(mx.round(scale).reshape(-1).tolist()) == [1] * 120 + [16] * 8
+
+
+def test_a_constant_of_the_keys_changes_logits_by_rounding_alone(tokens: list[int]) -> None:
+    (plain, keys), (logits, moved) = raw(Form.PLAIN, tokens), raw(Form.BIASED, tokens)
+    assert float(mx.abs(logits - plain).max()) < 1e-4 * float(mx.abs(plain).max())
+    assert not mx.array_equal(logits, plain), "something was added"
+    # Of the first layer alone: what later ones are given differs by rounding.
+    added = moved[0] - keys[0]
+    assert float(mx.abs(added - added[:, :1]).max()) < 1e-4
+    assert float(mx.abs(added).max()) > 3 * float(mx.sqrt((keys[0] ** 2).mean()))
+
+
+@pytest.mark.parametrize("half", ["one of a pair is scaled", "added before RoPE"])
+def test_what_does_not_keep_the_function_is_seen(half: str, tokens: list[int]) -> None:
+    """A negative control: RoPE is why a form has to be what it is."""
+    model, _ = load(MODEL_PATH)
+    attention = model.layers[1].self_attn
+    if half == "added before RoPE":
+        attention.k_proj.bias = mx.zeros((128,)).at[8].add(10.0)
+    else:
+        only = mx.ones((64,)).at[8].multiply(16.0)
+        attention.k_proj.weight = attention.k_proj.weight * mx.tile(only, 2)[:, None]
+        attention.q_proj.weight = attention.q_proj.weight / mx.tile(only, 4)[:, None]
+    logits = model(mx.array([tokens]))
+    plain, _ = raw(Form.PLAIN, tokens)
+    assert float(mx.abs(logits - plain).max()) > 1e-2 * float(mx.abs(plain).max())
+
+
+# ---- teacher forcing
+
+
+def read(tokens: list[int], codec: str, raw_first_tokens: int = 0) -> mx.array:
+    """Return the log-probabilities after every token, read block by block."""
+    model, _ = load(MODEL_PATH)
+    given = Load(raw_first_tokens=raw_first_tokens)
+    limits = bench.checked(given.engine(Setting(codec)))
+    runner = Runner(model, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens)
+    reading = Reading(runner, parse_scheme(codec), limits)
+    found = [reading.read(tokens[at : at + 64]) for at in range(0, len(tokens), 64)]
+    return mx.concatenate(found)
+
+
+def test_block_by_block_is_what_the_model_computes_at_once(tokens: list[int]) -> None:
+    logits, _ = raw(Form.PLAIN, tokens)
+    wanted = logits[0] - mx.logsumexp(logits[0], axis=-1, keepdims=True)
+    assert float(mx.abs(read(tokens, "raw") - wanted).max()) < 1e-3
+
+
+@pytest.mark.parametrize("codec", ["4", "kivi4/turbo3"])
+def test_teacher_forcing_says_what_the_engine_says(codec: str, tokens: list[int]) -> None:
+    """The engine decodes behind the same codes; full precision is far from both."""
+    model, tokenizer = load(MODEL_PATH)
+    settings = Load(raw_first_tokens=64).engine(Setting(codec))
+    core = Core(model, tokenizer, prefill_chunk=64, **settings)
+    try:
+        for _ in range(2):  # the second one finds all whole blocks coded
+            sampling = Sampling(logprobs=True, top_logprobs=20)
+            handle = core.submit(Request(prompt=tokens, max_tokens=1, sampling=sampling))
+            bench.drain(core)
+    finally:
+        core.close()
+    (token,) = handle.result(0.0)[0].logprobs
+
+    def off(logs: mx.array) -> float:
+        return max(abs(float(logs[-1, number]) - log) for number, log in token.top)
+
+    assert off(read(tokens, codec, 64)) < 1e-2
+    assert off(read(tokens, "raw")) > 5e-2
+
+
+# ---- figures
+
+
+def test_raw_is_itself_and_the_same_on_every_form(report: Report) -> None:
+    for form in SMALL.forms:
+        found = row(report, form, "raw")
+        assert (found["kl"]["mean"], found["top_1"]["mean"], found["agreement"]["mean"]) == (
+            0,
+            1,
+            1,
+        )
+        assert (found["bytes_per_token"], found["ratio"]) == (2048, 1)
+    plain, large = (row(report, form, "raw") for form in SMALL.forms)
+    assert plain["recall"] == large["recall"]
+    assert plain["recall"][250]["n"] >= 12
+    assert plain["recall"][250]["mean"] >= 0.9
+    assert plain["perplexity"] == large["perplexity"]
+    assert 1 <= plain["perplexity"]["mean"] < 1.2
+
+
+def test_bytes_are_those_of_the_formula(report: Report) -> None:
+    for name in ("k8v4", "2", "turbo4c"):
+        found = row(report, Form.PLAIN, name)
+        bits = parse_scheme(name).token_bits(64, 64, 32)
+        assert 8 * found["bytes_per_token"] == bits * 2 * 2
+        assert found["ratio"] == pytest.approx(2 * 64 * 32 / bits, abs=1e-3)
+        assert found["bits"] == pytest.approx(bits / 128, abs=1e-3)
+
+
+def test_a_bad_codec_is_seen_by_every_figure(report: Report) -> None:
+    """The negative control: 2 bits, and large channels."""
+    good, bad = (row(report, Form.OUTLIERS, name) for name in ("k8v4", "2"))
+    assert good["recall_over_raw"][250]["mean"] == 0
+    assert bad["recall_over_raw"][250]["mean"] < -0.3
+    assert good["kl"]["mean"] < 1e-3 < 0.05 < bad["kl"]["mean"]
+    assert bad["perplexity"]["mean"] > 1.1 * good["perplexity"]["mean"]
+    assert bad["top_1"]["mean"] < 0.99 <= good["top_1"]["mean"]
+    assert bad["agreement"]["mean"] < good["agreement"]["mean"] == 1
+    lines = {line.figure: line.met for line in report.lines}
+    assert lines["outliers: 2, at its best: is it seen?"]
+    assert lines["outliers: k8v4, 250 tokens"]
+    assert report.met
+
+
+def test_a_goal_that_is_missed_is_said(report: Report) -> None:
+    form, setting = Form.OUTLIERS, Setting("turbo4")
+    rows = [bench.Row(form, one, 1, 0) for one in (bench.UNCHANGED, setting)]
+    for one, share in zip(rows, (1.0, 0.99), strict=True):
+        one.recall[250] = Estimate(100, share, 0.0)
+        one.recall_over_raw[250] = Estimate(100, share - 1.0, 0.0)
+    (line,) = bench.judged(rows[1], rows)
+    assert line.met is False
+    rows[1].recall_over_raw[250] = Estimate(1_000, -0.005, 0.0)
+    (line,) = bench.judged(rows[1], rows)
+    assert line.met is True
+
+
+def test_what_the_engine_refuses_has_no_answers(report: Report) -> None:
+    found = row(report, Form.PLAIN, "turbo4c")
+    assert found["recall"] == {}
+    assert found["agreement"] is None
+    assert 0 < found["kl"]["mean"] < 1e-2
+
+
+def test_a_window_forgets_and_keep_keeps() -> None:
+    settings = (Setting("raw", 128, 0), Setting("raw", 400, 0), Setting("2", 400, 399))
+    load_ = Load(**{**SMALL_SIZES, "settings": settings})
+    found = bench.measure(load_).penstock["rows"]
+    assert [(row["max_kv_size"], row["keep"]) for row in found][1:] == [
+        (128, 0),
+        (400, 0),
+        (400, 399),
+    ]
+    shares = [row["recall"][250]["mean"] for row in found]
+    assert shares[1] < shares[0] - 0.3
+    assert shares[2] == shares[3] == shares[0], "the window holds it all, and what is kept is raw"
+    assert {row["form"] for row in found} == {Form.PLAIN}, "no other form for windows"
+
+
+SMALL_SIZES: dict[str, Any] = {
+    "lengths": (250,),
+    "questions": 6,
+    "text_tokens": 300,
+    "piece_tokens": 300,
+    "prompts": 2,
+}
+
+
+def test_errors_of_estimates() -> None:
+    alone = Estimate.of([[1.0], [2.0], [3.0], [4.0]])
+    assert (alone.n, alone.mean) == (4, 2.5)
+    assert alone.standard_error == pytest.approx((5 / 3 / 4) ** 0.5)
+    same = [[float(i)] * 25 for i in range(1, 5)]
+    assert Estimate.of(same).standard_error == pytest.approx(alone.standard_error)
+    assert Estimate.of([[0.0, 0.0]]).standard_error == 0
+    assert Estimate.of_shares([[0.0] * 50, [0.0] * 50]).standard_error == pytest.approx(
+        (0.5 / 101 * (1 - 0.5 / 101) / 100) ** 0.5
+    )
+
+
+def test_only_what_the_assistant_says_counts(tokens: list[int]) -> None:
+    _, tokenizer = load(MODEL_PATH)
+    (piece,) = bench.pieces(tokenizer, Load(text_tokens=300, piece_tokens=300))
+    said = [t for t, counts in zip(piece.tokens, piece.counts, strict=True) if counts]
+    users = [t for t, counts in zip(piece.tokens, piece.counts, strict=True) if not counts]
+    assert "<|end|>" in tokenizer.decode(said)
+    assert "<|assistant|>" not in tokenizer.decode(said)
+    assert "<|user|>" in tokenizer.decode(users)
+    ends = piece.ends(3)
+    assert len(set(ends)) == 3
+    for end in ends:
+        assert tokenizer.decode([piece.tokens[end - 1]]).strip() == "<|assistant|>"
+
+
+# ---- the command
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, folder = tmp_path / "eval.png", tmp_path / "results"
+    given = ["--codec", "k8v4", "--plot", str(picture), "--save", str(folder), "--json"]
+    assert main(["eval", *FLAGS, *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["setting"] for row in found["penstock"]["rows"]] == ["raw", "k8v4"]
+    assert found["penstock"]["baseline"] == found["environment"]["dtype"] == "float32"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (record,) = folder.glob("eval-*.json")
+    assert json.loads(record.read_text())["penstock"] == found["penstock"]
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", *FLAGS, "--codec", "turbo4c", "--keep", "64"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "turbo4c, keep 64" in printed
+
+
+def test_another_model_reads_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, folder)
+    text = tmp_path / "text.txt"
+    text.write_text("The code of the amber falcon is 4821. " * 40)
+    sizes = ["--text", str(text), "--block-size", "64", "--memory-limit", "200MB"]
+    assert main(["eval", str(folder), "--codec", "4", *sizes, "--json"]) == 0
+    raw, four = json.loads(capsys.readouterr().out)["penstock"]["rows"]
+    assert raw["recall"] == {}
+    assert four["kl"]["mean"] > 0 == raw["kl"]["mean"]
+    assert four["kl"]["n"] > 300
+    assert main(["eval", str(folder), "--length", "100"]) == 2
+    assert "the embedded model alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--codec", "q4"], "--codec: 'q4' is no codec; there are raw"),
+        (["--codec", "kivi4", "--block-size", "32"], "do not divide blocks of 32"),
+        (["--text", "nowhere.txt"], "does not exist"),
+        (["/nowhere/model"], "there is no folder /nowhere/model"),
+        (["--window", "128", "--keep", "128"], "leaves no room in a window"),
+        (["--form", "spiky"], "--form spiky: there are plain, outliers, biased"),
+        (["--memory-limit", "1MB"], "can never fit in the limit of 1.00 MB"),
+        (["--plot", "/nowhere/at/all.png"], "there is no folder"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    given: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", *given]) == 2
+    printed = capsys.readouterr().err
+    assert words in " ".join(printed.split())
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"too short", "pieces of"), (b"caf\xe9 " * 200, "is not UTF-8")]
+)
+def test_a_text_that_cannot_be_read(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(content)
+    assert main(["eval", "--text", str(text)]) == 2
+    assert words in capsys.readouterr().err
