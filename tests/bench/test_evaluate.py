@@ -13,11 +13,13 @@ import pytest
 from penstock.bench import evaluate as bench
 from penstock.bench.evaluate import Estimate, Load, Reading, Setting
 from penstock.bench.forms import Form, reform
+from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.bench.report import Report
 from penstock.cli import main
 from penstock.engine.core import Core
 from penstock.engine.request import Request, Sampling
 from penstock.engine.step import Runner
+from penstock.errors import ModelError
 from penstock.kv.codecs import parse_scheme
 from penstock.models.mlx_lm import load, plain_caches, render
 from penstock.recall import MODEL_PATH, dialogue
@@ -97,6 +99,18 @@ def test_what_does_not_keep_the_function_is_seen(half: str, tokens: list[int]) -
     logits = model(mx.array([tokens]))
     plain, _ = raw(Form.PLAIN, tokens)
     assert float(mx.abs(logits - plain).max()) > 1e-2 * float(mx.abs(plain).max())
+
+
+def test_models_without_a_form_are_refused() -> None:
+    shape = LlamaShape(
+        layers=1, hidden_size=64, intermediate_size=64, query_heads=2, kv_heads=2, head_dim=32
+    )
+    model = bench_model(Choice.RANDOM, shape).model
+    with pytest.raises(ModelError, match="as many heads"):
+        reform(model, Form.BIASED)
+    model.layers[0].self_attn.rope = object()
+    with pytest.raises(ModelError, match="only a llama"):
+        reform(model, Form.OUTLIERS)
 
 
 # ---- teacher forcing
@@ -315,7 +329,7 @@ def test_wrong_input_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"too short", "pieces of"), (b"caf\xe9 " * 200, "is not UTF-8")]
+    ("content", "words"), [(b"too short", "needs 128 or more"), (b"caf\xe9 " * 200, "is not UTF-8")]
 )
 def test_a_text_that_cannot_be_read(
     content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -252,30 +252,36 @@ def pieces(tokenizer: Any, load_: Load) -> list[Piece]:
     """Cut the text into pieces, or write pieces of its own.
 
     Raises:
-        SettingError: the text is shorter than two blocks.
+        SettingError: no piece has two blocks.
     """
-    size = load_.piece_tokens
-    if load_.text is None:
-        count = max(1, load_.text_tokens // size)
+    size = min(load_.piece_tokens, load_.text_tokens)
+    if load_.text is not None:
+        tokens = encode(tokenizer, load_.text)[: load_.text_tokens]
+        found = [_whole(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    else:
         told = [
-            dialogue(FIRST_SEED - 1 - i, tokens=size, facts=0, quiz=0.3, strangers=0.1)
-            for i in range(count)
+            dialogue(FIRST_SEED - 1 - number, tokens=size, facts=0, quiz=0.3, strangers=0.1)
+            for number in range(load_.text_tokens // size)
         ]
         if load_.model == str(MODEL_PATH):
-            return [_spoken(tokenizer, render(tokenizer, o.messages, answer=False)) for o in told]
-        texts = ["\n".join(message["content"] for message in one.messages) for one in told]
-        found = [encode(tokenizer, text) for text in texts]
-    else:
-        tokens = encode(tokenizer, load_.text)[: load_.text_tokens]
-        found = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+            found = [
+                _spoken(tokenizer, render(tokenizer, one.messages, answer=False)) for one in told
+            ]
+        else:
+            texts = ["\n".join(message["content"] for message in one.messages) for one in told]
+            found = [_whole(encode(tokenizer, text)) for text in texts]
     least = LEAST_BLOCKS * load_.block_size
-    long = [piece for piece in found if len(piece) >= least]
+    long = [piece for piece in found if len(piece.tokens) >= least]
     if not long:
+        most = max((len(piece.tokens) for piece in found), default=0)
         raise SettingError(
-            f"the text has pieces of {max(map(len, found), default=0)} tokens at most; "
-            f"{least} are needed"
+            f"the text has {most} tokens, or pieces of so many; a piece needs {least} or more"
         )
-    return [Piece(tuple(piece), (True,) * len(piece)) for piece in long]
+    return long
+
+
+def _whole(tokens: Sequence[int]) -> Piece:
+    return Piece(tuple(tokens), (True,) * len(tokens))
 
 
 def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
