@@ -18,7 +18,6 @@ from penstock.bench.report import Report
 from penstock.cli import main
 from penstock.engine.core import Core
 from penstock.engine.request import Request, Sampling
-from penstock.engine.step import Runner
 from penstock.errors import ModelError
 from penstock.kv.codecs import parse_scheme
 from penstock.models.mlx_lm import load, plain_caches, render
@@ -119,10 +118,7 @@ def test_models_without_a_form_are_refused() -> None:
 def read(tokens: list[int], codec: str, raw_first_tokens: int = 0) -> mx.array:
     """Return the log-probabilities after every token, read block by block."""
     model, _ = load(MODEL_PATH)
-    given = Load(raw_first_tokens=raw_first_tokens)
-    limits = bench.checked(given.engine(Setting(codec)))
-    runner = Runner(model, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens)
-    reading = Reading(runner, parse_scheme(codec), limits)
+    reading = Reading(bench._way(model, Setting(codec), Load(raw_first_tokens=raw_first_tokens)))
     found = [reading.read(tokens[at : at + 64]) for at in range(0, len(tokens), 64)]
     return mx.concatenate(found)
 

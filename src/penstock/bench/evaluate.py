@@ -198,11 +198,6 @@ class Progress:
     of: int = 0
     done: int = 0
 
-    def expect(self, forms: int, settings: Sequence[Setting], asked: int, pieces: int) -> None:
-        """Count what so many forms are still to come, if they are all like the next one."""
-        served = sum(setting.served for setting in settings)
-        self.of = self.done + forms * (served * (asked + pieces) + pieces)
-
     def step(self, what: str) -> None:
         """Count one more."""
         self.tell(what, self.done, self.of)
@@ -295,6 +290,32 @@ def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
     return Piece(tuple(tokens), tuple(counts))
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A model in one form, and what it is asked and reads."""
+
+    form: Form
+    model: Any
+    tokenizer: Any
+    asked: dict[int, list[Asked]]
+    """By length."""
+    text: list[Piece]
+
+    @classmethod
+    def of(cls, load_: Load, form: Form) -> Task:
+        """Load the model and write what it is asked; raises as `measure` does."""
+        model, tokenizer = load(load_.model)
+        reform(model, form, load_.outlier_scale)
+        asked = {length: list(dialogues(tokenizer, load_, length)) for length in load_.lengths}
+        return cls(form, model, tokenizer, asked, pieces(tokenizer, load_))
+
+    def steps(self, settings: Sequence[Setting]) -> int:
+        """Return how many steps `Progress` will count."""
+        served = sum(setting.served for setting in settings)
+        asked = sum(len(some) for some in self.asked.values())
+        return served * (asked + len(self.text)) + len(self.text)
+
+
 # ---- the engine
 
 
@@ -342,26 +363,18 @@ class Served:
     continued: list[list[list[int]]]
 
 
-def serve(
-    model: Any,
-    tokenizer: Any,
-    load_: Load,
-    setting: Setting,
-    asked: dict[int, list[Asked]],
-    text: Sequence[Piece],
-    step: Callable[[], None],
-) -> Served:
+def serve(task: Task, load_: Load, setting: Setting, step: Callable[[], None]) -> Served:
     """Ask and have continued everything by one engine; `step` is called before each."""
-    core = Core(model, tokenizer, **load_.engine(setting))
+    core = Core(task.model, task.tokenizer, **load_.engine(setting))
     try:
         right: dict[int, list[list[bool]]] = {}
-        for length, some in asked.items():
+        for length, some in task.asked.items():
             right[length] = []
             for one in some:
                 step()
                 right[length].append(answers(core, one))
         found = []
-        for piece in text:
+        for piece in task.text:
             step()
             found.append(continued(core, load_, piece))
         return Served(right, found)
@@ -372,14 +385,23 @@ def serve(
 # ---- teacher forcing
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a text is read in a setting."""
+
+    setting: Setting
+    runner: Runner
+    limits: EngineSettings
+
+
 class Reading:
     """One text, read block after block; what was read is held as the engine holds it."""
 
-    def __init__(self, runner: Runner, scheme: Scheme, limits: EngineSettings) -> None:
-        self._runner = runner
-        self._scheme = scheme
-        size = limits.block_size
-        self._first = -(-limits.raw_first_tokens // size) * size
+    def __init__(self, way: Way) -> None:
+        size = way.limits.block_size
+        self._runner = way.runner
+        self._scheme = way.setting.scheme
+        self._first = -(-way.limits.raw_first_tokens // size) * size
         self._size = size
         self.parts: list[Part] = []
 
@@ -419,17 +441,17 @@ class Forced:
 
 
 def force(
-    readers: Sequence[Callable[[], Reading]],
+    ways: Sequence[Way],
     text: Sequence[Piece],
     block_size: int,
     step: Callable[[], None],
 ) -> list[Forced]:
     """Read a text in all ways side by side, block by block, so that what raw expects need not be
     kept; the first way is raw. `step` is called before each piece."""
-    found = [Forced() for _ in readers]
+    found = [Forced() for _ in ways]
     for piece in text:
         step()
-        readings = [make() for make in readers]
+        readings = [Reading(way) for way in ways]
         for one in found:
             one.losses.append([])
             one.kl.append([])
@@ -480,83 +502,60 @@ def measure(load_: Load, tell: Callable[[str, int, int], None] = lambda *_: None
     settings = list(dict.fromkeys((UNCHANGED, *load_.settings)))
     for setting in settings:
         _check(setting, load_)
-    rows: list[Row] = []
-    raw: list[dict[str, Any]] = []
-    progress = Progress(tell)
-    dtype = ""
     forms = list(dict.fromkeys(load_.forms))
     if all(setting.max_kv_size is not None for setting in load_.settings):
         forms = forms[:1]
-    for form in forms:
-        model, tokenizer = load(load_.model)
-        reform(model, form, load_.outlier_scale)
-        asked = {length: list(dialogues(tokenizer, load_, length)) for length in load_.lengths}
-        text = pieces(tokenizer, load_)
-        if form is not forms[0]:
+    found: list[tuple[Row, dict[str, Any]]] = []
+    progress = Progress(tell)
+    dtype = ""
+    for number, form in enumerate(forms):
+        task = Task.of(load_, form)
+        if number:
             settings = [setting for setting in settings if setting.max_kv_size is None]
-        progress.expect(
-            len(forms) - forms.index(form), settings, sum(map(len, asked.values())), len(text)
-        )
-        runners = [_runner(model, setting, load_) for setting in settings]
-        for setting, (runner, _) in zip(settings, runners, strict=True):
-            _check_heads(setting, runner)
-        found = _on_form(model, tokenizer, load_, settings, runners, (form, asked, text, progress))
-        rows += [row for row, _ in found]
-        raw += [one for _, one in found]
-        dtype = str(runners[0][0].shapes[0].dtype).rpartition(".")[2]
-    return report(load_, rows, raw, dtype)
+        progress.of = progress.done + (len(forms) - number) * task.steps(settings)
+        ways = [_way(task.model, setting, load_) for setting in settings]
+        found += _on_form(task, load_, ways, progress)
+        dtype = str(ways[0].runner.shapes[0].dtype).rpartition(".")[2]
+    return report(load_, [row for row, _ in found], [raw for _, raw in found], dtype)
 
 
 def _on_form(
-    model: Any,
-    tokenizer: Any,
-    load_: Load,
-    settings: Sequence[Setting],
-    runners: Sequence[tuple[Runner, EngineSettings]],
-    what: tuple[Form, dict[int, list[Asked]], list[Piece], Progress],
+    task: Task, load_: Load, ways: Sequence[Way], progress: Progress
 ) -> list[tuple[Row, dict[str, Any]]]:
     """Measure all settings, raw first; return their rows, and what they were made of."""
-    form, asked, text, progress = what
-    served: list[Served | None] = []
-    for setting in settings:
-        step = _stepper(progress, f"{form}: {setting}")
-        served.append(
-            serve(model, tokenizer, load_, setting, asked, text, step) if setting.served else None
-        )
-    readers = [
-        _reader(runner, setting.scheme, limits)
-        for setting, (runner, limits) in zip(settings, runners, strict=True)
+
+    def stepper(what: object) -> Callable[[], None]:
+        return lambda: progress.step(f"{task.form}: {what}")
+
+    served = [
+        serve(task, load_, way.setting, stepper(way.setting)) if way.setting.served else None
+        for way in ways
     ]
-    forced = force(readers, text, load_.block_size, _stepper(progress, f"{form}: reading the text"))
-    first = served[0]
-    assert first is not None  # raw
+    forced = force(ways, task.text, load_.block_size, stepper("reading the text"))
+    raw = served[0]
+    assert raw is not None
     found = []
-    for setting, (runner, limits), answered, one in zip(
-        settings, runners, served, forced, strict=True
-    ):
-        row = Row(form, setting, limits.max_kv_size, limits.keep_tokens)
-        _sizes(row, one, runner)
+    for way, answered, one in zip(ways, served, forced, strict=True):
+        row = Row(task.form, way.setting, way.limits.max_kv_size, way.limits.keep_tokens)
+        _sizes(row, one, way.runner)
         _text(row, one)
         if answered is not None:
-            _answers(row, answered, first)
+            _answers(row, answered, raw)
         kept = {"losses": _sums(one.losses), "kl": _sums(one.kl), "same": _sums(one.same)}
         right = None if answered is None else _right(answered)
         found.append((row, {"row": row.name, "right": right, **kept}))
     return found
 
 
-def _stepper(progress: Progress, what: str) -> Callable[[], None]:
-    return lambda: progress.step(what)
-
-
-def _reader(runner: Runner, scheme: Scheme, limits: EngineSettings) -> Callable[[], Reading]:
-    return lambda: Reading(runner, scheme, limits)
-
-
-def _runner(model: Any, setting: Setting, load_: Load) -> tuple[Runner, EngineSettings]:
+def _way(model: Any, setting: Setting, load_: Load) -> Way:
     limits = checked(load_.engine(setting))
     runner = Runner(model, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens)
-    return runner, limits
+    for shape in runner.shapes:
+        try:
+            setting.scheme.token_bits(shape.key_dim, shape.value_dim, 8 * shape.dtype.size)
+        except ValueError as error:
+            raise SettingError(f"--codec {setting.codec}: {error}") from None
+    return Way(setting, runner, limits)
 
 
 def _check(setting: Setting, load_: Load) -> None:
@@ -571,14 +570,6 @@ def _check(setting: Setting, load_: Load) -> None:
                 f"--codec {setting.codec}: {codec.name} encodes {codec.span} tokens together, "
                 f"which do not divide blocks of {load_.block_size}"
             )
-
-
-def _check_heads(setting: Setting, runner: Runner) -> None:
-    for shape in runner.shapes:
-        try:
-            setting.scheme.token_bits(shape.key_dim, shape.value_dim, 8 * shape.dtype.size)
-        except ValueError as error:
-            raise SettingError(f"--codec {setting.codec}: {error}") from None
 
 
 # ---- figures
