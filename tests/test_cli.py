@@ -214,8 +214,13 @@ def agents(*arguments: str, **environment: str) -> dict[str, Any]:
     return report
 
 
-def test_agents_know_their_own_facts_and_the_shared_ones() -> None:
-    report = agents(*FEW[1:])
+@pytest.fixture(scope="module")
+def few() -> dict[str, Any]:
+    return agents(*FEW[1:])
+
+
+def test_agents_know_their_own_facts_and_the_shared_ones(few: dict[str, Any]) -> None:
+    report = few
     answers = [answer for agent in report["agents"] for answer in agent["answers"]]
     assert [agent["agent"] for agent in report["agents"]] == [1, 2, 3]
     assert [answer["shared"] for answer in answers] == [True, False] * 6
@@ -223,8 +228,8 @@ def test_agents_know_their_own_facts_and_the_shared_ones() -> None:
     assert report["right"] == report["asked"] == len(answers)
 
 
-def test_agents_account_for_every_token_and_byte() -> None:
-    report = agents(*FEW[1:])
+def test_agents_account_for_every_token_and_byte(few: dict[str, Any]) -> None:
+    report = few
     stats, each = report["stats"], report["agents"]
     for figure in ("hit_tokens", "prompt_tokens"):
         assert sum(agent[figure] for agent in each) == report[figure] == stats[figure]
