@@ -346,6 +346,21 @@ def quantised(
 
 
 @app.command()
+def store(
+    rounds: Rounds = 9,
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """A prompt into a prefix cache in 8 bits and out of it, against vllm-mlx's where it is there.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.store import Load, measure
+
+    _finish(measure(Load(rounds=rounds)), as_json=as_json, save=save, plot=None)
+
+
+@app.command()
 def serve(
     model: Which = "random",
     sessions: Annotated[

@@ -14,18 +14,15 @@ would be two thirds.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import log2
 from typing import TypeAlias
 
 import mlx.core as mx
 
 from penstock.kv.codecs.base import Coded
+from penstock.kv.lanes import has_lanes, lane
 
 Held: TypeAlias = "mx.array | Coded"
 """Keys or values of consecutive columns of one sequence: (kv_heads, n, dim), or coded."""
@@ -233,7 +230,7 @@ def attend_parts(
     """
     kv_heads, rows, _ = stacked.shape
     count = kv_heads * rows * sum(_columns(side) for side in keys)
-    if kv_heads > 1 and count >= LANES_FROM and _has_lanes():
+    if kv_heads > 1 and count >= LANES_FROM and has_lanes():
         half = kv_heads // 2
         first = _attend(stacked[:half], _heads(keys, 0, half), _heads(values, 0, half), seen)
         with lane(1):
@@ -258,43 +255,6 @@ def _attend(
         scores = mx.where(seen, scores, MASKED)
     top, weights, total = weigh(scores)
     return Partial(top, total, mix(weights, total, values))
-
-
-class _Lane(threading.local):
-    """A thread's second stream; streams cannot be shared between threads."""
-
-    stream: mx.Stream | None = None
-    taken = False
-
-
-_second = _Lane()
-
-
-@contextmanager
-def lane(number: int | None) -> Iterator[None]:
-    """Put what is computed here on one of two streams, by its number's parity; None: neither.
-
-    Two streams of the CPU back end run on two cores. A lane within a lane stays in it.
-    """
-    if number is None or _second.taken or not _has_lanes():
-        yield
-        return
-    _second.taken = True
-    try:
-        if number % 2 == 0:
-            yield
-        else:
-            if _second.stream is None:
-                _second.stream = mx.new_stream(mx.cpu)
-            with mx.stream(_second.stream):
-                yield
-    finally:
-        _second.taken = False
-
-
-@cache
-def _has_lanes() -> bool:
-    return bool(mx.default_device() == mx.cpu) and len(os.sched_getaffinity(0)) > 1
 
 
 def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:

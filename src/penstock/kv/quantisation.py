@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from penstock.errors import SettingError
 from penstock.kv.codecs import Scheme, parse_scheme
+from penstock.kv.lanes import LANES
 from penstock.kv.segment import PIECE_TOKENS, Segment
 from penstock.kv.tails import LayerShape
 
@@ -119,4 +120,4 @@ class Quantisation:
 def piece_bytes(shapes: Sequence[LayerShape]) -> int:
     """Return what is taken, at most, while a piece of one side is encoded or widened."""
     numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
-    return PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS
+    return LANES * PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS

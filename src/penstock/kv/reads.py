@@ -20,6 +20,7 @@ from penstock.kv import attention
 from penstock.kv.attention import MASKED, Held, Partial, Sight
 from penstock.kv.codecs.base import Coded
 from penstock.kv.columns import Side
+from penstock.kv.lanes import lane
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 
@@ -338,7 +339,7 @@ class DecodeReads(Reads):
         keys, values = _sides(pieces, self.layer)
         seen = _seen_alone(units, layout, row.tail + 1)
         stacked = attention.grouped(queries, tail[0].shape[1])
-        with attention.lane(0):  # one row multiplies better with all threads of BLAS
+        with lane(0):  # one row multiplies better with all threads of BLAS
             part = attention.attend_parts(
                 stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
             )
@@ -367,7 +368,7 @@ class DecodeReads(Reads):
             for number, unit in enumerate(level):
                 if unit.first > row:
                     found.append(_nothing(stacked, (unit.first - row) * r, tail_values))
-                with attention.lane(number if len(level) > 1 else None):
+                with lane(number if len(level) > 1 else None):
                     found.append(self._unit_partial(stacked, unit, r))
                 row = unit.last
             if row < b:

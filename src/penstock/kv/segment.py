@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,9 +12,10 @@ from penstock.kv import columns as col
 from penstock.kv.base import LayerCache
 from penstock.kv.codecs import Codec, Coded, Scheme
 from penstock.kv.columns import Side
+from penstock.kv.lanes import LANES, lane
 
-PIECE_TOKENS = 256
-"""Encoded at a time: most codecs take some times the bytes of what they encode."""
+PIECE_TOKENS = 128
+"""Encoded or widened at a time in each lane: most codecs take some times the bytes of that."""
 Layer: TypeAlias = tuple[Side, Side]
 """Keys and values of one layer."""
 
@@ -138,17 +139,29 @@ def _encoded(side: mx.array, codec: Codec) -> Coded | None:
     next; None if a scale is no number."""
     codec.token_bits(side.shape[-1])
     tokens, made = side.shape[col.TOKEN_AXIS], None
-    for start in range(0, tokens, PIECE_TOKENS):
-        piece = codec.encode(side[:, :, start : start + PIECE_TOKENS])
-        mx.eval(piece.parts)
-        if not piece.is_finite():
+    for cuts in _cuts(tokens):
+        pieces = []
+        for number, (start, stop) in enumerate(cuts):
+            with lane(number):
+                pieces.append(codec.encode(side[:, :, start:stop]))
+        mx.eval([piece.parts for piece in pieces])
+        if not all(piece.is_finite() for piece in pieces):
             return None
-        if piece.tokens == tokens:
-            return piece
-        made = col.write(col.blank(piece, tokens) if made is None else made, start, piece)
+        if pieces[0].tokens == tokens:
+            return pieces[0]
+        for (start, _), piece in zip(cuts, pieces, strict=True):
+            made = col.write(col.blank(piece, tokens) if made is None else made, start, piece)
+        assert made is not None
         mx.eval(col.arrays(made))
     assert isinstance(made, Coded)
     return made
+
+
+def _cuts(tokens: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut so many tokens into pieces; those of all lanes together."""
+    for first in range(0, tokens, LANES * PIECE_TOKENS):
+        starts = range(first, min(first + LANES * PIECE_TOKENS, tokens), PIECE_TOKENS)
+        yield [(start, min(start + PIECE_TOKENS, tokens)) for start in starts]
 
 
 def _sums(array: mx.array) -> mx.array:
@@ -180,12 +193,18 @@ def widened(
     """
     wide: Side | None = None
     for row, at, part in parts:
-        for start in range(0, col.columns(part), PIECE_TOKENS):
-            piece = col.take(part, start, min(start + PIECE_TOKENS, col.columns(part)))
-            if isinstance(piece, Coded):
-                piece = piece.widen().astype(dtype)
-            wide = col.blank(piece, count, rows) if wide is None else wide
-            wide = col.write(wide, at + start, piece, row)
+        for cuts in _cuts(col.columns(part)):
+            pieces = []
+            for number, (start, stop) in enumerate(cuts):
+                piece = col.take(part, start, stop)
+                with lane(number):
+                    pieces.append(
+                        piece.widen().astype(dtype) if isinstance(piece, Coded) else piece
+                    )
+            for (start, _), piece in zip(cuts, pieces, strict=True):
+                wide = col.blank(piece, count, rows) if wide is None else wide
+                wide = col.write(wide, at + start, piece, row)
+            assert isinstance(wide, mx.array)
             mx.eval(wide)
     assert isinstance(wide, mx.array)
     return wide

@@ -27,6 +27,7 @@ from penstock.kv.checks import chosen_rows, ints, positive, whole
 from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
 from penstock.kv.growing import Growing, KVCache
+from penstock.kv.lanes import lane
 from penstock.kv.masks import Mask
 from penstock.kv.quantisation import Quantisation
 from penstock.kv.segment import PIECE_TOKENS, widened
@@ -350,7 +351,7 @@ class TurboQuantKVCache(TurboQuant):
             for sides in self.sides()
         )
         stacked = attention.grouped(queries, col.arrays(self.tail.keys)[0].shape[1])
-        with attention.lane(0):
+        with lane(0):
             part = attention.attend_parts(stacked, keys, values, seen)
         if sinks is not None:
             sinks = (sinks.astype(mx.float32) * attention.LOG2_E).reshape(*stacked.shape[:2], 1)
