@@ -134,6 +134,35 @@ def test_nothing_is_allocated_for_a_bound_that_is_not_used() -> None:
     assert [layer.growths for layer in cache] == [0] * 4
 
 
+def test_full_layers_are_held_in_a_codec() -> None:
+    model = model_of("gemma3_text", **SLIDING)
+    settings = {"kv_cache_quantization": "turbo8", "kv_cache_min_quantize_tokens": 64}
+    cache = make_kv_cache(model, 256, keep=128, capacity=80, **settings)
+    assert kinds(cache) == ["RotatingKVCache", "TurboQuantKVCache"] * 2
+    assert (cache[1].max_size, cache[1].keep, cache[1].first) == (256, 128, 64)
+    plain = theirs.make_prompt_cache(model)
+    assert tokens(model, cache, 16) == tokens(model, plain, 16)
+    assert cache[1].nbytes <= 128 * 2 * 2 * 64 * 4 + 64 * 2 * 2 * 66
+    for _ in range(6):
+        tokens(model, cache)
+        assert cache[1].size() <= 256
+    assert cache[1].offset == 7 * 80
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        ("llama", {"kv_bits": 8}, "two ways; name one"),
+        ("gemma3n", {}, "read other layers' keys"),
+        ("llama", {"kv_cache_min_quantize_tokens": -1}, "must be at least 0"),
+    ],
+)
+def test_codecs_that_cannot_be_used(family: str, settings: dict[str, Any], words: str) -> None:
+    model = model_of(family, **FAMILIES[family])
+    with pytest.raises(SettingError, match=words):
+        make_kv_cache(model, kv_cache_quantization="turbo4", **settings)
+
+
 @pytest.mark.parametrize(
     ("max_kv_size", "keep", "kept"), [(100, 20, 20), (100, 99, 99), (100, 100, 50), (8, 4_096, 4)]
 )

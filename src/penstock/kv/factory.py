@@ -7,13 +7,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config import KEEP, MAX_KV_SIZE
+from penstock.config import KEEP, MAX_KV_SIZE, MIN_QUANTIZE_TOKENS
 from penstock.errors import SettingError
 from penstock.kv.base import LayerCache
 from penstock.kv.checks import positive, whole
 from penstock.kv.quantized import QuantizedRotatingKVCache
 from penstock.kv.rotating import Ring, RotatingKVCache
 from penstock.kv.sinks import SinkRotatingKVCache
+from penstock.kv.turboquant import TurboQuantKVCache
 
 
 def make_kv_cache(
@@ -24,6 +25,8 @@ def make_kv_cache(
     capacity: int | None = None,
     *,
     kv_group_size: int = 64,
+    kv_cache_quantization: str | None = None,
+    kv_cache_min_quantize_tokens: int = MIN_QUANTIZE_TOKENS,
 ) -> list[Any]:
     """Make the caches of a model, one a layer, none of which ever holds more than `max_kv_size`.
 
@@ -39,11 +42,17 @@ def make_kv_cache(
         capacity: Tokens the request can use, prompt and answer: so many columns are allocated,
             once. None starts small and grows by a quarter at a time.
         kv_group_size: Neighbours that share a scale when quantised: 32, 64 or 128.
+        kv_cache_quantization: The codec of full-attention layers, as `turbo4`: they become
+            `TurboQuantKVCache`s. Sliding layers stay in full precision.
+        kv_cache_min_quantize_tokens: First tokens that a codec leaves in full precision.
 
     Raises:
         TypeError, ValueError: a size that is no integer, or out of range.
-        SettingError: a layer's cache is of a kind that cannot be bounded.
+        SettingError: a layer's cache is of a kind that cannot be bounded; there is no such codec,
+            or it cannot be used here.
     """
+    if kv_cache_quantization is not None and kv_bits is not None:
+        raise SettingError("kv_bits and kv_cache_quantization are two ways; name one of them")
     room = LayerCache.step if capacity is None else positive("capacity", capacity)
     bound = Bound(
         positive("max_kv_size", max_kv_size),
@@ -52,7 +61,14 @@ def make_kv_cache(
         kv_group_size,
         room,
         _reads_other_layers(model),
+        kv_cache_quantization,
+        kv_cache_min_quantize_tokens,
     )
+    if kv_cache_quantization is not None and bound.shared:
+        raise SettingError(
+            "kv_cache_quantization: layers of this model read other layers' keys and values, "
+            "which a codec would change under them; use kv_bits"
+        )
     if hasattr(model, "make_cache"):
         return [bound.on(cache) for cache in model.make_cache()]
     return [bound.full() for _ in model.layers]
@@ -68,6 +84,8 @@ class Bound:
     group_size: int
     room: int
     shared: bool
+    codec: str | None
+    raw_tokens: int
 
     def on(self, cache: Any) -> Any:
         """Return the bounded cache that takes the place of one that the model made."""
@@ -87,8 +105,16 @@ class Bound:
             return self.sliding(cache.max_size, cache.keep)
         return self.full()
 
-    def full(self) -> Ring:
+    def full(self) -> Ring | TurboQuantKVCache:
         """Return the cache of a full-attention layer."""
+        if self.codec is not None:
+            return TurboQuantKVCache(
+                self.codec,
+                min_quantize_tokens=self.raw_tokens,
+                max_size=self.size,
+                keep=_clipped(self.keep, self.size),
+                capacity=self.room,
+            )
         if self.bits is not None:
             return self._quantized(self.size, self.keep)
         if self.keep:
