@@ -18,6 +18,8 @@ from penstock import (
     QuantizedKVCache,
     RotatingKVCache,
     SettingError,
+    TurboQuantKVCache,
+    attach,
     load,
 )
 from penstock.bench.models import Choice, LlamaShape, bench_model
@@ -72,7 +74,7 @@ def noise(
         )
         caches.append(kind())
         caches[-1].update_and_fetch(keys.astype(dtype), values.astype(dtype))
-        mx.eval(caches[-1].keys, caches[-1].values)
+        mx.eval(caches[-1].state)
     return caches
 
 
@@ -356,6 +358,142 @@ def test_tenants_may_have_models_of_other_shapes() -> None:
     for salt, dtype in (("a", mx.float32), ("b", mx.float16)):
         caches, _ = prefix.fetch(range(257), salt=salt)
         assert {cache.keys.dtype for cache in caches or []} == {dtype}
+
+
+# ---- what stays in codes
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "k8v4", "kivi5/turbo3.5", "raw/4"])
+def test_it_is_fetched_without_being_widened(codec: str) -> None:
+    prefix = quantised(codec)
+    prefix.store(range(2_000), noise(2_000))
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    caches, rest = prefix.fetch(range(2_000), capacity=2_048, dequantize=False)
+    assert caches is not None
+    assert rest == list(range(1_984, 2_000))
+    peak = mx.get_peak_memory() - before
+    tail = LAYERS * HEADS * 2 * DIM * 4 * 64
+    held = FIRST * WIDE + coded_bytes(codec, 2_048 - FIRST) + tail
+    assert sum(cache.nbytes for cache in caches) == held
+    assert mx.get_active_memory() - before == held
+    assert peak <= held + piece_bytes([SHAPE_OF_NOISE])
+    wide, _ = prefix.fetch(range(2_000))
+    for cache, plain in zip(caches, wide or [], strict=True):
+        assert (type(cache), cache.codec) == (TurboQuantKVCache, parse_scheme(codec).name)
+        assert (cache.offset, cache.size(), cache.growths) == (1_984, 1_984, 0)
+        for side, other in zip(cache.keys_and_values(), plain.keys_and_values(), strict=True):
+            assert float(mx.abs(side - other).max()) < 1e-6
+        cache.update_and_fetch(*(mx.ones((1, HEADS, 64, DIM)) for _ in range(2)))
+        assert cache.codes.growths == 0
+    again, _ = prefix.fetch(range(2_000))
+    for cache, plain in zip(again or [], wide or [], strict=True):
+        assert mx.array_equal(cache.keys, plain.keys), "what is fetched is the caller's own"
+    prefix.check()
+
+
+def test_only_what_matched_is_fetched_in_codes() -> None:
+    prefix = quantised("kivi4")
+    prefix.store(range(1_024), noise(1_024))
+    for asked, head, codes in (([*range(450), 1], 128, 320), ([*range(100), 1], 64, 0)):
+        caches, _ = prefix.fetch(asked, dequantize=False)
+        assert caches is not None
+        counts = [(cache.head.offset, cache.codes.offset, cache.tail.offset) for cache in caches]
+        assert counts == [(head, codes, 0)] * LAYERS
+        caches[0].update_and_fetch(*(mx.ones((1, HEADS, 200, DIM)) for _ in range(2)))
+        assert caches[0].head.offset == 128
+
+
+def test_codes_are_stored_again_as_they_are() -> None:
+    """A conversation that is never widened: each turn is encoded once, and held once."""
+    prefix, whole = quantised("turbo4"), noise(1_000, layers=2)
+
+    def read(caches: list[Any], start: int, stop: int) -> list[Any]:
+        for cache, plain in zip(caches, whole, strict=True):
+            cache.update_and_fetch(*(s[:, :, start:stop] for s in plain.keys_and_values()))
+        return caches
+
+    cold = read([TurboQuantKVCache("turbo4", min_quantize_tokens=FIRST) for _ in whole], 0, 500)
+    assert prefix.store(range(500), cold).new_tokens == 448
+    caches, _ = prefix.fetch(range(1_000), dequantize=False)
+    assert (caches or [])[0].offset == 448
+    read(caches or [], 448, 750)
+    read(caches or [], 750, 1_000)
+    before = [mx.array(side) for side in (caches or [])[1].keys_and_values()]
+    assert prefix.store(range(1_000), caches or []).new_tokens == 960 - 448
+    assert kv_bytes(prefix) == FIRST * 2 * HEADS * 2 * DIM * 4 + coded_bytes("turbo4", 832, 2)
+    prefix.check()
+    plainly = quantised("turbo4")
+    plainly.store(range(1_000), whole)
+    for one, other in ((False, True), (True, False)):
+        found, _ = prefix.fetch(range(1_000), dequantize=one)
+        wanted, _ = plainly.fetch(range(1_000), dequantize=other)
+        for number in (0, 1):
+            held = (found or [])[1].keys_and_values()[number]
+            assert float(mx.abs(held - (wanted or [])[1].keys_and_values()[number]).max()) < 1e-6
+            assert float(mx.abs(held - before[number][:, :, :960]).max()) < 1e-6
+    assert type((prefix.fetch(range(1_000))[0] or [])[0]) is KVCache
+    gc.collect()
+    held_bytes = mx.get_active_memory()
+    del caches, cold
+    gc.collect()
+    assert mx.get_active_memory() < held_bytes
+    prefix.check()
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "kivi4"])
+def test_text_is_that_of_what_the_codes_stand_for(codec: str, model: Any) -> None:
+    attach(model)
+    prompt = prompt_of(650)
+    made = [TurboQuantKVCache(codec, min_quantize_tokens=FIRST) for _ in model.layers]
+    text(model, prompt, made)
+    prefix = quantised(codec)
+    prefix.store(prompt, made)
+    said = []
+    for dequantize in (False, True):
+        caches, rest = prefix.fetch(prompt, dequantize=dequantize)
+        assert len(rest) == 10
+        said.append(text(model, rest, caches or [], 40))
+    assert said[0] == said[1]
+    assert made[0]._in_place
+
+
+def test_layers_that_are_not_in_codes_come_back_as_they_were() -> None:
+    prefix = quantised("4", kv_cache_skip_layers=(0,))
+    stored = noise(400, layers=3)
+    stored[2].keys[0, 0, 300, 5] = 1e6
+    prefix.store(range(400), stored)
+    caches, _ = prefix.fetch(range(400), dequantize=False)
+    kinds = [type(cache) for cache in caches or []]
+    assert kinds == [KVCache, TurboQuantKVCache, KVCache]
+    assert prefix.store([*range(384), *range(100)], noise(484, layers=3)).refused is None
+    windows = quantised("4")
+    windows.store(range(400), noise(400, lambda: RotatingKVCache(2_048), 1))
+    caches, _ = windows.fetch(range(400), dequantize=False)
+    assert type((caches or [])[0]) is RotatingKVCache
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        (lambda: TurboQuantKVCache("8", min_quantize_tokens=FIRST), "holds affine8 behind 128"),
+        (lambda: TurboQuantKVCache("4"), "holds affine4 behind 256 tokens, which is not"),
+        (lambda: TurboQuantKVCache("4", min_quantize_tokens=FIRST, max_size=512), "with a window"),
+    ],
+)
+def test_codes_of_another_kind_are_refused(cache: Any, words: str) -> None:
+    for prefix in (quantised("4"), quantised(None)):
+        refused = prefix.store(range(300), noise(300, cache, 1)).refused
+        assert refused is not None
+        assert words in refused or ("behind" in refused and prefix._rule is None)
+
+
+def test_codes_that_cannot_be_read_in_place_are_not_given_out() -> None:
+    with pytest.raises(SettingError, match="turbo3c is widened whenever"):
+        quantised("turbo3c").fetch(range(300), dequantize=False)
+    with pytest.raises(SettingError, match="nothing is held in codes"):
+        quantised(None).fetch(range(300), dequantize=False)
 
 
 # ---- what is refused

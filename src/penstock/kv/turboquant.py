@@ -30,7 +30,7 @@ from penstock.kv.growing import Growing, KVCache
 from penstock.kv.lanes import lane
 from penstock.kv.masks import Mask
 from penstock.kv.quantisation import Quantisation
-from penstock.kv.segment import PIECE_TOKENS, widened
+from penstock.kv.segment import PIECE_TOKENS, Layer, widened
 
 BLOCK_TOKENS = 64
 """Encoded together; a multiple of every codec's span."""
@@ -63,11 +63,14 @@ class Codes(Growing):
             new = self._encode(keys[:, :, start:stop], values[:, :, start:stop])
             if self.most is not None:
                 self._drop(self.offset + stop - start - self.most)
-            needed = self.offset + tokens - start
-            self._make_room(min(needed, self.most or needed), self.offset, new)
-            self._write(self.offset, new)
-            self.offset += stop - start
-            mx.eval(col.arrays(self.keys, self.values))
+            self.put(new, self.offset + tokens - start)
+
+    def put(self, new: tuple[Side, Side], needed: int) -> None:
+        """Write what is encoded behind the others, with room for `needed` columns; evaluated."""
+        self._make_room(min(needed, self.most or needed), self.offset, new)
+        self._write(self.offset, new)
+        self.offset += col.columns(new[0])
+        mx.eval(col.arrays(self.keys, self.values))
 
     def _encode(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
         return _encoded(keys, self.scheme.keys), _encoded(values, self.scheme.values)
@@ -239,6 +242,50 @@ class TurboQuantKVCache(TurboQuant):
         self.tail = KVCache(BLOCK_TOKENS)
         self.offset = 0
 
+    @classmethod
+    def holding(
+        cls,
+        scheme: Scheme,
+        first: int,
+        parts: Sequence[Layer],
+        dtypes: Sequence[mx.Dtype],
+        capacity: int,
+    ) -> TurboQuantKVCache | None:
+        """Return a cache that holds copies of consecutive parts in the form they have.
+
+        None if that is not its own: `first` tokens as they are, and the others in the scheme.
+
+        Args:
+            scheme: of keys and values.
+            first: tokens that stay in full precision.
+            parts: keys and values, each (1, kv_heads, tokens, dim) or coded.
+            dtypes: of keys and values in full precision.
+            capacity: tokens that there is to be room for.
+        """
+        cache = cls.__new__(cls)
+        cache._set_up(scheme, first, None, 0, capacity)
+        codecs = (scheme.keys, scheme.values)
+        needed = sum(col.columns(keys) for keys, _ in parts) - first
+        for part in parts:
+            raw = cache.head.offset < first
+            for side, codec in zip(part, codecs, strict=True):
+                found = side.codec if isinstance(side, Coded) else None
+                if found != (None if raw else codec):
+                    return None
+            if raw:
+                cache.head.update_and_fetch(*col.arrays(*part))
+                mx.eval(cache.head.keys, cache.head.values)
+            else:
+                cache.codes.put(part, max(needed, col.columns(part[0])))
+        keys, values = (
+            mx.zeros((1, col.arrays(side)[0].shape[1], 1, _dim(side)), dtype)
+            for side, dtype in zip(parts[0], dtypes, strict=True)
+        )
+        cache.tail._make_room(1, 0, (keys, values))
+        mx.eval(cache.tail.keys, cache.tail.values)
+        cache.offset = cache.size()
+        return cache if cache.head.offset <= first else None
+
     # ---- questions
 
     @property
@@ -340,6 +387,31 @@ class TurboQuantKVCache(TurboQuant):
 
     def _accept_widths(self, key_width: int, value_width: int) -> None:
         self.scheme.token_bits(key_width, value_width, 16)
+
+    def cut(self, start: int, stop: int) -> Layer:
+        """Return columns start..stop-1 in the form they are kept in: views of the first ones, or
+        copies of coded ones, those of the tail encoded. The two are asked for by themselves."""
+        first = self.head.offset
+        if stop <= first:
+            keys, values = self.head.keys_and_values()
+            return col.take(keys, start, stop), col.take(values, start, stop)
+        start, stop, end = start - first, stop - first, self.codes.offset
+        found = []
+        codecs = (self.scheme.keys, self.scheme.values)
+        own = self.tail.keys_and_values()
+        for coded, raw, codec in zip(
+            (self.codes.keys, self.codes.values), own, codecs, strict=True
+        ):
+            parts = []
+            if start < end:
+                assert coded is not None
+                parts.append(col.take(coded, start, min(stop, end)))
+            if stop > end:
+                (rest,) = col.arrays(col.take(raw, max(0, start - end), stop - end))
+                parts.append(_encoded(rest, codec))
+            found.append(col.copied(parts[0]) if len(parts) == 1 else col.join(*parts))
+        mx.eval(col.arrays(*found))
+        return found[0], found[1]
 
     def attended(
         self, queries: mx.array, seen: mx.array | None, sinks: mx.array | None
@@ -692,6 +764,10 @@ class BatchTurboQuantKVCache(TurboQuant):
 
 _ALL = 2**30
 """More tokens than any cache holds."""
+
+
+def _dim(side: Side) -> int:
+    return side.dim if isinstance(side, Coded) else col.arrays(side)[0].shape[3]
 
 
 def _one(side: Side) -> Held:

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import MIN_QUANTIZE_TOKENS
+from penstock.errors import SettingError
 from penstock.kv import columns as col
+from penstock.kv.growing import KVCache
 from penstock.kv.quantisation import Quantisation, piece_bytes
 from penstock.kv.segment import Layer, LayerForm, Segment, bytes_per_token
 from penstock.kv.tails import LayerShape
+from penstock.kv.turboquant import TurboQuantKVCache
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import parse_bytes
 from penstock.prefix.blocks import TokenArray, Tokens, as_tokens
@@ -51,6 +54,23 @@ class _Run:
     """Bytes that are taken besides while they are encoded."""
     rule: Quantisation | None = None
     """None: they are held as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a layer's cache holds."""
+
+    form: LayerForm
+    sample: Layer
+    """Keys and values of some columns."""
+    tokens: int
+    cut: Callable[[int, int], Layer]
+    """Returns columns start..stop-1: views, or copies of what is coded already."""
+    coded: bool = False
+
+    def takes_the_place_of(self, form: LayerForm) -> bool:
+        """Tell whether it holds, in codes, what a growing cache of this form would."""
+        return self.coded and form.max_size is None and form.dtypes == self.form.dtypes
 
 
 class PrefixCache:
@@ -116,7 +136,12 @@ class PrefixCache:
         return self.ledger.used_bytes
 
     def fetch(
-        self, tokens: Tokens, *, salt: str = "", capacity: int | None = None
+        self,
+        tokens: Tokens,
+        *,
+        salt: str = "",
+        capacity: int | None = None,
+        dequantize: bool = True,
     ) -> tuple[list[Any] | None, list[int]]:
         """Return caches that hold a prefix of `tokens`, and the tokens still to be read.
 
@@ -128,7 +153,19 @@ class PrefixCache:
             tokens: the prompt.
             salt: the tenant's: prompts stored under another one are not found.
             capacity: tokens that the request can use; 256 more than the prefix by default.
+            dequantize: False returns the codes as they are, in a `TurboQuantKVCache` for each
+                layer that is held in a codec and without a window.
+
+        Raises:
+            SettingError: `dequantize` is False, and nothing is held in a codec, or in one that is
+                widened whenever it is read.
         """
+        if not dequantize:
+            if self._rule is None:
+                raise SettingError(
+                    "dequantize=False: nothing is held in codes; name a kv_cache_quantization"
+                )
+            self._rule.check_in_place()
         values = as_tokens(tokens)
         match = self.prefixes.find(values[:-1], salt)
         self.counts.fetches += 1
@@ -136,7 +173,7 @@ class PrefixCache:
         if match.tokens == 0:
             return None, values.tolist()
         with self.prefixes.pin(match):
-            caches = self._revive(match, self._forms[salt], capacity)
+            caches = self._revive(match, self._forms[salt], capacity, dequantize=dequantize)
         self.counts.hits += 1
         self.counts.fetched_tokens += match.tokens
         return caches, values[match.tokens :].tolist()
@@ -156,24 +193,19 @@ class PrefixCache:
             SettingError: the codec cannot hold heads of this size, or a layer to be skipped does
                 not exist.
         """
-        layers, forms = [], []
+        sources, forms = [], []
+        known = self._forms.get(salt, [])
         for index, cache in enumerate(caches):
-            form = LayerForm.of(cache)
-            if isinstance(form, str):
-                return self._refuse(f"layer {index}: {form}")
-            if cache.empty():
-                return self._refuse(f"layer {index} is empty")
-            if self._rule is not None and len(form.dtypes) != 2:
-                return self._refuse(
-                    f"layer {index}: {type(cache).__name__} holds codes of its own; store caches "
-                    f"of full precision, or leave out kv_cache_quantization"
-                )
-            forms.append(form)
-            layers.append(cache.keys_and_values())
+            source = self._source(cache)
+            if isinstance(source, str):
+                return self._refuse(f"layer {index}{source}")
+            sources.append(source)
+            same = len(known) == len(caches) and source.takes_the_place_of(known[index])
+            forms.append(known[index] if same else source.form)
         if self._forms.setdefault(salt, forms) != forms:
             return self._refuse("the caches are of other classes, sizes or types than those held")
-        held = min(col.columns(keys) for keys, _ in layers)
-        return self._insert(as_tokens(tokens)[:held], layers, salt)
+        held = min(source.tokens for source in sources)
+        return self._insert(as_tokens(tokens)[:held], sources, salt)
 
     def explain(self, tokens: Tokens, *, salt: str = "") -> Explanation:
         """Say how far `tokens` would match now, what stands in the way of more, and what to do."""
@@ -225,24 +257,71 @@ class PrefixCache:
 
     # ---- parts
 
+    def _source(self, cache: Any) -> _Source | str:
+        """Return what a cache holds, or why it cannot be stored."""
+        rule = self._rule
+        if isinstance(cache, TurboQuantKVCache):
+            if cache.max_size is not None:
+                return ": TurboQuantKVCache with a window drops what is to be held"
+            held = None if rule is None else (rule.scheme, rule.first_tokens)
+            if (cache.scheme, cache.first) != held:
+                return (
+                    f": TurboQuantKVCache holds {cache.codec} behind {cache.first:,} tokens, "
+                    f"which is not what is held here"
+                )
+            if cache.empty():
+                return " is empty"
+            own = cache.tail._held()
+            grown = LayerForm(KVCache, (), None, tuple(side.dtype for side in col.arrays(*own)))
+            return _Source(grown, own, cache.size(), cache.cut, coded=True)
+        form = LayerForm.of(cache)
+        if isinstance(form, str):
+            return f": {form}"
+        if cache.empty():
+            return " is empty"
+        if rule is not None and len(form.dtypes) != 2:
+            return (
+                f": {type(cache).__name__} holds codes of its own; store caches of full "
+                f"precision, or leave out kv_cache_quantization"
+            )
+        keys, values = cache.keys_and_values()
+
+        def cut(start: int, stop: int) -> Layer:
+            return col.take(keys, start, stop), col.take(values, start, stop)
+
+        return _Source(form, (keys, values), col.columns(keys), cut)
+
     def _revive(
-        self, match: Match[Segment], forms: list[LayerForm], capacity: int | None
+        self,
+        match: Match[Segment],
+        forms: list[LayerForm],
+        capacity: int | None,
+        *,
+        dequantize: bool,
     ) -> list[Any]:
         """Copy the matched path into new caches, a layer at a time."""
         room = max(match.tokens, capacity or match.tokens + ROOM_TOKENS)
         inside = match.blocks_in_last * self.tree.block_size
         runs = [node.segment.layers for node in match.path]
 
-        def parts(layer: int, side: int) -> list[Any]:
-            whole = [run[layer][side] for run in runs]
-            return [*whole[:-1], col.take(whole[-1], 0, inside)]
+        def parts(layer: int) -> list[Layer]:
+            whole = [run[layer] for run in runs]
+            keys, values = whole[-1]
+            return [*whole[:-1], (col.take(keys, 0, inside), col.take(values, 0, inside))]
 
-        return [
-            form.revive(parts(i, 0), parts(i, 1), match.tokens, room)
-            for i, form in enumerate(forms)
-        ]
+        caches = []
+        for i, form in enumerate(forms):
+            held, cache = parts(i), None
+            if self._rule is not None and not dequantize and form.max_size is None:
+                scheme, first = self._rule.scheme, self._rule.first_tokens
+                cache = TurboQuantKVCache.holding(scheme, first, held, form.dtypes, room)
+            if cache is None:
+                keys, values = [keys for keys, _ in held], [values for _, values in held]
+                cache = form.revive(keys, values, match.tokens, room)
+            caches.append(cache)
+        return caches
 
-    def _insert(self, values: TokenArray, layers: list[Layer], salt: str) -> Stored:
+    def _insert(self, values: TokenArray, sources: list[_Source], salt: str) -> Stored:
         """Make room, cut the new blocks out of the caches and hang them below the match."""
         keys = self.prefixes.keys(values, salt)
         match = self.prefixes.match(keys)
@@ -252,7 +331,7 @@ class PrefixCache:
                 return Stored(0, stop)
             if not self.prefixes.split(pin, match):
                 return self._refuse(self.prefixes.no_room(match.path[-1].segment.nbytes))
-            size, runs = self.tree.block_size, self._runs(layers, start, stop)
+            size, runs = self.tree.block_size, self._runs(sources, start, stop)
             nbytes = sum(run.nbytes for run in runs)
             index = sum(self.prefixes.index_bytes((run.stop - run.start) // size) for run in runs)
             needed = nbytes + index + max(run.meanwhile for run in runs)
@@ -261,7 +340,7 @@ class PrefixCache:
             with self.ledger.reserve(Kind.BUFFERS, nbytes) as paid:
                 segments = []
                 for run in runs:
-                    segment = self._cut(layers, run, paid, index)
+                    segment = self._cut(sources, run, paid, index)
                     if segment is None:
                         return self._refuse("numbers too large for a codec find no room")
                     segments.append(segment)
@@ -270,8 +349,9 @@ class PrefixCache:
                     self.prefixes.insert(pin, run.start // size, keys, some, segment, paid)
         return Stored(stop - start, stop)
 
-    def _runs(self, layers: list[Layer], start: int, stop: int) -> list[_Run]:
+    def _runs(self, sources: list[_Source], start: int, stop: int) -> list[_Run]:
         """Return which tokens become a node each, and what they take: raw ones, then coded."""
+        layers = [source.sample for source in sources]
         rule = self._rule
         first = stop if rule is None else min(max(rule.first_tokens, start), stop)
         runs = []
@@ -283,16 +363,19 @@ class PrefixCache:
             runs.append(_Run(first, stop, nbytes, piece_bytes(shapes), rule))
         return runs
 
-    def _cut(self, layers: list[Layer], run: _Run, paid: Reservation, index: int) -> Segment | None:
+    def _cut(
+        self, sources: list[_Source], run: _Run, paid: Reservation, index: int
+    ) -> Segment | None:
         """Cut a run out of the caches and hold it as it is to be held.
 
         What has numbers too large for a codec stays as it is: None if there is no room for that
         beside `index` bytes, else `paid` counts it as well.
         """
-        if run.rule is None:
-            return Segment.cut(layers, run.start, run.stop)
         with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
-            made = run.rule.encoded(Segment.views(layers, run.start, run.stop))
+            made = Segment(tuple(source.cut(run.start, run.stop) for source in sources))
+            if run.rule is None:
+                return made.owned()
+            made = run.rule.encoded(made)
         more = made.nbytes - run.nbytes
         if more > 0:
             if not self.prefixes.make_room(more + index):
