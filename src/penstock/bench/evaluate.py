@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -633,7 +634,10 @@ def report(load_: Load, rows: Sequence[Row], raw: Sequence[dict[str, Any]], dtyp
         "forms": [*GOAL_FORMS],
         "control_points_below_raw": CONTROL_POINTS,
     }
-    described = asdict(load_) | {"text": "own" if load_.text is None else "a file"}
+    described = asdict(load_) | {
+        "model": "embedded" if load_.model == str(MODEL_PATH) else Path(load_.model).name,
+        "text": "own" if load_.text is None else "a file",
+    }
     return Report(
         name="eval",
         claim=CLAIM,

@@ -105,7 +105,8 @@ def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
         print(json.dumps(found))
         return
     console = Console(highlight=False)
-    console.print(table(report))
+    if report.lines:
+        console.print(table(report))
     where = found["environment"]
     console.print(
         f"{where['cpu']}, {where['cores']} cores, {where['back_end']} with {where['blas']}, "

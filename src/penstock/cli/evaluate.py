@@ -168,8 +168,7 @@ def evaluate(
         report = measure(load, tell)
     if not as_json:
         _print(report)
-    if report.lines or as_json or save is not None:
-        publish(report, as_json=as_json, save=save)
+    publish(report, as_json=as_json, save=save)
     if plot is not None:
         from penstock.bench.evaluate_picture import draw
 
