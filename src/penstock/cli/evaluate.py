@@ -219,7 +219,10 @@ def _print(report: Report) -> None:
 def _drawn(*headings: str) -> Table:
     drawn = Table(box=None, pad_edge=False)
     for number, heading in enumerate(headings):
-        drawn.add_column(heading, justify="right" if number else "left", no_wrap=number > 0)
+        if number:
+            drawn.add_column(heading, justify="right", no_wrap=True)
+        else:
+            drawn.add_column(heading, overflow="fold")  # a long name is not cut off
     return drawn
 
 
