@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.kv.codecs import Codec, parse_scheme
 from penstock.kv.codecs.base import pack, unpack
+from penstock.kv.codecs.names import AUTO
 from penstock.kv.codecs.rotation import rotate, rotate_back
 
 HEADS, TOKENS = 4, 256
@@ -261,3 +262,9 @@ def test_a_rotation_is_the_same_in_every_process() -> None:
     """Blocks on a disk are read by others: the signs are part of the format."""
     found = [round(float(number), 5) for number in rotate(mx.arange(32.0)[None])[0, :4]]
     assert found == [-7.07107, -9.8995, -7.07107, 24.04163]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_takes_as_much_less_as_its_name_says(name: str, dim: int) -> None:
+    assert parse_scheme(name).ratio(dim, dim) >= float(name.removeprefix("auto").removesuffix("x"))

@@ -13,10 +13,13 @@ from penstock.kv.codecs.kivi import Kivi
 from penstock.kv.codecs.turbo import Turbo, TurboBook
 
 RAW = "raw"
+AUTO = {"auto2.5x": "kivi8/turbo4", "auto3.5x": "kivi4/turbo4", "auto5x": "kivi3/turbo2.5"}
+"""The best that takes so many times less than float16, with heads of 64 or more; measured, see
+docs/codecs.md."""
 FORMS = (
     "raw; affine2 to affine8 (or 2, 3, 4, 5, 6, 8), with g32 or g128 behind it for other groups "
     "than 64; rot2 to rot8; turbo2, turbo2.5, ..., turbo6, turbo8; turbo1c to turbo4c; kivi2 to "
-    "kivi8; k8v4, k4v2, ...; KEYS/VALUES of any two, as kivi4/turbo3.5"
+    "kivi8; k8v4, k4v2, ...; KEYS/VALUES of any two, as kivi4/turbo3.5; auto2.5x, auto3.5x, auto5x"
 )
 _AFFINE = re.compile(r"(affine|rot)?([2-8])(?:g(32|64|128))?")
 _TURBO = re.compile(r"turbo([1-8])(\.5|c)?")
@@ -57,13 +60,14 @@ class Scheme:
 def parse_scheme(text: str) -> Scheme:
     """Return the codecs that a setting names.
 
-    >>> parse_scheme("k8v4").name, parse_scheme("4").name
-    ('rot8/rot4', 'affine4')
+    >>> [parse_scheme(text).name for text in ("k8v4", "4", "auto3.5x")]
+    ['rot8/rot4', 'affine4', 'kivi4/turbo4']
 
     Raises:
         ValueError: there is none of this name; says which there are.
     """
     word = text.strip().lower()
+    word = AUTO.get(word, word)
     if pair := _PAIR.fullmatch(word):
         word = f"rot{pair[1]}/rot{pair[2]}"
     first, slash, second = word.partition("/")
