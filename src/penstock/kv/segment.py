@@ -15,7 +15,10 @@ from penstock.kv.columns import Side
 from penstock.kv.lanes import LANES, lane
 
 PIECE_TOKENS = 128
-"""Encoded or widened at a time in each lane: most codecs take some times the bytes of that."""
+"""Encoded or widened at a time in each lane, by codecs that take most memory for it; by others
+as many more as take no more."""
+PIECE_STEP = 64
+"""A multiple of every codec's span."""
 Layer: TypeAlias = tuple[Side, Side]
 """Keys and values of one layer."""
 
@@ -138,30 +141,32 @@ def _encoded(side: mx.array, codec: Codec) -> Coded | None:
     """Encode a side piece by piece, so that what a piece takes meanwhile is let go before the
     next; None if a scale is no number."""
     codec.token_bits(side.shape[-1])
-    tokens, made = side.shape[col.TOKEN_AXIS], None
-    for cuts in _cuts(tokens):
+    tokens = side.shape[col.TOKEN_AXIS]
+    made: Side | None = None
+    for cuts in _cuts(tokens, codec):
         pieces = []
         for number, (start, stop) in enumerate(cuts):
             with lane(number):
                 pieces.append(codec.encode(side[:, :, start:stop]))
-        mx.eval([piece.parts for piece in pieces])
-        if not all(piece.is_finite() for piece in pieces):
-            return None
         if pieces[0].tokens == tokens:
-            return pieces[0]
-        for (start, _), piece in zip(cuts, pieces, strict=True):
-            made = col.write(col.blank(piece, tokens) if made is None else made, start, piece)
+            made = pieces[0]
+        else:
+            mx.eval([piece.parts for piece in pieces])
+            for (start, _), piece in zip(cuts, pieces, strict=True):
+                made = col.write(col.blank(piece, tokens) if made is None else made, start, piece)
         assert made is not None
         mx.eval(col.arrays(made))
     assert isinstance(made, Coded)
-    return made
+    return made if made.is_finite() else None
 
 
-def _cuts(tokens: int) -> Iterator[list[tuple[int, int]]]:
+def _cuts(tokens: int, codec: Codec) -> Iterator[list[tuple[int, int]]]:
     """Cut so many tokens into pieces; those of all lanes together."""
-    for first in range(0, tokens, LANES * PIECE_TOKENS):
-        starts = range(first, min(first + LANES * PIECE_TOKENS, tokens), PIECE_TOKENS)
-        yield [(start, min(start + PIECE_TOKENS, tokens)) for start in starts]
+    piece = PIECE_TOKENS * Codec.buffers // codec.buffers
+    piece -= piece % PIECE_STEP
+    for first in range(0, tokens, LANES * piece):
+        starts = range(first, min(first + LANES * piece, tokens), piece)
+        yield [(start, min(start + piece, tokens)) for start in starts]
 
 
 def _sums(array: mx.array) -> mx.array:
@@ -193,7 +198,8 @@ def widened(
     """
     wide: Side | None = None
     for row, at, part in parts:
-        for cuts in _cuts(col.columns(part)):
+        whole = [[(0, col.columns(part))]]
+        for cuts in _cuts(part.tokens, part.codec) if isinstance(part, Coded) else whole:
             pieces = []
             for number, (start, stop) in enumerate(cuts):
                 piece = col.take(part, start, stop)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import GROUP_SIZES, Codec, Coded, multiply
+from penstock.kv.codecs.base import GROUP_SIZES, Codec, Coded, multiply, quantized
 from penstock.kv.codecs.rotation import rotate, rotate_back
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -17,6 +18,8 @@ BITS = (2, 3, 4, 5, 6, 8)
 class Affine(Codec):
     """`group_size` neighbours to a scale and an offset, both float16: bits + 32 / group_size bits
     a number. Parts: codes, scales, offsets."""
+
+    buffers: ClassVar[int] = 3
 
     bits: int
     group_size: int = 64
@@ -40,10 +43,8 @@ class Affine(Codec):
 
     def encode(self, x: mx.array) -> Coded:
         """See `Codec`."""
-        if self.rotated:
-            x = rotate(x)
-        parts = mx.quantize(x.astype(mx.float16), group_size=self.group_size, bits=self.bits)
-        return Coded(self, tuple(parts), x.shape[-1])
+        wide = rotate(x) if self.rotated else x.astype(mx.float32)
+        return Coded(self, quantized(wide, self.group_size, self.bits), x.shape[-1])
 
     def widen(self, coded: Coded) -> mx.array:
         """See `Codec`."""

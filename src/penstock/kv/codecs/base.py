@@ -28,6 +28,10 @@ class Codec(ABC):
     in_place: ClassVar[bool] = True
     """Whether it is read as it lies, and not widened first."""
 
+    buffers: ClassVar[int] = 8
+    """Arrays of float32 that are alive together, at most, while something is encoded or widened;
+    measured."""
+
     @property
     @abstractmethod
     def name(self) -> str:
@@ -130,6 +134,15 @@ def largest_group(dim: int) -> int:
         if dim % size == 0:
             return size
     raise ValueError(f"a head of {dim} numbers is not a multiple of 32, the smallest group")
+
+
+def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return codes, and scales and offsets as float16, of float32 (..., n).
+
+    In float32 because MLX quantises float16 slower: 3.7 ns a number on a CPU, and 2.2.
+    """
+    codes, scales, offsets = mx.quantize(x, group_size=group_size, bits=bits)
+    return codes, scales.astype(mx.float16), offsets.astype(mx.float16)
 
 
 def multiply(

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import Codec, Coded, multiply
+from penstock.kv.codecs.base import Codec, Coded, multiply, quantized
 
 SPAN = 64
 
@@ -22,6 +22,7 @@ class Kivi(Codec):
     """bits + 32 / 64 bits a number. Parts by span: codes (dim, words), scales (dim,), offsets."""
 
     span: ClassVar[int] = SPAN
+    buffers: ClassVar[int] = 4
 
     bits: int
 
@@ -41,10 +42,9 @@ class Kivi(Codec):
         batch, heads, tokens, dim = x.shape
         if tokens % SPAN:
             raise ValueError(f"{self.name} encodes {SPAN} tokens together, not {tokens}")
-        spans = x.astype(mx.float16).reshape(batch, heads, tokens // SPAN, SPAN, dim)
-        codes, scales, offsets = mx.quantize(
-            mx.contiguous(spans.swapaxes(-1, -2)), group_size=SPAN, bits=self.bits
-        )
+        spans = x.astype(mx.float32).reshape(batch, heads, tokens // SPAN, SPAN, dim)
+        turned = mx.contiguous(spans.swapaxes(-1, -2))
+        codes, scales, offsets = quantized(turned, SPAN, self.bits)
         return Coded(self, (codes, scales.squeeze(-1), offsets.squeeze(-1)), dim)
 
     def widen(self, coded: Coded) -> mx.array:
