@@ -12,7 +12,7 @@ import pytest
 
 from penstock.bench import evaluate as bench
 from penstock.bench.evaluate import Estimate, Load, Reading, Setting
-from penstock.bench.forms import Form, reform
+from penstock.bench.key_forms import KeyForm, reform
 from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.bench.report import Report
 from penstock.cli import main
@@ -25,7 +25,7 @@ from penstock.recall import MODEL_PATH, dialogue
 
 SMALL = Load(
     settings=tuple(map(Setting, ("k8v4", "2", "turbo4c"))),
-    forms=(Form.PLAIN, Form.OUTLIERS),
+    forms=(KeyForm.PLAIN, KeyForm.OUTLIERS),
     lengths=(250,),
     questions=12,
     text_tokens=600,
@@ -46,7 +46,7 @@ def tokens() -> list[int]:
     return render(tokenizer, dialogue(5, tokens=500, facts=4).messages, answer=False)
 
 
-def row(report: Report, form: Form, setting: str) -> dict[str, Any]:
+def row(report: Report, form: KeyForm, setting: str) -> dict[str, Any]:
     (found,) = (
         row for row in report.penstock["rows"] if (row["form"], row["setting"]) == (form, setting)
     )
@@ -56,7 +56,7 @@ def row(report: Report, form: Form, setting: str) -> dict[str, Any]:
 # ---- forms
 
 
-def raw(form: Form, tokens: list[int]) -> tuple[mx.array, list[mx.array]]:
+def raw(form: KeyForm, tokens: list[int]) -> tuple[mx.array, list[mx.array]]:
     """Return all logits by mlx-lm's own caches, and the keys of each layer."""
     model, _ = load(MODEL_PATH)
     reform(model, form)
@@ -67,7 +67,7 @@ def raw(form: Form, tokens: list[int]) -> tuple[mx.array, list[mx.array]]:
 
 
 def test_outliers_change_keys_and_not_one_bit_of_the_logits(tokens: list[int]) -> None:
-    (plain, keys), (logits, large) = raw(Form.PLAIN, tokens), raw(Form.OUTLIERS, tokens)
+    (plain, keys), (logits, large) = raw(KeyForm.PLAIN, tokens), raw(KeyForm.OUTLIERS, tokens)
     assert mx.array_equal(logits, plain)
     for before, after in zip(keys, large, strict=True):
         scale = mx.sqrt((after**2).sum(axis=1) / (before**2).sum(axis=1))
@@ -75,7 +75,7 @@ def test_outliers_change_keys_and_not_one_bit_of_the_logits(tokens: list[int]) -
 
 
 def test_a_constant_of_the_keys_changes_logits_by_rounding_alone(tokens: list[int]) -> None:
-    (plain, keys), (logits, moved) = raw(Form.PLAIN, tokens), raw(Form.BIASED, tokens)
+    (plain, keys), (logits, moved) = raw(KeyForm.PLAIN, tokens), raw(KeyForm.BIASED, tokens)
     assert float(mx.abs(logits - plain).max()) < 1e-4 * float(mx.abs(plain).max())
     assert not mx.array_equal(logits, plain), "something was added"
     # Of the first layer alone: what later ones are given differs by rounding.
@@ -96,7 +96,7 @@ def test_what_does_not_keep_the_function_is_seen(half: str, tokens: list[int]) -
         attention.k_proj.weight = attention.k_proj.weight * mx.tile(only, 2)[:, None]
         attention.q_proj.weight = attention.q_proj.weight / mx.tile(only, 4)[:, None]
     logits = model(mx.array([tokens]))
-    plain, _ = raw(Form.PLAIN, tokens)
+    plain, _ = raw(KeyForm.PLAIN, tokens)
     assert float(mx.abs(logits - plain).max()) > 1e-2 * float(mx.abs(plain).max())
 
 
@@ -106,10 +106,10 @@ def test_models_without_a_form_are_refused() -> None:
     )
     model = bench_model(Choice.RANDOM, shape).model
     with pytest.raises(ModelError, match="as many heads"):
-        reform(model, Form.BIASED)
+        reform(model, KeyForm.BIASED)
     model.layers[0].self_attn.rope = object()
     with pytest.raises(ModelError, match="only a llama"):
-        reform(model, Form.OUTLIERS)
+        reform(model, KeyForm.OUTLIERS)
 
 
 # ---- teacher forcing
@@ -124,7 +124,7 @@ def read(tokens: list[int], codec: str, raw_first_tokens: int = 0) -> mx.array:
 
 
 def test_block_by_block_is_what_the_model_computes_at_once(tokens: list[int]) -> None:
-    logits, _ = raw(Form.PLAIN, tokens)
+    logits, _ = raw(KeyForm.PLAIN, tokens)
     wanted = logits[0] - mx.logsumexp(logits[0], axis=-1, keepdims=True)
     assert float(mx.abs(read(tokens, "raw") - wanted).max()) < 1e-3
 
@@ -173,7 +173,7 @@ def test_raw_is_itself_and_the_same_on_every_form(report: Report) -> None:
 
 def test_bytes_are_those_of_the_formula(report: Report) -> None:
     for name in ("k8v4", "2", "turbo4c"):
-        found = row(report, Form.PLAIN, name)
+        found = row(report, KeyForm.PLAIN, name)
         bits = parse_scheme(name).token_bits(64, 64, 32)
         assert 8 * found["bytes_per_token"] == bits * 2 * 2
         assert found["ratio"] == pytest.approx(2 * 64 * 32 / bits, abs=1e-3)
@@ -182,7 +182,7 @@ def test_bytes_are_those_of_the_formula(report: Report) -> None:
 
 def test_a_bad_codec_is_seen_by_every_figure(report: Report) -> None:
     """The negative control: 2 bits, and large channels."""
-    good, bad = (row(report, Form.OUTLIERS, name) for name in ("k8v4", "2"))
+    good, bad = (row(report, KeyForm.OUTLIERS, name) for name in ("k8v4", "2"))
     assert good["recall_over_raw"][250]["mean"] == 0
     assert bad["recall_over_raw"][250]["mean"] < -0.3
     assert good["kl"]["mean"] < 1e-3 < 0.05 < bad["kl"]["mean"]
@@ -196,7 +196,7 @@ def test_a_bad_codec_is_seen_by_every_figure(report: Report) -> None:
 
 
 def test_a_goal_that_is_missed_is_said(report: Report) -> None:
-    form, setting = Form.OUTLIERS, Setting("turbo4")
+    form, setting = KeyForm.OUTLIERS, Setting("turbo4")
     rows = [bench.Row(form, one, 1, 0) for one in (bench.UNCHANGED, setting)]
     for one, share in zip(rows, (1.0, 0.99), strict=True):
         one.recall[250] = Estimate(100, share, 0.0)
@@ -209,7 +209,7 @@ def test_a_goal_that_is_missed_is_said(report: Report) -> None:
 
 
 def test_what_the_engine_refuses_has_no_answers(report: Report) -> None:
-    found = row(report, Form.PLAIN, "turbo4c")
+    found = row(report, KeyForm.PLAIN, "turbo4c")
     assert found["recall"] == {}
     assert found["agreement"] is None
     assert 0 < found["kl"]["mean"] < 1e-2
@@ -227,7 +227,7 @@ def test_a_window_forgets_and_keep_keeps() -> None:
     shares = [row["recall"][250]["mean"] for row in found]
     assert shares[1] < shares[0] - 0.3
     assert shares[2] == shares[3] == shares[0], "the window holds it all, and what is kept is raw"
-    assert {row["form"] for row in found} == {Form.PLAIN}, "no other form for windows"
+    assert {row["form"] for row in found} == {KeyForm.PLAIN}, "no other form for windows"
 
 
 SMALL_SIZES: dict[str, Any] = {

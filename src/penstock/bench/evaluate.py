@@ -22,7 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock.bench.forms import OUTLIER_SCALE, Form, reform
+from penstock.bench.key_forms import OUTLIER_SCALE, KeyForm, reform
 from penstock.bench.recall import SCALE, Share
 from penstock.bench.report import Line, Report
 from penstock.config import EngineSettings
@@ -43,7 +43,7 @@ ANSWER_TOKENS = 8
 LEAST_BLOCKS = 2
 """Of a piece of text: in the first one no codec is read."""
 GOAL_CODECS = ("turbo4", "k8v4")
-GOAL_FORMS = (Form.PLAIN, Form.OUTLIERS)
+GOAL_FORMS = (KeyForm.PLAIN, KeyForm.OUTLIERS)
 GOAL_POINTS = 0.5
 CONTROL_CODEC = "affine2"
 CONTROL_POINTS = 10.0
@@ -89,7 +89,7 @@ class Load:
     settings: tuple[Setting, ...] = SETTINGS
     """Raw KV without a window is measured in any case: all others are compared with it. Those with
     a window are measured on the first form alone."""
-    forms: tuple[Form, ...] = tuple(Form)
+    forms: tuple[KeyForm, ...] = tuple(KeyForm)
     outlier_scale: float = OUTLIER_SCALE
     lengths: tuple[int, ...] = (250, 1_000, 4_000)
     """Of dialogues that questions are asked after; the embedded model alone answers them."""
@@ -159,7 +159,7 @@ class Estimate:
 class Row:
     """One setting on one form. Bytes of a token are those of what is held coded, all layers."""
 
-    form: Form
+    form: KeyForm
     setting: Setting
     max_kv_size: int
     keep: int
@@ -295,7 +295,7 @@ def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
 class Task:
     """A model in one form, and what it is asked and reads."""
 
-    form: Form
+    form: KeyForm
     model: Any
     tokenizer: Any
     asked: dict[int, list[Asked]]
@@ -303,7 +303,7 @@ class Task:
     text: list[Piece]
 
     @classmethod
-    def of(cls, load_: Load, form: Form) -> Task:
+    def of(cls, load_: Load, form: KeyForm) -> Task:
         """Load the model and write what it is asked; raises as `measure` does."""
         model, tokenizer = load(load_.model)
         reform(model, form, load_.outlier_scale)
@@ -669,7 +669,7 @@ def judged(row: Row, rows: Sequence[Row]) -> Iterator[Line]:
                 f">= raw - {GOAL_POINTS}",
                 SCALE * row.recall_over_raw[length].mean >= -GOAL_POINTS,
             )
-    if name == CONTROL_CODEC and row.form is Form.OUTLIERS:
+    if name == CONTROL_CODEC and row.form is KeyForm.OUTLIERS:
         best = max(row.recall, key=lambda length: row.recall_over_raw[length].mean)
         yield Line(
             f"{row.name}, at its best: is it seen?",

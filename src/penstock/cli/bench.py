@@ -327,7 +327,7 @@ def single(
 def quantised(
     codec: Annotated[
         str, typer.Option(help="Of the form that is set against full precision.", metavar="CODEC")
-    ] = "kivi4/turbo4",
+    ] = "auto3.5x",
     model: Which = "random",
     rounds: Rounds = 5,
     as_json: options.Json = False,

@@ -124,7 +124,7 @@ def evaluate(
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.bench.evaluate import Load, Setting, measure
-    from penstock.bench.forms import Form
+    from penstock.bench.key_forms import KeyForm
     from penstock.bench.report import publish
 
     load = Load(
@@ -146,13 +146,13 @@ def evaluate(
             load, settings=tuple(Setting(name, size, kept) for size, kept, name in chosen)
         )
 
-    def _form(name: str) -> Form:
-        if name not in list(Form):
-            raise SettingError(f"--form {name}: there are {', '.join(Form)}")
-        return Form(name)
+    def _form(name: str) -> KeyForm:
+        if name not in list(KeyForm):
+            raise SettingError(f"--form {name}: there are {', '.join(KeyForm)}")
+        return KeyForm(name)
 
     if form or not embedded:
-        load = replace(load, forms=tuple(map(_form, form or [Form.PLAIN])))
+        load = replace(load, forms=tuple(map(_form, form or [KeyForm.PLAIN])))
     if length and not embedded:
         raise SettingError("--length: the embedded model alone knows what is asked there")
     if length or not embedded:

@@ -24,7 +24,7 @@ BIAS_SCALE = 30.0
 BIAS_PAIRS = 4
 
 
-class Form(StrEnum):
+class KeyForm(StrEnum):
     """Which keys a model makes."""
 
     PLAIN = "plain"
@@ -32,7 +32,7 @@ class Form(StrEnum):
     BIASED = "biased"
 
 
-def reform(model: Any, form: Form, outlier_scale: float = OUTLIER_SCALE) -> None:
+def reform(model: Any, form: KeyForm, outlier_scale: float = OUTLIER_SCALE) -> None:
     """Change a plain model, in place, to one that makes other keys and computes the same.
 
     outliers: the rows of `k_proj` that make some channels are multiplied by `outlier_scale`, and
@@ -48,12 +48,12 @@ def reform(model: Any, form: Form, outlier_scale: float = OUTLIER_SCALE) -> None
     Raises:
         ModelError: the layers are not made as llama's are.
     """
-    if form is Form.PLAIN:
+    if form is KeyForm.PLAIN:
         return
     for number, layer in enumerate(model.layers):
         attention = getattr(layer, "self_attn", None)
         _check(attention)
-        if form is Form.OUTLIERS:
+        if form is KeyForm.OUTLIERS:
             _scale(attention, number, outlier_scale)
         else:
             _bias(attention, number)
