@@ -85,7 +85,8 @@ class ColdMachine(EngineMachine):
     @property
     def reading_bytes(self) -> int:
         restores = (*self.cold._restores, *self.cold._left)
-        arrays = [room.array for r in restores for layer in r.landing._layers for room in layer]
+        layers = [layer for restore in restores for layer in restore.landing._layers]
+        arrays = [room.array for layer in layers for side in layer for room in side]
         return sum(array.nbytes for array in arrays if isinstance(array, mx.array))
 
     # ---- what is done to the disk
