@@ -191,7 +191,7 @@ class Service:
         self.recent.append(recent)
         self._loop = asyncio.get_running_loop()
         for handle in answering.handles:
-            handle.listen(self._tell)
+            handle.listen(answering.told)
         return answering
 
     async def _handle(self, request: Request) -> Handle:
@@ -271,8 +271,8 @@ class Service:
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._aside.shutdown(wait=False, cancel_futures=True)
 
-    def _tell(self) -> None:
-        """Have the readers woken; the engine's thread calls this after a step."""
+    def wake_soon(self) -> None:
+        """Have the readers look for events, each at most once; from any thread."""
         if self._told or self._loop is None:
             return
         self._told = True
@@ -426,17 +426,27 @@ class Answering:
         async for _ in self.batches():
             pass
 
+    def told(self) -> None:
+        """Have the reader look, unless it can wait; the engine's thread calls this after a step:
+        a loop that is woken takes a core from the model."""
+        if not (self._patient and self._can_wait(self._unread())):
+            self._service.wake_soon()
+
     def look(self) -> None:
         """Wake the reader if there is something for it, or cancel if it has left too much."""
-        unread = 0
-        for handle in self.handles:
-            unread += handle.unread
+        unread = self._unread()
         if unread > self._service.settings.max_unread and not self._slow:
             self._slow = True
             for handle in self.handles:
                 handle.cancel()
         if unread and not (self._patient and self._can_wait(unread)):
             self._wake.set()
+
+    def _unread(self) -> int:
+        unread = 0
+        for handle in self.handles:
+            unread += handle.unread
+        return unread
 
     def _can_wait(self, unread: int) -> bool:
         """Tell whether nothing has come but tokens after the first one, and few of them."""
