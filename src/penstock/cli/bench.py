@@ -329,6 +329,9 @@ def quantised(
         str, typer.Option(help="Of the form that is set against full precision.", metavar="CODEC")
     ] = "auto3.5x",
     model: Which = "random",
+    longest: Annotated[
+        int, typer.Option(help="Length of the longest prompt.", metavar="TOKENS", min=1_024)
+    ] = 8_192,
     rounds: Rounds = 5,
     as_json: options.Json = False,
     save: Save = None,
@@ -341,7 +344,9 @@ def quantised(
     from penstock.bench.models import Choice
     from penstock.bench.quantised import Load, measure
 
-    report = measure(Load(codec, Choice(model), rounds=rounds))
+    load = Load(codec, Choice(model), rounds=rounds)
+    lengths = tuple(tokens for tokens in load.lengths if tokens <= longest)
+    report = measure(replace(load, lengths=lengths))
     _finish(report, as_json=as_json, save=save, plot=plot)
 
 
