@@ -139,8 +139,12 @@ def largest_group(dim: int) -> int:
 def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.array, mx.array]:
     """Return codes, and scales and offsets as float16, of float32 (..., n).
 
-    In float32 because MLX quantises float16 slower: 3.7 ns a number on a CPU, and 2.2.
+    MLX quantises float32 quicker than float16: 2.2 ns a number on a CPU, and 3.7. At 8 bits, where
+    steps are so small that the rounding of scales counts (an eighth of the squared error), it is to
+    know of that.
     """
+    if bits == 8:
+        x = x.astype(mx.float16)
     codes, scales, offsets = mx.quantize(x, group_size=group_size, bits=bits)
     return codes, scales.astype(mx.float16), offsets.astype(mx.float16)
 
