@@ -43,8 +43,8 @@ class Affine(Codec):
 
     def encode(self, x: mx.array) -> Coded:
         """See `Codec`."""
-        wide = rotate(x) if self.rotated else x.astype(mx.float32)
-        return Coded(self, quantized(wide, self.group_size, self.bits), x.shape[-1])
+        parts = quantized(rotate(x) if self.rotated else x, self.group_size, self.bits)
+        return Coded(self, parts, x.shape[-1])
 
     def widen(self, coded: Coded) -> mx.array:
         """See `Codec`."""

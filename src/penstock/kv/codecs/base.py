@@ -137,14 +137,13 @@ def largest_group(dim: int) -> int:
 
 
 def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return codes, and scales and offsets as float16, of float32 (..., n).
+    """Return codes, and scales and offsets as float16, of (..., n) in any floating type.
 
     MLX quantises float32 quicker than float16: 2.2 ns a number on a CPU, and 3.7. At 8 bits, where
     steps are so small that the rounding of scales counts (an eighth of the squared error), it is to
     know of that.
     """
-    if bits == 8:
-        x = x.astype(mx.float16)
+    x = x.astype(mx.float16 if bits == 8 else mx.float32)
     codes, scales, offsets = mx.quantize(x, group_size=group_size, bits=bits)
     return codes, scales.astype(mx.float16), offsets.astype(mx.float16)
 

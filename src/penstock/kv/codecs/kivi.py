@@ -42,7 +42,7 @@ class Kivi(Codec):
         batch, heads, tokens, dim = x.shape
         if tokens % SPAN:
             raise ValueError(f"{self.name} encodes {SPAN} tokens together, not {tokens}")
-        spans = x.astype(mx.float32).reshape(batch, heads, tokens // SPAN, SPAN, dim)
+        spans = x.reshape(batch, heads, tokens // SPAN, SPAN, dim)
         turned = mx.contiguous(spans.swapaxes(-1, -2))
         codes, scales, offsets = quantized(turned, SPAN, self.bits)
         return Coded(self, (codes, scales.squeeze(-1), offsets.squeeze(-1)), dim)
