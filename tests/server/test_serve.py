@@ -126,7 +126,6 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         (("--kv-cache-quantization", "q4"), "is no codec; there are raw"),
-        (("--kv-cache-quantization", "8", "--ssd-cache-dir", "x"), "does not know codecs yet"),
         (("--kv-cache-quantization", "8", "--kv-cache-skip-layers", "2"), "layers are 0 to 1"),
         (("--kv-cache-skip-layers", "one"), "'one' is no number"),
         (("--kv-cache-min-quantize-tokens", "-1"), "--kv-cache-min-quantize-tokens"),
@@ -260,8 +259,12 @@ def test_the_banner_says_what_fits_and_how_to_ask() -> None:
         assert "4821" in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-def test_what_was_told_this_morning_is_known_this_evening(told: Dialogue, tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", [None, "k8v4"])
+def test_what_was_told_this_morning_is_known_this_evening(
+    told: Dialogue, tmp_path: Path, codec: str | None
+) -> None:
     """A restart in between: the conversation is answered without reading it again."""
+    held = [] if codec is None else ["--kv-cache-quantization", codec]
     folder = tmp_path / "cache"
     question = told.ask(told.questions[0])
 
@@ -277,7 +280,7 @@ def test_what_was_told_this_morning_is_known_this_evening(told: Dialogue, tmp_pa
     texts, cached = [], []
     # Read before anybody asks: on a loaded machine it may be sooner computed than read.
     for more in ([], ["--ssd-preload"]):
-        with started("--ssd-cache-dir", str(folder), *more) as (process, url):
+        with started("--ssd-cache-dir", str(folder), *held, *more) as (process, url):
             text, tokens = asked(url)
             texts.append(text)
             cached.append(tokens)

@@ -181,7 +181,7 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def check_codec(name: str | None, ssd_cache_dir: Path | None) -> None:
+def check_codec(name: str | None) -> None:
     """Refuse a codec that does not exist, before a model is loaded.
 
     Raises:
@@ -192,14 +192,9 @@ def check_codec(name: str | None, ssd_cache_dir: Path | None) -> None:
     from penstock.kv.codecs import parse_scheme
 
     try:
-        scheme = parse_scheme(name)
+        parse_scheme(name)
     except ValueError as error:
         raise SettingError(f"--kv-cache-quantization: {error}") from None
-    if ssd_cache_dir is not None and (scheme.keys or scheme.values):
-        raise SettingError(
-            f"--kv-cache-quantization {name}: the cold tier does not know codecs yet; leave out "
-            "--ssd-cache-dir"
-        )
 
 
 def warn_of_slow_blas(blas: Blas) -> None:
