@@ -445,6 +445,14 @@ def test_forms_that_take_as_much_are_seen() -> None:
     assert not found.met
 
 
+def test_a_prompt_that_is_sooner_computed_than_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Pace, "prefill_seconds", lambda pace, tokens: 1e-9 * tokens)
+    with pytest.raises(SettingError, match="--tokens 512: so many are sooner computed"):
+        restore.measure(replace(RESTORE, restarts=1))
+
+
 @pytest.mark.parametrize("name", ["shared", "hits", "uneven", "alone", "restored", "coded"])
 def test_a_report_is_printed_stored_and_drawn(
     name: str, request: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path

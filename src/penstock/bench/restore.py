@@ -20,6 +20,7 @@ from penstock.bench.models import BenchModel, Choice, LlamaShape, bench_model
 from penstock.bench.report import Line, Report
 from penstock.engine.core import Core
 from penstock.engine.request import Request, Token
+from penstock.errors import SettingError
 from penstock.models.rivals import Solo
 
 CLAIM = "After a restart a known prompt is read from the disk, not computed"
@@ -91,7 +92,11 @@ class Round:
 
 
 def measure(load: Load) -> Report:
-    """Compute, write, restart and restore, again and again, a folder for each round."""
+    """Compute, write, restart and restore, again and again, a folder for each round.
+
+    Raises:
+        SettingError: the prompt is so short that the engine computes it sooner than it is read.
+    """
     model = bench_model(load.model, load.llama)
     prompt = model.prompt(load.known_tokens + 1, seed=0)
     with TemporaryDirectory(prefix="penstock-bench-") as name:
@@ -100,6 +105,11 @@ def measure(load: Load) -> Report:
         rounds = [_round(load, model, prompt, file) for _ in range(load.rounds)]
     for each in rounds:
         _check(rounds[0].tokens, each.tokens)
+        if not each.restored_bytes:
+            raise SettingError(
+                f"--tokens {load.known_tokens}: so many are sooner computed than read, and were "
+                f"not restored; ask for more"
+            )
     return report(load, model, rounds, rival_seconds)
 
 
