@@ -431,6 +431,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def judge(self, asked: Asked, finish: Finish) -> None:
         """Compare an answer with the solo one, as far as it went."""
+        if finish.reason == "error":
+            self.failed += any(words in str(finish.error) for words in FAULTS)
         request, choice = asked.request, asked.handle.choices[finish.choice]
         right = answer(self.kind, request, finish.choice)
         said = tuple(choice.tokens)
@@ -462,7 +464,6 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         reason, error = finish.reason, finish.error
         if reason == "error":
-            self.failed += any(words in str(error) for words in FAULTS)
             due = said if broken == "finalize" else asked.fault_at if broken else None
             mine = due == said and isinstance(error, StepFailed)
             assert mine or isinstance(error, tuple(asked.may_fail)), f"failed by itself: {error!r}"
