@@ -259,6 +259,16 @@ def test_the_banner_says_what_fits_and_how_to_ask() -> None:
         assert "4821" in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
+def test_the_banner_says_what_fits_in_a_codec() -> None:
+    with started("--kv-cache-quantization", "k8v4") as (process, _):
+        assert process.stdout is not None
+        told = "".join(process.stdout.readline() for _ in range(5))
+    found = re.search(r"about ([\d,]+) tokens of KV, ([\d,]+) held as rot8/rot4", told)
+    assert found is not None, told
+    raw, held = (int(figure.replace(",", "")) for figure in found.groups())
+    assert held / raw == pytest.approx(32 / 6.5, rel=0.001)
+
+
 @pytest.mark.parametrize("codec", [None, "k8v4"])
 def test_what_was_told_this_morning_is_known_this_evening(
     told: Dialogue, tmp_path: Path, codec: str | None

@@ -62,6 +62,10 @@ def _room(core: Core) -> list[str]:
         if length <= limits.max_kv_size and (count := fit(length))
     ]
     tokens = free * SHOWN_LENGTHS[0] // sequence_bytes(core, SHOWN_LENGTHS[0])[0]
+    held = ""
+    if core.quantiser is not None:
+        more = round(tokens * core.runner.token_bytes / core.quantiser.token_bytes)
+        held = f", {more:,} held as {core.quantiser.rule.scheme.name}"
     weights = stats.by_kind.get("weights", 0)
     machine_bytes = memory.read_machine_memory({}).total_bytes
     over = stats.limit_bytes > machine_bytes
@@ -69,10 +73,9 @@ def _room(core: Core) -> list[str]:
         f"memory   limit {format_bytes(stats.limit_bytes)}: weights {format_bytes(weights)}, "
         f"{format_bytes(free)} free for KV"
         + (f"; more than this machine has: {format_bytes(machine_bytes)}" if over else ""),
-        f"fits     about {tokens:,} tokens of KV; in sequences: "
+        f"fits     about {tokens:,} tokens of KV{held}; in sequences: "
         + (", ".join(fitting) or f"none of {SHOWN_LENGTHS[0]:,}; raise --memory-limit for longer"),
         _disk(stats.ssd, limits),
         f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "
-        f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}"
-        + ("" if core.quantiser is None else f", held as {core.quantiser.rule.scheme.name}"),
+        f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}",
     ]

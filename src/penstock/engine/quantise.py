@@ -48,7 +48,9 @@ class Quantiser:
     ) -> None:
         rule.check_in_place()
         self.rule = rule
-        self._token_bits, _ = rule.token_bits(shapes)
+        self._token_bits, left = rule.token_bits(shapes)
+        self.token_bytes = (self._token_bits + left) / 8
+        """Of one token in all layers, held so."""
         self._form = Form.of(shapes, rule.scheme, rule.raw_layers)
         self._prefixes = prefixes
         self._first = rule.first_tokens
