@@ -27,9 +27,13 @@ SETTINGS: dict[str, Any] = {
 
 
 @contextmanager
-def running(folder: Path | None, family: str = "llama", **settings: Any) -> Iterator[Core]:
-    """Run a core; whatever is done to it, its account is right at the end."""
-    core = Core(model_of(family), ssd_cache_dir=folder, **{**SETTINGS, **settings})
+def running(
+    folder: Path | None, family: str = "llama", model: Any = None, **settings: Any
+) -> Iterator[Core]:
+    """Run a core, of a model or of a small one of a family; whatever is done to it, its account
+    is right at the end."""
+    model = model_of(family) if model is None else model
+    core = Core(model, ssd_cache_dir=folder, **{**SETTINGS, **settings})
     if core.cold is not None:
         core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+import cold_engine
 from cold_engine import files, said, settle, ssd, submit
 from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.engine.core import Core
@@ -44,19 +45,12 @@ def model() -> Any:
     return bench_model(Choice.RANDOM, SHAPE).model
 
 
-@contextmanager
-def running(model: Any, folder: Path, codec: str | None, **settings: Any) -> Iterator[Core]:
-    core = Core(
-        model, **{**SMALL, "ssd_cache_dir": folder, "kv_cache_quantization": codec, **settings}
+def running(
+    model: Any, folder: Path, codec: str | None, **settings: Any
+) -> AbstractContextManager[Core]:
+    return cold_engine.running(
+        folder, model=model, **{**SMALL, "kv_cache_quantization": codec, **settings}
     )
-    core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
-    try:
-        yield core
-        settle(core)
-        core.check()
-    finally:
-        core.close()
-        core.check()
 
 
 def prompt(seed: int = 0) -> list[int]:
@@ -203,3 +197,20 @@ def test_a_session_goes_on_with_the_same_codec_only(model: Any, tmp_path: Path) 
         load_session(second, file)
     with engine("elsewhere", "turbo4") as third:
         assert load_session(third, file).tokens == 10 * BLOCK
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_what_finds_no_room_to_be_encoded_stays_off_the_disk(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error("no room")
+
+    asked = prompt()
+    with running(model, tmp_path / "without", None) as core:
+        expected, _ = ask(core, asked)
+    monkeypatch.setattr(Segment, "encoded", fails)
+    with running(model, tmp_path / "with", "4") as core:
+        assert ask(core, asked)[0] == expected
+        assert len(files(tmp_path / "with")) == RAW_BLOCKS
+        assert ssd(core).dropped_blocks == 10 - RAW_BLOCKS

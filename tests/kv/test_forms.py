@@ -35,7 +35,8 @@ def test_the_first_blocks_stay_as_they_are() -> None:
     assert 32 * coded == 4.25 * raw  # bits a number: 4, and 16 / 64 of a scale
     assert found.nbytes(0, 5) == 2 * raw + 3 * coded
     assert found.nbytes(3, 5) == 2 * coded
-    assert found.most_block_bytes == raw
+    assert (found.most_block_bytes, found.coded_block_bytes) == (raw, coded)
+    assert Forms(SHAPES, BLOCK).coded_block_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["4", "turbo2.5", "kivi4", "raw/turbo3"])

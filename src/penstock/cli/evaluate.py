@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +22,7 @@ from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
+    from penstock.bench.key_forms import KeyForm
     from penstock.bench.report import Report
 
 LEAST_LENGTH = 64
@@ -124,7 +127,6 @@ def evaluate(
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.bench.evaluate import Load, Setting, measure
-    from penstock.bench.key_forms import KeyForm
     from penstock.bench.report import publish
 
     load = Load(
@@ -146,25 +148,14 @@ def evaluate(
             load, settings=tuple(Setting(name, size, kept) for size, kept, name in chosen)
         )
 
-    def _form(name: str) -> KeyForm:
-        if name not in list(KeyForm):
-            raise SettingError(f"--form {name}: there are {', '.join(KeyForm)}")
-        return KeyForm(name)
-
     if form or not embedded:
-        load = replace(load, forms=tuple(map(_form, form or [KeyForm.PLAIN])))
+        load = replace(load, forms=_forms(form or ["plain"]))
     if length and not embedded:
         raise SettingError("--length: the embedded model alone knows what is asked there")
     if length or not embedded:
         load = replace(load, lengths=tuple(dict.fromkeys(length or ())))
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading the model", total=None)
-
-        def tell(what: str, done: int, of: int) -> None:
-            progress.update(task, description=what, completed=done, total=of)
-
+    with _progress() as tell:
         report = measure(load, tell)
     if not as_json:
         _print(report)
@@ -174,6 +165,28 @@ def evaluate(
 
         draw(report, plot)
     raise typer.Exit(0 if report.met else 1)
+
+
+def _forms(names: Sequence[str]) -> tuple[KeyForm, ...]:
+    from penstock.bench.key_forms import KeyForm
+
+    for name in names:
+        if name not in list(KeyForm):
+            raise SettingError(f"--form {name}: there are {', '.join(KeyForm)}")
+    return tuple(map(KeyForm, names))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show how far it is; what is given out is told what is done, how much of it, and of what."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading the model", total=None)
+
+        def tell(what: str, done: int, of: int) -> None:
+            progress.update(task, description=what, completed=done, total=of)
+
+        yield tell
 
 
 def _read(file: Path) -> str:

@@ -112,6 +112,7 @@ class Cold:
         self._in_place = in_place
         self._most_block_bytes = forms.most_block_bytes + TOKEN_BYTES * prefixes.block_size
         copies = (QUEUE_BLOCKS + FILE_BLOCKS) * self._most_block_bytes
+        copies += forms.coded_block_bytes  # of the one that is encoded for its file
         ledger = prefixes.ledger
         self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_KEYS * KEY_BYTES)
         self._pending: deque[_Pending] = deque()

@@ -154,6 +154,11 @@ class Forms:
         """Bytes of a block, whichever."""
         return max(form.nbytes(self.block_size) for form in (self._raw, self._coded))
 
+    @property
+    def coded_block_bytes(self) -> int:
+        """Bytes of a block that is encoded; 0 if none is."""
+        return 0 if self.rule is None else self._coded.nbytes(self.block_size)
+
     def held(self, segment: Segment, block: int) -> Segment | None:
         """Return a block as it is to be held, whatever it is held as; None if it cannot be: some
         of its numbers are too large."""
