@@ -33,6 +33,8 @@ RIVAL_CODED = f"{RIVAL_BITS} bits"
 DECODE_SPEED = 0.9
 """Goal: times the speed of full precision, at `DECODE_TOKENS` tokens."""
 DECODE_TOKENS = 4_096
+PEAK_MEMORY = 1.01
+"""Goal: times less than full precision at every length; two runs of one form differ by 0.002."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def report(load: Load, model: BenchModel, found: Mapping[int, Found]) -> Report:
         penstock={str(tokens): pair for tokens, pair in ours.items()},
         rival_figures={str(tokens): pair for tokens, pair in theirs.items()},
         ratio=ratio,
-        goal={"peak_memory": 1.0, f"{DECODE_TOKENS}: decode_speed": DECODE_SPEED},
+        goal={"peak_memory": PEAK_MEMORY, f"{DECODE_TOKENS}: decode_speed": DECODE_SPEED},
         met=all(line.met for line in lines if line.met is not None),
         lines=lines,
         raw={
@@ -137,8 +139,9 @@ def _lines(tokens: int, ours: Pair, theirs: Pair) -> list[Line]:
     goal, met = "", None
     if tokens == DECODE_TOKENS:
         goal, met = f">= {DECODE_SPEED:g}x", ratio["decode_speed"] >= DECODE_SPEED
+    less = ratio["peak_memory"] >= PEAK_MEMORY
     return [
-        line("peak", "peak_bytes", "peak_memory", "> 1x", ratio["peak_memory"] > 1),
+        line("peak", "peak_bytes", "peak_memory", f">= {PEAK_MEMORY:g}x", less),
         line("held", "held_bytes", "held_memory"),
         line("decode, tokens/s", "decode_tokens_per_second", "decode_speed", goal, met),
         line("prefill, tokens/s", "prefill_tokens_per_second", "prefill_speed"),
