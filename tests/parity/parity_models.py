@@ -12,15 +12,18 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as theirs
 from mlx_lm.models import (
     deepseek_v3,
+    falcon_h1,
     gear,
     gemma2,
     gemma3_text,
     gpt_oss,
     llama,
+    mamba2,
     mixtral,
     phi3,
     qwen2,
     qwen3,
+    qwen3_next,
 )
 
 from penstock import kv
@@ -43,6 +46,8 @@ SHARED_FAMILIES = (*FAMILIES, "qwen2", "gpt_oss", "phi3")
 """Those whose attention the engine takes over, so that it reads KV where it lies."""
 JOINED_FAMILIES = ("gemma2", "deepseek_v3", "gear")
 """Those that the engine hands contiguous KV: attention, latents or masks of their own kind."""
+RECURRENT_FAMILIES = ("qwen3_next", "falcon_h1", "mamba2")
+"""Those with states: some layers of them, both in every layer, and nothing else."""
 
 
 @functools.cache
@@ -50,13 +55,13 @@ def model_of(family: str) -> Any:
     """Return a random float32 model with head size 64, or the embedded one; always the same."""
     if family == "embedded":
         return load(MODEL_PATH)[0]
-    mx.random.seed((*SHARED_FAMILIES, *JOINED_FAMILIES).index(family))
+    mx.random.seed((*SHARED_FAMILIES, *JOINED_FAMILIES, *RECURRENT_FAMILIES).index(family))
     model = _random(family)
     model.set_dtype(mx.float32)
     # With weights as they are initialised attention is nearly uniform and tokens repeat; louder,
     # the text depends on single tokens of the past.
     for layer in model.layers:
-        attention = layer.self_attn
+        attention = layer.get("self_attn", {})
         for name in ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm", "v_proj", "o_proj"):
             if name in attention:
                 attention[name].weight = attention[name].weight * LOUDER
@@ -141,6 +146,64 @@ def _random(family: str) -> Any:
                 rope_scaling=None,
                 n_routed_experts=None,
                 **SHARED,
+            )
+        )
+    if family == "qwen3_next":
+        return qwen3_next.Model(
+            qwen3_next.ModelArgs(
+                model_type="qwen3_next",
+                num_hidden_layers=4,
+                linear_num_value_heads=4,
+                linear_num_key_heads=2,
+                linear_key_head_dim=32,
+                linear_value_head_dim=32,
+                linear_conv_kernel_dim=4,
+                num_experts=4,
+                num_experts_per_tok=2,
+                decoder_sparse_step=1,
+                shared_expert_intermediate_size=64,
+                mlp_only_layers=[],
+                moe_intermediate_size=64,
+                rope_theta=10_000.0,
+                partial_rotary_factor=0.5,
+                max_position_embeddings=4_096,
+                head_dim=64,
+                full_attention_interval=2,
+                **SHARED,
+            )
+        )
+    if family == "falcon_h1":
+        return falcon_h1.Model(
+            falcon_h1.ModelArgs(
+                num_hidden_layers=2,
+                head_dim=64,
+                mamba_d_head=32,
+                mamba_d_ssm=128,
+                mamba_d_state=16,
+                mamba_n_heads=4,
+                lm_head_multiplier=1.0,
+                **SHARED,
+            )
+        )
+    if family == "mamba2":
+        return mamba2.Model(
+            mamba2.ModelArgs(
+                model_type="mamba2",
+                num_heads=8,
+                head_dim=64,
+                vocab_size=VOCABULARY_TOKENS,
+                hidden_size=256,
+                intermediate_size=512,
+                state_size=16,
+                num_hidden_layers=2,
+                layer_norm_epsilon=1e-6,
+                conv_kernel=4,
+                n_groups=1,
+                use_bias=False,
+                use_conv_bias=True,
+                tie_word_embeddings=False,
+                time_step_limit=(0.0, 100.0),
+                time_step_rank="auto",
             )
         )
     assert family == "gear", family

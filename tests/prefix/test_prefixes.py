@@ -48,6 +48,10 @@ class Text:
     def nbytes(self) -> int:
         return TOKEN_BYTES * len(self.content)
 
+    @property
+    def checkpoint_nbytes(self) -> int:
+        return 0
+
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         return type(self)(self.content[:at_tokens]), type(self)(self.content[at_tokens:])
 

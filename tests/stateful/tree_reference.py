@@ -31,6 +31,10 @@ class Text:
     def nbytes(self) -> int:
         return BYTES_A_TOKEN * len(self.content)
 
+    @property
+    def checkpoint_nbytes(self) -> int:
+        return 0
+
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         return type(self)(self.content[:at_tokens]), type(self)(self.content[at_tokens:])
 

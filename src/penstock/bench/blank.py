@@ -17,6 +17,11 @@ class Blank:
         """One byte a token."""
         return self.tokens
 
+    @property
+    def checkpoint_nbytes(self) -> int:
+        """It has none."""
+        return 0
+
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         """Return two blanks of the parts' lengths."""
         return type(self)(at_tokens), type(self)(self.tokens - at_tokens)

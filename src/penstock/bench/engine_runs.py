@@ -18,9 +18,7 @@ from penstock.bench.report import Line
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Event, Request, Token
-from penstock.engine.step import Runner
-from penstock.kv.reads import Part
-from penstock.kv.segment import Segment
+from penstock.engine.step import Chunk, Runner
 
 OURS = "penstock"
 RIVAL = "mlx-lm"
@@ -88,12 +86,12 @@ class Stopwatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def prefill(self, tokens: Sequence[int], parts: Sequence[Part], position: int) -> Segment:
+    def prefill(self, *args: Any) -> Chunk:
         """Run the prefill, whose result is computed when it returns."""
         began = time.perf_counter()
-        segment = self._runner.prefill(tokens, parts, position)
+        chunk = self._runner.prefill(*args)
         self.prefill_seconds += time.perf_counter() - began
-        return segment
+        return chunk
 
 
 class Ours:

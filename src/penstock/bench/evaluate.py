@@ -421,7 +421,8 @@ class Reading:
         """Read a block, or the rest behind the last one; return the log-probabilities of what
         follows each token, (n, vocabulary) float32."""
         start = self.position
-        logits, segment = self._runner.read(tokens, self.parts, start)
+        logits, chunk = self._runner.read(tokens, self.parts, start)
+        segment = chunk.segment
         if start >= self._first and len(tokens) == self._size:
             segment = segment.encoded(self._scheme)
         self.parts.append(Part(segment, start, len(tokens)))

@@ -83,7 +83,7 @@ def try_model(name: str, loaded: Loaded) -> Fit:
 
 
 def _seen_layers(model: Any) -> tuple[Layers, ...]:
-    sights = Counter(seam.sights(model))
+    sights = Counter(seam.layout(model).sights)
     return tuple(
         Layers(count, "full" if sight.window is None else "window", sight.window, sight.keep)
         for sight, count in sights.items()

@@ -4,6 +4,7 @@ writes behind.
     enqueue ──> ask: how much of the chain is on the disk? the system reads it ahead
     step    ──> begin: memory of the segments-to-be, filled by the tier's thread ──> taken in
     seal    ──> note: these blocks are new ──> one is copied and offered between two steps
+    turn    ──> note_checkpoint ──> the states at its end, behind the blocks
 
 Nothing here waits for the disk. What is in the thread's hands stays in the ledger until it is
 done, also if nobody wants it any more.
@@ -23,10 +24,12 @@ from penstock.engine.pace import Pace
 from penstock.errors import SettingError
 from penstock.kv.forms import Forms
 from penstock.kv.segment import Segment
+from penstock.kv.states import StateForm, States
 from penstock.ledger import Kind, Reservation
+from penstock.prefix.blocks import checkpoint_key
 from penstock.prefix.node import Match
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
-from penstock.prefix.ssd.host import Landing, host_block
+from penstock.prefix.ssd.host import Landing, StateLanding, host_block, host_states
 from penstock.prefix.ssd.limits import payload_bytes
 from penstock.prefix.ssd.record import Record
 from penstock.prefix.ssd.store import SSDStore
@@ -40,6 +43,8 @@ PENDING_KEYS = 16_384
 """Blocks that are known to be worth writing, and whose turn has not come."""
 TOKEN_BYTES = 4
 """Of a token's number, which is in the file beside its KV."""
+PENDING_TURNS = 64
+"""Checkpoints whose turn has not come; of more, the oldest are not written."""
 KEY_BYTES = 80
 """Of Python, for each."""
 WORTH_WRITING = 2.0
@@ -58,15 +63,15 @@ CLOSE_SECONDS = 30.0
 
 @dataclass(eq=False, slots=True)
 class Restore:
-    """Consecutive blocks of a chain on their way from the disk into a segment."""
+    """Consecutive blocks of a chain, or the checkpoint behind them, on the way from the disk."""
 
     first: int
     """Blocks in front of them."""
-    landing: Landing
+    landing: Landing | StateLanding
     answer: Future[int]
     """How many of them are there, from the first on."""
     paid: Reservation
-    """Of the segment."""
+    """Of what is read."""
 
     @property
     def blocks(self) -> int:
@@ -92,6 +97,7 @@ class Cold:
         forms: how blocks are held.
         pace: what is known of the model's speed.
         in_place: whether files can be read into MLX's arrays.
+        state_form: of what the model's recurrent layers keep; None if it has none.
 
     Raises:
         LedgerFull, NeverFits: there is no room for blocks that are being written.
@@ -105,23 +111,28 @@ class Cold:
         pace: Pace,
         *,
         in_place: bool,
+        state_form: StateForm | None = None,
     ) -> None:
         self.pace = pace
+        self._state_form = state_form
+        self._state_bytes = 0 if state_form is None else state_form.nbytes
         self._prefixes = prefixes
         self._forms = forms
         self._in_place = in_place
         self._most_block_bytes = forms.most_block_bytes + TOKEN_BYTES * prefixes.block_size
         copies = (QUEUE_BLOCKS + FILE_BLOCKS) * self._most_block_bytes
         copies += forms.coded_block_bytes  # of the one that is encoded for its file
+        copies += (1 + FILE_BLOCKS) * self._state_bytes
         ledger = prefixes.ledger
         self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_KEYS * KEY_BYTES)
         self._pending: deque[_Pending] = deque()
         self._pending_keys = 0
+        self._turns: deque[tuple[bytes, ...]] = deque(maxlen=PENDING_TURNS)
         self._dropped = 0
         self._restores: set[Restore] = set()
         self._left: list[Restore] = []
         self._read = (0, 0.0)
-        self.tier = open_tier(QUEUE_BLOCKS * self._most_block_bytes)
+        self.tier = open_tier(QUEUE_BLOCKS * self._most_block_bytes + self._state_bytes)
 
     # ---- questions
 
@@ -145,28 +156,36 @@ class Cold:
     @property
     def is_written(self) -> bool:
         """Whether nothing waits to be written, or was dropped in the end."""
-        return not (self._pending or self.tier.is_busy)
+        return not (self._pending or self._turns or self.tier.is_busy)
 
     def on_disk(self, keys: Sequence[bytes], timeout_seconds: float) -> int | None:
         """Wait to be told how many first tokens of a chain are on the disk; None if that takes too
         long."""
         with suppress(TimeoutError):
-            return self.tier.held(keys).result(timeout_seconds) * self._prefixes.block_size
+            held = self.tier.held(keys, resumable=self.has_states)
+            return held.result(timeout_seconds) * self._prefixes.block_size
         return None
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence goes on where a checkpoint is, and nowhere else."""
+        return self._state_form is not None
 
     # ---- reading
 
     def ask(self, keys: Sequence[bytes]) -> Future[int]:
         """Ask how many blocks of a chain, from its first one on, are on the disk, for a request;
-        they are used, also those that are in the tree, and the others will be read."""
+        they are used, also those that are in the tree, and the others will be read. Of a model
+        with states no more than to the last checkpoint."""
         known = self._prefixes.match(keys).tokens // self._prefixes.block_size
-        return self.tier.prepare(keys, known)
+        return self.tier.prepare(keys, known, resumable=self.has_states)
 
     def worth_reading(self, first: int, stop: int) -> bool:
         """Tell whether the blocks first..stop-1 of a chain are sooner read, behind all that is
         being read, than computed."""
         ahead = sum(restore.paid.nbytes for restore in self._restores)
-        seconds = self.pace.restore_seconds(ahead + self._nbytes(first, stop))
+        nbytes = self._nbytes(first, stop) + self._state_bytes
+        seconds = self.pace.restore_seconds(ahead + nbytes)
         return WORTH_READING * seconds < self._prefill_seconds(stop - first)
 
     def patience_seconds(self, first: int, stop: int) -> float:
@@ -201,6 +220,27 @@ class Cold:
         self._restores.update(begun)
         return begun
 
+    def begin_states(self, keys: Sequence[bytes]) -> Restore | None:
+        """Have the checkpoint read behind the last block of a chain; None if there is no room."""
+        assert self._state_form is not None
+        if not self._prefixes.make_room(self._state_bytes):
+            return None
+        paid = self._prefixes.ledger.reserve(Kind.TAILS, self._state_bytes)
+        landing = StateLanding(self._state_form, in_place=self._in_place)
+        answer = self.tier.restore([checkpoint_key(keys[-1])], landing.targets)
+        restore = Restore(len(keys), landing, answer, paid)
+        self._restores.add(restore)
+        return restore
+
+    def take_states(self, restore: Restore) -> States | None:
+        """Return the states of a restore that is done, if they are there. Their bytes are not
+        counted any more: the caller does, at once."""
+        self._restores.remove(restore)
+        restore.paid.release()
+        there = not restore.answer.exception() and restore.answer.result()
+        assert isinstance(restore.landing, StateLanding)
+        return restore.landing.states() if there else None
+
     def take(self, restore: Restore, own: Reservation) -> int:
         """Return how many blocks are there of a restore that is done; its bytes are `own`'s."""
         self._restores.remove(restore)
@@ -218,7 +258,8 @@ class Cold:
         for restore in restores:
             if restore.answer.cancel():
                 self._restores.remove(restore)
-                restore.paid.pass_on(own, restore.paid.nbytes)
+                if isinstance(restore.landing, Landing):  # states are no part of the own
+                    restore.paid.pass_on(own, restore.paid.nbytes)
                 restore.paid.release()
             else:
                 begun.append(restore)
@@ -240,10 +281,13 @@ class Cold:
 
     def preload(self) -> int:
         """Read what is worth most, as long as there is free memory; nothing gives way for it.
+        Nothing of a model with states: who asks reads them with the blocks.
 
         Returns:
             How many tokens are in the tree more than before.
         """
+        if self.has_states:
+            return 0
         prefixes, ledger = self._prefixes, self._prefixes.ledger
         before, size = prefixes.tree.tokens, prefixes.block_size
         for keys in self.tier.chains(ledger.free_bytes).result(PRELOAD_SECONDS):
@@ -267,6 +311,7 @@ class Cold:
                 if self.take(restore, own) < restore.blocks:
                     break
                 landing, end = restore.landing, restore.first + restore.blocks
+                assert isinstance(landing, Landing)
                 sealed = self._prefixes.insert(
                     pin, restore.first, keys[:end], landing.tokens, landing.segment(), own
                 )
@@ -295,6 +340,13 @@ class Cold:
         while self._pending_keys > PENDING_KEYS:
             self._give_up(self._pending[0])
 
+    def note_checkpoint(self, keys: Sequence[bytes], *, seen: bool = False) -> None:
+        """Note that there is a checkpoint behind the last block of a chain, at which a conversation
+        goes on: it is written behind the blocks, as they are."""
+        turn = tuple(keys)
+        if keys and turn not in self._turns and (seen or self._is_dear()):
+            self._turns.append(turn)
+
     def work(self, *, busy: bool) -> bool:
         """Copy a block and offer it, if there is one and the tier takes it; or wait a moment for
         the tier, if the engine has nothing else to do. False if there is nothing to be done."""
@@ -302,9 +354,12 @@ class Cold:
         if self._pending and self.tier.has_room(self._most_block_bytes):
             self._offer(self._pending[0])
             return True
+        if self._turns and not self._pending and self.tier.has_room(self._state_bytes):
+            self._offer_states(self._turns.popleft())
+            return True
         if self.tier.is_off:
             self.forget()
-        waits = bool(self._pending) or self.tier.is_busy
+        waits = bool(self._pending or self._turns) or self.tier.is_busy
         if waits and not busy:
             self.tier.wait(LOOK_SECONDS)
         return waits
@@ -313,11 +368,12 @@ class Cold:
         """Write nothing of what was noted so far."""
         while self._pending:
             self._give_up(self._pending[0])
+        self._turns.clear()
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits, as far as there is time, and end the tier."""
         until = time.monotonic() + timeout_seconds
-        while self._pending and time.monotonic() < until:
+        while (self._pending or self._turns) and time.monotonic() < until:
             self.work(busy=False)
         self.forget()
         self.tier.close(max(1.0, until - time.monotonic()))
@@ -368,6 +424,24 @@ class Cold:
         if pending.first == len(keys):
             self._drop(pending)
 
+    def _offer_states(self, keys: Sequence[bytes]) -> None:
+        """Copy a checkpoint out of the tree, if it is still there, and offer it."""
+        match = self._prefixes.match(keys)
+        end = len(keys) * self._prefixes.block_size
+        if match.tokens < end:
+            return
+        node = match.path[-1]
+        for found in node.segment.checkpoints:
+            if node.start + found.at == end and StateForm.of(found.states) == self._state_form:
+                self.tier.offer(
+                    Record(
+                        key=checkpoint_key(keys[-1]),
+                        parent=keys[-1],
+                        depth=len(keys),
+                        arrays=host_states(found.states),
+                    )
+                )
+
     def _give_up(self, pending: _Pending) -> None:
         self._dropped += len(pending.keys) - pending.first
         self._drop(pending)
@@ -384,6 +458,7 @@ def open_cold(
     pace: Pace,
     *,
     in_place: bool,
+    state_form: StateForm | None = None,
 ) -> Cold | None:
     """Open the cold tier that an engine's settings name; None if they name none. See `Cold`.
 
@@ -409,4 +484,4 @@ def open_cold(
     def open_tier(queue_bytes: int) -> ColdTier:
         return ColdTier(open_store, queue_bytes=queue_bytes)
 
-    return Cold(open_tier, prefixes, forms, pace, in_place=in_place)
+    return Cold(open_tier, prefixes, forms, pace, in_place=in_place, state_form=state_form)

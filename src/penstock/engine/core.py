@@ -27,6 +27,7 @@ from mlx.utils import tree_flatten
 
 from penstock import config
 from penstock.blas import one_thread
+from penstock.engine.checkpoints import Checkpoints
 from penstock.engine.cold import Cold, Restore, open_cold
 from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
@@ -60,6 +61,7 @@ from penstock.kv.forms import Forms
 from penstock.kv.quantisation import Quantisation
 from penstock.kv.reads import Part, in_order
 from penstock.kv.segment import Segment
+from penstock.kv.states import Live
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind, Ledger
 from penstock.memory import format_bytes, parse_bytes
@@ -69,6 +71,7 @@ from penstock.models.fingerprint import with_settings
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import Node, NodeView
 from penstock.prefix.prefixes import Prefixes
+from penstock.prefix.ssd.host import Landing, StateLanding
 
 TAIL_TOKENS = 8
 """Least columns of a tail. More are copied out less often, and leave fewer parts to be read; fewer
@@ -204,6 +207,11 @@ class Core:
             fingerprint=fingerprint,
             clock=self.clock,
         )
+        self.checkpoints = (
+            Checkpoints(self.prefixes, self.runner.state_bytes)
+            if self.runner.is_recurrent
+            else None
+        )
         self.quantiser = (
             None
             if rule is None
@@ -216,6 +224,7 @@ class Core:
             Forms(self.runner.shapes, block_size, rule),
             self.pace,
             in_place=not has_own_memory(),
+            state_form=self.runner.state_form if self.runner.is_recurrent else None,
         )
 
     # ---- requests
@@ -433,16 +442,36 @@ class Core:
         on_disk = None
         if ask_disk and self.cold is not None:
             on_disk = self.cold.on_disk(self.prefixes.keys(list(tokens), salt), ASK_SECONDS)
-        reason = found.reason
+        reason, resumes = found.reason, None
+        if self.checkpoints is not None:
+            match = self.prefixes.find(list(tokens), salt)
+            resumes, _ = self._resume(match.path, min(match.tokens, max(0, len(tokens) - 1)))
+            if resumes < match.tokens:
+                reason += (
+                    f"; recurrent layers go on from token {resumes:,}, the deepest of the "
+                    f"{match.tokens:,} held at which their states were kept: they are at the ends "
+                    f"of turns and chunks, and fewer further back"
+                )
         if on_disk is not None and on_disk > found.held_tokens:
             reason += f"; {on_disk:,} tokens are on the disk, from where they would be read back"
         return replace(
             found,
             reason=reason,
+            resume_tokens=resumes,
             on_disk_tokens=on_disk,
             held_text=self._text(found.held_token),
             given_text=self._text(found.given_token),
         )
+
+    def note_checkpoints(self, keys: Items[bytes]) -> None:
+        """Have the checkpoints of a chain written, if there is a cold tier."""
+        if self.cold is None or self.checkpoints is None:
+            return
+        for node in self.prefixes.match(keys).path:
+            for found in node.segment.checkpoints:
+                blocks = (node.start + found.at) // self.limits.block_size
+                if blocks <= len(keys):
+                    self.cold.note_checkpoint(keys[:blocks], seen=True)
 
     def tree(self) -> list[NodeView]:
         """Show every node of the tree, parents before their children. O(nodes)."""
@@ -633,13 +662,16 @@ class Core:
             path = other.pin.path if other.pin is not None else ()
             freed += sum(held) + sum(n.segment.nbytes + n.index_bytes for n in path if n.pins == 1)
         match = self.prefixes.match(sequence.keys)
-        return needed - match.tokens * self.runner.token_bytes <= freed
+        cut, _ = self._resume(match.path, match.tokens)
+        return needed - cut * self.runner.token_bytes <= freed
 
     def _take(self, sequence: Sequence, matched: int) -> bool:
-        """Pin the first `matched` tokens and reserve the bytes of all others, or do nothing."""
+        """Pin the first `matched` tokens, or as far as a sequence can go on from there, and
+        reserve the bytes of all others, or do nothing."""
         blocks = matched // self.limits.block_size
-        pin = self.prefixes.pin(self.prefixes.match(sequence.keys[:blocks]))
-        cut = min(matched, len(sequence.tokens) - 1)
+        match = self.prefixes.match(sequence.keys[:blocks])
+        cut, live = self._resume(match.path, min(matched, len(sequence.tokens) - 1))
+        pin = self.prefixes.pin(match)
         try:
             own = self.prefixes.reserve(Kind.TAILS, self.needs.own(sequence.most_tokens, cut))
         except (LedgerFull, NeverFits):
@@ -659,7 +691,15 @@ class Core:
             return False
         self._chunk.resize(self._chunk.nbytes + max(0, more))
         sequence.pin, sequence.cut, sequence.own, sequence.step = pin, cut, own, step
+        sequence.live, sequence.meets = live, match.tokens
         return True
+
+    def _resume(self, path: Items[Node[Segment]], most_tokens: int) -> tuple[int, Live | None]:
+        """Return at which position of a path, `most_tokens` at most, a sequence can go on, and
+        with which states."""
+        if self.checkpoints is None:
+            return most_tokens, None
+        return self.checkpoints.resume(path, most_tokens)
 
     def _count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
         """Count prompt tokens that this answer did not have to compute.
@@ -702,9 +742,12 @@ class Core:
                 continue
             blocks = self.prefixes.follow(sequence.pin, sequence.keys, done)
             if blocks > done:
-                cut = min(blocks * size, len(sequence.tokens) - 1)
+                most = min(blocks * size, len(sequence.tokens) - 1)
+                cut, live = self._resume(sequence.pin.path, most)
+                if cut <= sequence.cut:
+                    continue
                 gained = cut - sequence.cut
-                sequence.cut = cut
+                sequence.cut, sequence.live = cut, live
                 self._shrink_own(sequence, gained * self.runner.token_bytes)
                 self._count_hit(sequence, gained)
                 self._report(sequence, 0)
@@ -729,6 +772,7 @@ class Core:
             held = self.prefixes.match(sequence.keys).tokens // self.limits.block_size
             if held > on_disk:
                 cold.note(sequence.keys[:held], self._root(sequence), on_disk, seen=True)
+                self._note_checkpoint(sequence, sequence.cut, seen=True)
             if job.state is State.PREFILLING and self._begin_restore(cold, sequence, on_disk):
                 restored |= self.scheduler.restoring_keys()
 
@@ -737,9 +781,19 @@ class Core:
         done, over = divmod(sequence.cut, self.limits.block_size)
         if sequence.runs or over or on_disk <= done or not cold.worth_reading(done, on_disk):
             return False
-        assert sequence.own is not None
+        assert sequence.own is not None and sequence.pin is not None
+        keys, states = sequence.keys[:on_disk], None
         sequence.patient_until = self.clock() + cold.patience_seconds(done, on_disk)
-        sequence.restores = cold.begin(sequence.keys[:on_disk], done, sequence.own)
+        if cold.has_states:
+            states = cold.begin_states(keys)
+            if states is None:
+                return False
+            sequence.went_on_at = sequence.cut
+            done = self.prefixes.follow(sequence.pin, keys, done)  # those need the states alone
+            sequence.cut = done * self.limits.block_size
+        sequence.restores = cold.begin(keys, done, sequence.own)
+        if states is not None:
+            sequence.restores.append(states)
         self.scheduler.act(sequence.id, "fetch")
         return True
 
@@ -757,11 +811,30 @@ class Core:
                 asked = sequence.on_disk = None
             if not sequence.restores and (asked is None or asked.done()):
                 self.scheduler.act(sequence.id, "fetched")
-                self._report(sequence, 0)
+                if sequence.went_on_at is None or self._go_on(sequence):
+                    self._report(sequence, 0)
+
+    def _go_on(self, sequence: Sequence) -> bool:
+        """Go on at the deepest place, of all that was read, with states; False if there is no
+        room to compute what is behind it: the sequence is parked then."""
+        assert sequence.own is not None and sequence.pin is not None
+        before, sequence.went_on_at = sequence.went_on_at, None
+        most = min(sequence.cut, len(sequence.tokens) - 1)
+        sequence.cut, sequence.live = self._resume(sequence.pin.path, most)
+        more = self.needs.own(sequence.most_tokens, sequence.cut) - sequence.own.nbytes
+        if more > 0 and not self.prefixes.make_room(more):
+            self._park(sequence)
+            return False
+        sequence.own.resize(sequence.own.nbytes + more)
+        self._count_hit(sequence, sequence.cut - (before or 0), restored=True)
+        return True
 
     def _take_in(self, cold: Cold, sequence: Sequence, restore: Restore) -> None:
         """Hang restored blocks into the tree; if some are missing, nothing behind them is read."""
         assert sequence.own is not None
+        if isinstance(restore.landing, StateLanding):
+            self._take_in_states(cold, sequence, restore)
+            return
         start, size = sequence.cut, self.limits.block_size
         nbytes = restore.paid.nbytes
         blocks = cold.take(restore, sequence.own)
@@ -774,16 +847,30 @@ class Core:
                 self._insert(sequence, restore.landing.segment().split(blocks * size)[0])
         # The last token of a prompt is computed in any case, for its logits.
         sequence.cut = min(sequence.cut, len(sequence.tokens) - 1)
-        self._count_hit(sequence, sequence.cut - start, restored=True)
+        if sequence.went_on_at is None:
+            self._count_hit(sequence, sequence.cut - start, restored=True)
         self._report(sequence, 0)
         if sequence.cut < min(start + restore.blocks * size, len(sequence.tokens) - 1):
             sequence.restores = cold.cancel(sequence.restores, sequence.own)
+
+    def _take_in_states(self, cold: Cold, sequence: Sequence, restore: Restore) -> None:
+        """File a restored checkpoint, if all the blocks in front of it are there."""
+        states = cold.take_states(restore)
+        end = restore.first * self.limits.block_size
+        if states is None or self.checkpoints is None or sequence.pin is None:
+            return
+        live = Live(states, own=True)
+        self.checkpoints.capture(sequence.pin.path, end, live, turn_end=True)
 
     def _lose_patience(self, cold: Cold, sequence: Sequence) -> None:
         """Compute what the disk has not brought, if there is room for both."""
         assert sequence.own is not None
         sequence.restores = cold.cancel(sequence.restores, sequence.own)
-        nbytes = sum(restore.paid.nbytes for restore in sequence.restores)
+        nbytes = sum(
+            restore.paid.nbytes
+            for restore in sequence.restores
+            if isinstance(restore.landing, Landing)
+        )
         if self.prefixes.make_room(nbytes):
             cold.leave(sequence.restores)
             sequence.restores = []
@@ -805,18 +892,21 @@ class Core:
         sequences, rows = [sequences[i] for i in order], [rows[i] for i in order]
         started = time.perf_counter()
         try:
-            logits = self.runner.decode([s.tokens[-1] for s in sequences], rows, self.tails)
+            decoded = self.runner.decode(
+                [s.tokens[-1] for s in sequences], rows, self.tails, self._lives(sequences)
+            )
+            logits, writes = decoded.logits, [*self.tails.buffers(), *decoded.arrays()]
             choosers = [s.chooser for s in sequences]
             # Rows are computed on two streams; one multiplies better with all threads of BLAS.
             with one_thread() if len(rows) > 1 else nullcontext():
                 if greedy_only(choosers):
                     best = likeliest(logits)
-                    mx.eval(best.tokens, best.values, self.tails.buffers())
+                    mx.eval(best.tokens, best.values, writes)
                     chosen = best.read()
                 else:
-                    mx.eval(logits, self.tails.buffers())
+                    mx.eval(logits, writes)
                     chosen = choose_all(logits, choosers, [s.generated for s in sequences])
-            del logits
+            del logits, writes
         # A boundary: a model's code may raise anything, and none of it may end the engine.
         except Exception as error:  # noqa: BLE001
             self._decode_failed(sequences, error)
@@ -825,6 +915,10 @@ class Core:
         self.tally.decode_steps += 1
         self.tally.decode_seconds.append(time.perf_counter() - started)
         del rows
+        if self.checkpoints is not None:
+            for sequence, live in zip(sequences, decoded.lives, strict=True):
+                sequence.live = live
+        del decoded
         for sequence, choice in zip(sequences, chosen, strict=True):
             with self._isolated(sequence):
                 if isinstance(choice, Exception):
@@ -832,6 +926,10 @@ class Core:
                 self._advance(sequence)
                 self._commit(sequence, choice)
         tell(sequence.handle for sequence in sequences)
+
+    def _lives(self, sequences: Items[Sequence]) -> list[Live | None]:
+        """Return what the recurrent layers keep of each; nothing if there are none."""
+        return [] if self.checkpoints is None else [s.live for s in sequences]
 
     def _advance(self, sequence: Sequence) -> None:
         """Make the column that was written visible, and move full tails on."""
@@ -858,6 +956,7 @@ class Core:
         sequence.tail = 0
         if sequence.position % size == 0:
             self._seal(sequence)
+            self._capture(sequence)
         self._forget_unseen(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
@@ -873,6 +972,24 @@ class Core:
             del sequence.runs[0]
         if sequence.pin is not None:
             self._tidy(sequence.pin.node)
+
+    def _capture(self, sequence: Sequence, *, turn_end: bool = False) -> None:
+        """File a sequence's states under the boundary that its path ends with, if it is at one."""
+        if self.checkpoints is None or sequence.live is None or sequence.pin is None:
+            return
+        at_end = sequence.position == sequence.cut
+        if at_end and sequence.cut % self.limits.block_size == 0:
+            self.checkpoints.capture(
+                sequence.pin.path, sequence.cut, sequence.live, turn_end=turn_end
+            )
+            if turn_end:
+                self._note_checkpoint(sequence, sequence.cut)
+
+    def _note_checkpoint(self, sequence: Sequence, at: int, *, seen: bool = False) -> None:
+        """Have the states written that were filed under a boundary."""
+        if self.cold is not None and self.checkpoints is not None:
+            blocks = at // self.limits.block_size
+            self.cold.note_checkpoint(sequence.keys[:blocks], seen=seen)
 
     def _sealable(self) -> int:
         """Return up to which position KV depends on the tokens alone, not on the window."""
@@ -919,7 +1036,7 @@ class Core:
     def _forget_unseen(self, sequence: Sequence) -> None:
         """Let go of runs, and of the path, that no layer will see again."""
         nearest = self.runner.nearest(sequence.position)
-        keep = max(sight.keep for sight in self.runner.distinct_sights)
+        keep = max((sight.keep for sight in self.runner.distinct_sights), default=0)
         if nearest <= keep or not sequence.runs:
             return
         sequence.runs = [
@@ -958,6 +1075,19 @@ class Core:
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
         """Read the next `count` tokens of a prompt and seal what blocks they fill."""
+        start = sequence.position
+        stops = [start + count]
+        if self.checkpoints is not None:
+            # Where its last whole block ends, and where the tree ended that it was let in with.
+            size = self.limits.block_size
+            wanted = {(len(sequence.tokens) - 1) // size * size, sequence.meets}
+            stops = self.checkpoints.stops(start, start + count, wanted)
+        for stop in stops:
+            if sequence.id in self._sequences:
+                self._read(sequence, stop - sequence.position)
+
+    def _read(self, sequence: Sequence, count: int) -> None:
+        """Read the next `count` tokens of a prompt together."""
         if sequence.runs and sequence.runs[-1].end % self.limits.block_size:
             raise AssertionError(f"sequence {sequence.id} has an unfinished block to prefill")
         start = sequence.position
@@ -965,7 +1095,7 @@ class Core:
         started = time.perf_counter()
         for attempt in (1, 2):
             try:
-                segment = self.runner.prefill(tokens, sequence.parts(), start)
+                chunk = self.runner.prefill(tokens, sequence.parts(), start, sequence.live)
                 break
             # A boundary, as in `_decode`.
             except Exception as error:  # noqa: BLE001
@@ -974,13 +1104,17 @@ class Core:
                 self._fail(sequence, _step_error("reading its prompt", error))
                 return
         with self._isolated(sequence):
-            if not segment.is_finite():
+            if not chunk.segment.is_finite():
                 raise StepFailed(
                     f"the model computed something without a number at tokens {start} to "
                     f"{start + count} of the prompt, as weights that overflow in float16 do"
                 )
-            self._keep_chunk(sequence, segment, start)
-            del segment
+            if self.checkpoints is not None:
+                sequence.live = Live(chunk.states, own=True)
+            self._keep_chunk(sequence, chunk.segment, start)
+            del chunk
+            last = (len(sequence.tokens) - 1) // self.limits.block_size * self.limits.block_size
+            self._capture(sequence, turn_end=sequence.position == last)
             self.tally.prefill_steps += 1
             self.tally.prefilled_tokens += count
             seconds = time.perf_counter() - started
@@ -1020,6 +1154,7 @@ class Core:
             self.cold.leave(sequence.restores)
             sequence.restores = []
         sequence.tail = sequence.cut = 0
+        sequence.live = sequence.went_on_at = None
         if sequence.slot is not None:
             self.tails.give_back(sequence.slot)
             sequence.slot = None
@@ -1056,6 +1191,9 @@ class Core:
     def _finish(self, sequence: Sequence, tell: Callable[[Sequence], None]) -> None:
         """Give all back, then tell the handle: who reads the end finds the bytes free."""
         node = sequence.pin.node if sequence.pin is not None else None
+        if self.checkpoints is not None and sequence.pin is not None:
+            ended = self.checkpoints.end_turn(sequence.pin.path, sequence.cut)
+            self._note_checkpoint(sequence, ended)
         del self._sequences[sequence.id]
         self._release(sequence)
         self.scheduler.act(sequence.id, "finish")

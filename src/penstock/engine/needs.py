@@ -52,18 +52,19 @@ class Needs:
         self._score_bytes = (
             JOINED_SCORE_BYTES
             if self._alone
-            else max(score_bytes(shape.dtype) for shape in runner.shapes)
+            else max((score_bytes(shape.dtype) for shape in runner.shapes), default=0)
         )
 
     def own(self, tokens: int, cut: int = 0) -> int:
-        """Return the most that a sequence can come to hold beside `cut` tokens of a path."""
+        """Return the most that a sequence can come to hold beside `cut` tokens of a path: keys
+        and values of the others, and its states."""
         window = self._limits.max_kv_size
         own = max(0, min(tokens, window) - cut)
         if tokens > window:  # past the window: its ring, and what is cut out of it
             ring = window - self._limits.keep_tokens
             most = ring + self._limits.prefill_chunk + self._limits.block_size
             own += min(tokens - window, most)
-        return own * self._runner.token_bytes
+        return own * self._runner.token_bytes + self._runner.state_bytes
 
     def step(self, tokens: int) -> int:
         """Return what a sequence adds to every step in which it decodes: its scores."""
@@ -78,7 +79,9 @@ class Needs:
         beyond = scores if self._alone else max(0, scores - SCORES_AT_ONCE)
         layer = 2 * self._runner.layer_bytes * seen
         if self._limits.kv_cache_quantization is not None:  # and is widened before it is joined
-            numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes)
+            numbers = max(
+                (s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes), default=0
+            )
             layer += WIDENED_BUFFERS * mx.float32.size * numbers * seen
         return layer + beyond * self._score_bytes
 
@@ -92,8 +95,9 @@ class Needs:
         rows = [Row((), 0, slot, 0) for slot in range(limits.max_batch_size)]
 
         def decode() -> None:
-            logits = runner.decode([0] * len(rows), rows, tails)
-            mx.eval(logits, tails.buffers())
+            lives = [None] * len(rows) if runner.is_recurrent else []
+            decoded = runner.decode([0] * len(rows), rows, tails, lives)
+            mx.eval(decoded.logits, decoded.arrays(), tails.buffers())
 
         def sample() -> None:
             logits = mx.random.normal((len(rows), runner.vocabulary_size), key=mx.random.key(0))

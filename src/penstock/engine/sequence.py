@@ -14,6 +14,7 @@ from penstock.engine.text import TextStream
 from penstock.errors import PenstockError, StepFailed
 from penstock.kv.reads import Part, Row
 from penstock.kv.segment import Segment
+from penstock.kv.states import Live
 from penstock.ledger import Reservation
 from penstock.prefix.prefixes import Prefixes
 from penstock.prefix.tree import Pin
@@ -49,10 +50,18 @@ class Sequence:
     runs: list[Part] = field(default_factory=list)
     slot: int | None = None
     tail: int = 0
+    live: Live | None = None
+    """What the recurrent layers keep of the tokens up to `position`; None if there are no such
+    layers, or no such tokens."""
+    meets: int = 0
+    """How many tokens the tree held when it was let in: others may part there, too."""
     on_disk: Future[int] | None = None
     """How many blocks of its chain the cold tier has; None if nobody asked."""
     restores: list[Restore] = field(default_factory=list)
     """What is being read for it, in order."""
+    went_on_at: int | None = None
+    """Where it could go on before something was read for it; `cut` is where the blocks end that
+    came, until the states are there as well. None while nothing is read, or without states."""
     patient_until: float = 0.0
     """When it begins to compute what is not restored by then, on the engine's clock."""
     own: Reservation | None = None

@@ -18,6 +18,7 @@ from pathlib import Path
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.errors import SettingError
+from penstock.prefix.blocks import checkpoint_key
 from penstock.prefix.ssd.archive import export_blocks, import_blocks, models_of
 from penstock.prefix.ssd.folder import Folder
 
@@ -62,8 +63,9 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
     aside = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
         with Folder(about.folder) as opened:
-            held = opened.index.held(keys, about.fingerprint)
-            done = export_blocks(opened, aside, lambda _: None, keys=set(keys[:held]))
+            held = keys[: opened.index.held(keys, about.fingerprint)]
+            wanted = {*held, *map(checkpoint_key, held)}
+            done = export_blocks(opened, aside, lambda _: None, keys=wanted)
         if not done.blocks:
             raise SettingError(
                 f"nothing is held of a prompt of {len(tokens):,} tokens; whole blocks of "
@@ -131,6 +133,7 @@ def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     held = core.prefixes.match(keys).tokens // core.limits.block_size
     assert core.cold is not None
     core.cold.note(keys[:held], core.prefixes.root(salt), 0, seen=True)
+    core.note_checkpoints(keys[:held])
     return keys
 
 

@@ -15,6 +15,7 @@ from penstock.errors import ModelError
 from penstock.kv.attention import Sight
 from penstock.kv.reads import ChunkReads, DecodeStep, JoinedReads, Part, Row
 from penstock.kv.segment import Segment
+from penstock.kv.states import Live, StateForm, States, arrays, blank, copied, nbytes, stacked
 from penstock.kv.tails import LayerShape, Tails, token_bytes
 from penstock.models import mlx_lm as seam
 
@@ -37,8 +38,33 @@ class Fitness:
     """Modules of mlx-lm in which the seam was put."""
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a chunk of a prompt has left, evaluated."""
+
+    segment: Segment
+    """Keys and values of its tokens."""
+    states: States
+    """Of the recurrent layers, after its last token, in buffers of just their size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a decode step gives, not computed yet."""
+
+    logits: mx.array
+    """(rows, vocabulary)"""
+    lives: list[Live]
+    """What the recurrent layers keep of each row from now on."""
+
+    def arrays(self) -> list[mx.array]:
+        """Return what must be evaluated beside the tails, so that the next step begins there."""
+        found: dict[int, States] = {id(live.states): live.states for live in self.lives}
+        return [array for states in found.values() for array in arrays(states)]
+
+
 class Runner:
-    """A model and the ways to run it on parts and tails.
+    """A model and the ways to run it on parts, tails and states.
 
     Args:
         model: mlx-lm's; its weights are evaluated here.
@@ -53,16 +79,21 @@ class Runner:
     def __init__(self, model: Any, *, max_kv_size: int, keep: int) -> None:
         self.model = model
         mx.eval(model.parameters())
-        layers = seam.sights(model)
+        self.layout = seam.layout(model)
         modules = seam.attach(model)
         self.heads = seam.query_heads(model)
         self.shapes: tuple[LayerShape, ...] = ()
         self.vocabulary_size = 0
-        self.sights = layers  # unbounded while the model is tried
+        self.sights = list(self.layout.sights)  # unbounded while the model is tried
+        self._fresh: States = ()
+        self._state_bytes = 0
+        self.state_form = StateForm.of(())
+        """Of one sequence."""
         self.fitness = self._try(modules)
         bound = Sight(max_kv_size - keep, keep)
         self.sights = [
-            bound if sight.window is None else sight.within(max_kv_size) for sight in layers
+            bound if sight.window is None else sight.within(max_kv_size)
+            for sight in self.layout.sights
         ]
         self.distinct_sights = list(dict.fromkeys(self.sights))
 
@@ -74,59 +105,110 @@ class Runner:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one token's KV in the largest layer."""
-        return max(shape.nbytes for shape in self.shapes)
+        return max((shape.nbytes for shape in self.shapes), default=0)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state, which is true at one position alone."""
+        return bool(self.layout.state_sizes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states."""
+        return self._state_bytes
 
     def nearest(self, position: int) -> int:
         """Return the first position beyond the kept ones that any layer sees from `position`."""
-        return min(sight.starts_at(position) for sight in self.distinct_sights)
+        return min((sight.starts_at(position) for sight in self.distinct_sights), default=0)
 
-    def decode(self, tokens: Sequence[int], rows: Sequence[Row], tails: Tails) -> mx.array:
-        """Read one token a row; return the logits (b, vocabulary), not computed yet.
+    def decode(
+        self,
+        tokens: Sequence[int],
+        rows: Sequence[Row],
+        tails: Tails,
+        lives: Sequence[Live | None] = (),
+    ) -> Decoded:
+        """Read one token a row; nothing is computed yet.
 
-        The rows' order is `reads.in_order`'s. The tails' buffers must be evaluated with the
-        logits.
+        The rows' order is `reads.in_order`'s. The tails' buffers must be evaluated with what is
+        returned. `lives` are the rows' states, if the model is recurrent.
         """
         tails.ready()
         if self.fitness.way == "joined":
-            return mx.concatenate(
-                [self._decode_joined(t, row, tails) for t, row in zip(tokens, rows, strict=True)]
+            each = [
+                self._decode_joined(token, row, tails, live)
+                for token, row, live in zip(tokens, rows, lives or [None] * len(rows), strict=True)
+            ]
+            return Decoded(
+                mx.concatenate([logits for logits, _ in each]), [Live(states) for _, states in each]
             )
         step = DecodeStep.of(rows, tails)
-        return self._run([[token] for token in tokens], step.caches(self.sights))
+        # Zeros are what the recurrent layers begin with: that was tried.
+        states = stacked([live or Live(self._fresh) for live in lives]) if lives else None
+        caches, kept = self.layout.caches(step.caches(self.sights), states)
+        logits = self._run([[token] for token in tokens], caches)
+        left = seam.states_of(kept)
+        return Decoded(logits, [Live(left, row) for row in range(len(rows))])
 
-    def prefill(self, tokens: Sequence[int], parts: Sequence[Part], position: int) -> Segment:
-        """Read tokens of one sequence behind its parts; return their KV, evaluated."""
-        caches = self._chunk_caches(parts, position, self.fitness.way)
-        self.model(mx.array([list(tokens)]), cache=caches)
-        return _segment(caches)
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        parts: Sequence[Part],
+        position: int,
+        live: Live | None = None,
+    ) -> Chunk:
+        """Read tokens of one sequence behind its parts and states."""
+        return self._chunk(tokens, parts, position, live, self.fitness.way)
 
     def read(
-        self, tokens: Sequence[int], parts: Sequence[Part], position: int
-    ) -> tuple[mx.array, Segment]:
-        """Read tokens of one sequence behind its parts; return the logits after each of them,
-        (n, vocabulary), and their KV, evaluated."""
-        caches = self._chunk_caches(parts, position, self.fitness.way)
+        self,
+        tokens: Sequence[int],
+        parts: Sequence[Part],
+        position: int,
+        live: Live | None = None,
+    ) -> tuple[mx.array, Chunk]:
+        """Read as `prefill` does; also return the logits after each token, (n, vocabulary)."""
+        reads = self._chunk_reads(parts, position, self.fitness.way)
+        caches, kept = self.layout.caches(reads, _row(live))
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
         mx.eval(logits)
-        return logits, _segment(caches)
+        return logits, _left(reads, kept, len(tokens))
 
-    def _chunk_caches(
+    def _chunk(
+        self,
+        tokens: Sequence[int],
+        parts: Sequence[Part],
+        position: int,
+        live: Live | None,
+        way: Way,
+    ) -> Chunk:
+        reads = self._chunk_reads(parts, position, way)
+        caches, kept = self.layout.caches(reads, _row(live))
+        # Its logits are not kept, which would keep all that they are computed from.
+        self.model(mx.array([list(tokens)]), cache=caches)
+        return _left(reads, kept, len(tokens))
+
+    def _chunk_reads(
         self, parts: Sequence[Part], position: int, way: Way
     ) -> list[ChunkReads] | list[JoinedReads]:
         if way == "joined":
             return [JoinedReads(i, s, parts, position) for i, s in enumerate(self.sights)]
-        last = len(self.sights) - 1
+        # What the last layer attends to is read by the logits alone, or by states behind it.
+        last = -1 if self.is_recurrent else len(self.sights) - 1
         return [
             ChunkReads(i, s, parts, position, last=i == last) for i, s in enumerate(self.sights)
         ]
 
-    def _decode_joined(self, token: int, row: Row, tails: Tails) -> mx.array:
+    def _decode_joined(
+        self, token: int, row: Row, tails: Tails, live: Live | None
+    ) -> tuple[mx.array, States]:
         tail = (tails, row.slot, row.tail)
-        caches = [
+        reads = [
             JoinedReads(i, sight, row.parts, row.position, tail)
             for i, sight in enumerate(self.sights)
         ]
-        return self._run([[token]], caches)
+        caches, kept = self.layout.caches(reads, _row(live))
+        return self._run([[token]], caches), seam.states_of(kept)
 
     def _run(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
         """Return the logits of the last tokens, (b, vocabulary)."""
@@ -139,12 +221,13 @@ class Runner:
         """Find a way on which the model computes what it computes on its own caches."""
         expected = self._plain_logits()
         self.vocabulary_size = expected.shape[-1]
-        if not modules:
+        if not modules and self.sights:
             why = "its attention does not go through mlx-lm's common function"
         else:
             why = self._difference("shared", expected)
             if not why:
-                return Fitness("shared", "its attention goes through mlx-lm's function", modules)
+                why = "its attention goes through mlx-lm's function"
+                return Fitness("shared", why if self.sights else "it has no attention", modules)
         wrong = self._difference("joined", expected)
         if wrong:
             raise ModelError(f"the engine cannot run this model: {why}; joined, {wrong}")
@@ -179,42 +262,59 @@ class Runner:
         """Read the probe as two rows that share a part, one a token ahead of the other."""
         *first, before, last = PROBE
         half = len(first) // 2
-        caches = self._chunk_caches([], 0, way)
-        self.model(mx.array([first[:half]]), cache=caches)
-        shared = Part(_segment(caches), 0, half)
+        chunk = self._chunk(first[:half], [], 0, None, way)
+        shared = Part(chunk.segment, 0, half)
         self.shapes = tuple(
             LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
             for keys, values in shared.segment.layers
             if isinstance(keys, mx.array) and isinstance(values, mx.array)
         )
-        ends = []
+        self._fresh = blank(chunk.states)
+        self.state_form = StateForm.of(chunk.states)
+        ends, lives = [], []
         for rest in (first[half:], [*first[half:], before]):
-            caches = self._chunk_caches([shared], half, way)
-            self.model(mx.array([rest]), cache=caches)
-            ends.append(Part(_segment(caches), half, len(rest)))
+            found = self._chunk(rest, [shared], half, Live(chunk.states), way)
+            ends.append(Part(found.segment, half, len(rest)))
+            lives.append(Live(found.states))
+        self._state_bytes = max(nbytes(live.states) for live in lives)
         tails = Tails(2, 2, self.shapes)
         tails.ready()
         rows = [Row((shared, end), end.end, slot, 0) for slot, end in enumerate(ends)]
         if way == "joined":
-            logits = [
-                self._decode_joined(token, row, tails)
-                for token, row in zip((before, last), rows, strict=True)
-            ]
-            found = mx.concatenate(logits)
+            each = zip((before, last), rows, lives, strict=True)
+            logits = [self._decode_joined(token, row, tails, live)[0] for token, row, live in each]
+            found_logits = mx.concatenate(logits)
         else:
+            self._check_fresh(first[:half], chunk.states)
             step = DecodeStep.of(rows, tails)
-            found = self._run([[before], [last]], step.caches(self.sights))
-        found = found.astype(mx.float32)
-        mx.eval(found)
-        return found, self.shapes[0].dtype
+            caches, _ = self.layout.caches(step.caches(self.sights), stacked(lives))
+            found_logits = self._run([[before], [last]], caches)
+        dtype = self.shapes[0].dtype if self.shapes else found_logits.dtype
+        found_logits = found_logits.astype(mx.float32)
+        mx.eval(found_logits)
+        return found_logits, dtype
+
+    def _check_fresh(self, tokens: Sequence[int], expected: States) -> None:
+        """Raise ModelError if zeros are not what the recurrent layers begin with: rows that have
+        read nothing could not be stacked with others."""
+        found = self._chunk(tokens, [], 0, Live(self._fresh), "shared").states
+        for one, other in zip(arrays(found), arrays(expected), strict=True):
+            if not mx.allclose(one, other, rtol=1e-3, atol=1e-5).item():
+                raise ModelError("its recurrent layers do not begin with zeros")
 
 
-def _segment(caches: Sequence[ChunkReads] | Sequence[JoinedReads]) -> Segment:
-    """Return what a chunk has computed as a segment, evaluated."""
+def _row(live: Live | None) -> States | None:
+    return None if live is None else live.row_states()
+
+
+def _left(
+    reads: Sequence[ChunkReads] | Sequence[JoinedReads], kept: Sequence[Any], tokens: int
+) -> Chunk:
+    """Return what a chunk of so many tokens has left, evaluated."""
     layers = []
-    for cache in caches:
+    for cache in reads:
         if cache.keys is None or cache.values is None:
             raise ModelError(f"layer {cache.layer} did not cache anything")
         layers.append((cache.keys, cache.values))
     mx.eval(layers)
-    return Segment(tuple(layers))
+    return Chunk(Segment(tuple(layers), length=tokens), copied(seam.states_of(kept)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ from penstock.kv.base import LayerCache
 from penstock.kv.codecs import Codec, Coded, Scheme
 from penstock.kv.columns import Side
 from penstock.kv.lanes import LANES, lane
+from penstock.kv.states import Checkpoint
 
 PIECE_TOKENS = 128
 """Encoded or widened at a time in each lane, by codecs that take most memory for it; by others
@@ -28,10 +29,15 @@ class Segment:
     """KV of consecutive tokens: per layer keys and values, (1, kv_heads, tokens, width).
 
     Buffers of just their size, evaluated; `split` and `join` copy, so that dropping a segment
-    frees all of its bytes.
+    frees all of its bytes. Checkpoints are handed on: nothing is left behind that has them.
     """
 
     layers: tuple[Layer, ...]
+    """Of the layers with keys and values, in the model's order."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """States of the recurrent layers, by where they were captured."""
+    length: int = 0
+    """Tokens, as told for a model of recurrent layers alone: no key tells there."""
 
     @classmethod
     def cut(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
@@ -45,7 +51,8 @@ class Segment:
             tuple(
                 (col.take(keys, start, stop), col.take(values, start, stop))
                 for keys, values in layers
-            )
+            ),
+            length=stop - start,
         )
 
     def owned(self, *, coded: bool = False) -> Segment:
@@ -55,23 +62,46 @@ class Segment:
         def own(side: Side) -> Side:
             return side if isinstance(side, Coded) and not coded else col.copied(side)
 
-        return Segment._evaluated((own(keys), own(values)) for keys, values in self.layers)
+        return self._with((own(keys), own(values)) for keys, values in self.layers)
 
-    @classmethod
-    def _evaluated(cls, layers: Iterable[Layer]) -> Segment:
-        made = cls(tuple(layers))
+    def _with(self, layers: Iterable[Layer]) -> Segment:
+        """Return it with other arrays, evaluated."""
+        made = replace(self, layers=tuple(layers))
         mx.eval([col.arrays(*layer) for layer in made.layers])
         return made
 
     @property
     def tokens(self) -> int:
         """How many tokens' KV it holds."""
-        return col.columns(self.layers[0][0])
+        return col.columns(self.layers[0][0]) if self.layers else self.length
 
     @property
     def nbytes(self) -> int:
-        """Bytes it holds."""
+        """Bytes it holds, those of the checkpoints included."""
+        return self.kv_nbytes + self.checkpoint_nbytes
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of its keys and values."""
         return sum(col.nbytes(*layer) for layer in self.layers)
+
+    @property
+    def checkpoint_nbytes(self) -> int:
+        """Bytes of its checkpoints."""
+        return sum(each.nbytes for each in self.checkpoints)
+
+    def checkpointed(self, checkpoints: Iterable[Checkpoint]) -> Segment:
+        """Return it with these checkpoints in place of its own; keys and values are shared.
+
+        Raises:
+            ValueError: two at one position, or one that is not in it.
+        """
+        found = tuple(sorted(checkpoints, key=lambda each: each.at))
+        places = [each.at for each in found]
+        inside = not places or 0 < places[0] <= places[-1] <= self.tokens
+        if len(set(places)) < len(places) or not inside:
+            raise ValueError(f"checkpoints at {places} of {self.tokens} tokens")
+        return replace(self, checkpoints=found)
 
     def encoded(self, scheme: Scheme, raw_layers: Collection[int] = ()) -> Segment:
         """Return it held as a scheme says, some tokens of one side at a time; evaluated.
@@ -92,13 +122,14 @@ class Segment:
                 return side
             return _encoded(side, codec) or side
 
-        return Segment(
-            tuple(
+        return replace(
+            self,
+            layers=tuple(
                 (keys, values)
                 if number in raw_layers
                 else (held(keys, scheme.keys), held(values, scheme.values))
                 for number, (keys, values) in enumerate(self.layers)
-            )
+            ),
         )
 
     def is_finite(self) -> bool:
@@ -113,10 +144,13 @@ class Segment:
 
     def split(self, at_tokens: int) -> tuple[Segment, Segment]:
         """Return copies of the first `at_tokens` tokens, and of the others."""
-        tokens = self.tokens
-        return (
-            Segment.cut(self.layers, 0, at_tokens),
-            Segment.cut(self.layers, at_tokens, tokens),
+        return self._copy(0, at_tokens), self._copy(at_tokens, self.tokens)
+
+    def _copy(self, start: int, stop: int) -> Segment:
+        inside = (each for each in self.checkpoints if start < each.at <= stop)
+        return replace(
+            Segment.cut(self.layers, start, stop),
+            checkpoints=tuple(each.moved(-start) for each in inside),
         )
 
     def joins(self, other: Segment) -> bool:
@@ -130,10 +164,15 @@ class Segment:
 
     def join(self, *others: Segment) -> Segment:
         """Return one segment of copies of this one's tokens and then the others'; evaluated."""
-        segments = [segment.layers for segment in (self, *others)]
-        return Segment._evaluated(
+        segments = (self, *others)
+        checkpoints, length = [], 0
+        for segment in segments:
+            checkpoints += [each.moved(length) for each in segment.checkpoints]
+            length += segment.tokens
+        joined = Segment((), tuple(checkpoints), length)
+        return joined._with(
             (col.join(*(keys for keys, _ in layer)), col.join(*(values for _, values in layer)))
-            for layer in zip(*segments, strict=True)
+            for layer in zip(*(segment.layers for segment in segments), strict=True)
         )
 
 
@@ -176,7 +215,9 @@ def _sums(array: mx.array) -> mx.array:
 
 
 def _all_finite(arrays: Sequence[mx.array]) -> bool:
-    return bool(mx.isfinite(mx.concatenate([array.reshape(-1) for array in arrays])).all())
+    return not arrays or bool(
+        mx.isfinite(mx.concatenate([array.reshape(-1) for array in arrays])).all()
+    )
 
 
 def placed(parts: Sequence[Side], count: int, dtype: mx.Dtype) -> Side:

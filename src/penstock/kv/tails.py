@@ -147,7 +147,9 @@ class Tails:
     def cut(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
         """Copy the first `stop` columns of a slot, behind a segment if there is one; evaluated."""
         tail = tuple(self.read_block(i, slot, 1, stop) for i in range(len(self.shapes)))
-        return Segment.cut(tail, 0, stop) if behind is None else behind.join(Segment(tail))
+        if behind is None:
+            return Segment.cut(tail, 0, stop)
+        return behind.join(Segment(tail, length=stop))
 
 
 def _written(buffer: mx.array, slot: int, column: int, new: mx.array) -> mx.array:

@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,13 +27,16 @@ from penstock.config import SamplingSettings
 from penstock.errors import ModelError
 from penstock.kv.attention import Sight
 from penstock.kv.reads import Reads
+from penstock.kv.states import States
 from penstock.kv.turboquant import TurboQuant
 
 __all__ = [
+    "Layout",
     "Loaded",
     "Piece",
     "TokenizerWrapper",
     "encode",
+    "layout",
     "load",
     "load_all",
     "render",
@@ -228,24 +231,83 @@ def _dispatching(theirs: Any) -> Any:
     return dispatch
 
 
-def sights(model: nn.Module) -> list[Sight]:
-    """Return what each layer of the model sees, from the caches mlx-lm would give it.
+Place: TypeAlias = "int | tuple[Place, ...]"
+"""The number of a layer with keys and values; ~ the number of a recurrent one; or some of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a model keeps of a sequence, and how its own caches are made of it.
+
+    A cache of mlx-lm's is one layer with keys and values, the states of one recurrent layer, or
+    a list of such.
+    """
+
+    sights: tuple[Sight, ...]
+    """What each layer with keys and values sees, in the model's order."""
+    state_sizes: tuple[int, ...]
+    """How many arrays each recurrent layer keeps."""
+    places: tuple[Place, ...]
+    """What each of the model's caches is."""
+
+    def caches(self, reads: Sequence[Any], states: States | None) -> tuple[list[Any], list[Any]]:
+        """Return what the model is handed, and which of it the recurrent layers write to.
+
+        Args:
+            reads: one for each layer with keys and values.
+            states: of the recurrent layers; None at the beginning of a sequence.
+        """
+        kept = []
+        for number, size in enumerate(self.state_sizes):
+            cache = mlx_lm.models.cache.ArraysCache(size)
+            if states is not None:
+                cache.cache = list(states[number])
+            kept.append(cache)
+
+        return [_cache(place, reads, kept) for place in self.places], kept
+
+
+def _cache(place: Place, reads: Sequence[Any], kept: Sequence[Any]) -> Any:
+    """Not a function within a function: one that calls itself keeps what it refers to, here the
+    arrays of a step, until the garbage collector comes by."""
+    if isinstance(place, tuple):
+        return mlx_lm.models.cache.CacheList(*(_cache(each, reads, kept) for each in place))
+    return kept[~place] if place < 0 else reads[place]
+
+
+def states_of(kept: Sequence[Any]) -> States:
+    """Return what recurrent layers have written to the caches that `Layout.caches` made."""
+    return tuple(tuple(cache.cache) for cache in kept)
+
+
+def layout(model: nn.Module) -> Layout:
+    """Return what a model keeps, from the caches mlx-lm would give it.
 
     Raises:
-        ModelError: a layer keeps something else than one key and value a token.
+        ModelError: a layer keeps something that is neither one key and value a token nor a state.
     """
-    found = []
-    for index, cache in enumerate(plain_caches(model)):
-        if type(cache) is mlx_lm.models.cache.KVCache:
-            found.append(Sight())
-        elif type(cache) is mlx_lm.models.cache.RotatingKVCache:
-            found.append(Sight(cache.max_size - cache.keep, cache.keep))
+    sights: list[Sight] = []
+    sizes: list[int] = []
+
+    def place(cache: Any, index: int) -> Place:
+        if isinstance(cache, mlx_lm.models.cache.CacheList):
+            return tuple(place(each, index) for each in cache.caches)
+        if type(cache) is mlx_lm.models.cache.ArraysCache:
+            sizes.append(len(cache.cache))
+            return ~(len(sizes) - 1)
+        if type(cache) is mlx_lm.models.cache.RotatingKVCache:
+            sights.append(Sight(cache.max_size - cache.keep, cache.keep))
+        elif type(cache) in (mlx_lm.models.cache.KVCache, mlx_lm.models.cache.ChunkedKVCache):
+            sights.append(Sight())  # chunked attention hides what it does not see by its masks
         else:
             raise ModelError(
                 f"what layer {index} keeps ({type(cache).__name__}) the engine can neither share "
                 f"nor bound yet; use penstock generate or penstock chat for this model"
             )
-    return found
+        return len(sights) - 1
+
+    places = tuple(place(cache, index) for index, cache in enumerate(plain_caches(model)))
+    return Layout(tuple(sights), tuple(sizes), places)
 
 
 def query_heads(model: nn.Module) -> int:

@@ -97,3 +97,8 @@ def block_keys(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
         key = blake2b(key + raw[start : start + step], digest_size=KEY_BYTES).digest()
         keys.append(key)
     return keys
+
+
+def checkpoint_key(key: bytes) -> bytes:
+    """Name the states that recurrent layers have behind the block `key`."""
+    return blake2b(key, digest_size=KEY_BYTES, person=b"penstock states").digest()

@@ -22,6 +22,10 @@ class Segment(Protocol):
     def nbytes(self) -> int:
         """Bytes it holds."""
 
+    @property
+    def checkpoint_nbytes(self) -> int:
+        """Of these, bytes of checkpoints, which have a line of their own in the ledger."""
+
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         """Return the first `at_tokens` tokens, and the others."""
 
@@ -75,6 +79,11 @@ class Node(Generic[S]):
     def index_bytes(self) -> int:
         """Bytes of Python that this node costs beside its segment."""
         return NODE_BYTES + BLOCK_BYTES * len(self.keys) + self.tokens.nbytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a copy of its keys and values: checkpoints are handed on as they are."""
+        return self.segment.nbytes - self.segment.checkpoint_nbytes
 
     def path(self) -> tuple[Node[S], ...]:
         """Return the nodes from the root to this one."""

@@ -66,8 +66,8 @@ class Prefixes(Generic[S]):
     """KV by prefix. Not thread-safe: one owner, the thread with the arrays.
 
     Args:
-        ledger: the account; what the tree holds is kept there as `NODES` and `INDEX`, and what
-            is copied while it is cut and joined as `BUFFERS`.
+        ledger: the account; what the tree holds is kept there as `NODES`, `CHECKPOINTS` and
+            `INDEX`, and what is copied while it is cut and joined as `BUFFERS`.
         block_size: tokens of a block, the unit of identity.
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
         clock: seconds, for recency.
@@ -108,6 +108,7 @@ class Prefixes(Generic[S]):
         self._clock = clock
         self._departures = Departures(remembered)
         self._nodes = ledger.reserve(Kind.NODES, 0)
+        self._checkpoints = ledger.reserve(Kind.CHECKPOINTS, 0)
         self._index = ledger.reserve(Kind.INDEX, self.fixed_bytes)
 
     # ---- questions
@@ -120,7 +121,7 @@ class Prefixes(Generic[S]):
     @property
     def nbytes(self) -> int:
         """Bytes held, the index included."""
-        return self._nodes.nbytes + self._index.nbytes
+        return self._nodes.nbytes + self._checkpoints.nbytes + self._index.nbytes
 
     @property
     def evictable_bytes(self) -> int:
@@ -272,7 +273,7 @@ class Prefixes(Generic[S]):
         node = match.path[-1]
         if not self.make_room(self._bytes_to_split(match)):
             return False
-        with self._copying(node.segment.nbytes, node.index_bytes):
+        with self._copying(node.copy_bytes, node.index_bytes):
             pin.withdraw(self.tree.split(node, match.blocks_in_last))
         return True
 
@@ -303,9 +304,9 @@ class Prefixes(Generic[S]):
         Returns:
             False if there is no room for the copy; nobody gives way for it.
         """
-        if node.segment.nbytes + node.index_bytes > self.ledger.free_bytes:
+        if node.copy_bytes + node.index_bytes > self.ledger.free_bytes:
             return False
-        with self._copying(node.segment.nbytes, node.index_bytes):
+        with self._copying(node.copy_bytes, node.index_bytes):
             self.tree.split(node, blocks)
         return True
 
@@ -322,10 +323,11 @@ class Prefixes(Generic[S]):
         """
         if nbytes > self.ledger.free_bytes:
             return False
-        with self.ledger.reserve(Kind.BUFFERS, nbytes):
+        with self.ledger.reserve(Kind.BUFFERS, nbytes) as made:
             try:
                 self.tree.exchange(node, make(node.segment))
             finally:
+                made.resize(0)  # it is the node's now
                 self._settle()
         return True
 
@@ -377,15 +379,21 @@ class Prefixes(Generic[S]):
 
     def recount(self) -> dict[Kind, int]:
         """Count anew what the tree holds, for `Ledger.check`."""
+        checkpoints = sum(node.segment.checkpoint_nbytes for node in self.tree)
         return {
-            Kind.NODES: sum(node.segment.nbytes for node in self.tree),
+            Kind.NODES: sum(node.segment.nbytes for node in self.tree) - checkpoints,
+            Kind.CHECKPOINTS: checkpoints,
             Kind.INDEX: sum(node.index_bytes for node in self.tree) + self.fixed_bytes,
         }
 
     def check(self) -> None:
         """Recount tree and reservations, and raise AssertionError if something differs."""
         self.tree.check()
-        counted = {Kind.NODES: self._nodes.nbytes, Kind.INDEX: self._index.nbytes}
+        counted = {
+            Kind.NODES: self._nodes.nbytes,
+            Kind.CHECKPOINTS: self._checkpoints.nbytes,
+            Kind.INDEX: self._index.nbytes,
+        }
         if counted != self.recount():
             raise AssertionError(f"{counted} counted, {self.recount()} found")
 
@@ -454,13 +462,13 @@ class Prefixes(Generic[S]):
         if not match.ends_inside:
             return 0
         node = match.path[-1]
-        return node.segment.nbytes + node.index_bytes + NODE_BYTES
+        return node.copy_bytes + node.index_bytes + NODE_BYTES
 
     def _run_to_merge(self, last: Node[S]) -> list[Node[S]]:
         """Return the nodes, parents first, that `last` is to be merged with and has room for."""
-        run, tokens, nbytes = [last], len(last.tokens), last.held_bytes
+        run, tokens, nbytes = [last], len(last.tokens), last.copy_bytes + last.index_bytes
         for node in upwards(last.parent):
-            nbytes += node.held_bytes
+            nbytes += node.copy_bytes + node.index_bytes
             fits = nbytes <= self.ledger.free_bytes
             if len(node.tokens) > tokens or not fits or not self.tree.can_merge(node, last):
                 break
@@ -469,7 +477,7 @@ class Prefixes(Generic[S]):
         return run
 
     def _merge(self, run: Sequence[Node[S]]) -> None:
-        nbytes = sum(node.segment.nbytes for node in run)
+        nbytes = sum(node.copy_bytes for node in run)
         with self._copying(nbytes, sum(node.index_bytes for node in run)):
             self.tree.merge(run[0], run[-1])
 
@@ -495,7 +503,8 @@ class Prefixes(Generic[S]):
 
     def _settle(self) -> None:
         """Bring the ledger to what the tree holds."""
-        self._nodes.resize(self.tree.nbytes)
+        self._nodes.resize(self.tree.nbytes - self.tree.checkpoint_bytes)
+        self._checkpoints.resize(self.tree.checkpoint_bytes)
         self._index.resize(self.tree.index_bytes + self.fixed_bytes)
 
     def _nearest(self, match: Match[S], rest: TokenArray, root: bytes) -> tuple[int, int | None]:

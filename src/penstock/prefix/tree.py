@@ -111,6 +111,7 @@ class PrefixTree(Generic[S]):
         self._holds = EvictionQueue()  # of held nodes, by when it ends
         self._next_id = 0
         self._tokens = self._nbytes = self._index_bytes = self._pinned_bytes = 0
+        self._checkpoint_bytes = 0
 
     # ---- questions
 
@@ -135,6 +136,11 @@ class PrefixTree(Generic[S]):
     def nbytes(self) -> int:
         """Bytes of all segments."""
         return self._nbytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of these, bytes of checkpoints."""
+        return self._checkpoint_bytes
 
     @property
     def index_bytes(self) -> int:
@@ -385,16 +391,24 @@ class PrefixTree(Generic[S]):
         reached = self._check_shape()
         if reached != set(self._nodes):
             raise AssertionError(f"nodes reached {reached}, known {set(self._nodes)}")
-        counted = (self._tokens, self._nbytes, self._index_bytes, self._pinned_bytes)
+        counted = (
+            self._tokens,
+            self._nbytes,
+            self._checkpoint_bytes,
+            self._index_bytes,
+            self._pinned_bytes,
+        )
         found = (
             sum(len(node.tokens) for node in self),
             sum(node.segment.nbytes for node in self),
+            sum(node.segment.checkpoint_nbytes for node in self),
             sum(node.index_bytes for node in self),
             sum(node.segment.nbytes + node.index_bytes for node in self if node.pins),
         )
         if counted != found:
             raise AssertionError(
-                f"tokens, bytes, index bytes, pinned bytes {counted} counted, {found} found"
+                f"tokens, bytes, those of checkpoints, index bytes, pinned bytes {counted} "
+                f"counted, {found} found"
             )
         pinned = Counter(node.id for pin in self._pins for node in pin.path)
         for node in self:
@@ -494,6 +508,7 @@ class PrefixTree(Generic[S]):
         node.held_bytes = nbytes + index_bytes
         self._tokens += sign * len(node.tokens)
         self._nbytes += sign * nbytes
+        self._checkpoint_bytes += sign * node.segment.checkpoint_nbytes
         self._index_bytes += sign * index_bytes
         if node.pins:
             self._pinned_bytes += sign * node.held_bytes

@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 from penstock.errors import CacheFileError, SettingError
 from penstock.memory import format_bytes
+from penstock.prefix.blocks import checkpoint_key
 from penstock.prefix.ssd.folder import Folder, Progress, check_is_ours
 from penstock.prefix.ssd.index import Entry
 from penstock.prefix.ssd.record import MOST_DEPTH, MOST_HEAD_BYTES, Damaged, header
@@ -44,8 +45,10 @@ class Exported:
     """What went into a tar."""
 
     blocks: int = 0
+    checkpoints: int = 0
+    """States of recurrent layers, behind blocks."""
     nbytes: int = 0
-    """Of the blocks' files."""
+    """Of the files of both."""
     damaged: int = 0
     """Left out."""
     gone: int = 0
@@ -58,9 +61,11 @@ class Imported:
 
     blocks: int = 0
     """Are new in the folder."""
+    checkpoints: int = 0
+    """States of recurrent layers, behind blocks: are new, or were there."""
     nbytes: int = 0
     known: int = 0
-    """Were there."""
+    """Blocks that were there."""
     damaged: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """By reason, as `Written` has it; or `name`, `type`, `size`: it is no block of ours."""
@@ -203,7 +208,10 @@ def _write(
             raw = _whole(folder, entry, done)
             if raw is not None:
                 tar.addfile(_info(entry, len(raw)), io.BytesIO(raw))
-                done.blocks += 1
+                if entry.key == checkpoint_key(entry.parent):
+                    done.checkpoints += 1
+                else:
+                    done.blocks += 1
                 done.nbytes += len(raw)
             progress(entry.nbytes)
     return done
@@ -310,9 +318,13 @@ def _take(store: SSDStore, tar: BinaryIO, member: _Member, done: Imported) -> No
         done.refuse("full")
     else:
         written = store.take(found.record, raw, found.fingerprint)
+        is_checkpoint = found.record.key == checkpoint_key(found.record.parent)
         if written == "claimed":
-            done.blocks += 1
             done.nbytes += len(raw)
+        if written in ("claimed", "known") and is_checkpoint:
+            done.checkpoints += 1
+        elif written == "claimed":
+            done.blocks += 1
         elif written == "known":
             done.known += 1
         else:

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from penstock.kv import columns as col
 from penstock.kv.forms import Form
 from penstock.kv.segment import Segment
+from penstock.kv.states import StateForm, States, named
 from penstock.prefix.blocks import TokenArray
 from penstock.prefix.ssd.record import TOKENS, HostArray, Target
 
 _SIDES = ("keys", "values")
+_STATES = "states."
 _A = TypeVar("_A")
 _S = TypeVar("_S")
 
@@ -37,6 +39,49 @@ def host_block(block: Segment, tokens: TokenArray) -> dict[str, HostArray]:
         for name, array in _named(number, layer, col.arrays):
             found[name] = _host(*_seen(array))
     return found
+
+
+def host_states(states: States) -> dict[str, HostArray]:
+    """Copy the states of one sequence by name, as `states.3.0`."""
+    mx.eval([array for _, array in named(states)])
+    return {_STATES + name: _host(*_seen(array)) for name, array in named(states)}
+
+
+class StateLanding:
+    """Memory for the states of one sequence, which is filled from a file; see `Landing`."""
+
+    blocks = 1
+
+    def __init__(self, form: StateForm, *, in_place: bool = True) -> None:
+        self._form = form
+        self._in_place = in_place
+        self._rooms: dict[str, _Room] = {}
+
+    def targets(self) -> list[dict[str, Target]]:
+        """Take the memory, if it is not taken, and return where the arrays go."""
+        if not self._rooms:
+            self._rooms = {
+                name: _Room.made(shape, dtype, in_place=self._in_place)
+                for name, shape, dtype in self._form.arrays
+            }
+            if self._in_place:
+                mx.eval([room.array for room in self._rooms.values()])
+        return [
+            {
+                _STATES + name: Target(
+                    room.dtype,
+                    tuple(room.array.shape),
+                    [np.asarray(room.array).reshape(-1).view(np.uint8)],
+                )
+                for name, room in self._rooms.items()
+            }
+        ]
+
+    def states(self) -> States:
+        """Return what was read."""
+        found = {name: room.read() for name, room in self._rooms.items()}
+        mx.eval(list(found.values()))
+        return self._form.states(found)
 
 
 class Landing:
@@ -101,16 +146,14 @@ class Landing:
                     forms[1].side([room.read() for room in values]),
                 )
                 for forms, (keys, values) in zip(self._form.layers, self._layers, strict=True)
-            )
+            ),
+            length=self._tokens,
         )
         mx.eval([col.arrays(*layer) for layer in segment.layers])
         return segment
 
     def _made(self, shape: tuple[int, ...], dtype: mx.Dtype) -> _Room:
-        name = _name(dtype)
-        number = _number(name)
-        array = mx.empty(shape, getattr(mx, number)) if self._in_place else np.empty(shape, number)
-        return _Room(name, array)
+        return _Room.made(shape, dtype, in_place=self._in_place)
 
     def _tokens_of(self, block: int) -> NDArray[np.uint8]:
         size = self._block_size
@@ -132,6 +175,14 @@ class _Room:
 
     dtype: str
     array: mx.array | NDArray[Any]
+
+    @classmethod
+    def made(cls, shape: tuple[int, ...], dtype: mx.Dtype, *, in_place: bool) -> _Room:
+        """Take the memory of one array, of MLX's or the host's."""
+        name = _name(dtype)
+        number = _number(name)
+        array = mx.empty(shape, getattr(mx, number)) if in_place else np.empty(shape, number)
+        return cls(name, array)
 
     def bytes(self) -> NDArray[np.uint8]:
         """Return its memory, (heads, tokens, bytes of a row)."""

@@ -179,16 +179,29 @@ class Index:
         count = 0
         for start in range(0, len(keys), KEYS_AT_ONCE):
             some = list(keys[start : start + KEYS_AT_ONCE])
-            query = (
-                f"SELECT key FROM blocks WHERE key IN ({', '.join('?' * len(some))}) "
-                "AND fingerprint = ? AND owner IS NULL"
-            )
-            found = {row[0] for row in self._db.execute(query, (*some, fingerprint))}
+            found = self._found(some, fingerprint)
             for key in some:
                 if key not in found:
                     return count
                 count += 1
         return count
+
+    def deepest(self, keys: Sequence[bytes], fingerprint: str) -> int | None:
+        """Return the place of the last of some keys that is there and written."""
+        for start in reversed(range(0, len(keys), KEYS_AT_ONCE)):
+            some = list(keys[start : start + KEYS_AT_ONCE])
+            found = self._found(some, fingerprint)
+            for place in reversed(range(len(some))):
+                if some[place] in found:
+                    return start + place
+        return None
+
+    def _found(self, keys: Sequence[bytes], fingerprint: str) -> set[bytes]:
+        query = (
+            f"SELECT key FROM blocks WHERE key IN ({', '.join('?' * len(keys))}) "
+            "AND fingerprint = ? AND owner IS NULL"
+        )
+        return {row[0] for row in self._db.execute(query, (*keys, fingerprint))}
 
     # ---- acts
 

@@ -59,7 +59,7 @@ class HostArray:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One block's KV, all layers."""
+    """One block's KV, all layers; or a checkpoint, which lies behind its block as a child."""
 
     key: bytes
     """Names the block and everything in front of it; see `blocks`."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from penstock.prefix.blocks import checkpoint_key
 from penstock.prefix.ssd.direct import Writer
 from penstock.prefix.ssd.index import (
     BUSY_SECONDS,
@@ -140,9 +141,19 @@ class SSDStore:
         """Bytes of all files of blocks, of all models, those that are being written included."""
         return self.index.nbytes
 
-    def held(self, keys: Sequence[bytes]) -> int:
-        """Return how many keys of a chain, from its first on, could be read."""
-        return self.index.held(keys, self.fingerprint)
+    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> int:
+        """Return how many keys of a chain, from its first on, could be read.
+
+        Args:
+            keys: of the blocks.
+            resumable: count no further than to the last one behind which a checkpoint is there.
+        """
+        count = self.index.held(keys, self.fingerprint)
+        if not resumable:
+            return count
+        checkpoints = [checkpoint_key(key) for key in keys[:count]]
+        last = self.index.deepest(checkpoints, self.fingerprint)
+        return 0 if last is None else last + 1
 
     def chains(self, most_bytes: int) -> list[list[bytes]]:
         """Return the keys of this model's chains that are worth most, each from its first block
@@ -150,7 +161,9 @@ class SSDStore:
         entries = [
             entry
             for entry in self.index.entries()
-            if entry.owner is None and entry.fingerprint == self.fingerprint
+            if entry.owner is None
+            and entry.fingerprint == self.fingerprint
+            and entry.key != checkpoint_key(entry.parent)
         ]
         by_key = {entry.key: entry for entry in entries}
         found: list[list[bytes]] = []
@@ -269,7 +282,7 @@ class SSDStore:
         self.counts.read_seconds += time.perf_counter() - began
         return count
 
-    def prepare(self, keys: Sequence[bytes], known: int = 0) -> int:
+    def prepare(self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False) -> int:
         """Return how many keys of a chain, from its first on, could be read, as somebody asks for
         them: they are used, wherever they are read from, which `note_uses` writes.
 
@@ -277,10 +290,15 @@ class SSDStore:
             keys: of the blocks.
             known: how many first ones need not be read; the system is told that the others will
                 be, so that it may read them ahead.
+            resumable: as of `held`.
         """
-        count = self.held(keys)
+        count = self.held(keys, resumable=resumable)
+        ahead = list(keys[known:count])
         self._used += keys[:count]
-        for key in keys[known:count]:
+        if resumable and count:
+            ahead.append(checkpoint_key(keys[count - 1]))
+            self._used.append(ahead[-1])
+        for key in ahead:
             with suppress(OSError, Damaged), _opened(self._path(key)) as file:
                 _read_ahead(file)
         return count

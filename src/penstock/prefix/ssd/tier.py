@@ -123,14 +123,16 @@ class ColdTier:
         with self._changed:
             return not self.is_off and self._takes(nbytes)
 
-    def held(self, keys: Sequence[bytes]) -> Future[int]:
-        """Count how many first keys of a chain could be read."""
-        return self._call(lambda store: store.held(keys), 0)
+    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> Future[int]:
+        """Count how many first keys of a chain could be read; see `SSDStore.held`."""
+        return self._call(lambda store: store.held(keys, resumable=resumable), 0)
 
-    def prepare(self, keys: Sequence[bytes], known: int = 0) -> Future[int]:
+    def prepare(
+        self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False
+    ) -> Future[int]:
         """Count how many first keys of a chain could be read, all of which are used now, and have
-        the system read those ahead that are behind the `known` ones."""
-        return self._call(lambda store: store.prepare(keys, known), 0)
+        the system read those ahead that are behind the `known` ones; see `SSDStore.prepare`."""
+        return self._call(lambda store: store.prepare(keys, known, resumable=resumable), 0)
 
     def restore(
         self, keys: Sequence[bytes], make_targets: Callable[[], Sequence[Mapping[str, Target]]]

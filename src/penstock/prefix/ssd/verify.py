@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from penstock.prefix.blocks import KEY_BYTES, block_keys
+from penstock.prefix.blocks import KEY_BYTES, block_keys, checkpoint_key
 from penstock.prefix.ssd.folder import Folder, Progress
 from penstock.prefix.ssd.index import Entry, is_alive
 from penstock.prefix.ssd.record import (
@@ -72,8 +72,9 @@ class Checked:
 def check_block(raw: bytes) -> Checked:
     """Read a block's file, from wherever it comes.
 
-    Beyond what `decode` does, its key must be that of its parent and its tokens, and its words
-    within bounds. That the arrays are what the model computes from the tokens, nobody can tell.
+    Beyond what `decode` does, its key must be that of its parent and its tokens, or of its parent's
+    checkpoint, and its words within bounds. That the arrays are what the model computes from the
+    tokens, nobody can tell.
 
     Raises:
         Damaged: says what is wrong.
@@ -89,6 +90,8 @@ def check_block(raw: bytes) -> Checked:
         raise Damaged("its fingerprint is none")
     if not 0 <= record.depth < MOST_DEPTH or len(record.parent) != KEY_BYTES:
         raise Damaged(f"it cannot lie at depth {record.depth} behind {record.parent.hex()}")
+    if record.key == checkpoint_key(record.parent):
+        return Checked(record, fingerprint)
     tokens = _tokens(record.arrays.get(TOKENS))
     if block_keys(tokens, len(tokens), record.parent) != [record.key]:
         raise Damaged("its key is not that of its tokens")

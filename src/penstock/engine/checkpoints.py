@@ -1,0 +1,167 @@
+"""Where sequences of recurrent models can go on: checkpoints at boundaries between blocks.
+
+    prefill ──> a chunk ends at a boundary ──> capture ──┐
+    decode  ──> a block is full ────────────> capture ──┴──> thin: ever wider into the past
+    match   ──> the deepest checkpoint of the path: what is behind it is read again
+
+A state is filed under exactly the boundary at which it was captured, is owned by the node there
+and goes with it. It is shared as it lies: whoever goes on from it computes new arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from penstock.kv import states as st
+from penstock.kv.segment import Segment
+from penstock.kv.states import Checkpoint, Live
+from penstock.prefix.node import Node
+from penstock.prefix.prefixes import Prefixes
+
+SHARE = 0.25
+"""Of the bytes of a path's keys and values, what its checkpoints may take."""
+TURN_ENDS = 2
+"""Newest ends of turns of a path that keep their checkpoint whatever it takes."""
+LEAST = 4
+"""Checkpoints that a path may have however little its keys and values are."""
+NEAR = 4
+"""Blocks from a path's end within which every boundary may keep one; beyond, ever fewer do."""
+
+Path = Sequence[Node[Segment]]
+
+
+class Checkpoints:
+    """Captures and gives up the checkpoints of a tree. Not thread-safe: the engine's thread.
+
+    Args:
+        prefixes: of the engine.
+        state_bytes: of one sequence's states.
+    """
+
+    def __init__(self, prefixes: Prefixes[Segment], state_bytes: int) -> None:
+        self._prefixes = prefixes
+        self._state_bytes = state_bytes
+        self.refused = 0
+        """Boundaries at which there was no room for one."""
+
+    def resume(self, path: Path, most_tokens: int) -> tuple[int, Live | None]:
+        """Return the deepest position of a path, `most_tokens` at most, at which a sequence can go
+        on, and the states it goes on with; 0 and None if that is the beginning."""
+        for node in reversed(path):
+            for found in st.before(node.segment.checkpoints, most_tokens - node.start):
+                return node.start + found.at, Live(found.states, own=True)
+        return 0, None
+
+    def stops(self, start: int, end: int, wanted: Collection[int]) -> list[int]:
+        """Return where a chunk start..end-1 must be cut, so that one ends at each boundary that is
+        wanted, and its own end."""
+        return sorted({each for each in wanted if start < each < end} | {end})
+
+    def capture(self, path: Path, position: int, live: Live, *, turn_end: bool) -> bool:
+        """File a sequence's states under a boundary of its path, as far as there is room.
+
+        Args:
+            path: of which some node holds the block in front of the boundary.
+            position: of the boundary: the states are those after so many tokens.
+            live: the states.
+            turn_end: whether a prompt ends in the next block.
+
+        Returns:
+            Whether there is a checkpoint now.
+        """
+        node = next((each for each in path if each.start < position <= each.end), None)
+        if node is None:
+            return False
+        at = position - node.start
+        held = next((each for each in node.segment.checkpoints if each.at == at), None)
+        if held is not None:
+            if turn_end and not held.turn_end:
+                self._replace(node, [Checkpoint(at, held.states, turn_end=True)], {at})
+            return True
+        if self._prefixes.make_room(self._state_bytes):
+            states = live.owned()
+            made = [Checkpoint(at, states, turn_end=turn_end)]
+            if st.is_finite(states) and self._replace(node, made, {at}):
+                self.thin(path, position)
+                return True
+        self.refused += 1
+        return False
+
+    def end_turn(self, path: Path, position: int) -> int:
+        """Note that a conversation ended behind a position: the deepest checkpoint in front of it
+        is where it goes on. Return its place, 0 if there is none."""
+        for node in reversed(path):
+            for found in st.before(node.segment.checkpoints, position - node.start):
+                if not found.turn_end:
+                    kept = Checkpoint(found.at, found.states, turn_end=True)
+                    self._replace(node, [kept], {found.at})
+                return node.start + found.at
+        return 0
+
+    def thin(self, path: Path, tip: int) -> None:
+        """Give up the checkpoints of a path that its end does not need so close together."""
+        size = self._prefixes.block_size
+        found = [(node, each) for node in path for each in node.segment.checkpoints]
+        places = [node.start + each.at for node, each in found]
+        # Where branches part, every one of them begins.
+        fixed = {node.end for node in path if len(node.children) > 1}
+        ends = [p for p, (_, each) in zip(places, found, strict=True) if each.turn_end]
+        fixed |= set(sorted(p for p in ends if p <= tip)[-TURN_ENDS:])
+        kv_bytes = sum(node.segment.kv_nbytes for node in path)
+        most = None
+        if kv_bytes:
+            most = max(LEAST, int(SHARE * kv_bytes) // max(1, self._state_bytes))
+        kept = retained(places, tip, size, fixed, most)
+        for node in path:
+            given_up = {
+                each.at for each in node.segment.checkpoints if node.start + each.at not in kept
+            }
+            if given_up:
+                self._replace(node, [], given_up)
+
+    def _replace(self, node: Node[Segment], new: Sequence[Checkpoint], at: Collection[int]) -> bool:
+        """Put checkpoints in the place of those of a node that are at some positions."""
+        kept = [each for each in node.segment.checkpoints if each.at not in at]
+        made = node.segment.checkpointed([*kept, *new])
+        more = max(0, made.checkpoint_nbytes - node.segment.checkpoint_nbytes)
+        return self._prefixes.exchange(node, lambda _: made, more)
+
+
+def retained(
+    places: Collection[int],
+    tip: int,
+    block_size: int,
+    fixed: Collection[int] = (),
+    most: int | None = None,
+) -> set[int]:
+    """Say which of a path's checkpoints stay: ever fewer into the past.
+
+    At a distance of d blocks from the end, those at multiples of 2^k blocks stay, with 2^k at most
+    d / NEAR: a place that is given up is never wanted again, however far the path grows. If more
+    than `most` are left, it is as if they were twice, four times ... as far away.
+
+    Args:
+        places: of the checkpoints, in tokens; multiples of `block_size`.
+        tip: the path's end, in tokens.
+        block_size: tokens of a block.
+        fixed: places that stay in any case, as the path's last one does.
+        most: how many may stay, but for those.
+    """
+    last = max((place for place in places if place <= tip), default=None)
+    always = {place for place in places if place in fixed or place == last or place > tip}
+    away = 1
+    while True:
+        others = {
+            place
+            for place in places
+            if place not in always
+            and place // block_size % _spacing((tip - place) * away // block_size) == 0
+        }
+        if most is None or not others or len(others) + len(always) <= most:
+            return always | others
+        away *= 2
+
+
+def _spacing(blocks: int) -> int:
+    """Return between how many blocks one is kept, so far from the end."""
+    return 1 << max(0, (blocks // NEAR).bit_length() - 1)

@@ -1,0 +1,170 @@
+"""What recurrent layers keep of a sequence: a few arrays, which stand for all of its tokens.
+
+A state is true at one position alone: after the tokens in front of it, and no others. It cannot
+be cut, joined or taken back, only kept beside the position at which it was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import mlx.core as mx
+
+State: TypeAlias = "tuple[mx.array | None, ...]"
+"""Of one layer: the arrays, (rows, ...), that it left; None is what a layer never wrote."""
+States: TypeAlias = tuple[State, ...]
+"""Of all recurrent layers, in the model's order."""
+
+
+def arrays(states: Sequence[State]) -> list[mx.array]:
+    """List the arrays that states consist of."""
+    return [array for state in states for array in state if array is not None]
+
+
+def nbytes(states: Sequence[State]) -> int:
+    """Count the bytes of states."""
+    return sum(array.nbytes for array in arrays(states))
+
+
+def copied(states: Sequence[State], row: int | None = None) -> States:
+    """Copy states into buffers of just their size, evaluated: all rows of them, or one."""
+
+    def own(array: mx.array | None) -> mx.array | None:
+        if array is None:
+            return None
+        taken = array if row is None else array[row : row + 1]
+        return mx.concatenate([taken, taken[:0]])  # of one array alone MLX returns that array
+
+    made = tuple(tuple(own(array) for array in state) for state in states)
+    mx.eval(arrays(made))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """States as they were at exactly one boundary between blocks."""
+
+    at: int
+    """Tokens of the segment in front of the boundary; at least 1."""
+    states: States
+    turn_end: bool = False
+    """Whether a prompt, or an answer, ended in the next block: where a conversation goes on."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return nbytes(self.states)
+
+    def moved(self, by: int) -> Checkpoint:
+        """Return it as a segment names it that begins so many tokens earlier."""
+        return Checkpoint(self.at + by, self.states, self.turn_end)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A running sequence's states: one row of what the last step left."""
+
+    states: States
+    """Of all rows of that step."""
+    row: int = 0
+    own: bool = False
+    """Whether the row is alone, in buffers of just its size."""
+
+    def row_states(self) -> States:
+        """Return the row alone, as views."""
+        if self.own:
+            return self.states
+        return tuple(
+            tuple(None if array is None else array[self.row : self.row + 1] for array in state)
+            for state in self.states
+        )
+
+    def owned(self) -> States:
+        """Return the row alone, in buffers of just its size, evaluated."""
+        return self.states if self.own else copied(self.states, self.row)
+
+
+def stacked(lives: Sequence[Live]) -> States:
+    """Return the states of some sequences as rows, in order; not evaluated.
+
+    Nothing is copied where they are all the rows of the step before, as in most steps.
+    """
+    first = lives[0].states
+    if all(live.states is first and live.row == row for row, live in enumerate(lives)) and all(
+        array.shape[0] == len(lives) for array in arrays(first)
+    ):
+        return first
+
+    def joined(parts: tuple[mx.array | None, ...]) -> mx.array | None:
+        found = [
+            part[live.row : live.row + 1]
+            for part, live in zip(parts, lives, strict=True)
+            if part is not None
+        ]
+        if not found:
+            return None
+        if len(found) < len(parts):
+            raise ValueError("some of the sequences have a state where others have none")
+        return mx.concatenate(found)
+
+    layers = zip(*(live.states for live in lives), strict=True)
+    return tuple(tuple(map(joined, zip(*layer, strict=True))) for layer in layers)
+
+
+def blank(states: Sequence[State]) -> States:
+    """Return zeros in place of states."""
+    return tuple(
+        tuple(None if array is None else mx.zeros_like(array) for array in state)
+        for state in states
+    )
+
+
+def before(checkpoints: Sequence[Checkpoint], at: int) -> Iterator[Checkpoint]:
+    """Yield the checkpoints up to a position, the deepest first."""
+    return (each for each in reversed(checkpoints) if each.at <= at)
+
+
+def is_finite(states: Sequence[State]) -> bool:
+    """Tell whether every number is one."""
+    found = [mx.isfinite(array).all() for array in arrays(states)]
+    return not found or bool(mx.stack(found).all())
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """What the states of one sequence look like: shape and dtype of each array, by its name."""
+
+    arrays: tuple[tuple[str, tuple[int, ...], mx.Dtype], ...]
+    sizes: tuple[int, ...]
+    """Arrays of each layer, those that are None included."""
+
+    @classmethod
+    def of(cls, states: States) -> StateForm:
+        """Return the form of states."""
+        return cls(
+            tuple((name, array.shape, array.dtype) for name, array in named(states)),
+            tuple(len(state) for state in states),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of such states."""
+        return sum(prod(shape) * dtype.size for _, shape, dtype in self.arrays)
+
+    def states(self, arrays: dict[str, mx.array]) -> States:
+        """Return the states that these arrays are, by their names."""
+        return tuple(
+            tuple(arrays.get(f"{layer}.{place}") for place in range(size))
+            for layer, size in enumerate(self.sizes)
+        )
+
+
+def named(states: States) -> Iterator[tuple[str, mx.array]]:
+    """Yield the arrays of states with their names: `3.0`, `3.1` of the fourth layer with states."""
+    for layer, state in enumerate(states):
+        for place, array in enumerate(state):
+            if array is not None:
+                yield f"{layer}.{place}", array

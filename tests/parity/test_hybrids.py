@@ -1,0 +1,257 @@
+"""Models with recurrent layers on the engine: their text is a plain loop's, wherever they go on."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import cache as theirs
+from parity_models import (
+    RECURRENT_FAMILIES,
+    Step,
+    assert_same,
+    generate,
+    model_of,
+    prompt_of,
+)
+
+from penstock.engine import checkpoints
+from penstock.engine.checkpoints import Checkpoints
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.kv.states import Live, blank
+from penstock.ledger import Kind
+
+every_family = pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+SMALL = {"block_size": 16, "prefill_chunk": 32}
+BASE = tuple(prompt_of(70))
+"""Four whole blocks and six tokens."""
+
+
+@contextmanager
+def engine(model: Any, **settings: Any) -> Iterator[Core]:
+    core = Core(model, **{"memory_limit": "400MB", **SMALL, **settings})
+    try:
+        yield core
+        core.check()
+        assert core.idle
+        assert core.prefixes.tree.pins == 0
+        core.prefixes.clear()
+        assert core.ledger.by_class()[Kind.CHECKPOINTS] == 0
+    finally:
+        core.close()
+
+
+def ask(core: Core, prompt: Sequence[int], tokens: int, **settings: Any) -> Handle:
+    return core.submit(Request(prompt=tuple(prompt), max_tokens=tokens, **settings))
+
+
+def drain(core: Core, steps: int | None = None) -> None:
+    while steps != 0 and core.step():
+        core.check()
+        steps = None if steps is None else steps - 1
+
+
+def answer(handle: Handle) -> list[int]:
+    return handle.result(timeout_seconds=0)[0].tokens
+
+
+def cached(handle: Handle) -> int:
+    finish = handle.result(timeout_seconds=0)[0].finish
+    assert finish is not None
+    return finish.usage.cached_tokens
+
+
+@functools.cache
+def plain(family: str, prompt: tuple[int, ...], tokens: int) -> list[Step]:
+    return generate(model_of(family), prompt, theirs.make_prompt_cache(model_of(family)), tokens)
+
+
+def check(family: str, *handles: Handle) -> None:
+    for number, handle in enumerate(handles):
+        prompt, tokens = handle.request.prompt, handle.request.max_tokens
+        what = f"{family}, request {number} of {len(prompt)} tokens"
+        assert_same(answer(handle), plain(family, prompt, tokens), what)
+
+
+@every_family
+def test_cold_and_warm_and_the_next_turn(family: str) -> None:
+    with engine(model_of(family)) as core:
+        assert core.runner.fitness.way == "shared", core.runner.fitness.why
+        for hits, computed in ((0, 69), (64, 5)):
+            before = core.stats().prefilled_tokens
+            handle = ask(core, BASE, 24)
+            drain(core)
+            check(family, handle)
+            assert cached(handle) == hits
+            assert core.stats().prefilled_tokens - before == computed
+        # 70 + 23 tokens have five whole blocks, and the state was kept at the last one's end.
+        turn = ask(core, (*BASE, *answer(handle), *prompt_of(4)), 24)
+        drain(core)
+        check(family, turn)
+        assert cached(turn) == 80
+
+
+@every_family
+def test_a_prompt_that_parts_is_read_again_from_the_last_checkpoint(family: str) -> None:
+    """Chunks end at 32 and 64: whoever parts at 48 goes on from 32, and keeps the state at 48 for
+    those to come."""
+    other = (*BASE[:50], *prompt_of(30, seed=1))
+    third = (*BASE[:50], *prompt_of(30, seed=2))
+    with engine(model_of(family)) as core:
+        first = ask(core, BASE, 8)
+        drain(core)
+        found = core.explain(list(other))
+        assert (found.held_tokens, found.resume_tokens) == (48, 32)
+        assert "32" in found.reason
+        second = ask(core, other, 8)
+        drain(core)
+        assert core.explain(list(third)).resume_tokens == 48
+        last = ask(core, third, 8)
+        drain(core)
+        check(family, first, second, last)
+        assert [cached(handle) for handle in (first, second, last)] == [0, 32, 48]
+
+
+@every_family
+def test_batches_with_joins_and_leaves_are_each_alone(family: str) -> None:
+    """Also prompts of one token, which begin beside others that have states."""
+    rng = random.Random(3)
+    with engine(model_of(family), max_batch_size=4) as core:
+        handles = []
+        for number in range(10):
+            shared = BASE[: rng.choice((0, 20, 40, 70))]
+            own = prompt_of(rng.choice((1, 2, 17, 40)), seed=number)
+            handles.append(ask(core, (*shared, *own), rng.choice((1, 5, 20))))
+            drain(core, rng.choice((0, 1, 3)))
+        drain(core)
+        check(family, *handles)
+
+
+@every_family
+def test_who_asks_for_the_same_at_once_waits_for_one(family: str) -> None:
+    with engine(model_of(family), max_batch_size=4) as core:
+        handles = [ask(core, BASE, 12) for _ in range(4)]
+        drain(core)
+        check(family, *handles)
+        assert core.stats().prefilled_tokens < 69 + 3 * 16
+
+
+@every_family
+def test_parked_cancelled_and_failed_ones_leave_nothing(family: str) -> None:
+    with engine(model_of(family), max_batch_size=2) as core:
+        slow = [ask(core, BASE, 30), ask(core, prompt_of(40, seed=5), 30)]
+        drain(core, 8)
+        urgent = ask(core, prompt_of(20, seed=6), 5, priority=1)
+        gone = ask(core, prompt_of(50, seed=7), 30)
+        drain(core, 4)
+        gone.cancel()
+        drain(core)
+        check(family, *slow, urgent)
+        assert core.stats().parkings > 0
+
+
+@every_family
+def test_little_memory(family: str) -> None:
+    """Checkpoints give way with their nodes, and their bytes are in the ledger at all times."""
+    with engine(model_of(family)) as core:
+        need = core.needs.own(118) + core.needs.step(118) + core.needs.chunk(118)
+        room = need + 6 * core.runner.state_bytes + 20_000
+        core.set_limit(core.ledger.used_bytes + room)
+        handles = []
+        for number in range(16):
+            handles.append(ask(core, (*BASE[:48], *prompt_of(60, seed=number)), 10))
+            drain(core)
+        check(family, *handles)
+        assert core.stats().evicted_nodes > 0
+
+
+def test_a_state_of_another_boundary_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the state of one place under the name of another gives another text."""
+    real = Checkpoints.capture
+
+    def stale(self: Any, path: Any, position: int, live: Live, **more: Any) -> bool:
+        return real(self, path, position, Live(blank(live.owned()), own=True), **more)
+
+    monkeypatch.setattr(Checkpoints, "capture", stale)
+    with engine(model_of("qwen3_next")) as core:
+        for _ in range(2):
+            handle = ask(core, BASE, 24)
+            drain(core)
+        with pytest.raises(AssertionError, match="token"):
+            check("qwen3_next", handle)
+
+
+def test_checkpoints_take_a_quarter_of_what_they_stand_for() -> None:
+    """And those that are kept are ever further apart."""
+    with engine(model_of("qwen3_next"), max_kv_size=4_096, keep=16) as core:
+        ask(core, prompt_of(2_000), 40)
+        drain(core)
+        (path,) = [node.path() for node in core.prefixes.tree.leaves()]
+        places = [node.start + each.at for node in path for each in node.segment.checkpoints]
+        assert places[-1] == 2_032 and 1_984 in places
+        gaps = [after - before for before, after in pairwise(places)]
+        assert max(gaps[: len(gaps) // 2]) > 2 * max(gaps[-3:])
+        kinds = core.ledger.by_class()
+        assert kinds[Kind.CHECKPOINTS] <= 0.25 * kinds[Kind.NODES]
+
+
+@pytest.mark.parametrize("tip", range(16, 3_000, 160))
+def test_what_was_given_up_is_never_wanted_again(tip: int) -> None:
+    """So it makes no difference how often one looks."""
+    size = 16
+    places = list(range(size, tip + 1, size))
+    once = checkpoints.retained(places, tip, size)
+    kept: set[int] = set()
+    for end in places:
+        kept = checkpoints.retained({*kept, end}, end, size)
+    assert kept == once
+    assert len(once) <= 2 * checkpoints.NEAR * (1 + (tip // size).bit_length())
+    assert max(once) == max(places)
+
+
+def test_no_more_stay_than_may() -> None:
+    places = range(16, 3_000, 16)
+    for most in (0, 1, 5, 10):
+        kept = checkpoints.retained(places, 2_992, 16, {160, 320}, most)
+        assert {160, 320, 2_992} <= kept
+        assert len(kept) <= max(3, most)
+
+
+def test_the_states_of_a_step_are_not_copied_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch that stays as it is the arrays go on as they are."""
+    from penstock.engine import step
+
+    given: list[bool] = []
+    real = step.stacked
+
+    def counted(lives: Sequence[Live]) -> Any:
+        made = real(lives)
+        given.append(made is lives[0].states)
+        return made
+
+    monkeypatch.setattr(step, "stacked", counted)
+    with engine(model_of("falcon_h1")) as core:
+        handles = [ask(core, prompt_of(20, seed=number), 10) for number in range(3)]
+        drain(core)
+        check("falcon_h1", *handles)
+    assert sum(given) >= 6
+
+
+def test_numbers_of_a_state_are_numbers() -> None:
+    live = Live(((mx.array([[1.0, float("inf")]]), None),))
+    with engine(model_of("mamba2")) as core:
+        ask(core, BASE, 2)
+        drain(core)
+        (path,) = [node.path() for node in core.prefixes.tree.leaves()]
+        with core.prefixes.pin(core.prefixes.match(path[-1].keys[:1])):
+            for node in path:
+                core.checkpoints._replace(node, [], range(1_000))
+            assert not core.checkpoints.capture(path, 16, live, turn_end=False)
