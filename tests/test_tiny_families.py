@@ -1,0 +1,104 @@
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+import tiny_families
+from tiny_families import Unbuildable, build, families, plain_greedy, prompt_of
+
+
+def kinds(model: Any) -> set[str]:
+    """Return the classes of a model's caches, those inside others too."""
+
+    def walk(caches: Any) -> Iterator[str]:
+        for cache in caches:
+            yield type(cache).__name__
+            yield from walk(getattr(cache, "caches", ()))
+
+    return set(walk(make_prompt_cache(model)))
+
+
+def test_there_are_more_than_a_hundred_families() -> None:
+    found = families()
+    assert len(found) > 100
+    assert {"llama", "qwen3_next", "deepseek_v3", "nemotron_h", "lfm2-vl"} <= set(found)
+    assert not {"base", "cache", "mla", "switch_layers"} & set(found)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
+def test_a_family_is_built_the_same_every_time(name: str) -> None:
+    first, second = (dict(tree_flatten(build(name).parameters())) for _ in range(2))
+    assert first.keys() == second.keys()
+    for path, weights in first.items():
+        assert weights.dtype == mx.float32
+        assert mx.array_equal(weights, second[path]), path
+    assert sum(weights.nbytes for weights in first.values()) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "both"),
+    [
+        ("cohere2", {"KVCache", "RotatingKVCache"}),
+        ("gemma3", {"KVCache", "RotatingKVCache"}),
+        ("gpt_oss", {"KVCache", "RotatingKVCache"}),
+        ("llama4", {"KVCache", "ChunkedKVCache"}),
+        ("gear", {"ArraysCache", "KVCache", "RotatingKVCache"}),
+        ("recurrent_gemma", {"ArraysCache", "RotatingKVCache"}),
+        ("baichuan_m1", {"CacheList", "ArraysCache", "KVCache", "RotatingKVCache"}),
+        ("falcon_h1", {"CacheList", "ArraysCache", "KVCache"}),
+        ("granitemoehybrid", {"ArraysCache", "KVCache"}),
+        ("jamba", {"ArraysCache", "KVCache"}),
+        ("kimi_linear", {"ArraysCache", "KVCache"}),
+        ("lfm2", {"ArraysCache", "KVCache"}),
+        ("nemotron_h", {"ArraysCache", "KVCache"}),
+        ("qwen3_5_moe", {"ArraysCache", "KVCache"}),
+    ],
+)
+def test_a_hybrid_has_all_its_kinds_of_layers(name: str, both: set[str]) -> None:
+    assert kinds(build(name)) == both
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "qwen3_next", "mamba2"])
+def test_text_depends_on_all_of_the_prompt_and_not_on_chunks(name: str) -> None:
+    model = build(name)
+    prompt = prompt_of(40)
+    tokens, logits = plain_greedy(model, prompt, 12)
+    assert len(set(tokens)) > 2
+    again, others = plain_greedy(model, prompt, 12, cuts=[13])
+    assert again == tokens
+    assert mx.abs(others - logits).max() < 1e-4 * mx.abs(logits).max()
+    changed = [*prompt[:30], prompt[30] ^ 1, *prompt[31:]]
+    assert mx.abs(plain_greedy(model, changed, 1)[1] - logits[:1]).max() > 1e-2
+
+
+def test_a_field_without_rule_type_or_default_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass
+    class ModelArgs(llama.ModelArgs):
+        flux_capacity: int = dataclasses.field(kw_only=True)
+
+    monkeypatch.setattr(llama, "ModelArgs", ModelArgs)
+    with pytest.raises(Unbuildable, match="flux_capacity"):
+        build("llama")
+
+
+def test_a_family_that_does_not_run_is_unbuildable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        raise RuntimeError("[metal_kernel] No Metal back-end.")
+
+    monkeypatch.setattr(llama.Model, "__call__", call)
+    with pytest.raises(Unbuildable, match="needs a GPU kernel"):
+        build("llama")
+
+
+def test_every_exception_is_of_a_family_and_a_field_that_are_there() -> None:
+    for module, name in tiny_families.EXCEPTIONS:
+        place = tiny_families.Place(module, tiny_families._module(module).ModelArgs)
+        classes = [place.args]
+        if "text_config" in tiny_families._fields(tiny_families._module(module)):
+            classes.append(tiny_families._text_args(module))
+        assert any(name in {f.name for f in dataclasses.fields(c)} for c in classes), (module, name)
