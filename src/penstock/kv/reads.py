@@ -569,8 +569,13 @@ def _positions(spans: Sequence[tuple[int, int]]) -> mx.array | None:
 class JoinedReads:
     """One layer of one sequence's step, joined: for models that need contiguous KV.
 
-    The protocol of mlx-lm's plain cache; masks are arrays or "causal", as mlx-lm's are.
+    The protocol of mlx-lm's plain cache; masks are arrays or "causal", as mlx-lm's are. Models
+    with sparse attention also read and replace `keys` and `values`, here the new tokens' alone,
+    to have them computed.
     """
+
+    start_position = 0
+    """Of the first column, in a cache that drops what lies before the last chunk: none are."""
 
     def __init__(
         self,
@@ -597,7 +602,11 @@ class JoinedReads:
         else:
             tails, slot, used = self.tail
             tails.write_block(self.layer, slot, used, keys, values)
+            self.keys, self.values = keys, values
         return self.keys_and_values()
+
+    def maybe_trim_front(self) -> None:
+        """Drop nothing: what chunked attention does not see, its masks hide."""
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what `update_and_fetch` returned; later layers of some models read it."""
@@ -621,10 +630,11 @@ class JoinedReads:
         sight = self.sight.within(window_size)
         used = 0 if self.tail is None else self.tail[2]
         begins = self.offset - used
-        if not return_array and sight.sees_all(self.offset + n - 1):
+        as_array = return_array and (n > 1 or window_size is not None)  # as mlx-lm's caches do
+        if not as_array and sight.sees_all(self.offset + n - 1):
             return None if n == 1 else "causal"
         tail_seen = sight.starts_at(self.offset) <= max(begins, sight.keep)
-        if not return_array and n == 1 and sight == self.sight and tail_seen:
+        if not as_array and n == 1 and sight == self.sight and tail_seen:
             return None  # the parts were joined as far as they are seen
         nearest = self.sight.starts_at(self.offset)
         spans = [s for part in self.parts for s in _pieces(part, nearest, self.sight.keep)]
