@@ -51,6 +51,7 @@ bench: $(VENV)/.dev
 	$(BIN)/penstock bench lookup --save bench/results
 	$(BIN)/penstock bench shared-prefix --cold-rounds 0 --save bench/results
 	$(BIN)/penstock bench hit --rounds 2 --save bench/results
+	$(BIN)/penstock bench hybrid --save bench/results
 	$(BIN)/penstock bench single --save bench/results --plot docs/single.png
 	$(BIN)/penstock bench ragged --save bench/results
 

@@ -20,11 +20,21 @@ from mlx_lm.generate import (
 )
 from mlx_lm.models.cache import LRUPromptCache
 
-from penstock.bench import engine_runs, hit, quantised, ragged, restore, shared_prefix, single
+from penstock.bench import (
+    engine_runs,
+    hit,
+    hybrid,
+    quantised,
+    ragged,
+    restore,
+    shared_prefix,
+    single,
+)
 from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, Run, Task
 from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.bench.report import publish
 from penstock.cli import main
+from penstock.engine.checkpoints import Checkpoints
 from penstock.engine.pace import Pace
 from penstock.errors import SettingError
 from penstock.models.rivals import Batched, Solo, random_llama
@@ -47,6 +57,15 @@ SINGLE = single.Load(
 )
 QUANTISED = quantised.Load(
     "turbo4", **{**SIZES, "llama": WIDE, "engine": EngineShape(64, 64)}, lengths=(512, 1_024)
+)
+
+HYBRID = hybrid.Load(
+    hybrid.Shape(layers=2, hidden_size=64, full_every=2, state_heads=2, state_dim=8),
+    known_tokens=256,
+    answer_tokens=24,
+    new_tokens=8,
+    engine=SMALL,
+    rounds=1,
 )
 
 
@@ -437,6 +456,24 @@ def test_codes_take_less_at_rest_and_at_the_peak(coded: Any) -> None:
         assert theirs["held_bytes"] > 2 * four["held_bytes"]
     more = {t: coded.ratio[f"{t}: held_memory"] for t in (512, 1_024)}
     assert more[1_024] > more[512], "all but the first 256 tokens are coded"
+
+
+def test_the_next_turn_of_a_hybrid_computes_its_new_text() -> None:
+    found = hybrid.measure(HYBRID)
+    assert found.penstock["computed_tokens"] <= 8 + 16
+    assert 0 < found.penstock["checkpoint_share"] <= 0.25
+    assert set(found.penstock["next"]) == {"penstock", "mlx-lm", hybrid.SERVER}
+    assert (
+        min(min(times.values()) for times in (found.penstock["next"], found.penstock["other"])) > 0
+    )
+
+
+def test_a_hybrid_without_checkpoints_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: then all is computed again."""
+    monkeypatch.setattr(Checkpoints, "capture", lambda *_, **__: False)
+    found = hybrid.measure(HYBRID)
+    assert not found.met
+    assert found.penstock["computed_tokens"] > 256
 
 
 def test_forms_that_take_as_much_are_seen() -> None:

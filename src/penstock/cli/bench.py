@@ -351,6 +351,25 @@ def quantised(
 
 
 @app.command()
+def hybrid(
+    known: Annotated[
+        int, typer.Option(help="Length of the first turn's prompt.", metavar="TOKENS", min=512)
+    ] = 4_096,
+    rounds: Rounds = 5,
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """The second turn of a conversation with a model of recurrent layers, against mlx-lm's.
+
+    Exits with 1 if a goal is not met.
+    """
+    from penstock.bench.hybrid import Load, measure
+
+    report = measure(Load(known_tokens=known, rounds=rounds))
+    _finish(report, as_json=as_json, save=save, plot=None)
+
+
+@app.command()
 def store(
     rounds: Rounds = 9,
     as_json: options.Json = False,

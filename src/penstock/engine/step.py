@@ -272,13 +272,13 @@ class Runner:
             if isinstance(keys, mx.array) and isinstance(values, mx.array)
         )
         self._fresh = blank(chunk.states)
-        self.state_form = StateForm.of(chunk.states)
         ends, lives = [], []
         for rest in (first[half:], [*first[half:], before]):
             found = self._chunk(rest, [shared], half, Live(chunk.states), way)
             ends.append(Part(found.segment, half, len(rest)))
             lives.append(Live(found.states))
         self._state_bytes = max(nbytes(live.states) for live in lives)
+        self.state_form = StateForm.of(lives[-1].states)
         tails = Tails(2, 2, self.shapes)
         tails.ready()
         rows = [Row((shared, end), end.end, slot, 0) for slot, end in enumerate(ends)]

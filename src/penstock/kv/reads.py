@@ -574,9 +574,6 @@ class JoinedReads:
     to have them computed.
     """
 
-    start_position = 0
-    """Of the first column, in a cache that drops what lies before the last chunk: none are."""
-
     def __init__(
         self,
         layer: int,
@@ -605,8 +602,13 @@ class JoinedReads:
             self.keys, self.values = keys, values
         return self.keys_and_values()
 
+    @property
+    def start_position(self) -> int:
+        """Position of the first column, as models with chunked attention ask for it."""
+        return self.sight.starts_at(self.offset)
+
     def maybe_trim_front(self) -> None:
-        """Drop nothing: what chunked attention does not see, its masks hide."""
+        """Drop nothing: what is not seen is not joined."""
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what `update_and_fetch` returned; later layers of some models read it."""

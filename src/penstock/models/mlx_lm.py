@@ -297,8 +297,10 @@ def layout(model: nn.Module) -> Layout:
             return ~(len(sizes) - 1)
         if type(cache) is mlx_lm.models.cache.RotatingKVCache:
             sights.append(Sight(cache.max_size - cache.keep, cache.keep))
-        elif type(cache) in (mlx_lm.models.cache.KVCache, mlx_lm.models.cache.ChunkedKVCache):
-            sights.append(Sight())  # chunked attention hides what it does not see by its masks
+        elif type(cache) is mlx_lm.models.cache.ChunkedKVCache:
+            sights.append(Sight(cache.chunk_size))  # and its masks hide what is in another chunk
+        elif type(cache) is mlx_lm.models.cache.KVCache:
+            sights.append(Sight())
         else:
             raise ModelError(
                 f"what layer {index} keeps ({type(cache).__name__}) the engine can neither share "

@@ -1,9 +1,9 @@
 """What benches need of mlx-lm beyond `penstock.models.mlx_lm`: its batching, driven step by step.
 
-For benches only. A random model of its llama class, and two ways to generate with mlx-lm: many
-sequences through `BatchGenerator`, as its server runs them, and one through `generate_step`.
-Both look prompts up in an `LRUPromptCache` before they read them. What is leaned on here is
-named in `tests/bench/test_engine_benches.py`.
+For benches only. Random models of its llama and Qwen3-Next classes, and two ways to generate with
+mlx-lm: many sequences through `BatchGenerator`, as its server runs them, and one through
+`generate_step`. Both look prompts up in an `LRUPromptCache` before they read them. What is leaned
+on here is named in `tests/bench/test_engine_benches.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models import llama
+from mlx_lm.models import llama, qwen3_next
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from mlx_lm.models.cache import (
     LRUPromptCache,
@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-__all__ = ["Batched", "QuantizedSides", "Solo", "random_llama"]
+__all__ = ["Batched", "QuantizedSides", "Solo", "random_hybrid", "random_llama"]
 
 PREFILL_STEP_TOKENS = 2_048
 """Tokens of a prompt that mlx-lm reads at once: the default of its server."""
@@ -69,6 +69,59 @@ def random_llama(
             tie_word_embeddings=False,
         )
     )
+    return _randomised(model, seed)
+
+
+def random_hybrid(
+    *,
+    layers: int,
+    hidden_size: int,
+    full_every: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    state_heads: int,
+    state_dim: int,
+    experts: int,
+    vocabulary_size: int,
+    seed: int = 0,
+) -> nn.Module:
+    """Make mlx-lm's Qwen3-Next with random float32 weights, evaluated: of `full_every` layers one
+    is attention, and the others are gated delta nets with `state_heads` states of `state_dim`
+    squared numbers."""
+    model = qwen3_next.Model(
+        qwen3_next.ModelArgs(
+            model_type="qwen3_next",
+            hidden_size=hidden_size,
+            num_hidden_layers=layers,
+            intermediate_size=hidden_size,
+            num_attention_heads=query_heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            linear_num_value_heads=state_heads,
+            linear_num_key_heads=state_heads // 2,
+            linear_key_head_dim=state_dim,
+            linear_value_head_dim=state_dim,
+            linear_conv_kernel_dim=4,
+            num_experts=experts,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+            shared_expert_intermediate_size=hidden_size // 2,
+            mlp_only_layers=[],
+            moe_intermediate_size=hidden_size // 2,
+            rms_norm_eps=1e-6,
+            vocab_size=vocabulary_size,
+            rope_theta=500_000.0,
+            partial_rotary_factor=0.25,
+            max_position_embeddings=131_072,
+            full_attention_interval=full_every,
+            tie_word_embeddings=False,
+        )
+    )
+    return _randomised(model, seed)
+
+
+def _randomised(model: nn.Module, seed: int) -> nn.Module:
     parameters = dict(tree_flatten(model.parameters()))
     shapes = [(name, weights.shape) for name, weights in parameters.items()]
     keys = mx.random.split(mx.random.key(seed), len(shapes))

@@ -23,6 +23,8 @@ DTYPES = {
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
+    "I32": "int32",
+    "I64": "int64",
     "U32": "uint32",
     "U16": "uint16",
     "U8": "uint8",

@@ -1,0 +1,251 @@
+"""What a family of mlx-lm does on the engine: how its KV is read, and whether its text is right.
+
+For each, against a plain mlx-lm loop on a tiny random model in float32: cold, warm from memory, the
+next turn, warm after a restart, in a batch with joins, and past a window.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+from mlx_lm.models import cache as theirs
+
+import tiny_families
+from cold_engine import SOON, running, settle
+from penstock.engine import cold
+from penstock.engine import core as core_module
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request, Sampling
+from penstock.errors import ModelError
+from penstock.models import mlx_lm as seam
+from tiny_families import Unbuildable, plain_greedy, prompt_of
+
+BLOCK = 16
+ANSWER = 10
+LOGITS_OFF = 1e-4
+"""Largest difference of a token's log-probability from a plain loop's, as a share of the largest
+logit."""
+WINDOW = 32
+"""Without a `keep`: beside one, the rings of mlx-lm misplace the windows of masks."""
+SMALL: dict[str, Any] = {
+    "memory_limit": "400MB",
+    "block_size": BLOCK,
+    "prefill_chunk": 32,
+    "max_batch_size": 4,
+}
+STEPWISE = {"plamo3": "its masks see one token more than its ring holds"}
+"""Families whose text in mlx-lm depends on how a prompt is cut, and why: the engine's is that of
+a loop that reads token by token."""
+
+
+UNSTEADY = {"kimi_k3": 4e-4}
+"""Families whose logits differ by more, and how much: in mlx-lm, too, by where a prompt is cut."""
+
+
+class Differs(AssertionError):
+    """The engine says something else than a plain loop."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a family; `why` it cannot be had, if it cannot."""
+
+    family: str
+    layers: str = ""
+    way: str = ""
+    """`shared`, `joined`, or `-` where there is no attention."""
+    reuse: str = ""
+    why: str = ""
+
+    def line(self) -> str:
+        """Return the row as a line of a table in Markdown."""
+        cells = (self.family, self.layers, self.way, self.reuse, self.why)
+        return "| " + " | ".join(cells) + " |"
+
+
+def examine(family: str) -> Row:
+    """Run a family on the engine.
+
+    Raises:
+        Differs: it does not say what a plain loop says.
+    """
+    try:
+        model = tiny_families.build(family)
+    except Unbuildable as error:
+        return Row(family, reuse="not run", why=f"mlx-lm cannot run it here: {_short(error.why)}")
+    with tiny_families.uncompiled():
+        try:
+            core = Core(model, **SMALL)
+        except ModelError as error:
+            return Row(family, _layers(model), reuse="none", why=_short(str(error)))
+        try:
+            _check_texts(family, model, core)
+        finally:
+            core.close()
+        _check_restart(family, model)
+        if not any(map(_picks_columns, theirs.make_prompt_cache(model))):
+            _check_window(family, model)
+    way = core.runner.fitness.way if core.runner.sights else "-"
+    walks = core.runner.is_recurrent
+    why = "goes on where states were kept" if walks else ""
+    if way == "joined":
+        why = "; ".join(filter(None, [_reason(core.runner.fitness.why), why]))
+    if family in STEPWISE:
+        why = "; ".join(filter(None, [why, f"as read token by token: {STEPWISE[family]}"]))
+    return Row(family, _layers(model), way, "walk-back" if walks else "yes", why)
+
+
+def _check_texts(family: str, model: Any, core: Core) -> None:
+    prompt = prompt_of(70, seed=1)
+    said = _check(family, model, "cold", _ask(core, prompt))
+    warm = _ask(core, prompt)
+    _check(family, model, "warm", warm)
+    turn = _ask(core, [*prompt, *said, *prompt_of(5, seed=2)])
+    _check(family, model, "the next turn", turn)
+    for handle, least in ((warm, 64), (turn, 64)):
+        if _cached(handle) < least:
+            raise Differs(f"{family}: {_cached(handle)} tokens of a known prompt were found")
+    handles = [_submit(core, each) for each in (prompt[:30], prompt_of(20, seed=3), prompt[:1])]
+    core.step()
+    core.step()
+    handles.append(_submit(core, prompt[:50]))  # joins those that run
+    _drain(core)
+    for handle in handles:
+        _check(family, model, "in a batch", handle)
+
+
+def _check_restart(family: str, model: Any) -> None:
+    prompt = prompt_of(70, seed=1)
+    with ExitStack() as held:
+        folder = held.enter_context(tempfile.TemporaryDirectory())
+        # Others use the machine as well: nobody computes what takes long to be read.
+        held.enter_context(patch.object(cold, "LEAST_PATIENCE_SECONDS", SOON))
+        held.enter_context(patch.object(core_module, "ASK_SECONDS", SOON))
+        for found in (0, 64):
+            with running(Path(folder), model=model, **SMALL) as core:
+                handle = _submit(core, prompt)
+                settle(core)
+                _check(family, model, "after a restart", handle)
+                if core.stats().restored_tokens != found:
+                    raise Differs(f"{family}: {core.stats().restored_tokens} tokens restored")
+
+
+def _check_window(family: str, model: Any) -> None:
+    """Past `max_kv_size` a loop on mlx-lm's rings that reads token by token says the same."""
+    prompt = prompt_of(50, seed=4)
+    core = Core(model, **{**SMALL, "max_kv_size": WINDOW, "keep": 0})
+    try:
+        handle = _ask(core, prompt)
+    finally:
+        core.close()
+    caches = [_bounded(cache) for cache in theirs.make_prompt_cache(model)]
+    _compare(family, "past a window", handle, _loop(model, prompt, caches))
+
+
+def _picks_columns(cache: Any) -> bool:
+    """Tell whether a layer's keys have a second cache to be picked by: in a ring that is turned,
+    mlx-lm picks others."""
+    inner = getattr(cache, "caches", ())
+    return sum(hasattr(each, "update_and_fetch") for each in inner) > 1
+
+
+def _bounded(cache: Any) -> Any:
+    if isinstance(cache, theirs.CacheList):
+        return theirs.CacheList(*map(_bounded, cache.caches))
+    if type(cache) is theirs.KVCache:
+        return theirs.RotatingKVCache(WINDOW)
+    return cache
+
+
+def _loop(model: Any, prompt: Sequence[int], caches: list[Any]) -> tuple[list[int], mx.array]:
+    tokens, found = list(prompt), []
+    for at in range(len(prompt) + ANSWER - 1):
+        logits = model(mx.array([[tokens[at]]]), cache=caches)[0, -1]
+        mx.eval(logits)
+        if at >= len(prompt) - 1:
+            found.append(logits)
+            tokens.append(int(mx.argmax(logits).item()))
+    return tokens[len(prompt) :], mx.stack(found)
+
+
+def _check(family: str, model: Any, what: str, handle: Handle) -> list[int]:
+    """Compare an answer with a plain loop's, and return it."""
+    prompt = handle.request.prompt
+    cuts = range(1, len(prompt)) if family in STEPWISE else ()
+    return _compare(family, what, handle, plain_greedy(model, prompt, ANSWER, cuts=cuts))
+
+
+def _compare(
+    family: str, what: str, handle: Handle, plain: tuple[list[int], mx.array]
+) -> list[int]:
+    (choice,) = handle.result(timeout_seconds=0)
+    tokens, logits = plain
+    if choice.tokens != tokens:
+        raise Differs(f"{family}, {what}: {choice.tokens}, not {tokens}")
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    for place, (ours, token) in enumerate(zip(choice.logprobs, tokens, strict=True)):
+        off = abs((ours.logprob or 0.0) - float(logprobs[place, token].item()))
+        most = UNSTEADY.get(family, LOGITS_OFF) * float(mx.abs(logits[place]).max().item())
+        if not off <= most:
+            raise Differs(f"{family}, {what}: log-probability {place} is off by {off:.2g}")
+    return tokens
+
+
+def _submit(core: Core, prompt: Sequence[int]) -> Handle:
+    sampling = Sampling(logprobs=True)
+    return core.submit(Request(prompt=tuple(prompt), max_tokens=ANSWER, sampling=sampling))
+
+
+def _ask(core: Core, prompt: Sequence[int]) -> Handle:
+    handle = _submit(core, prompt)
+    _drain(core)
+    return handle
+
+
+def _drain(core: Core) -> None:
+    while core.step():
+        core.check()
+
+
+def _cached(handle: Handle) -> int:
+    finish = handle.result(timeout_seconds=0)[0].finish
+    assert finish is not None
+    return finish.usage.cached_tokens
+
+
+def _layers(model: Any) -> str:
+    """Say how many layers of each kind it keeps something for."""
+    try:
+        layout = seam.layout(model)
+    except ModelError:
+        return "of its own kind"
+    kinds = Counter("full" if sight.window is None else "window" for sight in layout.sights)
+    kinds["recurrent"] = len(layout.state_sizes)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+
+
+REASONS = {
+    "does not go through": "an attention of its own",
+    "it needs joined": "computes with masks",
+    "makes its own masks": "makes its own masks",
+    "changes keys or values": "changes keys or values after they are cached",
+}
+
+
+def _reason(why: str) -> str:
+    """Return why KV is joined, in a few words."""
+    return next((short for part, short in REASONS.items() if part in why), "reads its caches")
+
+
+def _short(text: str) -> str:
+    """Return what is wrong without what to do, and of two ways the last one."""
+    return text.partition("; use")[0].rpartition("joined, ")[2].replace("|", "/").partition("\n")[0]

@@ -1,0 +1,56 @@
+"""Every architecture that the installed mlx-lm can build runs on the engine, or is known not to."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_matrix import Differs, examine
+
+import tiny_families
+from penstock.engine.step import Chunk, Runner
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+FAMILIES = tiny_families.families()
+
+
+@functools.cache
+def documented() -> dict[str, str]:
+    """Return the lines of the table by family."""
+    lines = PAGE.read_text().splitlines()
+    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_says_what_a_plain_loop_says(family: str) -> None:
+    """Cold, warm, in the next turn, after a restart, in a batch, past a window."""
+    row = examine(family)
+    assert documented().get(family) == row.line(), "run python tools/write_models_docs.py"
+
+
+def test_nearly_all_that_run_reuse_prefixes() -> None:
+    rows = [[cell.strip() for cell in line.split("|")] for line in documented().values()]
+    reuse = [row[4] for row in rows if row[1] in FAMILIES and row[4] != "not run"]
+    assert len(reuse) > 100
+    assert sum(each in ("yes", "walk-back") for each in reuse) >= 0.95 * len(reuse)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "mamba2"])
+def test_what_was_not_computed_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: of the first chunk a hundredth more is kept than was computed."""
+    real = Runner.prefill
+
+    def louder(self: Runner, tokens: Any, parts: Any, position: int, *more: Any) -> Chunk:
+        chunk = real(self, tokens, parts, position, *more)
+        if position:
+            return chunk
+        layers = tuple((keys * 1.01, values * 1.01) for keys, values in chunk.segment.layers)
+        states = tuple(tuple(array * 1.01 for array in state) for state in chunk.states)
+        return Chunk(replace(chunk.segment, layers=layers), states)
+
+    monkeypatch.setattr(Runner, "prefill", louder)
+    with pytest.raises(Differs):
+        examine(family)
