@@ -121,7 +121,8 @@ def random_hybrid(
     return _randomised(model, seed)
 
 
-def _randomised(model: nn.Module, seed: int) -> nn.Module:
+def _randomised(model: Any, seed: int) -> nn.Module:
+    """Draw all weights, each a matrix or a norm; evaluated."""
     parameters = dict(tree_flatten(model.parameters()))
     shapes = [(name, weights.shape) for name, weights in parameters.items()]
     keys = mx.random.split(mx.random.key(seed), len(shapes))
