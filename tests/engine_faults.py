@@ -16,8 +16,19 @@ from penstock.engine.sampling import Chooser
 from small_models import BASE, build
 
 VOCABULARY_TOKENS = 512
-LOUDER = {"llama": 4.0, "gemma2": 8.0}
+LOUDER = {"llama": 4.0, "gemma2": 8.0, "falcon_h1": 1.0}
 """What attention's weights are multiplied by, so that texts depend on single tokens of the past."""
+
+STATES = {
+    "falcon_h1": {
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 8,
+        "mamba_n_heads": 4,
+        "lm_head_multiplier": 1.0,
+    }
+}
+"""Of a family with recurrent layers, what else its config says."""
 
 OUT_OF_MEMORY = "[metal::malloc] Attempting to allocate 70368744177664 bytes which is too much"
 """As MLX says it where a GPU is: on a CPU, it does not say so but ends the process."""
@@ -29,7 +40,7 @@ def model_of(family: str) -> Any:
     mx.random.seed(3)
     size = {"num_hidden_layers": 2, "vocab_size": VOCABULARY_TOKENS, "head_dim": 16}
     more = {"model_type": family, "tie_word_embeddings": False, "torch_dtype": "float32"}
-    model = build({**BASE, **size, **more})
+    model = build({**BASE, **size, **more, **STATES.get(family, {})})
     for layer in model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             module = layer.self_attn[name]

@@ -148,6 +148,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.tokenizer = Alphabet(ENDS)
         self.asked: list[Asked] = []
         self.cache_limit = mx.set_cache_limit(0)
+        mx.disable_compile()  # what mlx-lm compiles keeps its constants, for every shape anew
         self.open_core()
 
     def open_core(self) -> None:
@@ -537,4 +538,5 @@ class EngineMachine(RuleBasedStateMachine):
             self.close_core()
         finally:
             mx.set_cache_limit(self.cache_limit)
+            mx.enable_compile()
             gc.enable()

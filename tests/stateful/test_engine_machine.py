@@ -199,6 +199,24 @@ class KeepsTheOriginals(Core):
         return found
 
 
+class FilesAnOldState(Core):
+    """Files the states of an earlier boundary under the one that is reached."""
+
+    def _capture(self, sequence: Sequence, *, turn_end: bool = False) -> None:
+        known = self.__dict__.setdefault("known", {})
+        live, sequence.live = sequence.live, known.get(sequence.id, sequence.live)
+        super()._capture(sequence, turn_end=turn_end)
+        sequence.live = known[sequence.id] = live
+
+
+class KeepsStates(Core):
+    """Goes on holding the states of those who have left."""
+
+    def _release(self, sequence: Sequence) -> None:
+        self.__dict__.setdefault("kept", []).append(sequence.live)
+        super()._release(sequence)
+
+
 HUNT = settings(
     settings.get_profile("default"),
     max_examples=150,  # stops at the first that is noticed
@@ -207,12 +225,18 @@ HUNT = settings(
     print_blob=False,
 )
 BROKEN: Items[type[Core]] = [c for c in Core.__subclasses__() if c.__module__ == __name__]
-CODED = next(kind for kind in KINDS if kind.codec is not None)
+NAMED = {kind.name: kind for kind in KINDS}
+OF_A_KIND = {
+    KeepsTheOriginals: NAMED["coded"],
+    FilesAnOldState: NAMED["recurrent"],
+    KeepsStates: NAMED["recurrent"],
+}
+"""What only one kind of engine can do wrong."""
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_machine_notices_a_broken_engine(broken: type[Core]) -> None:
     with pytest.raises((AssertionError, ValueError, BaseExceptionGroup)) as caught:
-        run(CODED if broken is KeepsTheOriginals else LONG, broken, HUNT)
+        run(OF_A_KIND.get(broken, LONG), broken, HUNT)
     # A tree that is told nonsense says so by a ValueError.
     assert {type(cause) for cause in causes(caught.value)} <= {AssertionError, ValueError}

@@ -61,7 +61,7 @@ from penstock.kv.forms import Forms
 from penstock.kv.quantisation import Quantisation
 from penstock.kv.reads import Part, in_order
 from penstock.kv.segment import Segment
-from penstock.kv.states import Live
+from penstock.kv.states import Live, nbytes
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind, Ledger
 from penstock.memory import format_bytes, parse_bytes
@@ -428,7 +428,19 @@ class Core:
     def held_bytes(self) -> int:
         """Bytes in arrays between two steps: weights, nodes, runs and the pool of tails."""
         runs = sum(run.segment.nbytes for s in self._sequences.values() for run in s.runs)
-        return self._weights.nbytes + self.prefixes.tree.nbytes + runs + self.tails.nbytes
+        held = self._weights.nbytes + self.prefixes.tree.nbytes + runs + self.tails.nbytes
+        return held + self._live_bytes()
+
+    def _live_bytes(self) -> int:
+        """Return the bytes of running sequences' states, but for those that are a checkpoint's."""
+        lives = [s.live.states for s in self._sequences.values() if s.live is not None]
+        if not lives:
+            return 0
+        found = {id(states): nbytes(states) for states in lives}
+        for node in self.prefixes.tree:
+            for each in node.segment.checkpoints:
+                found.pop(id(each.states), None)
+        return sum(found.values())
 
     def explain(self, tokens: Items[int], salt: str = "", *, ask_disk: bool = False) -> Explanation:
         """Say how far a prompt would match now, and what stands in the way of more.

@@ -15,7 +15,17 @@ from penstock.errors import ModelError
 from penstock.kv.attention import Sight
 from penstock.kv.reads import ChunkReads, DecodeStep, JoinedReads, Part, Row
 from penstock.kv.segment import Segment
-from penstock.kv.states import Live, StateForm, States, arrays, blank, copied, nbytes, stacked
+from penstock.kv.states import (
+    Live,
+    StateForm,
+    States,
+    arrays,
+    blank,
+    copied,
+    nbytes,
+    stacked,
+    unpinned,
+)
 from penstock.kv.tails import LayerShape, Tails, token_bytes
 from penstock.models import mlx_lm as seam
 
@@ -147,7 +157,7 @@ class Runner:
         states = stacked([live or Live(self._fresh) for live in lives]) if lives else None
         caches, kept = self.layout.caches(step.caches(self.sights), states)
         logits = self._run([[token] for token in tokens], caches)
-        left = seam.states_of(kept)
+        left = unpinned(seam.states_of(kept))
         return Decoded(logits, [Live(left, row) for row in range(len(rows))])
 
     def prefill(
@@ -208,7 +218,7 @@ class Runner:
             for i, sight in enumerate(self.sights)
         ]
         caches, kept = self.layout.caches(reads, _row(live))
-        return self._run([[token]], caches), seam.states_of(kept)
+        return self._run([[token]], caches), unpinned(seam.states_of(kept))
 
     def _run(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
         """Return the logits of the last tokens, (b, vocabulary)."""

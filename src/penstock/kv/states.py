@@ -43,6 +43,22 @@ def copied(states: Sequence[State], row: int | None = None) -> States:
     return made
 
 
+def unpinned(states: Sequence[State]) -> States:
+    """Return states of which the small arrays are copies; not evaluated.
+
+    A convolution leaves its last inputs as a view, which keeps all of them. The large arrays are a
+    step's own results, and views of nothing.
+    """
+    small = nbytes(states) // 4
+
+    def own(array: mx.array | None) -> mx.array | None:
+        if array is None or array.nbytes > small:
+            return array
+        return mx.concatenate([array, array[:0]])
+
+    return tuple(tuple(own(array) for array in state) for state in states)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """States as they were at exactly one boundary between blocks."""
