@@ -195,6 +195,15 @@ def test_a_bad_codec_is_seen_by_every_figure(report: Report) -> None:
     assert report.met
 
 
+def test_scaled_keys_lose_no_more_to_large_channels_than_to_others(report: Report) -> None:
+    """`affine2`, which takes no scales, is the control."""
+    for name in ("turbo4c", "k8v4"):
+        plain, large = (row(report, form, name)["kl"]["mean"] for form in SMALL.forms)
+        assert large < 2 * plain
+    plain, large = (row(report, form, "2")["kl"]["mean"] for form in SMALL.forms)
+    assert large > 1.2 * plain
+
+
 def test_a_goal_that_is_missed_is_said(report: Report) -> None:
     form, setting = KeyForm.OUTLIERS, Setting("turbo4")
     rows = [bench.Row(form, one, 1, 0) for one in (bench.UNCHANGED, setting)]

@@ -12,11 +12,13 @@ import pytest
 
 import cold_engine
 from cold_engine import files, said, settle, ssd, submit
+from penstock.bench.key_forms import KeyForm, reform
 from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.request import Request
 from penstock.engine.sessions import load_session, save_session
+from penstock.engine.step import Runner
 from penstock.errors import SettingError
 from penstock.kv import columns as col
 from penstock.kv.segment import Segment
@@ -43,6 +45,14 @@ CODECS = ["8", "turbo4", "turbo2.5", "kivi4/turbo3.5", "k8v4", "raw/3"]
 @pytest.fixture(scope="module")
 def model() -> Any:
     return bench_model(Choice.RANDOM, SHAPE).model
+
+
+@pytest.fixture(scope="module")
+def large() -> Any:
+    """The same model with large channels in its keys, which have scales."""
+    made = bench_model(Choice.RANDOM, SHAPE).model
+    reform(made, KeyForm.OUTLIERS)
+    return made
 
 
 def running(
@@ -95,6 +105,23 @@ def test_a_restart_changes_nothing(model: Any, tmp_path: Path, codec: str) -> No
         assert ssd(core).counts.read_blocks == 10
         assert whole(core, asked) == held
         assert sum(node.segment.nbytes for node in path(core, asked)) == nbytes
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "turbo2.5", "k8v4"])
+def test_a_restart_changes_nothing_of_scaled_keys(
+    large: Any, tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_a_restart_changes_nothing(large, tmp_path, codec)
+    asked = prompt()
+    with running(large, tmp_path, codec) as core:
+        expected, cached = ask(core, asked)
+        assert cached == 10 * BLOCK
+    monkeypatch.setattr(Runner, "key_scales", lambda _: ())
+    with running(large, tmp_path, codec) as core:
+        assert ask(core, asked)[1] == 0, "codes without scales, or with others, are other codes"
+    monkeypatch.undo()
+    with running(large, tmp_path, codec) as core:
+        assert ask(core, asked) == (expected, 10 * BLOCK)
 
 
 @pytest.mark.parametrize("codec", CODECS)

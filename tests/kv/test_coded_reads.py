@@ -10,7 +10,7 @@ import pytest
 
 from penstock.kv import columns as col
 from penstock.kv.attention import Sight
-from penstock.kv.codecs import Coded, parse_scheme
+from penstock.kv.codecs import Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
 from penstock.kv.reads import ChunkReads, DecodeReads, DecodeStep, JoinedReads, Part, Row
 from penstock.kv.segment import Segment
@@ -18,7 +18,11 @@ from penstock.kv.tails import LayerShape, Tails
 from penstock.prefix.ssd.host import host_block
 
 HEADS, KV_HEADS, DIM, SCALE, TAIL = 8, 2, 64, 64**-0.5, 4
-SCHEMES = ("affine4", "k8v4", "turbo3", "turbo2.5", "turbo4c", "kivi4", "kivi5/turbo3.5", "raw/4")
+SCALED = ", scaled"
+SCHEMES = (
+    *("affine4", "k8v4", "turbo3", "turbo2.5", "turbo4c", "kivi4", "kivi5/turbo3.5", "raw/4"),
+    *(f"{name}{SCALED}" for name in ("turbo4", "turbo2.5", "k8v4")),
+)
 SIGHTS = (Sight(), Sight(100, 8), Sight(70))
 
 
@@ -31,6 +35,15 @@ def segment(tokens: int, seed: int) -> Segment:
     return Segment(((sides[0], sides[1]),))
 
 
+def parsed(name: str) -> Scheme:
+    """Return a scheme, or one with other scales for every channel of every head."""
+    scheme = parse_scheme(name.removesuffix(SCALED))
+    if not name.endswith(SCALED):
+        return scheme
+    exponents = np.random.default_rng(0).integers(-2, 3, (KV_HEADS, DIM), np.int8)
+    return scheme.scaled(lambda: (tuple(head.tobytes() for head in exponents),))
+
+
 def widened(found: Segment) -> Segment:
     def wide(side: Side) -> Side:
         return side.widen() if isinstance(side, Coded) else side
@@ -41,7 +54,7 @@ def widened(found: Segment) -> Segment:
 def tree(scheme: str) -> list[Segment]:
     """Return a raw run, one in the scheme, and one in another codec."""
     runs = [segment(64, 1), segment(128, 2), segment(192, 3)]
-    return [runs[0], runs[1].encoded(parse_scheme(scheme)), runs[2].encoded(parse_scheme("8"))]
+    return [runs[0], runs[1].encoded(parsed(scheme)), runs[2].encoded(parse_scheme("8"))]
 
 
 def rows(runs: list[Segment]) -> list[Row]:
@@ -126,8 +139,20 @@ def test_another_codec_is_seen() -> None:
     assert off(decoded(rows(coded), Sight()), decoded(rows(other), Sight())) > 1e-3
 
 
+def test_scales_that_the_query_does_not_have_are_seen() -> None:
+    """Another one."""
+    scaled = tree(f"turbo4{SCALED}")
+    ((keys, values),) = scaled[1].layers
+    assert isinstance(keys, Coded)
+    bare = parse_scheme("turbo4").keys
+    assert bare is not None
+    forgotten = Segment(((Coded(bare, keys.parts, keys.dim), values),))
+    found = decoded(rows([scaled[0], forgotten, scaled[2]]), Sight())
+    assert off(found, decoded(rows(scaled), Sight())) > 1e-2
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("scheme", ["kivi4", "turbo4"])
+@pytest.mark.parametrize("scheme", ["kivi4", "turbo4", "turbo4, scaled"])
 def test_half_precision_beside_codes(scheme: str, dtype: mx.Dtype) -> None:
     """Raw parts are multiplied in their own type, coded ones in float32."""
 
@@ -156,9 +181,9 @@ def test_half_precision_beside_codes(scheme: str, dtype: mx.Dtype) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_cut_joined_and_counted(scheme: str) -> None:
-    whole = segment(256, 1).encoded(parse_scheme(scheme))
+    whole = segment(256, 1).encoded(parsed(scheme))
     assert whole.tokens == 256
-    bits = parse_scheme(scheme).token_bits(DIM, DIM, 32)
+    bits = parsed(scheme).token_bits(DIM, DIM, 32)
     assert 8 * whole.nbytes == bits * KV_HEADS * 256
     first, rest = whole.split(64)
     assert (first.tokens, rest.tokens) == (64, 192)

@@ -393,6 +393,8 @@ class Way:
     setting: Setting
     runner: Runner
     limits: EngineSettings
+    scheme: Scheme
+    """The setting's, as the engine scales it for this model."""
 
 
 class Reading:
@@ -401,7 +403,7 @@ class Reading:
     def __init__(self, way: Way) -> None:
         size = way.limits.block_size
         self._runner = way.runner
-        self._scheme = way.setting.scheme
+        self._scheme = way.scheme
         self._first = -(-way.limits.raw_first_tokens // size) * size
         self._size = size
         self.parts: list[Part] = []
@@ -557,7 +559,7 @@ def _way(model: Any, setting: Setting, load_: Load) -> Way:
             setting.scheme.token_bits(shape.key_dim, shape.value_dim, 8 * shape.dtype.size)
         except ValueError as error:
             raise SettingError(f"--codec {setting.codec}: {error}") from None
-    return Way(setting, runner, limits)
+    return Way(setting, runner, limits, setting.scheme.scaled(runner.key_scales))
 
 
 def _check(setting: Setting, load_: Load) -> None:

@@ -200,6 +200,7 @@ class Core:
             skip_layers=self.limits.kv_cache_skip_layers,
         )
         if rule is not None:
+            rule = rule.scaled(self.runner.key_scales)
             fingerprint = with_settings(fingerprint, codec=rule.identity)
         self.prefixes: Prefixes[Segment] = Prefixes(
             self.ledger,

@@ -5,6 +5,7 @@ Lives in the thread that owns the arrays; nothing here knows requests, trees or 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,8 @@ import mlx.core as mx
 
 from penstock.errors import ModelError
 from penstock.kv.attention import Sight
+from penstock.kv.codecs import Scales
+from penstock.kv.codecs.scales import Squares
 from penstock.kv.reads import ChunkReads, DecodeStep, JoinedReads, Part, Row
 from penstock.kv.segment import Segment
 from penstock.kv.states import (
@@ -32,6 +35,11 @@ from penstock.models import mlx_lm as seam
 Way = Literal["shared", "joined"]
 PROBE = (3, 1, 4, 1, 5, 2)
 """Tokens that a model reads both ways before it is trusted; every vocabulary has them."""
+SCALES_SEED = "penstock scales"
+SCALES_CHUNKS = 4
+"""Read far apart: RoPE turns a constant of the keys from one channel into another and back."""
+SCALES_CHUNK = 64
+"""Tokens of each."""
 TOLERANCE = {mx.float32: 1e-3}
 HALF_TOLERANCE = 6e-2
 """Largest difference of two logits, as a share of the largest logit."""
@@ -183,6 +191,27 @@ class Runner:
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
         mx.eval(logits)
         return logits, _left(reads, kept, len(tokens))
+
+    def key_scales(self) -> tuple[Scales, ...]:
+        """Return the best scales for the channels of each layer's keys (`codecs.scales`), from
+        how large keys and queries are in a fixed run of tokens.
+
+        None for a model that attends by itself: its queries are not seen.
+        """
+        if self.fitness.way == "joined":
+            return ()
+        draw = random.Random(SCALES_SEED)
+        squares = [Squares() for _ in self.sights]
+        step = max(1, seam.positions(self.model) // SCALES_CHUNKS)
+        for chunk in range(SCALES_CHUNKS):
+            tokens = [draw.randrange(self.vocabulary_size) for _ in range(min(SCALES_CHUNK, step))]
+            reads = self._chunk_reads([], chunk * step, "shared")
+            for cache, into in zip(reads, squares, strict=True):
+                assert isinstance(cache, ChunkReads)
+                cache.squares = into
+            caches, _ = self.layout.caches(reads, None)
+            self.model(mx.array([tokens]), cache=caches)
+        return tuple(found.scales() for found in squares)
 
     def _chunk(
         self,

@@ -75,20 +75,13 @@ class Form:
         """
 
         def layer(number: int, shape: LayerShape) -> tuple[SideForm, SideForm]:
-            plain = scheme is None or number in raw_layers
+            keys, values = None, None
+            if scheme is not None and number not in raw_layers:
+                held = scheme.of_layer(number)
+                keys, values = held.keys, held.values
             return (
-                SideForm(
-                    shape.kv_heads,
-                    shape.key_dim,
-                    shape.dtype,
-                    None if plain or scheme is None else scheme.keys,
-                ),
-                SideForm(
-                    shape.kv_heads,
-                    shape.value_dim,
-                    shape.dtype,
-                    None if plain or scheme is None else scheme.values,
-                ),
+                SideForm(shape.kv_heads, shape.key_dim, shape.dtype, keys),
+                SideForm(shape.kv_heads, shape.value_dim, shape.dtype, values),
             )
 
         return cls(tuple(layer(number, shape) for number, shape in enumerate(shapes)))

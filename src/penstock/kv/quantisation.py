@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from penstock.errors import SettingError
-from penstock.kv.codecs import Scheme, parse_scheme
+from penstock.kv.codecs import Scales, Scheme, parse_scheme
+from penstock.kv.codecs.scales import digest
 from penstock.kv.lanes import LANES
 from penstock.kv.segment import PIECE_TOKENS, Segment
 from penstock.kv.tails import LayerShape
@@ -71,6 +72,10 @@ class Quantisation:
         first = -(-first_tokens // block_size) * block_size
         return cls(scheme, first, frozenset(skip_layers))
 
+    def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> Quantisation:
+        """Return it with scales for the keys' channels; see `Scheme.scaled`."""
+        return replace(self, scheme=self.scheme.scaled(measure))
+
     def encoded(self, segment: Segment) -> Segment:
         """Return a segment behind the first tokens as it is held; see `Segment.encoded`."""
         return segment.encoded(self.scheme, self.raw_layers)
@@ -79,7 +84,8 @@ class Quantisation:
     def identity(self) -> str:
         """What is equal where prompts are held in the same bits."""
         layers = ",".join(map(str, sorted(self.raw_layers)))
-        return f"{FORMAT}:{self.scheme.name}:{layers}:{self.first_tokens}"
+        scales = f":{digest(self.scheme.scales)}" if self.scheme.scales else ""
+        return f"{FORMAT}:{self.scheme.name}:{layers}:{self.first_tokens}{scales}"
 
     def check_in_place(self) -> None:
         """Raise SettingError unless the codes are read as they lie."""

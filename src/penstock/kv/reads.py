@@ -19,6 +19,7 @@ import mlx.core as mx
 from penstock.kv import attention
 from penstock.kv.attention import MASKED, Held, Partial, Sight
 from penstock.kv.codecs.base import Coded
+from penstock.kv.codecs.scales import Squares
 from penstock.kv.columns import Side
 from penstock.kv.lanes import lane
 from penstock.kv.segment import Segment
@@ -486,6 +487,8 @@ class ChunkReads(Reads):
         self.offset: int = position
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        self.squares: Squares | None = None
+        """Takes in what is read, if it is to be known how large that is."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Keep the chunk's tokens, (1, kv_heads, n, dim), and return them."""
@@ -506,6 +509,8 @@ class ChunkReads(Reads):
     ) -> mx.array:
         """Attend as the model's own attention would: (1, heads, n, d) -> (1, heads, n, dim)."""
         sight = self.check_given(keys, values, mask)
+        if self.squares is not None:
+            self.squares.add(keys, queries)
         all_keys, all_values, columns = self.joined(sight)
         return attention.attend_chunk(
             queries,

@@ -122,15 +122,14 @@ class Segment:
                 return side
             return _encoded(side, codec) or side
 
-        return replace(
-            self,
-            layers=tuple(
-                (keys, values)
-                if number in raw_layers
-                else (held(keys, scheme.keys), held(values, scheme.values))
-                for number, (keys, values) in enumerate(self.layers)
-            ),
-        )
+        def layer(number: int, keys: Side, values: Side) -> Layer:
+            if number in raw_layers:
+                return keys, values
+            codecs = scheme.of_layer(number)
+            return held(keys, codecs.keys), held(values, codecs.values)
+
+        layers = tuple(layer(number, *sides) for number, sides in enumerate(self.layers))
+        return replace(self, layers=layers)
 
     def is_finite(self) -> bool:
         """Tell whether every number is one; whoever shares one that is not, even unseen, gets

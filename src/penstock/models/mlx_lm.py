@@ -327,6 +327,19 @@ def query_heads(model: nn.Module) -> int:
     return max(found, default=64)
 
 
+def positions(model: nn.Module) -> int:
+    """Return how many positions a model is made for, of its arguments; 256 if they do not tell."""
+    places = [getattr(model, "args", None)]
+    places.append(getattr(places[0], "text_config", None))
+    found = [
+        value
+        for place in places
+        for name in ("max_position_embeddings", "n_positions", "n_ctx")
+        if isinstance(value := getattr(place, name, None), int)
+    ]
+    return min(found, default=256)
+
+
 def plain_caches(model: nn.Module) -> list[Any]:
     """Return mlx-lm's own caches for a model: one sequence, unbounded."""
     return list(mlx_lm.models.cache.make_prompt_cache(model))

@@ -8,14 +8,15 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import GROUP_SIZES, Codec, Coded, multiply, quantized
+from penstock.kv.codecs.base import GROUP_SIZES, Coded, multiply, quantized
 from penstock.kv.codecs.rotation import rotate, rotate_back
+from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 BITS = (2, 3, 4, 5, 6, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Affine(Codec):
+class Affine(Scaled):
     """`group_size` neighbours to a scale and an offset, both float16: bits + 32 / group_size bits
     a number. Parts: codes, scales, offsets."""
 
@@ -41,9 +42,15 @@ class Affine(Codec):
             )
         return int(dim * (self.bits + Fraction(32, self.group_size)))
 
+    @property
+    def takes_scales(self) -> bool:
+        """See `Codec`; without a rotation it is as `mx.quantize` has it."""
+        return self.rotated
+
     def encode(self, x: mx.array) -> Coded:
         """See `Codec`."""
-        parts = quantized(rotate(x) if self.rotated else x, self.group_size, self.bits)
+        turned = rotate(divided(x, self.scales)) if self.rotated else x
+        parts = quantized(turned, self.group_size, self.bits)
         return Coded(self, parts, x.shape[-1])
 
     def widen(self, coded: Coded) -> mx.array:
@@ -56,18 +63,18 @@ class Affine(Codec):
             group_size=self.group_size,
             bits=self.bits,
         )
-        return rotate_back(x) if self.rotated else x
+        return multiplied(rotate_back(x), self.scales) if self.rotated else x
 
     def score(self, queries: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
         if self.rotated:
-            queries = rotate(queries)
+            queries = rotate(multiplied(queries, self.scales))
         return self._product(queries, coded, transpose=True)
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
         mixed = self._product(weights, coded, transpose=False)
-        return rotate_back(mixed) if self.rotated else mixed
+        return multiplied(rotate_back(mixed), self.scales) if self.rotated else mixed
 
     def _product(self, x: mx.array, coded: Coded, *, transpose: bool) -> mx.array:
         parts = (part.squeeze(0) for part in coded.parts)

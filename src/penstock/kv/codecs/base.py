@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import mlx.core as mx
 
 TOKEN_AXIS = 2
 GROUP_SIZES = (128, 64, 32)
 """Neighbours that can share a scale in `mx.quantized_matmul`."""
+Scales: TypeAlias = tuple[bytes, ...]
+"""Of the channels of each head of keys, see `codecs.scales`; none at all: 1 everywhere."""
 
 
 class Codec(ABC):
@@ -44,6 +46,19 @@ class Codec(ABC):
         Raises:
             ValueError: heads of this size cannot be held so; says why.
         """
+
+    @property
+    def takes_scales(self) -> bool:
+        """Whether it holds keys better if their channels have scales."""
+        return False
+
+    def scaled(self, scales: Scales) -> Codec:
+        """Return it for keys of such scales; itself if it takes none."""
+        return self
+
+    def of_heads(self, start: int, stop: int) -> Codec:
+        """Return what reads the heads start..stop-1."""
+        return self
 
     @abstractmethod
     def encode(self, x: mx.array) -> Coded:
@@ -95,7 +110,8 @@ class Coded:
 
     def of_heads(self, start: int, stop: int) -> Coded:
         """Return the heads start..stop-1 as a view."""
-        return Coded(self.codec, tuple(part[:, start:stop] for part in self.parts), self.dim)
+        parts = tuple(part[:, start:stop] for part in self.parts)
+        return Coded(self.codec.of_heads(start, stop), parts, self.dim)
 
     def join(self, *others: Coded) -> Coded:
         """Return a copy of this one's tokens and then the others', which have the same codec."""

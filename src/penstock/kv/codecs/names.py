@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from penstock.kv.codecs import affine, turbo
 from penstock.kv.codecs.affine import Affine
-from penstock.kv.codecs.base import Codec
+from penstock.kv.codecs.base import Codec, Scales
 from penstock.kv.codecs.kivi import Kivi
 from penstock.kv.codecs.turbo import Turbo, TurboBook
 
@@ -34,11 +35,26 @@ class Scheme:
     name: str
     keys: Codec | None
     values: Codec | None
+    scales: tuple[Scales, ...] = ()
+    """Of the keys' channels, by layer; none at all: 1 everywhere."""
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """Those that there are of the two."""
         return tuple(codec for codec in (self.keys, self.values) if codec is not None)
+
+    def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> Scheme:
+        """Return it with the scales that `measure` tells, if the keys' codec can use any."""
+        if self.keys is None or not self.keys.takes_scales:
+            return self
+        found = measure()
+        return replace(self, scales=found if any(found) else ())
+
+    def of_layer(self, number: int) -> Scheme:
+        """Return what one layer is held in."""
+        if self.keys is None or not self.scales:
+            return self
+        return replace(self, keys=self.keys.scaled(self.scales[number]), scales=())
 
     def token_bits(self, key_dim: int, value_dim: int, dtype_bits: int) -> int:
         """Return the bits of one token of one head, both sides.

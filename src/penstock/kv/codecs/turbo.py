@@ -16,8 +16,9 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import GROUP_SIZES, Codec, Coded, largest_group, multiply, pack, unpack
+from penstock.kv.codecs.base import GROUP_SIZES, Coded, largest_group, multiply, pack, unpack
 from penstock.kv.codecs.rotation import rotate, rotate_back
+from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
 """Between levels, in standard deviations, by bits."""
@@ -31,7 +32,7 @@ CODEBOOKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Turbo(Codec):
+class Turbo(Scaled):
     """One float16 a vector, and `bits` for each number; with `half`, one bit more for the first
     half of the rotated numbers. Parts: codes (two of them with `half`), scales.
 
@@ -65,7 +66,7 @@ class Turbo(Codec):
     def encode(self, x: mx.array) -> Coded:
         """See `Codec`."""
         dim = x.shape[-1]
-        z = rotate(x, padded(dim))
+        z = rotate(divided(x, self.scales), padded(dim))
         spread = mx.sqrt(mx.mean(z * z, axis=-1, keepdims=True))
         unit = z / mx.maximum(spread, 1e-30)
         codes, levels, start = [], [], 0
@@ -88,11 +89,13 @@ class Turbo(Codec):
             )
             for part, offsets, step, width, bits in self._as_mlx(codes, scales, coded.dim)
         ]
-        return rotate_back(z[0] if len(z) == 1 else mx.concatenate(z, axis=-1), coded.dim)
+        whole = z[0] if len(z) == 1 else mx.concatenate(z, axis=-1)
+        return multiplied(rotate_back(whole, coded.dim), self.scales)
 
     def score(self, queries: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        queries, found, start = rotate(queries, padded(coded.dim)), None, 0
+        queries = rotate(multiplied(queries, self.scales), padded(coded.dim))
+        found, start = None, 0
         for codes, offsets, scales, width, bits in self._readable(coded):
             some = multiply(
                 queries[..., start : start + width],
@@ -122,7 +125,8 @@ class Turbo(Codec):
             )
             for codes, offsets, scales, width, bits in self._readable(coded)
         ]
-        return rotate_back(mx.concatenate(mixed, axis=-1).astype(mx.float32), coded.dim)
+        back = rotate_back(mx.concatenate(mixed, axis=-1).astype(mx.float32), coded.dim)
+        return multiplied(back, self.scales)
 
     def _readable(self, coded: Coded) -> list[tuple[mx.array, mx.array, mx.array, int, int]]:
         """Return codes, offsets, scales, width and bits of each half, as MLX reads them."""
@@ -144,7 +148,7 @@ class Turbo(Codec):
 
 
 @dataclass(frozen=True, slots=True)
-class TurboBook(Codec):
+class TurboBook(Scaled):
     """As `Turbo`, on the uneven grid of least error; read by looking every level up, which on a CPU
     takes about ten times as long. 1 to 4 bits. Parts: codes, scales."""
 
@@ -164,7 +168,7 @@ class TurboBook(Codec):
 
     def encode(self, x: mx.array) -> Coded:
         """See `Codec`."""
-        z = rotate(x, padded(x.shape[-1]))
+        z = rotate(divided(x, self.scales), padded(x.shape[-1]))
         spread = mx.sqrt(mx.mean(z * z, axis=-1, keepdims=True))
         unit = z / mx.maximum(spread, 1e-30)
         levels = self._levels()
@@ -177,17 +181,17 @@ class TurboBook(Codec):
 
     def widen(self, coded: Coded) -> mx.array:
         """See `Codec`."""
-        return rotate_back(self._rotated(coded), coded.dim)
+        return multiplied(rotate_back(self._rotated(coded), coded.dim), self.scales)
 
     def score(self, queries: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        queries = rotate(queries, padded(coded.dim))
+        queries = rotate(multiplied(queries, self.scales), padded(coded.dim))
         return queries @ self._rotated(coded).squeeze(0).swapaxes(-1, -2)
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
         mixed = weights.astype(mx.float32) @ self._rotated(coded).squeeze(0)
-        return rotate_back(mixed, coded.dim)
+        return multiplied(rotate_back(mixed, coded.dim), self.scales)
 
     def _rotated(self, coded: Coded) -> mx.array:
         codes, scales = coded.parts

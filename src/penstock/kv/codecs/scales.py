@@ -1,0 +1,112 @@
+"""A scale for each channel of the keys: what is encoded is divided by it, and the query that meets
+the codes is multiplied, so that every score is what it was.
+
+A rotation spreads the error over all channels: that of a score is as the sum of k^2 / s^2, times
+that of s^2 q^2, over the channels of scale s, with keys and queries of root mean squares k and q.
+The product is least where s^2 = k / q (Cauchy and Schwarz). That is for channels that are large in
+every token; how much of a little is a model's, and how much of the tokens it was measured on, is
+not known, and scales for all were measured to lose answers. They are powers of two, with which
+nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import mlx.core as mx
+import numpy as np
+import xxhash
+
+from penstock.kv.codecs.base import Codec, Scales
+
+FROM = 2
+"""The least exponent that a channel is scaled by: keys that are 8 times as large, beside queries
+of one size."""
+MOST = 16
+LEAST = 1e-30
+"""Of a mean square: below it a channel is nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled(Codec):
+    """A codec whose keys may have scales; they are part of what makes two equal."""
+
+    scales: Scales = field(default=(), repr=False)
+
+    @property
+    def takes_scales(self) -> bool:
+        """See `Codec`."""
+        return True
+
+    def scaled(self, scales: Scales) -> Self:
+        """See `Codec`."""
+        return replace(self, scales=scales)
+
+    def of_heads(self, start: int, stop: int) -> Self:
+        """See `Codec`."""
+        return replace(self, scales=self.scales[start:stop]) if self.scales else self
+
+
+def divided(x: mx.array, scales: Scales) -> mx.array:
+    """Return keys (batch, heads, tokens, dim) as they are encoded, in float32 if that differs."""
+    return x.astype(mx.float32) / _factors(scales) if scales else x
+
+
+def multiplied(x: mx.array, scales: Scales) -> mx.array:
+    """Return queries (heads, m, dim) as they meet the codes, or keys (batch, heads, tokens, dim)
+    as they were."""
+    return x.astype(mx.float32) * _factors(scales) if scales else x
+
+
+def _factors(scales: Scales) -> mx.array:
+    # Made anew each time: an array belongs to the thread that has made it.
+    exponents = np.frombuffer(b"".join(scales), np.int8).reshape(len(scales), 1, -1)
+    return mx.array(np.ldexp(np.float32(1), exponents))
+
+
+class Squares:
+    """How large keys and queries are, by head and channel."""
+
+    def __init__(self) -> None:
+        self._keys: mx.array | None = None
+        self._queries: mx.array | None = None
+
+    def add(self, keys: mx.array, queries: mx.array) -> None:
+        """Take in keys (1, kv_heads, n, dim) and the queries (1, heads, n, dim) that meet them;
+        evaluated."""
+        kv_heads, dim = keys.shape[1], keys.shape[3]
+        sums = []
+        for before, new in ((self._keys, keys), (self._queries, queries)):
+            each = new.astype(mx.float32).reshape(kv_heads, -1, dim)
+            found = (each * each).sum(axis=1)
+            sums.append(found if before is None else before + found)
+        mx.eval(sums)
+        self._keys, self._queries = sums
+
+    def scales(self) -> Scales:
+        """Return the scales of channels that are large beside the middle one of their head; none
+        if there is none, or nothing was seen."""
+        if self._keys is None or self._queries is None:
+            return ()
+        keys, queries = (np.array(one, np.float64) for one in (self._keys, self._queries))
+        told = (keys > LEAST) & (queries > LEAST) & np.isfinite(keys) & np.isfinite(queries)
+        logs = np.log2(np.where(told, keys, 1.0) / np.where(told, queries, 1.0)) / 4
+        middles = [
+            np.median(head[seen]) if seen.any() else 0.0
+            for head, seen in zip(logs, told, strict=True)
+        ]
+        best = np.rint(logs - np.array(middles)[:, None])
+        exponents = np.where(told & (best >= FROM), np.minimum(best, MOST), 0).astype(np.int8)
+        return tuple(head.tobytes() for head in exponents) if exponents.any() else ()
+
+
+def digest(layers: Sequence[Scales]) -> str:
+    """Return what is equal where all scales are."""
+    hashed = xxhash.xxh3_128()
+    for scales in layers:
+        for head in (len(scales).to_bytes(8, "little"), *scales):
+            hashed.update(len(head).to_bytes(8, "little"))
+            hashed.update(head)
+    return hashed.hexdigest()
