@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.errors import SettingError
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind
+from tiny_families import build, uncompiled
 
 SHAPE = LlamaShape(
     layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64
@@ -374,6 +376,25 @@ def test_scales_are_measured_all_over_the_positions_of_a_model(
         monkeypatch.setattr(model, "args", SimpleNamespace(**arguments))
         core.runner.key_scales()
         assert asked == starts
+
+
+def test_layers_that_attend_have_scales_and_others_have_none() -> None:
+    model = build("qwen3_next")
+    for layer in model.layers:
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.k_norm.weight = layer.self_attn.k_norm.weight.at[0].multiply(64.0)
+    with uncompiled():
+        runner = Runner(model, max_kv_size=256, keep=0)
+        found = runner.key_scales()
+    assert len(found) == len(runner.shapes) < len(model.layers)
+    assert all(head[0] >= 2 for layer in found for head in layer)
+
+
+def test_models_that_attend_by_themselves_have_none(large: Any) -> None:
+    runner = Runner(large, max_kv_size=256, keep=0)
+    assert all(runner.key_scales())
+    runner.fitness = replace(runner.fitness, way="joined")
+    assert runner.key_scales() == ()
 
 
 def test_measuring_is_the_same_each_time_and_within_what_a_step_takes(large: Any) -> None:
