@@ -37,6 +37,8 @@ HALF_SCORE_BUFFERS = 10
 """The same where keys are of half precision, which is widened and narrowed again: 9.5 at most."""
 LANES_FROM = 2**16
 """Scores from which it pays to divide them between two streams."""
+CODED_LANES_FROM = 2**12
+"""The same where most of what is read is coded: MLX multiplies codes on one core alone."""
 POLYNOMIAL_FROM = 2**16
 """Elements from which 14 quick passes beat one slow one."""
 
@@ -206,6 +208,12 @@ def _mix(weights: mx.array, total: mx.array, values: Held) -> mx.array:
     return (weights.astype(values.dtype) @ values).astype(mx.float32)
 
 
+def mostly_coded(sides: Sequence[Held]) -> bool:
+    """Tell whether more than half of the columns are coded."""
+    coded = sum(side.tokens for side in sides if isinstance(side, Coded))
+    return coded > 0 and 2 * coded > sum(map(_columns, sides))
+
+
 def _heads(sides: Sequence[Held], start: int, stop: int) -> list[Held]:
     return [
         side.of_heads(start, stop) if isinstance(side, Coded) else side[start:stop]
@@ -230,7 +238,8 @@ def attend_parts(
     """
     kv_heads, rows, _ = stacked.shape
     count = kv_heads * rows * sum(_columns(side) for side in keys)
-    if kv_heads > 1 and count >= LANES_FROM and has_lanes():
+    least = CODED_LANES_FROM if mostly_coded(keys) else LANES_FROM
+    if kv_heads > 1 and count >= least and has_lanes():
         half = kv_heads // 2
         first = _attend(stacked[:half], _heads(keys, 0, half), _heads(values, 0, half), seen)
         with lane(1):

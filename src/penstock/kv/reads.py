@@ -340,7 +340,8 @@ class DecodeReads(Reads):
         keys, values = _sides(pieces, self.layer)
         seen = _seen_alone(units, layout, row.tail + 1)
         stacked = attention.grouped(queries, tail[0].shape[1])
-        with lane(0):  # one row multiplies better with all threads of BLAS
+        # One row multiplies better with all threads of BLAS, which codes are not multiplied by.
+        with lane(None if attention.mostly_coded(keys) else 0):
             part = attention.attend_parts(
                 stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
             )
