@@ -37,6 +37,7 @@ from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
 from penstock.errors import NeverFits, PenstockError, SettingError
 from penstock.memory import format_bytes, parse_bytes
+from penstock.models.rivals import random_falcon
 from penstock.recall import MODEL_PATH, Dialogue, dialogue
 
 SYSTEM_PROMPTS = 8
@@ -241,15 +242,26 @@ def judge(outcome: Outcome) -> None:
 
 
 def soak(
-    requests: int, *, memory_limit: int, seed: int = 1, looks: int = 10, quiet: bool = True
+    requests: int,
+    *,
+    memory_limit: int,
+    seed: int = 1,
+    looks: int = 10,
+    quiet: bool = True,
+    hybrid: bool = False,
 ) -> Outcome:
     """Send `requests` through one engine and look `looks` times, and once before.
+
+    With `hybrid` to a random model of recurrent layers and attention, which is told apart by
+    nothing but its bytes: of its words none is likelier than another by much.
 
     What the first tenth leaves (streams, the tokenizer's own memory) is not counted: the
     first look is behind it.
     """
     outcome = Outcome(requests)
     model, tokenizer = penstock.load(MODEL_PATH)
+    if hybrid:
+        model = random_falcon(vocabulary_size=int(model.args.vocab_size))
     crowd = Crowd(tokenizer, seed)
     began = time.monotonic()
     with (
@@ -280,12 +292,15 @@ def main(
         str, typer.Option(help="Memory for everything; less gives up more.", metavar="BYTES")
     ] = "60MB",
     seed: Annotated[int, typer.Option(help="Seed of the crowd.")] = 1,
+    hybrid: Annotated[
+        bool, typer.Option("--hybrid", help="Of a random model with recurrent layers.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Send requests through one engine, and see that every byte comes back."""
     try:
         limit = parse_bytes(memory_limit)
-        outcome = soak(requests, memory_limit=limit, seed=seed, quiet=as_json)
+        outcome = soak(requests, memory_limit=limit, seed=seed, quiet=as_json, hybrid=hybrid)
     except PenstockError as error:
         print(f"soak: {error}")
         raise typer.Exit(2) from None

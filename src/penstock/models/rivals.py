@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models import llama, qwen3_next
+from mlx_lm.models import falcon_h1, llama, qwen3_next
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from mlx_lm.models.cache import (
     LRUPromptCache,
@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-__all__ = ["Batched", "QuantizedSides", "Solo", "random_hybrid", "random_llama"]
+__all__ = ["Batched", "QuantizedSides", "Solo", "random_falcon", "random_hybrid", "random_llama"]
 
 PREFILL_STEP_TOKENS = 2_048
 """Tokens of a prompt that mlx-lm reads at once: the default of its server."""
@@ -115,6 +115,29 @@ def random_hybrid(
             partial_rotary_factor=0.25,
             max_position_embeddings=131_072,
             full_attention_interval=full_every,
+            tie_word_embeddings=False,
+        )
+    )
+    return _randomised(model, seed)
+
+
+def random_falcon(*, vocabulary_size: int, layers: int = 2, seed: int = 0) -> nn.Module:
+    """Make a small Falcon-H1 of mlx-lm's with random float32 weights, evaluated: attention and a
+    Mamba state in every layer."""
+    model = falcon_h1.Model(
+        falcon_h1.ModelArgs(
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            mamba_d_head=32,
+            mamba_d_ssm=128,
+            mamba_d_state=16,
+            mamba_n_heads=4,
+            lm_head_multiplier=1.0,
+            vocab_size=vocabulary_size,
             tie_word_embeddings=False,
         )
     )
