@@ -34,10 +34,10 @@ from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, R
 from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.bench.report import publish
 from penstock.cli import main
-from penstock.engine.checkpoints import Checkpoints
 from penstock.engine.pace import Pace
 from penstock.errors import SettingError
 from penstock.models.rivals import Batched, Solo, random_llama
+from penstock.prefix.checkpoints import Checkpoints
 
 TINY = LlamaShape(
     layers=2, hidden_size=64, intermediate_size=64, query_heads=4, kv_heads=2, head_dim=16

@@ -21,13 +21,13 @@ from parity_models import (
     prompt_of,
 )
 
-from penstock.engine import checkpoints
-from penstock.engine.checkpoints import Checkpoints
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
 from penstock.kv.states import Live, blank
 from penstock.ledger import Kind
+from penstock.prefix import checkpoints
+from penstock.prefix.checkpoints import Checkpoints
 
 every_family = pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 SMALL = {"block_size": 16, "prefill_chunk": 32}

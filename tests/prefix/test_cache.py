@@ -200,7 +200,7 @@ def test_tenants_share_nothing_and_learn_nothing() -> None:
     ("caches", "reason"),
     [
         (lambda: marked(list(range(100)), lambda: RotatingKVCache(50)), "window of 50 .* turned"),
-        (lambda: [theirs.ArraysCache(2)], "layer 0: ArraysCache does not hold"),
+        (lambda: [theirs.ArraysCache(2)], "a recurrent layer's cache is empty"),
         (lambda: [KVCache()], "layer 0 is empty"),
         (lambda: [KVCache.merge(marked(list(range(100))))], "BatchKVCache holds a batch"),
     ],

@@ -27,7 +27,6 @@ from mlx.utils import tree_flatten
 
 from penstock import config
 from penstock.blas import one_thread
-from penstock.engine.checkpoints import Checkpoints
 from penstock.engine.cold import Cold, Restore, open_cold
 from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
@@ -68,6 +67,7 @@ from penstock.memory import format_bytes, parse_bytes
 from penstock.memory.machine import read_machine_memory
 from penstock.models.fingerprint import fingerprint as fingerprint_of
 from penstock.models.fingerprint import with_settings
+from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import Node, NodeView
 from penstock.prefix.prefixes import Prefixes

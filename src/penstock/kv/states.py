@@ -6,10 +6,10 @@ be cut, joined or taken back, only kept beside the position at which it was capt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
@@ -19,7 +19,7 @@ States: TypeAlias = tuple[State, ...]
 """Of all recurrent layers, in the model's order."""
 
 
-def arrays(states: Sequence[State]) -> list[mx.array]:
+def arrays(states: Iterable[Iterable[mx.array | None]]) -> list[mx.array]:
     """List the arrays that states consist of."""
     return [array for state in states for array in state if array is not None]
 
@@ -184,3 +184,43 @@ def named(states: States) -> Iterator[tuple[str, mx.array]]:
         for place, array in enumerate(state):
             if array is not None:
                 yield f"{layer}.{place}", array
+
+
+Place: TypeAlias = "int | tuple[type[Any], tuple[Place, ...]]"
+"""The number of a cache with keys and values; ~ the number of one with a state; or the class of a
+list of caches, and what is in it."""
+
+
+def keeps_state(cache: Any) -> bool:
+    """Tell whether a cache of mlx-lm's protocol keeps a state in place of tokens."""
+    return isinstance(getattr(cache, "cache", None), list)
+
+
+def taken_apart(caches: Sequence[Any]) -> tuple[list[Any], list[Any], tuple[Place, ...]]:
+    """Return the caches with keys and values, those with states, and how they belong together."""
+    kept: list[Any] = []
+    states: list[Any] = []
+    return kept, states, tuple(_place(cache, kept, states) for cache in caches)
+
+
+def put_together(places: Sequence[Place], kept: Sequence[Any], states: Sequence[Any]) -> list[Any]:
+    """Undo `taken_apart`."""
+    return [_cache(place, kept, states) for place in places]
+
+
+def _place(cache: Any, kept: list[Any], states: list[Any]) -> Place:
+    inner = getattr(cache, "caches", None)
+    if isinstance(inner, tuple | list):
+        return type(cache), tuple(_place(each, kept, states) for each in inner)
+    if keeps_state(cache):
+        states.append(cache)
+        return ~(len(states) - 1)
+    kept.append(cache)
+    return len(kept) - 1
+
+
+def _cache(place: Place, kept: Sequence[Any], states: Sequence[Any]) -> Any:
+    if isinstance(place, tuple):
+        kind, inner = place
+        return kind(*(_cache(each, kept, states) for each in inner))
+    return states[~place] if place < 0 else kept[place]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import mlx.core as mx
 
 from penstock.config import MIN_QUANTIZE_TOKENS
 from penstock.errors import SettingError
@@ -17,15 +19,21 @@ from penstock.kv import columns as col
 from penstock.kv.growing import KVCache
 from penstock.kv.quantisation import Quantisation, piece_bytes
 from penstock.kv.segment import Layer, LayerForm, Segment, bytes_per_token
+from penstock.kv.states import Live, Place, States, arrays, copied, put_together, taken_apart
+from penstock.kv.states import nbytes as nbytes_of
 from penstock.kv.tails import LayerShape
 from penstock.kv.turboquant import TurboQuantKVCache
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import parse_bytes
 from penstock.prefix.blocks import TokenArray, Tokens, as_tokens
+from penstock.prefix.checkpoints import Checkpoints, resume
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import Match
 from penstock.prefix.prefixes import Prefixes
+from penstock.prefix.tree import Pin
 
+PREFILL_TOKENS = 2_048
+"""That `prefill` reads at a time, as mlx-lm does."""
 ROOM_TOKENS = 256
 """Columns that a fetched cache has beyond its tokens, unless told how many it needs."""
 
@@ -54,6 +62,17 @@ class _Run:
     """Bytes that are taken besides while they are encoded."""
     rule: Quantisation | None = None
     """None: they are held as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a model's caches are made again."""
+
+    forms: list[LayerForm]
+    """Of those with keys and values."""
+    states: list[type[Any]]
+    """Of those with a state of a recurrent layer."""
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +147,7 @@ class PrefixCache:
         self.tree = self.prefixes.tree
         self.counts = self.prefixes.counts
         self.fingerprint = fingerprint
-        self._forms: dict[str, list[LayerForm]] = {}  # by salt
+        self._shapes: dict[str, _Shape] = {}  # by salt
 
     @property
     def nbytes(self) -> int:
@@ -167,13 +186,19 @@ class PrefixCache:
                 )
             self._rule.check_in_place()
         values = as_tokens(tokens)
-        match = self.prefixes.find(values[:-1], salt)
+        keys = self.prefixes.keys(values[:-1], salt)
+        match = self.prefixes.match(keys)
         self.counts.fetches += 1
         self.counts.asked_tokens += len(values)
+        states: States = ()
+        if match.tokens and self._shapes[salt].states:
+            at, live = resume(match.path, match.tokens)
+            states = () if live is None else live.states
+            match = self.prefixes.match(keys[: at // self.tree.block_size])
         if match.tokens == 0:
             return None, values.tolist()
         with self.prefixes.pin(match):
-            caches = self._revive(match, self._forms[salt], capacity, dequantize=dequantize)
+            caches = self._revive(match, states, salt, capacity, dequantize=dequantize)
         self.counts.hits += 1
         self.counts.fetched_tokens += match.tokens
         return caches, values[match.tokens :].tolist()
@@ -183,6 +208,10 @@ class PrefixCache:
 
         What is held already is not copied again, nor encoded. Nodes worth least give way; a
         prompt that cannot fit is refused, and nothing else suffers. The caches are only read.
+
+        States of recurrent layers are true behind the last token that was read alone. They are
+        kept if that is a multiple of the block size, and a later prompt goes on from there; so
+        store where `prefill` does.
 
         Args:
             tokens: what the caches have read, from the first token on.
@@ -194,22 +223,75 @@ class PrefixCache:
                 not exist.
         """
         sources, forms = [], []
-        known = self._forms.get(salt, [])
-        for index, cache in enumerate(caches):
+        kept, states, places = taken_apart(caches)
+        shape = self._shapes.get(salt)
+        known = [] if shape is None else shape.forms
+        for index, cache in enumerate(kept):
             source = self._source(cache)
             if isinstance(source, str):
                 return self._refuse(f"layer {index}{source}")
             sources.append(source)
-            same = len(known) == len(caches) and source.takes_the_place_of(known[index])
+            same = len(known) == len(kept) and source.takes_the_place_of(known[index])
             forms.append(known[index] if same else source.form)
-        if self._forms.setdefault(salt, forms) != forms:
+        if not all(arrays([cache.cache]) for cache in states):
+            return self._refuse("a recurrent layer's cache is empty")
+        shape = _Shape(forms, [type(cache) for cache in states], places)
+        if self._shapes.setdefault(salt, shape) != shape:
             return self._refuse("the caches are of other classes, sizes or types than those held")
-        held = min(source.tokens for source in sources)
-        return self._insert(as_tokens(tokens)[:held], sources, salt)
+        values = as_tokens(tokens)
+        held = min((source.tokens for source in sources), default=len(values))
+        found = tuple(tuple(cache.cache) for cache in states)
+        return self._insert(values[:held], sources, salt, found if held <= len(values) else ())
+
+    def prefill(
+        self,
+        model: Any,
+        tokens: Tokens,
+        make_caches: Callable[[], list[Any]],
+        *,
+        salt: str = "",
+        step_size: int = PREFILL_TOKENS,
+    ) -> tuple[list[Any], list[int]]:
+        """Fetch what is known of a prompt, read the rest up to its last whole block, and store it.
+
+        With recurrent layers this is where a later prompt can go on: their states are kept behind
+        the last whole block, and behind every `step_size` tokens of what is read.
+
+        Args:
+            model: is called with tokens (1, n) and `cache=`.
+            tokens: the prompt.
+            make_caches: returns empty caches, one a layer.
+            salt: the tenant's.
+            step_size: tokens that are read at a time; whole blocks of them.
+
+        Returns:
+            The caches, and the tokens that they have not read: at least one.
+        """
+        values = as_tokens(tokens)
+        caches, rest = self.fetch(values, salt=salt)
+        if caches is None:
+            caches = make_caches()
+        size = self.tree.block_size
+        at, end = len(values) - len(rest), (len(values) - 1) // size * size
+        step = max(1, step_size // size) * size
+        while at < end:
+            stop = min(at + step, end)
+            model(mx.array(values[None, at:stop]), cache=caches)
+            kept, states, _ = taken_apart(caches)
+            held = [arrays(cache.cache for cache in states)]
+            mx.eval([cache.keys_and_values() for cache in kept], held)
+            self.store(values[:stop], caches, salt=salt)
+            at = stop
+        return caches, values[at:].tolist()
 
     def explain(self, tokens: Tokens, *, salt: str = "") -> Explanation:
         """Say how far `tokens` would match now, what stands in the way of more, and what to do."""
-        return self.prefixes.explain(tokens, salt)
+        found = self.prefixes.explain(tokens, salt)
+        shape = self._shapes.get(salt)
+        if shape is None or not shape.states:
+            return found
+        match = self.prefixes.find(as_tokens(tokens)[:-1], salt)
+        return replace(found, resume_tokens=resume(match.path, match.tokens)[0])
 
     def clear(self) -> None:
         """Give up everything that nobody is reading."""
@@ -294,12 +376,14 @@ class PrefixCache:
     def _revive(
         self,
         match: Match[Segment],
-        forms: list[LayerForm],
+        states: States,
+        salt: str,
         capacity: int | None,
         *,
         dequantize: bool,
     ) -> list[Any]:
         """Copy the matched path into new caches, a layer at a time."""
+        shape = self._shapes[salt]
         room = max(match.tokens, capacity or match.tokens + ROOM_TOKENS)
         inside = match.blocks_in_last * self.tree.block_size
         runs = [node.segment.layers for node in match.path]
@@ -310,7 +394,7 @@ class PrefixCache:
             return [*whole[:-1], (col.take(keys, 0, inside), col.take(values, 0, inside))]
 
         caches = []
-        for i, form in enumerate(forms):
+        for i, form in enumerate(shape.forms):
             held, cache = parts(i), None
             if self._rule is not None and not dequantize and form.max_size is None:
                 scheme, first = self._rule.scheme, self._rule.first_tokens
@@ -319,15 +403,23 @@ class PrefixCache:
                 keys, values = [keys for keys, _ in held], [values for _, values in held]
                 cache = form.revive(keys, values, match.tokens, room)
             caches.append(cache)
-        return caches
+        revived = []
+        for kind, state in zip(shape.states, copied(states), strict=True):
+            cache = kind(len(state))
+            cache.cache = list(state)
+            revived.append(cache)
+        return put_together(shape.places, caches, revived)
 
-    def _insert(self, values: TokenArray, sources: list[_Source], salt: str) -> Stored:
+    def _insert(
+        self, values: TokenArray, sources: list[_Source], salt: str, states: States
+    ) -> Stored:
         """Make room, cut the new blocks out of the caches and hang them below the match."""
         keys = self.prefixes.keys(values, salt)
         match = self.prefixes.match(keys)
         start, stop = match.tokens, len(keys) * self.tree.block_size
         with self.prefixes.pin(match) as pin:
             if start == stop:
+                self._keep_states(pin, len(values), states)
                 return Stored(0, stop)
             if not self.prefixes.split(pin, match):
                 return self._refuse(self.prefixes.no_room(match.path[-1].segment.nbytes))
@@ -347,7 +439,15 @@ class PrefixCache:
                 for run, segment in zip(runs, segments, strict=True):
                     some = values[run.start : run.stop]
                     self.prefixes.insert(pin, run.start // size, keys, some, segment, paid)
+            self._keep_states(pin, len(values), states)
         return Stored(stop - start, stop)
+
+    def _keep_states(self, pin: Pin[Segment], at: int, states: States) -> None:
+        """File states that are true behind so many tokens, if that is a boundary, and there is
+        room."""
+        if states and at and at % self.tree.block_size == 0:
+            checkpoints = Checkpoints(self.prefixes, nbytes_of(states))
+            checkpoints.capture(pin.path, at, Live(states), turn_end=True)
 
     def _runs(self, sources: list[_Source], start: int, stop: int) -> list[_Run]:
         """Return which tokens become a node each, and what they take: raw ones, then coded."""
@@ -372,7 +472,8 @@ class PrefixCache:
         beside `index` bytes, else `paid` counts it as well.
         """
         with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
-            made = Segment(tuple(source.cut(run.start, run.stop) for source in sources))
+            layers = tuple(source.cut(run.start, run.stop) for source in sources)
+            made = Segment(layers, length=run.stop - run.start)
             if run.rule is None:
                 return made.owned()
             made = run.rule.encoded(made)

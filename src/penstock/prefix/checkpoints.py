@@ -45,12 +45,8 @@ class Checkpoints:
         """Boundaries at which there was no room for one."""
 
     def resume(self, path: Path, most_tokens: int) -> tuple[int, Live | None]:
-        """Return the deepest position of a path, `most_tokens` at most, at which a sequence can go
-        on, and the states it goes on with; 0 and None if that is the beginning."""
-        for node in reversed(path):
-            for found in st.before(node.segment.checkpoints, most_tokens - node.start):
-                return node.start + found.at, Live(found.states, own=True)
-        return 0, None
+        """See the function of that name."""
+        return resume(path, most_tokens)
 
     def stops(self, start: int, end: int, wanted: Collection[int]) -> list[int]:
         """Return where a chunk start..end-1 must be cut, so that one ends at each boundary that is
@@ -125,6 +121,15 @@ class Checkpoints:
         made = node.segment.checkpointed([*kept, *new])
         more = max(0, made.checkpoint_nbytes - node.segment.checkpoint_nbytes)
         return self._prefixes.exchange(node, lambda _: made, more)
+
+
+def resume(path: Path, most_tokens: int) -> tuple[int, Live | None]:
+    """Return the deepest position of a path, `most_tokens` at most, at which a sequence can go on,
+    and the states it goes on with; 0 and None if that is the beginning."""
+    for node in reversed(path):
+        for found in st.before(node.segment.checkpoints, most_tokens - node.start):
+            return node.start + found.at, Live(found.states, own=True)
+    return 0, None
 
 
 def retained(
