@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from penstock.kv.codecs import parse_scheme
+from penstock.kv.columns import arrays, columns
+from penstock.kv.forms import Forms
+from penstock.kv.reads import _sides
 from penstock.kv.segment import Segment
+from penstock.kv.states import Checkpoint
+from penstock.kv.tails import LayerShape
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -53,3 +63,130 @@ def test_large_numbers_whose_sum_is_none_are_finite() -> None:
     made.layers[2][1][:] = 60_000.0  # type: ignore[index]
     assert not mx.isfinite(made.layers[2][1].sum(axis=-1)).all()  # type: ignore[union-attr]
     assert made.is_finite()
+
+
+# ---- layers that hold their last tokens alone
+
+
+def numbered(start: int, stop: int) -> Segment:
+    """Return a segment of two layers whose numbers are their tokens' positions."""
+    at = mx.arange(start, stop).astype(mx.float32)[None, None, :, None]
+    return Segment(tuple((at + 1_000 * layer, -at - 1_000 * layer) for layer in range(2)))
+
+
+def held(segment: Segment, start: int = 0) -> list[list[int]]:
+    """Return which positions each layer holds, if its sides hold the same."""
+    found = []
+    for layer, (keys, values) in enumerate(segment.layers):
+        assert isinstance(keys, mx.array) and isinstance(values, mx.array)
+        assert mx.array_equal(keys, -values)
+        found.append([int(x) - 1_000 * layer - start for x in keys.reshape(-1).tolist()])
+        assert len(found[-1]) == segment.tokens - (segment.missing or (0, 0))[layer]
+    return found
+
+
+def tail(tokens: int, *gone: int) -> list[list[int]]:
+    return [list(range(each, tokens)) for each in gone]
+
+
+def test_a_thinned_layer_holds_its_last_tokens_and_frees_the_others() -> None:
+    before = mx.get_active_memory()
+    whole = segment(mx.float32, 4_096)
+    size = mx.get_active_memory() - before
+    thin = whole.thinned({0: 4_000, 2: 4_096})
+    assert thin.missing == (4_000, 0, 4_096)
+    assert (thin.tokens, whole.tokens, whole.missing) == (4_096, 4_096, ())
+    assert thin.nbytes == whole.nbytes * (96 + 4_096) // (3 * 4_096)
+    assert thin.layers[1] is whole.layers[1]
+    assert thin.is_finite()
+    del whole
+    assert mx.get_active_memory() - before < size * 0.4
+    again = thin.thinned({0: 3_000, 1: 0})  # what is gone stays gone
+    assert again.missing == thin.missing
+    assert [a.nbytes for a in arrays(*thin.layers[2])] == [0, 0]
+
+
+@given(st.data())
+def test_it_is_cut_anywhere_and_joined_again(data: st.DataObject) -> None:
+    tokens = data.draw(st.integers(1, 9))
+    gone = data.draw(st.tuples(*[st.integers(0, tokens)] * 2))
+    at = data.draw(st.integers(0, tokens))
+    thin = numbered(0, tokens).thinned(dict(enumerate(gone)))
+    assert held(thin) == tail(tokens, *gone)
+    first, rest = thin.split(at)
+    assert held(first) == tail(at, *(min(each, at) for each in gone))
+    assert held(rest, at) == tail(tokens - at, *(max(each - at, 0) for each in gone))
+    if 0 < at < tokens:
+        assert first.joins(rest)
+        assert held(first.join(rest)) == held(thin)
+        assert first.join(rest).missing == thin.missing
+    for start in range(tokens):
+        for layer in range(2):
+            if start < gone[layer]:
+                with pytest.raises(AssertionError, match="any more"):
+                    _sides([(thin, start, tokens)], layer)
+            else:
+                ((keys,), _) = _sides([(thin, start, tokens)], layer)
+                assert keys.tolist() == (numbered(start, tokens).layers[layer][0][0]).tolist()  # type: ignore[index,union-attr]
+
+
+def gone(*counts: int) -> dict[int, int]:
+    return dict(enumerate(counts))
+
+
+@pytest.mark.parametrize(
+    ("parents", "childs", "fits"),
+    [
+        ((0, 0), (0, 0), True),
+        ((0, 3), (0, 0), True),
+        ((0, 8), (0, 5), True),
+        ((8, 8), (8, 8), True),
+        ((0, 7), (0, 1), False),
+        ((0, 0), (0, 8), False),
+    ],
+)
+def test_no_layer_gets_a_hole(parents: Sequence[int], childs: Sequence[int], fits: bool) -> None:
+    parent, child = numbered(0, 8).thinned(gone(*parents)), numbered(8, 16).thinned(gone(*childs))
+    assert parent.joins(child) is fits
+    if fits:
+        lost = [8 + b if b else a for a, b in zip(parents, childs, strict=True)]
+        assert held(parent.join(child)) == tail(16, *lost)
+    else:
+        with pytest.raises(ValueError, match="hole"):
+            parent.join(child)
+
+
+def test_what_is_gone_is_filled_in_from_what_was_computed_again() -> None:
+    thin = numbered(8, 16).thinned(gone(0, 6)).checkpointed([Checkpoint(4, ())])
+    filled = thin.filled(numbered(4, 20), 4)
+    assert held(filled, 8) == tail(8, 0, 0)
+    assert filled.missing == ()
+    assert filled.checkpoints == thin.checkpoints
+    assert filled.layers[0] is thin.layers[0]
+    for source, at in ((numbered(8, 14), 0), (numbered(0, 16).thinned(gone(0, 9)), 8)):
+        with pytest.raises(ValueError, match="not all"):
+            thin.filled(source, at)
+
+
+@pytest.mark.parametrize("name", ["8", "turbo4", "kivi4"])
+def test_codes_of_some_tokens_are_held_alike(name: str) -> None:
+    scheme = parse_scheme(name)
+    keys = mx.random.normal((1, 2, 192, 64), key=mx.random.key(1))
+    whole = Segment(((keys, -keys), (keys, keys + 1), (keys, keys)))
+    coded = whole.encoded(scheme).thinned(gone(64, 192, 0))
+    other = whole.thinned(gone(64, 192, 0)).encoded(scheme)
+    assert coded.missing == other.missing == (64, 192, 0)
+    assert coded.joins(other.split(64)[0]) is False
+    for one, another in zip(coded.layers, other.layers, strict=True):
+        assert columns(one[0]) == columns(another[0])
+        for a, b in zip(arrays(*one), arrays(*another), strict=True):
+            assert mx.array_equal(a, b)
+    first, rest = coded.split(128)
+    assert first.join(rest).nbytes == coded.nbytes == first.nbytes + rest.nbytes
+
+
+def test_a_block_that_is_not_whole_is_not_written() -> None:
+    shapes = [LayerShape(1, 1, 1, mx.float32)] * 2
+    thin = numbered(0, 16).thinned(gone(0, 8))
+    assert Forms(shapes, 8).held(thin.part(0, 8), 0) is None
+    assert Forms(shapes, 8).held(thin.part(8, 16), 1) is not None

@@ -408,7 +408,7 @@ class Cold:
         at = number * size - node.start
         held = None
         with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
-            held = self._forms.held(Segment.views(node.segment.layers, at, at + size), number)
+            held = self._forms.held(node.segment.part(at, at + size), number)
         if held is None:  # nor would those behind it
             self._give_up(pending)
             return

@@ -154,7 +154,9 @@ class Forms:
 
     def held(self, segment: Segment, block: int) -> Segment | None:
         """Return a block as it is to be held, whatever it is held as; None if it cannot be: some
-        of its numbers are too large."""
+        of its numbers are too large, or some layer does not hold it any more."""
+        if segment.missing:
+            return None
         form = self.of(block)
         if not form.holds(segment) and form is self._coded and self.rule is not None:
             segment = self.rule.encoded(segment)

@@ -410,11 +410,14 @@ class DecodeReads(Reads):
 
 def _sides(pieces: Sequence[Piece], layer: int) -> tuple[list[Held], list[Held]]:
     """Return keys and values of the pieces, (kv_heads, columns, dim) each, or coded."""
-    sides = [
-        tuple(_held(side, start, stop) for side in segment.layers[layer])
-        for segment, start, stop in pieces
-    ]
-    return [keys for keys, _ in sides], [values for _, values in sides]
+    found: tuple[list[Held], list[Held]] = ([], [])
+    for segment, start, stop in pieces:
+        if segment.missing:
+            start, stop = segment.columns(layer, start, stop)
+        keys, values = segment.layers[layer]
+        found[0].append(_held(keys, start, stop))
+        found[1].append(_held(values, start, stop))
+    return found
 
 
 def _held(side: Side, start: int, stop: int) -> Held:

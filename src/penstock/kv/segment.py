@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -38,6 +39,9 @@ class Segment:
     """States of the recurrent layers, by where they were captured."""
     length: int = 0
     """Tokens, as told for a model of recurrent layers alone: no key tells there."""
+    missing: tuple[int, ...] = ()
+    """How many first tokens each layer does not hold any more; empty if all hold all, as most
+    segments' do."""
 
     @classmethod
     def cut(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
@@ -72,8 +76,21 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """How many tokens' KV it holds."""
-        return col.columns(self.layers[0][0]) if self.layers else self.length
+        """How many tokens' KV it holds, those included that some layers do not hold any more."""
+        if not self.layers:
+            return self.length
+        return col.columns(self.layers[0][0]) + (self.missing[0] if self.missing else 0)
+
+    def columns(self, layer: int, start: int, stop: int) -> tuple[int, int]:
+        """Return in which columns of a layer the tokens start..stop-1 are.
+
+        Raises:
+            AssertionError: the layer does not hold all of them any more.
+        """
+        gone = self.missing[layer] if self.missing else 0
+        if start < gone and start < stop:
+            raise AssertionError(f"layer {layer} does not hold its first {gone} tokens any more")
+        return start - gone, stop - gone
 
     @property
     def nbytes(self) -> int:
@@ -145,16 +162,69 @@ class Segment:
         """Return copies of the first `at_tokens` tokens, and of the others."""
         return self._copy(0, at_tokens), self._copy(at_tokens, self.tokens)
 
+    def part(self, start: int, stop: int) -> Segment:
+        """Return views of what it holds of the tokens start..stop-1, to be owned at once; without
+        checkpoints."""
+        if not self.missing:
+            return Segment.views(self.layers, start, stop)
+        layers = []
+        for (keys, values), gone in zip(self.layers, self.missing, strict=True):
+            first, last = max(0, start - gone), max(0, stop - gone)
+            layers.append((col.take(keys, first, last), col.take(values, first, last)))
+        missing = [min(max(0, gone - start), stop - start) for gone in self.missing]
+        return Segment(tuple(layers), length=stop - start, missing=_if_any(missing))
+
     def _copy(self, start: int, stop: int) -> Segment:
         inside = (each for each in self.checkpoints if start < each.at <= stop)
         return replace(
-            Segment.cut(self.layers, start, stop),
+            self.part(start, stop).owned(coded=True),
             checkpoints=tuple(each.moved(-start) for each in inside),
         )
 
+    def thinned(self, gone: Mapping[int, int]) -> Segment:
+        """Return it without some layers' first tokens: copies of what stays of those layers,
+        evaluated; the others, and the checkpoints, are shared.
+
+        Args:
+            gone: how many tokens, by the layer's number; a multiple of the span of its codecs.
+        """
+        layers, missing = list(self.layers), list(self.missing or [0] * len(self.layers))
+        for layer, count in gone.items():
+            drop = count - missing[layer]
+            if drop > 0:
+                missing[layer] = count
+                keys, values = layers[layer]
+                layers[layer] = (_behind(keys, drop), _behind(values, drop))
+        return replace(self, missing=_if_any(missing))._with(layers)
+
+    def filled(self, source: Segment, at: int) -> Segment:
+        """Return it with copies of another's numbers in the layers that do not hold all tokens,
+        evaluated; the other layers, and the checkpoints, are shared.
+
+        Args:
+            source: holds the same tokens, in all layers.
+            at: which token of it is this one's first.
+
+        Raises:
+            ValueError: it does not hold them.
+        """
+        found = source.part(at, at + self.tokens)
+        if found.missing or found.tokens != self.tokens:
+            raise ValueError(f"tokens {at} to {at + self.tokens} are not all in {source.tokens}")
+        missing = self.missing or [0] * len(self.layers)
+        layers = [
+            (col.copied(new[0]), col.copied(new[1])) if gone else old
+            for old, new, gone in zip(self.layers, found.layers, missing, strict=True)
+        ]
+        return replace(self, missing=())._with(layers)
+
     def joins(self, other: Segment) -> bool:
-        """Tell whether both hold every side in the same form."""
-        return self._forms() == other._forms()
+        """Tell whether both hold every side in the same form, and together no layer has a hole:
+        where the other does not hold its first tokens, this one must hold none."""
+        return self._forms() == other._forms() and all(
+            not gone or not col.columns(layer[0])
+            for layer, gone in zip(self.layers, other.missing, strict=False)
+        )
 
     def _forms(self) -> list[object]:
         """Return how each side is held: by which codec, as numbers, or as MLX's triple."""
@@ -162,17 +232,37 @@ class Segment:
         return [side.codec if isinstance(side, Coded) else type(side) for side in sides]
 
     def join(self, *others: Segment) -> Segment:
-        """Return one segment of copies of this one's tokens and then the others'; evaluated."""
+        """Return one segment of copies of this one's tokens and then the others'; evaluated.
+
+        Raises:
+            ValueError: see `joins`.
+        """
         segments = (self, *others)
+        missing: Sequence[int] = ()
+        if any(segment.missing for segment in segments):
+            if not all(one.joins(next_one) for one, next_one in pairwise(segments)):
+                raise ValueError("some layer would have a hole between two segments")
+            none = (0,) * len(self.layers)
+            gone = (segment.missing or none for segment in segments)
+            missing = [sum(each) for each in zip(*gone, strict=True)]
         checkpoints, length = [], 0
         for segment in segments:
             checkpoints += [each.moved(length) for each in segment.checkpoints]
             length += segment.tokens
-        joined = Segment((), tuple(checkpoints), length)
+        joined = Segment((), tuple(checkpoints), length, _if_any(missing))
         return joined._with(
             (col.join(*(keys for keys, _ in layer)), col.join(*(values for _, values in layer)))
             for layer in zip(*(segment.layers for segment in segments), strict=True)
         )
+
+
+def _if_any(missing: Sequence[int]) -> tuple[int, ...]:
+    return tuple(missing) if any(missing) else ()
+
+
+def _behind(side: Side, count: int) -> Side:
+    """Return a copy of what is behind the first columns."""
+    return col.copied(col.take(side, count, col.columns(side)))
 
 
 def _encoded(side: mx.array, codec: Codec) -> Coded | None:
@@ -180,6 +270,11 @@ def _encoded(side: mx.array, codec: Codec) -> Coded | None:
     next; None if a scale is no number."""
     codec.token_bits(side.shape[-1])
     tokens = side.shape[col.TOKEN_AXIS]
+    if not tokens:  # a layer that holds none any more
+        zeros = mx.zeros((*side.shape[:2], codec.span, side.shape[-1]), side.dtype)
+        nothing = col.copied(codec.encode(zeros).take(0, 0))
+        assert isinstance(nothing, Coded)
+        return nothing
     made: Side | None = None
     for cuts in _cuts(tokens, codec):
         pieces = []
