@@ -47,6 +47,7 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.stats import Stats, StepTimes, Tally
 from penstock.engine.step import Runner
 from penstock.engine.text import Detokenizer, TextStream
+from penstock.engine.windows import Reader, Windows, windows_of
 from penstock.errors import (
     EngineStopped,
     LedgerFull,
@@ -62,7 +63,7 @@ from penstock.kv.reads import Part, in_order
 from penstock.kv.segment import Segment
 from penstock.kv.states import Live, nbytes
 from penstock.kv.tails import Tails
-from penstock.ledger import Kind, Ledger
+from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes, parse_bytes
 from penstock.memory.machine import read_machine_memory
 from penstock.models.fingerprint import fingerprint as fingerprint_of
@@ -213,6 +214,11 @@ class Core:
             if self.runner.is_recurrent
             else None
         )
+        windows = windows_of(self.runner.sights, self.limits.max_kv_size)
+        self.windows = None
+        if windows:
+            self.windows = Windows(self.prefixes, windows, self.runner.shapes, self._readers)
+            self.prefixes.relief = self.windows
         self.quantiser = (
             None
             if rule is None
@@ -329,6 +335,8 @@ class Core:
             self.cold.close()
         if self.quantiser is not None:
             self.quantiser.release()
+        if self.windows is not None:
+            self.windows.release()
         self.prefixes.clear()
         self.tails.drop()
         self._pool.resize(0)
@@ -456,15 +464,9 @@ class Core:
         if ask_disk and self.cold is not None:
             on_disk = self.cold.on_disk(self.prefixes.keys(list(tokens), salt), ASK_SECONDS)
         reason, resumes = found.reason, None
-        if self.checkpoints is not None:
-            match = self.prefixes.find(list(tokens), salt)
-            resumes, _ = self._resume(match.path, min(match.tokens, max(0, len(tokens) - 1)))
-            if resumes < match.tokens:
-                reason += (
-                    f"; recurrent layers go on from token {resumes:,}, the deepest of the "
-                    f"{match.tokens:,} held at which their states were kept: they are at the ends "
-                    f"of turns and chunks, and fewer further back"
-                )
+        if self.checkpoints is not None or self.windows is not None:
+            resumes, why = self._explain_resume(list(tokens), salt)
+            reason += why
         if on_disk is not None and on_disk > found.held_tokens:
             reason += f"; {on_disk:,} tokens are on the disk, from where they would be read back"
         return replace(
@@ -475,6 +477,30 @@ class Core:
             held_text=self._text(found.held_token),
             given_text=self._text(found.given_token),
         )
+
+    def _explain_resume(self, tokens: list[int], salt: str) -> tuple[int | None, str]:
+        """Return from where a prompt would go on, and why not from the end of what is held; None
+        if from there, in a model in which that is so until memory is short."""
+        match = self.prefixes.find(tokens, salt)
+        most = min(match.tokens, max(0, len(tokens) - 1))
+        resumes, _ = self._resume(match.path, most)
+        whole = most if self.windows is None else self.windows.resume(match.path, most)
+        if self.checkpoints is None and whole == most:
+            return None, ""
+        why = ""
+        if whole < most:
+            why = (
+                f"; layers with windows go on from token {whole:,} at most, of {match.tokens:,} "
+                f"held: when memory was short they dropped what goes on neither at the end of a "
+                f"conversation nor where some part; what is read again is held again"
+            )
+        if resumes < whole:
+            why += (
+                f"; recurrent layers go on from token {resumes:,}, the deepest of the "
+                f"{match.tokens:,} held at which their states were kept: they are at the ends "
+                f"of turns and chunks, and fewer further back"
+            )
+        return resumes, why
 
     def note_checkpoints(self, keys: Items[bytes]) -> None:
         """Have the checkpoints of a chain written, if there is a cold tier."""
@@ -565,6 +591,8 @@ class Core:
         if pins != self.prefixes.tree.pins:
             raise AssertionError(f"{self.prefixes.tree.pins} pins, {pins} owners")
         for sequence in sequences:
+            if self.windows is not None and sequence.pin is not None:
+                self.windows.check(sequence.pin.path, sequence.cut, sequence.position)
             own = sum(run.segment.nbytes for run in sequence.runs)
             if sequence.own is None and (own or sequence.slot is not None or sequence.pin):
                 raise AssertionError(f"sequence {sequence.id} holds what was not reserved")
@@ -630,8 +658,9 @@ class Core:
         return fixed + self._copies_bytes()
 
     def _copies_bytes(self) -> int:
-        """Return what is set aside, whatever happens, for blocks that are written or encoded."""
-        parts = (self.cold, self.quantiser)
+        """Return what is set aside, whatever happens, for blocks that are written or encoded, and
+        windows that are copied."""
+        parts = (self.cold, self.quantiser, self.windows)
         return sum(part.nbytes for part in parts if part is not None)
 
     def _admit(self) -> None:
@@ -684,35 +713,56 @@ class Core:
         blocks = matched // self.limits.block_size
         match = self.prefixes.match(sequence.keys[:blocks])
         cut, live = self._resume(match.path, min(matched, len(sequence.tokens) - 1))
-        pin = self.prefixes.pin(match)
-        try:
-            own = self.prefixes.reserve(Kind.TAILS, self.needs.own(sequence.most_tokens, cut))
-        except (LedgerFull, NeverFits):
-            pin.release()
+        # It is a reader from now on: what it reads is not dropped to make room for the rest.
+        sequence.pin, sequence.cut = self.prefixes.pin(match), cut
+        taken = self._reserve(sequence)
+        if taken is None:
+            sequence.pin.release()
+            sequence.pin, sequence.cut = None, 0
             return False
-        try:
-            step = self.prefixes.reserve(Kind.BUFFERS, self.needs.step(sequence.most_tokens))
-        except (LedgerFull, NeverFits):
-            own.release()
-            pin.release()
-            return False
-        more = self.needs.chunk(sequence.most_tokens) - self._chunk.nbytes
-        if more > 0 and not self.prefixes.make_room(more):
-            step.release()
-            own.release()
-            pin.release()
-            return False
-        self._chunk.resize(self._chunk.nbytes + max(0, more))
-        sequence.pin, sequence.cut, sequence.own, sequence.step = pin, cut, own, step
+        sequence.own, sequence.step = taken
         sequence.live, sequence.meets = live, match.tokens
         return True
 
+    def _reserve(self, sequence: Sequence) -> tuple[Reservation, Reservation] | None:
+        """Reserve what a sequence may come to hold behind its cut, and what it adds to a step;
+        None, and nothing reserved, if there is no room."""
+        most = sequence.most_tokens
+        try:
+            own = self.prefixes.reserve(Kind.TAILS, self.needs.own(most, sequence.cut))
+        except (LedgerFull, NeverFits):
+            return None
+        try:
+            step = self.prefixes.reserve(Kind.BUFFERS, self.needs.step(most))
+        except (LedgerFull, NeverFits):
+            own.release()
+            return None
+        more = self.needs.chunk(most) - self._chunk.nbytes
+        if more > 0 and not self.prefixes.make_room(more):
+            step.release()
+            own.release()
+            return None
+        self._chunk.resize(self._chunk.nbytes + max(0, more))
+        return own, step
+
     def _resume(self, path: Items[Node[Segment]], most_tokens: int) -> tuple[int, Live | None]:
-        """Return at which position of a path, `most_tokens` at most, a sequence can go on, and
-        with which states."""
-        if self.checkpoints is None:
-            return most_tokens, None
-        return self.checkpoints.resume(path, most_tokens)
+        """Return at which position of a path, `most_tokens` at most, a sequence can go on: all
+        windows in front of it are whole, and there are states, with which it does."""
+        while True:
+            if self.windows is not None:
+                most_tokens = self.windows.resume(path, most_tokens)
+            if self.checkpoints is None:
+                return most_tokens, None
+            found, live = self.checkpoints.resume(path, most_tokens)
+            if self.windows is None or found in (0, most_tokens):
+                return found, live
+            most_tokens = found
+
+    def _readers(self) -> Iterator[Reader]:
+        """Yield what is read of which paths."""
+        for sequence in self._sequences.values():
+            if sequence.pin is not None:
+                yield sequence.pin.path, sequence.cut
 
     def _count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
         """Count prompt tokens that this answer did not have to compute.
@@ -802,13 +852,22 @@ class Core:
             if states is None:
                 return False
             sequence.went_on_at = sequence.cut
-            done = self.prefixes.follow(sequence.pin, keys, done)  # those need the states alone
-            sequence.cut = done * self.limits.block_size
+            done = self._know(sequence, keys)  # those need the states alone
         sequence.restores = cold.begin(keys, done, sequence.own)
         if states is not None:
             sequence.restores.append(states)
         self.scheduler.act(sequence.id, "fetch")
         return True
+
+    def _know(self, sequence: Sequence, keys: Items[bytes]) -> int:
+        """Move a sequence's cut behind what the tree has of a chain, though it has no states
+        there; return how many blocks that are."""
+        assert sequence.pin is not None
+        size = self.limits.block_size
+        known = self.prefixes.follow(sequence.pin, keys, sequence.cut // size) * size
+        if self.windows is None or self.windows.resume(sequence.pin.path, known) == known:
+            sequence.cut = known
+        return sequence.cut // size
 
     def _take_restored(self, cold: Cold) -> None:
         """Take in what was read from the disk, and compute what takes too long to come."""
@@ -1025,6 +1084,10 @@ class Core:
         assert sequence.pin is not None and sequence.own is not None
         done, start = sequence.cut // size, sequence.cut
         before = sequence.own.nbytes
+        if self.windows is not None and not self.windows.fill(
+            sequence.pin, sequence.keys, segment, start
+        ):
+            return False
         sealed = self.prefixes.insert(
             sequence.pin,
             done,
@@ -1037,10 +1100,13 @@ class Core:
             return False
         if self.quantiser is not None:
             self.quantiser.changed()
+        end = sealed.blocks_readable * size
+        if self.windows is not None and self.windows.resume(sequence.pin.path, end) < end:
+            return False  # what was filled had to give way for the rest
         if start < sequence.hold_tokens:
             self._hold(sequence)  # before it is merged with what is not to be held
-        gained = sealed.blocks_readable * size - start
-        sequence.cut = start + gained
+        gained = end - start
+        sequence.cut = end
         # What the tree has taken over is off already; what others had sealed is not needed.
         moved = before - sequence.own.nbytes
         self._shrink_own(sequence, gained * self.runner.token_bytes - moved)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Protocol
 
 import numpy as np
 
@@ -62,6 +62,17 @@ class Sealed:
     """Why nothing was inserted, if there was no room. Not set when all was known before."""
 
 
+class Relief(Protocol[S]):
+    """Frees bytes of nodes that stay."""
+
+    def relieve(self, nbytes: int) -> int:
+        """Free as many bytes, or as many as can be, and return how many were freed; makes no
+        room by itself."""
+
+    def is_useless(self, node: Node[S]) -> bool:
+        """Tell whether a leaf that nobody reads is of use to nobody any more."""
+
+
 class Prefixes(Generic[S]):
     """KV by prefix. Not thread-safe: one owner, the thread with the arrays.
 
@@ -105,6 +116,8 @@ class Prefixes(Generic[S]):
             block_size, self.policy, max_merge_tokens=max_merge_tokens
         )
         self.counts = Counts()
+        self.relief: Relief[S] | None = None
+        """Asked for bytes before a node is given up."""
         self._clock = clock
         self._departures = Departures(remembered)
         self._nodes = ledger.reserve(Kind.NODES, 0)
@@ -351,15 +364,23 @@ class Prefixes(Generic[S]):
         return self.ledger.reserve(kind, nbytes)
 
     def shrink(self, nbytes: int, why: Why = "pressure") -> int:
-        """Give up what is worth least until `nbytes` were freed, or nothing is left to give.
+        """Give up what is worth least until `nbytes` were freed, or nothing is left to give; before
+        that, parts of nodes that nobody needs, if there is somebody who knows them.
 
         Returns:
             Bytes freed, index included: more than asked, or all that nobody reads.
         """
         freed = 0
         self.tree.expire(self._clock())
+        if self.relief is not None and nbytes > 0:
+            freed = self.relief.relieve(nbytes)
         while freed < nbytes and (node := self.tree.victim()) is not None:
             freed += self._evict(node, why)
+            if self.relief is not None:
+                for above in upwards(node.parent):
+                    if not self.relief.is_useless(above):
+                        break
+                    freed += self._evict(above, why)
         return freed
 
     def clear(self) -> None:

@@ -1,0 +1,442 @@
+"""Models with windows on the engine, whose nodes hold what somebody goes on with and no more: their
+text is a plain loop's at all times."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import cache as theirs
+from mlx_lm.models import gemma3_text
+from parity_models import SLIDING_WINDOW, Step, assert_same, generate, model_of, prompt_of
+from test_cold_parity import restored, with_disk
+from test_engine import (
+    BASE,
+    Guest,
+    answer,
+    ask,
+    bounded_text,
+    cached,
+    check,
+    drain,
+    engine,
+    plain_text,
+    receive,
+)
+
+import tiny_families
+from penstock.engine import cold
+from penstock.engine.core import Core
+from penstock.engine.windows import Windows
+from penstock.errors import PenstockError
+from penstock.kv.segment import Segment
+
+FAMILIES = ("gemma3", "gpt_oss", "gear")
+every_family = pytest.mark.parametrize("family", FAMILIES)
+BLOCK = 16
+SMALL = {"block_size": BLOCK, "prefill_chunk": 32}
+FORK = (*BASE[:50], *prompt_of(30, 3))
+"""Parts from `BASE` inside its fourth block."""
+ALL = 10**12
+
+
+def thin(core: Core) -> int:
+    """Drop all that nobody needs; return the bytes."""
+    assert core.windows is not None
+    freed = core.windows.relieve(ALL)
+    core.check()
+    assert core.windows.relieve(ALL) == 0
+    return freed
+
+
+def needed_bytes(core: Core, end: int, window: int = SLIDING_WINDOW) -> int:
+    """Return what the nodes of one prompt hold that goes on at its end, `end` whole tokens."""
+    assert core.windows is not None
+    stays = end - max(0, end - window) // core.limits.block_size * core.limits.block_size
+    shapes = enumerate(core.runner.shapes)
+    return sum(shape.nbytes * (stays if i in core.windows.windows else end) for i, shape in shapes)
+
+
+def node_bytes(core: Core) -> int:
+    return core.prefixes.tree.nbytes - core.prefixes.tree.checkpoint_bytes
+
+
+@every_family
+def test_the_next_turn_goes_on_and_the_same_prompt_is_read_again(family: str) -> None:
+    with engine(model_of(family), **SMALL) as core:
+        assert core.runner.fitness.way == ("joined" if family == "gear" else "shared")
+        first = ask(core, BASE, 24)
+        drain(core)
+        assert node_bytes(core) == 80 * core.runner.token_bytes
+        before = node_bytes(core)
+        assert thin(core) == before - node_bytes(core) > 0
+        assert node_bytes(core) == needed_bytes(core, 80)
+        turn = ask(core, (*BASE, *answer(first), *prompt_of(4)), 24)
+        drain(core)
+        check(family, first, turn)
+        assert cached(turn) == 80
+        thin(core)
+        for hits, computed in ((0, 69), (64, 5)):
+            explained = core.explain(list(BASE))
+            assert explained.held_tokens == 64
+            assert explained.resume_tokens == (0 if computed > 64 else None)
+            assert ("windows go on from token 0" in explained.reason) == (computed > 64)
+            before = core.stats().prefilled_tokens
+            again = ask(core, BASE, 24)
+            drain(core)
+            check(family, again)
+            assert cached(again) == hits
+            assert core.stats().prefilled_tokens - before == computed
+
+
+@every_family
+def test_a_branch_that_parts_where_windows_were_dropped_fills_what_it_reads_again(
+    family: str,
+) -> None:
+    with engine(model_of(family), **SMALL) as core:
+        first = ask(core, BASE, 24)
+        drain(core)
+        thin(core)
+        fork = ask(core, FORK, 12)
+        drain(core)
+        assert cached(fork) == 0
+        thin(core)  # but where the two part is a place to go on, now
+        assert core.prefixes.match(core.prefixes.keys(list(BASE))).tokens == 64
+        third = ask(core, (*BASE[:48], *prompt_of(20, 8)), 12)
+        long = ask(core, (*BASE, *answer(first), *prompt_of(4)), 12)
+        drain(core)
+        assert (cached(third), cached(long)) == (48, 80)
+        check(family, first, fork, third, long)
+
+
+@every_family
+def test_all_at_once(family: str) -> None:
+    """Who walked back, who goes on, who parts, and who asks for the same as another."""
+    with engine(model_of(family), **SMALL, max_batch_size=6) as core:
+        first = ask(core, BASE, 24)
+        drain(core)
+        thin(core)
+        turn = (*BASE, *answer(first), *prompt_of(4))
+        prompts = (BASE, turn, FORK, BASE, BASE[:64], turn)
+        handles = [ask(core, prompt, 20) for prompt in prompts]
+        steps = 0
+        while core.step():
+            steps += 1
+            if steps % 3 == 0:
+                thin(core)
+        check(family, *handles)
+        # What the two that ask for the same share is computed once.
+        assert core.stats().prefilled_tokens < 69 + 69 + 3 + 32 + 2 * 14
+
+
+def crowd_reference(family: str) -> Callable[[Guest], list[Step]]:
+    return lambda guest: plain_text(family, guest.prompt, guest.tokens)
+
+
+@every_family
+@pytest.mark.parametrize("places", [2, 8])
+def test_a_crowd_while_everything_is_dropped_all_the_time(
+    family: str, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between steps, and wherever anything makes room in the middle of one."""
+    with engine(model_of(family), **SMALL, max_batch_size=places) as core:
+        make_room, step = core.prefixes.make_room, core.step
+
+        def drop_first(*given: Any) -> bool:
+            assert core.windows is not None
+            core.windows.relieve(ALL)
+            return make_room(*given)
+
+        def step_and_drop() -> bool:
+            busy = step()
+            thin(core)
+            return busy
+
+        monkeypatch.setattr(core.prefixes, "make_room", drop_first)
+        monkeypatch.setattr(core, "step", step_and_drop)
+        receive(core, random.Random(places), 12, crowd_reference(family))
+
+
+@every_family
+def test_a_crowd_with_little_memory(family: str) -> None:
+    with engine(model_of(family), **SMALL, max_batch_size=4, max_kv_size=256) as core:
+        room = core.needs.own(120) + core.needs.step(120) + core.needs.chunk(120)
+        core.set_limit(core.stats().used_bytes + room + 120 * core.runner.token_bytes)
+        receive(core, random.Random(5), 16, crowd_reference(family))
+        assert core.stats().evicted_nodes > 0
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gear"])
+def test_a_crowd_past_its_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reference(guest: Guest) -> list[Step]:
+        return bounded_text(family, guest.prompt, 24, 48, 12)[: guest.tokens]
+
+    settings = {"max_kv_size": 48, "keep": 12, "block_size": 8, "prefill_chunk": 16}
+    with engine(model_of(family), **settings, max_batch_size=4) as core:
+        step = core.step
+        monkeypatch.setattr(core, "step", lambda: (step(), thin(core))[0])
+        receive(core, random.Random(4), 9, reference)
+
+
+# ---- under pressure
+
+
+def test_thinning_comes_before_giving_up() -> None:
+    """The longest unused first, as many as are needed; what is held is left alone."""
+    prompts = [tuple(prompt_of(100, seed)) for seed in range(3)]
+    with engine(model_of("gemma3"), **SMALL) as core:
+        for prompt in prompts:
+            ask(core, prompt, 1, hold_seconds=600.0 if prompt is prompts[1] else 0.0)
+            drain(core)
+        whole = 96 * core.runner.token_bytes
+        spare = whole - needed_bytes(core, 96)
+        core.set_limit(core.ledger.used_bytes - spare // 2)
+
+        def held() -> list[int]:
+            found = [core.prefixes.find(prompt).path for prompt in prompts]
+            return [sum(node.segment.kv_nbytes for node in path) for path in found]
+
+        assert whole - spare < held()[0] <= whole - spare // 2
+        assert held()[1:] == [whole, whole]
+        core.set_limit(core.ledger.used_bytes - spare // 2 - spare // 4)
+        assert held()[:2] == [whole - spare, whole]
+        assert whole > held()[2] > whole - spare
+        assert core.stats().evicted_nodes == 0
+        core.set_limit(core.ledger.used_bytes - whole)
+        assert core.stats().evicted_nodes > 0
+        core.check()
+
+
+def test_what_nobody_can_go_on_from_any_more_goes_at_once() -> None:
+    """With the end of a prompt that was thinned all of it goes; not what another one reads."""
+    with engine(model_of("gemma3"), **SMALL) as core:
+        core.prefixes.tree.max_merge_tokens = 32
+        ask(core, (*BASE, *prompt_of(60)), 1)
+        drain(core)
+        thin(core)
+        assert len(core.prefixes.tree) > 2
+        core.prefixes.shrink(1)
+        assert len(core.prefixes.tree) == 0
+
+
+@functools.cache
+def large() -> Any:
+    """Return a random model like Gemma 3: of six layers five see 512 tokens."""
+    mx.random.seed(1)
+    model = gemma3_text.Model(
+        gemma3_text.ModelArgs(
+            model_type="gemma3_text",
+            num_hidden_layers=6,
+            head_dim=32,
+            query_pre_attn_scalar=32,
+            hidden_size=32,
+            intermediate_size=32,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            vocab_size=64,
+            sliding_window=512,
+            sliding_window_pattern=6,
+        )
+    )
+    mx.eval(model.parameters())
+    return model
+
+
+def test_a_long_conversation_holds_little_more_than_it_goes_on_with() -> None:
+    prompt = [token % 64 for token in prompt_of(8_192)]
+    settings = {"block_size": 64, "prefill_chunk": 2_048, "max_kv_size": 16_384}
+    with engine(large(), **settings) as core:
+        first = ask(core, prompt, 8)
+        drain(core)
+        whole = node_bytes(core)
+        assert whole == 8_192 * core.runner.token_bytes
+        goes_on_with = core.runner.shapes[0].nbytes * (8_192 + 5 * 512)
+        core.set_limit(core.ledger.used_bytes - (whole - goes_on_with))
+        assert core.stats().evicted_nodes == 0
+        assert node_bytes(core) <= 1.15 * goes_on_with < 0.26 * whole
+        core.set_limit(400_000_000)
+        told = [*prompt, *answer(first), *(token % 64 for token in prompt_of(100))]
+        turn = ask(core, told, 8)
+        drain(core)
+        assert cached(turn) == 8_192
+        for handle in (first, turn):
+            tokens = handle.request.prompt
+            plain = generate(large(), tokens, theirs.make_prompt_cache(large()), 8)
+            assert_same(answer(handle), plain, f"{len(tokens)} tokens")
+
+
+# ---- beside other things
+
+
+@pytest.mark.parametrize("scheme", ["8", "k8v4"])
+def test_in_codecs(scheme: str) -> None:
+    """What is dropped and read again has the bits that it had: the answer is the same, too."""
+    settings = {"block_size": 64, "prefill_chunk": 64, "kv_cache_quantization": scheme}
+    prompt = (*prompt_of(200, 7), *BASE)
+    with engine(model_of("gemma3"), **settings, kv_cache_min_quantize_tokens=64) as core:
+        assert core.quantiser is not None
+
+        def said(prompt: Sequence[int], hits: int) -> list[int]:
+            handle = ask(core, prompt, 24)
+            drain(core)
+            assert cached(handle) == hits
+            return answer(handle)
+
+        first = said(prompt, 0)
+        whole = node_bytes(core)
+        thin(core)
+        assert node_bytes(core) < 0.8 * whole
+        turn = (*prompt, *first, *prompt_of(30))
+        later = said(turn, 256)
+        thin(core)
+        assert said(prompt[:100], 0) == said(prompt[:100], 64)
+        thin(core)
+        assert said(turn, 320) == later
+        core.prefixes.clear()
+        assert said(prompt, 0) == first
+
+
+@pytest.mark.parametrize("name", ["baichuan_m1", "recurrent_gemma", "gear"])
+def test_windows_and_states_together(name: str) -> None:
+    """A place to go on at is one for both."""
+    with tiny_families.uncompiled():
+        model = tiny_families.build(name)
+        base = tiny_families.prompt_of(70)
+        fork, other = ([*base[:50], *tiny_families.prompt_of(20, seed)] for seed in (3, 5))
+        with engine(model, **SMALL) as core:
+            assert core.windows is not None and core.checkpoints is not None
+            first = ask(core, base, 12)
+            drain(core)
+            # Its last block is full now: where a conversation went on before, nobody goes on.
+            longer = ask(core, [*base, *answer(first), *tiny_families.prompt_of(40, 4)], 12)
+            drain(core)
+            thin(core)
+            handles = [first, longer]
+            for prompt in (fork, base, other, base):
+                assert core.explain(prompt).resume_tokens is not None
+                handles.append(ask(core, prompt, 12))
+                drain(core)
+                thin(core)
+            for handle in handles:
+                expected, _ = tiny_families.plain_greedy(model, handle.request.prompt, 12)
+                assert answer(handle) == expected
+            assert cached(handles[2]) == 0
+            assert cached(handles[4]) == 48, "where they part there are states and windows"
+
+
+@every_family
+def test_from_the_disk(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was dropped is read back, and fills the nodes; what is not whole is not written."""
+    monkeypatch.setattr(cold, "LEAST_PATIENCE_SECONDS", 20.0)
+    with with_disk(model_of(family), tmp_path) as core:
+        first = ask(core, BASE, 24)
+        drain(core)
+        thin(core)
+        again = ask(core, BASE, 24)
+        drain(core)
+        assert (cached(again), restored(core)) == (64, 64)
+        thin(core)
+        fork = ask(core, FORK, 12)
+        drain(core)
+        assert (cached(fork), restored(core)) == (48, 112)
+        check(family, first, again, fork)
+
+
+@every_family
+def test_what_was_dropped_before_it_was_written(family: str, tmp_path: Path) -> None:
+    with with_disk(model_of(family), tmp_path) as core:
+        assert core.cold is not None
+        work = core.cold.work
+        core.cold.work = lambda *, busy: False  # type: ignore[method-assign]
+        ask(core, BASE, 24)
+        drain(core)
+        thin(core)
+        core.cold.work = work  # type: ignore[method-assign]
+        again = ask(core, (*BASE[:66], 7), 12)
+        drain(core)
+        check(family, again)
+    with with_disk(model_of(family), tmp_path) as core:
+        after = ask(core, BASE, 24)
+        drain(core)
+        check(family, after)
+
+
+def test_without_room_to_fill_it_keeps_what_it_reads_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine(model_of("gemma3"), **SMALL) as core:
+        first = ask(core, BASE, 24)
+        drain(core)
+        thin(core)
+        monkeypatch.setattr(core.prefixes, "cut", lambda *_: False)
+        short = [node.segment for node in core.prefixes.tree]
+        again = ask(core, FORK, 24)
+        drain(core, 4)
+        assert [node.segment for node in core.prefixes.tree] == short
+        drain(core)
+        monkeypatch.undo()
+        last = ask(core, FORK, 24)
+        drain(core)
+        check("gemma3", first, again, last)
+
+
+# ---- negative controls
+
+
+@contextmanager
+def one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    real = Windows._nearest
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Windows, "_nearest", lambda self: {node: at + BLOCK for node, at in real(self).items()}
+        )
+        yield
+
+
+@every_family
+def test_a_block_too_many_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the recount, by a read, and, if neither looked, by the text."""
+    core = Core(model_of(family), memory_limit="400MB", **SMALL)
+    handle = ask(core, BASE[:65], 12)
+    drain(core, 2)  # all but the last token are read
+    assert core.windows is not None
+    with one_block_too_many(monkeypatch):
+        core.windows.relieve(ALL)
+    with pytest.raises(AssertionError, match="is seen from"):
+        core.check()
+    with monkeypatch.context() as patch:
+        patch.setattr(Windows, "check", lambda *_: None)
+        drain(core)
+    with pytest.raises(PenstockError, match="any more"):
+        answer(handle)
+    core.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_a_read_that_did_not_look_would_say_something_else(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = Core(model_of(family), memory_limit="400MB", **SMALL)
+    real = Segment.columns
+
+    def columns(self: Segment, layer: int, start: int, stop: int) -> tuple[int, int]:
+        gone = self.missing[layer]
+        return (0, stop - start) if start < gone else real(self, layer, start, stop)
+
+    monkeypatch.setattr(Segment, "columns", columns)
+    monkeypatch.setattr(Windows, "check", lambda *_: None)
+    handle = ask(core, BASE[:65], 24)
+    drain(core, 2)
+    assert core.windows is not None
+    with one_block_too_many(monkeypatch):
+        core.windows.relieve(ALL)
+    drain(core)
+    with pytest.raises((AssertionError, PenstockError), match=r"which led by|broadcast"):
+        check(family, handle)
+    core.close()
