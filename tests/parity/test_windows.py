@@ -3,6 +3,7 @@ text is a plain loop's at all times."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx_lm.models import cache as theirs
 from mlx_lm.models import gemma3_text
 from parity_models import SLIDING_WINDOW, Step, assert_same, generate, model_of, prompt_of
@@ -33,8 +36,9 @@ from test_engine import (
 import tiny_families
 from penstock.engine import cold
 from penstock.engine.core import Core
-from penstock.engine.windows import Windows
+from penstock.engine.windows import Windows, resume, windows_of
 from penstock.errors import PenstockError
+from penstock.kv.attention import Sight
 from penstock.kv.segment import Segment
 
 FAMILIES = ("gemma3", "gpt_oss", "gear")
@@ -55,10 +59,11 @@ def thin(core: Core) -> int:
     return freed
 
 
-def needed_bytes(core: Core, end: int, window: int = SLIDING_WINDOW) -> int:
-    """Return what the nodes of one prompt hold that goes on at its end, `end` whole tokens."""
+def needed_bytes(core: Core, end: int, first: int | None = None) -> int:
+    """Return what the nodes of one conversation hold that goes on at its end, and from `first` on;
+    both in whole blocks."""
     assert core.windows is not None
-    stays = end - max(0, end - window) // core.limits.block_size * core.limits.block_size
+    stays = end - max(0, (first or end) - SLIDING_WINDOW) // BLOCK * BLOCK
     shapes = enumerate(core.runner.shapes)
     return sum(shape.nbytes * (stays if i in core.windows.windows else end) for i, shape in shapes)
 
@@ -93,6 +98,31 @@ def test_the_next_turn_goes_on_and_the_same_prompt_is_read_again(family: str) ->
             check(family, again)
             assert cached(again) == hits
             assert core.stats().prefilled_tokens - before == computed
+
+
+@every_family
+def test_the_last_turn_can_be_said_again_while_there_is_room_for_that(family: str) -> None:
+    """Another answer, or a next turn that leaves out some of this one: where the newest prompt of
+    a branch ends is given up after all else, and before a node is."""
+    with engine(model_of(family), **SMALL) as core:
+        assert core.windows is not None
+        first = ask(core, BASE, 40)
+        drain(core)
+        assert core.prefixes.tree.tokens == 96
+        excess = node_bytes(core) - needed_bytes(core, 96, 64)
+        assert core.windows.relieve(excess) == excess
+        again = ask(core, BASE, 40)
+        drain(core)
+        assert cached(again) == 64
+        turn = ask(core, (*BASE, *answer(first), *prompt_of(40)), 8)
+        drain(core)
+        check(family, first, again)
+        assert cached(turn) == 96
+        assert core.prefixes.tree.tokens == 144, "150 tokens and an answer"
+        excess = node_bytes(core) - needed_bytes(core, 144)
+        assert core.windows.relieve(excess) == excess, "of its first prompt nothing is left"
+        assert core.explain(list(turn.request.prompt)).resume_tokens is None
+        assert core.explain(list(BASE)).resume_tokens == 0
 
 
 @every_family
@@ -223,6 +253,25 @@ def test_what_nobody_can_go_on_from_any_more_goes_at_once() -> None:
         assert len(core.prefixes.tree) > 2
         core.prefixes.shrink(1)
         assert len(core.prefixes.tree) == 0
+
+
+def test_what_runs_gives_way_to_who_waits() -> None:
+    """Nodes that are read are thinned as well, and what that frees is promised before."""
+    prompts = [tuple(prompt_of(150, seed)) for seed in range(2)]
+    with engine(model_of("gemma3"), **SMALL, max_batch_size=2) as core:
+        assert core.windows is not None
+        first = ask(core, prompts[0], 20)
+        drain(core, 7)
+        assert core.stats().running == 1
+        own = core.needs.own(159) + core.needs.step(159)
+        frees = core.windows.pinned_bytes
+        assert frees > 100 * core.runner.token_bytes / 3
+        core.set_limit(core.ledger.used_bytes + own - frees // 2)
+        second = ask(core, prompts[1], 10)
+        drain(core, 1)
+        assert len(core.scheduler.placed()) == 2
+        drain(core)
+        check("gemma3", first, second)
 
 
 @functools.cache
@@ -386,6 +435,47 @@ def test_without_room_to_fill_it_keeps_what_it_reads_to_itself(
         check("gemma3", first, again, last)
 
 
+# ---- where to go on
+
+
+@dataclasses.dataclass
+class Place:
+    """As much of a node as is asked for."""
+
+    start: int
+    segment: Segment
+
+
+@given(st.data())
+def test_the_deepest_place_is_found(data: st.DataObject) -> None:
+    """Compared with a search for it, token by token."""
+    windows = {0: data.draw(st.integers(2, 9)), 2: data.draw(st.integers(2, 9))}
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    path, start, held = [], 0, set[tuple[int, int]]()
+    for length in lengths:
+        gone = (data.draw(st.integers(0, length)), 0, data.draw(st.integers(0, length)))
+        segment = Segment((), length=length, missing=gone if any(gone) else ())
+        path.append(Place(start, segment))
+        held |= {(layer, start + at) for layer in windows for at in range(gone[layer], length)}
+        start += length
+    most = data.draw(st.integers(0, start))
+
+    def whole(position: int) -> bool:
+        return all(
+            (layer, at) in held
+            for layer, window in windows.items()
+            for at in range(max(0, position - window + 1), position)
+        )
+
+    deepest = max(position for position in range(most + 1) if whole(position))
+    assert resume(path, most, windows) == deepest  # type: ignore[arg-type]
+
+
+def test_windows_of_layers() -> None:
+    sights = [Sight(4), Sight(100, 4), Sight(8), Sight(104), Sight(4, 2), Sight()]
+    assert windows_of(sights, 104) == {0: 4, 2: 8}
+
+
 # ---- negative controls
 
 
@@ -394,7 +484,11 @@ def one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     real = Windows._nearest
     with monkeypatch.context() as patch:
         patch.setattr(
-            Windows, "_nearest", lambda self: {node: at + BLOCK for node, at in real(self).items()}
+            Windows,
+            "_nearest",
+            lambda self, *, turns: {
+                node: at + BLOCK for node, at in real(self, turns=turns).items()
+            },
         )
         yield
 

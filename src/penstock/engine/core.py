@@ -1194,12 +1194,20 @@ class Core:
             del chunk
             last = (len(sequence.tokens) - 1) // self.limits.block_size * self.limits.block_size
             self._capture(sequence, turn_end=sequence.position == last)
+            self._end_prompt(sequence, last)
             self.tally.prefill_steps += 1
             self.tally.prefilled_tokens += count
             seconds = time.perf_counter() - started
             self.tally.prefill_seconds.append(seconds)
             self.pace.prefilled(count, seconds)
             self._report(sequence, count)
+
+    def _end_prompt(self, sequence: Sequence, last: int) -> None:
+        """Retain the windows in front of a prompt's last block, if it was read up to there."""
+        if self.windows is None or self.checkpoints is not None or sequence.pin is None:
+            return
+        if sequence.left == 0 and 0 < last <= sequence.cut:
+            self.windows.end_prompt(sequence.pin.path, last)
 
     def _keep_chunk(self, sequence: Sequence, segment: Segment, start: int) -> None:
         """Seal a chunk's whole blocks; what is left of it, or cannot be sealed, is a run."""

@@ -4,23 +4,29 @@
     match           ──> resume: back to the deepest place at which all windows are whole
     read again      ──> fill: what was computed once more takes its place in the nodes
 
-Retained are the ends of branches, the places where branches part, held prefixes, and where
-whoever runs stands. A node is named, and its other layers are shared, as if nothing was dropped.
+Retained are the ends of branches, the places where they part, held prefixes, where whoever runs
+stands, and, while that will do, the ends of the newest turns. A node is named, and its other layers
+are shared, as if nothing was dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import inf
 
 from penstock.kv import columns as col
 from penstock.kv.attention import Sight
 from penstock.kv.segment import Segment
+from penstock.kv.states import Checkpoint
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
-from penstock.prefix.node import NODE_BYTES, Node
+from penstock.prefix.node import NODE_BYTES, Node, upwards
 from penstock.prefix.prefixes import Prefixes
 from penstock.prefix.tree import Pin
+
+TURN_ENDS = 2
+"""Newest ends of turns of a branch that are retained: in models with states an answer's, too."""
 
 Path = Sequence[Node[Segment]]
 Reader = tuple[Path, int]
@@ -48,6 +54,10 @@ class Windows:
         readers: Callable[[], Iterable[Reader]],
     ) -> None:
         self.windows = dict(windows)
+        self._layers = {
+            window: [layer for layer, each in windows.items() if each == window]
+            for window in set(windows.values())
+        }
         self._prefixes = prefixes
         self._readers = readers
         window = max(
@@ -89,40 +99,74 @@ class Windows:
                         f"layer {layer} of {node} lacks {gone} tokens; it is seen from {sees} on"
                     )
 
-    def droppable(self) -> dict[int, dict[int, int]]:
+    def droppable(self, *, turns: bool) -> dict[int, dict[int, int]]:
         """Return how many first tokens which layers of which nodes could drop: by node, by layer.
 
         O(nodes).
+
+        Args:
+            turns: whether the ends of turns are retained.
         """
-        nearest = self._nearest()
+        nearest = self._nearest(turns=turns)
         size = self._prefixes.block_size
         found = {}
         for node in self._prefixes.tree:
             missing = node.segment.missing
-            gone = {}
-            for layer, window in self.windows.items():
+            gone: dict[int, int] = {}
+            for window, layers in self._layers.items():
                 needed = (int(nearest[node.id]) - window) // size * size
                 count = min(needed - node.start, len(node.tokens))
-                if count > (missing[layer] if missing else 0):
-                    gone[layer] = count
+                if count > 0:
+                    lacks = (layer for layer in layers if not missing or missing[layer] < count)
+                    gone |= dict.fromkeys(lacks, count)
             if gone:
                 found[node.id] = gone
         return found
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that `relieve` frees of nodes that somebody reads, at least. O(nodes)."""
+        droppable, found = self.droppable(turns=False), 0
+        for node in self._prefixes.tree:
+            if node.pins:
+                for layer, count in droppable.get(node.id, {}).items():
+                    dropped, stays = _sizes(node, layer, count)
+                    found += dropped if stays <= self._copy.nbytes else 0
+        return found
+
     # ---- acts
+
+    def end_prompt(self, path: Path, position: int) -> None:
+        """Retain the place where a prompt ends, until a later one does on the same branch: the
+        next turn may leave out some of the answer, or ask for another one.
+
+        Of models without states: of others a checkpoint says that a turn ends.
+        """
+        forks = [number for number, node in enumerate(path, 1) if len(node.children) > 1]
+        shared = max(forks, default=0)
+        for number, node in enumerate(path):
+            before, at = node.segment.checkpoints, position - node.start
+            after = [each for each in before if number < shared or each.at == at]
+            if 0 < at <= len(node.tokens) and all(each.at != at for each in after):
+                after.append(Checkpoint(at, (), turn_end=True))
+            if [each.at for each in before] != sorted(each.at for each in after):
+                made = node.segment.checkpointed(after)
+                self._prefixes.tree.exchange(node, made)  # which holds the same arrays
 
     def relieve(self, nbytes: int) -> int:
         """Drop what no retained place needs until `nbytes` were freed, or nothing is left to drop;
-        the nodes unused for longest come first. Return the bytes freed."""
+        the nodes unused for longest come first, and the ends of turns that are no ends of branches
+        are retained while that will do. Return the bytes freed."""
         before = self._prefixes.nbytes
-        droppable = self.droppable()
-        nodes = [node for node in self._prefixes.tree if node.id in droppable]
         try:
-            for node in sorted(nodes, key=lambda node: (node.last_used_seconds, node.start)):
-                for layer, count in droppable[node.id].items():
-                    if before - self._prefixes.nbytes >= nbytes:
-                        return before - self._prefixes.nbytes
-                    self._drop(node, layer, count)
+            for turns in (True, False):
+                droppable = self.droppable(turns=turns)
+                nodes = [node for node in self._prefixes.tree if node.id in droppable]
+                for node in sorted(nodes, key=lambda node: (node.last_used_seconds, node.start)):
+                    for layer, count in droppable[node.id].items():
+                        if before - self._prefixes.nbytes >= nbytes:
+                            return before - self._prefixes.nbytes
+                        self._drop(node, layer, count)
         except (MemoryError, RuntimeError):  # MLX found no room for a copy: nodes give way instead
             pass
         return before - self._prefixes.nbytes
@@ -157,10 +201,14 @@ class Windows:
 
     # ---- parts
 
-    def _nearest(self) -> dict[int, float]:
+    def _nearest(self, *, turns: bool) -> dict[int, float]:
         """Return, for every node, the first retained place in it or behind it."""
         nodes = sorted(self._prefixes.tree, key=lambda node: node.start, reverse=True)
         nearest = {node.id: _retained(node) for node in nodes}
+        for node in nodes:
+            if turns and not node.children:
+                for above, at in islice(_turn_ends(node), TURN_ENDS):
+                    nearest[above.id] = min(nearest[above.id], at)
         for path, read in self._readers():
             for node in path:
                 if node.start < read <= node.end:
@@ -172,11 +220,8 @@ class Windows:
 
     def _drop(self, node: Node[Segment], layer: int, count: int) -> None:
         """Drop a layer's first tokens, if what stays can be copied."""
-        gone = node.segment.missing[layer] if node.segment.missing else 0
-        tokens = len(node.tokens)
-        held_bytes = col.nbytes(*node.segment.layers[layer])
-        copy_bytes = held_bytes * (tokens - count) // (tokens - gone)
-        more = max(0, copy_bytes - self._copy.nbytes)
+        _, stays = _sizes(node, layer, count)
+        more = max(0, stays - self._copy.nbytes)
         self._prefixes.exchange(node, lambda segment: segment.thinned({layer: count}), more)
 
     def _fill(self, node: Node[Segment], segment: Segment, start: int, end: int) -> bool:
@@ -236,6 +281,22 @@ def _retained(node: Node[Segment]) -> float:
     if node.held_until_seconds is not None:
         return node.start
     return node.end if len(node.children) != 1 else inf
+
+
+def _turn_ends(leaf: Node[Segment]) -> Iterator[tuple[Node[Segment], int]]:
+    """Yield where turns of a branch ended, the newest first, each with its node."""
+    for node in upwards(leaf):
+        for each in reversed(node.segment.checkpoints):
+            if each.turn_end:
+                yield node, node.start + each.at
+
+
+def _sizes(node: Node[Segment], layer: int, count: int) -> tuple[int, int]:
+    """Return the bytes of a layer's tokens that it holds of its first `count`, and of the rest."""
+    gone = node.segment.missing[layer] if node.segment.missing else 0
+    held = col.nbytes(*node.segment.layers[layer])
+    stays = held * (len(node.tokens) - count) // (len(node.tokens) - gone)
+    return held - stays, stays
 
 
 def _short(path: Path, start: int) -> list[Node[Segment]]:

@@ -74,6 +74,7 @@ class Explanation:
     given_text: str | None = None
     resume_tokens: int | None = None
     """Of what is held, first tokens that would be read and not computed: up to where the states of
-    recurrent layers were kept. None if all of it would be, as in a model without such layers."""
+    recurrent layers were kept, and the windows of all others are whole. None if all of it would be,
+    in a model without recurrent layers."""
     on_disk_tokens: int | None = None
     """First tokens whose blocks are on the disk; None if that was not asked, or there is none."""

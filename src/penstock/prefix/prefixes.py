@@ -69,6 +69,10 @@ class Relief(Protocol[S]):
         """Free as many bytes, or as many as can be, and return how many were freed; makes no
         room by itself."""
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that it can free, at least, of nodes that somebody reads."""
+
     def is_useless(self, node: Node[S]) -> bool:
         """Tell whether a leaf that nobody reads is of use to nobody any more."""
 
@@ -349,10 +353,10 @@ class Prefixes(Generic[S]):
     def make_room(self, nbytes: int, why: Why = "limit") -> bool:
         """Give up nodes until `nbytes` are free; False, and none given up, if that cannot be."""
         short = self.ledger.used_bytes + nbytes - self.ledger.limit_bytes
-        if short > self.evictable_bytes:
+        beyond = short - self.evictable_bytes
+        if beyond > 0 and (self.relief is None or beyond > self.relief.pinned_bytes):
             return False
-        self.shrink(short, why)
-        return True
+        return self.shrink(short, why) >= short
 
     def reserve(self, kind: Kind, nbytes: int) -> Reservation:
         """Make room and count `nbytes` as held, before they are allocated.
