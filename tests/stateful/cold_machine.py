@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from engine_machine import EngineMachine, picks
 from engine_reference import MOST_PROMPT
@@ -85,9 +84,7 @@ class ColdMachine(EngineMachine):
     @property
     def reading_bytes(self) -> int:
         restores = (*self.cold._restores, *self.cold._left)
-        layers = [layer for restore in restores for layer in restore.landing._layers]
-        arrays = [room.array for layer in layers for side in layer for room in side]
-        return sum(array.nbytes for array in arrays if isinstance(array, mx.array))
+        return sum(restore.landing.nbytes for restore in restores)
 
     # ---- what is done to the disk
 

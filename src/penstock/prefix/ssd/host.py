@@ -77,6 +77,11 @@ class StateLanding:
             }
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of MLX's that were taken."""
+        return sum(room.nbytes for room in self._rooms.values())
+
     def states(self) -> States:
         """Return what was read."""
         found = {name: room.read() for name, room in self._rooms.items()}
@@ -137,6 +142,11 @@ class Landing:
             for block in range(self.blocks)
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of MLX's that were taken."""
+        return sum(room.nbytes for layer in self._layers for side in layer for room in side)
+
     def segment(self) -> Segment:
         """Return what was read as a segment."""
         segment = Segment(
@@ -183,6 +193,11 @@ class _Room:
         number = _number(name)
         array = mx.empty(shape, getattr(mx, number)) if in_place else np.empty(shape, number)
         return cls(name, array)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of MLX's."""
+        return self.array.nbytes if isinstance(self.array, mx.array) else 0
 
     def bytes(self) -> NDArray[np.uint8]:
         """Return its memory, (heads, tokens, bytes of a row)."""
