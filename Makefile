@@ -61,6 +61,7 @@ peers: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python tools/soak.py
 	$(BIN)/python tools/soak.py --hybrid
+	PENSTOCK_WHOLE_MATRIX=1 $(BIN)/pytest tests/parity/test_model_matrix.py
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful tests/server/test_schema.py tests/server/test_bad_days.py
 	PENSTOCK_KILLS=200 $(BIN)/pytest tests/faults/test_cold_faults.py -k killed
 

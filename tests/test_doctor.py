@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+import tiny_families
 from penstock.blas import Blas
 from penstock.cli import doctor, main
 from penstock.cli.doctor import Machine, find_misfits, find_problems
@@ -103,6 +104,12 @@ GPT_OSS = FLOAT32 | {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+STRANGE = {
+    **tiny_families.arguments_of("deepseek_v41"),
+    "model_type": "deepseek_v41",
+    "torch_dtype": "float32",
+}
+"""Its layers keep what they keep in a class of their own."""
 MAMBA = FLOAT32 | {
     "model_type": "mamba",
     "state_size": 8,
@@ -157,10 +164,16 @@ def test_a_reason_is_one_line() -> None:
     assert fit.why == fit.why.strip().splitlines()[0]
 
 
-def test_a_model_without_keys_and_values_is_a_problem() -> None:
+def test_a_model_without_keys_and_values() -> None:
     fit = try_model("x", loaded(MAMBA))
-    assert (fit.way, fit.modules, fit.kv_bytes_per_token) == (None, (), 0)
+    assert (fit.way, fit.modules, fit.kv_bytes_per_token) == ("shared", (), 0)
     assert fit.layers == (Layers(4, "recurrent"),)
+    assert find_misfits(fit) == []
+
+
+def test_a_model_whose_layers_keep_something_else_is_a_problem() -> None:
+    fit = try_model("x", loaded(STRANGE))
+    assert (fit.way, fit.modules) == (None, ())
     (problem,) = find_misfits(fit)
     assert problem.what.startswith("x: what layer 0 keeps ")
     assert "penstock generate" in problem.remedy
@@ -192,7 +205,7 @@ def test_the_doctor_loads_a_model_and_tells_its_way(capsys: pytest.CaptureFixtur
 def test_a_model_the_engine_cannot_run_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = folder(tmp_path / "model", MAMBA)
+    model = folder(tmp_path / "model", STRANGE)
     assert main(["doctor", model, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["model"]["way"] is None

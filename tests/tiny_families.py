@@ -355,6 +355,11 @@ LOUD = 2.0
 """Spread of what a matrix makes of noise: attention picks single tokens."""
 
 
+def arguments_of(name: str) -> dict[str, Any]:
+    """Return what a family's `ModelArgs` is made from."""
+    return _values(Place(name, _module(name).ModelArgs))
+
+
 def build(name: str) -> Any:
     """Return a tiny random model of a family: float32, evaluated, always the same.
 
@@ -366,7 +371,7 @@ def build(name: str) -> Any:
     except (ImportError, SystemExit) as error:
         raise Unbuildable(name, f"importing it ends in {error!r}, for want of a package") from error
     mx.random.seed(zlib.crc32(f"{SEED} {name}".encode()))
-    arguments = _values(Place(name, module.ModelArgs))
+    arguments = arguments_of(name)
     # A boundary: what a family does with arguments that do not suit it, or with a device that
     # does not have its kernels, is its own affair.
     try:

@@ -30,7 +30,7 @@ from penstock.models import mlx_lm as seam
 from tiny_families import Unbuildable, plain_greedy, prompt_of
 
 BLOCK = 16
-ANSWER = 10
+ANSWER = 8
 LOGITS_OFF = 1e-4
 """Largest difference of a token's log-probability from a plain loop's, as a share of the largest
 logit."""
@@ -72,8 +72,8 @@ class Row:
         return "| " + " | ".join(cells) + " |"
 
 
-def examine(family: str) -> Row:
-    """Run a family on the engine.
+def examine(family: str, *, whole: bool = True) -> Row:
+    """Run a family on the engine; `whole` also over a restart and past a window.
 
     Raises:
         Differs: it does not say what a plain loop says.
@@ -91,8 +91,9 @@ def examine(family: str) -> Row:
             _check_texts(family, model, core)
         finally:
             core.close()
-        _check_restart(family, model)
-        if not any(map(_picks_columns, theirs.make_prompt_cache(model))):
+        if whole:
+            _check_restart(family, model)
+        if whole and not any(map(_picks_columns, theirs.make_prompt_cache(model))):
             _check_window(family, model)
     way = core.runner.fitness.way if core.runner.sights else "-"
     walks = core.runner.is_recurrent
@@ -179,9 +180,18 @@ def _loop(model: Any, prompt: Sequence[int], caches: list[Any]) -> tuple[list[in
 
 def _check(family: str, model: Any, what: str, handle: Handle) -> list[int]:
     """Compare an answer with a plain loop's, and return it."""
-    prompt = handle.request.prompt
-    cuts = range(1, len(prompt)) if family in STEPWISE else ()
-    return _compare(family, what, handle, plain_greedy(model, prompt, ANSWER, cuts=cuts))
+    return _compare(family, what, handle, _plain(family, model, handle.request.prompt))
+
+
+_said: dict[tuple[str, tuple[int, ...]], tuple[list[int], mx.array]] = {}
+
+
+def _plain(family: str, model: Any, prompt: tuple[int, ...]) -> tuple[list[int], mx.array]:
+    """Return what a plain loop says, which is asked once."""
+    if (family, prompt) not in _said:
+        cuts = range(1, len(prompt)) if family in STEPWISE else ()
+        _said[family, prompt] = plain_greedy(model, prompt, ANSWER, cuts=cuts)
+    return _said[family, prompt]
 
 
 def _compare(
@@ -213,7 +223,8 @@ def _ask(core: Core, prompt: Sequence[int]) -> Handle:
 
 def _drain(core: Core) -> None:
     while core.step():
-        core.check()
+        pass
+    core.check()
 
 
 def _cached(handle: Handle) -> int:

@@ -28,7 +28,7 @@ KEY, PARENT = bytes(range(16)), bytes(range(16, 32))
 
 
 def host(dtype: str, *shape: int, seed: int = 0) -> HostArray:
-    width = 4 if dtype.endswith("32") else 1 if dtype.endswith("8") else 2
+    width = int(dtype.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
     raw = np.random.default_rng(seed).bytes(int(np.prod(shape)) * width)
     return HostArray(dtype, shape, np.frombuffer(raw, np.uint8))
 

@@ -83,10 +83,14 @@ def try_model(name: str, loaded: Loaded) -> Fit:
 
 
 def _seen_layers(model: Any) -> tuple[Layers, ...]:
-    sights = Counter(seam.layout(model).sights)
-    return tuple(
-        Layers(count, "full" if sight.window is None else "window", sight.window, sight.keep)
-        for sight, count in sights.items()
+    layout = seam.layout(model)
+    states = len(layout.state_sizes)
+    return (
+        *(
+            Layers(count, "full" if sight.window is None else "window", sight.window, sight.keep)
+            for sight, count in Counter(layout.sights).items()
+        ),
+        *([Layers(states, "recurrent")] if states else []),
     )
 
 
