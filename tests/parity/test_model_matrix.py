@@ -37,8 +37,8 @@ def representatives() -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_says_what_a_plain_loop_says(family: str) -> None:
-    """Cold, warm, in the next turn and in a batch; one of each kind, and all in `make soak`, after a
-    restart and past a window, too."""
+    """Cold, warm, in the next turn and in a batch; after a restart and past a window, too, one of
+    each kind, and in `make soak` all."""
     whole = "PENSTOCK_WHOLE_MATRIX" in os.environ or family in representatives()
     row = examine(family, whole=whole)
     assert documented().get(family) == row.line(), "run python tools/write_models_docs.py"
