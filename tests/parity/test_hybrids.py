@@ -24,6 +24,7 @@ from parity_models import (
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
+from penstock.errors import SettingError
 from penstock.kv.states import Live, blank
 from penstock.ledger import Kind
 from penstock.prefix import checkpoints
@@ -255,3 +256,26 @@ def test_numbers_of_a_state_are_numbers() -> None:
             for node in path:
                 core.checkpoints._replace(node, [], range(1_000))
             assert not core.checkpoints.capture(path, 16, live, turn_end=False)
+
+
+def test_there_is_nothing_to_be_held_in_a_codec_without_keys() -> None:
+    with pytest.raises(SettingError, match="no keys and values"):
+        Core(model_of("mamba2"), memory_limit="400MB", kv_cache_quantization="4", **SMALL)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_keys_and_values_in_a_codec_and_states_beside_them(family: str) -> None:
+    """States stay as they are; the account is right, and what is warm goes on."""
+    with engine(
+        model_of(family),
+        kv_cache_quantization="8",
+        kv_cache_min_quantize_tokens=0,
+        block_size=64,
+        prefill_chunk=64,
+    ) as core:
+        prompt = prompt_of(150)
+        for hits in (0, 128):
+            handle = ask(core, prompt, 8)
+            drain(core)
+            assert cached(handle) == hits
+            assert len(answer(handle)) == 8

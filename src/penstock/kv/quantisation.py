@@ -107,6 +107,10 @@ class Quantisation:
             raise SettingError(
                 f"kv_cache_skip_layers {unknown}: the model's layers are 0 to {len(shapes) - 1}"
             )
+        if not shapes:
+            raise SettingError(
+                f"kv_cache_quantization {self.scheme.name}: the model has no keys and values"
+            )
         coded = left = 0
         for number, shape in enumerate(shapes):
             sides = ((self.scheme.keys, shape.key_dim), (self.scheme.values, shape.value_dim))
