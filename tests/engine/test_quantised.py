@@ -118,7 +118,7 @@ def likely(core: Core, tokens: Sequence[int]) -> dict[int, float]:
     return dict(token.top)
 
 
-def apart(model: Any, codec: str) -> float:
+def apart(model: Any, codec: str, least: int = 10) -> float:
     """Return by how much a prompt that is held in a codec makes tokens more or less likely."""
     asked = prompt(700)
     with running(model, None) as core:
@@ -128,7 +128,7 @@ def apart(model: Any, codec: str) -> float:
         found = likely(core, asked)
         assert core.stats().hit_tokens == 640
     both = expected.keys() & found.keys()
-    assert len(both) >= 5
+    assert len(both) >= least
     return max(abs(expected[token] - found[token]) for token in both)
 
 
@@ -323,7 +323,9 @@ def test_large_channels_are_found_and_change_nothing(
     plain = apart(model, "turbo4")
     assert apart(large, "turbo4") == pytest.approx(plain, abs=1e-3), "the codes are the same"
     monkeypatch.setattr(Runner, "key_scales", lambda _: ())
-    assert abs(apart(large, "turbo4") - plain) > 1e-2, "a negative control: others without scales"
+    assert abs(apart(large, "turbo4", least=5) - plain) > 1e-2, (
+        "a negative control: others without scales"
+    )
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo2.5", "k8v4"])
