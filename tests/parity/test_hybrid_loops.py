@@ -115,3 +115,11 @@ def test_a_state_that_is_not_the_boundarys_is_noticed(monkeypatch: pytest.Monkey
     ask(cache, model, prompt)
     with pytest.raises(AssertionError, match="token"):
         assert_same(ask(cache, model, prompt)[1], plain(model, prompt), "qwen3_next")
+
+
+def test_a_batch_is_refused() -> None:
+    """Whose row would it be?"""
+    model, cache = model_of("mamba2"), PrefixCache("100MB", block_size=BLOCK)
+    prompt, caches = prompt_of(64), theirs.make_prompt_cache(model)
+    model(mx.array([prompt, prompt_of(64, seed=1)]), cache=caches)
+    assert "extract its rows" in str(cache.store(prompt, caches).refused)

@@ -1158,9 +1158,8 @@ class Core:
         stops = [start + count]
         if self.checkpoints is not None:
             # Where its last whole block ends, and where the tree ended that it was let in with.
-            size = self.limits.block_size
-            wanted = {(len(sequence.tokens) - 1) // size * size, sequence.meets}
-            stops = self.checkpoints.stops(start, start + count, wanted)
+            wanted = {sequence.last_boundary(self.limits.block_size), sequence.meets}
+            stops = [*sorted(stop for stop in wanted if start < stop < start + count), *stops]
         for stop in stops:
             if sequence.id in self._sequences:
                 self._read(sequence, stop - sequence.position)
@@ -1192,7 +1191,7 @@ class Core:
                 sequence.live = Live(chunk.states, own=True)
             self._keep_chunk(sequence, chunk.segment, start)
             del chunk
-            last = (len(sequence.tokens) - 1) // self.limits.block_size * self.limits.block_size
+            last = sequence.last_boundary(self.limits.block_size)
             self._capture(sequence, turn_end=sequence.position == last)
             self._end_prompt(sequence, last)
             self.tally.prefill_steps += 1

@@ -113,6 +113,10 @@ class Sequence:
         """Tokens to prefill; the last one is left to the decode step that needs its logits."""
         return len(self.tokens) - 1 - self.position
 
+    def last_boundary(self, block_size: int) -> int:
+        """Return where its last whole block ends in front of its last token."""
+        return (len(self.tokens) - 1) // block_size * block_size
+
     def parts(self) -> tuple[Part, ...]:
         """Return what lies in front of the tail, in order."""
         path = self.pin.path if self.pin is not None else ()

@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +27,7 @@ from penstock.config import SamplingSettings
 from penstock.errors import ModelError
 from penstock.kv.attention import Sight
 from penstock.kv.reads import Reads
-from penstock.kv.states import States
+from penstock.kv.states import Place, States, put_together, taken_apart
 from penstock.kv.turboquant import TurboQuant
 
 __all__ = [
@@ -231,10 +231,6 @@ def _dispatching(theirs: Any) -> Any:
     return dispatch
 
 
-Place: TypeAlias = "int | tuple[Place, ...]"
-"""The number of a layer with keys and values; ~ the number of a recurrent one; or some of them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What a model keeps of a sequence, and how its own caches are made of it.
@@ -264,15 +260,7 @@ class Layout:
                 cache.cache = list(states[number])
             kept.append(cache)
 
-        return [_cache(place, reads, kept) for place in self.places], kept
-
-
-def _cache(place: Place, reads: Sequence[Any], kept: Sequence[Any]) -> Any:
-    """Not a function within a function: one that calls itself keeps what it refers to, here the
-    arrays of a step, until the garbage collector comes by."""
-    if isinstance(place, tuple):
-        return mlx_lm.models.cache.CacheList(*(_cache(each, reads, kept) for each in place))
-    return kept[~place] if place < 0 else reads[place]
+        return put_together(self.places, reads, kept), kept
 
 
 def states_of(kept: Sequence[Any]) -> States:
@@ -286,30 +274,22 @@ def layout(model: nn.Module) -> Layout:
     Raises:
         ModelError: a layer keeps something that is neither one key and value a token nor a state.
     """
-    sights: list[Sight] = []
-    sizes: list[int] = []
+    kept, states, places = taken_apart(plain_caches(model))
+    sights = tuple(_sight(cache, number) for number, cache in enumerate(kept))
+    return Layout(sights, tuple(len(cache.cache) for cache in states), places)
 
-    def place(cache: Any, index: int) -> Place:
-        if isinstance(cache, mlx_lm.models.cache.CacheList):
-            return tuple(place(each, index) for each in cache.caches)
-        if type(cache) is mlx_lm.models.cache.ArraysCache:
-            sizes.append(len(cache.cache))
-            return ~(len(sizes) - 1)
-        if type(cache) is mlx_lm.models.cache.RotatingKVCache:
-            sights.append(Sight(cache.max_size - cache.keep, cache.keep))
-        elif type(cache) is mlx_lm.models.cache.ChunkedKVCache:
-            sights.append(Sight(cache.chunk_size))  # and its masks hide what is in another chunk
-        elif type(cache) is mlx_lm.models.cache.KVCache:
-            sights.append(Sight())
-        else:
-            raise ModelError(
-                f"what layer {index} keeps ({type(cache).__name__}) the engine can neither share "
-                f"nor bound yet; use penstock generate or penstock chat for this model"
-            )
-        return len(sights) - 1
 
-    places = tuple(place(cache, index) for index, cache in enumerate(plain_caches(model)))
-    return Layout(tuple(sights), tuple(sizes), places)
+def _sight(cache: Any, number: int) -> Sight:
+    if type(cache) is mlx_lm.models.cache.RotatingKVCache:
+        return Sight(cache.max_size - cache.keep, cache.keep)
+    if type(cache) is mlx_lm.models.cache.ChunkedKVCache:
+        return Sight(cache.chunk_size)  # and its masks hide what is in another chunk
+    if type(cache) is mlx_lm.models.cache.KVCache:
+        return Sight()
+    raise ModelError(
+        f"what layer {number} keeps ({type(cache).__name__}) the engine can neither share "
+        f"nor bound yet; use penstock generate or penstock chat for this model"
+    )
 
 
 def query_heads(model: nn.Module) -> int:

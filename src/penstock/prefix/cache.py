@@ -235,6 +235,8 @@ class PrefixCache:
             forms.append(known[index] if same else source.form)
         if not all(arrays([cache.cache]) for cache in states):
             return self._refuse("a recurrent layer's cache is empty")
+        if any(array.shape[0] != 1 for array in arrays(cache.cache for cache in states)):
+            return self._refuse("a recurrent layer's cache holds a batch; extract its rows first")
         shape = _Shape(forms, [type(cache) for cache in states], places)
         if self._shapes.setdefault(salt, shape) != shape:
             return self._refuse("the caches are of other classes, sizes or types than those held")

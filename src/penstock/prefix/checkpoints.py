@@ -41,17 +41,10 @@ class Checkpoints:
     def __init__(self, prefixes: Prefixes[Segment], state_bytes: int) -> None:
         self._prefixes = prefixes
         self._state_bytes = state_bytes
-        self.refused = 0
-        """Boundaries at which there was no room for one."""
 
     def resume(self, path: Path, most_tokens: int) -> tuple[int, Live | None]:
         """See the function of that name."""
         return resume(path, most_tokens)
-
-    def stops(self, start: int, end: int, wanted: Collection[int]) -> list[int]:
-        """Return where a chunk start..end-1 must be cut, so that one ends at each boundary that is
-        wanted, and its own end."""
-        return sorted({each for each in wanted if start < each < end} | {end})
 
     def capture(self, path: Path, position: int, live: Live, *, turn_end: bool) -> bool:
         """File a sequence's states under a boundary of its path, as far as there is room.
@@ -80,7 +73,6 @@ class Checkpoints:
             if st.is_finite(states) and self._replace(node, made, {at}):
                 self.thin(path, position)
                 return True
-        self.refused += 1
         return False
 
     def end_turn(self, path: Path, position: int) -> int:
