@@ -3,11 +3,12 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint docs bench peers soak clean
+.PHONY: help run test test-scale lint docs bench peers soak clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
 	@echo 'make test    install with the tools for it; lint, types, all tests'
+	@echo 'make test-scale   one model over several processes'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make soak    10,000 requests to the byte, and the state machines for much longer'
@@ -39,7 +40,11 @@ lint: $(VENV)/.dev
 # Two processes of one BLAS thread each: two of two would wait for each other.
 test: lint
 	$(BIN)/pytest --doctest-modules src
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore=tests/scale
+
+# What needs several processes that compute in step, or servers of other projects.
+test-scale: $(VENV)/.dev
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests/scale
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py

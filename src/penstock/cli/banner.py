@@ -12,6 +12,7 @@ from penstock.memory import format_bytes
 if TYPE_CHECKING:
     from penstock.engine.core import Core
     from penstock.engine.engine import Engine
+    from penstock.engine.ranks import Ranks
     from penstock.prefix.ssd.tier import TierStats
 
 SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
@@ -19,7 +20,13 @@ SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
 EXAMPLE = "The code of the amber falcon is 4821. What is the code of the amber falcon?"
 
 
-def banner(engine: Engine, name: str, settings: config.ServerSettings, port: int) -> list[str]:
+def banner(
+    engine: Engine,
+    name: str,
+    settings: config.ServerSettings,
+    port: int,
+    ranks: Ranks | None = None,
+) -> list[str]:
     """Say what is served where, inside which limits, and how to ask it."""
     room = engine.later(_room).result()
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -28,6 +35,7 @@ def banner(engine: Engine, name: str, settings: config.ServerSettings, port: int
     body = {"messages": [{"role": "user", "content": EXAMPLE}]}
     return [
         f"penstock {__version__} serves {name} on {url}",
+        *([] if ranks is None else [_ranks(ranks)]),
         *room,
         "key      "
         + ("none: programs on this machine only" if settings.api_key is None else "needed"),
@@ -35,6 +43,14 @@ def banner(engine: Engine, name: str, settings: config.ServerSettings, port: int
         f"try      curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"-d '{json.dumps(body)}'",
     ]
+
+
+def _ranks(ranks: Ranks) -> str:
+    """Say who computes the model, and what the figures below count."""
+    return (
+        f"ranks    {', '.join(ranks.names)}: each holds 1/{ranks.size} of every layer; bytes are "
+        f"of one rank, and the one with the least room decides"
+    )
 
 
 def _disk(ssd: TierStats | None, limits: config.EngineSettings) -> str:

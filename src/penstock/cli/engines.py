@@ -28,6 +28,8 @@ def make_engine(loaded: Loaded, **settings: Any) -> Engine:
     try:
         return Engine(loaded.model, loaded.tokenizer, **settings)
     except NeverFits as error:
+        if settings.get("peers") is not None:  # the other ranks would have to try it, too
+            raise SettingError(str(error)) from None
         given = memory.format_bytes(error.limit_bytes)
     # The weights are there already, so that what comes on top is best seen by trying it.
     with Engine(loaded.model, loaded.tokenizer, **{**settings, "memory_limit": NO_LIMIT}) as tried:

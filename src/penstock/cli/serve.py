@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -19,8 +19,13 @@ from penstock import config
 from penstock.blas import load_blas
 from penstock.cli import options
 from penstock.cli import serve_options as flags
+from penstock.cli.group import check_same, joined
 from penstock.errors import ModelError, SettingError
 from penstock.recall import MODEL_PATH
+
+if TYPE_CHECKING:
+    from penstock.engine.ranks import Ranks
+    from penstock.models.mlx_lm import Loaded
 
 BACKLOG = 1_024
 """Connections that may wait to be accepted."""
@@ -106,8 +111,45 @@ def serve(
     limits |= {"memory_limit": memory_limit, "max_kv_size": max_kv_size, "keep": keep_kv_size}
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")
     options.warn_of_slow_blas(load_blas())
-    with _listening(settings) as listener:
-        _run(model, model_name or _name(model), settings, limits, listener, preload=ssd_preload)
+    name = model_name or _name(model)
+    with joined() as ranks:
+        if ranks is not None:
+            _check_alone(ssd_preload=ssd_preload, session_dir=session_dir)
+            if not ranks.leads:
+                _follow(model, name, limits, ranks)
+                return
+        with _listening(settings) as listener:
+            _run(model, name, settings, limits, listener, ranks, preload=ssd_preload)
+
+
+def _check_alone(**flags: object) -> None:
+    """Refuse what only a model in one process can do."""
+    for flag, wanted in flags.items():
+        if wanted:
+            raise SettingError(
+                f"--{flag.replace('_', '-')} does not work with a model on several machines, each "
+                f"of which has a folder of its own; leave it out"
+            )
+
+
+def _follow(model: str, name: str, limits: dict[str, Any], ranks: Ranks) -> None:
+    """Be a rank but the first: it has no socket, and ends when rank 0 does."""
+    from penstock.engine.engine import follow
+
+    loaded = _load(model, name, limits, ranks)
+    follow(loaded.model, loaded.tokenizer, ranks, **limits)
+
+
+def _load(model: str, name: str, limits: dict[str, Any], ranks: Ranks | None) -> Loaded:
+    """Load a model, or this rank's part of it."""
+    from penstock.models.mlx_lm import load_all, load_part
+
+    loaded = load_all(model) if ranks is None else load_part(model, ranks.group)
+    if not loaded.tokenizer.eos_token_ids:
+        raise ModelError(f"{name} has no token that ends an answer")
+    if ranks is not None:
+        check_same(ranks, loaded.config, limits)
+    return loaded
 
 
 def _name(model: str) -> str:
@@ -154,6 +196,7 @@ def _run(
     settings: config.ServerSettings,
     limits: dict[str, Any],
     listener: socket.socket,
+    ranks: Ranks | None,
     *,
     preload: bool,
 ) -> None:
@@ -161,23 +204,20 @@ def _run(
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.banner import banner
     from penstock.cli.engines import make_engine
-    from penstock.models.mlx_lm import load_all
     from penstock.server.app import Server
     from penstock.server.service import Service
 
     console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
     waiting = console.status(f"loading {name} ...") if console.is_terminal else nullcontext()
     with waiting:
-        loaded = load_all(model)
-        if not loaded.tokenizer.eos_token_ids:
-            raise ModelError(f"{name} has no token that ends an answer")
-        engine = make_engine(loaded, **limits)
+        loaded = _load(model, name, limits, ranks)
+        engine = make_engine(loaded, peers=ranks, **limits)
         if preload:
             engine.preload()
     with engine:
         service = Service(engine, loaded.tokenizer, settings, name)
         server = Server(service)
-        for line in banner(engine, name, settings, listener.getsockname()[1]):
+        for line in banner(engine, name, settings, listener.getsockname()[1], ranks):
             console.print(line, soft_wrap=True)
         sys.stdout.flush()
         gc.collect()

@@ -98,6 +98,7 @@ class Cold:
         pace: what is known of the model's speed.
         in_place: whether files can be read into MLX's arrays.
         state_form: of what the model's recurrent layers keep; None if it has none.
+        agreed: makes of an answer of the tier the one that all ranks of a group go by.
 
     Raises:
         LedgerFull, NeverFits: there is no room for blocks that are being written.
@@ -112,7 +113,9 @@ class Cold:
         *,
         in_place: bool,
         state_form: StateForm | None = None,
+        agreed: Callable[[Future[int]], Future[int]] = lambda own: own,
     ) -> None:
+        self._agreed = agreed
         self.pace = pace
         self._state_form = state_form
         self._state_bytes = 0 if state_form is None else state_form.nbytes
@@ -178,7 +181,7 @@ class Cold:
         they are used, also those that are in the tree, and the others will be read. Of a model
         with states no more than to the last checkpoint."""
         known = self._prefixes.match(keys).tokens // self._prefixes.block_size
-        return self.tier.prepare(keys, known, resumable=self.has_states)
+        return self._agreed(self.tier.prepare(keys, known, resumable=self.has_states))
 
     def worth_reading(self, first: int, stop: int) -> bool:
         """Tell whether the blocks first..stop-1 of a chain are sooner read, behind all that is
@@ -214,7 +217,7 @@ class Cold:
                 self._prefixes.block_size,
                 in_place=self._in_place,
             )
-            answer = self.tier.restore(keys[first:stop], landing.targets)
+            answer = self._agreed(self.tier.restore(keys[first:stop], landing.targets))
             begun.append(Restore(first, landing, answer, paid))
             first = stop
         self._restores.update(begun)
@@ -227,7 +230,7 @@ class Cold:
             return None
         paid = self._prefixes.ledger.reserve(Kind.TAILS, self._state_bytes)
         landing = StateLanding(self._state_form, in_place=self._in_place)
-        answer = self.tier.restore([checkpoint_key(keys[-1])], landing.targets)
+        answer = self._agreed(self.tier.restore([checkpoint_key(keys[-1])], landing.targets))
         restore = Restore(len(keys), landing, answer, paid)
         self._restores.add(restore)
         return restore
@@ -459,6 +462,7 @@ def open_cold(
     *,
     in_place: bool,
     state_form: StateForm | None = None,
+    agreed: Callable[[Future[int]], Future[int]] = lambda own: own,
 ) -> Cold | None:
     """Open the cold tier that an engine's settings name; None if they name none. See `Cold`.
 
@@ -484,4 +488,12 @@ def open_cold(
     def open_tier(queue_bytes: int) -> ColdTier:
         return ColdTier(open_store, queue_bytes=queue_bytes)
 
-    return Cold(open_tier, prefixes, forms, pace, in_place=in_place, state_form=state_form)
+    return Cold(
+        open_tier,
+        prefixes,
+        forms,
+        pace,
+        in_place=in_place,
+        state_form=state_form,
+        agreed=agreed,
+    )

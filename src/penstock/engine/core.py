@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +31,8 @@ from penstock.engine.cold import Cold, Restore, open_cold
 from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
 from penstock.engine.needs import Needs
-from penstock.engine.pace import Pace
 from penstock.engine.quantise import Quantiser
+from penstock.engine.ranks import Alone, Command, Peers
 from penstock.engine.request import Request
 from penstock.engine.sampling import (
     Chooser,
@@ -119,6 +119,7 @@ class Core:
         model: mlx-lm's.
         tokenizer: mlx-lm's wrapper; None gives answers without text, and no end of sequence.
         clock: seconds, for deadlines and recency.
+        peers: who runs the same engine over the other parts of the model, if it was divided.
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
         settings: see `config.EngineSettings`; `memory_limit` may be a text like "16GB".
 
@@ -134,15 +135,17 @@ class Core:
         tokenizer: Any = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        peers: Peers | None = None,
         fingerprint: str = "",
         **settings: Any,
     ) -> None:
         self.limits = checked(settings)
+        self.peers = Alone(clock) if peers is None else peers
         if mx.default_device() == mx.cpu:
             keep_freed_memory(self.limits.memory_limit)
         self.tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
-        self.clock = clock
+        self.clock = self.peers.clock
         self.tally = Tally()
         self.ledger = Ledger(self.limits.memory_limit)
         try:
@@ -166,6 +169,9 @@ class Core:
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
         self._draining = False
+        self._closed = False
+        self._settled: tuple[int, ...] = ()
+        """After the last step, what must be equal on all ranks."""
         self._oom_in_a_row = 0
         self._looked_seconds = -PRESSURE_SECONDS
         self.grammars = (
@@ -177,9 +183,16 @@ class Core:
 
     def _make(self, model: Any, fingerprint: str) -> None:
         """Make what takes memory, each part after its bytes were reserved."""
-        self._weights = self.ledger.reserve(Kind.WEIGHTS, weight_bytes(model))
+        weights = weight_bytes(model)
+        # Who has the least room decides for all, who hold the same beside their weights.
+        room = self.peers.least(self.limits.memory_limit - weights)
+        self.ledger.set_limit(max(0, weights + room))
+        self._weights = self.ledger.reserve(Kind.WEIGHTS, weights)
         self.runner = Runner(
-            model, max_kv_size=self.limits.max_kv_size, keep=self.limits.keep_tokens
+            model,
+            max_kv_size=self.limits.max_kv_size,
+            keep=self.limits.keep_tokens,
+            ranks=self.peers.size,
         )
         self.needs = Needs(self.runner, self.limits)
         slots, block_size = self.limits.max_batch_size, self.limits.block_size
@@ -187,13 +200,17 @@ class Core:
         columns = min(max(TAIL_TOKENS, columns), block_size)
         self._pool = self.ledger.reserve(Kind.TAILS, slots * columns * self.runner.token_bytes)
         self.tails = Tails(slots, columns, self.runner.shapes)
-        self._buffers = self.ledger.reserve(Kind.BUFFERS, self.needs.measure_step(self.tails))
+        step = self.peers.most(self.needs.measure_step(self.tails))
+        self._buffers = self.ledger.reserve(Kind.BUFFERS, step)
         self.tails.drop()  # until somebody decodes
         self._chunk = self.ledger.reserve(Kind.BUFFERS, 0)
         if self.limits.ssd_cache_dir is not None and not fingerprint:
             fingerprint = fingerprint_of(
                 model, keep=self.limits.keep_tokens, window=self.limits.max_kv_size
             )
+            if self.peers.size > 1:
+                part = f"{self.peers.rank} of {self.peers.size}"
+                fingerprint = with_settings(fingerprint, part=part)
         rule = Quantisation.of(
             self.limits.kv_cache_quantization,
             block_size=block_size,
@@ -224,7 +241,7 @@ class Core:
             if rule is None
             else Quantiser(rule, self.prefixes, self.runner.shapes, self.limits)
         )
-        self.pace = Pace(self.needs.prefill_token_seconds)
+        self.pace = self.peers.pace(self.needs.prefill_token_seconds)
         self.cold = open_cold(
             self.limits,
             self.prefixes,
@@ -232,6 +249,7 @@ class Core:
             self.pace,
             in_place=not has_own_memory(),
             state_form=self.runner.state_form if self.runner.is_recurrent else None,
+            agreed=self.peers.answer,
         )
 
     # ---- requests
@@ -251,6 +269,7 @@ class Core:
 
     def enqueue(self, handle: Handle) -> None:
         """Take in the request of a handle; raises as `submit` does."""
+        self.peers.note("enqueue", request=handle.request.model_dump(mode="json"))
         if self._draining:
             raise EngineStopped("the engine is shutting down and takes no more requests")
         request = handle.request
@@ -313,11 +332,16 @@ class Core:
 
     def cancel(self, handle: Handle) -> None:
         """End a request's answers that have not ended; what was computed stays in the tree."""
-        for sequence in [s for s in self._sequences.values() if s.handle is handle]:
-            self._finish(sequence, lambda s: s.end("cancelled"))
+        self._cancel([s.id for s in self._sequences.values() if s.handle is handle])
+
+    def _cancel(self, ids: Items[int]) -> None:
+        self.peers.note("cancel", ids=list(ids))
+        for sequence_id in ids:
+            self._finish(self._sequences[sequence_id], lambda s: s.end("cancelled"))
 
     def drain(self) -> None:
         """Take no more requests in; those that are open go on to their end."""
+        self.peers.note("drain")
         self._draining = True
 
     def close(self, error: PenstockError | None = None) -> None:
@@ -326,6 +350,13 @@ class Core:
         Args:
             error: what open answers end with, if they were not cancelled but lost.
         """
+        if error is None and not self._closed:  # else the end of this process tells the others
+            self.peers.note("close")
+            self._begin()
+        self._let_go(error)
+
+    def _let_go(self, error: PenstockError | None) -> None:
+        self._closed = True
         for sequence in list(self._sequences.values()):
             if error is None:
                 self._finish(sequence, lambda s: s.end("cancelled"))
@@ -347,6 +378,36 @@ class Core:
 
     def step(self) -> bool:
         """Run one step: let in, decode, prefill, restore. False if there was nothing to do."""
+        self._begin()
+        if self._closed:  # by rank 0
+            return False
+        try:
+            return self._step()
+        finally:
+            self._settled = (
+                self.ledger.used_bytes - self._weights.nbytes,
+                self._next_id,
+                len(self._sequences),
+                self.prefixes.tree.tokens,
+            )
+
+    def _begin(self) -> None:
+        self.peers.begin(self._settled, self._do)
+
+    def _do(self, command: Command) -> None:
+        """Do what was asked of rank 0."""
+        given = command.arguments
+        if command.name == "enqueue":
+            with suppress(PenstockError):  # rank 0 has told who asked
+                self.enqueue(Handle(Request(**given["request"]), self.cancel))
+        elif command.name == "cancel":
+            self._cancel(given["ids"])
+        elif command.name == "close":
+            self._let_go(None)
+        else:
+            {"drain": self.drain, "clear": self.clear}[command.name]()
+
+    def _step(self) -> bool:
         self._drop_overdue()
         self._yield_to_others()
         self._admit()
@@ -387,6 +448,11 @@ class Core:
         return found
 
     @property
+    def closed(self) -> bool:
+        """Whether it was closed, by its owner or by rank 0."""
+        return self._closed
+
+    @property
     def idle(self) -> bool:
         """Whether no request is open."""
         return not self._sequences
@@ -394,7 +460,9 @@ class Core:
     def preload(self) -> int:
         """Read from the disk what is worth most, as long as there is free memory; nothing gives
         way for it. Returns the tokens that are held more than before."""
-        return 0 if self.cold is None else self.cold.preload()
+        if self.cold is None or self.peers.size > 1:  # each rank would wait for its own disk
+            return 0
+        return self.cold.preload()
 
     # ---- questions
 
@@ -526,7 +594,10 @@ class Core:
 
         Raises:
             NeverFits: weights, tails and buffers alone are over it; nothing is changed then.
+            SettingError: the model is divided among several processes.
         """
+        if self.peers.size > 1:
+            raise SettingError("the memory limit of a model on several machines stays as it is")
         fixed = self._fixed_bytes()
         if fixed > limit_bytes:
             raise NeverFits(
@@ -557,6 +628,7 @@ class Core:
 
         Those on the disk go when the cold tier's thread comes to it.
         """
+        self.peers.note("clear")
         self.prefixes.clear()
         if self.cold is not None:
             self.cold.forget()
@@ -981,8 +1053,10 @@ class Core:
             del logits, writes
         # A boundary: a model's code may raise anything, and none of it may end the engine.
         except Exception as error:  # noqa: BLE001
+            self.peers.fault("decoding", error)
             self._decode_failed(sequences, error)
             return
+        chosen = self.peers.chosen(chosen)
         self._oom_in_a_row = 0
         self.tally.decode_steps += 1
         self.tally.decode_seconds.append(time.perf_counter() - started)
@@ -1177,12 +1251,13 @@ class Core:
                 break
             # A boundary, as in `_decode`.
             except Exception as error:  # noqa: BLE001
+                self.peers.fault("reading a prompt", error)
                 if attempt == 1 and self._shrink_after(error):
                     continue
                 self._fail(sequence, _step_error("reading its prompt", error))
                 return
         with self._isolated(sequence):
-            if not chunk.segment.is_finite():
+            if not self.peers.least(chunk.segment.is_finite()):
                 raise StepFailed(
                     f"the model computed something without a number at tokens {start} to "
                     f"{start + count} of the prompt, as weights that overflow in float16 do"
@@ -1346,14 +1421,20 @@ class Core:
     def _yield_to_others(self) -> None:
         """Give up cold nodes while the whole machine uses more memory than it should."""
         now = self.clock()
-        threshold = self.limits.memory_threshold
-        if threshold >= 1 or now - self._looked_seconds < PRESSURE_SECONDS:
+        if now - self._looked_seconds < PRESSURE_SECONDS:
             return
         self._looked_seconds = now
-        memory = psutil.virtual_memory()
-        over = int(memory.total - memory.available - threshold * memory.total)
+        over = self.peers.most(_over(self.limits.memory_threshold))
         if over > 0 and self.prefixes.shrink(over, "pressure"):
             _give_back()
+
+
+def _over(threshold: float) -> int:
+    """Return by how many bytes all programs together use more than a share of the memory."""
+    if threshold >= 1:
+        return 0
+    memory = psutil.virtual_memory()
+    return int(memory.total - memory.available - threshold * memory.total)
 
 
 def _give_back() -> None:

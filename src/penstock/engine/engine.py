@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.ranks import Peers
 from penstock.engine.request import Request
 from penstock.engine.stats import Stats
 from penstock.errors import EngineStopped
@@ -59,6 +60,7 @@ class Engine:
         ssd_cache_limit: bytes, or a text, for all that is ever in that folder.
         ssd_write_budget: bytes, or a text, that may be written there in a day.
         hot_cache_only: True promises that there is no cold tier.
+        peers: the processes among which the model was divided; this one is the first.
         fingerprint: what must be equal for KV to be reusable, besides the tokens; by default,
             where there is a cold tier, a hash of the weights and of what else KV depends on.
 
@@ -262,3 +264,24 @@ class Engine:
             _, answer = self._calls.get()
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineStopped("the engine is closed"))
+
+
+def follow(model: Any, tokenizer: Any, peers: Peers, **settings: Any) -> None:
+    """Be a rank of a group but the first: run the steps that rank 0 runs, until it closes.
+
+    Args:
+        model: this rank's part.
+        tokenizer: as rank 0 has it.
+        peers: the group.
+        settings: of the engine, as rank 0 has them; limits and folders may be this machine's own.
+
+    Raises:
+        RanksBroken: this rank cannot go on; the process must end, for the others wait for it.
+    """
+    core = Core(model, tokenizer, peers=peers, **settings)
+    try:
+        while not core.closed:
+            core.step()
+    except BaseException as error:
+        core.close(EngineStopped(f"this rank has failed: {type(error).__name__}: {error}"))
+        raise

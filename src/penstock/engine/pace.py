@@ -19,6 +19,15 @@ class Pace:
         self._token_seconds = prefill_token_seconds
         self._byte_seconds = 1 / FIRST_BYTES_PER_SECOND
 
+    @property
+    def speeds(self) -> tuple[float, float]:
+        """Seconds that a token takes to compute, and a byte to read."""
+        return self._token_seconds, self._byte_seconds
+
+    def set(self, token_seconds: float, byte_seconds: float) -> None:
+        """Go by what somebody else has measured from now on."""
+        self._token_seconds, self._byte_seconds = token_seconds, byte_seconds
+
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Take in how long it took to compute some tokens of a prompt."""
         self._token_seconds += NEWEST_WEIGHT * (seconds / tokens - self._token_seconds)

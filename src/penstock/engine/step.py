@@ -88,18 +88,19 @@ class Runner:
         model: mlx-lm's; its weights are evaluated here.
         max_kv_size: tokens a sequence sees at most, the kept ones among them.
         keep: first tokens that are always seen.
+        ranks: among how many processes the model's heads were divided.
 
     Raises:
         ModelError: the model has layers that are not made of keys and values, or computes
             something else on parts than on its own caches.
     """
 
-    def __init__(self, model: Any, *, max_kv_size: int, keep: int) -> None:
+    def __init__(self, model: Any, *, max_kv_size: int, keep: int, ranks: int = 1) -> None:
         self.model = model
         mx.eval(model.parameters())
         self.layout = seam.layout(model)
         modules = seam.attach(model)
-        self.heads = seam.query_heads(model)
+        self.heads = seam.query_heads(model) // ranks
         self.shapes: tuple[LayerShape, ...] = ()
         self.vocabulary_size = 0
         self.sights = list(self.layout.sights)  # unbounded while the model is tried

@@ -20,6 +20,7 @@ import mlx.nn as nn
 import mlx_lm
 import mlx_lm.models.base
 import mlx_lm.models.cache
+import mlx_lm.utils
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -39,6 +40,7 @@ __all__ = [
     "layout",
     "load",
     "load_all",
+    "load_part",
     "render",
     "rival_caches",
     "stream",
@@ -95,6 +97,38 @@ def load_all(path_or_name: str | Path) -> Loaded:
             what = f"there is no folder {source}, and it cannot be fetched"
         raise ModelError(f"{what}: {_one_line(error)}") from error
     return Loaded(model, tokenizer, config)
+
+
+def load_part(path_or_name: str | Path, group: mx.distributed.Group) -> Loaded:
+    """Load this process's part of a model that mlx-lm divides among a group (`shard`): some heads
+    of every layer, and some of what is between. All processes of the group must load.
+
+    Raises:
+        ModelError: as `load`; or mlx-lm cannot divide this model among so many.
+    """
+    source, ranks = _source(path_or_name), group.size()
+    try:
+        model, tokenizer, config = mlx_lm.utils.sharded_load(
+            source, tensor_group=group, return_config=True
+        )
+    # A boundary, as in `load_all`.
+    except Exception as error:
+        raise ModelError(f"cannot load {source} in {ranks} parts: {_one_line(error)}") from error
+    _check_divided(config, source, ranks)
+    return Loaded(model, tokenizer, config)
+
+
+def _check_divided(config: dict[str, Any], name: str, ranks: int) -> None:
+    """Raise ModelError unless each of so many ranks got whole heads: mlx-lm rounds down."""
+    for place in (config, config.get("text_config") or {}):
+        for what in ("num_attention_heads", "num_key_value_heads"):
+            heads = place.get(what)
+            if isinstance(heads, int) and heads % ranks:
+                raise ModelError(
+                    f"{name} cannot be divided among {ranks} ranks: it has {heads} "
+                    f"{what.removeprefix('num_').replace('_', ' ')}; take a number of ranks that "
+                    f"divides them"
+                )
 
 
 def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:

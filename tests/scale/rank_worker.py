@@ -1,0 +1,283 @@
+"""One rank of a group, over its part of a tiny model: `python rank_worker.py SCENARIO JSON`.
+
+Every rank ends with a line of JSON: what it holds, and on rank 0 what was said. A scenario is
+what rank 0 asks for; `on_rank` does something to one rank alone, which the others must survive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import penstock  # noqa: F401 - before mlx: it loads a fast BLAS on a Linux CPU
+
+import mlx.core as mx  # isort: skip
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import penstock.engine.core as core_module
+import tiny_families
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.ranks import Alone, Ranks
+from penstock.engine.request import Request, Sampling
+from penstock.engine.watch import Watch
+from penstock.errors import PenstockError
+from penstock.ledger import Kind
+from small_models import BASE, build
+
+BLOCK = 8
+SETTINGS: dict[str, Any] = {
+    "memory_limit": "60MB",
+    "block_size": BLOCK,
+    "prefill_chunk": 32,
+    "max_batch_size": 4,
+    "max_kv_size": 512,
+}
+SOON = 10.0
+"""For a disk."""
+
+
+def main(scenario: str, told: dict[str, Any]) -> None:
+    group = mx.distributed.init()
+    ranks = Ranks(group) if group.size() > 1 else None
+    watch = None if ranks is None else Watch(ranks, gone)
+    model = made(told.get("family", "llama"))
+    if ranks is not None:
+        model.shard(group)
+    mx.eval(model.parameters())
+    settings = {**SETTINGS, **told.get("settings", {})}
+    rank = 0 if ranks is None else ranks.rank
+    if "folder" in told:
+        settings["ssd_cache_dir"] = str(Path(told["folder"]) / str(rank))
+    settings["memory_limit"] = told.get("limits", {}).get(str(rank), settings["memory_limit"])
+    core = Core(model, peers=ranks or Alone(), **settings)
+    if core.cold is not None:
+        core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+    if told.get("on_rank", -1) == rank:
+        HARMS[told["harm"]](core)
+    found: dict[str, Any] = {"rank": rank}
+    if rank == 0:
+        found["said"] = SCENARIOS[scenario](core)
+        found.update(held(core))
+        core.close()
+    else:
+        before: dict[str, Any] = {}
+        while not core.closed:
+            before = held(core)
+            core.step()
+        found.update(before)
+    core.check()
+    found["weight_bytes"] = core_module.weight_bytes(model)
+    if watch is not None:
+        watch.close()
+    sys.stdout.write(json.dumps(found) + "\n")  # in one piece, beside the others'
+    sys.stdout.flush()
+
+
+def gone(why: str) -> None:
+    print(f"the group has ended: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def made(family: str) -> Any:
+    """Return a random model in float32, the same on every rank."""
+    if family != "llama":
+        return tiny_families.build(family)
+    mx.random.seed(3)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 96}
+    return build({**BASE, **heads, "model_type": family, "torch_dtype": "float32"})
+
+
+def held(core: Core) -> dict[str, Any]:
+    """Say what is held now; the account must be right to the byte."""
+    core.check()
+    assert core.ledger.used_bytes <= core.ledger.limit_bytes
+    by_kind = core.ledger.by_class()
+    return {
+        "node_bytes": by_kind[Kind.NODES],
+        "tokens": core.prefixes.tree.tokens,
+        "limit_bytes": core.ledger.limit_bytes,
+        "hit_tokens": core.tally.hit_tokens,
+        "restored_tokens": core.tally.restored_tokens,
+        "evicted_nodes": core.prefixes.counts.evicted_nodes,
+        "parkings": core.tally.parkings,
+    }
+
+
+# ---- what rank 0 asks for
+
+
+def ask(core: Core, prompt: list[int], **more: Any) -> Handle:
+    asked = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, **more}
+    return core.submit(Request(**asked))
+
+
+def run(core: Core) -> None:
+    while core.step() or not core.idle:
+        core.check()
+    if core.cold is not None:
+        assert core.cold.tier.flush(SOON)
+
+
+def answer(handle: Handle) -> list[list[int]]:
+    return [choice.tokens for choice in handle.result(0.0)]
+
+
+def texts(core: Core) -> list[Any]:
+    """Prompts that share their beginnings, alone, together, joining, and again."""
+    prompts = [
+        tiny_families.prompt_of(40) + tiny_families.prompt_of(9 + i, 5 + i) for i in range(4)
+    ]
+    said = []
+    first = ask(core, prompts[0])
+    run(core)
+    said.append(answer(first))
+    handles = [ask(core, prompt) for prompt in prompts[:2]]
+    core.step()
+    core.step()
+    handles += [
+        ask(core, prompt, n=2, sampling=Sampling(temperature=0.9, seed=4)) for prompt in prompts[2:]
+    ]
+    run(core)
+    said += [answer(handle) for handle in handles]
+    long = tiny_families.prompt_of(150, 9)
+    for _ in range(2):
+        handle = ask(core, long, max_tokens=20)
+        run(core)
+        said.append(answer(handle))
+    return said
+
+
+def soak(core: Core) -> list[Any]:
+    """A thousand requests in little memory, of which many are cancelled, late, or never fit."""
+    draw = random.Random(5)
+    shared = [tiny_families.prompt_of(16 * (1 + i), 50 + i) for i in range(6)]
+    open_handles: list[Handle] = []
+    ends: dict[str, int] = {}
+    for number in range(1_000):
+        prompt = [*draw.choice(shared), *tiny_families.prompt_of(1 + draw.randrange(24), number)]
+        with suppress(PenstockError):
+            more: dict[str, Any] = {"max_tokens": 1 + draw.randrange(12)}
+            if draw.random() < 0.05:
+                more["timeout_seconds"] = 0.001
+            if draw.random() < 0.02:
+                more["max_tokens"] = 10_000_000
+            if draw.random() < 0.2:
+                more["sampling"] = Sampling(temperature=0.8, top_p=0.9)
+            if draw.random() < 0.1:
+                more["n"] = 2
+            open_handles.append(ask(core, prompt, priority=draw.randrange(3), **more))
+        if open_handles and draw.random() < 0.1:
+            draw.choice(open_handles).cancel()
+        if draw.random() < 0.01:
+            core.clear()
+        while len(open_handles) > 6:
+            core.step()
+            for handle in open_handles:
+                handle.events()
+            for handle in [h for h in open_handles if h.done]:
+                for choice in handle.choices:
+                    assert choice.finish is not None
+                    ends[choice.finish.reason] = ends.get(choice.finish.reason, 0) + 1
+                open_handles.remove(handle)
+    run(core)
+    core.clear()
+    core.step()
+    assert core.prefixes.tree.tokens == 0
+    return [ends]
+
+
+def wait(core: Core) -> list[Any]:
+    """Answer for as long as it is let."""
+    print("ready", flush=True)
+    until = time.monotonic() + 60.0
+    while time.monotonic() < until:
+        if core.idle:
+            ask(core, tiny_families.prompt_of(20), max_tokens=200)
+        core.step()
+    return []
+
+
+SCENARIOS: dict[str, Callable[[Core], list[Any]]] = {"texts": texts, "soak": soak, "wait": wait}
+
+
+# ---- what happens to one rank
+
+
+def nothing_is_a_number(core: Core) -> None:
+    """Its third chunk has no number; the others' have."""
+    read, count = core.runner.prefill, iter(range(1_000_000))
+
+    def spoilt(*args: Any, **more: Any) -> Any:
+        chunk = read(*args, **more)
+        if next(count) != 2:
+            return chunk
+        layers = [(keys * float("nan"), values) for keys, values in chunk.segment.layers]
+        return type(chunk)(type(chunk.segment)(tuple(layers)), chunk.states)
+
+    core.runner.prefill = spoilt  # type: ignore[method-assign]
+
+
+def short_of_memory(core: Core) -> None:
+    """Other programs on its machine take what it could have used, all the time."""
+    core_module.PRESSURE_SECONDS = 0.0
+    core_module._over = lambda threshold: 4_000
+
+
+def cannot_choose(core: Core) -> None:
+    """Its sampler has a bug."""
+    choose, count = core_module.choose_all, iter(range(1_000_000))
+
+    def failing(logits: Any, choosers: Any, *rest: Any) -> Any:
+        found = choose(logits, choosers, *rest)
+        return [ValueError("a bug"), *found[1:]] if next(count) == 1 else found
+
+    core_module.choose_all = failing
+
+
+def no_disk(core: Core) -> None:
+    """It has no block of those that it had."""
+    assert core.cold is not None
+    core.cold.tier.clear().result(SOON)
+
+
+def cannot_compute(core: Core) -> None:
+    """It runs out of memory in the middle of a layer."""
+    count = iter(range(1_000_000))
+    decode = core.runner.decode
+
+    def failing(*args: Any, **more: Any) -> Any:
+        if next(count) == 5:
+            raise MemoryError("no memory is left on this machine")
+        return decode(*args, **more)
+
+    core.runner.decode = failing  # type: ignore[method-assign]
+
+
+def goes_its_own_way(core: Core) -> None:
+    """It does what nobody has asked for."""
+    ask(core, tiny_families.prompt_of(30))
+
+
+HARMS: dict[str, Callable[[Core], None]] = {
+    each.__name__: each
+    for each in (
+        nothing_is_a_number,
+        short_of_memory,
+        cannot_choose,
+        no_disk,
+        cannot_compute,
+        goes_its_own_way,
+    )
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

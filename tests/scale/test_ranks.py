@@ -1,0 +1,162 @@
+"""One engine over several processes: the same text, a share of the bytes, and one end for all."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_group import WORKER, Ended, ended, results, run, started
+
+FAMILIES = ("qwen3", "gpt_oss", "qwen3_5", "deepseek_v3")
+"""Plain attention, windows and sinks, recurrent layers, one latent head."""
+SOON = 10.0
+"""A group must have ended by then, when one of it is gone."""
+
+
+@functools.cache
+def alone(family: str = "llama") -> dict[str, Any]:
+    (found,) = results(1, "texts", family=family)
+    return found
+
+
+@functools.cache
+def together(size: int, family: str = "llama") -> list[dict[str, Any]]:
+    return results(size, "texts", family=family)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_sizes_say_the_same(size: int) -> None:
+    assert together(size)[0]["said"] == alone()["said"]
+    assert alone()["hit_tokens"] > 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_holds_its_share(size: int) -> None:
+    for found in together(size):
+        assert found["tokens"] == alone()["tokens"]
+        assert found["node_bytes"] * size == pytest.approx(alone()["node_bytes"], rel=0.05)
+        assert found["weight_bytes"] < alone()["weight_bytes"]
+        assert found["hit_tokens"] == alone()["hit_tokens"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_mlx_lm_divides(family: str) -> None:
+    assert together(2, family)[0]["said"] == alone(family)["said"]
+
+
+def test_codes_are_read_on_every_rank() -> None:
+    coded = {"kv_cache_quantization": "8", "kv_cache_min_quantize_tokens": 0}
+    one, two = (results(size, "texts", settings=coded) for size in (1, 2))
+    assert two[0]["said"] == one[0]["said"]
+    assert {each["node_bytes"] * 2 for each in two} == {one[0]["node_bytes"]}
+    assert one[0]["node_bytes"] < alone()["node_bytes"]
+
+
+def test_the_rank_with_the_least_room_decides() -> None:
+    found = results(2, "texts", limits={"1": "3MB"})
+    assert found[0]["said"] == alone()["said"]
+    assert found[0]["limit_bytes"] == found[1]["limit_bytes"] <= 3_000_000
+    assert found[0]["evicted_nodes"] == found[1]["evicted_nodes"]
+
+
+def test_a_thousand_requests_leave_nothing() -> None:
+    """Every rank recounts its account after each step."""
+    found = results(2, "soak", settings={"memory_limit": "3MB"})
+    (ends,) = found[0]["said"]
+    assert {"length", "cancelled", "timeout"} <= set(ends)
+    assert found[0]["evicted_nodes"] > 0
+    assert [each["tokens"] for each in found] == [0, 0]
+    assert found[0]["node_bytes"] == found[1]["node_bytes"] == 0
+
+
+# ---- one rank has trouble
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_number_on_one_rank_fails_one_request_on_all(rank: int) -> None:
+    found = run(2, "soak", on_rank=rank, harm="nothing_is_a_number")
+    assert [each.code for each in found] == [0, 0], found
+
+
+def test_little_memory_on_one_rank_makes_all_give_way() -> None:
+    found = results(2, "texts", on_rank=1, harm="short_of_memory")
+    assert found[0]["said"] == alone()["said"]
+    assert found[0]["evicted_nodes"] == found[1]["evicted_nodes"] > 0
+
+
+def test_a_choice_that_fails_fails_on_all() -> None:
+    found = run(2, "soak", on_rank=0, harm="cannot_choose")
+    assert [each.code for each in found] == [0, 0], found
+
+
+def test_prefixes_come_back_on_every_rank(tmp_path: Path) -> None:
+    first, again = (results(2, "texts", folder=str(tmp_path)) for _ in range(2))
+    assert first[0]["said"] == again[0]["said"] == alone()["said"]
+    assert first[0]["restored_tokens"] == 0
+    assert again[0]["restored_tokens"] == again[1]["restored_tokens"] > 150
+
+
+def test_what_one_rank_has_lost_is_computed_by_all(tmp_path: Path) -> None:
+    results(2, "texts", folder=str(tmp_path))
+    found = results(2, "texts", folder=str(tmp_path), on_rank=1, harm="no_disk")
+    assert found[0]["said"] == alone()["said"]
+    assert [each["restored_tokens"] for each in found] == [0, 0]
+
+
+def test_what_is_damaged_on_one_rank_is_computed_by_all(tmp_path: Path) -> None:
+    results(2, "texts", folder=str(tmp_path))
+    for file in (tmp_path / "1").rglob("*.safetensors"):
+        raw = bytearray(file.read_bytes())
+        raw[-3] ^= 4
+        file.write_bytes(raw)
+    found = results(2, "texts", folder=str(tmp_path))
+    assert found[0]["said"] == alone()["said"]
+    assert [each["restored_tokens"] for each in found] == [0, 0]
+
+
+# ---- one rank is gone
+
+
+def names(ends: list[Ended], rank: int) -> bool:
+    return any(f"rank {rank} (" in each.errors for each in ends)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_compute_ends_the_group(rank: int) -> None:
+    began = time.monotonic()
+    with started(
+        2, [str(WORKER), "wait", json.dumps({"on_rank": rank, "harm": "cannot_compute"})]
+    ) as processes:
+        ends = [ended(process, 60.0) for process in processes]
+    assert all(each.code != 0 for each in ends), ends
+    assert f"rank {rank} (" in ends[rank].errors and "no memory is left" in ends[rank].errors
+    assert f"rank {rank} (" in ends[1 - rank].errors
+    assert time.monotonic() - began < 60.0
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_dies_or_hangs_ends_the_group(rank: int, how: signal.Signals) -> None:
+    with started(4, [str(WORKER), "wait", "{}"]) as processes:
+        out = processes[0].stdout
+        assert out is not None and out.readline() == "ready\n"
+        time.sleep(1.0)
+        processes[rank].send_signal(how)
+        began = time.monotonic()
+        others = [process for number, process in enumerate(processes) if number != rank]
+        ends = [ended(process, SOON) for process in others]
+        assert time.monotonic() - began < SOON
+    assert all(each.code not in (0, None) for each in ends), ends
+    assert names(ends, rank), ends
+
+
+def test_ranks_that_differ_are_found_out() -> None:
+    """The negative control of all the above: a rank that does something by itself."""
+    found = run(2, "soak", on_rank=1, harm="goes_its_own_way")
+    assert all(each.code != 0 for each in found), found
+    assert any("is not in the state of" in each.errors for each in found), found
