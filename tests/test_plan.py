@@ -314,3 +314,39 @@ def test_the_device_s_recommendation_is_the_base_of_the_limit(
     found = memory.read_machine_memory(device_info)
     assert (found.total_bytes, found.recommended_bytes) == (4 * 10**9, recommended)
     assert found.default_limit_bytes == recommended * 7 // 10
+
+
+def test_one_of_several_hosts_has_its_part(capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.recall import MODEL_PATH
+
+    whole, part = (made_for(capsys, str(MODEL_PATH), hosts) for hosts in (1, 2))
+    assert part["chosen"]["bytes_per_sequence"] * 2 == whole["chosen"]["bytes_per_sequence"]
+    embeddings = 3_025 * 256 * 4 + 256 * 4  # and the last norm; each host has them whole
+    assert part["weight_bytes"] - embeddings == (whole["weight_bytes"] - embeddings) / 2
+    assert "one of 2 machines" in part["weight_source"]
+
+
+def made_for(capsys: pytest.CaptureFixture[str], model: str, hosts: int) -> Any:
+    assert main(["plan", model, "--hosts", str(hosts), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_hosts_that_do_not_divide_the_heads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hosts", "3"]) == 2
+    assert "2 heads of keys and values, which --hosts 3 does not divide" in capsys.readouterr().err
+
+
+def test_a_latent_head_is_on_every_host() -> None:
+    latent = {
+        "model_type": "deepseek_v3",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "vocab_size": 50,
+        "torch_dtype": "float16",
+    }
+    spec = memory.read_model_spec(latent)
+    assert memory.divided(spec, 4).layers == spec.layers

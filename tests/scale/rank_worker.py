@@ -92,8 +92,9 @@ def made(family: str) -> Any:
     if family != "llama":
         return tiny_families.build(family)
     mx.random.seed(3)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 96}
-    return build({**BASE, **heads, "model_type": family, "torch_dtype": "float32"})
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    size = {"num_hidden_layers": 2, "vocab_size": 96}
+    return build({**BASE, **heads, **size, "model_type": family, "torch_dtype": "float32"})
 
 
 def held(core: Core) -> dict[str, Any]:
@@ -156,13 +157,13 @@ def texts(core: Core) -> list[Any]:
     return said
 
 
-def soak(core: Core) -> list[Any]:
-    """A thousand requests in little memory, of which many are cancelled, late, or never fit."""
+def soak(core: Core, requests: int = 1_000) -> list[Any]:
+    """Many requests in little memory, of which some are cancelled, late, or never fit."""
     draw = random.Random(5)
     shared = [tiny_families.prompt_of(16 * (1 + i), 50 + i) for i in range(6)]
     open_handles: list[Handle] = []
     ends: dict[str, int] = {}
-    for number in range(1_000):
+    for number in range(requests):
         prompt = [*draw.choice(shared), *tiny_families.prompt_of(1 + draw.randrange(24), number)]
         with suppress(PenstockError):
             more: dict[str, Any] = {"max_tokens": 1 + draw.randrange(12)}
@@ -206,7 +207,13 @@ def wait(core: Core) -> list[Any]:
     return []
 
 
-SCENARIOS: dict[str, Callable[[Core], list[Any]]] = {"texts": texts, "soak": soak, "wait": wait}
+def some(core: Core) -> list[Any]:
+    return soak(core, 60)
+
+
+SCENARIOS: dict[str, Callable[[Core], list[Any]]] = {
+    each.__name__: each for each in (texts, soak, some, wait)
+}
 
 
 # ---- what happens to one rank

@@ -79,7 +79,7 @@ def test_a_thousand_requests_leave_nothing() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_number_on_one_rank_fails_one_request_on_all(rank: int) -> None:
-    found = run(2, "soak", on_rank=rank, harm="nothing_is_a_number")
+    found = run(2, "some", on_rank=rank, harm="nothing_is_a_number")
     assert [each.code for each in found] == [0, 0], found
 
 
@@ -90,7 +90,7 @@ def test_little_memory_on_one_rank_makes_all_give_way() -> None:
 
 
 def test_a_choice_that_fails_fails_on_all() -> None:
-    found = run(2, "soak", on_rank=0, harm="cannot_choose")
+    found = run(2, "some", on_rank=0, harm="cannot_choose")
     assert [each.code for each in found] == [0, 0], found
 
 
@@ -157,6 +157,6 @@ def test_a_rank_that_dies_or_hangs_ends_the_group(rank: int, how: signal.Signals
 
 def test_ranks_that_differ_are_found_out() -> None:
     """The negative control of all the above: a rank that does something by itself."""
-    found = run(2, "soak", on_rank=1, harm="goes_its_own_way")
+    found = run(2, "some", on_rank=1, harm="goes_its_own_way")
     assert all(each.code != 0 for each in found), found
     assert any("is not in the state of" in each.errors for each in found), found

@@ -96,6 +96,14 @@ def plan(
     batch: Annotated[
         int, typer.Option(help="Sequences held at once.", metavar="SEQUENCES", min=1)
     ] = 1,
+    hosts: Annotated[
+        int,
+        typer.Option(
+            help="Machines that the model is divided among, each with --memory for its part.",
+            metavar="MACHINES",
+            min=1,
+        ),
+    ] = 1,
     as_json: options.Json = False,
 ) -> None:
     """Say what a model's weights and caches need, and what fits.
@@ -103,7 +111,7 @@ def plan(
     Reads the config, and the headers of the weights if they are there; loads nothing.
     Exit code 0 if the batch fits, 1 if it does not.
     """
-    spec = memory.read_model_spec(_find(model))
+    spec = memory.divided(memory.read_model_spec(_find(model)), hosts)
     made = make_plan(
         spec,
         memory_bytes=_limit(memory_limit),

@@ -23,7 +23,7 @@ from penstock.memory.arithmetic import (
 from penstock.memory.machine import MachineMemory, read_machine_memory
 from penstock.memory.reading import read_model_spec
 from penstock.memory.sizes import format_bytes, parse_bytes
-from penstock.memory.spec import DTYPE_BYTES, LayerKind, LayerSpec, ModelSpec, layer_groups
+from penstock.memory.spec import DTYPE_BYTES, LayerKind, LayerSpec, ModelSpec, divided, layer_groups
 
 __all__ = [
     "DTYPE_BYTES",
@@ -39,6 +39,7 @@ __all__ = [
     "bytes_per_token",
     "default_limit_bytes",
     "default_threshold",
+    "divided",
     "format_bytes",
     "group_size_for",
     "layer_bytes_per_token",

@@ -69,6 +69,7 @@ def read_model_spec(source: str | Path | Mapping[str, object]) -> ModelSpec:
         max_tokens=c.maybe("max_position_embeddings"),
         notes=tuple(notes),
         unquantizable=why_unquantizable(types, c),
+        whole_weight_bytes=_outside_layers(c, files, weight_bytes),
     )
 
 
@@ -112,8 +113,21 @@ def _check_sizes(c: Config) -> None:
             raise ModelError(f"{c.name}: {key} is {value}, not a size")
 
 
+OUTSIDE = "outside of the layers"
+_IN_LAYERS = re.compile(r"(^|\.)(layers|blocks|h)\.\d+\.")
+
+
+def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | None) -> int:
+    """Return the bytes of weights that are in no layer; of no files, the embeddings' share."""
+    if files or weight_bytes is None:
+        return files.get(OUTSIDE, 0)
+    parameters = _matrix_parameters(c)
+    return weight_bytes * _embeddings(c) // parameters if parameters else 0
+
+
 def _read_headers(folder: Path) -> dict[str, int]:
-    """Sum the bytes of all tensors in a folder's safetensors files, by their dtype.
+    """Sum the bytes of all tensors in a folder's safetensors files, by their dtype, and once more,
+    under `OUTSIDE`, of those that are in no layer.
 
     A file starts with the length of its header as 8 bytes, then the header as JSON; the
     weights behind it are not read. The files are those mlx-lm would load.
@@ -133,6 +147,8 @@ def _read_headers(folder: Path) -> dict[str, int]:
                     if not 0 <= start <= end:
                         raise ValueError(f"{tensor} lies from byte {start} to byte {end}")
                     held[entry["dtype"]] += end - start
+                    if not _IN_LAYERS.search(tensor):
+                        held[OUTSIDE] += end - start
                     needed = max(needed, 8 + length + end)
         except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{file} has no readable safetensors header: {error}") from error
@@ -153,7 +169,7 @@ def _held_dtype(files: Mapping[str, int]) -> str | None:
 def _weights(c: Config, family: Family, files: Mapping[str, int]) -> tuple[int | None, str]:
     """Return weight bytes and where the number comes from, in words."""
     if files:
-        return sum(files.values()), "headers of the safetensors files"
+        return sum(files.values()) - files.get(OUTSIDE, 0), "headers of the safetensors files"
     parameters = _matrix_parameters(c) if family.gated_mlp else None
     quantization = c.values.get("quantization")
     if parameters is None:
@@ -185,7 +201,10 @@ def _matrix_parameters(c: Config) -> int | None:
         intermediate = c.integer("moe_intermediate_size", default=intermediate)
     mlp = 3 * hidden * intermediate * max(experts, 1) + hidden * experts
     attention = hidden * c.head_dim * 2 * (c.attention_heads + c.kv_heads)
-    embeddings = c.positive("vocab_size") * hidden
-    if not c.values.get("tie_word_embeddings", True):
-        embeddings *= 2
-    return embeddings + c.layer_count * (attention + mlp)
+    return _embeddings(c) + c.layer_count * (attention + mlp)
+
+
+def _embeddings(c: Config) -> int:
+    """Count the numbers of the embeddings, and of the output if it has its own."""
+    sides = 1 if c.values.get("tie_word_embeddings", True) else 2
+    return sides * c.positive("vocab_size") * c.hidden

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from penstock.errors import SettingError
 
 LayerKind = Literal["full", "window", "recurrent"]
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -40,7 +42,8 @@ class ModelSpec:
     `layers` are the layers that own a cache, in order. `notes` say in words what was
     assumed, or could not be read from the config. `max_tokens` is the longest text the
     model was made for, None if it does not say. `unquantizable` says why mlx-lm's code for
-    the model cannot read quantized caches, None if it can.
+    the model cannot read quantized caches, None if it can. `whole_weight_bytes` are those of
+    embeddings, head and whatever else is outside of the layers.
     """
 
     name: str
@@ -52,6 +55,7 @@ class ModelSpec:
     max_tokens: int | None
     notes: tuple[str, ...] = ()
     unquantizable: str | None = None
+    whole_weight_bytes: int = 0
 
     @property
     def scalar_bytes(self) -> int:
@@ -67,6 +71,41 @@ class ModelSpec:
     def unknown_states(self) -> int:
         """Layers whose recurrent state cannot be computed from the config."""
         return sum(layer.state_bytes is None for layer in self.layers)
+
+
+def divided(spec: ModelSpec, hosts: int) -> ModelSpec:
+    """Return what one of `hosts` machines has of a model that mlx-lm divides among them: an equal
+    part of every layer's heads, states and weights, and all that is outside of the layers. The
+    one head of a latent attention is on every machine.
+
+    Raises:
+        SettingError: the heads are not divisible by so many.
+    """
+    if hosts == 1:
+        return spec
+    for layer in spec.layers:
+        if layer.kv_heads > 1 and layer.kv_heads % hosts:
+            raise SettingError(
+                f"{spec.name} has {layer.kv_heads} heads of keys and values, which --hosts {hosts} "
+                f"does not divide; mlx-lm gives every machine whole ones"
+            )
+    layers = tuple(
+        replace(
+            layer,
+            kv_heads=max(1, layer.kv_heads // hosts) if layer.kv_heads else 0,
+            state_bytes=None if layer.state_bytes is None else -(-layer.state_bytes // hosts),
+        )
+        for layer in spec.layers
+    )
+    weights = spec.weight_bytes
+    if weights is not None:
+        weights = spec.whole_weight_bytes + -(-(weights - spec.whole_weight_bytes) // hosts)
+    return replace(
+        spec,
+        layers=layers,
+        weight_bytes=weights,
+        weight_source=f"{spec.weight_source}; of one of {hosts} machines",
+    )
 
 
 def layer_groups(spec: ModelSpec) -> Iterator[tuple[int, LayerSpec]]:
