@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from mlx_lm.models.cache import QuantizedKVCache
 
 import tiny_families
 from penstock.blas import Blas
@@ -104,12 +106,12 @@ GPT_OSS = FLOAT32 | {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
-STRANGE = {
+COMPRESSED = {
     **tiny_families.arguments_of("deepseek_v41"),
     "model_type": "deepseek_v41",
     "torch_dtype": "float32",
 }
-"""Its layers keep what they keep in a class of their own."""
+LLAMA = FLOAT32 | {"model_type": "llama"}
 MAMBA = FLOAT32 | {
     "model_type": "mamba",
     "state_size": 8,
@@ -171,8 +173,27 @@ def test_a_model_without_keys_and_values() -> None:
     assert find_misfits(fit) == []
 
 
-def test_a_model_whose_layers_keep_something_else_is_a_problem() -> None:
-    fit = try_model("x", loaded(STRANGE))
+def test_layers_that_compress_are_told() -> None:
+    fit = try_model("x", loaded(COMPRESSED))
+    assert (fit.way, fit.modules) == ("joined", ())
+    assert fit.layers == (Layers(4, "compressed"), Layers(4, "recurrent"))
+    assert fit.kv_bytes_per_token == 2 * (16 + 16) // 4 * 4  # two rows of each of two layers
+    assert find_misfits(fit) == []
+
+
+@pytest.fixture
+def strange(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the config of a model whose layers keep something of a kind of its own."""
+
+    def make_cache(self: Any) -> list[Any]:
+        return [QuantizedKVCache() for _ in self.layers]
+
+    monkeypatch.setattr(llama.Model, "make_cache", make_cache)
+    return LLAMA
+
+
+def test_a_model_whose_layers_keep_something_else_is_a_problem(strange: dict[str, Any]) -> None:
+    fit = try_model("x", loaded(strange))
     assert (fit.way, fit.modules) == (None, ())
     (problem,) = find_misfits(fit)
     assert problem.what.startswith("x: what layer 0 keeps ")
@@ -203,9 +224,9 @@ def test_the_doctor_loads_a_model_and_tells_its_way(capsys: pytest.CaptureFixtur
 
 
 def test_a_model_the_engine_cannot_run_exits_with_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strange: dict[str, Any]
 ) -> None:
-    model = folder(tmp_path / "model", STRANGE)
+    model = folder(tmp_path / "model", strange)
     assert main(["doctor", model, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["model"]["way"] is None

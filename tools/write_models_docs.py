@@ -31,12 +31,13 @@ def main() -> None:
     reuse = [row.reuse for row in rows]
     run = sum(each != "not run" for each in reuse)
     known = sum(each in ("yes", "walk-back") for each in reuse)
+    served = sum(bool(row.way) for row in rows)
     heading = Row("family", "layers", "attention", "prefix reuse", "why").line()
     table = [
         BEGIN,
         "",
         f"mlx-lm {version('mlx-lm')}: {len(rows)} families; {run} run in mlx-lm on a Linux CPU, "
-        f"{known} of them on the engine, all with prefix reuse.",
+        f"{served} of them on the engine, {known} with prefix reuse.",
         "",
         heading,
         "|---" * 5 + "|",

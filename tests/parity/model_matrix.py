@@ -45,7 +45,9 @@ SMALL: dict[str, Any] = {
 STEPWISE = {"plamo3": "its masks see one token more than its ring holds"}
 """Families whose text in mlx-lm depends on how a prompt is cut, and why: the engine's is that of
 a loop that reads token by token."""
-
+WHOLE = {"phi3small": "its masks are added, and hide nothing of a chunk"}
+"""The same, but its text is that of mlx-lm's generate: all of a prompt but its last token at once,
+and nothing is shared."""
 
 UNSTEADY = {"kimi_k3": 4e-4}
 """Families whose logits differ by more, and how much: in mlx-lm, too, by where a prompt is cut."""
@@ -102,7 +104,10 @@ def examine(family: str, *, whole: bool = True) -> Row:
         why = "; ".join(filter(None, [_reason(core.runner.fitness.why), why]))
     if family in STEPWISE:
         why = "; ".join(filter(None, [why, f"as read token by token: {STEPWISE[family]}"]))
-    return Row(family, _layers(model), way, "walk-back" if walks else "yes", why)
+    if family in WHOLE:
+        why = "; ".join(filter(None, [why, f"as mlx-lm cuts a prompt: {WHOLE[family]}"]))
+    reuse = "none" if core.runner.fitness.whole else "walk-back" if walks else "yes"
+    return Row(family, _layers(model), way, reuse, why)
 
 
 def _check_texts(family: str, model: Any, core: Core) -> None:
@@ -112,8 +117,8 @@ def _check_texts(family: str, model: Any, core: Core) -> None:
     _check(family, model, "warm", warm)
     turn = _ask(core, [*prompt, *said, *prompt_of(5, seed=2)])
     _check(family, model, "the next turn", turn)
-    for handle, least in ((warm, 64), (turn, 64)):
-        if _cached(handle) < least:
+    for handle in (warm, turn):
+        if _cached(handle) < 64 and family not in WHOLE:
             raise Differs(f"{family}: {_cached(handle)} tokens of a known prompt were found")
     handles = [_submit(core, each) for each in (prompt[:30], prompt_of(20, seed=3), prompt[:1])]
     core.step()
@@ -136,18 +141,22 @@ def _check_restart(family: str, model: Any) -> None:
                 handle = _submit(core, prompt)
                 settle(core)
                 _check(family, model, "after a restart", handle)
-                if core.stats().restored_tokens != found:
+                if core.stats().restored_tokens != (0 if family in WHOLE else found):
                     raise Differs(f"{family}: {core.stats().restored_tokens} tokens restored")
 
 
 def _check_window(family: str, model: Any) -> None:
-    """Past `max_kv_size` a loop on mlx-lm's rings that reads token by token says the same."""
+    """Past `max_kv_size` a loop on mlx-lm's rings that reads token by token says the same; of a
+    family that can drop nothing, a loop without rings."""
     prompt = prompt_of(50, seed=4)
     core = Core(model, **{**SMALL, "max_kv_size": WINDOW, "keep": 0})
     try:
         handle = _ask(core, prompt)
     finally:
         core.close()
+    if family in WHOLE:
+        _check(family, model, "past a window", handle)
+        return
     caches = [_bounded(cache) for cache in theirs.make_prompt_cache(model)]
     _compare(family, "past a window", handle, _loop(model, prompt, caches))
 
@@ -189,7 +198,9 @@ _said: dict[tuple[str, tuple[int, ...]], tuple[list[int], mx.array]] = {}
 def _plain(family: str, model: Any, prompt: tuple[int, ...]) -> tuple[list[int], mx.array]:
     """Return what a plain loop says, which is asked once."""
     if (family, prompt) not in _said:
-        cuts = range(1, len(prompt)) if family in STEPWISE else ()
+        cuts: Sequence[int] = range(1, len(prompt)) if family in STEPWISE else ()
+        if family in WHOLE and len(prompt) > 1:
+            cuts = (len(prompt) - 1,)
         _said[family, prompt] = plain_greedy(model, prompt, ANSWER, cuts=cuts)
     return _said[family, prompt]
 
@@ -239,7 +250,10 @@ def _layers(model: Any) -> str:
         layout = seam.layout(model)
     except ModelError:
         return "of its own kind"
-    kinds = Counter("full" if sight.window is None else "window" for sight in layout.sights)
+    kinds = Counter(
+        "compressed" if number in layout.rows else "full" if sight.window is None else "window"
+        for number, sight in enumerate(layout.sights)
+    )
     kinds["recurrent"] = len(layout.state_sizes)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
 
@@ -249,6 +263,7 @@ REASONS = {
     "it needs joined": "computes with masks",
     "makes its own masks": "makes its own masks",
     "changes keys or values": "changes keys or values after they are cached",
+    "compress": "compresses what it keeps",
 }
 
 

@@ -26,12 +26,12 @@ def documented() -> dict[str, str]:
 
 
 def representatives() -> set[str]:
-    """Return a family for each mixture of layers and way of reading them."""
+    """Return a family for each mixture of layers, way of reading them, and reuse."""
     found: dict[tuple[str, ...], str] = {}
     for family, line in documented().items():
-        _, _, layers, way, *_ = (cell.strip() for cell in line.split("|"))
-        kinds = (kind for kind in ("full", "window", "recurrent") if kind in layers)
-        found.setdefault((way, *kinds), family)
+        _, _, layers, way, reuse, *_ = (cell.strip() for cell in line.split("|"))
+        kinds = (kind for kind in ("full", "window", "recurrent", "compressed") if kind in layers)
+        found.setdefault((way, reuse, *kinds), family)
     return set(found.values())
 
 
@@ -51,7 +51,7 @@ def test_nearly_all_that_run_reuse_prefixes() -> None:
     assert sum(each in ("yes", "walk-back") for each in reuse) >= 0.95 * len(reuse)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "mamba2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "deepseek_v41", "mamba2"])
 def test_what_was_not_computed_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: of the first chunk a hundredth more is kept than was computed."""
     real = Runner.prefill

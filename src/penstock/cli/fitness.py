@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from penstock import config, memory
 from penstock.engine.step import Runner, Way
@@ -19,7 +19,7 @@ class Layers:
     """Layers that are alike."""
 
     count: int
-    kind: LayerKind
+    kind: LayerKind | Literal["compressed"]
     window_tokens: int | None = None
     """What they see beside the kept tokens; None is everything."""
     keep: int = 0
@@ -84,12 +84,14 @@ def try_model(name: str, loaded: Loaded) -> Fit:
 
 def _seen_layers(model: Any) -> tuple[Layers, ...]:
     layout = seam.layout(model)
-    states = len(layout.state_sizes)
+    states, rows = len(layout.state_sizes), len(layout.rows)
+    sights = Counter(sight for at, sight in enumerate(layout.sights) if at not in layout.rows)
     return (
         *(
             Layers(count, "full" if sight.window is None else "window", sight.window, sight.keep)
-            for sight, count in Counter(layout.sights).items()
+            for sight, count in sights.items()
         ),
+        *([Layers(rows, "compressed")] if rows else []),
         *([Layers(states, "recurrent")] if states else []),
     )
 

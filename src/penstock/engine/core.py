@@ -43,7 +43,7 @@ from penstock.engine.sampling import (
     without_frames,
 )
 from penstock.engine.scheduler import PLACED, Job, Scheduler, State
-from penstock.engine.sequence import Sequence
+from penstock.engine.sequence import WHOLE_CHUNK, Sequence
 from penstock.engine.stats import Stats, StepTimes, Tally
 from penstock.engine.step import Runner
 from penstock.engine.text import Detokenizer, TextStream
@@ -57,6 +57,7 @@ from penstock.errors import (
     StepFailed,
 )
 from penstock.heap import give_back_freed_memory, keep_freed_memory
+from penstock.kv.compressed import completed
 from penstock.kv.forms import Forms
 from penstock.kv.quantisation import Quantisation
 from penstock.kv.reads import Part, in_order
@@ -194,6 +195,7 @@ class Core:
             keep=self.limits.keep_tokens,
             ranks=self.peers.size,
         )
+        self.limits = _fitting(self.limits, self.runner)
         self.needs = Needs(self.runner, self.limits)
         slots, block_size = self.limits.max_batch_size, self.limits.block_size
         columns = min(MOST_TAIL_TOKENS, POOL_TOKENS // slots, block_size // 2)
@@ -283,7 +285,7 @@ class Core:
             return Chooser(sampling, request.prompt, choice, size, constraint=constraint)
 
         first = self._sequence(handle, 0, chooser(0), list(request.prompt), [])
-        first.name_blocks(self.prefixes, self.limits.max_kv_size)
+        first.name_blocks(self.prefixes, self._sealable())
         self._check_fits(first)
         self.scheduler.check_room(request.n)
         others = range(1, request.n)  # they share tokens and names until they are let in
@@ -532,6 +534,11 @@ class Core:
         if ask_disk and self.cold is not None:
             on_disk = self.cold.on_disk(self.prefixes.keys(list(tokens), salt), ASK_SECONDS)
         reason, resumes = found.reason, None
+        if self.runner.fitness.whole:
+            reason = (
+                "nothing of this model is shared: what it keeps of a token depends on how the "
+                "prompt is cut, so each is read as mlx-lm reads it"
+            )
         if self.checkpoints is not None or self.windows is not None:
             resumes, why = self._explain_resume(list(tokens), salt)
             reason += why
@@ -747,7 +754,7 @@ class Core:
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Pin a path, reserve the rest, take a slot; False, and nothing taken, if it must wait."""
-        sequence.name_blocks(self.prefixes, self.limits.max_kv_size)
+        sequence.name_blocks(self.prefixes, self._sealable())
         match = self.prefixes.match(sequence.keys)
         taken = self._take(sequence, match.tokens)
         if not taken and self.tails.free_slots == self.tails.slots:
@@ -1101,14 +1108,23 @@ class Core:
         sequence.runs.append(Part(grown, start, grown.tokens))
         sequence.tail = 0
         if sequence.position % size == 0:
+            self._complete(sequence)
             self._seal(sequence)
             self._capture(sequence)
         self._forget_unseen(sequence)
 
+    def _complete(self, sequence: Sequence) -> None:
+        """Put into a full block the rows of layers that compress, which were kept beside it."""
+        rows = self.runner.layout.rows
+        if rows and sequence.live is not None:
+            run = sequence.runs[-1]
+            segment, sequence.live = completed(run.segment, sequence.live, rows)
+            sequence.runs[-1] = replace(run, segment=segment)
+
     def _seal(self, sequence: Sequence) -> None:
         """Hang the runs of whole blocks that continue the path into the tree."""
         size = self.limits.block_size
-        sequence.name_blocks(self.prefixes, self.limits.max_kv_size)
+        sequence.name_blocks(self.prefixes, self._sealable())
         while sequence.runs and sequence.runs[0].start == sequence.cut:
             run = sequence.runs[0]
             if run.end % size or run.end > self._sealable():
@@ -1140,7 +1156,7 @@ class Core:
     def _sealable(self) -> int:
         """Return up to which position KV depends on the tokens alone, not on the window."""
         size = self.limits.block_size
-        return self.limits.max_kv_size // size * size
+        return 0 if self.runner.fitness.whole else self.limits.max_kv_size // size * size
 
     def _insert_new(self, sequence: Sequence, segment: Segment) -> bool:
         """Hang blocks that were computed into the tree, and have them written."""
@@ -1227,10 +1243,13 @@ class Core:
     # ---- prefilling
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
-        """Read the next `count` tokens of a prompt and seal what blocks they fill."""
+        """Read the next `count` tokens of a prompt and seal what blocks they fill; of a model that
+        takes a prompt as mlx-lm cuts it, up to the next cut."""
         start = sequence.position
         stops = [start + count]
-        if self.checkpoints is not None:
+        if self.runner.fitness.whole:
+            stops = [sequence.whole_stop]
+        elif self.checkpoints is not None:
             # Where its last whole block ends, and where the tree ended that it was let in with.
             wanted = {sequence.last_boundary(self.limits.block_size), sequence.meets}
             stops = [*sorted(stop for stop in wanted if start < stop < start + count), *stops]
@@ -1240,7 +1259,8 @@ class Core:
 
     def _read(self, sequence: Sequence, count: int) -> None:
         """Read the next `count` tokens of a prompt together."""
-        if sequence.runs and sequence.runs[-1].end % self.limits.block_size:
+        unfinished = sequence.runs and sequence.runs[-1].end % self.limits.block_size
+        if unfinished and not self.runner.fitness.whole:
             raise AssertionError(f"sequence {sequence.id} has an unfinished block to prefill")
         start = sequence.position
         tokens = sequence.tokens[start : start + count]
@@ -1287,6 +1307,9 @@ class Core:
         """Seal a chunk's whole blocks; what is left of it, or cannot be sealed, is a run."""
         size = self.limits.block_size
         end = start + segment.tokens
+        if sequence.runs and start % size:  # cut by mlx-lm within a block
+            run = sequence.runs.pop()
+            segment, start = run.segment.join(segment), run.start
         whole = min(end // size * size, self._sealable()) - start
         if whole > 0 and not sequence.runs and sequence.cut == start:
             head, rest = segment, None
@@ -1435,6 +1458,29 @@ def _over(threshold: float) -> int:
         return 0
     memory = psutil.virtual_memory()
     return int(memory.total - memory.available - threshold * memory.total)
+
+
+def _fitting(limits: config.EngineSettings, runner: Runner) -> config.EngineSettings:
+    """Return an engine's settings as a model can be run with.
+
+    Raises:
+        SettingError: it cannot, with these.
+    """
+    if runner.fitness.whole:
+        limits = limits.model_copy(update={"prefill_chunk": WHOLE_CHUNK})
+    compression = runner.layout.compression
+    if compression is None:
+        return limits
+    if limits.block_size % compression.every:
+        raise SettingError(
+            f"block_size {limits.block_size}: the model's layers make one of {compression.every} "
+            f"tokens; use a multiple of that"
+        )
+    if limits.kv_cache_quantization is not None:
+        raise SettingError(
+            "kv_cache_quantization: the model's layers compress what they keep by themselves"
+        )
+    return limits
 
 
 def _give_back() -> None:

@@ -12,13 +12,18 @@ from penstock.engine.request import Sampling
 from penstock.engine.sampling import Chooser, choose_all
 from penstock.engine.step import Runner
 from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
-from penstock.kv.reads import Row
+from penstock.kv.forms import Form
+from penstock.kv.reads import Part, Row
+from penstock.kv.states import Live
 from penstock.kv.tails import Tails
 
 JOINED_SCORE_BYTES = 16
 """Working memory of one score in MLX's own attention, which joined models use."""
 WIDENED_BUFFERS = 4
 """Arrays of float32 that are alive together while a codec's keys or values are widened."""
+FAR_TOKENS = 4_096
+"""How far into a prompt a step is measured where layers compress: behind as many rows as are
+picked for a token at all."""
 MASK_BYTES = 5
 """What a grammar's mask and the logits that it leaves take for each token of the vocabulary."""
 SLACK = 1.10
@@ -49,6 +54,10 @@ class Needs:
         """What a token of a prompt took when the step was measured."""
         self._alone = runner.fitness.way == "joined"
         """Whether the model attends by itself, all scores of a chunk at once."""
+        self._measured_scores = 0
+        """Of a model that attends by itself: those of the chunk that was measured."""
+        self._far_bytes = 0.0
+        """Of a model whose layers compress: what each token behind `FAR_TOKENS` adds to a chunk."""
         self._score_bytes = (
             JOINED_SCORE_BYTES
             if self._alone
@@ -58,6 +67,11 @@ class Needs:
     def own(self, tokens: int, cut: int = 0) -> int:
         """Return the most that a sequence can come to hold beside `cut` tokens of a path: keys
         and values of the others, and its states."""
+        if not self._runner.drops:
+            # Rows that are loose, until they are in the columns of an unfinished block.
+            loose = self._limits.block_size if self._compresses else 0
+            own = max(0, tokens - cut) + loose
+            return own * self._runner.token_bytes + self._runner.state_bytes
         window = self._limits.max_kv_size
         own = max(0, min(tokens, window) - cut)
         if tokens > window:  # past the window: its ring, and what is cut out of it
@@ -67,16 +81,27 @@ class Needs:
         return own * self._runner.token_bytes + self._runner.state_bytes
 
     def step(self, tokens: int) -> int:
-        """Return what a sequence adds to every step in which it decodes: its scores."""
+        """Return what a sequence adds to every step in which it decodes: its scores; where layers
+        compress, its new states, since sequences are computed one after the other, each in less
+        than a chunk of it takes."""
+        if self._compresses:
+            return self._runner.state_bytes
         return self._seen(tokens) * self._runner.heads * self._score_bytes
 
     def chunk(self, tokens: int) -> int:
         """Return what a sequence adds to a step that prefills it: a layer joined, and the scores
         beyond those that are computed at a time in any case: of one token, or, if the model
-        attends to a chunk by itself, of all. One sequence at a time does."""
+        attends to a chunk by itself, of the chunk that was measured. One sequence at a time does.
+
+        Where layers compress it was measured. As many rows are picked for each token, at most, and
+        all are weighed for it: what a chunk takes grows no faster far into a prompt than before.
+        """
         seen = self._seen(tokens)
-        scores = seen * self._runner.heads * (self._limits.prefill_chunk if self._alone else 1)
-        beyond = scores if self._alone else max(0, scores - SCORES_AT_ONCE)
+        if self._compresses:
+            return int(self._far_bytes * max(0, seen - FAR_TOKENS))
+        chunk = min(self._limits.prefill_chunk, tokens)
+        scores = seen * self._runner.heads * (chunk if self._alone else 1)
+        beyond = max(0, scores - (self._measured_scores if self._alone else SCORES_AT_ONCE))
         layer = 2 * self._runner.layer_bytes * seen
         if self._limits.kv_cache_quantization is not None:  # and is widened before it is joined
             numbers = max(
@@ -91,7 +116,8 @@ class Needs:
         The tails have taken their memory afterwards.
         """
         limits, runner = self._limits, self._runner
-        tokens = [0] * min(limits.prefill_chunk, limits.max_kv_size)
+        most_read = limits.max_kv_size if runner.drops else limits.prefill_chunk
+        tokens = [0] * min(limits.prefill_chunk, most_read)
         rows = [Row((), 0, slot, 0) for slot in range(limits.max_batch_size)]
 
         def decode() -> None:
@@ -107,16 +133,36 @@ class Needs:
         masks = MASK_BYTES * len(rows) * runner.vocabulary_size
         began = time.perf_counter()
         prefill = _peak(lambda: runner.prefill(tokens, (), 0))
+        self._measured_scores = runner.heads * len(tokens) ** 2
         self.prefill_token_seconds = (time.perf_counter() - began) / len(tokens)
         taken = max(prefill, _peak(decode), _peak(sample) + masks)
+        if self._compresses:
+            far = _peak(lambda: self._prefill_far(tokens))
+            self._far_bytes = SLACK * max(0, far - prefill) / FAR_TOKENS
+            return int(max(taken, far) * SLACK) + 2 * limits.block_size * runner.token_bytes
         # A chunk far into a prompt has as many scores at once as are ever computed together.
         most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * limits.max_kv_size)
         measured = min(most, runner.heads * len(tokens) ** 2)
         folding = 2 * limits.block_size * runner.token_bytes
         return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
 
+    def _prefill_far(self, tokens: list[int]) -> None:
+        """Read a chunk behind `FAR_TOKENS` tokens that are nothing."""
+        states = self._runner.state_form
+        nothing = {name: mx.zeros(shape, dtype) for name, shape, dtype in states.arrays}
+        blank = Form.of(self._runner.shapes).blank(FAR_TOKENS)
+        self._runner.prefill(
+            tokens, [Part(blank, 0, FAR_TOKENS)], FAR_TOKENS, Live(states.states(nothing))
+        )
+
+    @property
+    def _compresses(self) -> bool:
+        return self._runner.layout.compression is not None
+
     def _seen(self, tokens: int) -> int:
         """Return the most tokens that one step of a sequence reads."""
+        if not self._runner.drops:
+            return tokens
         return min(tokens, self._limits.max_kv_size + self._limits.prefill_chunk)
 
 

@@ -19,6 +19,9 @@ from penstock.ledger import Reservation
 from penstock.prefix.prefixes import Prefixes
 from penstock.prefix.tree import Pin
 
+WHOLE_CHUNK = 2_048
+"""Tokens of a prompt that mlx-lm's generate reads at once."""
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
@@ -112,6 +115,13 @@ class Sequence:
     def left(self) -> int:
         """Tokens to prefill; the last one is left to the decode step that needs its logits."""
         return len(self.tokens) - 1 - self.position
+
+    @property
+    def whole_stop(self) -> int:
+        """Where mlx-lm's generate would end the chunk that begins here: it reads a prompt without
+        its last token in equal chunks, and all others one at a time."""
+        start, most = self.position, self.prompt_tokens - 1
+        return min(start + WHOLE_CHUNK, most) if start < most else start + 1
 
     def last_boundary(self, block_size: int) -> int:
         """Return where its last whole block ends in front of its last token."""

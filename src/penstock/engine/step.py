@@ -16,6 +16,7 @@ from penstock.errors import ModelError
 from penstock.kv.attention import Sight
 from penstock.kv.codecs import Scales
 from penstock.kv.codecs.scales import Squares
+from penstock.kv.compressed import RowReads
 from penstock.kv.reads import ChunkReads, DecodeStep, JoinedReads, Part, Row
 from penstock.kv.segment import Segment
 from penstock.kv.states import (
@@ -54,6 +55,9 @@ class Fitness:
     why: str
     modules: tuple[str, ...]
     """Modules of mlx-lm in which the seam was put."""
+    whole: bool = False
+    """Whether what it computes depends on how a prompt is cut: it is cut as mlx-lm cuts it, and
+    nothing of it is shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +113,15 @@ class Runner:
         self.state_form = StateForm.of(())
         """Of one sequence."""
         self.fitness = self._try(modules)
+        if self.layout.compression is not None:  # the probe is shorter than windows and groups
+            self._state_bytes = self.layout.compression.state_bytes
+            self.state_form = self.layout.compression.state_form
         bound = Sight(max_kv_size - keep, keep)
-        self.sights = [
-            bound if sight.window is None else sight.within(max_kv_size)
-            for sight in self.layout.sights
-        ]
+        if self.drops:
+            self.sights = [
+                bound if sight.window is None else sight.within(max_kv_size)
+                for sight in self.layout.sights
+            ]
         self.distinct_sights = list(dict.fromkeys(self.sights))
 
     @property
@@ -132,8 +140,14 @@ class Runner:
         return bool(self.layout.state_sizes)
 
     @property
+    def drops(self) -> bool:
+        """Whether a sequence longer than the window drops tokens. Those of a model that counts
+        what it keeps, and takes its places for positions, are all kept."""
+        return self.layout.compression is None and not self.fitness.whole
+
+    @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's states."""
+        """Bytes of one sequence's states, at most; loose rows are not among them."""
         return self._state_bytes
 
     def nearest(self, position: int) -> int:
@@ -158,8 +172,10 @@ class Runner:
                 self._decode_joined(token, row, tails, live)
                 for token, row, live in zip(tokens, rows, lives or [None] * len(rows), strict=True)
             ]
+            own = self.layout.compression is not None
             return Decoded(
-                mx.concatenate([logits for logits, _ in each]), [Live(states) for _, states in each]
+                mx.concatenate([logits for logits, _ in each]),
+                [Live(states, own=own) for _, states in each],
             )
         step = DecodeStep.of(rows, tails)
         # Zeros are what the recurrent layers begin with: that was tried.
@@ -188,7 +204,7 @@ class Runner:
     ) -> tuple[mx.array, Chunk]:
         """Read as `prefill` does; also return the logits after each token, (n, vocabulary)."""
         reads = self._chunk_reads(parts, position, self.fitness.way)
-        caches, kept = self.layout.caches(reads, _row(live))
+        caches, kept = self.layout.caches(reads, _row(live), position)
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
         mx.eval(logits)
         return logits, _left(reads, kept, len(tokens))
@@ -223,32 +239,43 @@ class Runner:
         way: Way,
     ) -> Chunk:
         reads = self._chunk_reads(parts, position, way)
-        caches, kept = self.layout.caches(reads, _row(live))
+        caches, kept = self.layout.caches(reads, _row(live), position)
         # Its logits are not kept, which would keep all that they are computed from.
         self.model(mx.array([list(tokens)]), cache=caches)
         return _left(reads, kept, len(tokens))
 
     def _chunk_reads(
         self, parts: Sequence[Part], position: int, way: Way
-    ) -> list[ChunkReads] | list[JoinedReads]:
+    ) -> Sequence[ChunkReads | JoinedReads | RowReads]:
         if way == "joined":
-            return [JoinedReads(i, s, parts, position) for i, s in enumerate(self.sights)]
+            return self._joined_reads(parts, position, None)
         # What the last layer attends to is read by the logits alone, or by states behind it.
         last = -1 if self.is_recurrent else len(self.sights) - 1
         return [
             ChunkReads(i, s, parts, position, last=i == last) for i, s in enumerate(self.sights)
         ]
 
+    def _joined_reads(
+        self, parts: Sequence[Part], position: int, tail: tuple[Tails, int, int] | None
+    ) -> list[JoinedReads | RowReads]:
+        rows = self.layout.rows
+        return [
+            RowReads(rows[i], i, parts, position, chunk=tail is None)
+            if i in rows
+            else JoinedReads(i, sight, parts, position, tail)
+            for i, sight in enumerate(self.sights)
+        ]
+
     def _decode_joined(
         self, token: int, row: Row, tails: Tails, live: Live | None
     ) -> tuple[mx.array, States]:
-        tail = (tails, row.slot, row.tail)
-        reads = [
-            JoinedReads(i, sight, row.parts, row.position, tail)
-            for i, sight in enumerate(self.sights)
-        ]
-        caches, kept = self.layout.caches(reads, _row(live))
-        return self._run([[token]], caches), unpinned(seam.states_of(kept))
+        reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
+        caches, kept = self.layout.caches(reads, _row(live), row.position)
+        logits = self._run([[token]], caches)
+        if self.layout.compression is None:
+            return logits, unpinned(seam.states_of(kept))
+        mx.eval(logits)  # the rows of one sequence at a time
+        return logits, copied(seam.states_of(kept))
 
     def _run(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
         """Return the logits of the last tokens, (b, vocabulary)."""
@@ -261,7 +288,9 @@ class Runner:
         """Find a way on which the model computes what it computes on its own caches."""
         expected = self._plain_logits()
         self.vocabulary_size = expected.shape[-1]
-        if not modules and self.sights:
+        if self.layout.compression is not None:
+            why = "its layers compress what they keep"
+        elif not modules and self.sights:
             why = "its attention does not go through mlx-lm's common function"
         else:
             why = self._difference("shared", expected)
@@ -269,9 +298,9 @@ class Runner:
                 why = "its attention goes through mlx-lm's function"
                 return Fitness("shared", why if self.sights else "it has no attention", modules)
         wrong = self._difference("joined", expected)
-        if wrong:
+        if wrong and self._difference("joined", expected, whole=True):
             raise ModelError(f"the engine cannot run this model: {why}; joined, {wrong}")
-        return Fitness("joined", why, modules)
+        return Fitness("joined", why, modules, whole=bool(wrong))
 
     def _plain_logits(self) -> mx.array:
         """Return the logits of the last two tokens of the probe, on mlx-lm's caches."""
@@ -283,10 +312,13 @@ class Runner:
         mx.eval(both)
         return both
 
-    def _difference(self, way: Way, expected: mx.array) -> str:
-        """Return what is wrong with reading the probe this way; nothing if it is right."""
+    def _difference(self, way: Way, expected: mx.array, *, whole: bool = False) -> str:
+        """Return what is wrong with reading the probe this way; nothing if it is right.
+
+        `whole`: cut only where the expected logits were, not where parts are to be shared.
+        """
         try:
-            found, dtype = self._probe(way)
+            found, dtype = self._probe(way, whole=whole)
         # A boundary: a model's own code is handed caches it was not written for, and may do
         # anything with them; whatever it raises, the other way is tried.
         except Exception as error:  # noqa: BLE001
@@ -300,10 +332,10 @@ class Runner:
             return f"its logits differ by {off:.1%} from those on mlx-lm's own caches"
         return ""
 
-    def _probe(self, way: Way) -> tuple[mx.array, mx.Dtype]:
+    def _probe(self, way: Way, *, whole: bool) -> tuple[mx.array, mx.Dtype]:
         """Read the probe as two rows that share a part, one a token ahead of the other."""
         *first, before, last = PROBE
-        half = len(first) // 2
+        half = len(first) if whole else len(first) // 2
         chunk = self._chunk(first[:half], [], 0, None, way)
         shared = Part(chunk.segment, 0, half)
         self.shapes = tuple(
@@ -312,16 +344,21 @@ class Runner:
             if isinstance(keys, mx.array) and isinstance(values, mx.array)
         )
         self._fresh = blank(chunk.states)
-        ends, lives = [], []
+        paths: list[tuple[Part, ...]] = []
+        lives = []
         for rest in (first[half:], [*first[half:], before]):
-            found = self._chunk(rest, [shared], half, Live(chunk.states), way)
-            ends.append(Part(found.segment, half, len(rest)))
+            found = chunk
+            path: tuple[Part, ...] = (shared,)
+            if rest:
+                found = self._chunk(rest, path, half, Live(chunk.states), way)
+                path = (shared, Part(found.segment, half, len(rest)))
+            paths.append(path)
             lives.append(Live(found.states))
         self._state_bytes = max(nbytes(live.states) for live in lives)
         self.state_form = StateForm.of(lives[-1].states)
         tails = Tails(2, 2, self.shapes)
         tails.ready()
-        rows = [Row((shared, end), end.end, slot, 0) for slot, end in enumerate(ends)]
+        rows = [Row(path, path[-1].end, slot, 0) for slot, path in enumerate(paths)]
         if way == "joined":
             each = zip((before, last), rows, lives, strict=True)
             logits = [self._decode_joined(token, row, tails, live)[0] for token, row, live in each]
@@ -350,13 +387,16 @@ def _row(live: Live | None) -> States | None:
 
 
 def _left(
-    reads: Sequence[ChunkReads] | Sequence[JoinedReads], kept: Sequence[Any], tokens: int
+    reads: Sequence[ChunkReads | JoinedReads | RowReads], kept: Sequence[Any], tokens: int
 ) -> Chunk:
     """Return what a chunk of so many tokens has left, evaluated."""
-    layers = []
+    layers, states = [], seam.states_of(kept)
     for cache in reads:
+        if isinstance(cache, RowReads):
+            layers.append(cache.columns(tokens))
+            continue
         if cache.keys is None or cache.values is None:
             raise ModelError(f"layer {cache.layer} did not cache anything")
         layers.append((cache.keys, cache.values))
     mx.eval(layers)
-    return Chunk(Segment(tuple(layers), length=tokens), copied(seam.states_of(kept)))
+    return Chunk(Segment(tuple(layers), length=tokens), copied(states))

@@ -90,6 +90,15 @@ class Form:
         """Return the bytes of so many tokens, all layers."""
         return tokens * sum(side.token_bits for layer in self.layers for side in layer) // 8
 
+    def blank(self, tokens: int) -> Segment:
+        """Return a segment of so many tokens that are nothing; not evaluated."""
+
+        def side(form: SideForm) -> Side:
+            return form.side([mx.zeros(shape, dtype) for shape, dtype in form.arrays(tokens)])
+
+        layers = tuple((side(keys), side(values)) for keys, values in self.layers)
+        return Segment(layers, length=tokens)
+
     def holds(self, segment: Segment) -> bool:
         """Tell whether all of a segment is held so."""
         return all(

@@ -6,7 +6,7 @@ be cut, joined or taken back, only kept beside the position at which it was capt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -186,9 +186,9 @@ def named(states: States) -> Iterator[tuple[str, mx.array]]:
                 yield f"{layer}.{place}", array
 
 
-Place: TypeAlias = "int | tuple[type[Any], tuple[Place, ...]]"
-"""The number of a cache with keys and values; ~ the number of one with a state; or the class of a
-list of caches, and what is in it."""
+Place: TypeAlias = "int | tuple[Callable[..., Any], tuple[Place, ...]]"
+"""The number of a cache with keys and values; ~ the number of one with a state; or what makes a
+cache that consists of some, and what is in it."""
 
 
 def keeps_state(cache: Any) -> bool:
@@ -211,7 +211,8 @@ def put_together(places: Sequence[Place], kept: Sequence[Any], states: Sequence[
 def _place(cache: Any, kept: list[Any], states: list[Any]) -> Place:
     inner = getattr(cache, "caches", None)
     if isinstance(inner, tuple | list):
-        return type(cache), tuple(_place(each, kept, states) for each in inner)
+        made_by = getattr(cache, "rebuild", type(cache))
+        return made_by, tuple(_place(each, kept, states) for each in inner)
     if keeps_state(cache):
         states.append(cache)
         return ~(len(states) - 1)
@@ -221,6 +222,6 @@ def _place(cache: Any, kept: list[Any], states: list[Any]) -> Place:
 
 def _cache(place: Place, kept: Sequence[Any], states: Sequence[Any]) -> Any:
     if isinstance(place, tuple):
-        kind, inner = place
-        return kind(*(_cache(each, kept, states) for each in inner))
+        made_by, inner = place
+        return made_by(*(_cache(each, kept, states) for each in inner))
     return states[~place] if place < 0 else kept[place]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from math import lcm
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
@@ -27,8 +28,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from penstock.config import SamplingSettings
 from penstock.errors import ModelError
 from penstock.kv.attention import Sight
+from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
 from penstock.kv.reads import Reads
-from penstock.kv.states import Place, States, put_together, taken_apart
+from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
 from penstock.kv.turboquant import TurboQuant
 
 __all__ = [
@@ -266,6 +268,21 @@ def _dispatching(theirs: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class Compression:
+    """What a model keeps whose layers compress: see `kv.compressed`."""
+
+    rows: tuple[Rows, ...]
+    """Of all layers, in the model's order."""
+    every: int
+    """Tokens after which all groups are full: a block is a multiple of it."""
+    state_form: StateForm
+    """Of a sequence's states where all groups are full and no row is loose, behind as many tokens
+    as fill the windows."""
+    state_bytes: int
+    """The most that a sequence's states take, but for loose rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """What a model keeps of a sequence, and how its own caches are made of it.
 
@@ -279,13 +296,23 @@ class Layout:
     """How many arrays each recurrent layer keeps."""
     places: tuple[Place, ...]
     """What each of the model's caches is."""
+    compression: Compression | None = None
+    """What is known of layers that compress; None if there are none."""
 
-    def caches(self, reads: Sequence[Any], states: States | None) -> tuple[list[Any], list[Any]]:
+    @property
+    def rows(self) -> dict[int, Rows]:
+        """Of the layers with keys and values those that keep rows, by their number."""
+        return {} if self.compression is None else dict(enumerate(self.compression.rows))
+
+    def caches(
+        self, reads: Sequence[Any], states: States | None, position: int = 0
+    ) -> tuple[list[Any], list[Any]]:
         """Return what the model is handed, and which of it the recurrent layers write to.
 
         Args:
             reads: one for each layer with keys and values.
             states: of the recurrent layers; None at the beginning of a sequence.
+            position: of the step's first token, for layers that compress.
         """
         kept = []
         for number, size in enumerate(self.state_sizes):
@@ -293,13 +320,20 @@ class Layout:
             if states is not None:
                 cache.cache = list(states[number])
             kept.append(cache)
-
-        return put_together(self.places, reads, kept), kept
+        made = put_together(self.places, reads, kept)
+        if self.compression is None:
+            return made, kept
+        for cache in made:
+            cache.offset = position
+        return made, made
 
 
 def states_of(kept: Sequence[Any]) -> States:
     """Return what recurrent layers have written to the caches that `Layout.caches` made."""
-    return tuple(tuple(cache.cache) for cache in kept)
+    return tuple(
+        cache.leave() if isinstance(cache, CompressedReads) else tuple(cache.cache)
+        for cache in kept
+    )
 
 
 def layout(model: nn.Module) -> Layout:
@@ -308,12 +342,54 @@ def layout(model: nn.Module) -> Layout:
     Raises:
         ModelError: a layer keeps something that is neither one key and value a token nor a state.
     """
-    kept, states, places = taken_apart(plain_caches(model))
+    caches, compression = plain_caches(model), None
+    if all(map(_compresses, caches)):
+        caches, compression = _opened(model, caches)
+    kept, states, places = taken_apart(caches)
     sights = tuple(_sight(cache, number) for number, cache in enumerate(kept))
-    return Layout(sights, tuple(len(cache.cache) for cache in states), places)
+    return Layout(sights, tuple(len(cache.cache) for cache in states), places, compression)
+
+
+def _compresses(cache: Any) -> bool:
+    """Tell whether a cache is of the kind of DeepSeek 4.1's own."""
+    return all(hasattr(cache, name) for name in (*POINTS, *ROWS, "update_window"))
+
+
+def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression]:
+    """Return the caches of a model that compresses as what they consist of.
+
+    What a layer keeps is seen in what it would leave of as many tokens as fill every window and
+    every group. They are never read: MLX knows the shapes.
+    """
+    ratios = [int(layer.self_attn.ratio) for layer in model.layers]
+    every = lcm(*(ratio for ratio in ratios if ratio))
+    tokens = -(-max(cache.window_size for cache in caches) // every) * every
+    model(mx.zeros((1, tokens), mx.int32), cache=caches)
+    opened: list[Any] = []
+    rows: list[Rows] = []
+    states: list[tuple[mx.array | None, ...]] = []
+    most_bytes = 0
+    for number, (cache, ratio) in enumerate(zip(caches, ratios, strict=True)):
+        names = [name for name in ROWS if getattr(cache, name) is not None]
+        own = [
+            Rows(name, ratio, found.shape[-1], found.dtype, number, len(POINTS) + place)
+            for place, name in enumerate(names)
+            for found in [getattr(cache, name)]
+        ]
+        rows += own
+        kept = mlx_lm.models.cache.ArraysCache(len(POINTS) + len(own))
+        opened.append(Compressed(cache.window_size, (*own, kept)))
+        states.append((cache.window, *[None] * (len(kept.cache) - 1)))
+        for gathered in (cache.pending_kv, cache.pending_gate):
+            if gathered is not None:  # up to one token less than a group
+                most_bytes += (ratio - 1) * gathered.shape[-1] * gathered.dtype.size
+    form = StateForm.of(tuple(states))
+    return opened, Compression(tuple(rows), every, form, form.nbytes + most_bytes)
 
 
 def _sight(cache: Any, number: int) -> Sight:
+    if isinstance(cache, Rows):
+        return Sight()
     if type(cache) is mlx_lm.models.cache.RotatingKVCache:
         return Sight(cache.max_size - cache.keep, cache.keep)
     if type(cache) is mlx_lm.models.cache.ChunkedKVCache:

@@ -1,0 +1,201 @@
+"""Layers that keep one row for every few tokens, as columns of tokens.
+
+DeepSeek 4.1 pools `ratio` tokens into one row, beside a short window. A row is cut into `ratio`
+shares, so that segments, blocks, files and the ledger know tokens alone:
+
+    tokens    0    1    2    3  |  4    5    6    7  |  8    9
+    columns  [   the first row ] [  the second row  ] [ nothing  ]      segments
+    states                                              8, 9            a group that is open
+
+What is pooled while tokens are decoded lies in the states until the block is full: the columns of
+its first tokens were handed on before the row was known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.kv import columns as col
+from penstock.kv.reads import Part
+from penstock.kv.segment import Segment
+from penstock.kv.states import Live, State
+from penstock.kv.tails import LayerShape
+
+POINTS = ("window", "pending_kv", "pending_gate")
+"""Arrays of such a layer that are true at one position alone, as the model calls them: its window,
+and the keys and gates of the group that is open. Behind them in its state are its loose rows."""
+ROWS = ("compress_kv", "index_k")
+"""Arrays that it adds a row to when a group is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a layer keeps for every `ratio` tokens, and where it is found."""
+
+    name: str
+    """What the model calls it."""
+    ratio: int
+    width: int
+    """Numbers of a row."""
+    dtype: mx.Dtype
+    state: int
+    """Number of the layer's state."""
+    place: int
+    """In that state, of its loose rows: those that are in no column yet."""
+
+    @property
+    def shape(self) -> LayerShape:
+        """One token's columns: a share of the row's first half, and of its second one."""
+        share = -(-self.width // (2 * self.ratio))
+        return LayerShape(1, share, share, self.dtype)
+
+    def columns(self, rows: mx.array | None, tokens: int) -> tuple[mx.array, mx.array]:
+        """Cut rows, (1, n, width), into columns of `tokens` tokens, (1, 1, tokens, share) each
+        side; those behind them are zero."""
+        share = self.shape.key_dim
+        if rows is None:
+            nothing = mx.zeros((1, 1, tokens, share), self.dtype)
+            return nothing, nothing
+        half, made = share * self.ratio, rows.shape[1] * self.ratio
+        rows = mx.pad(rows, [(0, 0), (0, 0), (0, 2 * half - self.width)])
+
+        def side(numbers: mx.array) -> mx.array:
+            columns = numbers.reshape(1, 1, made, share)
+            return mx.pad(columns, [(0, 0), (0, 0), (0, tokens - made), (0, 0)])
+
+        return side(rows[..., :half]), side(rows[..., half:])
+
+    def rows(self, keys: mx.array, values: mx.array) -> mx.array:
+        """Undo `columns`, of a multiple of `ratio` tokens."""
+        count = keys.shape[2] // self.ratio
+        halves = [side.reshape(1, count, -1) for side in (keys, values)]
+        return mx.concatenate(halves, axis=2)[..., : self.width]
+
+
+class RowReads:
+    """Such rows of one layer in one sequence's step, behind the parts it reads."""
+
+    def __init__(
+        self, rows: Rows, layer: int, parts: Sequence[Part], position: int, *, chunk: bool
+    ) -> None:
+        """`chunk`: what the step makes goes into columns of its own, if its first token begins a
+        group; else it is loose, and kept in the state."""
+        self.rows = rows
+        self.layer = layer
+        self._parts = parts
+        self._count = position // rows.ratio
+        self._chunk = chunk and position % rows.ratio == 0
+        self._made: mx.array | None = None
+
+    def every(self, loose: mx.array | None) -> mx.array | None:
+        """Return all rows, (1, n, width): those in the columns, and the loose ones behind them."""
+        stop = (self._count - _length(loose)) * self.rows.ratio
+        sides: tuple[list[mx.array], list[mx.array]] = ([], [])
+        for part in self._parts:
+            end = min(part.columns, stop - part.start)
+            if end > 0:
+                for found, side in zip(sides, part.segment.layers[self.layer], strict=True):
+                    assert isinstance(side, mx.array)
+                    found.append(side[:, :, :end])
+        if not sides[0]:
+            return loose
+        keys, values = (mx.concatenate(found, axis=2) for found in sides)
+        joined = self.rows.rows(keys, values)
+        return joined if loose is None else mx.concatenate([joined, loose], axis=1)
+
+    def leave(self, every: mx.array | None, loose: mx.array | None) -> mx.array | None:
+        """Take all rows as they are after the step; return those that are in no column now."""
+        if every is None:
+            return None
+        new = every[:, self._count - _length(loose) :]
+        if not new.shape[1]:
+            return None
+        if self._chunk and loose is None:
+            self._made = new
+            return None
+        return new
+
+    def columns(self, tokens: int) -> tuple[mx.array, mx.array]:
+        """Return the columns of a chunk of so many tokens, after it was left."""
+        keys, values = self.rows.columns(self._made, tokens)
+        return mx.contiguous(keys), mx.contiguous(values)
+
+
+class CompressedReads:
+    """One layer of one sequence's step, in the words of DeepSeek 4.1's own cache: the model reads
+    and replaces its attributes."""
+
+    def __init__(self, window_tokens: int, *inner: Any) -> None:
+        """`inner`: `RowReads` for each of `ROWS` that the layer keeps, and a cache with its
+        state."""
+        *self._reads, kept = inner
+        self.window_size = window_tokens
+        self.offset = 0
+        self.window, self.pending_kv, self.pending_gate, *self._loose = kept.cache
+        self.compress_kv: mx.array | None = None
+        self.index_k: mx.array | None = None
+        for reads, loose in zip(self._reads, self._loose, strict=True):
+            setattr(self, reads.rows.name, reads.every(loose))
+
+    def update_window(self, kv: mx.array) -> mx.array:
+        """Return the window with the new tokens' rows, (1, n, width), behind it."""
+        window = kv if self.window is None else mx.concatenate([self.window, kv], axis=1)
+        self.window = window[:, -self.window_size :]
+        self.offset += kv.shape[1]
+        mx.eval(window)  # as in ChunkReads: one layer at a time
+        return window
+
+    def leave(self) -> State:
+        """Return the state that the step has left, of views."""
+        loose = [
+            reads.leave(getattr(self, reads.rows.name), before)
+            for reads, before in zip(self._reads, self._loose, strict=True)
+        ]
+        points = (self.window, self.pending_kv, self.pending_gate)
+        return (*(each if _length(each) else None for each in points), *loose)
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """A layer as a model begins with it, made of `Rows` and a cache for its state."""
+
+    window_tokens: int
+    caches: tuple[Any, ...]
+
+    def rebuild(self, *inner: Any) -> CompressedReads:
+        """Return what the model is handed for one step."""
+        return CompressedReads(self.window_tokens, *inner)
+
+
+def completed(segment: Segment, live: Live, rows: Mapping[int, Rows]) -> tuple[Segment, Live]:
+    """Put the loose rows of a state into the last columns of a segment that ends where a group
+    does; copies of those layers, evaluated.
+
+    Args:
+        segment: ends where the state is true.
+        live: of one sequence.
+        rows: by the layer's number.
+    """
+    layers, states = list(segment.layers), [list(state) for state in live.row_states()]
+    for layer, each in rows.items():
+        loose = states[each.state][each.place]
+        if loose is None:
+            continue
+        states[each.state][each.place] = None
+        count = loose.shape[1] * each.ratio
+        behind = segment.tokens - count
+        if behind < 0:
+            raise AssertionError(f"{loose.shape[1]} loose rows of {segment.tokens} tokens")
+        new_keys, new_values = each.columns(loose, count)
+        keys, values = (col.take(side, 0, behind) for side in segment.layers[layer])
+        layers[layer] = col.join(keys, new_keys), col.join(values, new_values)
+    mx.eval([col.arrays(*layer) for layer in layers])
+    return replace(segment, layers=tuple(layers)), Live(tuple(map(tuple, states)), own=live.own)
+
+
+def _length(rows: mx.array | None) -> int:
+    return 0 if rows is None else rows.shape[1]

@@ -1,0 +1,122 @@
+"""Rows of several tokens as columns of tokens: what goes in comes out, wherever a step begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kv.compressed import CompressedReads, RowReads, Rows, completed
+from penstock.kv.reads import Part
+from penstock.kv.segment import Segment
+from penstock.kv.states import Live
+
+RATIO = 4
+
+
+def rows_of(width: int = 16, ratio: int = RATIO) -> Rows:
+    return Rows("compress_kv", ratio, width, mx.float32, state=0, place=3)
+
+
+def numbers(count: int, width: int, first: int = 0) -> mx.array:
+    """Return rows (1, count, width), each number another one."""
+    return mx.arange(first * width, (first + count) * width, dtype=mx.float32).reshape(1, -1, width)
+
+
+@given(
+    width=st.integers(1, 40),
+    ratio=st.integers(1, 9),
+    count=st.integers(1, 6),
+    behind=st.integers(0, 5),
+)
+def test_rows_come_back_from_columns(width: int, ratio: int, count: int, behind: int) -> None:
+    rows = rows_of(width, ratio)
+    tokens = count * ratio + behind
+    keys, values = rows.columns(numbers(count, width), tokens)
+    shape = rows.shape
+    assert keys.shape == (1, shape.kv_heads, tokens, shape.key_dim)
+    assert values.shape == (1, shape.kv_heads, tokens, shape.value_dim)
+    stop = count * ratio
+    found = rows.rows(keys[:, :, :stop], values[:, :, :stop])
+    assert mx.array_equal(found, numbers(count, width))
+    assert mx.abs(keys[:, :, stop:]).sum() == 0
+
+
+def test_a_share_of_a_row_takes_what_it_must() -> None:
+    """512 numbers for 4 tokens are 128 for each, and no more."""
+    assert rows_of(512, 4).shape.nbytes == 512 // 4 * 4
+    assert rows_of(3, 4).shape.nbytes == 2 * 4  # at least one number each side
+
+
+class Kept:
+    """A state, as mlx-lm's cache of arrays has it."""
+
+    def __init__(self, *loose: mx.array | None) -> None:
+        self.cache: list[Any] = [None, None, None, *loose]
+
+
+def step(
+    parts: list[Part], position: int, new: int, loose: mx.array | None, *, chunk: bool
+) -> tuple[Segment, tuple[mx.array | None, ...], mx.array | None]:
+    """Run a step that adds `new` rows, numbered on, as a model would; return the columns of
+    twelve tokens, the state that is left, and the rows that the model was given."""
+    reads = RowReads(rows_of(), 0, parts, position, chunk=chunk)
+    cache = CompressedReads(2, reads, Kept(loose))
+    given_rows = cache.compress_kv
+    before = 0 if given_rows is None else given_rows.shape[1]
+    if new:
+        more = numbers(new, 16, before)
+        every = more if given_rows is None else mx.concatenate([given_rows, more], axis=1)
+        cache.compress_kv = every
+    state = cache.leave()
+    return Segment((reads.columns(12),), length=12), state, given_rows
+
+
+def test_a_chunk_that_begins_with_a_group_has_its_rows_in_its_columns() -> None:
+    first, state, _ = step([], 0, 3, None, chunk=True)
+    assert state == (None, None, None, None)
+    _, _, found = step([Part(first, 0, 12)], 12, 0, None, chunk=True)
+    assert found is not None
+    assert mx.array_equal(found, numbers(3, 16))
+
+
+def test_what_a_decode_step_makes_is_loose_until_the_block_is_full() -> None:
+    first, _, _ = step([], 0, 1, None, chunk=True)  # six tokens: a row, and two that wait
+    parts = [Part(first, 0, 6)]
+    _, state, found = step(parts, 7, 1, None, chunk=False)
+    assert found is not None and found.shape[1] == 1
+    _, state, found = step(parts, 11, 1, state[3], chunk=False)
+    assert found is not None and mx.array_equal(found, numbers(2, 16))
+    loose = state[3]
+    assert loose is not None and mx.array_equal(loose, numbers(2, 16, 1))
+    live = Live((tuple(state),), own=True)
+    whole, left = completed(first, live, {0: rows_of()})
+    assert left.states == ((None, None, None, None),)
+    _, _, found = step([Part(whole, 0, 12)], 12, 0, None, chunk=True)
+    assert found is not None and mx.array_equal(found, numbers(3, 16))
+
+
+def test_a_chunk_that_begins_within_a_group_leaves_its_rows_loose() -> None:
+    first, _, _ = step([], 0, 0, None, chunk=True)  # two tokens
+    _, state, found = step([Part(first, 0, 2)], 2, 2, None, chunk=True)
+    assert found is None
+    assert state[3] is not None and state[3].shape[1] == 2
+
+
+def test_more_loose_rows_than_a_segment_has_tokens_for_are_an_error() -> None:
+    segment, _, _ = step([], 0, 0, None, chunk=True)
+    live = Live(((None, None, None, numbers(4, 16)),), own=True)
+    with pytest.raises(AssertionError, match="4 loose rows of 12 tokens"):
+        completed(segment, live, {0: rows_of()})
+
+
+def test_a_window_keeps_its_last_tokens() -> None:
+    cache = CompressedReads(2, Kept())
+    first = cache.update_window(numbers(1, 4))
+    second = cache.update_window(numbers(3, 4, 1))
+    assert (first.shape[1], second.shape[1]) == (1, 4)
+    assert mx.array_equal(cache.window, numbers(2, 4, 2))
+    assert cache.offset == 4

@@ -1,0 +1,240 @@
+"""DeepSeek 4.1, whose layers keep a row for every few tokens: its text is a plain loop's, whoever
+shares what with whom, and its rows are held once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import tiny_families
+from cold_engine import running, settle
+from penstock.engine import core as core_module
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.engine.step import Runner
+from penstock.errors import NeverFits, SettingError
+from penstock.kv.segment import Segment
+from penstock.kv.states import Live, StateForm
+from penstock.ledger import Kind
+from penstock.models import mlx_lm as seam
+from tiny_families import plain_greedy, prompt_of
+
+FAMILY = "deepseek_v41"
+SMALL: dict[str, Any] = {
+    "memory_limit": "400MB",
+    "block_size": 16,
+    "prefill_chunk": 32,
+    "max_batch_size": 4,
+}
+BASE = prompt_of(70, seed=1)
+"""Four whole blocks and six tokens; a row is made of four."""
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    with tiny_families.uncompiled():
+        yield
+
+
+@functools.cache
+def model() -> Any:
+    return tiny_families.build(FAMILY)
+
+
+@contextmanager
+def engine(**settings: Any) -> Iterator[Core]:
+    core = Core(model(), **{**SMALL, **settings})
+    try:
+        yield core
+        core.check()
+        assert core.idle
+        assert core.prefixes.tree.pins == 0
+    finally:
+        core.close()
+
+
+def ask(core: Core, prompt: Sequence[int], tokens: int = 8, **more: Any) -> Handle:
+    return core.submit(Request(prompt=tuple(prompt), max_tokens=tokens, **more))
+
+
+def drain(core: Core, steps: int | None = None) -> None:
+    while steps != 0 and core.step():
+        core.check()
+        steps = None if steps is None else steps - 1
+
+
+def said(handle: Handle) -> list[int]:
+    """Return an answer, after a look at whether it is a plain loop's."""
+    (choice,) = handle.result(timeout_seconds=0)
+    request = handle.request
+    expected, _ = plain_greedy(model(), request.prompt, request.max_tokens)
+    assert choice.tokens == expected
+    return choice.tokens
+
+
+def cached(handle: Handle) -> int:
+    finish = handle.result(timeout_seconds=0)[0].finish
+    assert finish is not None
+    return finish.usage.cached_tokens
+
+
+@pytest.mark.parametrize("chunk", [16, 48, 256])
+def test_prompts_of_any_length_in_chunks_of_any_size(chunk: int) -> None:
+    with engine(prefill_chunk=chunk) as core:
+        lengths = (1, 3, 4, 5, 15, 16, 17, 65, 131)
+        handles = [ask(core, prompt_of(tokens, seed=tokens)) for tokens in lengths]
+        drain(core)
+        for handle in handles:
+            said(handle)
+
+
+def test_blocks_that_were_decoded_are_read_by_the_next_turn() -> None:
+    """Their rows were loose, until the block was full."""
+    with engine() as core:
+        first = ask(core, BASE, 45)  # a block from a prompt's end, and two of the answer alone
+        drain(core)
+        turn = [*BASE, *said(first), *prompt_of(5, seed=2)]
+        second = ask(core, turn)
+        drain(core)
+        assert cached(second) == 112
+        said(second)
+
+
+def test_prompts_that_part_go_on_where_states_were_kept() -> None:
+    with engine() as core:
+        ask(core, BASE)
+        drain(core)
+        others = [ask(core, [*BASE[:cut], *prompt_of(20, seed=cut)]) for cut in (64, 50, 33, 9)]
+        drain(core)
+        for handle in others:
+            said(handle)
+        assert cached(others[0]) == 64
+
+
+def test_sequences_that_join_and_leave_say_what_each_says_alone() -> None:
+    with engine() as core:
+        handles = [ask(core, BASE, 30), ask(core, BASE[:33], 9)]
+        drain(core, 4)
+        handles += [ask(core, BASE[:50], 20), ask(core, prompt_of(3, seed=8), 25)]
+        gone = ask(core, BASE[:20], 60)
+        drain(core, 6)
+        core.cancel(gone)
+        drain(core)
+        for handle in handles:
+            said(handle)
+
+
+def test_a_parked_sequence_says_the_same() -> None:
+    with engine(max_batch_size=1) as core:
+        first = ask(core, BASE, 40)
+        drain(core, 12)  # in the middle of a block, with loose rows
+        urgent = ask(core, prompt_of(30, seed=5), priority=1)
+        drain(core)
+        assert core.tally.parkings == 1
+        said(first)
+        said(urgent)
+
+
+def test_a_restart_reads_rows_and_states_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "ASK_SECONDS", 30.0)
+    for restored in (0, 64):
+        with running(tmp_path, model=model(), **SMALL) as core:
+            handle = ask(core, BASE, 20)
+            settle(core)
+            said(handle)
+            assert core.stats().restored_tokens == restored
+
+
+def test_conversations_hold_the_rows_of_their_prompt_once() -> None:
+    shared = prompt_of(160, seed=3)
+    with engine() as core:
+        alone = ask(core, [*shared, 5])
+        drain(core)
+        once = core.ledger.by_class()[Kind.NODES]
+        assert once == 160 * core.runner.token_bytes  # ten blocks, and nothing beside them
+        more = [ask(core, [*shared, 6 + i]) for i in range(4)]
+        drain(core)
+        assert core.ledger.by_class()[Kind.NODES] == once
+        for handle in (alone, *more):
+            said(handle)
+        assert [cached(handle) for handle in more] == [160] * 4
+
+
+def test_a_token_takes_its_share_of_a_row() -> None:
+    """Of two layers, rows of 16 numbers of 4 bytes for every 4 tokens, twice: for attention, and
+    for what picks from them. mlx-lm's caches hold as many."""
+    with engine() as core:
+        tokens = 64
+        caches = seam.plain_caches(model())
+        model()(mx.array([prompt_of(tokens)]), cache=caches)
+        kept = sum(
+            rows.nbytes
+            for cache in caches
+            for rows in (cache.compress_kv, cache.index_k)
+            if rows is not None
+        )
+        assert kept == tokens * core.runner.token_bytes
+
+
+def test_states_take_no_more_than_is_promised() -> None:
+    """Beside mlx-lm's own caches after as many tokens."""
+    runner = Runner(model(), max_kv_size=128, keep=0)
+    for tokens in (1, 3, 11, 12, 13, 64, 66, 127):
+        caches = seam.plain_caches(model())
+        model()(mx.array([prompt_of(tokens)]), cache=caches)
+        points = [
+            array
+            for cache in caches
+            for array in (cache.window, cache.pending_kv, cache.pending_gate)
+            if array is not None
+        ]
+        mx.eval(points)
+        assert sum(array.nbytes for array in points) <= runner.state_bytes
+        if tokens >= 12 and tokens % 4 == 0:
+            held = tuple((cache.window,) for cache in caches)
+            assert StateForm.of(held).arrays == runner.state_form.arrays
+
+
+def test_nothing_is_dropped_past_the_window_and_all_is_reserved_before() -> None:
+    with engine(max_kv_size=32, keep=4) as core:
+        handle = ask(core, BASE, 30)
+        needed = core.needs.own(len(BASE) + 29)
+        assert needed >= 99 * core.runner.token_bytes
+        drain(core)
+        said(handle)
+        with pytest.raises(NeverFits):
+            ask(core, BASE, 40_000_000)
+
+
+def test_what_does_not_suit_it_is_refused_with_the_reason() -> None:
+    with pytest.raises(SettingError, match="make one of 4 tokens; use a multiple"):
+        Core(model(), **{**SMALL, "block_size": 18})
+    with pytest.raises(SettingError, match="compress what they keep"):
+        Core(model(), **{**SMALL, "kv_cache_quantization": "affine8"})
+
+
+def test_rows_that_do_not_reach_their_block_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+
+    def forgotten(segment: Segment, live: Live, rows: Any) -> tuple[Segment, Live]:
+        states = [list(state) for state in live.states]
+        for each in rows.values():
+            states[each.state][each.place] = None
+        return segment, Live(tuple(map(tuple, states)), own=live.own)
+
+    monkeypatch.setattr(core_module, "completed", forgotten)
+    with engine() as core:
+        first = ask(core, BASE, 45)
+        drain(core)
+        (choice,) = first.result(timeout_seconds=0)
+        expected, _ = plain_greedy(model(), BASE, 45)
+        assert choice.tokens != expected
