@@ -94,6 +94,49 @@ def test_blocks_in_memory_need_the_checkpoint_alone(folder: Path) -> None:
         assert core.stats().restored_tokens == 128
 
 
+def test_what_is_worth_most_is_read_ahead_with_its_checkpoint(folder: Path) -> None:
+    other = tuple(reversed(PROMPT))
+    branch = (*PROMPT[:32], *other[:40])  # parts in the middle of what is there
+    with running(folder, FAMILY) as core:
+        expected = [ask(core, prompt) for prompt in (other, branch, PROMPT)]
+    with running(folder, FAMILY) as core:
+        assert core.preload() == 64 + 64 + 32
+        core.check()
+        held = [each.at for node in core.prefixes.tree for each in node.segment.checkpoints]
+        assert len(held) == 3
+        read = core.stats().ssd
+        assert read is not None
+        assert [ask(core, prompt) for prompt in (other, branch, PROMPT)] == expected
+        assert core.stats().hit_tokens == 3 * 64
+        after = core.stats().ssd
+        assert after is not None
+        assert after.counts.read_blocks == read.counts.read_blocks
+    with running(folder, FAMILY) as core:
+        assert core.preload() == 160
+        assert core.preload() == 0, "all is there"
+
+
+def test_nothing_gives_way_for_what_is_read_ahead(folder: Path) -> None:
+    with running(folder, FAMILY) as core:
+        core.set_limit(core._fixed_bytes() + 70 * core.runner.token_bytes)
+        assert core.preload() == 0, "the states have no room"
+        core.check()
+        core.set_limit(200_000_000)
+        assert core.preload() == 64
+
+
+def test_a_checkpoint_that_is_damaged_is_not_read_ahead(folder: Path) -> None:
+    with running(folder, FAMILY) as core:
+        file = checkpoint_file(folder, core, 4)
+    raw = bytearray(file.read_bytes())
+    raw[-100] ^= 4
+    file.write_bytes(raw)
+    with running(folder, FAMILY) as core:
+        core.preload()
+        core.check()
+        assert ask(core, PROMPT) == fresh()
+
+
 def test_the_folder_is_whole_and_counted(folder: Path) -> None:
     from penstock.prefix.ssd.folder import Folder
     from penstock.prefix.ssd.verify import verify

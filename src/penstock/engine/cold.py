@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,16 +24,17 @@ from penstock.engine.pace import Pace
 from penstock.errors import SettingError
 from penstock.kv.forms import Forms
 from penstock.kv.segment import Segment
-from penstock.kv.states import StateForm, States
+from penstock.kv.states import Live, StateForm, States
 from penstock.ledger import Kind, Reservation
 from penstock.prefix.blocks import checkpoint_key
-from penstock.prefix.node import Match
+from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
 from penstock.prefix.ssd.host import Landing, StateLanding, host_block, host_states
 from penstock.prefix.ssd.limits import payload_bytes
 from penstock.prefix.ssd.record import Record
 from penstock.prefix.ssd.store import SSDStore
 from penstock.prefix.ssd.tier import ColdTier, TierStats
+from penstock.prefix.tree import Pin
 
 QUEUE_BLOCKS = 2
 """Copies of blocks that wait to be written."""
@@ -282,31 +283,61 @@ class Cold:
             self._left.remove(restore)
             restore.paid.release()
 
-    def preload(self) -> int:
-        """Read what is worth most, as long as there is free memory; nothing gives way for it.
-        Nothing of a model with states: who asks reads them with the blocks.
+    def preload(self, checkpoints: Checkpoints | None = None) -> int:
+        """Read what is worth most, as long as there is free memory; nothing gives way for it. Of a
+        model with states each chain up to its last checkpoint, and that.
+
+        Args:
+            checkpoints: of the tree, for a model with states.
 
         Returns:
             How many tokens are in the tree more than before.
         """
-        if self.has_states:
-            return 0
         prefixes, ledger = self._prefixes, self._prefixes.ledger
         before, size = prefixes.tree.tokens, prefixes.block_size
         for keys in self.tier.chains(ledger.free_bytes).result(PRELOAD_SECONDS):
+            if self.has_states:
+                resumable = self.tier.held(keys, resumable=True)
+                keys = keys[: resumable.result(PRELOAD_SECONDS)]
             match = prefixes.match(keys)
             blocks = len(keys) - match.tokens // size
             nbytes = self._forms.nbytes(match.tokens // size, len(keys))
             # A node that ends inside is cut in two, which takes a copy of it.
             cut = match.path[-1].segment.nbytes if match.ends_inside else 0
-            if blocks and nbytes + cut + prefixes.index_bytes(blocks) <= ledger.free_bytes:
-                with ledger.reserve(Kind.TAILS, nbytes) as own:
-                    self._preload(keys, match, own)
+            room = nbytes + cut + prefixes.index_bytes(blocks) + 2 * self._state_bytes
+            if room > ledger.free_bytes or not (blocks or (keys and self.has_states)):
+                continue
+            with prefixes.pin(match) as pin:
+                if blocks:
+                    with ledger.reserve(Kind.TAILS, nbytes) as own:
+                        self._preload(keys, pin, match.tokens // size, own)
+                if checkpoints is not None:
+                    self._preload_states(keys, pin, checkpoints)
         return prefixes.tree.tokens - before
 
-    def _preload(self, keys: Sequence[bytes], match: Match[Segment], own: Reservation) -> None:
-        pin = self._prefixes.pin(match)
-        restores = self.begin(keys, match.tokens // self._prefixes.block_size, own)
+    def _preload_states(
+        self, keys: Sequence[bytes], pin: Pin[Segment], checkpoints: Checkpoints
+    ) -> None:
+        """Read the checkpoint behind a chain that is in the tree, unless it is there."""
+        end = len(keys) * self._prefixes.block_size
+        held, _ = checkpoints.resume(pin.path, end)
+        if held == end or self._prefixes.match(keys).tokens < end:
+            return
+        restore = self.begin_states(keys)
+        if restore is None:
+            return
+        wait([restore.answer], PRELOAD_SECONDS)
+        if not restore.answer.done():
+            self.leave([restore])
+            return
+        states = self.take_states(restore)
+        if states is not None:
+            checkpoints.capture(pin.path, end, Live(states, own=True), turn_end=True)
+
+    def _preload(
+        self, keys: Sequence[bytes], pin: Pin[Segment], first: int, own: Reservation
+    ) -> None:
+        restores = self.begin(keys, first, own)
         try:
             while restores:
                 restores[0].answer.result(PRELOAD_SECONDS)
@@ -322,7 +353,6 @@ class Cold:
                     break
         finally:
             self.leave(restores)
-            pin.release()
 
     # ---- writing
 

@@ -464,7 +464,7 @@ class Core:
         way for it. Returns the tokens that are held more than before."""
         if self.cold is None or self.peers.size > 1:  # each rank would wait for its own disk
             return 0
-        return self.cold.preload()
+        return self.cold.preload(self.checkpoints)
 
     # ---- questions
 
