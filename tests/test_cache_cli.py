@@ -28,8 +28,8 @@ from penstock.models.mlx_lm import load_all
 from penstock.prefix.blocks import block_keys, root_key
 from penstock.prefix.ssd import HostArray, Record, SSDStore
 from penstock.prefix.ssd.archive import import_blocks
+from penstock.prefix.ssd.base import Counts
 from penstock.prefix.ssd.record import FORMAT, encode
-from penstock.prefix.ssd.store import Counts
 from penstock.recall import MODEL_PATH
 
 A, B = "aaaa" * 8, "bbbb" * 8
@@ -817,7 +817,7 @@ SERVER = """
 import select, sqlite3, sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from penstock.prefix.ssd.store import Counts
+from penstock.prefix.ssd.base import Counts
 from blocks_on_disk import read
 from test_cache_cli import chain, opened, FILE_BYTES
 counts, faults, seed, until = Counts(), 0, 100, time.monotonic() + 60

@@ -102,3 +102,11 @@ def block_keys(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
 def checkpoint_key(key: bytes) -> bytes:
     """Name the states that recurrent layers have behind the block `key`."""
     return blake2b(key, digest_size=KEY_BYTES, person=b"penstock states").digest()
+
+
+def is_key_of(key: bytes, parent: bytes, tokens: TokenArray | None) -> bool:
+    """Tell whether a key is that of a block with these tokens behind `parent`; without tokens,
+    that of the checkpoint there."""
+    if tokens is None:
+        return key == checkpoint_key(parent)
+    return len(parent) == KEY_BYTES and block_keys(tokens, len(tokens), parent) == [key]

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -148,34 +148,80 @@ def decode(raw: bytes) -> Record:
     return record
 
 
+class Source(Protocol):
+    """The bytes of a file, wherever they lie."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+
+    def read(self, nbytes: int, at: int) -> bytes:
+        """Return so many bytes from `at` on, or those that there are."""
+
+    def fill(self, pieces: Sequence[NDArray[np.uint8]], at: int) -> None:
+        """Read bytes from `at` on into pieces, one behind the other.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+
+
 def read_into(descriptor: int, targets: Mapping[str, Target]) -> dict[str, str]:
+    """Do as `read_from` with a file that is open for reading."""
+    return read_from(_File(descriptor), targets)
+
+
+def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
     """Read a file's arrays straight to where they belong; return the words of its header.
 
     Args:
-        descriptor: of the file, open for reading.
+        source: of the file's bytes.
         targets: by name, for all arrays that the file should have.
 
     Raises:
         Damaged: it is not what `encode` has written, to the bit, or has other arrays. What the
             targets hold then is worth nothing.
-        OSError: the disk fails.
+        OSError: the source fails.
     """
-    length = os.fstat(descriptor).st_size
-    head = os.pread(descriptor, HEAD_BYTES, 0)
+    length = source.nbytes
+    head = source.read(HEAD_BYTES, 0)
     size = 8 + int.from_bytes(head[:8], "little")
     if size > MOST_HEAD_BYTES:
         raise Damaged(f"a header of {size} bytes is none")
     if len(head) < size <= length:
-        head += os.pread(descriptor, size - len(head), len(head))
+        head += source.read(size - len(head), len(head))
     words = header(head[:size])
     pieces = [piece for name in _order(head[8:size], targets) for piece in targets[name].pieces]
     if length != size + sum(piece.nbytes for piece in pieces):
         raise Damaged(f"it has {length} bytes, which are not those that it tells of")
-    _fill(descriptor, size, pieces)
+    source.fill(pieces, size)
     arrays = [(name, target.dtype, target.shape, target.pieces) for name, target in targets.items()]
     if _hash_of(words, arrays) != words.pop("xxh3", None):
         raise Damaged("its bytes are not those that were written")
     return words
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file on a disk; see `Source`."""
+
+    descriptor: int
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def read(self, nbytes: int, at: int) -> bytes:
+        return os.pread(self.descriptor, nbytes, at)
+
+    def fill(self, pieces: Sequence[NDArray[np.uint8]], at: int) -> None:
+        for first in range(0, len(pieces), PIECES_AT_ONCE):
+            some = pieces[first : first + PIECES_AT_ONCE]
+            wanted = sum(piece.nbytes for piece in some)
+            buffers: list[Any] = list(some)
+            if os.preadv(self.descriptor, buffers, at) != wanted:
+                raise OSError(f"the system has not read {wanted} bytes at {at}")
+            at += wanted
 
 
 def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
@@ -202,17 +248,6 @@ def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
     if len(names) != len(targets):
         raise Damaged(f"it holds {len(names)} arrays; {len(targets)} were asked for")
     return names
-
-
-def _fill(descriptor: int, at: int, pieces: Sequence[NDArray[np.uint8]]) -> None:
-    """Read the bytes of a file from `at` on into pieces, one behind the other."""
-    for first in range(0, len(pieces), PIECES_AT_ONCE):
-        some = pieces[first : first + PIECES_AT_ONCE]
-        wanted = sum(piece.nbytes for piece in some)
-        buffers: list[Any] = list(some)
-        if os.preadv(descriptor, buffers, at) != wanted:
-            raise OSError(f"the system has not read {wanted} bytes at {at}")
-        at += wanted
 
 
 def header(raw: bytes) -> dict[str, str]:

@@ -17,14 +17,13 @@ import shutil
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from penstock.prefix.blocks import checkpoint_key
+from penstock.prefix.ssd.base import Store
 from penstock.prefix.ssd.direct import Writer
 from penstock.prefix.ssd.index import (
     BUSY_SECONDS,
@@ -38,7 +37,6 @@ from penstock.prefix.ssd.index import (
     new_writer,
 )
 from penstock.prefix.ssd.limits import payload_bytes
-from penstock.prefix.ssd.readers import Readers
 from penstock.prefix.ssd.record import (
     FORMAT,
     MOST_DEPTH,
@@ -59,8 +57,6 @@ ASIDE_NAME = "aside"
 LOCK_NAME = "lock"
 FLOOR_BYTES = 1_000_000_000
 """Free bytes of the disk that are never gone below."""
-READERS = 2
-"""Files that are read at the same time: to read and to hash takes a core longer than most disks."""
 READ_SECONDS = 10.0
 """How long a store that is closed waits for files that are being read."""
 SUFFIX = ".safetensors"
@@ -70,27 +66,7 @@ Written: TypeAlias = Claim | Literal["disk"]
 """What became of a write: as `Claim`, or `disk`: too little of it is free."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """What happened. A store has its own from the start; who opens it again may go on with one."""
-
-    written_blocks: int = 0
-    written_bytes: int = 0
-    """Bytes of files: the wear of the disk."""
-    known_blocks: int = 0
-    """Writes that were not needed."""
-    refused_blocks: int = 0
-    """Writes for which there was no room, or whose beginning is not there."""
-    read_blocks: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    """Spent on `read_bytes`."""
-    damaged_blocks: int = 0
-    missing_blocks: int = 0
-    """In the index, and no file."""
-
-
-class SSDStore:
+class SSDStore(Store):
     """The folder of one model's blocks, which other processes and models may use as well.
 
     Not thread-safe: one owner, the thread with the files.
@@ -117,12 +93,11 @@ class SSDStore:
         floor_bytes: int = FLOOR_BYTES,
         budget_bytes: int | None = None,
     ) -> None:
+        super().__init__(fingerprint, "ssd")
         self.limit_bytes = limit_bytes
         self.payload_bytes = payload_bytes(limit_bytes)
         self.budget_bytes = budget_bytes
-        self.fingerprint = fingerprint
         self.floor_bytes = floor_bytes
-        self.counts = Counts()
         self._folder = folder / FORMAT
         self._blocks = self._folder / BLOCKS_NAME
         self._aside = self._folder / ASIDE_NAME
@@ -132,7 +107,6 @@ class SSDStore:
         self._writer = Writer()
         self.index = self._open_index()
         self._owner = new_writer()
-        self._readers = Readers(READERS, "penstock-ssd-read")
 
     # ---- questions
 
@@ -248,39 +222,6 @@ class SSDStore:
         self.counts.written_blocks += 1
         self.counts.written_bytes += len(raw)
         return "claimed"
-
-    def restore(
-        self,
-        keys: Sequence[bytes],
-        targets: Sequence[Mapping[str, Target]],
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> int:
-        """Read a chain's first keys to where they belong; return how many, as far as all is well.
-
-        Some files are read at the same time; all are done with when this returns.
-
-        Args:
-            keys: of the blocks.
-            targets: of each block, for all of its arrays.
-            meanwhile: is called while the files are read.
-
-        Raises:
-            OSError: the disk fails; a file that is not there is only a miss.
-        """
-        began = time.perf_counter()
-        whole = list(zip(keys[: self.held(keys)], targets, strict=False))
-        reads = [self._readers.submit(self._read_into, key, places) for key, places in whole]
-        try:
-            meanwhile()
-        finally:
-            wait(reads)
-        count = 0
-        for (key, _), read in zip(whole, reads, strict=True):
-            if not self._is_whole(key, read):
-                break
-            count += 1
-        self.counts.read_seconds += time.perf_counter() - began
-        return count
 
     def prepare(self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False) -> int:
         """Return how many keys of a chain, from its first on, could be read, as somebody asks for
@@ -450,35 +391,8 @@ class SSDStore:
         but the file is touched."""
         with _opened(self._path(key)) as file:
             words = read_into(file, targets)
-            if (words["key"], words["fingerprint"]) != (key.hex(), self.fingerprint):
-                raise Damaged("it is another block")
+            self._check_is(words, key)
             return os.fstat(file).st_size
-
-    def _is_whole(self, key: bytes, read: Future[int]) -> bool:
-        """Tell whether a block was read; one that is damaged or gone is a miss, and removed.
-
-        Raises:
-            OSError: the disk fails; a block that it could not read is removed, too.
-        """
-        try:
-            nbytes = read.result()
-        except (OSError, Damaged) as error:
-            # A future keeps its error, whose frames would keep the memory that was read into.
-            error.__traceback__ = None
-            if isinstance(error, FileNotFoundError):
-                self.counts.missing_blocks += 1
-            elif isinstance(error, Damaged):
-                self.counts.damaged_blocks += 1
-            else:
-                if error.errno == errno.EIO:  # of a file that cannot be read, once is enough
-                    with suppress(OSError, sqlite3.Error):
-                        self._forget([key])
-                raise OSError(*error.args) from None
-            self._forget([key])
-            return False
-        self.counts.read_blocks += 1
-        self.counts.read_bytes += nbytes
-        return True
 
 
 def block_file(blocks: Path, key: bytes) -> Path:

@@ -1,11 +1,11 @@
-"""The cold tier's thread: it alone touches files, writes behind requests and reads ahead of them.
+"""A cold tier's thread: it alone touches its store, writes behind requests and reads ahead of them.
 
-    offer    ──> queue, bounded in bytes ──> SSDStore.write      dropped when the disk is too slow
-    prepare  ──> before all writes       ──> SSDStore.prepare    a future: how much is there
-    restore  ──> before all writes       ──> SSDStore.restore    a future; 0 when switched off
+    offer    ──> queue, bounded in bytes ──> Store.write      dropped when the store is too slow
+    prepare  ──> before all writes       ──> Store.prepare    a future: how much is there
+    restore  ──> before all writes       ──> Store.restore    a future; 0 when switched off
 
-A folder that fails switches the tier off with one message; serving goes on, and after a while it
-is tried again.
+A store that fails switches the tier off with one message; serving goes on, and after a while the
+thread tries it again. Nobody waits for that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,15 +22,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from penstock.prefix.ssd.base import Counts, Store
 from penstock.prefix.ssd.record import Record, Target
-from penstock.prefix.ssd.store import Counts, SSDStore
 
 logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256_000_000
 """Bytes of blocks that may wait to be written."""
 RETRY_SECONDS = 30.0
-"""How long a folder that has failed is left alone."""
+"""How long a store that has failed is left alone."""
 CLOSE_SECONDS = 30.0
 FAULTS = (OSError, sqlite3.Error)
 
@@ -47,9 +46,9 @@ class TierStats:
     """Not written: the queue was full, the tier off, or the block gone from memory by then."""
     held_bytes: int = 0
     limit_bytes: int = 0
-    """Of the folder."""
+    """Of the folder; of what others keep, nothing is known."""
     faults: int = 0
-    """How often the folder has failed."""
+    """How often the store has failed."""
     counts: Counts = field(default_factory=Counts)
     """The store's, of all times it was opened."""
 
@@ -58,7 +57,7 @@ class TierStats:
 class _Call:
     """What somebody waits for."""
 
-    run: Callable[[SSDStore], Any]
+    run: Callable[[Store], Any]
     otherwise: Any
     """The answer of a tier that is off."""
     prepare: Callable[[], object] | None
@@ -80,18 +79,21 @@ class ColdTier:
         make: opens the store, in the thread; it may raise `OSError` or `sqlite3.Error`, now or
             when it is called again after a fault.
         queue_bytes: of blocks that may wait to be written.
-        retry_seconds: how long a folder that has failed is left alone.
+        name: of the store, in messages; nothing that is to stay secret.
+        retry_seconds: how long a store that has failed is left alone.
     """
 
     def __init__(
         self,
-        make: Callable[[], SSDStore],
+        make: Callable[[], Store],
         *,
         queue_bytes: int = QUEUE_BYTES,
+        name: str = "SSD cache",
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self._make = make
         self._queue_bytes = queue_bytes
+        self._name = name
         self._retry_seconds = retry_seconds
         self._stats = TierStats()
         self._calls: deque[_Call] = deque()
@@ -101,8 +103,8 @@ class ColdTier:
         """What is done when there is nothing else to do."""
         self._closing = False
         self._busy = False
-        self._retry_at = 0.0
-        self._thread = threading.Thread(target=self._run, name="penstock-ssd", daemon=True)
+        thread_name = f"penstock-{name.split()[0].lower()}"
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
 
     # ---- for everybody
@@ -124,14 +126,14 @@ class ColdTier:
             return not self.is_off and self._takes(nbytes)
 
     def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> Future[int]:
-        """Count how many first keys of a chain could be read; see `SSDStore.held`."""
+        """Count how many first keys of a chain could be read; see `Store.held`."""
         return self._call(lambda store: store.held(keys, resumable=resumable), 0)
 
     def prepare(
         self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> Future[int]:
         """Count how many first keys of a chain could be read, all of which are used now, and have
-        the system read those ahead that are behind the `known` ones; see `SSDStore.prepare`."""
+        the system read those ahead that are behind the `known` ones; see `Store.prepare`."""
         return self._call(lambda store: store.prepare(keys, known, resumable=resumable), 0)
 
     def restore(
@@ -192,7 +194,7 @@ class ColdTier:
 
     def _call(
         self,
-        run: Callable[[SSDStore], Any],
+        run: Callable[[Store], Any],
         otherwise: Any,
         prepare: Callable[[], object] | None = None,
     ) -> Future[Any]:
@@ -219,10 +221,8 @@ class ColdTier:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is taken: it has ended, or the folder has failed, and it is not time yet
-        to try it again."""
-        failed = self._stats.off is not None and time.monotonic() < self._retry_at
-        return failed or self._closing
+        """Whether nothing is taken: it has ended, or the store has failed and is not there yet."""
+        return self._stats.off is not None or self._closing
 
     def _run(self) -> None:
         """Be the thread. Whatever ends it, nobody waits for it afterwards."""
@@ -239,7 +239,7 @@ class ColdTier:
             mx.clear_streams()
 
     def _serve(self) -> None:
-        store: SSDStore | None = None
+        store: Store | None = None
         working = True
         while working:
             try:
@@ -257,7 +257,7 @@ class ColdTier:
                     store.give_up(error)
                     store = None
                 self._switch(f"{type(error).__name__}: {error}")
-                working = self._wait()
+                working = self._rest()
         if store is not None:
             with suppress(*FAULTS):
                 store.close()
@@ -273,7 +273,14 @@ class ColdTier:
             self._busy = bool(self._writes or self._calls)
             return not (self._closing and not self._calls)
 
-    def _work(self, store: SSDStore) -> bool:
+    def _rest(self) -> bool:
+        """Leave a store that has failed alone for a while; False at the end."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            return not self._changed.wait_for(lambda: self._closing, self._retry_seconds)
+
+    def _work(self, store: Store) -> bool:
         """Do one thing."""
         with self._changed:
             called = self._calls.popleft() if self._calls else None
@@ -288,7 +295,7 @@ class ColdTier:
                         raise
                     # A boundary: what is wrong with one call is its caller's.
                     except Exception as error:
-                        logger.exception("the SSD cache has failed a request")
+                        logger.exception("the %s has failed a request", self._name)
                         # Its frames would keep the call, and what was to be read into.
                         called.answer.set_exception(error.with_traceback(None))
             elif record is not None:
@@ -306,7 +313,7 @@ class ColdTier:
             self._stats.held_bytes = held
         return True
 
-    def _write(self, store: SSDStore, record: Record) -> None:
+    def _write(self, store: Store, record: Record) -> None:
         try:
             store.write(record)
         except ValueError as error:  # it has no form in a file; the others may
@@ -320,19 +327,19 @@ class ColdTier:
             before, self._stats.off = self._stats.off, off
             if off is not None:
                 self._stats.faults += 1
-                self._retry_at = time.monotonic() + self._retry_seconds
                 self._stats.dropped_blocks += len(self._writes)
                 self._drop_writes()
         if off is not None and before is None:
             logger.warning(
-                "the SSD cache is switched off, and tried again in %.0f s: %s",
+                "the %s is switched off, and tried again in %.0f s: %s",
+                self._name,
                 self._retry_seconds,
                 off,
             )
         if off is not None:
             self._refuse()
         elif before is not None:
-            logger.warning("the SSD cache is there again")
+            logger.warning("the %s is there again", self._name)
 
     def _drop_writes(self) -> None:
         self._stats.queued_bytes -= sum(record.nbytes for record in self._writes)

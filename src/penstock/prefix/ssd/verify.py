@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from penstock.prefix.blocks import KEY_BYTES, block_keys, checkpoint_key
+from penstock.prefix.blocks import KEY_BYTES, checkpoint_key, is_key_of
 from penstock.prefix.ssd.folder import Folder, Progress
 from penstock.prefix.ssd.index import Entry, is_alive
 from penstock.prefix.ssd.record import (
@@ -90,10 +90,9 @@ def check_block(raw: bytes) -> Checked:
         raise Damaged("its fingerprint is none")
     if not 0 <= record.depth < MOST_DEPTH or len(record.parent) != KEY_BYTES:
         raise Damaged(f"it cannot lie at depth {record.depth} behind {record.parent.hex()}")
-    if record.key == checkpoint_key(record.parent):
-        return Checked(record, fingerprint)
-    tokens = _tokens(record.arrays.get(TOKENS))
-    if block_keys(tokens, len(tokens), record.parent) != [record.key]:
+    is_checkpoint = record.key == checkpoint_key(record.parent)
+    tokens = None if is_checkpoint else _tokens(record.arrays.get(TOKENS))
+    if not is_key_of(record.key, record.parent, tokens):
         raise Damaged("its key is not that of its tokens")
     return Checked(record, fingerprint)
 
