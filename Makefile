@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
 	@echo 'make test    install with the tools for it; lint, types, all tests'
-	@echo 'make test-scale   one model over several processes'
+	@echo 'make test-scale   the tests of more than one machine: ranks, and a Valkey or Redis server'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make soak    10,000 requests to the byte, and the state machines for much longer'
@@ -24,6 +24,10 @@ $(VENV)/.run: pyproject.toml tools/environment.sh
 $(VENV)/.dev: pyproject.toml tools/environment.sh
 	@tools/environment.sh $(VENV) dev
 	@touch $@ $(VENV)/.run
+
+$(VENV)/.scale: $(VENV)/.dev
+	@tools/environment.sh $(VENV) dev,remote
+	@touch $@
 
 run: $(VENV)/.run
 	@$(BIN)/penstock doctor || true
@@ -43,7 +47,7 @@ test: lint
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore=tests/scale
 
 # What needs several processes that compute in step, or servers of other projects.
-test-scale: $(VENV)/.dev
+test-scale: $(VENV)/.scale
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests/scale
 
 docs: $(VENV)/.dev

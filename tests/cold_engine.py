@@ -51,7 +51,7 @@ def settle(core: Core) -> None:
         core.check()
         assert core.ledger.used_bytes <= core.ledger.limit_bytes
     if core.cold is not None:
-        assert core.cold.tier.flush(SOON)
+        assert core.cold.flush(SOON)
 
 
 def submit(core: Core, tokens: Sequence[int], **more: Any) -> Handle:

@@ -6,13 +6,21 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from penstock.config import MLX_LM_MINOR, KVSettings, SamplingSettings, parse
+from penstock.config import MLX_LM_MINOR, EngineSettings, KVSettings, SamplingSettings, parse
 from penstock.errors import SettingError
 
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
         KVSettings().max_kv_size = 1  # type: ignore[misc]
+
+
+def test_what_may_hold_a_secret_is_not_repeated() -> None:
+    with pytest.raises(SettingError) as caught:
+        parse(EngineSettings, memory_limit=1, remote_cache=["redis://:secret@host"])
+    assert str(caught.value).startswith("--remote-cache: ") and "secret" not in str(caught.value)
+    made = parse(EngineSettings, memory_limit=1, remote_cache="redis://:secret@host")
+    assert "secret" not in repr(made)
 
 
 @pytest.mark.parametrize("keep", [0, 15])

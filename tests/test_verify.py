@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.cli.replay import Answer, Verdict
-from penstock.engine import cold as cold_module
+from penstock.engine import tier as tier_module
 
 
 def verified(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
@@ -36,14 +36,14 @@ def test_wrong_bytes_are_seen(
 ) -> None:
     """A negative control: keys and values that are not those that were written."""
 
-    class Wrong(cold_module.Landing):
+    class Wrong(tier_module.Landing):
         def segment(self) -> Any:
             found = super().segment()
             layers = tuple((keys * 0.5, values * -1.0) for keys, values in found.layers)
             mx.eval(layers)
             return type(found)(layers)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cold_module, "Landing", Wrong)
+    monkeypatch.setattr(tier_module, "Landing", Wrong)
     code, found = verified(capsys)
     assert code == 1 and not found["same"]
 

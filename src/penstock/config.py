@@ -28,6 +28,10 @@ PREFILL_CHUNK = 512
 MIN_QUANTIZE_TOKENS = 256
 SSD_CACHE_LIMIT = 20_000_000_000
 """Bytes of the folder of the cold tier, all who share it together."""
+REMOTE_CACHE_TTL_SECONDS = 604_800
+"""For which the remote tier keeps a block after its last use: a week."""
+REMOTE_CACHE_TIMEOUT_SECONDS = 1.0
+"""For an answer of the remote tier, and each 4 MB of a block to be taken."""
 MAX_QUEUE = 256
 """Answers that may wait for their place in the batch."""
 HOST = "127.0.0.1"
@@ -109,6 +113,12 @@ class EngineSettings(Settings):
     """Bytes of that folder, all who share it together."""
     ssd_write_budget: int | None = Field(None, ge=0)
     """Bytes that all who share it may write there in a day; None is no limit."""
+    remote_cache: str | None = Field(None, repr=False)
+    """URL of the remote tier, which may hold a password; None is none."""
+    remote_cache_ttl_seconds: int = Field(REMOTE_CACHE_TTL_SECONDS, ge=1)
+    remote_cache_timeout_seconds: float = Field(
+        REMOTE_CACHE_TIMEOUT_SECONDS, gt=0.0, allow_inf_nan=False
+    )
     hot_cache_only: bool = False
     """Whether there must be no cold tier: no folder, no thread, no file."""
     kv_cache_quantization: str | None = None
@@ -130,6 +140,11 @@ class EngineSettings(Settings):
                 f"hot_cache_only (--hot-cache-only) leaves nothing to do for ssd_cache_dir "
                 f"{self.ssd_cache_dir}; name one of them"
             )
+        if self.hot_cache_only and self.remote_cache is not None:
+            raise ValueError(
+                "hot_cache_only (--hot-cache-only) leaves nothing to do for remote_cache "
+                "(--remote-cache); name one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -139,6 +154,11 @@ class EngineSettings(Settings):
                 f"keep {self.keep} leaves no room in a window of max_kv_size {self.max_kv_size}"
             )
         return self
+
+    @property
+    def has_cold_tier(self) -> bool:
+        """Whether blocks are kept anywhere but in memory."""
+        return self.ssd_cache_dir is not None or self.remote_cache is not None
 
     @property
     def raw_first_tokens(self) -> int:
@@ -213,7 +233,9 @@ def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> Settin
         message = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
             name = str(first["loc"][0])
+            field = kind.model_fields.get(name)
+            given = f" {first['input']}" if field is None or field.repr else ""
             if flags:
                 name = "--" + name.removesuffix("_seconds").replace("_", "-")
-            message = f"{name} {first['input']}: {message}"
+            message = f"{name}{given}: {message}"
         raise SettingError(message) from None

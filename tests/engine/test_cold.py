@@ -15,8 +15,8 @@ import mlx.core as mx
 import pytest
 
 from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, submit
-from penstock.engine import cold as cold_module
 from penstock.engine import core as core_module
+from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.errors import SettingError
 from penstock.ledger import Kind
@@ -29,7 +29,7 @@ from penstock.prefix.ssd import store as store_module
 def a_loaded_machine_is_no_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here is what is read, not how long others take the processor."""
     monkeypatch.setattr(core_module, "ASK_SECONDS", SOON)
-    monkeypatch.setattr(cold_module, "LEAST_PATIENCE_SECONDS", SOON)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
 
 
 def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, asked)
     with running(tmp_path) as core:
-        landing = cold_module.Landing
+        landing = tier_module.Landing
 
         class Wrong(landing):  # type: ignore[misc, valid-type]
             def segment(self) -> Any:
@@ -82,7 +82,7 @@ def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
                 return type(found)(layers)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cold_module, "Landing", Wrong)
+            patch.setattr(tier_module, "Landing", Wrong)
             assert ask(core, asked) != expected
 
 
@@ -259,7 +259,7 @@ def test_others_decode_while_the_disk_is_read(
 def test_a_disk_that_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cold_module, "LEAST_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 0.01)
     asked = prompt(300)
     expected = cold_text(asked)
     with running(tmp_path) as core:

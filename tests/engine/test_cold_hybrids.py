@@ -9,8 +9,8 @@ import pytest
 
 from cold_engine import BLOCK, SETTINGS, SOON, ask, running, said, settle, submit
 from engine_faults import VOCABULARY_TOKENS, model_of
-from penstock.engine import cold as cold_module
 from penstock.engine import core as core_module
+from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.sessions import load_session, save_session
@@ -27,7 +27,7 @@ PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(70))
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_module, "ASK_SECONDS", SOON)
-    monkeypatch.setattr(cold_module, "LEAST_PATIENCE_SECONDS", SOON)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_states_of_another_form_are_not_written(
     """Negative control: then nothing is restored, for nobody could go on."""
     with running(tmp_path / "cold", FAMILY) as core:
         assert core.cold is not None
-        core.cold._state_form = StateForm.of(())
+        core.cold.tiers["ssd"]._state_form = StateForm.of(())
         ask(core, PROMPT)
     assert restored(tmp_path / "cold")[0] == 0
 

@@ -148,7 +148,7 @@ def test_what_is_still_raw_is_written_as_it_will_be_held(
     with running(model, tmp_path, "turbo4", **settings) as core:
         handle = submit(core, asked, max_tokens=200)
         assert core.cold is not None
-        while core.cold.tier.stats().counts.written_blocks < 10:
+        while core.cold.tiers["ssd"].tier.stats().counts.written_blocks < 10:
             assert core.step()
         assert not handle.done, "all blocks are written while their reader runs"
         settle(core)

@@ -35,7 +35,8 @@ from setup import prompt_of, solo
 
 from blocks_on_disk import size_of
 from cold_engine import BLOCK, SAID, SOON, files, said, settle, ssd, submit
-from penstock.engine import cold, core
+from penstock.engine import core
+from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.prefix.ssd import index, record
@@ -67,7 +68,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for a disk that others use as well: what is on it is read, not computed."""
-    monkeypatch.setattr(cold, "LEAST_PATIENCE_SECONDS", SOON)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
     monkeypatch.setattr(core, "ASK_SECONDS", SOON)
 
 
@@ -274,7 +275,7 @@ def test_what_others_have_put_there_is_in_nobodys_way(folder: Path, patient: Non
         core.prefixes.clear()
         assert assert_right(core) == WHOLE
         assert (ssd(core).off, ssd(core).faults) == (None, 0)
-        assert core.cold is not None and core.cold.tier._thread.is_alive()
+        assert core.cold is not None and core.cold.tiers["ssd"].tier._thread.is_alive()
     assert (folder / "a folder" / "notes.txt").read_text() == "mine"
     assert (folder / ".DS_Store").exists()
 
@@ -282,7 +283,7 @@ def test_what_others_have_put_there_is_in_nobodys_way(folder: Path, patient: Non
 def wait_for_chores(core: Core) -> None:
     """Wait until index and files were compared."""
     assert core.cold is not None
-    tier, until = core.cold.tier, time.monotonic() + SOON
+    tier, until = core.cold.tiers["ssd"].tier, time.monotonic() + SOON
     while tier._chores is not None and tier._thread.is_alive():
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -472,8 +473,9 @@ from pathlib import Path
 sys.path.append(sys.argv[2])
 from cold_setup import *
 from cold_engine import SOON
-from penstock.engine import cold, core
-cold.LEAST_PATIENCE_SECONDS = core.ASK_SECONDS = SOON  # others use the machine as well
+from penstock.engine import core
+from penstock.engine import tier as tier_module
+tier_module.LEAST_PATIENCE_SECONDS = core.ASK_SECONDS = SOON  # others use the machine as well
 SSDStore.__init__.__kwdefaults__["floor_bytes"] = 0
 import time
 folder = Path(sys.argv[1])
@@ -546,7 +548,7 @@ def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
             until = time.monotonic() + SOON
             while ssd(core).off is not None:
                 assert core.cold is not None
-                core.cold.tier.held([b"anything"]).result(SOON)
+                core.cold.tiers["ssd"].tier.held([b"anything"]).result(SOON)
                 assert time.monotonic() < until
             assert_right(core)
         assert ssd(core).faults == 1

@@ -20,8 +20,8 @@ from mlx_lm.models import cache as theirs
 
 import tiny_families
 from cold_engine import SOON, running, settle
-from penstock.engine import cold
 from penstock.engine import core as core_module
+from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
@@ -134,7 +134,7 @@ def _check_restart(family: str, model: Any) -> None:
     with ExitStack() as held:
         folder = held.enter_context(tempfile.TemporaryDirectory())
         # Others use the machine as well: nobody computes what takes long to be read.
-        held.enter_context(patch.object(cold, "LEAST_PATIENCE_SECONDS", SOON))
+        held.enter_context(patch.object(tier_module, "LEAST_PATIENCE_SECONDS", SOON))
         held.enter_context(patch.object(core_module, "ASK_SECONDS", SOON))
         for found in (0, 64):
             with running(Path(folder), model=model, **SMALL) as core:

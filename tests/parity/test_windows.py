@@ -34,7 +34,7 @@ from test_engine import (
 )
 
 import tiny_families
-from penstock.engine import cold
+from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.engine.windows import Windows, resume, windows_of
 from penstock.errors import PenstockError
@@ -382,7 +382,7 @@ def test_windows_and_states_together(name: str) -> None:
 @every_family
 def test_from_the_disk(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was dropped is read back, and fills the nodes; what is not whole is not written."""
-    monkeypatch.setattr(cold, "LEAST_PATIENCE_SECONDS", 20.0)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
     with with_disk(model_of(family), tmp_path) as core:
         first = ask(core, BASE, 24)
         drain(core)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from blocks_on_disk import size_of
-from penstock.engine import cold
+from penstock.engine import tier as tier_module
 from penstock.engine.request import Request
 from penstock.prefix.ssd import SSDStore
 from penstock.prefix.ssd.record import FORMAT
@@ -42,7 +42,7 @@ class ColdMachine(EngineMachine):
         self.go, self.hangs = threading.Event(), threading.Event()
         self.go.set()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(cold, "LEAST_PATIENCE_SECONDS", PATIENCE_SECONDS)
+        self.patch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", PATIENCE_SECONDS)
         self.patch.setattr(SSDStore, "restore", self.hanging(SSDStore.restore))
         super().__init__()
 
@@ -53,14 +53,14 @@ class ColdMachine(EngineMachine):
         super().open_core()
         # Of such a small model nothing is worth the disk.
         self.core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
-        self.cold.pace.restore_seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
+        self.cold.read_pace.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
         self.cold.tier._retry_seconds = 0.0
         self.rest()
 
     @property
-    def cold(self) -> cold.Cold:
+    def cold(self) -> tier_module.EngineTier:
         assert self.core.cold is not None
-        return self.core.cold
+        return self.core.cold.tiers["ssd"]
 
     def hanging(self, restore: Callable[..., int]) -> Callable[..., int]:
         def hangs(store: SSDStore, *rest: Any) -> int:

@@ -12,7 +12,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_machines import causes
 
-from penstock.engine.cold import Cold, Restore
+from penstock.engine.tier import EngineTier, Restore
 from penstock.prefix.ssd import record
 
 
@@ -45,12 +45,12 @@ def takes_damage_for_whole(patch: pytest.MonkeyPatch) -> None:
 
 def reads_another_block(patch: pytest.MonkeyPatch) -> None:
     """Takes a block for the one in front of it."""
-    real = Cold.begin
+    real = EngineTier.begin
 
-    def begin(self: Cold, keys: Sequence[bytes], first: int, own: object) -> list[Restore]:
+    def begin(self: EngineTier, keys: Sequence[bytes], first: int, own: object) -> list[Restore]:
         return real(self, [*keys[:-1], keys[0]], first, own)  # type: ignore[arg-type]
 
-    patch.setattr(Cold, "begin", begin)
+    patch.setattr(EngineTier, "begin", begin)
 
 
 @pytest.mark.parametrize("broken", [takes_damage_for_whole, reads_another_block])

@@ -210,7 +210,7 @@ def _core(load: Load, model: BenchModel, folder: Path | None) -> Iterator[Core]:
         ssd_cache_dir=folder,
     )
     try:
-        if core.cold is not None and not core.cold.tier.flush(FLUSH_SECONDS):
+        if core.cold is not None and not core.cold.flush(FLUSH_SECONDS):
             raise AssertionError("the folder was not opened in time")
         yield core
     finally:

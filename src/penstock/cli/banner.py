@@ -55,12 +55,24 @@ def _ranks(ranks: Ranks) -> str:
 
 def _disk(ssd: TierStats | None, limits: config.EngineSettings) -> str:
     """Say whether prefixes survive a restart, and where."""
+    if ssd is None and limits.remote_cache is not None:
+        return "disk     none"
     if ssd is None:
         return "disk     none: prefixes end with the server; --ssd-cache-dir keeps them"
     room = f"limit {format_bytes(limits.ssd_cache_limit)}"
     if ssd.off is not None:
         return f"disk     {limits.ssd_cache_dir}, {room}; off: {ssd.off}"
     return f"disk     {limits.ssd_cache_dir}, {room}; {format_bytes(ssd.held_bytes)} held"
+
+
+def _remote(remote: TierStats | None, limits: config.EngineSettings) -> list[str]:
+    """Say which store is shared with others, if there is one."""
+    if remote is None or limits.remote_cache is None:
+        return []
+    from penstock.prefix.remote.objects import shown
+
+    off = "" if remote.off is None else f"; off: {remote.off}"
+    return [f"remote   {shown(limits.remote_cache)}{off}"]
 
 
 def _room(core: Core) -> list[str]:
@@ -92,6 +104,7 @@ def _room(core: Core) -> list[str]:
         f"fits     about {tokens:,} tokens of KV{held}; in sequences: "
         + (", ".join(fitting) or f"none of {SHOWN_LENGTHS[0]:,}; raise --memory-limit for longer"),
         _disk(stats.ssd, limits),
+        *_remote(stats.remote, limits),
         f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "
         f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}",
     ]

@@ -181,6 +181,18 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
+def check_remote(url: str | None) -> None:
+    """Refuse a URL that names no store, before a model is loaded.
+
+    Raises:
+        SettingError: says what it should be, and repeats nothing of it.
+    """
+    if url:
+        from penstock.prefix.remote.objects import check_url
+
+        check_url(url)
+
+
 def check_codec(name: str | None) -> None:
     """Refuse a codec that does not exist, before a model is loaded.
 

@@ -56,6 +56,9 @@ def serve(
     ssd_cache_limit: flags.SSDCacheLimit = options.SSD_CACHE_LIMIT,
     ssd_write_budget: flags.SSDWriteBudget = None,
     ssd_preload: flags.SSDPreload = False,
+    remote_cache: flags.RemoteCache = None,
+    remote_cache_ttl: flags.RemoteCacheTTL = config.REMOTE_CACHE_TTL_SECONDS,
+    remote_cache_timeout: flags.RemoteCacheTimeout = config.REMOTE_CACHE_TIMEOUT_SECONDS,
     session_dir: flags.SessionDir = None,
     kv_cache_quantization: flags.KVCacheQuantization = None,
     kv_cache_min_quantize_tokens: flags.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
@@ -97,6 +100,9 @@ def serve(
         "ssd_cache_limit": options.folder_limit(ssd_cache_limit),
         "ssd_write_budget": ssd_write_budget
         and options.size("--ssd-write-budget", ssd_write_budget),
+        "remote_cache": remote_cache or None,
+        "remote_cache_ttl_seconds": remote_cache_ttl,
+        "remote_cache_timeout_seconds": remote_cache_timeout,
         "kv_cache_quantization": kv_cache_quantization,
         "kv_cache_min_quantize_tokens": kv_cache_min_quantize_tokens,
         "kv_cache_residual": kv_cache_residual,
@@ -107,6 +113,7 @@ def serve(
     # Both say in the words of the flags what the engine would say in its own, and sooner.
     given = {name: value for name, value in limits.items() if value is not None}
     config.parse(config.EngineSettings, memory_limit=1, **given)
+    options.check_remote(remote_cache)
     config.parse(config.KVSettings, max_kv_size=max_kv_size, keep_kv_size=keep_kv_size)
     limits |= {"memory_limit": memory_limit, "max_kv_size": max_kv_size, "keep": keep_kv_size}
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")

@@ -180,6 +180,33 @@ SSDPreload: TypeAlias = Annotated[
         envvar="PENSTOCK_SSD_PRELOAD",
     ),
 ]
+RemoteCache: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Share prefixes with other servers through a store: redis://, rediss:// or unix:// "
+        "for Valkey and Redis; s3://, gs://, az:// or file://. Who can read it can tell prompts. "
+        "Other users of this machine can read flags, but not the environment.",
+        envvar="PENSTOCK_REMOTE_CACHE",
+        metavar="URL",
+        show_default="none",
+    ),
+]
+RemoteCacheTTL: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Let Valkey or Redis keep a block for this long after its last use.",
+        envvar="PENSTOCK_REMOTE_CACHE_TTL",
+        metavar="SECONDS",
+    ),
+]
+RemoteCacheTimeout: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        help="Leave the store alone for half a minute if an answer takes longer.",
+        envvar="PENSTOCK_REMOTE_CACHE_TIMEOUT",
+        metavar="SECONDS",
+    ),
+]
 SessionDir: TypeAlias = Annotated[
     Path | None,
     typer.Option(

@@ -111,6 +111,8 @@ def _figures(snapshot: Snapshot) -> Table:
     )
     if (ssd := stats.get("ssd")) is not None:
         table.add_row("disk", _disk(ssd, stats["restored_tokens"]))
+    if (remote := stats.get("remote")) is not None:
+        table.add_row("remote", _remote(remote))
     table.add_row(
         "speed",
         f"{snapshot['generated_per_second']:,.0f} tokens/s generated, "
@@ -132,6 +134,16 @@ def _disk(ssd: dict[str, Any], restored_tokens: int) -> str:
     return (
         f"{format_bytes(ssd['held_bytes'])} of {format_bytes(ssd['limit_bytes'])}; "
         f"{restored_tokens:,} tokens restored, {format_bytes(counts['written_bytes'])} written"
+    )
+
+
+def _remote(remote: dict[str, Any]) -> str:
+    if remote["off"] is not None:
+        return f"off: {remote['off']}"
+    counts = remote["counts"]
+    return (
+        f"{counts['read_blocks']:,} blocks of {format_bytes(counts['read_bytes'])} read, "
+        f"{counts['written_blocks']:,} of {format_bytes(counts['written_bytes'])} written"
     )
 
 

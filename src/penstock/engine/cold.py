@@ -1,487 +1,251 @@
-"""The cold tier as the engine uses it: asks while a request waits, reads while others decode,
+"""The cold tiers as the engine uses them: asks while a request waits, reads while others decode,
 writes behind.
 
-    enqueue ──> ask: how much of the chain is on the disk? the system reads it ahead
-    step    ──> begin: memory of the segments-to-be, filled by the tier's thread ──> taken in
-    seal    ──> note: these blocks are new ──> one is copied and offered between two steps
+    enqueue ──> ask: how much of the chain has each tier? the system reads it ahead
+    step    ──> fastest: from which of them it is read ──> EngineTier.begin ──> taken in
+    seal    ──> note: these blocks are new ──> each tier has them written at its own pace
     turn    ──> note_checkpoint ──> the states at its end, behind the blocks
 
-Nothing here waits for the disk. What is in the thread's hands stays in the ledger until it is
-done, also if nobody wants it any more.
+Nothing here waits for a tier, and no tier for another: what a slow one has not said in time is
+not there. What was read from one goes to the others when it is asked for again, as everything
+that is in memory and not with them.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.config import EngineSettings
 from penstock.engine.pace import Pace
+from penstock.engine.ranks import Peers
+from penstock.engine.tier import CLOSE_SECONDS, LOOK_SECONDS, PENDING_TURNS, EngineTier, Restore
 from penstock.errors import SettingError
 from penstock.kv.forms import Forms
 from penstock.kv.segment import Segment
-from penstock.kv.states import Live, StateForm, States
-from penstock.ledger import Kind, Reservation
-from penstock.prefix.blocks import checkpoint_key
+from penstock.kv.states import StateForm, States
+from penstock.ledger import Reservation
 from penstock.prefix.checkpoints import Checkpoints
-from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
-from penstock.prefix.ssd.host import Landing, StateLanding, host_block, host_states
+from penstock.prefix.prefixes import Prefixes
+from penstock.prefix.remote.objects import check_url, open_objects, shown
+from penstock.prefix.remote.store import PIECE_BYTES, RemoteStore, buffer_bytes
 from penstock.prefix.ssd.limits import payload_bytes
-from penstock.prefix.ssd.record import Record
+from penstock.prefix.ssd.record import HEAD_BYTES
 from penstock.prefix.ssd.store import SSDStore
 from penstock.prefix.ssd.tier import ColdTier, TierStats
-from penstock.prefix.tree import Pin
 
-QUEUE_BLOCKS = 2
-"""Copies of blocks that wait to be written."""
-FILE_BLOCKS = 2
-"""Copies that are made while a file is: its bytes, and the buffer that they are written from."""
-PENDING_KEYS = 16_384
-"""Blocks that are known to be worth writing, and whose turn has not come."""
-TOKEN_BYTES = 4
-"""Of a token's number, which is in the file beside its KV."""
-PENDING_TURNS = 64
-"""Checkpoints whose turn has not come; of more, the oldest are not written."""
-KEY_BYTES = 80
-"""Of Python, for each."""
-WORTH_WRITING = 2.0
-"""A block that was asked for once is written if computing it takes so many times as long as
-reading it."""
-WORTH_READING = 2.0
-"""A block is read if computing it takes at least so many times as long."""
-LEAST_PATIENCE_SECONDS = 0.25
-LOOK_SECONDS = 0.005
-"""How long an engine that has nothing else to do waits for the disk before it looks around."""
-PRELOAD_SECONDS = 60.0
-"""How long the disk may take for a chain that is read ahead of all requests."""
-CLOSE_SECONDS = 30.0
-"""For what waits to be written when the engine ends."""
+LATE_SECONDS = 0.1
+"""After which a tier that has not answered is not waited for, if another one has."""
+WHERE = {"ssd": "on the disk", "remote": "in the remote cache"}
+"""The tiers in words, the nearest first."""
 
 
-@dataclass(eq=False, slots=True)
-class Restore:
-    """Consecutive blocks of a chain, or the checkpoint behind them, on the way from the disk."""
+class Asked:
+    """What is asked of all tiers for one request: how many blocks of a chain they have."""
 
-    first: int
-    """Blocks in front of them."""
-    landing: Landing | StateLanding
-    answer: Future[int]
-    """How many of them are there, from the first on."""
-    paid: Reservation
-    """Of what is read."""
+    def __init__(
+        self,
+        answers: Mapping[EngineTier, Future[int]],
+        blocks: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._answers = answers
+        self._blocks = blocks
+        self._clock = clock
+        self._late_at = clock() + LATE_SECONDS
 
-    @property
-    def blocks(self) -> int:
-        """How many there are."""
-        return self.landing.blocks
+    def done(self) -> bool:
+        """Whether nothing is waited for: all have answered, or one has all of the chain, or those
+        that have not answered are late."""
+        found = self.found()
+        if any(blocks == self._blocks for blocks in found.values()):
+            return True
+        late = self._clock() >= self._late_at
+        return len(found) == len(self._answers) or (late and bool(found))
 
+    def found(self) -> dict[EngineTier, int]:
+        """Return how many first blocks each tier has that has answered."""
+        return {
+            tier: 0 if answer.exception() else answer.result()
+            for tier, answer in self._answers.items()
+            if answer.done()
+        }
 
-@dataclass(slots=True)
-class _Pending:
-    """Blocks of a chain, from `first` on, that are to be written; their KV is in the tree."""
-
-    keys: tuple[bytes, ...]
-    root: bytes
-    first: int
+    def late(self) -> Asked | None:
+        """Return what is still to be answered; None if all is."""
+        answers = {tier: answer for tier, answer in self._answers.items() if not answer.done()}
+        return Asked(answers, self._blocks, self._clock) if answers else None
 
 
 class Cold:
-    """What the engine does with its cold tier. Not thread-safe: the engine's thread.
+    """What the engine does with its cold tiers. Not thread-safe: the engine's thread.
 
     Args:
-        open_tier: makes the tier, once it is told how many bytes of blocks may wait in it.
+        tiers: at least one, by name as in `WHERE`, the nearest first.
         prefixes: of the engine.
-        forms: how blocks are held.
-        pace: what is known of the model's speed.
-        in_place: whether files can be read into MLX's arrays.
-        state_form: of what the model's recurrent layers keep; None if it has none.
-        agreed: makes of an answer of the tier the one that all ranks of a group go by.
-
-    Raises:
-        LedgerFull, NeverFits: there is no room for blocks that are being written.
+        clock: seconds, by which an answer is late.
     """
 
     def __init__(
         self,
-        open_tier: Callable[[int], ColdTier],
+        tiers: Mapping[str, EngineTier],
         prefixes: Prefixes[Segment],
-        forms: Forms,
-        pace: Pace,
-        *,
-        in_place: bool,
-        state_form: StateForm | None = None,
-        agreed: Callable[[Future[int]], Future[int]] = lambda own: own,
+        clock: Callable[[], float],
     ) -> None:
-        self._agreed = agreed
-        self.pace = pace
-        self._state_form = state_form
-        self._state_bytes = 0 if state_form is None else state_form.nbytes
+        self.tiers = tiers
+        self._clock = clock
         self._prefixes = prefixes
-        self._forms = forms
-        self._in_place = in_place
-        self._most_block_bytes = forms.most_block_bytes + TOKEN_BYTES * prefixes.block_size
-        copies = (QUEUE_BLOCKS + FILE_BLOCKS) * self._most_block_bytes
-        copies += forms.coded_block_bytes  # of the one that is encoded for its file
-        copies += (1 + FILE_BLOCKS) * self._state_bytes
-        ledger = prefixes.ledger
-        self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_KEYS * KEY_BYTES)
-        self._pending: deque[_Pending] = deque()
-        self._pending_keys = 0
-        self._turns: deque[tuple[bytes, ...]] = deque(maxlen=PENDING_TURNS)
-        self._dropped = 0
-        self._restores: set[Restore] = set()
-        self._left: list[Restore] = []
-        self._read = (0, 0.0)
-        self.tier = open_tier(QUEUE_BLOCKS * self._most_block_bytes + self._state_bytes)
+        self._late: deque[tuple[Asked, Sequence[bytes], bytes, int]] = deque(maxlen=PENDING_TURNS)
 
     # ---- questions
 
     @property
     def nbytes(self) -> int:
-        """Bytes held whatever happens: of blocks that are being written, and of the list of those
-        that are to be."""
-        return self._buffers.nbytes
+        """Bytes held whatever happens: of blocks that are being written, or arrive, and of the
+        lists of those that are to be."""
+        return sum(tier.nbytes for tier in self)
 
     @property
     def paid_bytes(self) -> int:
         """Bytes of segments that are being read."""
-        return sum(restore.paid.nbytes for restore in (*self._restores, *self._left))
-
-    def stats(self) -> TierStats:
-        """Return what the tier has done; what was given up before it came to it is dropped."""
-        found = self.tier.stats()
-        found.dropped_blocks += self._dropped
-        return found
-
-    @property
-    def is_written(self) -> bool:
-        """Whether nothing waits to be written, or was dropped in the end."""
-        return not (self._pending or self._turns or self.tier.is_busy)
-
-    def on_disk(self, keys: Sequence[bytes], timeout_seconds: float) -> int | None:
-        """Wait to be told how many first tokens of a chain are on the disk; None if that takes too
-        long."""
-        with suppress(TimeoutError):
-            held = self.tier.held(keys, resumable=self.has_states)
-            return held.result(timeout_seconds) * self._prefixes.block_size
-        return None
+        return sum(tier.paid_bytes for tier in self)
 
     @property
     def has_states(self) -> bool:
         """Whether a sequence goes on where a checkpoint is, and nowhere else."""
-        return self._state_form is not None
+        return any(tier.has_states for tier in self)
+
+    @property
+    def where(self) -> str:
+        """Where the tiers are, in words."""
+        return " or ".join(WHERE[name] for name in self.tiers)
+
+    def stats(self) -> dict[str, TierStats]:
+        """Return what each tier has done, by its name."""
+        return {name: tier.stats() for name, tier in self.tiers.items()}
+
+    def on_disk(self, keys: Sequence[bytes], timeout_seconds: float) -> int | None:
+        """Wait to be told how many first tokens of a chain are in a tier at most; None if that
+        takes too long."""
+        until = time.monotonic() + timeout_seconds
+        found = []
+        for answer in [tier.held(keys) for tier in self]:
+            with suppress(TimeoutError):
+                found.append(answer.result(max(0.0, until - time.monotonic())))
+        return max(found) * self._prefixes.block_size if found else None
+
+    def fastest(self, found: Mapping[EngineTier, int], first: int) -> tuple[EngineTier, int] | None:
+        """Return the tier from which reading the blocks from `first` on saves most time, and how
+        many first blocks it has; None if computing them is as good.
+
+        Args:
+            found: what `Asked` has found.
+            first: blocks that need not be read.
+        """
+        tier = max(found, key=lambda tier: tier.saved_seconds(first, found[tier]), default=None)
+        if tier is None or not tier.saved_seconds(first, found[tier]):
+            return None
+        return tier, found[tier]
 
     # ---- reading
 
-    def ask(self, keys: Sequence[bytes]) -> Future[int]:
-        """Ask how many blocks of a chain, from its first one on, are on the disk, for a request;
-        they are used, also those that are in the tree, and the others will be read. Of a model
-        with states no more than to the last checkpoint."""
+    def ask(self, keys: Sequence[bytes]) -> Asked:
+        """Ask how many blocks of a chain, from its first one on, each tier has, for a request;
+        they are used, also those that are in the tree, and the others will be read."""
         known = self._prefixes.match(keys).tokens // self._prefixes.block_size
-        return self._agreed(self.tier.prepare(keys, known, resumable=self.has_states))
-
-    def worth_reading(self, first: int, stop: int) -> bool:
-        """Tell whether the blocks first..stop-1 of a chain are sooner read, behind all that is
-        being read, than computed."""
-        ahead = sum(restore.paid.nbytes for restore in self._restores)
-        nbytes = self._nbytes(first, stop) + self._state_bytes
-        seconds = self.pace.restore_seconds(ahead + nbytes)
-        return WORTH_READING * seconds < self._prefill_seconds(stop - first)
-
-    def patience_seconds(self, first: int, stop: int) -> float:
-        """Return how long to wait for these blocks before computing them: longer than they should
-        take, and never longer than computing them does."""
-        expected = self.pace.restore_seconds(self._nbytes(first, stop))
-        return min(self._prefill_seconds(stop - first), max(LEAST_PATIENCE_SECONDS, 4 * expected))
-
-    def begin(self, keys: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
-        """Have the blocks of a chain read from block `first` on, some at a time.
-
-        Args:
-            keys: up to the last block to be read.
-            first: blocks in front.
-            own: counts the bytes of the segments, and passes them on.
-        """
-        at_once = max(1, MAX_MERGE_TOKENS // self._prefixes.block_size)
-        begun = []
-        while first < len(keys):
-            stop = self._forms.end(first, min(first + at_once, len(keys)))
-            paid = self._prefixes.ledger.reserve(Kind.TAILS, 0)
-            own.pass_on(paid, self._forms.nbytes(first, stop))
-            landing = Landing(
-                self._forms.of(first),
-                stop - first,
-                self._prefixes.block_size,
-                in_place=self._in_place,
-            )
-            answer = self._agreed(self.tier.restore(keys[first:stop], landing.targets))
-            begun.append(Restore(first, landing, answer, paid))
-            first = stop
-        self._restores.update(begun)
-        return begun
-
-    def begin_states(self, keys: Sequence[bytes]) -> Restore | None:
-        """Have the checkpoint read behind the last block of a chain; None if there is no room."""
-        assert self._state_form is not None
-        if not self._prefixes.make_room(self._state_bytes):
-            return None
-        paid = self._prefixes.ledger.reserve(Kind.TAILS, self._state_bytes)
-        landing = StateLanding(self._state_form, in_place=self._in_place)
-        answer = self._agreed(self.tier.restore([checkpoint_key(keys[-1])], landing.targets))
-        restore = Restore(len(keys), landing, answer, paid)
-        self._restores.add(restore)
-        return restore
+        return Asked({tier: tier.ask(keys, known) for tier in self}, len(keys), self._clock)
 
     def take_states(self, restore: Restore) -> States | None:
-        """Return the states of a restore that is done, if they are there. Their bytes are not
-        counted any more: the caller does, at once."""
-        self._restores.remove(restore)
-        restore.paid.release()
-        there = not restore.answer.exception() and restore.answer.result()
-        assert isinstance(restore.landing, StateLanding)
-        return restore.landing.states() if there else None
+        """See `EngineTier.take_states`."""
+        return restore.tier.take_states(restore)
 
     def take(self, restore: Restore, own: Reservation) -> int:
-        """Return how many blocks are there of a restore that is done; its bytes are `own`'s."""
-        self._restores.remove(restore)
-        restore.paid.pass_on(own, restore.paid.nbytes)
-        restore.paid.release()
-        counts = self.tier.stats().counts
-        nbytes, seconds = self._read
-        self._read = (counts.read_bytes, counts.read_seconds)
-        self.pace.restored(counts.read_bytes - nbytes, counts.read_seconds - seconds)
-        return 0 if restore.answer.exception() else restore.answer.result()
+        """See `EngineTier.take`."""
+        return restore.tier.take(restore, own)
 
     def cancel(self, restores: Sequence[Restore], own: Reservation) -> list[Restore]:
         """Take back what has not begun; the bytes are `own`'s. Return what has."""
-        begun = []
-        for restore in restores:
-            if restore.answer.cancel():
-                self._restores.remove(restore)
-                if isinstance(restore.landing, Landing):  # states are no part of the own
-                    restore.paid.pass_on(own, restore.paid.nbytes)
-                restore.paid.release()
-            else:
-                begun.append(restore)
-        return begun
+        return [restore for restore in restores if not restore.tier.cancel(restore, own)]
 
     def leave(self, restores: Sequence[Restore]) -> None:
-        """Let go of what nobody waits for any more, as soon as the disk does."""
+        """Let go of what nobody waits for any more, as soon as its tier does."""
         for restore in restores:
-            restore.answer.cancel()
-            self._restores.remove(restore)
-            self._left.append(restore)
-        self.sweep()
-
-    def sweep(self) -> None:
-        """Give back the bytes of what was left and is done."""
-        for restore in [each for each in self._left if each.answer.done()]:
-            self._left.remove(restore)
-            restore.paid.release()
+            restore.tier.leave(restore)
 
     def preload(self, checkpoints: Checkpoints | None = None) -> int:
-        """Read what is worth most, as long as there is free memory; nothing gives way for it. Of a
-        model with states each chain up to its last checkpoint, and that.
-
-        Args:
-            checkpoints: of the tree, for a model with states.
-
-        Returns:
-            How many tokens are in the tree more than before.
-        """
-        prefixes, ledger = self._prefixes, self._prefixes.ledger
-        before, size = prefixes.tree.tokens, prefixes.block_size
-        for keys in self.tier.chains(ledger.free_bytes).result(PRELOAD_SECONDS):
-            if self.has_states:
-                resumable = self.tier.held(keys, resumable=True)
-                keys = keys[: resumable.result(PRELOAD_SECONDS)]
-            match = prefixes.match(keys)
-            blocks = len(keys) - match.tokens // size
-            nbytes = self._forms.nbytes(match.tokens // size, len(keys))
-            # A node that ends inside is cut in two, which takes a copy of it.
-            cut = match.path[-1].segment.nbytes if match.ends_inside else 0
-            room = nbytes + cut + prefixes.index_bytes(blocks) + 2 * self._state_bytes
-            if room > ledger.free_bytes or not (blocks or (keys and self.has_states)):
-                continue
-            with prefixes.pin(match) as pin:
-                if blocks:
-                    with ledger.reserve(Kind.TAILS, nbytes) as own:
-                        self._preload(keys, pin, match.tokens // size, own)
-                if checkpoints is not None:
-                    self._preload_states(keys, pin, checkpoints)
-        return prefixes.tree.tokens - before
-
-    def _preload_states(
-        self, keys: Sequence[bytes], pin: Pin[Segment], checkpoints: Checkpoints
-    ) -> None:
-        """Read the checkpoint behind a chain that is in the tree, unless it is there."""
-        end = len(keys) * self._prefixes.block_size
-        held, _ = checkpoints.resume(pin.path, end)
-        if held == end or self._prefixes.match(keys).tokens < end:
-            return
-        restore = self.begin_states(keys)
-        if restore is None:
-            return
-        wait([restore.answer], PRELOAD_SECONDS)
-        if not restore.answer.done():
-            self.leave([restore])
-            return
-        states = self.take_states(restore)
-        if states is not None:
-            checkpoints.capture(pin.path, end, Live(states, own=True), turn_end=True)
-
-    def _preload(
-        self, keys: Sequence[bytes], pin: Pin[Segment], first: int, own: Reservation
-    ) -> None:
-        restores = self.begin(keys, first, own)
-        try:
-            while restores:
-                restores[0].answer.result(PRELOAD_SECONDS)
-                restore = restores.pop(0)
-                if self.take(restore, own) < restore.blocks:
-                    break
-                landing, end = restore.landing, restore.first + restore.blocks
-                assert isinstance(landing, Landing)
-                sealed = self._prefixes.insert(
-                    pin, restore.first, keys[:end], landing.tokens, landing.segment(), own
-                )
-                if sealed.refused is not None:
-                    break
-        finally:
-            self.leave(restores)
+        """Read what is worth most, as long as there is free memory; see `EngineTier.preload`."""
+        return sum(tier.preload(checkpoints) for tier in self)
 
     # ---- writing
 
-    def note(self, keys: Sequence[bytes], root: bytes, first: int, *, seen: bool = False) -> None:
-        """Note that the blocks of a chain from `first` on are in the tree, and perhaps not on the
-        disk; those that are worth it are written when there is time.
+    def note(self, keys: Sequence[bytes], root: bytes, first: int) -> None:
+        """Note that the blocks of a chain from `first` on are new in the tree."""
+        for tier in self:
+            tier.note(keys, root, first)
+
+    def note_held(self, asked: Asked, keys: Sequence[bytes], root: bytes, cut: int) -> None:
+        """Note that a chain that was asked for is in the tree, of which a tier may lack the end.
+        Who has not answered is noted for when it has.
 
         Args:
-            keys: the chain, up to the last of the blocks.
+            asked: for the chain.
+            keys: of it, as far as it is held.
             root: what the chain begins with.
-            first: blocks in front of them.
-            seen: whether they were asked for before.
+            cut: blocks in front of the place from which the sequence goes on, where there may be a
+                checkpoint.
         """
-        if first >= len(keys) or not (seen or self._is_dear()):
-            return
-        self._pending.append(_Pending(tuple(keys), root, first))
-        self._pending_keys += len(keys)
-        while self._pending_keys > PENDING_KEYS:
-            self._give_up(self._pending[0])
+        late = asked.late()
+        for tier, blocks in asked.found().items():
+            if blocks < len(keys):
+                tier.note(keys, root, blocks, seen=True)
+                if tier.has_states:
+                    tier.note_checkpoint(keys[:cut], seen=True)
+        if late is not None and keys:
+            self._late.append((late, keys, root, cut))
 
     def note_checkpoint(self, keys: Sequence[bytes], *, seen: bool = False) -> None:
-        """Note that there is a checkpoint behind the last block of a chain, at which a conversation
-        goes on: it is written behind the blocks, as they are."""
-        turn = tuple(keys)
-        if keys and turn not in self._turns and (seen or self._is_dear()):
-            self._turns.append(turn)
+        """Note that there is a checkpoint behind the last block of a chain."""
+        for tier in self:
+            tier.note_checkpoint(keys, seen=seen)
 
     def work(self, *, busy: bool) -> bool:
-        """Copy a block and offer it, if there is one and the tier takes it; or wait a moment for
-        the tier, if the engine has nothing else to do. False if there is nothing to be done."""
-        self.sweep()
-        if self._pending and self.tier.has_room(self._most_block_bytes):
-            self._offer(self._pending[0])
+        """Copy a block for each tier and offer it, if there is one and the tier takes it; or wait a
+        moment, if the engine has nothing else to do. False if there is nothing to be done."""
+        for late in [each for each in self._late if each[0].done()]:
+            self._late.remove(late)
+            self.note_held(*late)
+        offered = [tier.offer_next() for tier in self]
+        if any(offered):
             return True
-        if self._turns and not self._pending and self.tier.has_room(self._state_bytes):
-            self._offer_states(self._turns.popleft())
-            return True
-        if self.tier.is_off:
-            self.forget()
-        waits = bool(self._pending or self._turns) or self.tier.is_busy
-        if waits and not busy:
-            self.tier.wait(LOOK_SECONDS)
-        return waits
+        waited_for = [tier for tier in self if not tier.is_written]
+        if waited_for and not busy:
+            waited_for[0].tier.wait(LOOK_SECONDS)
+        return bool(waited_for)
 
-    def forget(self) -> None:
-        """Write nothing of what was noted so far."""
-        while self._pending:
-            self._give_up(self._pending[0])
-        self._turns.clear()
+    def clear(self) -> None:
+        """Write nothing of what was noted so far, and remove this model's blocks where they are
+        ours alone."""
+        self._late.clear()
+        for tier in self:
+            tier.forget()
+            tier.tier.clear(all_models=False)
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until all that was offered is written or dropped; tell whether it is."""
+        until = time.monotonic() + timeout_seconds
+        return all(tier.tier.flush(max(0.0, until - time.monotonic())) for tier in self)
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write what waits, as far as there is time, and end the tier."""
-        until = time.monotonic() + timeout_seconds
-        while (self._pending or self._turns) and time.monotonic() < until:
-            self.work(busy=False)
-        self.forget()
-        self.tier.close(max(1.0, until - time.monotonic()))
-        self.leave(list(self._restores))
-        if not self._left:  # else the disk hangs, and its thread holds what it reads into
-            self._buffers.release()
+        """Write what waits, as far as there is time, and end the tiers."""
+        for tier in self:
+            tier.close(timeout_seconds)
 
-    # ---- parts
-
-    def _is_dear(self) -> bool:
-        """Tell whether a block takes so long to compute that it is worth writing at once."""
-        seconds = self.pace.restore_seconds(self._most_block_bytes)
-        return self._prefill_seconds(1) > WORTH_WRITING * seconds
-
-    def _prefill_seconds(self, blocks: int) -> float:
-        return self.pace.prefill_seconds(blocks * self._prefixes.block_size)
-
-    def _nbytes(self, first: int, stop: int) -> int:
-        """Return the bytes of the blocks first..stop-1 in files."""
-        tokens = (stop - first) * self._prefixes.block_size
-        return self._forms.nbytes(first, stop) + TOKEN_BYTES * tokens
-
-    def _offer(self, pending: _Pending) -> None:
-        """Copy the next block out of the tree, if it is still there, and offer it, held as it is
-        to be: what waits in the tree to be held so is not waited for."""
-        keys, size, number = pending.keys, self._prefixes.block_size, pending.first
-        match = self._prefixes.match(keys[: number + 1])
-        if match.tokens < (number + 1) * size:  # nor would those behind it have a beginning
-            self._give_up(pending)
-            return
-        node = match.path[-1]
-        at = number * size - node.start
-        held = None
-        with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
-            held = self._forms.held(node.segment.part(at, at + size), number)
-        if held is None:  # nor would those behind it
-            self._give_up(pending)
-            return
-        self.tier.offer(
-            Record(
-                key=keys[number],
-                parent=keys[number - 1] if number else pending.root,
-                depth=number,
-                arrays=host_block(held, node.tokens[at : at + size]),
-            )
-        )
-        pending.first += 1
-        if pending.first == len(keys):
-            self._drop(pending)
-
-    def _offer_states(self, keys: Sequence[bytes]) -> None:
-        """Copy a checkpoint out of the tree, if it is still there, and offer it."""
-        match = self._prefixes.match(keys)
-        end = len(keys) * self._prefixes.block_size
-        if match.tokens < end:
-            return
-        node = match.path[-1]
-        for found in node.segment.checkpoints:
-            if node.start + found.at == end and StateForm.of(found.states) == self._state_form:
-                self.tier.offer(
-                    Record(
-                        key=checkpoint_key(keys[-1]),
-                        parent=keys[-1],
-                        depth=len(keys),
-                        arrays=host_states(found.states),
-                    )
-                )
-
-    def _give_up(self, pending: _Pending) -> None:
-        self._dropped += len(pending.keys) - pending.first
-        self._drop(pending)
-
-    def _drop(self, pending: _Pending) -> None:
-        self._pending.remove(pending)
-        self._pending_keys -= len(pending.keys)
+    def __iter__(self) -> Iterator[EngineTier]:
+        return iter(self.tiers.values())
 
 
 def open_cold(
@@ -492,16 +256,46 @@ def open_cold(
     *,
     in_place: bool,
     state_form: StateForm | None = None,
-    agreed: Callable[[Future[int]], Future[int]] = lambda own: own,
+    peers: Peers,
 ) -> Cold | None:
-    """Open the cold tier that an engine's settings name; None if they name none. See `Cold`.
+    """Open the cold tiers that an engine's settings name; None if they name none. See `EngineTier`.
 
     Raises:
         LedgerFull, NeverFits: there is no room for blocks that are being written.
-        SettingError: its limit is too small for anything.
+        SettingError: a limit is too small for anything, or a URL names no store.
     """
-    if (folder := limits.ssd_cache_dir) is None:
-        return None
+
+    def tier(open_tier: Callable[[int], ColdTier], buffer_bytes: int = 0) -> EngineTier:
+        return EngineTier(
+            open_tier,
+            prefixes,
+            forms,
+            pace,
+            in_place=in_place,
+            state_form=state_form,
+            buffer_bytes=buffer_bytes,
+            peers=peers,
+        )
+
+    tiers: dict[str, EngineTier] = {}
+    try:
+        if limits.ssd_cache_dir is not None:
+            tiers["ssd"] = tier(_ssd(limits, limits.ssd_cache_dir, prefixes.fingerprint))
+        if limits.remote_cache is not None:
+            most_bytes = max(forms.most_block_bytes, 0 if state_form is None else state_form.nbytes)
+            piece_bytes = min(PIECE_BYTES, most_bytes + HEAD_BYTES)
+            tiers["remote"] = tier(
+                _remote(limits, limits.remote_cache, prefixes.fingerprint, most_bytes, piece_bytes),
+                buffer_bytes(piece_bytes),
+            )
+    except BaseException:
+        for opened in tiers.values():
+            opened.close()
+        raise
+    return Cold(tiers, prefixes, peers.clock) if tiers else None
+
+
+def _ssd(limits: EngineSettings, folder: Path, fingerprint: str) -> Callable[[int], ColdTier]:
     try:
         payload_bytes(limits.ssd_cache_limit)
     except ValueError as error:
@@ -511,19 +305,32 @@ def open_cold(
         return SSDStore(
             folder,
             limits.ssd_cache_limit,
-            fingerprint=prefixes.fingerprint,
+            fingerprint=fingerprint,
             budget_bytes=limits.ssd_write_budget,
         )
 
-    def open_tier(queue_bytes: int) -> ColdTier:
-        return ColdTier(open_store, queue_bytes=queue_bytes)
+    return lambda queue_bytes: ColdTier(open_store, queue_bytes=queue_bytes)
 
-    return Cold(
-        open_tier,
-        prefixes,
-        forms,
-        pace,
-        in_place=in_place,
-        state_form=state_form,
-        agreed=agreed,
-    )
+
+def _remote(
+    limits: EngineSettings, url: str, fingerprint: str, most_bytes: int, piece_bytes: int
+) -> Callable[[int], ColdTier]:
+    check_url(url)
+    seconds, ttl_seconds = limits.remote_cache_timeout_seconds, limits.remote_cache_ttl_seconds
+
+    def open_store() -> RemoteStore:
+        return RemoteStore(
+            open_objects(
+                url,
+                ttl_seconds=ttl_seconds,
+                timeout_seconds=seconds,
+                put_seconds=seconds * max(1.0, most_bytes / PIECE_BYTES),
+            ),
+            fingerprint=fingerprint,
+            piece_bytes=piece_bytes,
+            timeout_seconds=seconds,
+            ttl_seconds=ttl_seconds,
+        )
+
+    name = f"remote cache {shown(url)}"
+    return lambda queue_bytes: ColdTier(open_store, queue_bytes=queue_bytes, name=name)

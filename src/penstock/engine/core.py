@@ -27,10 +27,11 @@ from mlx.utils import tree_flatten
 
 from penstock import config
 from penstock.blas import one_thread
-from penstock.engine.cold import Cold, Restore, open_cold
+from penstock.engine.cold import Cold, open_cold
 from penstock.engine.constraint import Constraint, Grammars
 from penstock.engine.handle import Handle, tell
 from penstock.engine.needs import Needs
+from penstock.engine.pace import Pace
 from penstock.engine.quantise import Quantiser
 from penstock.engine.ranks import Alone, Command, Peers
 from penstock.engine.request import Request
@@ -47,6 +48,7 @@ from penstock.engine.sequence import WHOLE_CHUNK, Sequence
 from penstock.engine.stats import Stats, StepTimes, Tally
 from penstock.engine.step import Runner
 from penstock.engine.text import Detokenizer, TextStream
+from penstock.engine.tier import EngineTier, Restore
 from penstock.engine.windows import Reader, Windows, windows_of
 from penstock.errors import (
     EngineStopped,
@@ -206,7 +208,7 @@ class Core:
         self._buffers = self.ledger.reserve(Kind.BUFFERS, step)
         self.tails.drop()  # until somebody decodes
         self._chunk = self.ledger.reserve(Kind.BUFFERS, 0)
-        if self.limits.ssd_cache_dir is not None and not fingerprint:
+        if self.limits.has_cold_tier and not fingerprint:
             fingerprint = fingerprint_of(
                 model, keep=self.limits.keep_tokens, window=self.limits.max_kv_size
             )
@@ -243,7 +245,7 @@ class Core:
             if rule is None
             else Quantiser(rule, self.prefixes, self.runner.shapes, self.limits)
         )
-        self.pace = self.peers.pace(self.needs.prefill_token_seconds)
+        self.pace = Pace(self.peers.mean(self.needs.prefill_token_seconds))
         self.cold = open_cold(
             self.limits,
             self.prefixes,
@@ -251,7 +253,7 @@ class Core:
             self.pace,
             in_place=not has_own_memory(),
             state_form=self.runner.state_form if self.runner.is_recurrent else None,
-            agreed=self.peers.answer,
+            peers=self.peers,
         )
 
     # ---- requests
@@ -472,6 +474,7 @@ class Core:
         """Return what there is to tell, in O(open sequences)."""
         tally, tree, counts = self.tally, self.prefixes.tree, self.prefixes.counts
         states = {state: len(self.scheduler.jobs(state)) for state in State}
+        tiers = {} if self.cold is None else self.cold.stats()
         return Stats(
             limit_bytes=self.ledger.limit_bytes,
             used_bytes=self.ledger.used_bytes,
@@ -500,7 +503,8 @@ class Core:
             copied_bytes=counts.copied_bytes,
             decode=StepTimes.of(tally.decode_steps, tally.decode_seconds),
             prefill=StepTimes.of(tally.prefill_steps, tally.prefill_seconds),
-            ssd=None if self.cold is None else self.cold.stats(),
+            ssd=tiers.get("ssd"),
+            remote=tiers.get("remote"),
         )
 
     @property
@@ -542,8 +546,9 @@ class Core:
         if self.checkpoints is not None or self.windows is not None:
             resumes, why = self._explain_resume(list(tokens), salt)
             reason += why
-        if on_disk is not None and on_disk > found.held_tokens:
-            reason += f"; {on_disk:,} tokens are on the disk, from where they would be read back"
+        if self.cold is not None and on_disk is not None and on_disk > found.held_tokens:
+            where = self.cold.where
+            reason += f"; {on_disk:,} tokens are {where}, from where they would be read back"
         return replace(
             found,
             reason=reason,
@@ -638,8 +643,7 @@ class Core:
         self.peers.note("clear")
         self.prefixes.clear()
         if self.cold is not None:
-            self.cold.forget()
-            self.cold.tier.clear(all_models=False)
+            self.cold.clear()
         _give_back()
 
     def check(self) -> None:
@@ -910,29 +914,30 @@ class Core:
                     sequence.patient_until = self.clock() + ASK_SECONDS
                 continue
             sequence.on_disk = None  # asked once
-            on_disk = 0 if answer.exception() else answer.result()
+            found = answer.found()
             held = self.prefixes.match(sequence.keys).tokens // self.limits.block_size
-            if held > on_disk:
-                cold.note(sequence.keys[:held], self._root(sequence), on_disk, seen=True)
-                self._note_checkpoint(sequence, sequence.cut, seen=True)
-            if job.state is State.PREFILLING and self._begin_restore(cold, sequence, on_disk):
+            cut = sequence.cut // self.limits.block_size
+            cold.note_held(answer, sequence.keys[:held], self._root(sequence), cut)
+            if job.state is State.PREFILLING and self._begin_restore(cold, sequence, found):
                 restored |= self.scheduler.restoring_keys()
 
-    def _begin_restore(self, cold: Cold, sequence: Sequence, on_disk: int) -> bool:
-        """Have the blocks of a chain read that are on the disk, if that is worth it."""
+    def _begin_restore(self, cold: Cold, sequence: Sequence, found: dict[EngineTier, int]) -> bool:
+        """Have the blocks of a chain read that a cold tier has, if that is worth it."""
         done, over = divmod(sequence.cut, self.limits.block_size)
-        if sequence.runs or over or on_disk <= done or not cold.worth_reading(done, on_disk):
+        fastest = None if sequence.runs or over else cold.fastest(found, done)
+        if fastest is None:
             return False
         assert sequence.own is not None and sequence.pin is not None
+        tier, on_disk = fastest
         keys, states = sequence.keys[:on_disk], None
-        sequence.patient_until = self.clock() + cold.patience_seconds(done, on_disk)
-        if cold.has_states:
-            states = cold.begin_states(keys)
+        sequence.patient_until = self.clock() + tier.patience_seconds(done, on_disk)
+        if tier.has_states:
+            states = tier.begin_states(keys)
             if states is None:
                 return False
             sequence.went_on_at = sequence.cut
             done = self._know(sequence, keys)  # those need the states alone
-        sequence.restores = cold.begin(keys, done, sequence.own)
+        sequence.restores = tier.begin(keys, done, sequence.own)
         if states is not None:
             sequence.restores.append(states)
         self.scheduler.act(sequence.id, "fetch")
@@ -1147,11 +1152,10 @@ class Core:
             if turn_end:
                 self._note_checkpoint(sequence, sequence.cut)
 
-    def _note_checkpoint(self, sequence: Sequence, at: int, *, seen: bool = False) -> None:
+    def _note_checkpoint(self, sequence: Sequence, at: int) -> None:
         """Have the states written that were filed under a boundary."""
         if self.cold is not None and self.checkpoints is not None:
-            blocks = at // self.limits.block_size
-            self.cold.note_checkpoint(sequence.keys[:blocks], seen=seen)
+            self.cold.note_checkpoint(sequence.keys[: at // self.limits.block_size])
 
     def _sealable(self) -> int:
         """Return up to which position KV depends on the tokens alone, not on the window."""

@@ -59,6 +59,9 @@ class Engine:
         ssd_cache_dir: folder of the cold tier, made if it is not there; None is none.
         ssd_cache_limit: bytes, or a text, for all that is ever in that folder.
         ssd_write_budget: bytes, or a text, that may be written there in a day.
+        remote_cache: URL of a store that servers share; it may hold a password. None is none.
+        remote_cache_ttl_seconds: for which Valkey or Redis keeps a block after its last use.
+        remote_cache_timeout_seconds: for an answer of that store.
         hot_cache_only: True promises that there is no cold tier.
         peers: the processes among which the model was divided; this one is the first.
         fingerprint: what must be equal for KV to be reusable, besides the tokens; by default,

@@ -32,7 +32,7 @@ from zlib import crc32
 import mlx.core as mx
 import numpy as np
 
-from penstock.engine.pace import Pace
+from penstock.engine.pace import Mean
 from penstock.engine.sampling import Chosen
 from penstock.errors import PenstockError, SettingError
 
@@ -97,8 +97,8 @@ class Peers(Protocol):
     def answer(self, own: Future[int]) -> Future[int]:
         """Return an answer that is there when every rank has its own, and is the least of them."""
 
-    def pace(self, token_seconds: float) -> Pace:
-        """Return a pace by which all decide the same, with a first guess."""
+    def mean(self, first: float) -> Mean:
+        """Return a running mean that is the same for all: of what rank 0 measures."""
 
     def fault(self, doing: str, error: Exception) -> None:
         """Take note that a step could not be computed here.
@@ -133,29 +133,22 @@ class Alone:
     def answer(self, own: Future[int]) -> Future[int]:
         return own
 
-    def pace(self, token_seconds: float) -> Pace:
-        return Pace(token_seconds)
+    def mean(self, first: float) -> Mean:
+        return Mean(first)
 
     def fault(self, doing: str, error: Exception) -> None: ...
 
 
-class AgreedPace(Pace):
-    """A pace that changes between two steps only, to what rank 0 has measured."""
+class AgreedMean(Mean):
+    """A running mean that changes between two steps only, to rank 0's own."""
 
-    def __init__(self, token_seconds: float) -> None:
-        super().__init__(token_seconds)
-        self._own = Pace(token_seconds)
+    def __init__(self, first: float) -> None:
+        super().__init__(first)
+        self.own = Mean(first)
+        """Of what this rank has measured."""
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        self._own.prefilled(tokens, seconds)
-
-    def restored(self, nbytes: int, seconds: float) -> None:
-        self._own.restored(nbytes, seconds)
-
-    @property
-    def measured(self) -> tuple[float, float]:
-        """What this rank has measured: seconds a token, seconds a byte."""
-        return self._own.speeds
+    def add(self, measured: float) -> None:
+        self.own.add(measured)
 
 
 class Ranks:
@@ -179,7 +172,7 @@ class Ranks:
         self._journal: list[Command] = []
         self._answers: list[tuple[Future[int], Future[int]]] = []
         """Each rank's own, and what all were given for it; in the same order everywhere."""
-        self._pace: AgreedPace | None = None
+        self._means: list[AgreedMean] = []
         self.names = self._gather_names()
         """Of the ranks, for people: number and machine."""
 
@@ -212,8 +205,8 @@ class Ranks:
             self._now = command.now
             do(command)
         self._now = words["now"]
-        if self._pace is not None:
-            self._pace.set(*words["pace"])
+        for mean, value in zip(self._means, words["means"], strict=True):
+            mean.value = value
 
     def least(self, number: int) -> int:
         return min(self._all(number))
@@ -238,9 +231,9 @@ class Ranks:
         self._answers.append((own, agreed))
         return agreed
 
-    def pace(self, token_seconds: float) -> Pace:
-        self._pace = AgreedPace(self._first(token_seconds))
-        return self._pace
+    def mean(self, first: float) -> Mean:
+        self._means.append(AgreedMean(self._first(first)))
+        return self._means[-1]
 
     def fault(self, doing: str, error: Exception) -> NoReturn:
         text = str(error).strip().splitlines()
@@ -271,9 +264,9 @@ class Ranks:
         """Return what rank 0 says in front of a step; what was noted is said once."""
         commands, self._journal = self._journal, []
         self._now = self._source()
-        pace = None if self._pace is None else self._pace.measured
+        means = [mean.own.value for mean in self._means]
         told = [[c.name, c.arguments, c.now] for c in commands]
-        return json.dumps({"now": self._now, "pace": pace, "commands": told}).encode()
+        return json.dumps({"now": self._now, "means": means, "commands": told}).encode()
 
     def _first(self, number: float) -> float:
         """Return rank 0's number."""

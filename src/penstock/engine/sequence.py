@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from penstock.engine.cold import Restore
+from penstock.engine.cold import Asked
 from penstock.engine.handle import Handle, tell
 from penstock.engine.request import Finish, Reason, Request, Token, Usage
 from penstock.engine.sampling import Chooser, Chosen
 from penstock.engine.text import TextStream
+from penstock.engine.tier import Restore
 from penstock.errors import PenstockError, StepFailed
 from penstock.kv.reads import Part, Row
 from penstock.kv.segment import Segment
@@ -58,8 +58,8 @@ class Sequence:
     layers, or no such tokens."""
     meets: int = 0
     """How many tokens the tree held when it was let in: others may part there, too."""
-    on_disk: Future[int] | None = None
-    """How many blocks of its chain the cold tier has; None if nobody asked."""
+    on_disk: Asked | None = None
+    """How many blocks of its chain the cold tiers have; None if nobody asked."""
     restores: list[Restore] = field(default_factory=list)
     """What is being read for it, in order."""
     went_on_at: int | None = None

@@ -132,10 +132,10 @@ def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     keys = core.prefixes.keys(list(tokens), salt)
     held = core.prefixes.match(keys).tokens // core.limits.block_size
     assert core.cold is not None
-    core.cold.note(keys[:held], core.prefixes.root(salt), 0, seen=True)
+    core.cold.tiers["ssd"].note(keys[:held], core.prefixes.root(salt), 0, seen=True)
     core.note_checkpoints(keys[:held])
     return keys
 
 
 def _is_written(core: Core) -> bool:
-    return core.cold is None or core.cold.is_written
+    return core.cold is None or core.cold.tiers["ssd"].is_written

@@ -60,7 +60,7 @@ class Stats:
     hit_tokens: int
     """Of those, read from what was computed before: prefill avoided."""
     restored_tokens: int
-    """Of the hits, read back from the cold tier."""
+    """Of the hits, read back from a cold tier."""
     prefilled_tokens: int
     generated_tokens: int
     nodes: int
@@ -75,7 +75,9 @@ class Stats:
     decode: StepTimes
     prefill: StepTimes
     ssd: TierStats | None = None
-    """Of the cold tier, if there is one."""
+    """Of the folder, if there is one."""
+    remote: TierStats | None = None
+    """Of the store that others share, if there is one."""
 
     @property
     def hit_rate(self) -> float:

@@ -77,4 +77,4 @@ class Explanation:
     recurrent layers were kept, and the windows of all others are whole. None if all of it would be,
     in a model without recurrent layers."""
     on_disk_tokens: int | None = None
-    """First tokens whose blocks are on the disk; None if that was not asked, or there is none."""
+    """First tokens whose blocks a cold tier has; None if that was not asked, or there is none."""

@@ -38,6 +38,8 @@ class Tiers(BaseModel):
 
     ram: Tier
     ssd: Tier = Tier(state="off", used_bytes=0, limit_bytes=0)
+    remote: Tier = Tier(state="off", used_bytes=0, limit_bytes=0)
+    """How much it holds and may hold is not known: both are 0."""
 
 
 class CacheStats(BaseModel):
@@ -53,13 +55,15 @@ class CacheStats(BaseModel):
         """Tell of figures."""
         ram = Tier(state="on", used_bytes=stats.used_bytes, limit_bytes=stats.limit_bytes)
         tiers = Tiers(ram=ram)
-        if (found := stats.ssd) is not None:
-            tiers.ssd = Tier(
-                state="on" if found.off is None else "off",
-                why=found.off,
-                used_bytes=found.held_bytes,
-                limit_bytes=found.limit_bytes,
-            )
+        for name, found in (("ssd", stats.ssd), ("remote", stats.remote)):
+            if found is not None:
+                tier = Tier(
+                    state="on" if found.off is None else "off",
+                    why=found.off,
+                    used_bytes=found.held_bytes,
+                    limit_bytes=found.limit_bytes,
+                )
+                setattr(tiers, name, tier)
         return cls(stats=stats, hit_rate=stats.hit_rate, tiers=tiers)
 
 

@@ -81,7 +81,10 @@ class EngineMetrics(Collector):
         yield from _memory(self.stats)
         yield from _work(self.stats)
         if self.stats.ssd is not None:
-            yield from _ssd(self.stats.ssd)
+            yield from _folder(self.stats.ssd)
+            yield from _tier("ssd", self.stats.ssd)
+        if self.stats.remote is not None:
+            yield from _tier("remote", self.stats.remote)
         yield from _steps({"decode": self.stats.decode, "prefill": self.stats.prefill})
 
     def describe(self) -> Iterator[Metric]:
@@ -138,30 +141,33 @@ def _work(stats: Stats) -> Iterator[Metric]:
     yield _counter("answers_failed", "Of those, ended with an error.", stats.failed)
     yield _counter("prompt_tokens", "Tokens of prompts that were let in.", stats.prompt_tokens)
     yield _counter("hit_tokens", "Of those, read and not computed.", stats.hit_tokens)
-    yield _counter("restored_tokens", "Of the hits, read from the disk.", stats.restored_tokens)
+    yield _counter("restored_tokens", "Of the hits, read from a cold tier.", stats.restored_tokens)
     yield _counter("prefilled_tokens", "Tokens of prompts computed.", stats.prefilled_tokens)
     yield _counter("generated_tokens", "Tokens generated.", stats.generated_tokens)
     yield _counter("parkings", "Answers that had to give way for a while.", stats.parkings)
     yield _counter("out_of_memory", "Times that MLX ran out of memory.", stats.out_of_memory)
 
 
-def _ssd(stats: TierStats) -> Iterator[Metric]:
-    counts = stats.counts
-    yield _gauge("ssd_up", "Whether the folder of the cold tier works.", int(stats.off is None))
+def _folder(stats: TierStats) -> Iterator[Metric]:
     yield _gauge("ssd_held_bytes", "Bytes of blocks in the folder.", stats.held_bytes)
     yield _gauge("ssd_limit_bytes", "The folder's limit.", stats.limit_bytes)
-    yield _gauge("ssd_queued_bytes", "Bytes that wait to be written.", stats.queued_bytes)
-    yield _counter("ssd_faults", "Times that the folder has failed.", stats.faults)
+
+
+def _tier(name: str, stats: TierStats) -> Iterator[Metric]:
+    counts = stats.counts
+    yield _gauge(f"{name}_up", "Whether the store of the tier works.", int(stats.off is None))
+    yield _gauge(f"{name}_queued_bytes", "Bytes that wait to be written.", stats.queued_bytes)
+    yield _counter(f"{name}_faults", "Times that the store has failed.", stats.faults)
     blocks = CounterMetricFamily(
-        "penstock_ssd_blocks", "Blocks, by what became of them.", labels=["outcome"]
+        f"penstock_{name}_blocks", "Blocks, by what became of them.", labels=["outcome"]
     )
     for outcome in ("written", "known", "refused", "read", "damaged", "missing"):
         blocks.add_metric([outcome], getattr(counts, f"{outcome}_blocks"))
     blocks.add_metric(["dropped"], stats.dropped_blocks)
     yield blocks
-    yield _counter("ssd_written_bytes", "Bytes of files written.", counts.written_bytes)
-    yield _counter("ssd_read_bytes", "Bytes of files read.", counts.read_bytes)
-    yield _counter("ssd_read_seconds", "Spent on reading them.", counts.read_seconds)
+    yield _counter(f"{name}_written_bytes", "Bytes of files written.", counts.written_bytes)
+    yield _counter(f"{name}_read_bytes", "Bytes of files read.", counts.read_bytes)
+    yield _counter(f"{name}_read_seconds", "Spent on reading them.", counts.read_seconds)
 
 
 def _steps(kinds: dict[str, StepTimes]) -> Iterator[Metric]:

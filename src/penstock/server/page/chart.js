@@ -108,6 +108,7 @@ export class MemoryChart {
         disk,
         make("span", { class: "said" }, on ? tierText(ssd) + restored : (ssd.why ?? "off")),
       ),
+      ...(stats.remote ? remoteRow(stats.remote) : []),
     );
   }
 
@@ -212,6 +213,14 @@ function legendEntry(kind, name, what) {
   const value = make("b", {}, "–");
   const element = make("li", { class: kind, title: what }, make("i"), `${name} `, value);
   return { element, value };
+}
+
+function remoteRow({ off, counts }) {
+  const on = `${bytes(counts.read_bytes)} read, ${bytes(counts.written_bytes)} written`;
+  return [
+    make("dt", {}, "Remote"),
+    make("dd", { class: off ? "off" : "" }, make("span", { class: "said" }, off ?? on)),
+  ];
 }
 
 function tierText({ used_bytes: used, limit_bytes: limit }) {

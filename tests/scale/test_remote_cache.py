@@ -1,0 +1,494 @@
+"""Servers that share prefixes through a store: a real one, which is hung, killed and tampered with.
+
+`A` reads a prompt first; `B` is another process' engine as far as anybody can tell: it shares
+nothing with A but the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load
+
+import cold_engine
+from cold_engine import BLOCK, SOON, files, said, settle, submit
+from engine_faults import VOCABULARY_TOKENS
+from penstock.engine import core as core_module
+from penstock.engine import tier as tier_module
+from penstock.engine.core import Core
+from penstock.errors import SettingError
+from penstock.prefix.blocks import checkpoint_key, root_key
+from penstock.prefix.remote import Objects, open_objects
+from penstock.prefix.remote import store as store_module
+from penstock.prefix.ssd import HostArray
+from penstock.prefix.ssd.record import FORMAT, TOKENS, Record, decode, encode, header
+from penstock.prefix.ssd.tier import ColdTier, TierStats
+from redis_server import RedisServer
+
+PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(200))
+"""Twelve whole blocks and eight tokens."""
+WHOLE = 12 * BLOCK
+FAMILIES = ("llama", "gemma2", "falcon_h1")
+"""Plain, with windows, and with recurrent layers, whose checkpoints are records of their own."""
+Bytes = NDArray[np.uint8]
+PROMPTLY = 10.0
+"""Seconds for an answer of a small model whatever the store does, on a machine that others use."""
+
+
+@pytest.fixture(autouse=True)
+def a_loaded_machine_is_no_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+    monkeypatch.setitem(ColdTier.__init__.__kwdefaults__, "retry_seconds", 0.05)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["redis", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store of each kind."""
+    if request.param == "redis":
+        return str(request.getfixturevalue("store").url)
+    pytest.importorskip("obstore")
+    return f"file://{tmp_path}/shared"
+
+
+def running(
+    url: str | None, family: str = "llama", folder: Path | None = None, **settings: Any
+) -> Any:
+    more = {} if url is None else {"remote_cache": url, "remote_cache_timeout_seconds": SOON}
+    return cold_engine.running(folder, family, **{**more, **settings})
+
+
+def ask(core: Core, tokens: Sequence[int] = PROMPT) -> tuple[tuple[int, ...], float]:
+    """Return the answer, and which share of the prompt was not computed for it."""
+    handle = submit(core, tokens)
+    settle(core)
+    (found,) = handle.result(0.0)
+    usage = found.finish.usage
+    return said(handle), usage.cached_tokens / usage.prompt_tokens
+
+
+def alone(family: str = "llama", tokens: Sequence[int] = PROMPT) -> tuple[int, ...]:
+    """Return the answer of an engine that knows nothing."""
+    with running(None, family) as core:
+        return ask(core, tokens)[0]
+
+
+def write(url: str, family: str = "llama") -> None:
+    """Let A read the prompt."""
+    with running(url, family) as core:
+        assert ask(core) == (alone(family), 0.0)
+
+
+def remote(core: Core) -> TierStats:
+    found = core.stats().remote
+    assert found is not None
+    return found
+
+
+def name_of(core: Core, block: int) -> str:
+    """Return the name of a block's value."""
+    return name(core, core.prefixes.keys(PROMPT)[block])
+
+
+def name(core: Core, key: bytes) -> str:
+    return f"{FORMAT}/{root_key(core.prefixes.fingerprint).hex()}/{key.hex()}.safetensors"
+
+
+def changed(raw: bytes, change: Callable[[str, Bytes], Bytes]) -> bytes:
+    """Return a record's file with other numbers, and a hash that is right for them."""
+    record = decode(raw)
+    arrays = {
+        of: HostArray(array.dtype, array.shape, change(of, array.data))
+        for of, array in record.arrays.items()
+    }
+    wrong = Record(record.key, record.parent, record.depth, arrays)
+    return encode(wrong, header(raw)["fingerprint"])
+
+
+# ---- what A has read is served to B
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_read_by_one_is_served_to_the_other(url: str, family: str) -> None:
+    expected = alone(family)
+    write(url, family)
+    with running(url, family) as core:
+        text, cached = ask(core)
+        assert text == expected
+        assert cached >= 0.9
+        assert core.stats().restored_tokens == WHOLE
+        counts = remote(core).counts
+        assert counts.written_blocks == 0, "what is there is not written again"
+        assert ask(core)[0] == expected
+        assert remote(core).counts.read_blocks == counts.read_blocks, "then it is in memory"
+
+
+def test_a_value_is_the_file_that_anybody_can_read_and_expires(store: RedisServer) -> None:
+    with running(store.url, remote_cache_ttl_seconds=1_000) as core:
+        ask(core)
+        ask(core)
+        names = store.names()
+        assert len(names) == 207 // BLOCK
+        assert all(name.startswith(f"{FORMAT}/") for name in names)
+        assert all(0 < store.client.ttl(name) <= 1_000 for name in names)
+        assert store.calls("set") == len(names), "each was sent once"
+        arrays = load(store.client.get(name_of(core, 3)))
+        assert arrays["tokens"].tolist() == list(PROMPT[3 * BLOCK : 4 * BLOCK])
+    with running(store.url, remote_cache_ttl_seconds=5_000) as core:
+        ask(core)
+    assert all(store.client.ttl(key) > 1_000 for key in names), "what is used stays"
+
+
+def test_the_folder_of_a_file_store_is_its_owners(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    folder = tmp_path / "shared"
+    write(f"file://{folder}")
+    assert folder.stat().st_mode & 0o077 == 0
+    assert len(files(folder)) == 207 // BLOCK
+
+
+def test_kv_that_is_not_its_own_changes_the_text(store: RedisServer) -> None:
+    """A negative control: wrong numbers under a right hash are seen in the text."""
+    write(store.url)
+    for each in store.names():
+        raw = store.client.get(each)
+        store.client.set(each, changed(raw, lambda of, data: data if of == TOKENS else data ^ 0x80))
+    with running(store.url) as core:
+        assert ask(core)[0] != alone()
+        assert core.stats().restored_tokens == WHOLE
+
+
+# ---- with a folder beside it
+
+
+def test_what_one_tier_lacks_the_other_has(store: RedisServer, tmp_path: Path) -> None:
+    expected = alone()
+    with running(store.url, folder=tmp_path / "a") as core:
+        assert ask(core)[0] == expected
+    assert len(files(tmp_path / "a")) == len(store.names()) == 207 // BLOCK
+    with running(store.url, folder=tmp_path / "b") as core:
+        assert ask(core) == (expected, WHOLE / 200)
+        assert remote(core).counts.read_blocks == 12
+        ask(core)  # asked for again: worth the disk
+        assert len(files(tmp_path / "b")) >= 12
+        core.prefixes.clear()
+        assert ask(core) == (expected, WHOLE / 200)
+        assert remote(core).counts.read_blocks + core.stats().ssd.counts.read_blocks == 24
+    store.client.flushall()
+    with running(store.url, folder=tmp_path / "b") as core:
+        assert ask(core)[0] == expected
+        assert core.stats().restored_tokens == WHOLE
+        ask(core)
+    assert len(store.names()) >= 12, "what the store lost comes back from who has it"
+
+
+def test_a_store_that_hangs_costs_no_hit_of_the_disk(
+    store: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone()
+    with running(store.url, folder=tmp_path / "a") as core:
+        ask(core)
+    with running(store.url, folder=tmp_path / "a", remote_cache_timeout_seconds=2.0) as core:
+        settle(core)
+        store.send(signal.SIGSTOP)
+        began = time.monotonic()
+        handle = submit(core, PROMPT)
+        while not handle.ends:
+            core.step()
+        assert time.monotonic() - began < 1.5, "the store was not waited for"
+        assert said(handle) == expected
+        assert core.stats().restored_tokens == WHOLE
+        store.send(signal.SIGCONT)
+
+
+# ---- tampered with
+
+
+@pytest.mark.parametrize("block", [0, 5, 11])
+@pytest.mark.parametrize("at", ["header", "numbers"])
+def test_a_flipped_bit_is_a_miss_and_is_written_anew(
+    store: RedisServer, block: int, at: str
+) -> None:
+    expected = alone()
+    write(store.url)
+    dice = random.Random(block)
+    with running(store.url) as core:
+        value = name_of(core, block)
+        length = store.client.strlen(value)
+        head = 8 + int.from_bytes(store.client.getrange(value, 0, 7), "little")
+        place = dice.randrange(8, head) if at == "header" else dice.randrange(head, length)
+        (byte,) = store.client.getrange(value, place, place)
+        store.client.setrange(value, place, bytes([byte ^ 1 << dice.randrange(8)]))
+        assert ask(core)[0] == expected
+        assert core.stats().restored_tokens == block * BLOCK
+        assert remote(core).counts.damaged_blocks == 1
+        assert remote(core).off is None
+    with running(store.url) as core:
+        assert ask(core)[0] == expected
+        assert core.stats().restored_tokens == WHOLE, "it was computed, and written again"
+
+
+def another_version(raw: bytes) -> bytes:
+    return raw.replace(FORMAT.encode(), b"penstock-block-0")
+
+
+def another_model(raw: bytes) -> bytes:
+    return encode(decode(raw), "another model")
+
+
+def other_tokens(raw: bytes) -> bytes:
+    """Numbers of other tokens under this name, by somebody who knows how to hash."""
+    return changed(raw, lambda of, data: data[::-1].copy() if of == TOKENS else data)
+
+
+def cut_short(raw: bytes) -> bytes:
+    return raw[: len(raw) // 2]
+
+
+def too_long(raw: bytes) -> bytes:
+    return raw + bytes(5_000_000)
+
+
+def nothing(raw: bytes) -> bytes:
+    return b"x"
+
+
+@pytest.mark.parametrize(
+    "change", [another_version, another_model, other_tokens, cut_short, too_long, nothing]
+)
+def test_what_is_not_the_record_is_a_miss(
+    store: RedisServer, change: Callable[[bytes], bytes]
+) -> None:
+    expected = alone()
+    write(store.url)
+    with running(store.url) as core:
+        value = name_of(core, 4)
+        store.client.set(value, change(store.client.get(value)))
+        assert ask(core)[0] == expected
+        assert core.stats().restored_tokens == 4 * BLOCK
+        assert (remote(core).counts.damaged_blocks, remote(core).off) == (1, None)
+
+
+def test_a_hybrid_without_a_whole_checkpoint_computes(store: RedisServer) -> None:
+    expected = alone("falcon_h1")
+    write(store.url, "falcon_h1")
+    with running(store.url, "falcon_h1") as core:
+        keys = core.prefixes.keys(PROMPT)
+        checkpoint = name(core, checkpoint_key(keys[-1]))
+        place = store.client.strlen(checkpoint) - 100
+        (byte,) = store.client.getrange(checkpoint, place, place)
+        store.client.setrange(checkpoint, place, bytes([byte ^ 4]))
+        assert ask(core) == (expected, 0.0)
+        assert remote(core).counts.damaged_blocks == 1
+
+
+def test_another_fingerprint_finds_nothing(store: RedisServer) -> None:
+    write(store.url)
+    with running(store.url, max_kv_size=512) as core:
+        assert ask(core)[1] == 0.0
+    with running(store.url, "gemma2") as core:
+        assert ask(core) == (alone("gemma2"), 0.0)
+
+
+def test_what_the_store_has_given_up_is_a_miss(store: RedisServer) -> None:
+    write(store.url)
+    with running(store.url) as core:
+        settle(core)
+        store.client.delete(name_of(core, 7))
+        assert ask(core)[0] == alone()
+        assert core.stats().restored_tokens == 7 * BLOCK
+        core.prefixes.clear()
+        store.client.flushall()  # behind the back of who has just seen all of it
+        assert ask(core)[0] == alone()
+        assert remote(core).counts.missing_blocks >= 1
+        assert remote(core).off is None
+
+
+# ---- killed, hung, slow, full, locked
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize("act", ["has", "get", "put"])
+def test_answers_keep_coming_whatever_happens_to_the_store_in_mid_flight(
+    store: RedisServer, act: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.prefix.remote.redis_objects import RedisObjects
+
+    monkeypatch.setattr(core_module, "ASK_SECONDS", 0.5)
+    expected, other = alone(), PROMPT[::-1]
+    expected_other = alone(tokens=other)
+    write(store.url)
+    real = getattr(RedisObjects, act)
+    left = [3]
+
+    def strikes(objects: Objects, *arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            store.send(number)
+        return real(objects, *arguments)
+
+    with running(store.url, remote_cache_timeout_seconds=0.5) as core:
+        settle(core)
+        monkeypatch.setattr(RedisObjects, act, strikes)
+        began = time.monotonic()
+        handles = [submit(core, PROMPT), submit(core, other)]
+        while not all(handle.ends for handle in handles):
+            core.step()
+            core.check()
+        assert [said(handle) for handle in handles] == [expected, expected_other]
+        assert time.monotonic() - began < PROMPTLY
+        until = time.monotonic() + SOON
+        while not remote(core).faults:
+            core.step()
+            assert time.monotonic() < until
+        assert left[0] <= 0, "nothing has happened to the store"
+        monkeypatch.setattr(RedisObjects, act, real)
+        for _ in range(3):  # while it is off nobody waits for it
+            core.prefixes.clear()
+            assert ask(core)[0] == expected
+        if number == signal.SIGKILL:
+            store.start()
+        else:
+            store.send(signal.SIGCONT)
+        until = time.monotonic() + SOON
+        while remote(core).off is not None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        for _ in range(3):
+            core.prefixes.clear()
+            assert ask(core)[0] == expected
+        assert core.stats().restored_tokens >= WHOLE, "it is used again"
+
+
+def test_a_dead_store_is_told_of_once_and_never_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("redis")
+    caplog.set_level(logging.WARNING)
+    with running("redis://127.0.0.1:1/0") as core:
+        for _ in range(3):
+            assert ask(core)[0] == alone()
+        assert "Connection refused" in str(remote(core).off)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert told[0].startswith("the remote cache redis://127.0.0.1:1/0 is switched off")
+
+
+def test_a_wrong_password_is_told_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    server = RedisServer(tmp_path, requirepass="right-one")
+    try:
+        with running(server.url) as core:
+            assert ask(core)[0] == alone()
+            assert remote(core).off is None
+            shown = repr(core.limits) + repr(core.stats())
+        with running(server.url.replace("right-one", "wrong-one")) as core:
+            assert ask(core) == (alone(), 0.0)
+            assert "password" in str(remote(core).off)
+            shown += repr(core.limits) + repr(core.stats())
+    finally:
+        server.close()
+    assert "switched off" in caplog.text
+    for secret in ("right-one", "wrong-one"):
+        assert secret not in caplog.text
+        assert secret not in shown
+
+
+def test_a_full_store_refuses_and_is_read_from(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, **{"maxmemory-policy": "noeviction"})
+    try:
+        write(server.url)
+        server.client.config_set("maxmemory", "100kb")
+        with running(server.url) as core:
+            assert ask(core)[1] >= 0.9
+            other = PROMPT[::-1]
+            assert ask(core, other) == (alone(tokens=other), 0.0)
+            assert remote(core).counts.refused_blocks > 0
+            assert (remote(core).off, remote(core).faults) == (None, 0)
+    finally:
+        server.close()
+
+
+def test_clear_leaves_what_others_use(store: RedisServer) -> None:
+    write(store.url)
+    with running(store.url) as core:
+        ask(core)
+        core.clear()
+        settle(core)
+        assert len(store.names()) == 207 // BLOCK
+
+
+def test_where_it_is_is_explained(store: RedisServer) -> None:
+    write(store.url)
+    with running(store.url) as core:
+        found = core.explain(PROMPT, ask_disk=True)
+        assert (found.held_tokens, found.on_disk_tokens) == (0, WHOLE)
+        assert "192 tokens are in the remote cache" in found.reason
+
+
+# ---- what it takes
+
+
+@pytest.mark.parametrize("nbytes", [1_000_000, 4_000_000])
+def test_a_piece_takes_no_more_memory_than_is_counted(store: RedisServer, nbytes: int) -> None:
+    objects = open_objects(store.url, ttl_seconds=60, timeout_seconds=SOON, put_seconds=SOON)
+    store.client.set("value", bytes(20_000_000))
+    tracemalloc.start()
+    try:
+        objects.get("value", 0, nbytes)
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        found = objects.get("value", nbytes, nbytes)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        objects.close()
+    assert found is not None and (found.nbytes, len(found.raw)) == (20_000_000, nbytes)
+    assert nbytes < peak - before <= store_module.COPIES * nbytes
+
+
+def test_pieces_are_put_together(store: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the pieces are, of which a header may be many."""
+    expected = alone()
+    write(store.url)
+    monkeypatch.setattr("penstock.engine.cold.PIECE_BYTES", 1_000)
+    with running(store.url) as core:
+        assert ask(core) == (expected, WHOLE / 200)
+        assert store.calls("getrange") > 10 * 12
+
+
+# ---- what cannot be
+
+
+def test_a_url_that_names_no_store_is_refused_and_not_repeated() -> None:
+    with pytest.raises(SettingError, match="ssl_") as caught, running("redis://h/0?x=secret"):
+        pass
+    assert "secret" not in str(caught.value)
+
+
+def test_hot_cache_only_means_it_too() -> None:
+    with (
+        pytest.raises(SettingError, match="hot_cache_only") as caught,
+        running("redis://:secret@host", hot_cache_only=True),
+    ):
+        pass
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,97 @@
+"""`penstock serve`, two processes on one store: what is told to one is known to the other."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.recall import dialogue
+from redis_server import RedisServer
+
+SECRET = "open-sesame"
+SOON = 60.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path, requirepass=SECRET)
+    yield server
+    server.close()
+
+
+@contextmanager
+def started(url: str, log: Path) -> Iterator[str]:
+    """Start a server on a free port; yield its URL, once it has printed it."""
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            (sys.executable, "-m", "penstock", "serve", "--port", "0"),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PENSTOCK_REMOTE_CACHE": url},
+        )
+    try:
+        until = time.monotonic() + SOON
+        while (found := re.search(r"http://\S+", log.read_text())) is None:
+            assert process.poll() is None and time.monotonic() < until, log.read_text()
+            time.sleep(0.05)
+        yield found[0]
+        process.terminate()
+        assert process.wait(SOON) == 0
+    finally:
+        process.kill()
+        process.wait(SOON)
+
+
+def asked(url: str, messages: list[dict[str, str]]) -> tuple[str, float]:
+    """Return an answer, and which share of the prompt was not computed for it."""
+    body = {"messages": messages, "max_tokens": 16, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=SOON).json()
+    usage = answer["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["message"]["content"], cached / usage["prompt_tokens"]
+
+
+def sample(url: str, name: str) -> float:
+    text = httpx.get(f"{url}/metrics", timeout=SOON).text
+    (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(value)
+
+
+def test_what_is_told_to_one_is_known_to_the_other(store: RedisServer, tmp_path: Path) -> None:
+    told = dialogue(7, tokens=3_000, facts=4)
+    messages = told.ask(told.questions[0])
+    with started(store.url, tmp_path / "a.log") as a, started(store.url, tmp_path / "b.log") as b:
+        until = time.monotonic() + SOON
+        expected, _ = asked(a, messages)
+        held = httpx.get(f"{a}/v1/cache/stats").json()["stats"]["held_tokens"] // 64
+        while len(store.names()) < held:  # cheap blocks are written when they are asked for again
+            assert asked(a, messages)[0] == expected
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        text, cached = asked(b, messages)
+        assert text == expected
+        assert cached >= 0.9
+        assert sample(b, "penstock_restored_tokens_total") > 0
+        assert sample(b, "penstock_remote_up") == 1
+        assert sample(b, 'penstock_remote_blocks_total{outcome="read"}') > 0
+        assert httpx.get(f"{b}/v1/cache/stats").json()["tiers"]["remote"]["state"] == "on"
+        shown = subprocess.run(
+            (sys.executable, "-m", "penstock", "top", "--once", "--url", b),
+            capture_output=True,
+            text=True,
+            timeout=SOON,
+        )
+        assert re.search(r"remote .*blocks of .* read", shown.stdout), shown
+        everything = httpx.get(f"{b}/v1/cache/stats").text + httpx.get(f"{b}/metrics").text
+    said = (tmp_path / "a.log").read_text() + (tmp_path / "b.log").read_text()
+    assert f"remote   redis://127.0.0.1:{store.port}/0" in said
+    assert SECRET not in said + shown.stdout + everything
