@@ -9,11 +9,18 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 START_SECONDS = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class RedisServer:
@@ -29,16 +36,14 @@ class RedisServer:
             pytest.skip("there is neither valkey-server nor redis-server")
         self._redis = pytest.importorskip("redis")
         self._folder, self._options = folder, options
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
     def url(self) -> str:
         secret = self._options.get("requirepass")
-        return f"redis://{f':{secret}@' if secret else ''}127.0.0.1:{self.port}/0"
+        return f"redis://{f':{quote(secret)}@' if secret else ''}127.0.0.1:{self.port}/0"
 
     @property
     def client(self) -> Any:

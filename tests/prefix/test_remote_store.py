@@ -162,6 +162,16 @@ def test_a_chain_is_read_up_to_its_first_gap() -> None:
     assert read(store, records) == 12
 
 
+def test_who_misses_one_asks_for_all_again() -> None:
+    values, records = InMemory(), blocks(5)
+    store = opened(values)
+    for record in records:
+        store.write(record)
+    values.values.clear()
+    assert read(store, records) == 0
+    assert [store.write(record) for record in records] == ["written"] * 5
+
+
 @pytest.mark.parametrize("at", [0, 3, 100])
 def test_states_are_looked_for_from_the_end(at: int) -> None:
     values, records = InMemory(), blocks(120)

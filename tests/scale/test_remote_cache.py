@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 import signal
+import subprocess
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +35,7 @@ from penstock.prefix.remote import store as store_module
 from penstock.prefix.ssd import HostArray
 from penstock.prefix.ssd.record import FORMAT, TOKENS, Record, decode, encode, header
 from penstock.prefix.ssd.tier import ColdTier, TierStats
-from redis_server import RedisServer
+from redis_server import RedisServer, free_port
 
 PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(200))
 """Twelve whole blocks and eight tokens."""
@@ -138,6 +140,38 @@ def test_a_prompt_read_by_one_is_served_to_the_other(url: str, family: str) -> N
         assert counts.written_blocks == 0, "what is there is not written again"
         assert ask(core)[0] == expected
         assert remote(core).counts.read_blocks == counts.read_blocks, "then it is in memory"
+
+
+def test_the_ways_to_a_store_are_one(tmp_path: Path) -> None:
+    """A socket of this machine, and TLS, whose certificate is checked."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = f"req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 2"
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([openssl, *made.split(), *name], check=True, capture_output=True, timeout=60)
+    port, socket = free_port(), tmp_path / "socket"
+    options = {
+        "unixsocket": str(socket),
+        "tls-port": str(port),
+        "tls-cert-file": str(certificate),
+        "tls-key-file": str(key),
+        "tls-ca-cert-file": str(certificate),
+        "tls-auth-clients": "no",
+        "requirepass": "se cret",
+    }
+    server = RedisServer(tmp_path, **options)
+    try:
+        write(f"unix://:se%20cret@localhost{socket}")
+        tls = f"rediss://:se%20cret@127.0.0.1:{port}/0"
+        with running(f"{tls}?ssl_ca_certs={certificate}") as core:
+            assert ask(core) == (alone(), WHOLE / 200)
+        with running(tls) as core:
+            assert ask(core) == (alone(), 0.0)
+            assert "CERTIFICATE_VERIFY_FAILED" in str(remote(core).off)
+    finally:
+        server.close()
 
 
 def test_a_value_is_the_file_that_anybody_can_read_and_expires(store: RedisServer) -> None:

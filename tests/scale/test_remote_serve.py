@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.prefix.ssd.record import FORMAT
 from penstock.recall import dialogue
 from redis_server import RedisServer
 
@@ -66,8 +68,16 @@ def sample(url: str, name: str) -> float:
     return float(value)
 
 
+def flip(raw: bytes) -> bytes:
+    return raw[:-100] + bytes([raw[-100] ^ 4]) + raw[-99:]
+
+
+def another_version(raw: bytes) -> bytes:
+    return raw.replace(FORMAT.encode(), b"penstock-block-0")
+
+
 def test_what_is_told_to_one_is_known_to_the_other(store: RedisServer, tmp_path: Path) -> None:
-    told = dialogue(7, tokens=3_000, facts=4)
+    told = dialogue(7, tokens=1_200, facts=4)
     messages = told.ask(told.questions[0])
     with started(store.url, tmp_path / "a.log") as a, started(store.url, tmp_path / "b.log") as b:
         until = time.monotonic() + SOON
@@ -92,6 +102,26 @@ def test_what_is_told_to_one_is_known_to_the_other(store: RedisServer, tmp_path:
         )
         assert re.search(r"remote .*blocks of .* read", shown.stdout), shown
         everything = httpx.get(f"{b}/v1/cache/stats").text + httpx.get(f"{b}/metrics").text
+        for damage in (flip, another_version):
+            for name in store.names():
+                store.client.set(name, damage(store.client.get(name)))
+            httpx.delete(f"{b}/v1/cache", timeout=SOON).raise_for_status()
+            assert asked(b, messages) == (expected, 0.0), damage.__name__
+            store.client.flushall()
+            httpx.delete(f"{b}/v1/cache", timeout=SOON).raise_for_status()
+            until = time.monotonic() + SOON
+            while len(store.names()) < held:
+                assert asked(b, messages)[0] == expected
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        assert sample(b, 'penstock_remote_blocks_total{outcome="damaged"}') == 2
+        httpx.delete(f"{b}/v1/cache", timeout=SOON).raise_for_status()
+        text, cached = asked(b, messages)
+        assert text == expected and cached >= 0.9
+        store.send(signal.SIGKILL)
+        httpx.delete(f"{b}/v1/cache", timeout=SOON).raise_for_status()
+        assert asked(b, messages) == (expected, 0.0)
+        assert sample(b, "penstock_remote_up") == 0
     said = (tmp_path / "a.log").read_text() + (tmp_path / "b.log").read_text()
     assert f"remote   redis://127.0.0.1:{store.port}/0" in said
     assert SECRET not in said + shown.stdout + everything

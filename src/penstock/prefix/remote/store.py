@@ -177,8 +177,7 @@ class RemoteStore(Store):
             del self._seen[next(iter(self._seen))]
 
     def _forget(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._seen.pop(key, None)
+        self._seen.clear()  # where one is not what it was, others may not be: all are asked for
         self._timed(self._objects.remove, [self.name(key) for key in keys])
 
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
