@@ -10,53 +10,16 @@ import numpy as np
 import pytest
 from test_ssd_store import chain, keys_of
 
+from objects_in_memory import InMemory
 from penstock.errors import SettingError
 from penstock.prefix.blocks import block_keys, checkpoint_key, root_key
 from penstock.prefix.remote import RemoteStore, check_url, objects, shown
 from penstock.prefix.remote import store as store_module
-from penstock.prefix.remote.objects import Piece
 from penstock.prefix.ssd import HostArray, Record
 from penstock.prefix.ssd.record import TOKENS, Target, decode, encode
 
 FINGERPRINT = "a model"
 BLOCK = 4
-
-
-class InMemory:
-    """A store in this process' memory, which notes what it was asked; see `Objects`."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.asked: list[int] = []
-        self.pieces: list[int] = []
-        self.puts = 0
-        self.takes = True
-        self.seconds = 0.0
-        self.closed = 0
-
-    def get(self, name: str, at: int, nbytes: int) -> Piece | None:
-        time.sleep(self.seconds)
-        self.pieces.append(nbytes)
-        raw = self.values.get(name)
-        return None if raw is None else Piece(len(raw), raw[at : at + nbytes])
-
-    def put(self, name: str, raw: bytes) -> bool:
-        self.puts += 1
-        if self.takes:
-            self.values[name] = raw
-        return self.takes
-
-    def has(self, names: Sequence[str]) -> list[bool]:
-        time.sleep(self.seconds)
-        self.asked.append(len(names))
-        return [name in self.values for name in names]
-
-    def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.values.pop(name, None)
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 def opened(values: InMemory, **more: object) -> RemoteStore:

@@ -1,0 +1,174 @@
+"""The remote tier under the engine, and beside a folder: no text ever changes, nobody waits long.
+
+What a real store does is tested by `make test-scale`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, submit
+from engine_faults import VOCABULARY_TOKENS
+from objects_in_memory import InMemory
+from penstock.engine import cold as cold_module
+from penstock.engine import core as core_module
+from penstock.engine import tier as tier_module
+from penstock.engine.core import Core
+from penstock.prefix.remote.store import COPIES, SEEN_KEY_BYTES, SEEN_KEYS
+from penstock.prefix.ssd.base import READERS
+from penstock.prefix.ssd.tier import TierStats
+
+PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(200))
+WHOLE = 12 * BLOCK
+FAMILIES = ("llama", "gemma2", "falcon_h1")
+
+
+@pytest.fixture(autouse=True)
+def values(monkeypatch: pytest.MonkeyPatch) -> InMemory:
+    """The store that every URL names here."""
+    made = InMemory()
+    monkeypatch.setattr(cold_module, "check_url", lambda url: None)
+    monkeypatch.setattr(cold_module, "open_objects", lambda url, **settings: made)
+    monkeypatch.setattr(core_module, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+    return made
+
+
+def shared(folder: Path | None = None, family: str = "llama", **settings: Any) -> Any:
+    given = {"remote_cache": "redis://somewhere", "remote_cache_timeout_seconds": 2 * SOON}
+    return running(folder, family, **{**given, **settings})
+
+
+def alone(family: str = "llama") -> tuple[int, ...]:
+    with running(None, family) as core:
+        return ask(core, PROMPT)
+
+
+def remote(core: Core) -> TierStats:
+    found = core.stats().remote
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_one_has_read_the_other_does_not_compute(family: str) -> None:
+    expected = alone(family)
+    with shared(family=family) as core:
+        assert ask(core, PROMPT) == expected
+    with shared(family=family) as core:
+        assert ask(core, PROMPT) == expected
+        assert core.stats().restored_tokens == WHOLE
+        assert core.stats().ssd is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_tier_gives_the_other_what_it_lacks(
+    values: InMemory, family: str, tmp_path: Path
+) -> None:
+    expected = alone(family)
+    with shared(tmp_path / "a", family) as core:
+        assert ask(core, PROMPT) == expected
+    assert len(files(tmp_path / "a")) == len(values.values) >= 12
+    with shared(tmp_path / "b", family) as core:
+        for _ in range(2):
+            assert ask(core, PROMPT) == expected
+        assert remote(core).counts.read_blocks >= 12
+    values.values.clear()
+    with shared(tmp_path / "b", family) as core:
+        for _ in range(2):
+            assert ask(core, PROMPT) == expected
+        assert core.stats().restored_tokens == WHOLE
+        assert remote(core).counts.read_blocks == 0
+    with shared(family=family) as core:
+        assert ask(core, PROMPT) == expected
+        assert core.stats().restored_tokens == WHOLE, "what was lost came back from the folder"
+
+
+def test_the_sooner_one_is_read(tmp_path: Path) -> None:
+    with shared(tmp_path) as core:
+        ask(core, PROMPT)
+        assert core.cold is not None
+        tiers = core.cold.tiers
+        for slow, quick in (("ssd", "remote"), ("remote", "ssd")):
+            tiers[slow].read_pace.seconds = lambda nbytes: 2e-9 * nbytes  # type: ignore[method-assign]
+            tiers[quick].read_pace.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
+            found = dict.fromkeys(tiers.values(), 12)
+            assert core.cold.fastest(found, 0) == (tiers[quick], 12)
+            assert core.cold.fastest({**found, tiers[slow]: 13}, 0) == (tiers[slow], 13)
+            assert core.cold.fastest(found, 12) is None
+
+
+def test_a_store_that_hangs_costs_no_hit_of_the_folder(values: InMemory, tmp_path: Path) -> None:
+    expected = alone()
+    with shared(tmp_path) as core:
+        ask(core, PROMPT)
+    with shared(tmp_path) as core:
+        settle(core)
+        values.go.clear()
+        longer = (*PROMPT, *PROMPT[:40])  # of which the folder has not all
+        for asked in (PROMPT, longer):
+            core.prefixes.clear()
+            began = time.monotonic()
+            handle = submit(core, asked)
+            while not handle.ends:
+                core.step()
+            assert time.monotonic() - began < SOON / 2, "it was not waited for"
+            if asked == PROMPT:
+                assert said(handle) == expected
+        assert core.stats().restored_tokens == 2 * WHOLE
+        assert ssd(core).off is None
+        values.go.set()
+
+
+def test_a_store_that_hangs_is_waited_for_once(
+    values: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "ASK_SECONDS", 0.3)
+    expected = alone()
+    with shared(remote_cache_timeout_seconds=0.2) as core:
+        settle(core)
+        values.seconds = 0.5
+        took = []
+        for _ in range(4):
+            core.prefixes.clear()
+            began = time.monotonic()
+            assert ask(core, PROMPT) == expected
+            took.append(time.monotonic() - began)
+        assert "0.2 s" in str(remote(core).off)
+        assert remote(core).faults == 1
+        asked = len(values.asked)
+        ask(core, PROMPT[::-1])
+        assert len(values.asked) == asked, "while it is off nothing is asked"
+        values.seconds = 0.0
+
+
+def test_what_arrives_is_in_the_ledger() -> None:
+    with shared() as core:
+        assert core.cold is not None
+        pieces = READERS * COPIES * core.cold.tiers["remote"]._most_block_bytes
+        assert core.cold.nbytes > pieces + SEEN_KEYS * SEEN_KEY_BYTES
+        core.check()  # of which that is a part
+        with pytest.raises(AssertionError), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core.cold.tiers["remote"]._buffers, "nbytes", 0)
+            core.check()
+
+
+def test_clear_leaves_what_others_use(values: InMemory) -> None:
+    with shared() as core:
+        ask(core, PROMPT)
+        core.clear()
+        settle(core)
+        assert len(values.values) == 207 // BLOCK
+
+
+def test_both_are_told_of(tmp_path: Path) -> None:
+    with shared(tmp_path) as core:
+        ask(core, PROMPT)
+        core.prefixes.clear()
+        found = core.explain(PROMPT, ask_disk=True)
+        assert found.on_disk_tokens == WHOLE
+        assert "192 tokens are on the disk or in the remote cache" in found.reason
