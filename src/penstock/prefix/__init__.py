@@ -3,7 +3,8 @@
     tokens --block_keys--> chain of keys --PrefixTree.match--> path of nodes
 
 `blocks` names, `tree` holds and finds, `policy` says what goes first, `eviction` finds it;
-`prefixes` keeps them inside a ledger, `explanation` says why a prompt is not found further.
+`prefixes` keeps them inside a ledger, `explanation` says why a prompt is not found further;
+`routing` chooses among replicas by what they hold.
 """
 
 from penstock.prefix.blocks import as_tokens, block_keys, root_key

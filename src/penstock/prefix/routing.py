@@ -1,0 +1,402 @@
+"""Which of many replicas gets a prompt: pure, no clock, no thread, no arrays of a model.
+
+    replica's tree --Summary--> Router.tell        what it holds, every few seconds
+    prompt's keys  --Router.choose--> Routed       who gets it
+                   --Router.sent-->                what was sent there will soon be held there
+
+`penstock bench cluster` and `penstock serve --ray` use this same router: what is simulated is
+what runs.
+
+A summary is the first 32 bits of the key of every block that a replica holds: 4 bytes a block.
+A replica with n blocks seems to hold a block that it does not with a probability of n / 2^32:
+2 in a million at 10,000 blocks, 2 in 10,000 at a million. A Bloom filter of 10 bits a block is
+wrong in 1 of 100 and cannot forget a block that was given up; this can be sent as what changed.
+A false block costs one prompt a worse place, and never a wrong answer: the replica looks its
+own tree up by whole keys.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+RoutingPolicy = Literal["round-robin", "hash", "prefix", "prefix+load"]
+POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
+SHORT_BYTES = 4
+"""Of a block's key in a summary."""
+HASH_BLOCKS = 2
+"""Blocks by which a prompt without a cache key of its own is known to a hash."""
+MOST_ASKED = 16
+"""Replicas of equal knowledge that are compared by load; of more, two are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The blocks that a replica holds, each by the first 32 bits of its key.
+
+    >>> known = Summary.of([b"abcd and 12 bytes", b"efgh and 12 bytes"])
+    >>> known.nbytes, Summary.from_bytes(known.to_bytes()) == known
+    (8, True)
+    """
+
+    blocks: frozenset[int]
+
+    @classmethod
+    def of(cls, keys: Iterable[bytes]) -> Summary:
+        """Sum up block keys, in any order."""
+        return cls(frozenset(short(key) for key in keys))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Summary:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            ValueError: not a multiple of 4 bytes.
+        """
+        if len(raw) % SHORT_BYTES:
+            raise ValueError(f"a summary has {SHORT_BYTES} bytes a block; {len(raw)} are none")
+        return cls(frozenset(np.frombuffer(raw, "<u4").tolist()))
+
+    def to_bytes(self) -> bytes:
+        """Return 4 bytes a block, in rising order."""
+        found = np.fromiter(self.blocks, "<u4", len(self.blocks))
+        found.sort()
+        return found.tobytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `to_bytes`."""
+        return SHORT_BYTES * len(self.blocks)
+
+
+def short(key: bytes) -> int:
+    """Return a block's name in a summary: the first 32 bits of its key."""
+    return int.from_bytes(key[:SHORT_BYTES], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a router knows of a prompt."""
+
+    keys: Sequence[bytes]
+    """Of its whole blocks, as `block_keys` names them."""
+    cache_key: str | None = None
+    """The client's `prompt_cache_key`, if it gave one."""
+
+    def identity(self, blocks: int = HASH_BLOCKS) -> bytes:
+        """Return what a hash goes by: the cache key, or the prompt's first blocks.
+
+        A prompt without either is known by nothing, and all such go to the same place.
+        """
+        if self.cache_key is not None:
+            return self.cache_key.encode()
+        return self.keys[min(blocks, len(self.keys)) - 1] if self.keys else b""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Where a prompt goes."""
+
+    replica: str
+    known_blocks: int
+    """Of the prompt, that the router believes to be there."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A replica as the router sees it."""
+
+    bit: int
+    """Its place in the masks of the index."""
+    seed: int
+    told: set[int] = field(default_factory=set)
+    """Blocks it said it holds."""
+    sent: set[int] = field(default_factory=set)
+    """Other blocks, of prompts that were sent there since it last said so."""
+    sent_before: set[int] = field(default_factory=set)
+    """As `sent`, from between its last two tellings."""
+
+    def holds(self, block: int) -> bool:
+        """Tell whether a block is believed to be there."""
+        return block in self.told or block in self.sent or block in self.sent_before
+
+    @property
+    def size(self) -> int:
+        """Blocks believed to be there, about: one may have been sent twice."""
+        return len(self.told) + len(self.sent) + len(self.sent_before)
+
+
+class Router:
+    """Chooses a replica for each prompt. Not thread-safe: one owner.
+
+    - `round-robin`: one after the other.
+    - `hash`: always the same one for the same cache key, or the same first blocks (rendezvous
+      hashing: when a replica leaves, its prompts are spread over the others, and no other's move).
+    - `prefix`: one that knows the longest prefix; among equals, as `hash`.
+    - `prefix+load`: the one with the least to do before the first token: what waits there, and
+      what it would have to compute of this prompt. Among those that know nothing two are drawn,
+      and the one with less to do is asked (the power of two choices).
+
+    Args:
+        policy: one of `POLICIES`.
+        seed: of what is drawn.
+        hash_blocks: blocks that a prompt without a cache key is known by to a hash.
+
+    >>> router = Router("prefix+load")
+    >>> router.join("a"), router.join("b")
+    (None, None)
+    >>> keys = [bytes([i]) * 16 for i in range(4)]
+    >>> router.tell("b", Summary.of(keys))
+    >>> router.choose(Prompt(keys), {})
+    Routed(replica='b', known_blocks=4)
+    >>> router.choose(Prompt(keys), {"b": 5.0})  # more waits there than the prefix is worth
+    Routed(replica='a', known_blocks=0)
+    """
+
+    def __init__(
+        self, policy: RoutingPolicy, *, seed: int = 0, hash_blocks: int = HASH_BLOCKS
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy}")
+        if hash_blocks < 1:
+            raise ValueError(f"hash_blocks must be at least 1, not {hash_blocks}")
+        self.policy = policy
+        self._random = random.Random(seed)
+        self._hash_blocks = hash_blocks
+        self._places: dict[str, _Place] = {}
+        self._names: list[str] = []  # by bit; "" where one has left
+        self._index: dict[int, int] = {}  # short key -> mask of who holds it
+        self._turn = 0
+        self._recount()
+
+    # ---- questions
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Who may be chosen, in the order of their joining."""
+        return self._replicas
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of Python that the index takes, about: it grows with all replicas' blocks."""
+        return sys.getsizeof(self._index) + sum(
+            sys.getsizeof(block) + sys.getsizeof(mask) for block, mask in self._index.items()
+        )
+
+    def known(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """Return how many of a prompt's first blocks each replica seems to hold; zeros left out."""
+        found: dict[str, int] = {}
+        for blocks, mask in self._levels(keys):
+            for name in self._named(mask):
+                found.setdefault(name, blocks)
+        return found
+
+    def choose(self, prompt: Prompt, loads: Mapping[str, float]) -> Routed:
+        """Choose who gets a prompt. `round-robin` and what is drawn go on from here; what was
+        told does not change.
+
+        Args:
+            loads: blocks that wait to be computed, of each replica; none where it is not named.
+
+        Raises:
+            LookupError: no replica has joined.
+        """
+        if not self._places:
+            raise LookupError("no replica has joined")
+        if self.policy == "round-robin":
+            name = self.replicas[self._turn % len(self._places)]
+            self._turn += 1
+            return self._routed(prompt, name)
+        if self.policy == "hash":
+            return self._routed(prompt, self._hashed(prompt))
+        if self.policy == "prefix":
+            return self._longest(prompt)
+        return self._soonest(prompt, loads)
+
+    # ---- acts
+
+    def join(self, replica: str) -> None:
+        """Let a replica be chosen; it holds nothing until it is told. Again does nothing."""
+        if not replica:
+            raise ValueError("a replica needs a name")
+        if replica in self._places:
+            return
+        bit = next((i for i, name in enumerate(self._names) if not name), len(self._names))
+        if bit == len(self._names):
+            self._names.append("")
+        self._names[bit] = replica
+        seed = int.from_bytes(blake2b(replica.encode(), digest_size=8).digest(), "little")
+        self._places[replica] = _Place(bit, seed)
+        self._recount()
+
+    def leave(self, replica: str) -> None:
+        """Choose a replica no more and forget what it holds. Again does nothing."""
+        place = self._places.get(replica)
+        if place is None:
+            return
+        del self._places[replica]
+        for block in place.told | place.sent | place.sent_before:
+            self._mark(block, place.bit, held=False)
+        self._names[place.bit] = ""
+        self._recount()
+
+    def tell(self, replica: str, summary: Summary) -> None:
+        """Replace what a replica holds by what it says. What was sent there since it last said
+        so is believed once more: it may not have been computed when the summary was made.
+
+        Raises:
+            KeyError: it has not joined.
+        """
+        place = self._places[replica]
+        self.change(replica, summary.blocks - place.told, place.told - summary.blocks)
+
+    def change(self, replica: str, added: Iterable[int], removed: Iterable[int]) -> None:
+        """As `tell`, by what is different from before.
+
+        Raises:
+            KeyError: it has not joined.
+        """
+        place = self._places[replica]
+        added, removed = set(added), set(removed)
+        place.told |= added
+        place.told -= removed
+        forgotten = place.sent_before
+        place.sent_before, place.sent = place.sent - place.told, set()
+        for block in added | removed | forgotten:
+            self._mark(block, place.bit, held=place.holds(block))
+
+    def sent(self, replica: str, keys: Sequence[bytes]) -> None:
+        """Believe that a replica will soon hold a prompt that was sent there.
+
+        Raises:
+            KeyError: it has not joined.
+        """
+        place = self._places[replica]
+        new = {short(key) for key in keys} - place.told
+        for block in new:
+            self._mark(block, place.bit, held=True)
+        place.sent |= new
+
+    def check(self) -> None:
+        """Raise AssertionError unless the index is what the replicas' own sets say."""
+        recount: dict[int, int] = {}
+        for place in self._places.values():
+            for block in place.told | place.sent | place.sent_before:
+                recount[block] = recount.get(block, 0) | 1 << place.bit
+        if recount != self._index:
+            raise AssertionError(f"{len(self._index)} blocks indexed, {len(recount)} are held")
+
+    # ---- inside
+
+    def _mark(self, block: int, bit: int, *, held: bool) -> None:
+        mask = self._index.get(block, 0)
+        mask = mask | 1 << bit if held else mask & ~(1 << bit)
+        if mask:
+            self._index[block] = mask
+        else:
+            self._index.pop(block, None)
+
+    def _recount(self) -> None:
+        self._everybody = sum(1 << place.bit for place in self._places.values())
+        self._replicas = tuple(self._places)
+        self._seeds = np.array([place.seed for place in self._places.values()], np.uint64)
+
+    def _levels(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return (blocks known, mask of who knows just these), the most blocks first.
+
+        Trees hold whole paths, so who lacks a block lacks what comes behind it.
+        """
+        levels: list[tuple[int, int]] = []
+        mask = (1 << len(self._names)) - 1
+        for blocks, key in enumerate(keys):
+            further = self._index.get(short(key), 0) & mask
+            if blocks and further != mask:
+                levels.append((blocks, mask & ~further))
+            mask = further
+            if not mask:
+                break
+        else:
+            if keys:
+                levels.append((len(keys), mask))
+        return levels[::-1]
+
+    def _named(self, mask: int) -> Iterator[str]:
+        while mask:
+            lowest = mask & -mask
+            yield self._names[lowest.bit_length() - 1]
+            mask ^= lowest
+
+    def _some(self, mask: int) -> list[str]:
+        """Return the replicas of a mask, or two that are drawn if they are many."""
+        if mask.bit_count() <= MOST_ASKED:
+            return list(self._named(mask))
+        drawn: list[str] = []
+        while len(drawn) < 2:
+            bit = self._random.randrange(len(self._names))
+            if mask >> bit & 1 and self._names[bit] not in drawn:
+                drawn.append(self._names[bit])
+        return drawn
+
+    def _hashed(self, prompt: Prompt, among: Sequence[str] | None = None) -> str:
+        """Return the replica whose hash together with the prompt's is the highest."""
+        names = self.replicas if among is None else among
+        seeds = self._seeds
+        if among is not None:
+            seeds = np.array([self._places[name].seed for name in among], np.uint64)
+        name = blake2b(prompt.identity(self._hash_blocks), digest_size=8).digest()
+        scores = _mixed(seeds ^ np.uint64(int.from_bytes(name, "little")))
+        return names[int(scores.argmax())]
+
+    def _longest(self, prompt: Prompt) -> Routed:
+        levels = self._levels(prompt.keys)
+        if not levels:
+            return Routed(self._hashed(prompt), 0)
+        blocks, mask = levels[0]
+        return Routed(self._hashed(prompt, list(self._named(mask))), blocks)
+
+    def _soonest(self, prompt: Prompt, loads: Mapping[str, float]) -> Routed:
+        """Return who has the least to do up to this prompt's first token."""
+        levels = self._levels(prompt.keys)
+        knowing = 0
+        for _, mask in levels:
+            knowing |= mask
+        if self._everybody & ~knowing:
+            levels.append((0, self._everybody & ~knowing))
+        best: tuple[float, Routed] | None = None
+        for blocks, mask in levels:
+            missing = len(prompt.keys) - blocks
+            if best is not None and missing >= best[0]:
+                break  # who knows less cannot be sooner, even with nothing to do
+            name = min(self._some(mask), key=lambda name: self._busy(name, loads))
+            cost = loads.get(name, 0.0) + missing
+            if best is None or cost < best[0]:
+                best = cost, Routed(name, blocks)
+        assert best is not None  # there is a replica, so there is a level
+        return best[1]
+
+    def _busy(self, name: str, loads: Mapping[str, float]) -> tuple[float, int, float]:
+        """Order replicas that know the same: by load, by what they hold, by chance."""
+        return loads.get(name, 0.0), self._places[name].size, self._random.random()
+
+    def _routed(self, prompt: Prompt, name: str) -> Routed:
+        place = self._places[name]
+        known = 0
+        for key in prompt.keys:
+            if not place.holds(short(key)):
+                break
+            known += 1
+        return Routed(name, known)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a hash of each value: the finish of splitmix64 (Steele, Lea & Flood 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
