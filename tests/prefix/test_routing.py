@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.prefix import block_keys, root_key
-from penstock.prefix.routing import MOST_ASKED, POLICIES, Prompt, Router, Summary, short
+from penstock.prefix.routing import (
+    COMMON,
+    MOST_ASKED,
+    POLICIES,
+    RECENT,
+    WORTH,
+    Prompt,
+    Router,
+    Summary,
+    short,
+)
 
 ROOT = root_key("model")
 NAMES = tuple(f"replica {i}" for i in range(4))
@@ -112,7 +122,7 @@ def test_check_sees_an_index_that_is_wrong() -> None:
 @given(
     held=st.lists(st.lists(Paths, max_size=3), min_size=4, max_size=4),
     path=Paths,
-    loads=st.lists(st.integers(0, 6), min_size=4, max_size=4),
+    loads=st.lists(st.integers(0, 50), min_size=4, max_size=4),
 )
 def test_prefix_and_load_takes_the_one_with_least_to_do(
     held: list[list[list[int]]], path: list[int], loads: list[int]
@@ -123,9 +133,38 @@ def test_prefix_and_load_takes_the_one_with_least_to_do(
     wanted = keys(*path)
     known = router.known(wanted)
     by_name = dict(zip(NAMES, map(float, loads), strict=True))
-    cost = {name: by_name[name] + len(wanted) - known.get(name, 0) for name in NAMES}
+    cost = {name: by_name[name] + WORTH * (len(wanted) - known.get(name, 0)) for name in NAMES}
     routed = router.choose(Prompt(wanted), by_name)
     assert cost[routed.replica] == min(cost.values())
+
+
+def test_a_conversation_stays_and_a_system_prompt_spreads() -> None:
+    """Of the same length, and with the same load where they are known."""
+    system, own = keys(*range(10)), keys(*range(100, 110))
+    loads = {NAMES[0]: 5 * WORTH}
+    places = {}
+    for what, wanted in (("system", system), ("own", own)):
+        router = router_of("prefix+load", NAMES[:2])
+        for number in range(RECENT):  # all of its prompts begin so, or one of them does
+            others = [*wanted, *keys(number)] if what == "system" else keys(1_000 + number)
+            router.sent(NAMES[0], others if number else wanted)
+        router.tell(NAMES[0], Summary.of(wanted))
+        places[what] = router.choose(Prompt(wanted), loads).replica
+        router.check()
+    assert places == {"system": NAMES[1], "own": NAMES[0]}
+
+
+def test_what_is_common_is_forgotten_with_its_prompts() -> None:
+    router, common = router_of("prefix+load"), keys(1)
+    for _ in range(COMMON - 1):
+        router.sent(NAMES[0], common)
+    assert router.prices(common) == [WORTH, 0.0]
+    router.sent(NAMES[0], common)
+    assert router.prices(common) == [1.0, 0.0]
+    for number in range(RECENT - 1):
+        router.sent(NAMES[0], keys(10 + number))
+        assert len(router._uses) <= RECENT + 1
+    assert router.prices(common) == [WORTH, 0.0]
 
 
 @given(held=st.lists(st.lists(Paths, max_size=3), min_size=4, max_size=4), path=Paths)

@@ -1,9 +1,13 @@
-"""A segment without arrays, for benches of the index alone."""
+"""A segment without arrays, and a bounded tree of such, for benches of the index alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+from penstock.ledger import Kind, Ledger
+from penstock.prefix import Node, Policy, PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +37,71 @@ class Blank:
     def joins(self, _: Self) -> bool:
         """All are alike."""
         return True
+
+
+class BlankPrefixes:
+    """What one engine holds, without arrays: a real tree in a real ledger.
+
+    A block is one token to the tree and one byte to the ledger.
+
+    Args:
+        capacity_blocks: the ledger's limit.
+        policy: which leaf goes first.
+        node_blocks: blocks of a node at most: what one eviction gives up.
+    """
+
+    def __init__(self, capacity_blocks: int, policy: Policy, node_blocks: int) -> None:
+        self.tree: PrefixTree[Blank] = PrefixTree(1, policy)
+        self.evictions = 0
+        self._node_blocks = node_blocks
+        self._ledger = Ledger(capacity_blocks)
+        self._held = self._ledger.reserve(Kind.NODES, 0)
+        self.on_change: Callable[[Sequence[bytes], bool], None] | None = None
+        """Told the keys of blocks that have come (True) or were given up (False)."""
+
+    def serve(self, blocks: Sequence[int], keys: Sequence[bytes], now_seconds: float) -> int:
+        """Match, pin and complete one prompt, and return the blocks that were there.
+
+        Args:
+            blocks: the prompt's blocks as tokens.
+            keys: their keys, in blocks of one token.
+        """
+        match = self.tree.match(keys)
+        last: Node[Blank] | None = match.path[-1] if match.path else None
+        if last is not None and match.ends_inside:
+            last = self.tree.split(last, match.blocks_in_last)
+        at = match.tokens
+        with self.tree.pin(last, now_seconds) as pin:
+            while at < len(keys):
+                # Nodes end at multiples of their size: what returns is known by the same key.
+                end = min(len(keys), at - at % self._node_blocks + self._node_blocks)
+                if not self._make_room(end - at):
+                    break
+                new = keys[at:end]
+                node = self.tree.insert(pin.node, new, blocks[at:end], Blank(end - at), now_seconds)
+                pin.extend(node)
+                self._tell(new, held=True)
+                at = end
+        return match.tokens
+
+    def check(self) -> None:
+        """Recount the tree and the ledger, and raise AssertionError if something differs."""
+        self.tree.check()
+        self._ledger.check({Kind.NODES: self.tree.nbytes})
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Count `nbytes` more, or return False: everything else is pinned."""
+        while self._ledger.free_bytes < nbytes:
+            victim = self.tree.victim()
+            if victim is None:
+                return False
+            self.tree.remove(victim)
+            self._held.resize(self.tree.nbytes)
+            self.evictions += 1
+            self._tell(victim.keys, held=False)
+        self._held.resize(self._held.nbytes + nbytes)
+        return True
+
+    def _tell(self, keys: Sequence[bytes], *, held: bool) -> None:
+        if self.on_change is not None:
+            self.on_change(keys, held)

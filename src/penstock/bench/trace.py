@@ -11,11 +11,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.blank import Blank
+from penstock.bench.blank import BlankPrefixes
 from penstock.bench.report import Line, Report
 from penstock.errors import SettingError
-from penstock.ledger import Kind, Ledger, Reservation
-from penstock.prefix import HalfLife, Node, Policy, PrefixTree, block_keys, root_key
+from penstock.prefix import HalfLife, Policy, block_keys, root_key
 
 CLAIM = "What a bounded cache keeps is worth more than what was used last"
 RIVAL = "lru"
@@ -32,6 +31,7 @@ class Visit:
     seconds: float
     input_tokens: int
     blocks: tuple[int, ...]
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,8 @@ def read_trace(file: Path) -> Trace:
             seconds = float(raw["timestamp"]) / 1e3
             if visits:  # one after the other, also where the clock says at once
                 seconds = max(seconds, visits[-1].seconds + 1e-6)
-            visits.append(Visit(seconds, int(raw["input_length"]), blocks))
+            output_tokens = int(raw.get("output_length", 0))
+            visits.append(Visit(seconds, int(raw["input_length"]), blocks, output_tokens))
         except (ValueError, KeyError, TypeError) as error:
             raise SettingError(f"{file}, line {number} is not a request: {error!r}") from None
     fullest = max(visits, key=lambda visit: len(visit.blocks), default=None)
@@ -143,71 +144,24 @@ def _block_tokens(visits: Sequence[Visit]) -> int:
 def replay(trace: Trace, capacity_blocks: int, policy: Policy, node_blocks: int) -> Replay:
     """Send every request through a tree of at most `capacity_blocks` blocks.
 
-    A block is one token to the tree and one byte to the ledger, both under their real
-    management; the trace's names of blocks are hashed as tokens are.
+    The trace's names of blocks are hashed as tokens are.
     """
-    tree: PrefixTree[Blank] = PrefixTree(1, policy)
-    ledger = Ledger(capacity_blocks)
-    room = _Room(tree, ledger, ledger.reserve(Kind.NODES, 0))
+    held = BlankPrefixes(capacity_blocks, policy, node_blocks)
     root = root_key("trace")
     hit_tokens = 0
     began = time.perf_counter()
     for visit in trace.visits:
-        matched = _serve(tree, room, visit, block_keys(visit.blocks, 1, root), node_blocks)
+        matched = held.serve(visit.blocks, block_keys(visit.blocks, 1, root), visit.seconds)
         hit_tokens += trace.tokens_of(visit, matched)
     seconds = time.perf_counter() - began
-    tree.check()
-    ledger.check({Kind.NODES: tree.nbytes})
+    held.check()
     return Replay(
         hit_tokens,
         hit_tokens / trace.input_tokens,
-        room.evictions,
-        len(tree),
+        held.evictions,
+        len(held.tree),
         len(trace.visits) / seconds,
     )
-
-
-@dataclass(slots=True)
-class _Room:
-    """Makes room in the ledger by giving up what is worth least."""
-
-    tree: PrefixTree[Blank]
-    ledger: Ledger
-    held: Reservation
-    evictions: int = 0
-
-    def make(self, nbytes: int) -> bool:
-        """Count `nbytes` more, or return False: everything else is pinned."""
-        while self.ledger.free_bytes < nbytes:
-            victim = self.tree.victim()
-            if victim is None:
-                return False
-            self.tree.remove(victim)
-            self.held.resize(self.tree.nbytes)
-            self.evictions += 1
-        self.held.resize(self.held.nbytes + nbytes)
-        return True
-
-
-def _serve(
-    tree: PrefixTree[Blank], room: _Room, visit: Visit, keys: Sequence[bytes], node_blocks: int
-) -> int:
-    """Match, pin and complete one prompt, and return the blocks that were there."""
-    match = tree.match(keys)
-    last: Node[Blank] | None = match.path[-1] if match.path else None
-    if last is not None and match.ends_inside:
-        last = tree.split(last, match.blocks_in_last)
-    at = match.tokens
-    with tree.pin(last, visit.seconds) as pin:
-        while at < len(keys):
-            # Nodes end at multiples of their size: what returns is known by the same key.
-            end = min(len(keys), at - at % node_blocks + node_blocks)
-            if not room.make(end - at):
-                break
-            tokens, segment = visit.blocks[at:end], Blank(end - at)
-            pin.extend(tree.insert(pin.node, keys[at:end], tokens, segment, visit.seconds))
-            at = end
-    return match.tokens
 
 
 def optimum(trace: Trace, capacity_blocks: int) -> float:

@@ -183,6 +183,140 @@ def trace(
     raise typer.Exit(0 if report.met else 1)
 
 
+@app.command()
+def cluster(
+    file: Annotated[
+        Path,
+        typer.Option(
+            "--trace",
+            help="Requests as JSON lines: timestamp, input_length, output_length, hash_ids.",
+            metavar="FILE",
+            dir_okay=False,
+        ),
+    ],
+    replicas: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="How many there are; may be given several times.",
+            metavar="NUMBER",
+            show_default="1, 3, 10, 30 and 100",
+            min=1,
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Who gets a prompt: round-robin, hash, prefix or prefix+load; may be given "
+            "several times.",
+            metavar="NAME",
+            show_default="all four",
+        ),
+    ] = None,
+    split: Annotated[
+        int,
+        typer.Option(
+            help="Cut the trace into so many parts of whole conversations, and give each replica "
+            "one; more replicas get copies whose users are others.",
+            metavar="PARTS",
+            min=1,
+        ),
+    ] = 10,
+    requests: Annotated[
+        int,
+        typer.Option(
+            help="Replay at most this many a run, the first ones of all replicas together.",
+            metavar="NUMBER",
+            min=1,
+        ),
+    ] = 20_000,
+    memory: Annotated[
+        int, typer.Option(help="KV that a replica holds.", metavar="TOKENS", min=1)
+    ] = 500_000,
+    prefill: Annotated[
+        float,
+        typer.Option(
+            help="Tokens of prompts that a replica reads a second.", metavar="TOKENS", min=1.0
+        ),
+    ] = 5_000.0,
+    decode: Annotated[
+        float, typer.Option(help="Tokens a second of each answer.", metavar="TOKENS", min=0.1)
+    ] = 30.0,
+    batch: Annotated[
+        int,
+        typer.Option(
+            help="Sequences that a replica runs at the same time.", metavar="NUMBER", min=1
+        ),
+    ] = 16,
+    routers: Annotated[
+        int,
+        typer.Option(
+            help="Routers that take turns; each knows at once what it sent itself.",
+            metavar="NUMBER",
+            min=1,
+        ),
+    ] = 1,
+    gossip: Annotated[
+        float,
+        typer.Option(help="How often replicas say what they hold.", metavar="SECONDS", min=0.1),
+    ] = 5.0,
+    worth: Annotated[
+        float,
+        typer.Option(
+            help="What a block of one conversation counts where it would be computed again, "
+            "against one that waits.",
+            metavar="NUMBER",
+            min=0.1,
+        ),
+    ] = 8.0,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Many replicas in simulated time: hits, waits and gossip, by how prompts find theirs.
+
+    Real trees and the router of penstock serve --ray; a request takes its missing tokens by
+    --prefill and its answer by --decode. Exits with 1 if a goal is not met.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from penstock.bench.cluster import Load, measure, policy_of, table
+    from penstock.bench.cluster_simulation import Machine
+    from penstock.bench.report import publish
+
+    load = Load(
+        split=split,
+        requests=requests,
+        routers=routers,
+        gossip_seconds=gossip,
+        worth=worth,
+        machine=Machine(memory, prefill, decode, batch),
+    )
+    load = replace(
+        load,
+        replicas=tuple(replicas or load.replicas),
+        policies=tuple(map(policy_of, policy or load.policies)),
+    )
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=None)
+        report = measure(
+            file,
+            load,
+            lambda what, done, of: progress.update(
+                task, description=what, completed=done, total=of
+            ),
+        )
+    if not as_json:
+        Console(highlight=False).print(table(report))
+    publish(report, as_json=as_json, save=save)
+    if plot is not None:
+        from penstock.bench.cluster_picture import draw
+
+        draw(report, plot)
+    raise typer.Exit(0 if report.met else 1)
+
+
 @app.command("shared-prefix")
 def shared_prefix(
     model: Which = "random",

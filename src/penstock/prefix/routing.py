@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Literal, get_args
 
 import numpy as np
@@ -33,6 +35,14 @@ SHORT_BYTES = 4
 """Of a block's key in a summary."""
 HASH_BLOCKS = 2
 """Blocks by which a prompt without a cache key of its own is known to a hash."""
+WORTH = 8.0
+"""What a block of one conversation counts where it would have to be computed again, against one
+that waits: it would lie in two places then, and fewer others would fit. Replayed, 8 keeps 19
+hits in 20 that 50 keeps, and at 1 a fifth is lost (docs/scale.md)."""
+RECENT = 256
+"""Prompts of which the router remembers the blocks."""
+COMMON = 16
+"""A block in so many of those is wanted in more than one place: it counts as one."""
 MOST_ASKED = 16
 """Replicas of equal knowledge that are compared by load; of more, two are drawn."""
 
@@ -140,14 +150,17 @@ class Router:
     - `hash`: always the same one for the same cache key, or the same first blocks (rendezvous
       hashing: when a replica leaves, its prompts are spread over the others, and no other's move).
     - `prefix`: one that knows the longest prefix; among equals, as `hash`.
-    - `prefix+load`: the one with the least to do before the first token: what waits there, and
-      what it would have to compute of this prompt. Among those that know nothing two are drawn,
-      and the one with less to do is asked (the power of two choices).
+    - `prefix+load`: the one with the least to do: what waits there, and what it would have to
+      compute of this prompt, of which a block counts `worth` unless many prompts have it. So a
+      conversation stays where it is unless that replica is overloaded, and a system prompt comes
+      to lie wherever it is wanted. Of many that know the same two are drawn, and the one with
+      less to do is asked (the power of two choices).
 
     Args:
         policy: one of `POLICIES`.
         seed: of what is drawn.
         hash_blocks: blocks that a prompt without a cache key is known by to a hash.
+        worth: what a block of one conversation counts where it would be computed again.
 
     >>> router = Router("prefix+load")
     >>> router.join("a"), router.join("b")
@@ -156,23 +169,33 @@ class Router:
     >>> router.tell("b", Summary.of(keys))
     >>> router.choose(Prompt(keys), {})
     Routed(replica='b', known_blocks=4)
-    >>> router.choose(Prompt(keys), {"b": 5.0})  # more waits there than the prefix is worth
+    >>> router.choose(Prompt(keys), {"b": 33.0})  # more waits there than 4 blocks are worth
     Routed(replica='a', known_blocks=0)
     """
 
     def __init__(
-        self, policy: RoutingPolicy, *, seed: int = 0, hash_blocks: int = HASH_BLOCKS
+        self,
+        policy: RoutingPolicy,
+        *,
+        seed: int = 0,
+        hash_blocks: int = HASH_BLOCKS,
+        worth: float = WORTH,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy}")
+        if not worth > 0:
+            raise ValueError(f"worth must be positive, not {worth}")
         if hash_blocks < 1:
             raise ValueError(f"hash_blocks must be at least 1, not {hash_blocks}")
         self.policy = policy
         self._random = random.Random(seed)
         self._hash_blocks = hash_blocks
+        self._worth = worth
         self._places: dict[str, _Place] = {}
         self._names: list[str] = []  # by bit; "" where one has left
         self._index: dict[int, int] = {}  # short key -> mask of who holds it
+        self._recent: deque[list[int]] = deque()
+        self._uses: dict[int, int] = {}  # short key -> how many of the recent prompts have it
         self._turn = 0
         self._recount()
 
@@ -197,6 +220,11 @@ class Router:
             for name in self._named(mask):
                 found.setdefault(name, blocks)
         return found
+
+    def prices(self, keys: Sequence[bytes]) -> list[float]:
+        """Return what the blocks behind the first 0, 1, 2, ... count if they are computed."""
+        each = [1.0 if self._uses.get(short(key), 0) >= COMMON else self._worth for key in keys]
+        return [*accumulate(reversed(each), initial=0.0)][::-1]
 
     def choose(self, prompt: Prompt, loads: Mapping[str, float]) -> Routed:
         """Choose who gets a prompt. `round-robin` and what is drawn go on from here; what was
@@ -279,7 +307,9 @@ class Router:
             KeyError: it has not joined.
         """
         place = self._places[replica]
-        new = {short(key) for key in keys} - place.told
+        blocks = [short(key) for key in keys]
+        self._use(blocks)
+        new = set(blocks) - place.told
         for block in new:
             self._mark(block, place.bit, held=True)
         place.sent |= new
@@ -294,6 +324,17 @@ class Router:
             raise AssertionError(f"{len(self._index)} blocks indexed, {len(recount)} are held")
 
     # ---- inside
+
+    def _use(self, blocks: list[int]) -> None:
+        """Remember a prompt, and forget the oldest of too many."""
+        self._recent.append(blocks)
+        for block in blocks:
+            self._uses[block] = self._uses.get(block, 0) + 1
+        if len(self._recent) > RECENT:
+            for block in self._recent.popleft():
+                self._uses[block] -= 1
+                if not self._uses[block]:
+                    del self._uses[block]
 
     def _mark(self, block: int, bit: int, *, held: bool) -> None:
         mask = self._index.get(block, 0)
@@ -363,7 +404,7 @@ class Router:
 
     def _soonest(self, prompt: Prompt, loads: Mapping[str, float]) -> Routed:
         """Return who has the least to do up to this prompt's first token."""
-        levels = self._levels(prompt.keys)
+        levels, prices = self._levels(prompt.keys), self.prices(prompt.keys)
         knowing = 0
         for _, mask in levels:
             knowing |= mask
@@ -371,7 +412,7 @@ class Router:
             levels.append((0, self._everybody & ~knowing))
         best: tuple[float, Routed] | None = None
         for blocks, mask in levels:
-            missing = len(prompt.keys) - blocks
+            missing = prices[blocks]
             if best is not None and missing >= best[0]:
                 break  # who knows less cannot be sooner, even with nothing to do
             name = min(self._some(mask), key=lambda name: self._busy(name, loads))
