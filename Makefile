@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
 	@echo 'make test    install with the tools for it; lint, types, all tests'
-	@echo 'make test-scale   the tests of more than one machine: ranks, and a Valkey or Redis server'
+	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make soak    10,000 requests to the byte, and the state machines for much longer'

@@ -1,0 +1,68 @@
+"""Servers as processes of their own, for tests of more than one."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+START_SECONDS = 90.0
+STOP_SECONDS = 30.0
+
+
+@dataclass
+class Process:
+    """A `penstock serve` that listens."""
+
+    url: str
+    running: subprocess.Popen[str]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def stop(self) -> None:
+        """Have it drain and end."""
+        if self.running.poll() is None:
+            self.running.send_signal(signal.SIGTERM)
+            self.running.communicate(timeout=STOP_SECONDS)
+
+    def stats(self) -> dict[str, float]:
+        """Return what its engine tells of itself."""
+        found: dict[str, float] = httpx.get(f"{self.url}/v1/cache/stats", timeout=10).json()
+        return found["stats"]  # type: ignore[return-value]
+
+
+@contextmanager
+def serving(*flags: str, port: int = 0) -> Iterator[Process]:
+    """Start `penstock serve` with the embedded model until left; its URL is what it prints."""
+    running = subprocess.Popen(
+        (sys.executable, "-m", "penstock", "serve", "--port", str(port), *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert running.stdout is not None
+        line = running.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, f"{line!r}: {running.stdout.read()}"
+        yield Process(found[0], running)
+    finally:
+        running.kill()
+        running.communicate(timeout=STOP_SECONDS)
+
+
+def wait_until(true: Callable[[], object], seconds: float = START_SECONDS) -> None:
+    """Wait until a function returns something true."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not become true"
+        time.sleep(0.05)
