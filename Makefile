@@ -26,7 +26,7 @@ $(VENV)/.dev: pyproject.toml tools/environment.sh
 	@touch $@ $(VENV)/.run
 
 $(VENV)/.scale: $(VENV)/.dev
-	@tools/environment.sh $(VENV) dev,remote
+	@tools/environment.sh $(VENV) dev,remote,ray
 	@touch $@
 
 run: $(VENV)/.run
@@ -43,7 +43,7 @@ lint: $(VENV)/.dev
 
 # Two processes of one BLAS thread each: two of two would wait for each other.
 test: lint
-	$(BIN)/pytest --doctest-modules src
+	$(BIN)/pytest --doctest-modules src --ignore=src/penstock/serve_ray
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore=tests/scale
 
 # What needs several processes that compute in step, or servers of other projects.

@@ -21,6 +21,7 @@ LEVELS = (
     ("models",),
     ("engine",),
     ("server", "bench"),
+    ("serve_ray",),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -90,6 +91,21 @@ def test_exactly_two_files_import_mlx_lm() -> None:
     assert knowing == [KNOWS_MLX_LM, RIVALS]
 
 
+def test_ray_is_imported_by_its_own_part_alone_and_when_it_is_asked_for() -> None:
+    for module, file in modules():
+        own = module.startswith("penstock.serve_ray")
+        tops = {name.split(".")[0] for name in imported(module, file.read_text())}
+        assert own or "ray" not in tops, module
+        at_once = imports_at_once(module, file.read_text())
+        assert own or not any(name.startswith("penstock.serve_ray") for name in at_once), module
+
+
+def imports_at_once(module: str, source: str) -> set[str]:
+    """Return what is imported as soon as the module is."""
+    top = [n for n in ast.parse(source).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    return {name for node in top for name in imported(module, ast.unparse(node))}
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -100,6 +116,7 @@ def test_exactly_two_files_import_mlx_lm() -> None:
         ("penstock.kv.made_up", "from penstock import KVCache"),
         ("penstock.memory", "import penstock.recall"),
         ("penstock.server.made_up", "from penstock.bench.growth import run"),
+        ("penstock.server.made_up", "from penstock.serve_ray.door import Door"),
         ("penstock.kv.made_up", "import penstock.utils"),
         ("penstock.engine.made_up", "from penstock.models.rivals import Batched"),
         ("penstock.models.made_up", "from penstock.models import rivals"),

@@ -41,6 +41,7 @@ def router_of(policy: str, names: tuple[str, ...] = NAMES, seed: int = 0) -> Rou
 # ---- summaries
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 2**32 - 1)))
 def test_a_summary_survives_its_bytes(blocks: set[int]) -> None:
     summary = Summary(frozenset(blocks))
@@ -119,6 +120,7 @@ def test_check_sees_an_index_that_is_wrong() -> None:
 # ---- the policies
 
 
+@settings(deadline=None)
 @given(
     held=st.lists(st.lists(Paths, max_size=3), min_size=4, max_size=4),
     path=Paths,
@@ -167,6 +169,7 @@ def test_what_is_common_is_forgotten_with_its_prompts() -> None:
     assert router.prices(common) == [WORTH, 0.0]
 
 
+@settings(deadline=None)
 @given(held=st.lists(st.lists(Paths, max_size=3), min_size=4, max_size=4), path=Paths)
 def test_prefix_takes_one_that_knows_most_whatever_its_load(
     held: list[list[list[int]]], path: list[int]
@@ -180,6 +183,7 @@ def test_prefix_takes_one_that_knows_most_whatever_its_load(
     assert routed == router.choose(Prompt(keys(*path)), {})  # nothing is drawn
 
 
+@settings(deadline=None)
 @given(st.text(max_size=8), st.integers(2, 40), st.data())
 def test_a_hash_moves_no_other_prompt_when_a_replica_leaves(
     cache_key: str, count: int, data: st.DataObject

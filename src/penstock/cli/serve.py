@@ -9,13 +9,14 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
-from penstock import config
+from penstock import __version__, config
 from penstock.blas import load_blas
 from penstock.cli import options
 from penstock.cli import serve_options as flags
@@ -65,6 +66,12 @@ def serve(
     kv_cache_residual: flags.KVCacheResidual = 0,
     kv_cache_skip_layers: flags.KVCacheSkipLayers = "",
     kv_cache_quantize: flags.KVCacheQuantize = "active",
+    in_ray: flags.InRay = False,
+    replicas: flags.Replicas = 1,
+    max_replicas: flags.MaxReplicas = None,
+    replica_cpus: flags.ReplicaCPUs = 1.0,
+    replica_gpus: flags.ReplicaGPUs = 0.0,
+    routing: flags.Routing = "prefix+load",
 ) -> None:
     """Serve a model to OpenAI's and Anthropic's clients.
 
@@ -118,6 +125,18 @@ def serve(
     limits |= {"memory_limit": memory_limit, "max_kv_size": max_kv_size, "keep": keep_kv_size}
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")
     options.warn_of_slow_blas(load_blas())
+    if in_ray:
+        fleet = {
+            "replicas": replicas,
+            "max_replicas": max_replicas,
+            "cpus": replica_cpus,
+            "gpus": replica_gpus,
+            "routing": routing,
+        }
+        _check_ray(settings, replicas, max_replicas)
+        return _run_in_ray(
+            model, model_name or _name(model), settings, limits, fleet, preload=ssd_preload
+        )
     name = model_name or _name(model)
     with joined() as ranks:
         if ranks is not None:
@@ -182,6 +201,40 @@ def _check_reach(settings: config.ServerSettings) -> None:
             f"--host {settings.host} can be reached from other machines; set PENSTOCK_API_KEY (or "
             f"--api-key), or listen on {config.HOST}"
         )
+
+
+def _check_ray(settings: config.ServerSettings, replicas: int, max_replicas: int | None) -> None:
+    """Refuse what Ray would refuse later, or in other words."""
+    if find_spec("ray") is None:
+        raise SettingError("--ray needs Ray: pip install 'penstock[ray]'")
+    if settings.port == 0:
+        raise SettingError("--ray needs a --port of its own: Ray's proxies do not take a free one")
+    if max_replicas is not None and max_replicas < replicas:
+        raise SettingError(f"--max-replicas {max_replicas} is less than --replicas {replicas}")
+    _listening(settings).close()  # a port that is taken is told of as without Ray
+
+
+def _run_in_ray(
+    model: str,
+    name: str,
+    settings: config.ServerSettings,
+    limits: dict[str, Any],
+    fleet: dict[str, Any],
+    *,
+    preload: bool,
+) -> None:
+    """Start the replicas, say where they are, and serve until told to stop."""
+    from penstock.serve_ray.application import Fleet, running, wait_for_signal
+    from penstock.serve_ray.replica import Served
+
+    served = Served(model, name, settings, limits, preload)
+    with running(served, Fleet(**fleet)) as url:
+        most = fleet["max_replicas"]
+        count = fleet["replicas"] if most is None else f"{fleet['replicas']} to {most}"
+        print(f"penstock {__version__} serves {name} on {url} with {count} replicas in Ray Serve")
+        print(f"routing  {fleet['routing']}")
+        sys.stdout.flush()
+        wait_for_signal()
 
 
 def _listening(settings: config.ServerSettings) -> socket.socket:

@@ -262,3 +262,56 @@ KVCacheQuantize: TypeAlias = Annotated[
         envvar="PENSTOCK_KV_CACHE_QUANTIZE",
     ),
 ]
+InRay: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--ray",
+        help="Serve by replicas in Ray Serve; needs the extra ray, and RAY_ADDRESS where a Ray "
+        "runs already.",
+        envvar="PENSTOCK_RAY",
+    ),
+]
+Replicas: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="With --ray: engines at the start, and at least. --memory-limit is each one's.",
+        envvar="PENSTOCK_REPLICAS",
+        metavar="NUMBER",
+        min=1,
+    ),
+]
+MaxReplicas: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="With --ray: engines at most; how many there are goes by requests and ledgers.",
+        envvar="PENSTOCK_MAX_REPLICAS",
+        metavar="NUMBER",
+        show_default="always --replicas",
+        min=1,
+    ),
+]
+ReplicaCPUs: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        help="With --ray: processors that Ray sets aside for a replica.",
+        envvar="PENSTOCK_REPLICA_CPUS",
+        metavar="NUMBER",
+        min=0.0,
+    ),
+]
+ReplicaGPUs: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        help="With --ray: GPUs that Ray sets aside for a replica.",
+        envvar="PENSTOCK_REPLICA_GPUS",
+        metavar="NUMBER",
+        min=0.0,
+    ),
+]
+Routing: TypeAlias = Annotated[
+    Literal["round-robin", "hash", "prefix", "prefix+load"],
+    typer.Option(
+        help="With --ray: which replica gets a prompt (docs/scale.md).",
+        envvar="PENSTOCK_ROUTING",
+    ),
+]

@@ -43,6 +43,7 @@ __all__ = [
     "load",
     "load_all",
     "load_part",
+    "load_tokenizer",
     "render",
     "rival_caches",
     "stream",
@@ -131,6 +132,20 @@ def _check_divided(config: dict[str, Any], name: str, ranks: int) -> None:
                     f"{what.removeprefix('num_').replace('_', ' ')}; take a number of ranks that "
                     f"divides them"
                 )
+
+
+def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:
+    """Load a model's tokenizer alone: nothing of its weights is read.
+
+    Raises:
+        ModelError: as `load`.
+    """
+    source = _source(path_or_name)
+    try:
+        return mlx_lm.utils.load_tokenizer(source)
+    # A boundary, as above.
+    except Exception as error:
+        raise ModelError(f"cannot load the tokenizer of {source}: {_one_line(error)}") from error
 
 
 def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:

@@ -253,23 +253,26 @@ class Key:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
-        self._key = api_key.encode()
+        self._key = api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope) or self._known(Headers(scope=scope)):
+        if scope["type"] != "http" or _is_open(scope) or shows_key(scope, self._key):
             return await self.app(scope, receive, send)
         response = response_for(scope["path"], Unauthorized())
         response.headers["WWW-Authenticate"] = "Bearer"
         return await response(scope, receive, send)
 
-    def _known(self, headers: Headers) -> bool:
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        given = [headers.get("x-api-key", "")]
-        if kind.lower() == "bearer":
-            given.append(token.strip())
-        # All are compared, each in constant time; headers are Latin-1 on the wire.
-        known = [hmac.compare_digest(one.encode("latin-1"), self._key) for one in given]
-        return any(known)
+
+def shows_key(scope: Scope, api_key: str) -> bool:
+    """Tell whether a request shows the key, as a bearer token or in `x-api-key`."""
+    headers = Headers(scope=scope)
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    given = [headers.get("x-api-key", "")]
+    if kind.lower() == "bearer":
+        given.append(token.strip())
+    # All are compared, each in constant time; headers are Latin-1 on the wire.
+    known = [hmac.compare_digest(one.encode("latin-1"), api_key.encode()) for one in given]
+    return any(known)
 
 
 def _is_open(scope: Scope) -> bool:

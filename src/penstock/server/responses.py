@@ -121,6 +121,29 @@ def router(service: Service) -> APIRouter:
     return made
 
 
+def tools_of(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+    """Return the tools that the prompt offers, in the form of chat.
+
+    Raises:
+        BadRequest: one that is no function.
+    """
+    return offered([_tool(tool, i) for i, tool in enumerate(body.tools or ())], body.tool_choice)
+
+
+def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the conversation in the form of chat.
+
+    Raises:
+        BadRequest: an item that cannot be read, or nothing.
+    """
+    messages = _messages(body.input)
+    if body.instructions:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    if not messages:
+        raise BadRequest("input is empty", param="input")
+    return messages
+
+
 class _Responses:
     """One request."""
 
@@ -158,9 +181,7 @@ class _Responses:
                     param=name,
                     code="unsupported_parameter",
                 )
-        tools = offered(
-            [_tool(tool, i) for i, tool in enumerate(body.tools or ())], body.tool_choice
-        )
+        tools = tools_of(body)
         prompt, grammar = await until_gone(http, service.work(self._read, tools))
         request = body.request(
             service,
@@ -180,11 +201,7 @@ class _Responses:
 
     def _read(self, tools: list[dict[str, Any]] | None) -> tuple[tuple[int, ...], str | None]:
         """Do what is slow, in a worker thread: the prompt's tokens, the answer's grammar."""
-        messages = _messages(self.body.input)
-        if self.body.instructions:
-            messages.insert(0, {"role": "system", "content": self.body.instructions})
-        if not messages:
-            raise BadRequest("input is empty", param="input")
+        messages = messages_of(self.body)
         call = demanded(self.service.tokenizer, tools, self.body.tool_choice)
         return self.service.prompts.render(messages, tools), call or self._grammar()
 

@@ -1,0 +1,10 @@
+"""Replicas of one server in Ray Serve, and a door that sends each prompt where its prefix lies.
+
+    client ──HTTP──> Ray's proxy ──> Door ──tokens, keys──> PrefixRouter ──> Replica: server, engine
+                                                                ▲               │
+                                                                └── summaries ──┘
+
+`door` reads a request's prompt as the server will, `router` chooses by `penstock.prefix.routing`,
+`replica` answers with the whole server of `penstock serve`, `autoscaling` says how many there
+should be, `application` puts them together. Needs the extra `ray`; nothing else imports it.
+"""

@@ -1,0 +1,89 @@
+"""What a router in front of several servers needs to know of a request: its prompt's tokens.
+
+A hint decides where a request goes and nothing else: what cannot be read here has none, goes
+anywhere, and is refused there by the server itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from penstock.errors import PenstockError
+from penstock.server import anthropic, openai, responses
+from penstock.server.anthropic_forms import MessagesRequest, prompt_of
+from penstock.server.calls import offered
+from penstock.server.forms import ChatRequest, CompletionRequest
+from penstock.server.prompts import Prompts, client_arguments
+from penstock.server.responses import ResponsesRequest, messages_of, tools_of
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A prompt as the engine will see it."""
+
+    tokens: tuple[int, ...]
+    salt: str
+    cache_key: str | None
+    """What the client gave as `prompt_cache_key`."""
+
+
+def hint_of(path: str, body: bytes, prompts: Prompts) -> Hint | None:
+    """Read a request's prompt; None if it has none, or it cannot be read. Slow: not for a loop.
+
+    Of several prompts in one request the first one counts.
+    """
+    read = _READERS.get(path)
+    if read is None:
+        return None
+    try:
+        return read(body, prompts)
+    except (PenstockError, ValidationError):
+        return None
+
+
+def _chat(body: bytes, prompts: Prompts) -> Hint:
+    form = ChatRequest.model_validate_json(body)
+    tools = offered(
+        [tool.model_dump(exclude_none=True) for tool in form.tools or ()], form.tool_choice
+    )
+    messages = [message.model_dump(exclude_none=True) for message in form.messages]
+    tokens = prompts.render(messages, tools, **client_arguments(form.chat_template_kwargs))
+    return Hint(tokens, form.cache_salt or "", form.prompt_cache_key)
+
+
+def _completion(body: bytes, prompts: Prompts) -> Hint | None:
+    form = CompletionRequest.model_validate_json(body)
+    given = form.prompt
+    if not isinstance(given, str):
+        if not given:
+            return None
+        first = given[0]
+        if isinstance(first, int):
+            tokens = tuple(token for token in given if isinstance(token, int))
+            return Hint(tokens, form.cache_salt or "", form.prompt_cache_key)
+        if not isinstance(first, str):
+            return Hint(tuple(first), form.cache_salt or "", form.prompt_cache_key)
+        given = first
+    return Hint(prompts.encode(given), form.cache_salt or "", form.prompt_cache_key)
+
+
+def _responses(body: bytes, prompts: Prompts) -> Hint:
+    form = ResponsesRequest.model_validate_json(body)
+    tokens = prompts.render(messages_of(form), tools_of(form))
+    return Hint(tokens, form.cache_salt or "", form.prompt_cache_key)
+
+
+def _messages(body: bytes, prompts: Prompts) -> Hint:
+    form = MessagesRequest.model_validate_json(body)
+    return Hint(prompt_of(form, prompts).tokens, form.cache_salt, None)
+
+
+_READERS: dict[str, Callable[[bytes, Prompts], Hint | None]] = {
+    openai.CHAT: _chat,
+    openai.COMPLETIONS: _completion,
+    responses.PATH: _responses,
+    anthropic.LABEL: _messages,
+}

@@ -1,0 +1,62 @@
+"""Agents that share a system prompt and talk at the same time, as a client sees them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+
+SESSIONS, TURNS = 8, 5
+TIMEOUT_SECONDS = 300.0
+ANIMALS = ("falcon", "dolphin", "badger", "heron", "otter", "lynx", "raven", "beaver")
+COLOURS = ("amber", "quiet", "silver", "distant", "gentle")
+SYSTEM = "You keep codes and tell them when you are asked. " * 20
+
+
+@dataclass(frozen=True)
+class Talked:
+    """What all sessions took."""
+
+    prompt_tokens: int
+    hit_tokens: int
+    answers: tuple[tuple[str, ...], ...]
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.prompt_tokens
+
+
+def talk(url: str, sessions: int = SESSIONS, turns: int = TURNS) -> Talked:
+    """Have every agent send its conversation so far with each turn, all agents at once."""
+    with ThreadPoolExecutor(sessions) as pool:
+        found = list(pool.map(lambda number: session(url, number, turns), range(sessions)))
+    return Talked(
+        sum(prompt for prompt, _, _ in found),
+        sum(hit for _, hit, _ in found),
+        tuple(said for _, _, said in found),
+    )
+
+
+def session(url: str, number: int, turns: int) -> tuple[int, int, tuple[str, ...]]:
+    messages = [{"role": "system", "content": SYSTEM}]
+    prompt_tokens = hit_tokens = 0
+    said = []
+    for turn in range(turns):
+        thing = f"{COLOURS[turn % len(COLOURS)]} {ANIMALS[number % len(ANIMALS)]}"
+        facts = f"The code of the {thing} is {4_000 + 10 * number + turn}. " * 12
+        question = f"{facts}What is the code of the {thing}?"
+        messages.append({"role": "user", "content": question})
+        answer = httpx.post(
+            f"{url}/v1/chat/completions",
+            json={"messages": messages, "max_tokens": 16},
+            timeout=TIMEOUT_SECONDS,
+        )
+        assert answer.status_code == 200, answer.text
+        made = answer.json()
+        usage = made["usage"]
+        prompt_tokens += usage["prompt_tokens"]
+        hit_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+        said.append(made["choices"][0]["message"]["content"])
+        messages.append({"role": "assistant", "content": said[-1]})
+    return prompt_tokens, hit_tokens, tuple(said)

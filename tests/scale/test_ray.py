@@ -1,0 +1,169 @@
+"""`penstock serve --ray`: two replicas on this machine, as processes that a client talks to."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import anthropic
+import httpx
+import openai
+import pytest
+from agents import SESSIONS, TURNS, Talked, talk
+from processes import STOP_SECONDS, serving
+
+from penstock.memory import parse_bytes
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
+
+LIMIT = "80MB"
+BLOCK = ("--block-size", "16")
+START_SECONDS = 240.0
+KEY = "correct-horse-battery-staple"
+
+
+def free_port() -> int:
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return int(own.getsockname()[1])
+
+
+@contextmanager
+def in_ray(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run `penstock serve --ray` until left; yield its URL once it says that it is there."""
+    port = free_port()
+    command = (
+        *(sys.executable, "-m", "penstock", "serve", "--ray", "--port", str(port)),
+        *("--replica-cpus", "0.25", *flags),
+    )
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    try:
+        assert running.stdout is not None
+        for line in running.stdout:
+            said.append(line)
+            if line.startswith("routing"):
+                break
+        else:
+            pytest.fail("".join(said[-20:]))
+        yield f"http://127.0.0.1:{port}", running
+    finally:
+        if running.poll() is None:
+            running.send_signal(signal.SIGTERM)
+        try:
+            running.communicate(timeout=4 * STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            raise
+
+
+@pytest.fixture(scope="module")
+def alone() -> Talked:
+    """The same sessions before one engine with the memory of two."""
+    both = str(2 * parse_bytes(LIMIT))
+    with serving("--memory-limit", both, *BLOCK) as one:
+        return talk(one.url)
+
+
+@pytest.fixture(scope="module")
+def by_prefix() -> Iterator[tuple[str, Talked]]:
+    with in_ray("--replicas", "2", "--memory-limit", LIMIT, *BLOCK) as (url, _):
+        yield url, talk(url)
+
+
+def test_two_replicas_keep_nine_tenths_of_one_engines_hits(
+    alone: Talked, by_prefix: tuple[str, Talked]
+) -> None:
+    _, both = by_prefix
+    print(f"one engine {alone.hit_tokens}, two replicas {both.hit_tokens}")
+    assert both.answers == alone.answers
+    assert both.prompt_tokens == alone.prompt_tokens
+    assert len(both.answers) == SESSIONS and all(len(said) == TURNS for said in both.answers)
+    assert both.hit_tokens >= 0.9 * alone.hit_tokens
+
+
+def test_turns_keep_less(alone: Talked) -> None:
+    """The control: what is kept above is the router's doing."""
+    flags = ("--replicas", "2", "--memory-limit", LIMIT, *BLOCK, "--routing", "round-robin")
+    with in_ray(*flags) as (url, _):
+        found = talk(url)
+    print(f"one engine {alone.hit_tokens}, two replicas in turns {found.hit_tokens}")
+    assert found.answers == alone.answers
+    assert found.hit_tokens < 0.9 * alone.hit_tokens
+
+
+def test_all_wire_formats_pass_as_they_are(by_prefix: tuple[str, Talked]) -> None:
+    url, _ = by_prefix
+    ours = openai.OpenAI(base_url=f"{url}/v1", api_key="any")
+    theirs = anthropic.Anthropic(base_url=url, api_key="any")
+    messages = [
+        {"role": "user", "content": "The code of the amber falcon is 4821."},
+        {"role": "assistant", "content": "Noted."},
+        {"role": "user", "content": "What is the code of the amber falcon?"},
+    ]
+    whole = ours.chat.completions.create(model="recall", messages=messages)  # type: ignore[call-overload]
+    assert "4821" in whole.choices[0].message.content
+    stream = ours.chat.completions.create(model="recall", messages=messages, stream=True)  # type: ignore[call-overload]
+    parts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(parts) == whole.choices[0].message.content and len(parts) > 2
+    text = ours.completions.create(model="recall", prompt="the amber", max_tokens=4)
+    assert text.usage is not None and text.usage.completion_tokens > 0
+    said = theirs.messages.create(model="recall", max_tokens=16, messages=messages)  # type: ignore[arg-type]
+    assert "4821" in said.content[0].text  # type: ignore[union-attr]
+    made = ours.responses.create(model="recall", input="What is the code of the amber falcon?")
+    assert made.output
+    with pytest.raises(openai.BadRequestError, match="messages"):
+        ours.chat.completions.create(model="recall", messages=[])
+    with pytest.raises(openai.NotFoundError):
+        ours.models.retrieve("another")
+    broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", timeout=30)
+    assert broken.status_code in (400, 422) and broken.json()["error"]
+    assert httpx.get(f"{url}/health", timeout=30).json()["status"] == "ok"
+    large = httpx.post(f"{url}/v1/completions", content=b"x" * 17_000_000, timeout=30)
+    assert large.status_code == 413
+    foreign = httpx.get(f"{url}/v1/models", headers={"host": "a.example"}, timeout=30)
+    assert foreign.status_code == 403
+
+
+def test_what_drains_is_written_to_the_disk_and_found_by_the_next(tmp_path: Path) -> None:
+    """Both replicas share a folder; after they have ended, one engine finds what both held."""
+    disk = ("--ssd-cache-dir", str(tmp_path), "--ssd-cache-limit", "1GB", *BLOCK)
+    flags = ("--replicas", "2", "--memory-limit", LIMIT, "--api-key", KEY, *disk)
+    with in_ray(*flags) as (url, process):
+        assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 401
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=4 * STOP_SECONDS)
+        assert process.returncode == 0
+    with in_ray(*(flag for flag in flags if flag not in ("--api-key", KEY))) as (url, process):
+        before = talk(url, turns=2)
+    with serving("--memory-limit", "160MB", *disk) as one:
+        after = talk(one.url, turns=2)
+        restored = one.stats()["restored_tokens"]
+    assert after.answers == before.answers
+    assert after.hit_tokens > 1.2 * before.hit_tokens
+    assert after.hit_rate > 0.85
+    assert restored > 0
+
+
+def test_replicas_come_with_the_load_and_drain_when_it_goes(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scaling.py"
+    done = subprocess.run(
+        (sys.executable, str(script), str(tmp_path), str(free_port())),
+        capture_output=True,
+        text=True,
+        timeout=2 * START_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3_000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["counts"][0] == 1 and max(found["counts"]) == 2 and found["counts"][-1] == 1
+    assert found["failed"] == []
+    assert found["running"] == [1, 0]  # while a client reads its stream, and after it has left
+    assert found["hit_rate_after"] > 0.8
