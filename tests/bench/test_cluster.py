@@ -24,6 +24,7 @@ from penstock.bench.cluster_simulation import (
 from penstock.bench.report import publish
 from penstock.cli import main
 from penstock.errors import SettingError
+from penstock.prefix import routing
 from penstock.prefix.routing import POLICIES
 
 SIZE = 512
@@ -104,6 +105,24 @@ def test_turns_scatter_and_a_hash_and_prefixes_gather(crowd: Crowd) -> None:
     # The same work, whoever does it: what is not found is computed.
     for policy in POLICIES:
         assert found[policy].requests == 240
+
+
+def test_a_hot_system_prompt_comes_to_lie_in_many_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 blocks that all prompts have, and 6 of their own: without the rule for common blocks a
+    conversation queues behind its system prompt."""
+    rng, now, requests = random.Random(1), 0.0, []
+    for number in range(1_000):
+        now += rng.expovariate(6.0)
+        own = [1_000 + 10 * number + block for block in range(6)]
+        requests.append((now, [*range(80), *own], 10))
+    of, arrivals = made(*requests)
+    machine = Machine(10**6, 20.0 * SIZE, 30.0, 16)
+    waits = []
+    for common in (routing.COMMON, 10**9):
+        monkeypatch.setattr(routing, "COMMON", common)
+        waits.append(simulate(of, arrivals, Cluster(4, "prefix+load"), machine).wait_p95_seconds)
+    print(f"p95 of the first token: {waits[0]:.1f} s, without the rule {waits[1]:.1f} s")
+    assert waits[0] < 5.0 < 20.0 < waits[1]
 
 
 def test_a_run_can_be_repeated(crowd: Crowd) -> None:

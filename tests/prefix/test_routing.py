@@ -90,10 +90,10 @@ def test_what_is_known_is_what_was_told_and_sent_lately(
             told[name], sent[name] = set(), [set(), set()]
         elif act == "tell":
             router.tell(name, Summary.of(named))
-            told[name], sent[name] = named, [set(), sent[name][0]]
+            told[name], sent[name] = named, [set(), sent[name][0] - named]
         else:
             router.sent(name, keys(*paths[0]))
-            sent[name][0] |= named
+            sent[name][0] |= named - told[name]
         router.check()
     for path in asked:
         wanted = keys(*path)

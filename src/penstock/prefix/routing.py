@@ -129,7 +129,7 @@ class _Place:
     told: set[int] = field(default_factory=set)
     """Blocks it said it holds."""
     sent: set[int] = field(default_factory=set)
-    """Blocks of prompts that were sent there since it last said so."""
+    """Other blocks, of prompts that were sent there since it last said so."""
     sent_before: set[int] = field(default_factory=set)
     """As `sent`, from between its last two tellings."""
 
@@ -139,8 +139,8 @@ class _Place:
 
     @property
     def size(self) -> int:
-        """Blocks that it said it holds, or that it will soon hold, about."""
-        return max(len(self.told), len(self.sent) + len(self.sent_before))
+        """Blocks believed to be there, about: one may have been sent twice."""
+        return len(self.told) + len(self.sent) + len(self.sent_before)
 
 
 class Router:
@@ -296,7 +296,7 @@ class Router:
         place.told |= added
         place.told -= removed
         forgotten = place.sent_before
-        place.sent_before, place.sent = place.sent, set()
+        place.sent_before, place.sent = place.sent - place.told, set()
         for block in added | removed | forgotten:
             self._mark(block, place.bit, held=place.holds(block))
 
@@ -309,9 +309,10 @@ class Router:
         place = self._places[replica]
         blocks = [short(key) for key in keys]
         self._use(blocks)
-        for block in blocks:
+        new = set(blocks) - place.told  # what it holds it will say when it gives it up
+        for block in new:
             self._mark(block, place.bit, held=True)
-        place.sent.update(blocks)
+        place.sent |= new
 
     def check(self) -> None:
         """Raise AssertionError unless the index is what the replicas' own sets say."""
