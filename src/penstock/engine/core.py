@@ -273,7 +273,7 @@ class Core:
 
     def enqueue(self, handle: Handle) -> None:
         """Take in the request of a handle; raises as `submit` does."""
-        self.peers.note("enqueue", request=handle.request.model_dump(mode="json"))
+        self.peers.note("enqueue", request=handle.request)
         if self._draining:
             raise EngineStopped("the engine is shutting down and takes no more requests")
         request = handle.request

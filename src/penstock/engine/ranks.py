@@ -58,6 +58,7 @@ class Command:
 
     name: str
     arguments: dict[str, Any]
+    """As JSON has them, or a `Request`."""
     now: float
     """The time it was asked at, on rank 0's clock, in seconds."""
 
@@ -266,7 +267,8 @@ class Ranks:
         self._now = self._source()
         means = [mean.own.value for mean in self._means]
         told = [[c.name, c.arguments, c.now] for c in commands]
-        return json.dumps({"now": self._now, "means": means, "commands": told}).encode()
+        words = {"now": self._now, "means": means, "commands": told}
+        return json.dumps(words, default=lambda request: request.model_dump(mode="json")).encode()
 
     def _first(self, number: float) -> float:
         """Return rank 0's number."""
