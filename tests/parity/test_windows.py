@@ -35,6 +35,7 @@ from test_engine import (
 
 import tiny_families
 from penstock.engine import tier as tier_module
+from penstock.engine.cold import Cold
 from penstock.engine.core import Core
 from penstock.engine.windows import Windows, resume, windows_of
 from penstock.errors import PenstockError
@@ -395,6 +396,38 @@ def test_from_the_disk(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         drain(core)
         assert (cached(fork), restored(core)) == (48, 112)
         check(family, first, again, fork)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_waits_to_be_written_is_dropped_last(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is unused for longest; negative control: else it is dropped, and not written."""
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
+    if not waits:
+        monkeypatch.setattr(Cold, "waiting_nodes", lambda self: set())
+    model, other = model_of("gemma3"), tuple(reversed(BASE))
+    with with_disk(model, tmp_path) as core:
+        assert core.cold is not None and core.windows is not None
+        ask(core, other, 24)
+        drain(core)
+        work = core.cold.work
+        core.cold.work = lambda *, busy: False  # type: ignore[method-assign]
+        ask(core, BASE, 24)
+        drain(core)
+        ask(core, other, 24)  # is used last, and written
+        drain(core)
+        assert core.windows.relieve(1)
+        thinned = [node for node in core.prefixes.tree if node.segment.missing]
+        keys = core.prefixes.match(core.prefixes.keys(BASE)).path
+        assert any(node in keys for node in thinned) is not waits
+        core.cold.work = work  # type: ignore[method-assign]
+        drain(core)
+    with with_disk(model, tmp_path) as core:
+        after = ask(core, BASE, 24)
+        drain(core)
+        check("gemma3", after)
+        assert (restored(core) == 64) is waits
 
 
 @every_family

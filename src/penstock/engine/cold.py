@@ -239,6 +239,10 @@ class Cold:
         until = time.monotonic() + timeout_seconds
         return all(tier.tier.flush(max(0.0, until - time.monotonic())) for tier in self)
 
+    def waiting_nodes(self) -> set[int]:
+        """Return the nodes, by their ids, that have blocks which wait to be written."""
+        return set().union(*(tier.waiting_nodes() for tier in self))
+
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits, as far as there is time, and end the tiers."""
         for tier in self:

@@ -186,6 +186,7 @@ class Core:
 
     def _make(self, model: Any, fingerprint: str) -> None:
         """Make what takes memory, each part after its bytes were reserved."""
+        self.cold: Cold | None = None
         weights = weight_bytes(model)
         # Who has the least room decides for all, who hold the same beside their weights.
         room = self.peers.least(self.limits.memory_limit - weights)
@@ -238,7 +239,9 @@ class Core:
         windows = windows_of(self.runner.sights, self.limits.max_kv_size)
         self.windows = None
         if windows:
-            self.windows = Windows(self.prefixes, windows, self.runner.shapes, self._readers)
+            self.windows = Windows(
+                self.prefixes, windows, self.runner.shapes, self._readers, self._waiting_nodes
+            )
             self.prefixes.relief = self.windows
         self.quantiser = (
             None
@@ -846,6 +849,11 @@ class Core:
         for sequence in self._sequences.values():
             if sequence.pin is not None:
                 yield sequence.pin.path, sequence.cut
+
+    def _waiting_nodes(self) -> set[int]:
+        """Return the nodes, by their ids, that have blocks which wait to be written; none where
+        there are other ranks, who write at a pace of their own."""
+        return set() if self.cold is None or self.peers.size > 1 else self.cold.waiting_nodes()
 
     def _count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
         """Count prompt tokens that this answer did not have to compute.

@@ -392,6 +392,16 @@ class EngineTier:
             return True
         return False
 
+    def waiting_nodes(self) -> set[int]:
+        """Return the nodes, by their ids, that have blocks which wait to be written."""
+        size = self._prefixes.block_size
+        return {
+            node.id
+            for pending in self._pending
+            for node in self._prefixes.match(pending.keys).path
+            if node.end > pending.first * size
+        }
+
     def forget(self) -> None:
         """Write nothing of what was noted so far."""
         while self._pending:

@@ -11,7 +11,7 @@ are shared, as if nothing was dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 
@@ -41,6 +41,7 @@ class Windows:
         windows: see `windows_of`; not empty.
         shapes: of one token in each layer.
         readers: tells who runs.
+        waiting: tells which nodes, by their ids, have blocks that wait to be written.
 
     Raises:
         LedgerFull: there is no room for the copy of one layer's window.
@@ -52,6 +53,7 @@ class Windows:
         windows: Mapping[int, int],
         shapes: Sequence[LayerShape],
         readers: Callable[[], Iterable[Reader]],
+        waiting: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.windows = dict(windows)
         self._layers = {
@@ -60,6 +62,7 @@ class Windows:
         }
         self._prefixes = prefixes
         self._readers = readers
+        self._waiting = waiting
         window = max(
             (tokens + prefixes.block_size) * shapes[layer].nbytes
             for layer, tokens in self.windows.items()
@@ -155,14 +158,19 @@ class Windows:
 
     def relieve(self, nbytes: int) -> int:
         """Drop what no retained place needs until `nbytes` were freed, or nothing is left to drop;
-        the nodes unused for longest come first, and the ends of turns that are no ends of branches
-        are retained while that will do. Return the bytes freed."""
-        before = self._prefixes.nbytes
+        the nodes unused for longest come first, those with blocks that wait to be written last, and
+        the ends of turns that are no ends of branches are retained while that will do. Return the
+        bytes freed."""
+        before, waiting = self._prefixes.nbytes, self._waiting()
+
+        def order(node: Node[Segment]) -> tuple[bool, float, int]:
+            return node.id in waiting, node.last_used_seconds, node.start
+
         try:
             for turns in (True, False):
                 droppable = self.droppable(turns=turns)
                 nodes = [node for node in self._prefixes.tree if node.id in droppable]
-                for node in sorted(nodes, key=lambda node: (node.last_used_seconds, node.start)):
+                for node in sorted(nodes, key=order):
                     for layer, count in droppable[node.id].items():
                         if before - self._prefixes.nbytes >= nbytes:
                             return before - self._prefixes.nbytes
