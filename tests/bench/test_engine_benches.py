@@ -265,6 +265,26 @@ def test_bytes_left_behind_are_noticed(tiny: Any) -> None:
         engine_runs.compare(makers, Task([[1, 2, 3]], 2), 1)
 
 
+def test_what_is_still_computed_when_a_side_is_closed_is_not_left_behind(tiny: Any) -> None:
+    """As the next token is, one step ahead, and for long where others take the processor."""
+    begun = []
+
+    class Ahead(Ours):
+        def close(self) -> None:
+            ahead = mx.ones((1_024, 1_024))
+            for _ in range(8):
+                ahead = ahead @ ahead * 1e-3
+            mx.async_eval(ahead)
+            del ahead
+            begun.append(mx.get_active_memory())
+            super().close()
+
+    before = engine_runs.clean()
+    makers = {OURS: lambda: Ahead(tiny, 1, SMALL), RIVAL: lambda: Solo(tiny.model)}
+    engine_runs.compare(makers, Task([[1, 2, 3]], 2), 1)
+    assert max(begun) > before + engine_runs.STRAY_BYTES, "nothing was in flight"
+
+
 def test_other_tokens_are_noticed() -> None:
     def run(*tokens: int) -> Run:
         return Run(1.0, [1.0], [[1, 2, 3], list(tokens)], 6)

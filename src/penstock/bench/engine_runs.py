@@ -291,7 +291,12 @@ def run_side(make: MakeSide, task: Task, *, watch: bool = False) -> list[Run]:
 
 
 def clean() -> int:
-    """Drop what nobody holds, and return the bytes that are left: the weights of the models."""
+    """Drop what nobody holds, and return the bytes that are left: the weights of the models.
+
+    What mlx-lm has begun to compute for a next token nobody asks for is waited for: until it is
+    computed, MLX holds all that it is computed from.
+    """
+    mx.synchronize()
     gc.collect()
     mx.clear_cache()
     return mx.get_active_memory()
