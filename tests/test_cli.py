@@ -1,7 +1,9 @@
-"""The command line, run as the user runs it."""
+"""The command line, run as the user runs it: as a process, or where nothing hangs on that, and the
+same has been seen of a process, in this one, which has its imports behind it."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -44,6 +46,29 @@ def run(*arguments: str | Path, stdin: str = "", **environment: str) -> Done[str
 
 
 Capture = pytest.CaptureFixture[str]
+Call = Callable[..., Done[str]]
+
+
+@pytest.fixture
+def call(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """How to run the command line as `run` does, but in this process; standard input may be bytes,
+    read with the given handling of errors."""
+
+    def called(
+        *arguments: str, stdin: str | bytes = "", errors: str = "strict", **environment: str
+    ) -> Done[str]:
+        raw = stdin.encode() if isinstance(stdin, str) else stdin
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            for key in [key for key in os.environ if key.startswith("PENSTOCK_")]:
+                patch.delenv(key)
+            for key, value in environment.items():
+                patch.setenv(key, value)
+            patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw), "utf-8", errors))
+            code = main(list(arguments))
+        return Done(arguments, code, *capsys.readouterr())
+
+    return called
 
 
 def refused(capsys: Capture, *arguments: str) -> str:
@@ -119,8 +144,8 @@ def test_generate_streams_the_answer_and_reports_on_stderr() -> None:
         assert part in line
 
 
-def test_generate_reads_standard_input_and_prints_json() -> None:
-    done = run("generate", "-", "--json", stdin=TELL)
+def test_generate_reads_standard_input_and_prints_json(call: Call) -> None:
+    done = call("generate", "-", "--json", stdin=TELL)
     record = json.loads(done.stdout)
     assert record["text"] == "Noted."
     assert record["finish_reason"] == "stop"
@@ -130,13 +155,13 @@ def test_generate_reads_standard_input_and_prints_json() -> None:
     assert done.stderr == ""
 
 
-def test_raw_continues_the_text() -> None:
-    done = run("generate", f"<|start|><|user|> {TELL}<|end|><|assistant|>", "--raw")
+def test_raw_continues_the_text(call: Call) -> None:
+    done = call("generate", f"<|start|><|user|> {TELL}<|end|><|assistant|>", "--raw")
     assert done.stdout == "Noted.\n"
 
 
-def test_an_environment_variable_is_a_flag() -> None:
-    record = json.loads(run("generate", "Hello!", "--json", PENSTOCK_MAX_TOKENS="2").stdout)
+def test_an_environment_variable_is_a_flag(call: Call) -> None:
+    record = json.loads(call("generate", "Hello!", "--json", PENSTOCK_MAX_TOKENS="2").stdout)
     assert record["generated_tokens"] == 2
     assert record["finish_reason"] == "length"
 
@@ -151,8 +176,8 @@ def test_chat_answers_each_line_piped_in() -> None:
     assert done.stderr == ""
 
 
-def test_chat_obeys_commands() -> None:
-    done = run("chat", stdin=f"{TELL}\n/stats\n/reset\n/stats\n/help\n/what\n/exit\n{ASK}\n")
+def test_chat_obeys_commands(call: Call) -> None:
+    done = call("chat", stdin=f"{TELL}\n/stats\n/reset\n/stats\n/help\n/what\n/exit\n{ASK}\n")
     assert done.returncode == 0
     noted, stats, reset, empty, *help_lines = done.stdout.splitlines()
     assert noted == "Noted."
@@ -163,8 +188,8 @@ def test_chat_obeys_commands() -> None:
     assert done.stderr == "penstock: unknown command /what; /help lists them\n"
 
 
-def test_chat_echoes_on_demand() -> None:
-    assert run("chat", "--echo", stdin=TELL).stdout == f"> {TELL}\nNoted.\n"
+def test_chat_echoes_on_demand(call: Call) -> None:
+    assert call("chat", "--echo", stdin=TELL).stdout == f"> {TELL}\nNoted.\n"
 
 
 def typed(text: str, *arguments: str | Path) -> tuple[int, str]:
@@ -206,8 +231,7 @@ def test_a_history_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 FEW = ("agents", "--agents", "3", "--tokens", "200")
 
 
-def agents(*arguments: str, **environment: str) -> dict[str, Any]:
-    done = run("agents", "--json", *arguments, **environment)
+def report_of(done: Done[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     report: dict[str, Any] = json.loads(done.stdout)
@@ -216,7 +240,7 @@ def agents(*arguments: str, **environment: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def few() -> dict[str, Any]:
-    return agents(*FEW[1:])
+    return report_of(run(*FEW, "--json"))
 
 
 def test_agents_know_their_own_facts_and_the_shared_ones(few: dict[str, Any]) -> None:
@@ -252,27 +276,29 @@ def test_agents_account_for_every_token_and_byte(few: dict[str, Any]) -> None:
     assert 0 < report["peak_bytes"] <= report["limit_bytes"]
 
 
-def test_agents_of_one_seed_say_the_same() -> None:
+def test_agents_of_one_seed_say_the_same(call: Call) -> None:
     def asked(seed: str) -> list[str]:
-        report = agents(PENSTOCK_AGENTS="2", PENSTOCK_TOKENS="64", PENSTOCK_SEED=seed)
+        given = {"PENSTOCK_AGENTS": "2", "PENSTOCK_TOKENS": "64", "PENSTOCK_SEED": seed}
+        report = report_of(call("agents", "--json", **given))
         assert len(report["agents"]) == 2
         return [a["question"] for agent in report["agents"] for a in agent["answers"]]
 
     assert asked("3") == asked("3") != asked("4")
 
 
-def test_agents_obey_the_limit_and_the_block_size_they_are_given() -> None:
-    report = agents(*FEW[1:], PENSTOCK_MEMORY_LIMIT="150 MB", PENSTOCK_BLOCK_SIZE="32")
+def test_agents_obey_the_limit_and_the_block_size_they_are_given(call: Call) -> None:
+    given = {"PENSTOCK_MEMORY_LIMIT": "150 MB", "PENSTOCK_BLOCK_SIZE": "32"}
+    report = report_of(call(*FEW, "--json", **given))
     assert (report["limit_bytes"], report["block_size"]) == (150_000_000, 32)
 
 
-def test_more_agents_than_places_wait_for_theirs() -> None:
-    report = agents("--agents", "11", "--tokens", "100")
+def test_more_agents_than_places_wait_for_theirs(call: Call) -> None:
+    report = report_of(call("agents", "--json", "--agents", "11", "--tokens", "100"))
     assert report["right"] == report["asked"] == 44
 
 
-def test_agents_in_a_pipe_print_lines_and_no_control_characters() -> None:
-    done = run(*FEW, FORCE_COLOR="1", TERM="xterm-256color")
+def test_agents_in_a_pipe_print_lines_and_no_control_characters(call: Call) -> None:
+    done = call(*FEW, FORCE_COLOR="1", TERM="xterm-256color")
     assert done.returncode == 0, done.stderr
     assert [c for c in done.stdout if not (c.isprintable() or c == "\n")] == []
     lines = done.stdout.splitlines()
@@ -300,7 +326,7 @@ def test_agents_at_a_terminal_draw_one_line_over_itself() -> None:
 
 def test_control_c_ends_the_agents() -> None:
     with subprocess.Popen(
-        [SCRIPT, "agents", "--tokens", "8000"],
+        [SCRIPT, "agents", "--tokens", "3000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
@@ -413,13 +439,13 @@ def test_input_that_is_not_utf_8_is_one_line(encoding: str) -> None:
     assert done.stderr == b"penstock: the prompt is not UTF-8: byte 0xe9 after 3 characters\n"
 
 
-@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
-def test_chat_passes_over_a_line_that_is_not_utf_8(encoding: str) -> None:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_chat_passes_over_a_line_that_is_not_utf_8(call: Call, errors: str) -> None:
     lines = f"{TELL}\n".encode() + b"caf\xe9 x\n/caf\xe9\n" + f"{ASK}\n".encode()
-    done = run_on_bytes(lines, "chat", "--echo", PYTHONIOENCODING=encoding)
+    done = call("chat", "--echo", stdin=lines, errors=errors)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.decode().splitlines() == [f"> {TELL}", "Noted.", f"> {ASK}", "4821."]
-    first, second = done.stderr.decode().splitlines()
+    assert done.stdout.splitlines() == [f"> {TELL}", "Noted.", f"> {ASK}", "4821."]
+    first, second = done.stderr.splitlines()
     assert first == (
         "penstock: this line is not UTF-8: byte 0xe9 after 3 characters; it is passed over"
     )
