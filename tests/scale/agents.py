@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -42,7 +43,10 @@ def session(url: str, number: int, turns: int) -> tuple[int, int, tuple[str, ...
     messages = [{"role": "system", "content": SYSTEM}]
     prompt_tokens = hit_tokens = 0
     said = []
+    rng = random.Random(number)
     for turn in range(turns):
+        if rng.random() < 0.5:  # agents that keep step would take turns with always the same one
+            httpx.get(f"{url}/v1/models", timeout=TIMEOUT_SECONDS).raise_for_status()
         thing = f"{COLOURS[turn % len(COLOURS)]} {ANIMALS[number % len(ANIMALS)]}"
         facts = f"The code of the {thing} is {4_000 + 10 * number + turn}. " * 12
         question = f"{facts}What is the code of the {thing}?"

@@ -32,6 +32,8 @@ FLUSH_SECONDS = 60.0
 """What a replica has, after its answers have ended, to write what waits to be written."""
 START_SECONDS = 600.0
 """How long replicas may take to load the model."""
+RAY_TRIES = 3
+"""Ray gives its own processes 30 s to start, which a busy machine does not always keep."""
 WATCH_SECONDS = 0.5
 
 
@@ -108,16 +110,11 @@ def running(served: Served, fleet: Fleet) -> Iterator[str]:
         RayFailed: the replicas did not become ready.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # a busy machine takes a minute
     settings = served.settings
     owned = not ray.is_initialized()
     shared = ray.is_initialized() or "RAY_ADDRESS" in os.environ
     if owned:
-        try:
-            ray.init(namespace=NAME, include_dashboard=False, log_to_driver=False)
-        # A boundary: Ray raises a plain Exception, among others.
-        except Exception as error:
-            raise RayFailed(f"Ray could not be started or reached: {error}") from error
+        _start_ray()
     try:
         serve.start(
             proxy_location=ProxyLocation.HeadOnly,
@@ -136,6 +133,19 @@ def running(served: Served, fleet: Fleet) -> Iterator[str]:
     finally:
         if owned:
             ray.shutdown()
+
+
+def _start_ray() -> None:
+    """Start Ray, or connect to the one that `RAY_ADDRESS` names."""
+    for tries_left in range(RAY_TRIES - 1, -1, -1):
+        try:
+            ray.init(namespace=NAME, include_dashboard=False, log_to_driver=False)
+            return
+        # A boundary: Ray raises a plain Exception, among others.
+        except Exception as error:
+            ray.shutdown()
+            if not tries_left:
+                raise RayFailed(f"Ray could not be started or reached: {error}") from error
 
 
 def _wait_until_ready() -> None:
