@@ -1,6 +1,8 @@
 VENV ?= .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
+# What runs only some of its combinations in make test, and all of them in make soak.
+COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-scale lint docs bench peers soak clean
@@ -11,7 +13,7 @@ help:
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
-	@echo 'make soak    10,000 requests to the byte, and the state machines for much longer'
+	@echo 'make soak    10,000 requests to the byte, and what make test tries some of, in full'
 	@echo 'make docs    write the help texts into docs/cli.md'
 	@echo 'make clean   remove the environment and what the tools left'
 	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none), WORKERS=$(WORKERS)'
@@ -41,10 +43,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Two processes of one BLAS thread each: two of two would wait for each other.
+# Two processes of one BLAS thread each: two of two would wait for each other. A file's tests stay
+# together, with the server they share; files come in the order of tests/conftest.py.
 test: lint
 	$(BIN)/pytest --doctest-modules src --ignore=src/penstock/serve_ray
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore=tests/scale
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--ignore=tests/scale
 
 # What needs several processes that compute in step, or servers of other projects.
 test-scale: $(VENV)/.scale
@@ -70,8 +74,9 @@ peers: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(BIN)/python tools/soak.py
 	$(BIN)/python tools/soak.py --hybrid
-	PENSTOCK_WHOLE_MATRIX=1 $(BIN)/pytest tests/parity/test_model_matrix.py
-	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful tests/server/test_schema.py tests/server/test_bad_days.py
+	PENSTOCK_WHOLE_MATRIX=1 $(BIN)/pytest $(COMBINED)
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful tests/engine/test_scheduler.py \
+		tests/server/test_schema.py tests/server/test_bad_days.py
 	PENSTOCK_KILLS=200 $(BIN)/pytest tests/faults/test_cold_faults.py -k killed
 
 clean:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import os
@@ -47,6 +48,7 @@ class Unbuildable(Exception):
 # ---- which there are
 
 
+@functools.cache
 def families() -> list[str]:
     """Return the modules of mlx-lm that have both a model and its arguments, by name.
 

@@ -11,13 +11,14 @@ import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 import tiny_families
+from combinations import SOAK
 from penstock.engine import core as core_module
 from penstock.engine import needs as needs_module
 from penstock.engine.core import Core
@@ -123,7 +124,11 @@ CASES = [
         family="phi3small",
     ),
 ]
-cases = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+HALVES = [replace(case, prompt_tokens=case.prompt_tokens // 2) for case in CASES]
+"""With prompts of half the length: the longer ones are for `make soak`."""
+cases = pytest.mark.parametrize(
+    "case", CASES if SOAK else HALVES, ids=[case.name for case in CASES]
+)
 
 
 @dataclass
@@ -229,7 +234,7 @@ def test_the_limit_holds_in_every_step(case: Case) -> None:
 def test_the_limit_holds_with_room_for_some(case: Case) -> None:
     """So that they run together, and what was read before gives way in time."""
     with watched(case) as watch:
-        requests = [case.request(number) for number in range(2 * case.requests)]
+        requests = [case.request(number) for number in range(case.requests + 2)]
         watch.tighten(requests[0])
         own = watch.core.ledger.limit_bytes - watch.core.ledger.used_bytes
         watch.core.set_limit(watch.core.ledger.limit_bytes + own * 3 // 2)
@@ -343,7 +348,7 @@ def test_eight_conversations_hold_their_prompt_once() -> None:
 
 def test_nothing_is_left_after_many_different_prompts() -> None:
     """What was allocated between two steps comes back to the same byte, round by round."""
-    case = CASES[0]
+    case = HALVES[0]
     with watched(case) as watch:
         left = []
         mx.set_cache_limit(0)  # a buffer that is used again may be larger than it need be

@@ -25,13 +25,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from combinations import pairs
 from penstock.engine import scheduler as module
 from penstock.engine.scheduler import NEXT, Chunk, Event, Job, Plan, Scheduler, State, next_state
 from penstock.errors import PenstockError, QueueFull, UnknownSequence
 
 SOAK = os.environ.get("HYPOTHESIS_PROFILE") == "soak"
 QUICK = settings(
-    max_examples=1_000 if SOAK else 150,
+    max_examples=1_000 if SOAK else 80,
     stateful_step_count=80 if SOAK else 40,
     derandomize=not SOAK,
     database=None,
@@ -789,12 +790,11 @@ def besieged(
     raise AssertionError("the long prompt was never read")
 
 
-@pytest.mark.parametrize("priority", [0, 1])
-@pytest.mark.parametrize("places", [2, 3, 4, 6])
-@pytest.mark.parametrize(("chunk", "block"), [(4, 4), (8, 4), (16, 4), (7, 4)])
-@pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_nobody_starves(places: int, chunk: int, block: int, priority: int, blocks: int) -> None:
-    besieged(Scheduler, places, chunk, block, priority, blocks * block)
+@pytest.mark.parametrize(
+    ("places", "chunk", "priority", "blocks"), pairs((2, 3, 4, 6), (4, 8, 16, 7), (0, 1), (1, 2, 4))
+)
+def test_nobody_starves(places: int, chunk: int, priority: int, blocks: int) -> None:
+    besieged(Scheduler, places, chunk, 4, priority, blocks * 4)
 
 
 @QUICK

@@ -96,7 +96,7 @@ def test_every_way_encodes_a_vector_to_the_same_bits(codec: Codec, dim: int) -> 
 @pytest.mark.parametrize("dim", [128, 256])
 def test_the_codebook_loses_what_theory_says(name: str, least: float, dim: int) -> None:
     """Of normal numbers; a vector's own length is known besides, which is one number of `dim`."""
-    x = normal(1, 16, 4_096, dim)
+    x = normal(1, 16, 512, dim)
     lost = x - side(name, keys=False).encode(x).widen()
     error = float((lost * lost).sum() / (x * x).sum())
     assert 0.96 * least * (1 - 2 / dim) <= error <= 1.02 * least

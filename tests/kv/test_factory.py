@@ -11,6 +11,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as theirs
 from mlx_lm.models.deepseek_v41 import LayerCache
 
+from combinations import each
 from penstock import (
     QuantizedRotatingKVCache,
     RotatingKVCache,
@@ -85,8 +86,7 @@ def tokens(model: Any, cache: Any, step_size: int = 2_048) -> list[int]:
     return [int(token) for token, _ in steps]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("step_size", [9, 2_048])
+@pytest.mark.parametrize(("family", "step_size"), each(tuple(FAMILIES), (9, 2_048)))
 def test_text_equals_plain_mlx_lm(family: str, step_size: int) -> None:
     model = model_of(family, **FAMILIES[family])
     plain = tokens(model, theirs.make_prompt_cache(model), step_size)
@@ -210,19 +210,19 @@ def test_wrong_arguments_are_named(
 READ_BY_OTHERS = ("gemma3n", "afm7")
 
 
-@pytest.mark.parametrize("step_size", [9, 25, 2_048])
-@pytest.mark.parametrize(
-    ("family", "bound"),
-    [
-        ("gemma3n", {"keep": 8}),
-        ("gemma3n", {"keep": 8, "kv_bits": 8}),
-        ("gemma3n", {"keep": 0}),
-        ("afm7", {"keep": 8}),
-        ("afm7", {"keep": 0}),
-    ],
-)
-def test_layers_that_read_other_layers(family: str, bound: dict[str, int], step_size: int) -> None:
+BOUNDS: list[tuple[str, dict[str, int]]] = [
+    ("gemma3n", {"keep": 8}),
+    ("gemma3n", {"keep": 8, "kv_bits": 8}),
+    ("gemma3n", {"keep": 0}),
+    ("afm7", {"keep": 8}),
+    ("afm7", {"keep": 0}),
+]
+
+
+@pytest.mark.parametrize(("bounded", "step_size"), each(BOUNDS, (9, 25, 2_048)))
+def test_layers_that_read_other_layers(bounded: tuple[str, dict[str, int]], step_size: int) -> None:
     """A prompt past the end of the window, of which later layers read what earlier ones saw."""
+    family, bound = bounded
     model = model_of(family, **FAMILIES[family])
 
     def ours() -> list[Any]:

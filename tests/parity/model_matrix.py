@@ -30,7 +30,7 @@ from penstock.models import mlx_lm as seam
 from tiny_families import Unbuildable, plain_greedy, prompt_of
 
 BLOCK = 16
-ANSWER = 8
+ANSWER = 6
 LOGITS_OFF = 1e-4
 """Largest difference of a token's log-probability from a plain loop's, as a share of the largest
 logit."""

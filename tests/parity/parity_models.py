@@ -76,7 +76,7 @@ def _random(family: str) -> Any:
     if family == "llama":
         return llama.Model(
             llama.ModelArgs(
-                model_type="llama", num_hidden_layers=3, tie_word_embeddings=False, **SHARED
+                model_type="llama", num_hidden_layers=2, tie_word_embeddings=False, **SHARED
             )
         )
     if family == "qwen3":
@@ -95,11 +95,11 @@ def _random(family: str) -> Any:
         return gemma3_text.Model(
             gemma3_text.ModelArgs(
                 model_type="gemma3_text",
-                num_hidden_layers=4,
+                num_hidden_layers=3,
                 head_dim=64,
                 query_pre_attn_scalar=64,
                 sliding_window=SLIDING_WINDOW,
-                sliding_window_pattern=2,
+                sliding_window_pattern=3,
                 **SHARED,
             )
         )

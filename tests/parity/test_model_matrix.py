@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from model_matrix import Differs, examine
 
 import tiny_families
+from combinations import SOAK
 from penstock.engine.step import Chunk, Runner
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -39,7 +39,7 @@ def representatives() -> set[str]:
 def test_a_family_says_what_a_plain_loop_says(family: str) -> None:
     """Cold, warm, in the next turn and in a batch; after a restart and past a window, too, one of
     each kind, and in `make soak` all."""
-    whole = "PENSTOCK_WHOLE_MATRIX" in os.environ or family in representatives()
+    whole = SOAK or family in representatives()
     row = examine(family, whole=whole)
     assert documented().get(family) == row.line(), "run python tools/write_models_docs.py"
 

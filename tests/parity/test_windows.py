@@ -206,7 +206,7 @@ def test_a_crowd_with_little_memory(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "gear"])
 def test_a_crowd_past_its_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def reference(guest: Guest) -> list[Step]:
-        return bounded_text(family, guest.prompt, 24, 48, 12)[: guest.tokens]
+        return bounded_text(family, guest.prompt, guest.tokens, 48, 12)
 
     settings = {"max_kv_size": 48, "keep": 12, "block_size": 8, "prefill_chunk": 16}
     with engine(model_of(family), **settings, max_batch_size=4) as core:
@@ -277,7 +277,7 @@ def test_what_runs_gives_way_to_who_waits() -> None:
 
 @functools.cache
 def large() -> Any:
-    """Return a random model like Gemma 3: of six layers five see 512 tokens."""
+    """Return a random model like Gemma 3: of six layers five see 128 tokens."""
     mx.random.seed(1)
     model = gemma3_text.Model(
         gemma3_text.ModelArgs(
@@ -290,7 +290,7 @@ def large() -> Any:
             num_attention_heads=1,
             num_key_value_heads=1,
             vocab_size=64,
-            sliding_window=512,
+            sliding_window=128,
             sliding_window_pattern=6,
         )
     )
@@ -299,14 +299,14 @@ def large() -> Any:
 
 
 def test_a_long_conversation_holds_little_more_than_it_goes_on_with() -> None:
-    prompt = [token % 64 for token in prompt_of(8_192)]
-    settings = {"block_size": 64, "prefill_chunk": 2_048, "max_kv_size": 16_384}
+    prompt = [token % 64 for token in prompt_of(2_048)]
+    settings = {"block_size": 16, "prefill_chunk": 512, "max_kv_size": 4_096}
     with engine(large(), **settings) as core:
         first = ask(core, prompt, 8)
         drain(core)
         whole = node_bytes(core)
-        assert whole == 8_192 * core.runner.token_bytes
-        goes_on_with = core.runner.shapes[0].nbytes * (8_192 + 5 * 512)
+        assert whole == 2_048 * core.runner.token_bytes
+        goes_on_with = core.runner.shapes[0].nbytes * (2_048 + 5 * 128)
         core.set_limit(core.ledger.used_bytes - (whole - goes_on_with))
         assert core.stats().evicted_nodes == 0
         assert node_bytes(core) <= 1.15 * goes_on_with < 0.26 * whole
@@ -314,7 +314,7 @@ def test_a_long_conversation_holds_little_more_than_it_goes_on_with() -> None:
         told = [*prompt, *answer(first), *(token % 64 for token in prompt_of(100))]
         turn = ask(core, told, 8)
         drain(core)
-        assert cached(turn) == 8_192
+        assert cached(turn) == 2_048
         for handle in (first, turn):
             tokens = handle.request.prompt
             plain = generate(large(), tokens, theirs.make_prompt_cache(large()), 8)
