@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from servers import serving
+from servers import serving, settings
 from typer.main import get_command
 
 from penstock.cli import app, main
-from penstock.cli.engines import sequence_bytes
+from penstock.cli.banner import banner
+from penstock.cli.engines import make_engine, sequence_bytes
 from penstock.cli.settings_file import read_toml
 from penstock.errors import SettingError
-from penstock.recall import Dialogue
+from penstock.models.mlx_lm import load_all
+from penstock.recall import MODEL_PATH, Dialogue
 
 SERVE = (sys.executable, "-m", "penstock", "serve")
 
@@ -235,14 +237,18 @@ def test_what_the_banner_says_fits_does() -> None:
             assert answer.status_code == status, answer.text
 
 
+def banner_of(**limits: Any) -> list[str]:
+    """Return the lines that a server of the embedded model begins with, in this process."""
+    with make_engine(load_all(MODEL_PATH), block_size=64, **limits) as engine:
+        return banner(engine, "recall", settings(), 8_000)
+
+
 @pytest.mark.parametrize(
     ("limit", "says"),
     [("31MB", "none of 1,024; raise --memory-limit"), ("999TB", "more than this machine has")],
 )
 def test_the_banner_says_when_a_limit_is_strange(limit: str, says: str) -> None:
-    with started("--memory-limit", limit) as (process, _):
-        assert process.stdout is not None
-        assert says in process.stdout.readline() + process.stdout.readline()
+    assert says in "".join(banner_of(memory_limit=limit)[1:3])
 
 
 def test_the_banner_says_what_fits_and_how_to_ask() -> None:
@@ -264,21 +270,38 @@ def test_the_banner_says_what_fits_and_how_to_ask() -> None:
 
 
 def test_the_banner_says_what_fits_in_a_codec() -> None:
-    with started("--kv-cache-quantization", "k8v4") as (process, _):
-        assert process.stdout is not None
-        told = "".join(process.stdout.readline() for _ in range(5))
+    told = "".join(banner_of(memory_limit="200MB", kv_cache_quantization="k8v4")[1:6])
     found = re.search(r"about ([\d,]+) tokens of KV, ([\d,]+) held as rot8/rot4", told)
     assert found is not None, told
     raw, held = (int(figure.replace(",", "")) for figure in found.groups())
     assert held / raw == pytest.approx(32 / 6.5, rel=0.001)
 
 
-@pytest.mark.parametrize("codec", [None, "k8v4"])
+@contextmanager
+def a_process(folder: Path, preload: bool) -> Iterator[str]:
+    """Serve with a folder until told to stop."""
+    flags = ["--ssd-preload"] if preload else []
+    with started("--ssd-cache-dir", str(folder), *flags) as (process, url):
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+@contextmanager
+def a_codec(folder: Path, preload: bool) -> Iterator[str]:
+    """Serve with a folder, what is held in a codec, in this process."""
+    given = {"ssd_cache_dir": folder, "kv_cache_quantization": "k8v4"}
+    with serving(engine=given) as running:
+        if preload:
+            running.service.engine.preload()
+        yield running.url
+
+
+@pytest.mark.parametrize("server", [a_process, a_codec])
 def test_what_was_told_this_morning_is_known_this_evening(
-    told: Dialogue, tmp_path: Path, codec: str | None
+    told: Dialogue, tmp_path: Path, server: Callable[..., Any]
 ) -> None:
     """A restart in between: the conversation is answered without reading it again."""
-    held = [] if codec is None else ["--kv-cache-quantization", codec]
     folder = tmp_path / "cache"
     question = told.ask(told.questions[0])
 
@@ -293,16 +316,14 @@ def test_what_was_told_this_morning_is_known_this_evening(
 
     texts, cached = [], []
     # Read before anybody asks: on a loaded machine it may be sooner computed than read.
-    for more in ([], ["--ssd-preload"]):
-        with started("--ssd-cache-dir", str(folder), *held, *more) as (process, url):
+    for preload in (False, True):
+        with server(folder, preload) as url:
             text, tokens = asked(url)
             texts.append(text)
             cached.append(tokens)
             told_by = httpx.get(f"{url}/v1/cache/stats").json()
             assert told_by["tiers"]["ssd"]["state"] == "on"
             assert "penstock_ssd_held_bytes" in httpx.get(f"{url}/metrics").text
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
     assert texts[0] == texts[1]
     assert told.questions[0].answer in texts[0]
     assert cached[0] == 0 and cached[1] >= 4 * 64
