@@ -61,7 +61,10 @@ def test_what_was_not_computed_is_noticed(family: str, monkeypatch: pytest.Monke
         if position:
             return chunk
         layers = tuple((keys * 1.01, values * 1.01) for keys, values in chunk.segment.layers)
-        states = tuple(tuple(array * 1.01 for array in state) for state in chunk.states)
+        states = tuple(
+            tuple(None if array is None else array * 1.01 for array in state)
+            for state in chunk.states
+        )
         return Chunk(replace(chunk.segment, layers=layers), states)
 
     monkeypatch.setattr(Runner, "prefill", louder)
