@@ -19,6 +19,7 @@ import pytest
 from agents import SESSIONS, TURNS, Talked, talk
 from processes import STOP_SECONDS, serving
 
+from penstock.cli import main
 from penstock.memory import parse_bytes
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
@@ -62,6 +63,29 @@ def in_ray(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         except subprocess.TimeoutExpired:
             running.kill()
             raise
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--port", "0"), "--ray needs a --port of its own"),
+        (("--replicas", "3", "--max-replicas", "2"), "--max-replicas 2 is less than --replicas 3"),
+        (("--host", "0.0.0.0"), "set PENSTOCK_API_KEY"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_ray_starts(
+    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--ray", "--port", str(free_port()), *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_of_as_without_ray(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--ray", "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
