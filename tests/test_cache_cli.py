@@ -869,7 +869,7 @@ def test_all_of_it_beside_a_process_that_writes(tmp_path: Path, capsys: Capture)
     limit = ("--ssd-cache-limit", str(8_000_000 + 60 * FILE_BYTES))
     out = 0
     with serving(folder) as end:
-        for turn in range(5):
+        for turn in range(3):
             assert ask(capsys, "verify", folder)["faults"] == []
             assert ask(capsys, "verify", folder, "--repair")["faults"] == []
             ask(capsys, "ls", folder)

@@ -142,7 +142,7 @@ def test_no_request_breaks_the_server(
     operation = operations(schema)[name]
     examples = 1
     if operation.body or operation.path_parameters or operation.query:
-        examples = 400 if SOAK else 10
+        examples = 400 if SOAK else 6
     checks = [response_schema_conformance, content_type_conformance, status_code_conformance]
     if name != "POST /v1/embeddings":  # 501 is all that it says
         checks.append(not_a_server_error)
@@ -182,7 +182,7 @@ def send(http: httpx.Client, path: str, body: bytes) -> httpx.Response:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_bytes_that_are_no_json(http: httpx.Client, path: str) -> None:
-    @settings(max_examples=300 if SOAK else 20, **SETTINGS)
+    @settings(max_examples=300 if SOAK else 12, **SETTINGS)
     @given(body=st.binary(max_size=200))
     @example(b"")
     @example(b"\xff\xfe{\x00}\x00")
@@ -204,7 +204,7 @@ def test_bytes_that_are_no_json(http: httpx.Client, path: str) -> None:
 def test_a_good_body_with_a_bit_of_rubbish(http: httpx.Client, path: str) -> None:
     good = json.dumps(BODIES[path]).encode()
 
-    @settings(max_examples=300 if SOAK else 20, **SETTINGS)
+    @settings(max_examples=300 if SOAK else 12, **SETTINGS)
     @given(at=st.integers(0, len(good)), cut=st.integers(0, 4), rubbish=st.binary(max_size=8))
     def run(at: int, cut: int, rubbish: bytes) -> None:
         send(http, path, good[:at] + rubbish + good[at + cut :])
@@ -246,7 +246,7 @@ JSON = st.recursive(
 
 @pytest.mark.parametrize("path", BODIES)
 def test_fields_of_any_kind(http: httpx.Client, path: str) -> None:
-    @settings(max_examples=1_000 if SOAK else 30, **SETTINGS)
+    @settings(max_examples=1_000 if SOAK else 15, **SETTINGS)
     @given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
     @example(changes={"stop": ["\ud800"], "stop_sequences": ["\ud800"]})
     @example(changes={"cache_salt": "\ud800"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,6 +9,7 @@ from cold_machine import ColdMachine
 from engine_reference import KINDS, Kind
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from test_engine_machine import examples
 from test_machines import causes
 
 from penstock.engine.tier import EngineTier, Restore
@@ -23,8 +23,7 @@ def run(kind: Kind, how: settings) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
 def test_engine_says_what_the_model_says_alone_whatever_the_disk_does(kind: Kind) -> None:
-    given = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-    run(kind, settings(given, max_examples=given.max_examples // 3))
+    run(kind, examples(3))
 
 
 # ---- negative controls: each is wrong in one way
