@@ -21,8 +21,9 @@ FAMILIES = tiny_families.families()
 @functools.cache
 def documented() -> dict[str, str]:
     """Return the lines of the table by family."""
-    lines = PAGE.read_text().splitlines()
-    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    named = {line.split("|")[1].strip(): line for line in lines}
+    return {name: line for name, line in named.items() if name in FAMILIES}
 
 
 def representatives() -> set[str]:
