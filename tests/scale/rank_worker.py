@@ -158,7 +158,7 @@ def texts(core: Core) -> list[Any]:
 
 
 def soak(core: Core, requests: int = 1_000) -> list[Any]:
-    """Many requests in little memory, of which some are cancelled, late, or never fit."""
+    """Many requests in little memory, of which some are cancelled, late, or refused."""
     draw = random.Random(5)
     shared = [tiny_families.prompt_of(16 * (1 + i), 50 + i) for i in range(6)]
     open_handles: list[Handle] = []
@@ -170,7 +170,7 @@ def soak(core: Core, requests: int = 1_000) -> list[Any]:
             if draw.random() < 0.05:
                 more["timeout_seconds"] = 0.001
             if draw.random() < 0.02:
-                more["max_tokens"] = 10_000_000
+                prompt = [*prompt, 10_000]  # a token that the model does not have
             if draw.random() < 0.2:
                 more["sampling"] = Sampling(temperature=0.8, top_p=0.9)
             if draw.random() < 0.1:
