@@ -58,6 +58,7 @@ def main(scenario: str, told: dict[str, Any]) -> None:
     if "folder" in told:
         settings["ssd_cache_dir"] = str(Path(told["folder"]) / str(rank))
     settings["memory_limit"] = told.get("limits", {}).get(str(rank), settings["memory_limit"])
+    core_module.PRESSURE_SECONDS = 0.0  # all look as often
     core = Core(model, peers=ranks or Alone(), **settings)
     if core.cold is not None:
         core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
@@ -125,7 +126,7 @@ def run(core: Core) -> None:
     while core.step() or not core.idle:
         core.check()
     if core.cold is not None:
-        assert core.cold.tier.flush(SOON)
+        assert core.cold.flush(SOON)
 
 
 def answer(handle: Handle) -> list[list[int]]:
@@ -235,7 +236,6 @@ def nothing_is_a_number(core: Core) -> None:
 
 def short_of_memory(core: Core) -> None:
     """Other programs on its machine take what it could have used, all the time."""
-    core_module.PRESSURE_SECONDS = 0.0
     core_module._over = lambda threshold: 4_000
 
 
@@ -253,7 +253,7 @@ def cannot_choose(core: Core) -> None:
 def no_disk(core: Core) -> None:
     """It has no block of those that it had."""
     assert core.cold is not None
-    core.cold.tier.clear().result(SOON)
+    core.cold.tiers["ssd"].tier.clear().result(SOON)
 
 
 def cannot_compute(core: Core) -> None:

@@ -43,7 +43,8 @@ INLINE_BYTES = 1_024
 NAME_BYTES = 64
 PENDING, FAILED = -1, -2
 """What a rank says of an answer that it does not have, or that was an error."""
-_HEAD = struct.Struct(f"<{NUMBERS}q")
+_HEAD = struct.Struct(f"<{NUMBERS + 1}q")
+"""The numbers, and what the exchange is about."""
 
 
 class RanksBroken(PenstockError, RuntimeError):
@@ -192,11 +193,13 @@ class Ranks:
 
     def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None:
         digest = crc32(json.dumps(list(state)).encode())
-        open_answers = self._answers[: NUMBERS - 1]
-        told = [digest, *(_reading(own) for own, _ in open_answers)]
-        rows, message = self._exchange(told, self._words() if self.leads else b"")
+        open_answers = self._answers[: NUMBERS - 2]
+        told = [digest, len(open_answers), *(_reading(own) for own, _ in open_answers)]
+        rows, message = self._exchange("begin", told, self._words() if self.leads else b"")
         self._check_same([row[0] for row in rows], state)
-        for column, (own, agreed) in enumerate(open_answers, 1):
+        # What rank 0 was asked since the last step the others have not asked for yet.
+        common = min(row[1] for row in rows)
+        for column, (own, agreed) in enumerate(open_answers[:common], 2):
             seen = [row[column] for row in rows]
             if PENDING not in seen:
                 self._answers.remove((own, agreed))
@@ -210,15 +213,15 @@ class Ranks:
             mean.value = value
 
     def least(self, number: int) -> int:
-        return min(self._all(number))
+        return min(self._all("least", number))
 
     def most(self, number: int) -> int:
-        return max(self._all(number))
+        return max(self._all("most", number))
 
     def chosen(self, found: Sequence[Chosen | Exception]) -> list[Chosen | Exception]:
         tokens = [FAILED if isinstance(each, Exception) else each.token for each in found]
         message = struct.pack(f"<{len(tokens)}q", *tokens)
-        _, message = self._exchange((), message if self.leads else b"")
+        _, message = self._exchange("chosen", (), message if self.leads else b"")
         if self.leads:
             return list(found)
         return [
@@ -247,7 +250,8 @@ class Ranks:
         Raises:
             SettingError: it differs; on every rank.
         """
-        found = self._all(crc32(json.dumps(told, sort_keys=True, default=str).encode()))
+        digest = crc32(json.dumps(told, sort_keys=True, default=str).encode())
+        found = self._all("check_equal", digest)
         others = [name for name, each in zip(self.names, found, strict=True) if each != found[0]]
         if others:
             raise SettingError(
@@ -257,7 +261,7 @@ class Ranks:
 
     def secret(self, own: bytes) -> bytes:
         """Return rank 0's bytes, on every rank."""
-        return self._exchange((), own if self.leads else b"")[1]
+        return self._exchange("secret", (), own if self.leads else b"")[1]
 
     # ---- parts
 
@@ -275,10 +279,10 @@ class Ranks:
         found: float = struct.unpack("<d", self.secret(struct.pack("<d", number)))[0]
         return found
 
-    def _all(self, number: int) -> list[int]:
-        return [row[0] for row in self._exchange((number,))[0]]
+    def _all(self, what: str, number: int) -> list[int]:
+        return [row[0] for row in self._exchange(what, (number,))[0]]
 
-    def _check_same(self, digests: Sequence[int], state: Sequence[int]) -> None:
+    def _check_same(self, digests: Sequence[int], state: Sequence[object]) -> None:
         others = [
             self.names[rank] for rank, each in enumerate(digests) if each != digests[self.rank]
         ]
@@ -297,13 +301,19 @@ class Ranks:
         )
 
     def _exchange(
-        self, numbers: Sequence[int], message: bytes = b""
+        self, what: str, numbers: Sequence[int], message: bytes = b""
     ) -> tuple[list[tuple[int, ...]], bytes]:
-        """Tell all ranks some numbers, and return those of each, with rank 0's message."""
-        padded = (*numbers, *(0,) * (NUMBERS - len(numbers)))
+        """Tell all ranks some numbers, and return those of each, with rank 0's message.
+
+        Raises:
+            RanksBroken: another rank is at another place, and talks of something else.
+        """
+        padded = (*numbers, *(0,) * (NUMBERS - len(numbers)), crc32(what.encode()))
         size = len(message).to_bytes(8, "little")
         inline = message[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
         rows = [bytes(row) for row in self._gather(_HEAD.pack(*padded) + size + inline)]
+        heads = [_HEAD.unpack(row[: _HEAD.size]) for row in rows]
+        self._check_same([head[-1] for head in heads], [what])
         first = rows[0][_HEAD.size :]
         length = int.from_bytes(first[:8], "little")
         text = first[8 : 8 + min(length, INLINE_BYTES)]
@@ -313,7 +323,7 @@ class Ranks:
                 mx.array(np.frombuffer(rest, np.uint8)), group=self.group
             )
             text += np.array(summed).tobytes()
-        return [_HEAD.unpack(row[: _HEAD.size]) for row in rows], text
+        return heads, text
 
     def _gather(self, own: bytes) -> Any:
         """Return the bytes of every rank, (ranks, bytes); all give as many."""
