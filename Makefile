@@ -46,7 +46,8 @@ lint: $(VENV)/.dev
 # Two processes of one BLAS thread each: two of two would wait for each other. A file's tests stay
 # together, with the server they share; files come in the order of tests/conftest.py.
 test: lint
-	$(BIN)/pytest --doctest-modules src --ignore=src/penstock/serve_ray
+	$(BIN)/pytest --doctest-modules src --ignore=src/penstock/serve_ray \
+		--ignore-glob='src/penstock/prefix/remote/*_objects.py'
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--ignore=tests/scale
 
