@@ -14,8 +14,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG_FIRST = ("stateful", "parity", "server", "faults", "engine", "bench")
-"""Folders whose files take longest, of which a few tests may take minutes."""
+LONG_FIRST = ("stateful", "parity", "server", "faults", "engine", "bench", "test_soak.py")
+"""Folders, and a file, that take longest: a few of their tests may take minutes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,8 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     processes end at about the same time if the last ones are short."""
 
     def rank(item: pytest.Item) -> int:
-        folder = item.path.parent.name
-        return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
+        places = (item.path.parent.name, item.path.name)
+        return min(
+            (LONG_FIRST.index(p) for p in places if p in LONG_FIRST), default=len(LONG_FIRST)
+        )
 
     items.sort(key=rank)
 

@@ -151,3 +151,16 @@ def test_models_that_cannot_read_quantized_caches_are_known() -> None:
     found -= {"cache", "deepseek_v41"}
     unknown = found - set(families._UNQUANTIZABLE)
     assert unknown == set(), f"these models of mlx-lm cannot read quantized caches: {unknown}"
+
+
+def test_a_model_can_be_divided_by_heads_or_by_layers() -> None:
+    from mlx_lm.models import qwen2
+    from mlx_lm.models.pipeline import PipelineMixin
+    from mlx_lm.utils import sharded_load
+
+    asked = inspect.signature(sharded_load).parameters
+    assert {"pipeline_group", "return_config"} <= set(asked)
+    assert hasattr(qwen2.Model, "shard")
+    assert issubclass(qwen2.Qwen2Model, PipelineMixin)
+    stage = PipelineMixin()
+    assert (stage.pipeline_rank, stage.pipeline_size) == (0, 1)

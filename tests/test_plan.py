@@ -333,8 +333,21 @@ def test_one_of_several_hosts_has_its_part(capsys: pytest.CaptureFixture[str]) -
     assert "one of 2 machines" in part["weight_source"]
 
 
-def made_for(capsys: pytest.CaptureFixture[str], model: str, hosts: int) -> Any:
-    assert main(["plan", model, "--hosts", str(hosts), "--json"]) == 0
+def test_one_of_several_hosts_has_some_of_the_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.recall import MODEL_PATH
+
+    whole = made_for(capsys, str(MODEL_PATH), 1)
+    part = made_for(capsys, str(MODEL_PATH), 2, "--pipeline")
+    assert part["chosen"]["bytes_per_sequence"] * 2 == whole["chosen"]["bytes_per_sequence"]
+
+
+def test_layers_that_hosts_do_not_divide_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hosts", "5", "--pipeline"]) == 2
+    assert "layers, which --hosts 5 does not divide" in capsys.readouterr().err
+
+
+def made_for(capsys: pytest.CaptureFixture[str], model: str, hosts: int, *more: str) -> Any:
+    assert main(["plan", model, "--hosts", str(hosts), *more, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 

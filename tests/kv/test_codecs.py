@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv.codecs import Codec, parse_scheme
-from penstock.kv.codecs.base import pack, unpack
+from penstock.kv.codecs import Codec, base, parse_scheme
+from penstock.kv.codecs.base import dequantized, multiply, pack, unpack, wide_bytes
 from penstock.kv.codecs.names import AUTO
 from penstock.kv.codecs.rotation import rotate, rotate_back
 
@@ -240,6 +240,61 @@ def test_codes_are_packed_as_mlx_packs_them(bits: int) -> None:
     ones, zeros = mx.ones((5, 2)), mx.zeros((5, 2))
     read = mx.dequantize(pack(codes, bits), ones, zeros, group_size=64, bits=bits)
     assert mx.array_equal(read, codes.astype(mx.float32))
+
+
+BITS = (2, 3, 4, 5, 6, 8)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_codes_are_widened_as_mlx_widens_them(bits: int, group_size: int) -> None:
+    codes, scales, offsets = mx.quantize(normal(2, 5, 256), group_size=group_size, bits=bits)
+    wanted = mx.dequantize(codes, scales, offsets, group_size=group_size, bits=bits)
+    found = dequantized(codes, scales, offsets, group_size=group_size, bits=bits)
+    assert mx.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("rows", [1, 4, 9])
+@pytest.mark.parametrize("at_once", [2**10, 2**18])
+@pytest.mark.parametrize("shape", [(2, 100), (2, 3, 64)])
+def test_products_with_codes_are_those_of_mlx(
+    monkeypatch: pytest.MonkeyPatch,
+    bits: int,
+    group_size: int,
+    rows: int,
+    at_once: int,
+    shape: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr(base, "WIDE_AT_ONCE", at_once)
+    codes, scales, offsets = mx.quantize(normal(*shape, 128), group_size=group_size, bits=bits)
+    form = {"group_size": group_size, "bits": bits}
+    for transpose, width in ((True, 128), (False, shape[-1])):
+        x = normal(*shape[:-1], rows, width, seed=1)
+        wanted = mx.quantized_matmul(x, codes, scales, offsets, transpose=transpose, **form)
+        found = multiply(x, codes, scales, offsets, transpose=transpose, **form)
+        assert found.shape == wanted.shape
+        assert off(found, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["affine8", "turbo4", "turbo3.5"])
+@pytest.mark.parametrize("tokens", [4_096, 16_384])
+def test_few_codes_are_floats_at_the_same_time(name: str, tokens: int) -> None:
+    codec, heads, rows = side(name), 8, 8
+    coded = codec.encode(normal(1, heads, tokens, 64))
+    queries, weights = normal(heads, rows, 64), normal(heads, rows, tokens)
+    mx.eval(coded.parts, queries, weights)
+    scores = weights.nbytes
+    for read in (lambda: coded.score(queries), lambda: coded.mix(weights)):
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(read())
+        taken = mx.get_peak_memory() - before
+        # One stream of two; the sums of what is scored are counted with the scores.
+        assert taken <= wide_bytes(heads * tokens * 64) / 2 + 5 * scores
+        if tokens > 4_096:
+            assert taken < heads * tokens * 64 * 4  # what all of it would take
 
 
 @pytest.mark.parametrize("dim", [*DIMS, 32, 48, 96, 112, 256, 576])

@@ -51,7 +51,7 @@ def main(scenario: str, told: dict[str, Any]) -> None:
     watch = None if ranks is None else Watch(ranks, gone)
     model = made(told.get("family", "llama"))
     if ranks is not None:
-        model.shard(group)
+        divide(model, group, told)
     mx.eval(model.parameters())
     settings = {**SETTINGS, **told.get("settings", {})}
     rank = 0 if ranks is None else ranks.rank
@@ -81,6 +81,13 @@ def main(scenario: str, told: dict[str, Any]) -> None:
         watch.close()
     sys.stdout.write(json.dumps(found) + "\n")  # in one piece, beside the others'
     sys.stdout.flush()
+
+
+def divide(model: Any, group: mx.distributed.Group, told: dict[str, Any]) -> None:
+    if not told.get("pipeline"):
+        return model.shard(group)
+    uneven = [1, len(model.layers) - 1] if told.get("uneven") else None
+    return model.model.pipeline(group, split=uneven)
 
 
 def gone(why: str) -> None:

@@ -14,6 +14,8 @@ from rank_group import WORKER, Ended, ended, results, run, started
 
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5", "deepseek_v3")
 """Plain attention, windows and sinks, recurrent layers, one latent head."""
+LAYERED = ("qwen2", "qwen3_next", "deepseek_v3", "glm4_moe")
+"""Families that mlx-lm also divides by layers; the second by layers alone."""
 SOON = 10.0
 """A group must have ended by then, when one of it is gone."""
 
@@ -47,6 +49,35 @@ def test_each_rank_holds_its_share(size: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_mlx_lm_divides(family: str) -> None:
     assert together(2, family)[0]["said"] == alone(family)["said"]
+
+
+@pytest.mark.parametrize("family", LAYERED)
+def test_families_that_mlx_lm_divides_by_layers(family: str) -> None:
+    found = results(2, "texts", family=family, pipeline=True)
+    assert found[0]["said"] == alone(family)["said"]
+    for each in found:
+        assert each["node_bytes"] * 2 == pytest.approx(alone(family)["node_bytes"], rel=0.05)
+        assert each["hit_tokens"] == alone(family)["hit_tokens"] > 0
+
+
+def test_four_stages_restore_their_layers(tmp_path: Path) -> None:
+    told = {"family": "qwen2", "pipeline": True, "folder": str(tmp_path)}
+    first, again = (results(4, "texts", **told) for _ in range(2))
+    assert first[0]["said"] == again[0]["said"] == alone("qwen2")["said"]
+    assert again[0]["restored_tokens"] == again[3]["restored_tokens"] > 150
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "turbo3"])
+def test_stages_read_codes(codec: str) -> None:
+    coded = {"kv_cache_quantization": codec, "kv_cache_min_quantize_tokens": 0}
+    one = results(1, "texts", family="qwen2", settings=coded)
+    two = results(2, "texts", family="qwen2", settings=coded, pipeline=True)
+    assert two[0]["said"] == one[0]["said"]
+
+
+def test_stages_that_keep_different_things_are_refused() -> None:
+    found = run(2, "texts", family="qwen3_next", pipeline=True, uneven=True)
+    assert all("must be the same on every rank" in each.errors for each in found), found
 
 
 def test_codes_are_read_on_every_rank() -> None:

@@ -48,7 +48,7 @@ def banner(
 def _ranks(ranks: Ranks) -> str:
     """Say who computes the model, and what the figures below count."""
     return (
-        f"ranks    {', '.join(ranks.names)}: each holds 1/{ranks.size} of every layer; bytes are "
+        f"ranks    {', '.join(ranks.names)}: each holds 1/{ranks.size} of all layers; bytes are "
         f"of one rank, and the one with the least room decides"
     )
 

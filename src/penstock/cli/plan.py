@@ -104,6 +104,10 @@ def plan(
             min=1,
         ),
     ] = 1,
+    pipeline: Annotated[
+        bool,
+        typer.Option(help="With --hosts: whole layers for each machine, as penstock serve has it."),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Say what a model's weights and caches need, and what fits.
@@ -111,7 +115,7 @@ def plan(
     Reads the config, and the headers of the weights if they are there; loads nothing.
     Exit code 0 if the batch fits, 1 if it does not.
     """
-    spec = memory.divided(memory.read_model_spec(_find(model)), hosts)
+    spec = memory.divided(memory.read_model_spec(_find(model)), hosts, pipeline=pipeline)
     made = make_plan(
         spec,
         memory_bytes=_limit(memory_limit),

@@ -7,8 +7,9 @@ import logging
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ def serve(
     kv_cache_residual: flags.KVCacheResidual = 0,
     kv_cache_skip_layers: flags.KVCacheSkipLayers = "",
     kv_cache_quantize: flags.KVCacheQuantize = "active",
+    pipeline: flags.Pipeline = False,
     in_ray: flags.InRay = False,
     replicas: flags.Replicas = 1,
     max_replicas: flags.MaxReplicas = None,
@@ -139,13 +141,20 @@ def serve(
         )
     name = model_name or _name(model)
     with joined() as ranks:
+        load = partial(_load, model, name, limits, ranks, pipeline)
         if ranks is not None:
             _check_alone(ssd_preload=ssd_preload, session_dir=session_dir)
+            ranks.check_equal("--pipeline", pipeline)
             if not ranks.leads:
-                _follow(model, name, limits, ranks)
+                _follow(load, limits, ranks)
                 return
+        elif pipeline:
+            raise SettingError(
+                "--pipeline divides a model among several processes; start them by mlx.launch "
+                "(mlx.launch -n 2 -- penstock serve ...)"
+            )
         with _listening(settings) as listener:
-            _run(model, name, settings, limits, listener, ranks, preload=ssd_preload)
+            _run(load, name, settings, limits, listener, ranks, preload=ssd_preload)
 
 
 def _check_alone(**flags: object) -> None:
@@ -158,19 +167,21 @@ def _check_alone(**flags: object) -> None:
             )
 
 
-def _follow(model: str, name: str, limits: dict[str, Any], ranks: Ranks) -> None:
+def _follow(load: Callable[[], Loaded], limits: dict[str, Any], ranks: Ranks) -> None:
     """Be a rank but the first: it has no socket, and ends when rank 0 does."""
     from penstock.engine.engine import follow
 
-    loaded = _load(model, name, limits, ranks)
+    loaded = load()
     follow(loaded.model, loaded.tokenizer, ranks, **limits)
 
 
-def _load(model: str, name: str, limits: dict[str, Any], ranks: Ranks | None) -> Loaded:
+def _load(
+    model: str, name: str, limits: dict[str, Any], ranks: Ranks | None, pipeline: bool
+) -> Loaded:
     """Load a model, or this rank's part of it."""
     from penstock.models.mlx_lm import load_all, load_part
 
-    loaded = load_all(model) if ranks is None else load_part(model, ranks.group)
+    loaded = load_all(model) if ranks is None else load_part(model, ranks.group, pipeline=pipeline)
     if not loaded.tokenizer.eos_token_ids:
         raise ModelError(f"{name} has no token that ends an answer")
     if ranks is not None:
@@ -251,7 +262,7 @@ def _listening(settings: config.ServerSettings) -> socket.socket:
 
 
 def _run(
-    model: str,
+    load: Callable[[], Loaded],
     name: str,
     settings: config.ServerSettings,
     limits: dict[str, Any],
@@ -270,7 +281,7 @@ def _run(
     console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
     waiting = console.status(f"loading {name} ...") if console.is_terminal else nullcontext()
     with waiting:
-        loaded = _load(model, name, limits, ranks)
+        loaded = load()
         engine = make_engine(loaded, peers=ranks, **limits)
         if preload:
             engine.preload()

@@ -262,6 +262,14 @@ KVCacheQuantize: TypeAlias = Annotated[
         envvar="PENSTOCK_KV_CACHE_QUANTIZE",
     ),
 ]
+Pipeline: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--pipeline",
+        help="With mlx.launch: give each process whole layers, instead of heads of every layer.",
+        envvar="PENSTOCK_PIPELINE",
+    ),
+]
 InRay: TypeAlias = Annotated[
     bool,
     typer.Option(

@@ -74,7 +74,7 @@ from penstock.models.fingerprint import with_settings
 from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import Node, NodeView
-from penstock.prefix.prefixes import Prefixes
+from penstock.prefix.prefixes import Prefixes, remembered_nodes
 from penstock.prefix.ssd.host import Landing, StateLanding
 
 TAIL_TOKENS = 8
@@ -198,6 +198,7 @@ class Core:
             keep=self.limits.keep_tokens,
             ranks=self.peers.size,
         )
+        self.peers.check_equal("what the layers of a part keep of a token", self.runner.keeps)
         self.limits = _fitting(self.limits, self.runner)
         self.needs = Needs(self.runner, self.limits)
         slots, block_size = self.limits.max_batch_size, self.limits.block_size
@@ -214,7 +215,7 @@ class Core:
                 model, keep=self.limits.keep_tokens, window=self.limits.max_kv_size
             )
             if self.peers.size > 1:
-                part = f"{self.peers.rank} of {self.peers.size}"
+                part = f"{self.peers.rank} of {self.peers.size}{self.runner.divided}"
                 fingerprint = with_settings(fingerprint, part=part)
         rule = Quantisation.of(
             self.limits.kv_cache_quantization,
@@ -230,6 +231,8 @@ class Core:
             block_size=self.limits.block_size,
             fingerprint=fingerprint,
             clock=self.clock,
+            # Ranks whose weights differ have limits that do.
+            remembered=remembered_nodes(self.peers.least(self.ledger.limit_bytes)),
         )
         self.checkpoints = (
             Checkpoints(self.prefixes, self.runner.state_bytes)

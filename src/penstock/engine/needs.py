@@ -12,6 +12,7 @@ from penstock.engine.request import Sampling
 from penstock.engine.sampling import Chooser, choose_all
 from penstock.engine.step import Runner
 from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
+from penstock.kv.codecs.base import wide_bytes
 from penstock.kv.forms import Form
 from penstock.kv.reads import Part, Row
 from penstock.kv.states import Live
@@ -81,12 +82,17 @@ class Needs:
         return own * self._runner.token_bytes + self._runner.state_bytes
 
     def step(self, tokens: int) -> int:
-        """Return what a sequence adds to every step in which it decodes: its scores; where layers
-        compress, its new states, since sequences are computed one after the other, each in less
-        than a chunk of it takes."""
+        """Return what a sequence adds to every step in which it decodes: its scores, and what codes
+        are read by; where layers compress, its new states, since sequences are computed one after
+        the other, each in less than a chunk of it takes."""
         if self._compresses:
             return self._runner.state_bytes
-        return self._seen(tokens) * self._runner.heads * self._score_bytes
+        seen = self._seen(tokens)
+        scores = seen * self._runner.heads * self._score_bytes
+        if self._limits.kv_cache_quantization is None:
+            return scores
+        sides = (s.kv_heads * max(s.key_dim, s.value_dim) for s in self._runner.shapes)
+        return scores + wide_bytes(seen * max(sides, default=0))
 
     def chunk(self, tokens: int) -> int:
         """Return what a sequence adds to a step that prefills it: a layer joined, and the scores

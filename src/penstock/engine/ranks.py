@@ -109,6 +109,13 @@ class Peers(Protocol):
             RanksBroken: there are others, who wait for it.
         """
 
+    def check_equal(self, what: str, told: object) -> None:
+        """Compare what must be the same on every rank.
+
+        Raises:
+            SettingError: it differs; on every rank.
+        """
+
 
 class Alone:
     """The peers of an engine in one process: there is nobody to agree with."""
@@ -139,6 +146,8 @@ class Alone:
         return Mean(first)
 
     def fault(self, doing: str, error: Exception) -> None: ...
+
+    def check_equal(self, what: str, told: object) -> None: ...
 
 
 class AgreedMean(Mean):
@@ -245,11 +254,6 @@ class Ranks:
         raise RanksBroken(f"{self.names[self.rank]} failed while {doing}: {told}") from error
 
     def check_equal(self, what: str, told: object) -> None:
-        """Compare what must be the same on every rank.
-
-        Raises:
-            SettingError: it differs; on every rank.
-        """
         digest = crc32(json.dumps(told, sort_keys=True, default=str).encode())
         found = self._all("check_equal", digest)
         others = [name for name, each in zip(self.names, found, strict=True) if each != found[0]]

@@ -92,7 +92,7 @@ class Runner:
         model: mlx-lm's; its weights are evaluated here.
         max_kv_size: tokens a sequence sees at most, the kept ones among them.
         keep: first tokens that are always seen.
-        ranks: among how many processes the model's heads were divided.
+        ranks: among how many processes the model was divided.
 
     Raises:
         ModelError: the model has layers that are not made of keys and values, or computes
@@ -104,7 +104,8 @@ class Runner:
         mx.eval(model.parameters())
         self.layout = seam.layout(model)
         modules = seam.attach(model)
-        self.heads = seam.query_heads(model) // ranks
+        self.heads = seam.query_heads(model) // (1 if seam.is_stage(model) else ranks)
+        self._passes_on = seam.passes_on(model)
         self.shapes: tuple[LayerShape, ...] = ()
         self.vocabulary_size = 0
         self.sights = list(self.layout.sights)  # unbounded while the model is tried
@@ -138,6 +139,21 @@ class Runner:
     def is_recurrent(self) -> bool:
         """Whether some layers keep a state, which is true at one position alone."""
         return bool(self.layout.state_sizes)
+
+    @property
+    def keeps(self) -> list[str]:
+        """What must be the same on all ranks for them to decide the same, in words: what a token
+        and a sequence take, what each layer sees, and how that is read."""
+        return [
+            f"{self.token_bytes} bytes a token, {self.state_bytes} of states",
+            f"{self.sights}",
+            self.fitness.way,
+        ]
+
+    @property
+    def divided(self) -> str:
+        """How the model was divided among ranks, if not by heads."""
+        return " by layers" if seam.is_stage(self.model) else ""
 
     @property
     def drops(self) -> bool:
@@ -226,8 +242,9 @@ class Runner:
             for cache, into in zip(reads, squares, strict=True):
                 assert isinstance(cache, ChunkReads)
                 cache.squares = into
-            caches, _ = self.layout.caches(reads, None)
+            caches, kept = self.layout.caches(reads, None)
             self.model(mx.array([tokens]), cache=caches)
+            _left(reads, kept, len(tokens))  # also what goes to another process
         return tuple(found.scales() for found in squares)
 
     def _chunk(
@@ -250,7 +267,7 @@ class Runner:
         if way == "joined":
             return self._joined_reads(parts, position, None)
         # What the last layer attends to is read by the logits alone, or by states behind it.
-        last = -1 if self.is_recurrent else len(self.sights) - 1
+        last = -1 if self.is_recurrent or self._passes_on else len(self.sights) - 1
         return [
             ChunkReads(i, s, parts, position, last=i == last) for i, s in enumerate(self.sights)
         ]
@@ -273,6 +290,8 @@ class Runner:
         caches, kept = self.layout.caches(reads, _row(live), row.position)
         logits = self._run([[token]], caches)
         if self.layout.compression is None:
+            if seam.is_stage(self.model):  # what goes to and fro keeps the rows' order
+                mx.eval(logits)
             return logits, unpinned(seam.states_of(kept))
         mx.eval(logits)  # the rows of one sequence at a time
         return logits, copied(seam.states_of(kept))
@@ -306,11 +325,12 @@ class Runner:
         """Return the logits of the last two tokens of the probe, on mlx-lm's caches."""
         caches = seam.plain_caches(self.model)
         *first, before, last = PROBE
-        self.model(mx.array([first]), cache=caches)
-        logits = [self._run([[token]], caches) for token in (before, last)]
-        both = mx.concatenate(logits).astype(mx.float32)
-        mx.eval(both)
-        return both
+        mx.eval(self.model(mx.array([first]), cache=caches))
+        logits = []
+        for token in (before, last):  # one after the other, as stages pass them on
+            logits.append(self._run([[token]], caches))
+            mx.eval(logits)
+        return mx.concatenate(logits).astype(mx.float32)
 
     def _difference(self, way: Way, expected: mx.array, *, whole: bool = False) -> str:
         """Return what is wrong with reading the probe this way; nothing if it is right.

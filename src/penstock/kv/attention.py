@@ -39,6 +39,8 @@ LANES_FROM = 2**16
 """Scores from which it pays to divide them between two streams."""
 CODED_LANES_FROM = 2**12
 """The same where most of what is read is coded: MLX multiplies codes on one core alone."""
+CODED_LANES_ROWS = 4
+"""Up to so many rows. Of more, codes become floats, and BLAS has both cores for their product."""
 POLYNOMIAL_FROM = 2**16
 """Elements from which 14 quick passes beat one slow one."""
 
@@ -159,15 +161,22 @@ def _largest(scores: mx.array) -> mx.array:
     return mx.max(scores, axis=-1, keepdims=True)
 
 
-def score(stacked: mx.array, parts: Sequence[Held]) -> mx.array:
+def score(stacked: mx.array, parts: Sequence[Held], after: mx.array | None = None) -> mx.array:
     """Score queries (..., m, d) against keys (..., n_i, d): (..., m, sum n_i), float32, base 2.
 
-    In half precision the matrix product is the last that is rounded; the softmax is not.
+    In half precision the matrix product is the last that is rounded; the softmax is not. Codes
+    are read one part after the other, and after `after`.
     """
-    products = [
-        keys.score(stacked) if isinstance(keys, Coded) else stacked @ keys.swapaxes(-1, -2)
-        for keys in parts
-    ]
+    products: list[mx.array] = []
+    codec, turned = None, stacked
+    for keys in parts:
+        if not isinstance(keys, Coded):
+            products.append(stacked @ keys.swapaxes(-1, -2))
+            continue
+        if keys.codec != codec:
+            codec, turned = keys.codec, keys.codec.turned(stacked)
+        after = keys.codec.score(turned, keys if after is None else keys.after(after))
+        products.append(after)
     if len({product.dtype for product in products}) > 1:
         products = [product.astype(mx.float32) for product in products]
     scores = products[0] if len(products) == 1 else mx.concatenate(products, axis=-1)
@@ -182,25 +191,33 @@ def mix(weights: mx.array, total: mx.array, parts: Sequence[Held]) -> mx.array:
     total: the weights' sums. Weights of float16 values are divided by them for the product,
     which would overflow otherwise.
     """
-    mixed, start = None, 0
-    whole = len(parts) == 1
+    sums: list[mx.array] = []
+    codec, turned, dim = None, None, 0
+    start = 0
     for values in parts:
         stop = start + _columns(values)
-        some = weights if whole else weights[..., start:stop]
-        found = _mix(some, total, values)
-        mixed = found if mixed is None else mixed + found
+        some = weights if len(parts) == 1 else weights[..., start:stop]
         start = stop
-    assert mixed is not None
-    return mixed
+        if not isinstance(values, Coded):
+            sums.append(_mix(some, total, values))
+            continue
+        found = values.codec.mix(some, values.after(total if turned is None else turned))
+        found = found.astype(mx.float32)
+        if codec is not None and turned is not None and values.codec != codec:
+            sums.append(codec.turned_back(turned, dim))
+            turned = None
+        codec, dim = values.codec, values.dim
+        turned = found if turned is None else turned + found
+    if codec is not None and turned is not None:
+        sums.append(codec.turned_back(turned, dim))
+    return sum(sums[1:], start=sums[0])
 
 
 def _columns(side: Held) -> int:
     return side.tokens if isinstance(side, Coded) else side.shape[-2]
 
 
-def _mix(weights: mx.array, total: mx.array, values: Held) -> mx.array:
-    if isinstance(values, Coded):
-        return values.mix(weights).astype(mx.float32)
+def _mix(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
     if values.dtype == mx.float32:
         return weights @ values
     if values.dtype == mx.float16:
@@ -226,6 +243,7 @@ def attend_parts(
     keys: Sequence[Held],
     values: Sequence[Held],
     seen: mx.array | None = None,
+    after: mx.array | None = None,
 ) -> Partial:
     """Let stacked queries (kv_heads, m, d) read consecutive parts, under one softmax.
 
@@ -235,22 +253,24 @@ def attend_parts(
         keys: (kv_heads, n_i, d) each, or coded.
         values: (kv_heads, n_i, value_dim) each, or coded.
         seen: booleans that broadcast to (kv_heads, m, sum n_i); None sees everything.
+        after: what must be computed before codes are read.
     """
     kv_heads, rows, _ = stacked.shape
     count = kv_heads * rows * sum(_columns(side) for side in keys)
-    least = CODED_LANES_FROM if mostly_coded(keys) else LANES_FROM
-    if kv_heads > 1 and count >= least and has_lanes():
+    coded = mostly_coded(keys)
+    many = count >= (CODED_LANES_FROM if coded else LANES_FROM)
+    if kv_heads > 1 and many and not (coded and rows > CODED_LANES_ROWS) and has_lanes():
         half = kv_heads // 2
-        first = _attend(stacked[:half], _heads(keys, 0, half), _heads(values, 0, half), seen)
+        first = _attend(stacked[:half], _heads(keys, 0, half), _heads(values, 0, half), seen, after)
         with lane(1):
             others = _heads(keys, half, kv_heads), _heads(values, half, kv_heads)
-            rest = _attend(stacked[half:], *others, seen)
+            rest = _attend(stacked[half:], *others, seen, after)
         return Partial(
             mx.concatenate([first.top, rest.top]),
             mx.concatenate([first.total, rest.total]),
             mx.concatenate([first.mixed, rest.mixed]),
         )
-    return _attend(stacked, keys, values, seen)
+    return _attend(stacked, keys, values, seen, after)
 
 
 def _attend(
@@ -258,8 +278,9 @@ def _attend(
     keys: Sequence[Held],
     values: Sequence[Held],
     seen: mx.array | None,
+    after: mx.array | None,
 ) -> Partial:
-    scores = score(stacked, keys)
+    scores = score(stacked, keys, after)
     if seen is not None:
         scores = mx.where(seen, scores, MASKED)
     top, weights, total = weigh(scores)

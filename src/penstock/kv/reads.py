@@ -21,7 +21,7 @@ from penstock.kv.attention import MASKED, Held, Partial, Sight
 from penstock.kv.codecs.base import Coded
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.columns import Side
-from penstock.kv.lanes import lane
+from penstock.kv.lanes import LANES, lane
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 
@@ -250,6 +250,9 @@ class Reads:
     """One layer of one step, read where it lies: what the seam recognises."""
 
     offset: mx.array | int
+    keys: mx.array | None = None
+    """Of the new tokens. A model whose next layers are another process's replaces them by the same
+    ones, that what it sends is computed with them."""
 
     def __init__(self, layer: int, sight: Sight) -> None:
         self.layer = layer
@@ -306,6 +309,7 @@ class DecodeReads(Reads):
         else:
             step.tails.write(self.layer, step.slots, step.columns, keys, values)
         self._given = keys, values
+        self.keys = keys
         return keys, values
 
     def attend(
@@ -364,6 +368,8 @@ class DecodeReads(Reads):
         r = heads // kv_heads
         stacked = attention.grouped(queries, kv_heads)
         partials = [self._tail_partial(queries, tail_keys, tail_values, layout)]
+        before = [partials[0].mixed] * LANES
+        """What each lane computes last, by now: codes of the next unit are read after that."""
         for level in layout.levels:
             found: list[Partial] = []
             row = 0
@@ -371,7 +377,8 @@ class DecodeReads(Reads):
                 if unit.first > row:
                     found.append(_nothing(stacked, (unit.first - row) * r, tail_values))
                 with lane(number if len(level) > 1 else None):
-                    found.append(self._unit_partial(stacked, unit, r))
+                    found.append(self._unit_partial(stacked, unit, r, before[number % LANES]))
+                before[number % LANES] = found[-1].mixed
                 row = unit.last
             if row < b:
                 found.append(_nothing(stacked, (b - row) * r, tail_values))
@@ -382,13 +389,13 @@ class DecodeReads(Reads):
             sunk = each.reshape(kv_heads, b * r, 1)
         return attention.ungrouped(attention.merged(partials, sunk), b, heads)
 
-    def _unit_partial(self, stacked: mx.array, unit: Unit, r: int) -> Partial:
+    def _unit_partial(self, stacked: mx.array, unit: Unit, r: int, after: mx.array) -> Partial:
         keys, values = _sides(unit.pieces, self.layer)
         seen = None if unit.seen is None else mx.repeat(unit.seen, r, axis=0)[None]
         rows = stacked
         if stacked.shape[1] != (unit.last - unit.first) * r:
             rows = stacked[:, unit.first * r : unit.last * r]
-        return attention.attend_parts(rows, keys, values, seen)
+        return attention.attend_parts(rows, keys, values, seen, after)
 
     def _tail_partial(
         self, queries: mx.array, keys: mx.array, values: mx.array, layout: Layout
@@ -489,7 +496,6 @@ class ChunkReads(Reads):
         self.parts = parts
         self.last = last
         self.offset: int = position
-        self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.squares: Squares | None = None
         """Takes in what is read, if it is to be known how large that is."""

@@ -73,30 +73,22 @@ class ModelSpec:
         return sum(layer.state_bytes is None for layer in self.layers)
 
 
-def divided(spec: ModelSpec, hosts: int) -> ModelSpec:
+def divided(spec: ModelSpec, hosts: int, *, pipeline: bool = False) -> ModelSpec:
     """Return what one of `hosts` machines has of a model that mlx-lm divides among them: an equal
     part of every layer's heads, states and weights, and all that is outside of the layers. The
     one head of a latent attention is on every machine.
 
+    Args:
+        spec: of the whole model.
+        hosts: machines.
+        pipeline: each machine has whole layers, as many and of the same kinds as the others.
+
     Raises:
-        SettingError: the heads are not divisible by so many.
+        SettingError: the heads, or the layers, are not divisible by so many.
     """
     if hosts == 1:
         return spec
-    for layer in spec.layers:
-        if layer.kv_heads > 1 and layer.kv_heads % hosts:
-            raise SettingError(
-                f"{spec.name} has {layer.kv_heads} heads of keys and values, which --hosts {hosts} "
-                f"does not divide; mlx-lm gives every machine whole ones"
-            )
-    layers = tuple(
-        replace(
-            layer,
-            kv_heads=max(1, layer.kv_heads // hosts) if layer.kv_heads else 0,
-            state_bytes=None if layer.state_bytes is None else -(-layer.state_bytes // hosts),
-        )
-        for layer in spec.layers
-    )
+    layers = _some_layers(spec, hosts) if pipeline else _some_heads(spec, hosts)
     weights = spec.weight_bytes
     if weights is not None:
         weights = spec.whole_weight_bytes + -(-(weights - spec.whole_weight_bytes) // hosts)
@@ -106,6 +98,36 @@ def divided(spec: ModelSpec, hosts: int) -> ModelSpec:
         weight_bytes=weights,
         weight_source=f"{spec.weight_source}; of one of {hosts} machines",
     )
+
+
+def _some_heads(spec: ModelSpec, hosts: int) -> tuple[LayerSpec, ...]:
+    """Return every layer, with a machine's heads of it."""
+    for layer in spec.layers:
+        if layer.kv_heads > 1 and layer.kv_heads % hosts:
+            raise SettingError(
+                f"{spec.name} has {layer.kv_heads} heads of keys and values, which --hosts {hosts} "
+                f"does not divide; mlx-lm gives every machine whole ones"
+            )
+    return tuple(
+        replace(
+            layer,
+            kv_heads=max(1, layer.kv_heads // hosts) if layer.kv_heads else 0,
+            state_bytes=None if layer.state_bytes is None else -(-layer.state_bytes // hosts),
+        )
+        for layer in spec.layers
+    )
+
+
+def _some_layers(spec: ModelSpec, hosts: int) -> tuple[LayerSpec, ...]:
+    """Return a machine's layers, which are like those of every other one."""
+    count, rest = divmod(len(spec.layers), hosts)
+    first = spec.layers[:count]
+    if rest or any(spec.layers[i * count :][:count] != first for i in range(hosts)):
+        raise SettingError(
+            f"{spec.name} has {len(spec.layers)} layers, which --hosts {hosts} does not divide "
+            f"into equal parts; penstock decides for all machines at once, which must hold the same"
+        )
+    return first
 
 
 def layer_groups(spec: ModelSpec) -> Iterator[tuple[int, LayerSpec]]:

@@ -39,11 +39,13 @@ __all__ = [
     "Piece",
     "TokenizerWrapper",
     "encode",
+    "is_stage",
     "layout",
     "load",
     "load_all",
     "load_part",
     "load_tokenizer",
+    "passes_on",
     "render",
     "rival_caches",
     "stream",
@@ -102,9 +104,12 @@ def load_all(path_or_name: str | Path) -> Loaded:
     return Loaded(model, tokenizer, config)
 
 
-def load_part(path_or_name: str | Path, group: mx.distributed.Group) -> Loaded:
-    """Load this process's part of a model that mlx-lm divides among a group (`shard`): some heads
-    of every layer, and some of what is between. All processes of the group must load.
+def load_part(
+    path_or_name: str | Path, group: mx.distributed.Group, *, pipeline: bool = False
+) -> Loaded:
+    """Load this process's part of a model that mlx-lm divides among all processes, the `group`:
+    some heads of every layer, and some of what is between (`shard`); or whole layers (`pipeline`),
+    if that is asked for or all that the model's class has. All processes of the group must load.
 
     Raises:
         ModelError: as `load`; or mlx-lm cannot divide this model among so many.
@@ -112,26 +117,37 @@ def load_part(path_or_name: str | Path, group: mx.distributed.Group) -> Loaded:
     source, ranks = _source(path_or_name), group.size()
     try:
         model, tokenizer, config = mlx_lm.utils.sharded_load(
-            source, tensor_group=group, return_config=True
+            source, pipeline_group=group if pipeline else None, return_config=True
         )
     # A boundary, as in `load_all`.
     except Exception as error:
         raise ModelError(f"cannot load {source} in {ranks} parts: {_one_line(error)}") from error
-    _check_divided(config, source, ranks)
+    divided = ("hidden_layers",) if is_stage(model) else ("attention_heads", "key_value_heads")
+    _check_divided(config, source, ranks, divided)
     return Loaded(model, tokenizer, config)
 
 
-def _check_divided(config: dict[str, Any], name: str, ranks: int) -> None:
-    """Raise ModelError unless each of so many ranks got whole heads: mlx-lm rounds down."""
+def _check_divided(config: dict[str, Any], name: str, ranks: int, divided: Sequence[str]) -> None:
+    """Raise ModelError unless so many ranks got equal parts: mlx-lm rounds down heads, and gives
+    some ranks a layer more."""
     for place in (config, config.get("text_config") or {}):
-        for what in ("num_attention_heads", "num_key_value_heads"):
-            heads = place.get(what)
-            if isinstance(heads, int) and heads % ranks:
+        for what in divided:
+            count = place.get(f"num_{what}")
+            if isinstance(count, int) and count % ranks:
                 raise ModelError(
-                    f"{name} cannot be divided among {ranks} ranks: it has {heads} "
-                    f"{what.removeprefix('num_').replace('_', ' ')}; take a number of ranks that "
-                    f"divides them"
+                    f"{name} cannot be divided among {ranks} ranks: it has {count} "
+                    f"{what.replace('_', ' ')}; take a number of ranks that divides them"
                 )
+
+
+def is_stage(model: nn.Module) -> bool:
+    """Tell whether a model has some of its layers only, the others being other processes'."""
+    return getattr(getattr(model, "model", None), "pipeline_size", 1) > 1
+
+
+def passes_on(model: nn.Module) -> bool:
+    """Tell whether what a model's last layer gives is the first layer's of another process."""
+    return getattr(getattr(model, "model", None), "pipeline_rank", 0) > 0
 
 
 def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:

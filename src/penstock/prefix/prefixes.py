@@ -77,6 +77,11 @@ class Relief(Protocol[S]):
         """Tell whether a leaf that nobody reads is of use to nobody any more."""
 
 
+def remembered_nodes(limit_bytes: int) -> int:
+    """Return how many nodes 2.5 % of a limit remember, at most 16,384."""
+    return min(REMEMBERED_NODES, limit_bytes // BYTES_PER_REMEMBERED)
+
+
 class Prefixes(Generic[S]):
     """KV by prefix. Not thread-safe: one owner, the thread with the arrays.
 
@@ -88,7 +93,7 @@ class Prefixes(Generic[S]):
         clock: seconds, for recency.
         cost: of a prefill, for the order of eviction.
         remembered: how many of the nodes, and blocks, that were given up are remembered; by
-            default what 2.5 % of the limit hold, at most 16,384.
+            default `remembered_nodes` of the limit.
         max_merge_tokens: nodes are not merged to more than this.
 
     Raises:
@@ -111,7 +116,7 @@ class Prefixes(Generic[S]):
         max_merge_tokens: int = MAX_MERGE_TOKENS,
     ) -> None:
         if remembered is None:
-            remembered = min(REMEMBERED_NODES, ledger.limit_bytes // BYTES_PER_REMEMBERED)
+            remembered = remembered_nodes(ledger.limit_bytes)
         self.ledger = ledger
         self.block_size = block_size
         self.fingerprint = fingerprint

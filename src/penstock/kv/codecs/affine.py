@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import GROUP_SIZES, Coded, multiply, quantized
+from penstock.kv.codecs.base import GROUP_SIZES, Coded, dequantized, multiply, quantized
 from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
@@ -56,25 +56,24 @@ class Affine(Scaled):
     def widen(self, coded: Coded) -> mx.array:
         """See `Codec`."""
         codes, scales, offsets = coded.parts
-        x = mx.dequantize(
-            codes,
-            scales.astype(mx.float32),
-            offsets.astype(mx.float32),
-            group_size=self.group_size,
-            bits=self.bits,
-        )
+        x = dequantized(codes, scales, offsets, group_size=self.group_size, bits=self.bits)
         return multiplied(rotate_back(x), self.scales) if self.rotated else x
 
-    def score(self, queries: mx.array, coded: Coded) -> mx.array:
+    def turned(self, queries: mx.array) -> mx.array:
         """See `Codec`."""
-        if self.rotated:
-            queries = rotate(multiplied(queries, self.scales))
-        return self._product(queries, coded, transpose=True)
+        return rotate(multiplied(queries, self.scales)) if self.rotated else queries
+
+    def turned_back(self, mixed: mx.array, dim: int) -> mx.array:
+        """See `Codec`."""
+        return multiplied(rotate_back(mixed), self.scales) if self.rotated else mixed
+
+    def score(self, turned: mx.array, coded: Coded) -> mx.array:
+        """See `Codec`."""
+        return self._product(turned, coded, transpose=True)
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        mixed = self._product(weights, coded, transpose=False)
-        return multiplied(rotate_back(mixed), self.scales) if self.rotated else mixed
+        return self._product(weights, coded, transpose=False)
 
     def _product(self, x: mx.array, coded: Coded, *, transpose: bool) -> mx.array:
         parts = (part.squeeze(0) for part in coded.parts)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import Codec, Coded, multiply, quantized
+from penstock.kv.codecs.base import Codec, Coded, dequantized, multiply, quantized
 
 SPAN = 64
 
@@ -50,19 +50,15 @@ class Kivi(Codec):
     def widen(self, coded: Coded) -> mx.array:
         """See `Codec`."""
         codes, scales, offsets = coded.parts
-        spans = mx.dequantize(
-            codes,
-            scales.astype(mx.float32)[..., None],
-            offsets.astype(mx.float32)[..., None],
-            group_size=SPAN,
-            bits=self.bits,
+        spans = dequantized(
+            codes, scales[..., None], offsets[..., None], group_size=SPAN, bits=self.bits
         )
         batch, heads, count = spans.shape[:3]
         return spans.swapaxes(-1, -2).reshape(batch, heads, count * SPAN, coded.dim)
 
-    def score(self, queries: mx.array, coded: Coded) -> mx.array:
+    def score(self, turned: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        found = self._product(queries[:, None], coded, transpose=False)  # (heads, spans, m, SPAN)
+        found = self._product(turned[:, None], coded, transpose=False)  # (heads, spans, m, SPAN)
         heads, count, rows, _ = found.shape
         return found.swapaxes(1, 2).reshape(heads, rows, count * SPAN)
 

@@ -10,6 +10,8 @@ import random
 from functools import cache
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 SEED = 0
 
@@ -43,10 +45,11 @@ def _transform(x: mx.array) -> mx.array:
 
 
 @cache
-def _bits(dim: int) -> int:
-    return random.Random(f"penstock {SEED} {dim}").getrandbits(dim)
+def _numbers(dim: int) -> npt.NDArray[np.float32]:
+    bits = random.Random(f"penstock {SEED} {dim}").getrandbits(dim)
+    return np.array([1.0 if bits >> i & 1 else -1.0 for i in range(dim)], np.float32)
 
 
 def _signs(dim: int) -> mx.array:
     # Made anew each time: an array belongs to the thread that has made it.
-    return mx.array([1.0 if _bits(dim) >> i & 1 else -1.0 for i in range(dim)])
+    return mx.array(_numbers(dim))

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Self
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from penstock.kv.codecs.base import Codec, Scales
@@ -61,9 +63,13 @@ def multiplied(x: mx.array, scales: Scales) -> mx.array:
 
 
 def _factors(scales: Scales) -> mx.array:
-    # Made anew each time: an array belongs to the thread that has made it.
+    return mx.array(_powers(scales))  # anew: an array belongs to the thread that has made it
+
+
+@lru_cache(maxsize=256)
+def _powers(scales: Scales) -> npt.NDArray[np.float32]:
     exponents = np.frombuffer(b"".join(scales), np.int8).reshape(len(scales), 1, -1)
-    return mx.array(np.ldexp(np.float32(1), exponents))
+    return np.ldexp(np.float32(1), exponents)
 
 
 class Squares:

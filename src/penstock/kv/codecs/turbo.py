@@ -16,7 +16,15 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import GROUP_SIZES, Coded, largest_group, multiply, pack, unpack
+from penstock.kv.codecs.base import (
+    GROUP_SIZES,
+    Coded,
+    dequantized,
+    largest_group,
+    multiply,
+    pack,
+    unpack,
+)
 from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
@@ -84,21 +92,26 @@ class Turbo(Scaled):
         """See `Codec`."""
         *codes, scales = coded.parts
         z = [
-            mx.dequantize(
-                part, step, offsets, group_size=largest_group(width), bits=bits, dtype=mx.float32
-            )
+            dequantized(part, step, offsets, group_size=largest_group(width), bits=bits)
             for part, offsets, step, width, bits in self._as_mlx(codes, scales, coded.dim)
         ]
         whole = z[0] if len(z) == 1 else mx.concatenate(z, axis=-1)
         return multiplied(rotate_back(whole, coded.dim), self.scales)
 
-    def score(self, queries: mx.array, coded: Coded) -> mx.array:
+    def turned(self, queries: mx.array) -> mx.array:
         """See `Codec`."""
-        queries = rotate(multiplied(queries, self.scales), padded(coded.dim))
+        return rotate(multiplied(queries, self.scales), padded(queries.shape[-1]))
+
+    def turned_back(self, mixed: mx.array, dim: int) -> mx.array:
+        """See `Codec`."""
+        return multiplied(rotate_back(mixed, dim), self.scales)
+
+    def score(self, turned: mx.array, coded: Coded) -> mx.array:
+        """See `Codec`."""
         found, start = None, 0
         for codes, offsets, scales, width, bits in self._readable(coded):
             some = multiply(
-                queries[..., start : start + width],
+                turned[..., start : start + width],
                 codes,
                 scales,
                 offsets,
@@ -125,8 +138,7 @@ class Turbo(Scaled):
             )
             for codes, offsets, scales, width, bits in self._readable(coded)
         ]
-        back = rotate_back(mx.concatenate(mixed, axis=-1).astype(mx.float32), coded.dim)
-        return multiplied(back, self.scales)
+        return mixed[0] if len(mixed) == 1 else mx.concatenate(mixed, axis=-1)
 
     def _readable(self, coded: Coded) -> list[tuple[mx.array, mx.array, mx.array, int, int]]:
         """Return codes, offsets, scales, width and bits of each half, as MLX reads them."""
@@ -183,15 +195,21 @@ class TurboBook(Scaled):
         """See `Codec`."""
         return multiplied(rotate_back(self._rotated(coded), coded.dim), self.scales)
 
-    def score(self, queries: mx.array, coded: Coded) -> mx.array:
+    def turned(self, queries: mx.array) -> mx.array:
         """See `Codec`."""
-        queries = rotate(multiplied(queries, self.scales), padded(coded.dim))
-        return queries @ self._rotated(coded).squeeze(0).swapaxes(-1, -2)
+        return rotate(multiplied(queries, self.scales), padded(queries.shape[-1]))
+
+    def turned_back(self, mixed: mx.array, dim: int) -> mx.array:
+        """See `Codec`."""
+        return multiplied(rotate_back(mixed, dim), self.scales)
+
+    def score(self, turned: mx.array, coded: Coded) -> mx.array:
+        """See `Codec`."""
+        return turned @ self._rotated(coded).squeeze(0).swapaxes(-1, -2)
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        mixed = weights.astype(mx.float32) @ self._rotated(coded).squeeze(0)
-        return multiplied(rotate_back(mixed, coded.dim), self.scales)
+        return weights.astype(mx.float32) @ self._rotated(coded).squeeze(0)
 
     def _rotated(self, coded: Coded) -> mx.array:
         codes, scales = coded.parts
