@@ -151,6 +151,7 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
         (("--remote-cache-ttl", "0"), "--remote-cache-ttl"),
         (("--remote-cache-timeout", "0"), "--remote-cache-timeout"),
         (("--max-kv-size", "100", "--keep-kv-size", "100"), "--keep-kv-size"),
+        (("--pipeline",), "mlx.launch -n 2"),
         (("/nowhere/at/all", "--port", "0"), "/nowhere/at/all"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,

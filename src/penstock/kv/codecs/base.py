@@ -24,6 +24,10 @@ ALONG_FROM = {2: 3, 3: 3, 4: 2, 5: 4, 6: 3, 8: 1}
 """Rows from which a product along codes of so many bits is quicker with floats, on a CPU."""
 ACROSS_FROM = {2: 3, 3: 3, 4: 5, 5: 3, 6: 5, 8: 5}
 """The same of a product across them."""
+ROUNDING = 2.0**-11
+"""What a number is off by in float16, as a share of it, at most,"""
+SMALLEST = 2.0**-24
+"""and the smallest that there is."""
 WIDE_AT_ONCE = 2**18
 """Codes that become floats together: 1 MiB."""
 WIDE_ALIVE = 5
@@ -180,13 +184,32 @@ def largest_group(dim: int) -> int:
 def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.array, mx.array]:
     """Return codes, and scales and offsets as float16, of (..., n) in any floating type.
 
-    MLX quantises float32 quicker than float16: 2.2 ns a number on a CPU, and 3.7. At 8 bits, where
-    steps are so small that the rounding of scales counts (an eighth of the squared error), it is to
-    know of that.
+    MLX quantises float32 quicker than float16 on a CPU. At 8 bits steps are so small that the
+    rounding of scales counts, an eighth of the squared error: codes must be made for the scales
+    as they are rounded, which MLX does for float16 alone.
     """
+    if bits == 8 and mx.default_device() == mx.cpu:
+        return _bytes(x.astype(mx.float32), group_size)
     x = x.astype(mx.float16 if bits == 8 else mx.float32)
     codes, scales, offsets = mx.quantize(x, group_size=group_size, bits=bits)
     return codes, scales.astype(mx.float16), offsets.astype(mx.float16)
+
+
+def _bytes(x: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return float32 (..., n) in codes of 8 bits, twice as quickly as `mx.quantize` on a CPU.
+
+    Offsets are rounded down and scales up, so that no code is out of its range.
+    """
+    *rows, n = x.shape
+    groups = x.reshape(*rows, n // group_size, group_size)
+    least = groups.min(axis=-1, keepdims=True)
+    offsets = (least - mx.abs(least) * (1.01 * ROUNDING) - SMALLEST).astype(mx.float16)
+    wide = offsets.astype(mx.float32)
+    range_ = groups.max(axis=-1, keepdims=True) - wide
+    scales = (range_ * ((1 + 2 * ROUNDING) / 255) + SMALLEST).astype(mx.float16)
+    per_step = 1 / scales.astype(mx.float32)
+    codes = (groups * per_step + (0.5 - wide * per_step)).astype(mx.uint8)
+    return codes.reshape(*rows, n).view(mx.uint32), scales.squeeze(-1), offsets.squeeze(-1)
 
 
 def multiply(
