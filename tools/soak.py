@@ -234,7 +234,9 @@ def judge(outcome: Outcome, *, may_differ: float = 0.0) -> None:
     if len(outcome.differing) > may_differ * outcome.repeated:
         outcome.faults += outcome.differing
     first, *later = outcome.looks
-    settled = next((look for look in later if look.requests >= SETTLED_REQUESTS), first)
+    settled = next(
+        (look for look in outcome.looks[:-1] if look.requests >= SETTLED_REQUESTS), first
+    )
     for look in later:
         for what in ("active_bytes", "used_bytes", "held_bytes"):
             before, now = getattr(first, what), getattr(look, what)

@@ -106,7 +106,9 @@ def plan(
     ] = 1,
     pipeline: Annotated[
         bool,
-        typer.Option(help="With --hosts: whole layers for each machine, as penstock serve has it."),
+        typer.Option(
+            help="With --hosts: whole layers for each machine, where mlx-lm's class has pipeline."
+        ),
     ] = False,
     as_json: options.Json = False,
 ) -> None:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from penstock.engine.ranks import Ranks
     from penstock.models.mlx_lm import Loaded
 
+ALONE = (
+    "--pipeline divides a model among several processes; start them by mlx.launch (mlx.launch -n 2 "
+    "-- penstock serve ...)"
+)
 BACKLOG = 1_024
 """Connections that may wait to be accepted."""
 _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
@@ -135,6 +139,8 @@ def serve(
             "gpus": replica_gpus,
             "routing": routing,
         }
+        if pipeline:
+            raise SettingError(ALONE)
         _check_ray(settings, replicas, max_replicas)
         return _run_in_ray(
             model, model_name or _name(model), settings, limits, fleet, preload=ssd_preload
@@ -149,10 +155,7 @@ def serve(
                 _follow(load, limits, ranks)
                 return
         elif pipeline:
-            raise SettingError(
-                "--pipeline divides a model among several processes; start them by mlx.launch "
-                "(mlx.launch -n 2 -- penstock serve ...)"
-            )
+            raise SettingError(ALONE)
         with _listening(settings) as listener:
             _run(load, name, settings, limits, listener, ranks, preload=ssd_preload)
 

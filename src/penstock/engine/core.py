@@ -199,6 +199,11 @@ class Core:
             ranks=self.peers.size,
         )
         self.peers.check_equal("what the layers of a part keep of a token", self.runner.keeps)
+        if self.runner.divided and self.limits.kv_cache_skip_layers:
+            raise SettingError(
+                "kv_cache_skip_layers does not work with whole layers for each rank, which would "
+                "not hold the same; leave it out, or divide the model by heads"
+            )
         self.limits = _fitting(self.limits, self.runner)
         self.needs = Needs(self.runner, self.limits)
         slots, block_size = self.limits.max_batch_size, self.limits.block_size

@@ -82,22 +82,18 @@ class Needs:
         return own * self._runner.token_bytes + self._runner.state_bytes
 
     def step(self, tokens: int) -> int:
-        """Return what a sequence adds to every step in which it decodes: its scores, and what codes
-        are read by; where layers compress, its new states, since sequences are computed one after
-        the other, each in less than a chunk of it takes."""
+        """Return what a sequence adds to every step in which it decodes: its scores; where layers
+        compress, its new states, since sequences are computed one after the other, each in less
+        than a chunk of it takes."""
         if self._compresses:
             return self._runner.state_bytes
-        seen = self._seen(tokens)
-        scores = seen * self._runner.heads * self._score_bytes
-        if self._limits.kv_cache_quantization is None:
-            return scores
-        sides = (s.kv_heads * max(s.key_dim, s.value_dim) for s in self._runner.shapes)
-        return scores + wide_bytes(seen * max(sides, default=0))
+        return self._seen(tokens) * self._runner.heads * self._score_bytes
 
     def chunk(self, tokens: int) -> int:
         """Return what a sequence adds to a step that prefills it: a layer joined, and the scores
         beyond those that are computed at a time in any case: of one token, or, if the model
         attends to a chunk by itself, of the chunk that was measured. One sequence at a time does.
+        Floats that codes become while it decodes are no more than that.
 
         Where layers compress it was measured. As many rows are picked for each token, at most, and
         all are weighed for it: what a chunk takes grows no faster far into a prompt than before.
@@ -114,6 +110,7 @@ class Needs:
                 (s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes), default=0
             )
             layer += WIDENED_BUFFERS * mx.float32.size * numbers * seen
+            layer = max(layer, wide_bytes(numbers * seen))  # while it decodes
         return layer + beyond * self._score_bytes
 
     def measure_step(self, tails: Tails) -> int:

@@ -146,8 +146,10 @@ class Runner:
         and a sequence take, what each layer sees, and how that is read."""
         return [
             f"{self.token_bytes} bytes a token, {self.state_bytes} of states",
+            f"{self.shapes}",
             f"{self.sights}",
-            self.fitness.way,
+            f"{self.state_form}",
+            f"{self.fitness.way} {self.fitness.whole}",
         ]
 
     @property

@@ -14,7 +14,7 @@ from penstock.kv.lanes import LANES
 from penstock.kv.segment import PIECE_TOKENS, Segment
 from penstock.kv.tails import LayerShape
 
-FORMAT = 1
+FORMAT = 2
 """Of what codecs make: raised when one of them makes other bits of the same numbers."""
 PIECE_BUFFERS = 10
 """Arrays of float32 that are alive together while a piece of one side is encoded; measured: 8."""

@@ -378,7 +378,10 @@ class DecodeReads(Reads):
                     found.append(_nothing(stacked, (unit.first - row) * r, tail_values))
                 with lane(number if len(level) > 1 else None):
                     found.append(self._unit_partial(stacked, unit, r, before[number % LANES]))
-                before[number % LANES] = found[-1].mixed
+                if len(level) > 1:
+                    before[number % LANES] = found[-1].mixed
+                else:  # it may have had both lanes
+                    before = [found[-1].mixed] * LANES
                 row = unit.last
             if row < b:
                 found.append(_nothing(stacked, (b - row) * r, tail_values))

@@ -106,7 +106,8 @@ def _some_heads(spec: ModelSpec, hosts: int) -> tuple[LayerSpec, ...]:
         if layer.kv_heads > 1 and layer.kv_heads % hosts:
             raise SettingError(
                 f"{spec.name} has {layer.kv_heads} heads of keys and values, which --hosts {hosts} "
-                f"does not divide; mlx-lm gives every machine whole ones"
+                f"does not divide; mlx-lm gives every machine whole ones, or with --pipeline "
+                f"whole layers"
             )
     return tuple(
         replace(

@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 Message = dict[str, str]
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,11 @@ def load_part(
         ModelError: as `load`; or mlx-lm cannot divide this model among so many.
     """
     source, ranks = _source(path_or_name), group.size()
+    if pipeline and Path(source).is_dir() and not (Path(source) / INDEX).is_file():
+        raise ModelError(
+            f"{source} has no {INDEX}, which says which file has whose layers; mlx_lm.convert "
+            f"writes one"
+        )
     try:
         model, tokenizer, config = mlx_lm.utils.sharded_load(
             source, pipeline_group=group if pipeline else None, return_config=True
@@ -122,6 +128,8 @@ def load_part(
     # A boundary, as in `load_all`.
     except Exception as error:
         raise ModelError(f"cannot load {source} in {ranks} parts: {_one_line(error)}") from error
+    if pipeline and not is_stage(model):
+        raise ModelError(f"{source} cannot be divided by layers here; leave --pipeline out")
     divided = ("hidden_layers",) if is_stage(model) else ("attention_heads", "key_value_heads")
     _check_divided(config, source, ranks, divided)
     return Loaded(model, tokenizer, config)

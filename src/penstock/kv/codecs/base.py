@@ -185,12 +185,12 @@ def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.arr
     """Return codes, and scales and offsets as float16, of (..., n) in any floating type.
 
     MLX quantises float32 quicker than float16 on a CPU. At 8 bits steps are so small that the
-    rounding of scales counts, an eighth of the squared error: codes must be made for the scales
-    as they are rounded, which MLX does for float16 alone.
+    rounding of scales counts, an eighth of the squared error: codes are made for the scales as
+    they are rounded, on every device.
     """
-    if bits == 8 and mx.default_device() == mx.cpu:
-        return _bytes(x.astype(mx.float32), group_size)
-    x = x.astype(mx.float16 if bits == 8 else mx.float32)
+    x = x.astype(mx.float32)
+    if bits == 8:
+        return _bytes(x, group_size)
     codes, scales, offsets = mx.quantize(x, group_size=group_size, bits=bits)
     return codes, scales.astype(mx.float16), offsets.astype(mx.float16)
 
@@ -198,7 +198,8 @@ def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.arr
 def _bytes(x: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
     """Return float32 (..., n) in codes of 8 bits, twice as quickly as `mx.quantize` on a CPU.
 
-    Offsets are rounded down and scales up, so that no code is out of its range.
+    Offsets are rounded down and scales up, so that no code is out of its range and none need be
+    cut to it.
     """
     *rows, n = x.shape
     groups = x.reshape(*rows, n // group_size, group_size)
@@ -247,8 +248,8 @@ def multiply(
     found: list[mx.array] = []
     each = codes.ndim > 3  # tokens are in spans, with a product each
     count = codes.shape[1]
-    step = max(1, WIDE_AT_ONCE * bits * count // (32 * codes.size))
-    for start in range(0, count, step):
+    step = max(1, WIDE_AT_ONCE * bits * count // max(1, 32 * codes.size))
+    for start in range(0, max(1, count), step):
         some = slice(start, start + step)
         now = codes[:, some]
         if found:  # one after the other, so that few of them are floats at the same time
@@ -266,16 +267,16 @@ def multiply(
 
 
 def wide_bytes(numbers: int) -> int:
-    """Return what floats take, at most, while products are made of so many codes."""
-    few = numbers + numbers // 2  # the bytes that they are made of, and sums
-    return mx.float32.size * min(few, LANES * WIDE_ALIVE * WIDE_AT_ONCE)
+    """Return what floats take, at most, while products are made of runs of up to so many codes,
+    one run after the other in each lane."""
+    return mx.float32.size * LANES * WIDE_ALIVE * min(numbers, WIDE_AT_ONCE)
 
 
 def dequantized(
     codes: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int
 ) -> mx.array:
     """Return what codes (..., rows, words) stand for, float32, as `mx.dequantize` does; on a CPU
-    two to eight times quicker."""
+    2 to 13 times quicker."""
     scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     if mx.default_device() != mx.cpu:
         return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
