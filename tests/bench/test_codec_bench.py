@@ -46,12 +46,13 @@ def test_raw_loses_nothing_and_fewer_bits_lose_more(table: Table) -> None:
 
 
 def test_the_rival_has_the_errors_of_the_same_codec_of_ours(table: Table) -> None:
-    """Else the two would not be measured alike. Bytes of ours are made by other operations, for
-    scales as they are rounded, and lose a little less."""
-    for bits, least in ((4, 0.9), (8, 0.7)):
+    """Else the two would not be measured alike."""
+    for bits in (4, 8):
         ours, theirs = row(table, f"affine{bits}"), row(table, f"mlx-lm {bits}")
-        for figure in ("relative_mse_keys", "relative_mse_values", "mean_error", "kl"):
-            assert least <= getattr(ours, figure) / getattr(theirs, figure) <= 1.1, figure
+        for figure in ("relative_mse_keys", "relative_mse_values", "mean_error"):
+            assert getattr(ours, figure) == pytest.approx(getattr(theirs, figure), rel=0.1)
+        # Bytes of ours are made by other operations: what is left of KL, 1e-6, is a fifth less.
+        assert (0.9 if bits == 4 else 0.7) <= ours.kl / theirs.kl <= 1.1
 
 
 def test_keys_by_channel_do_not_mind_what_ruins_others(table: Table) -> None:

@@ -142,7 +142,8 @@ def test_zeros_stay_zeros(name: str) -> None:
 def test_what_is_too_large_for_a_scale_is_seen(name: str) -> None:
     x = normal(1, HEADS, TOKENS, 64)
     assert side(name).encode(x).is_finite()
-    x[0, 1, 2, 3] = 1e9
+    # 255 steps of 8 bits reach further than the others' scales.
+    x[0, 1, 2, 3] = 1e9 if name in ("affine8", "rot8", "kivi8") else 1e7
     assert not side(name).encode(x).is_finite()
 
 
