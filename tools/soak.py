@@ -42,6 +42,8 @@ from penstock.recall import MODEL_PATH, Dialogue, dialogue
 
 SYSTEM_PROMPTS = 8
 """Beginnings that are shared; more than fit at once."""
+SHORTEST = 300
+"""Tokens of the shortest; each is longer than the one before by two thirds of that."""
 IN_FLIGHT = 24
 """Requests that are open at the same time: some run, some wait."""
 SETTLED_REQUESTS = 1_000
@@ -87,11 +89,12 @@ class Outcome:
 class Crowd:
     """Makes the requests of one seed, each with the name under which its answer is compared."""
 
-    def __init__(self, tokenizer: object, seed: int) -> None:
+    def __init__(self, tokenizer: object, seed: int, shortest: int = SHORTEST) -> None:
         self._draw = Random(seed)
         self._tokenizer = tokenizer
         self._told: list[Dialogue] = [
-            dialogue(seed + i, tokens=300 + 200 * i, facts=6) for i in range(SYSTEM_PROMPTS)
+            dialogue(seed + i, tokens=shortest + 2 * shortest * i // 3, facts=6)
+            for i in range(SYSTEM_PROMPTS)
         ]
 
     def next(self) -> tuple[str, Request]:
@@ -259,6 +262,7 @@ def soak(
     looks: int = 10,
     quiet: bool = True,
     hybrid: bool = False,
+    shortest: int = SHORTEST,
 ) -> Outcome:
     """Send `requests` through one engine and look `looks` times, and once before.
 
@@ -272,7 +276,7 @@ def soak(
     model, tokenizer = penstock.load(MODEL_PATH)
     if hybrid:
         model = random_falcon(vocabulary_size=int(model.args.vocab_size))
-    crowd = Crowd(tokenizer, seed)
+    crowd = Crowd(tokenizer, seed, shortest)
     began = time.monotonic()
     with (
         penstock.Engine(model, tokenizer, memory_limit=memory_limit, block_size=64) as engine,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
@@ -274,6 +276,31 @@ def test_bytes_lose_no_more_than_those_of_mlx(kind: str, dtype: mx.Dtype, group_
     theirs = mx.quantize(x.astype(mx.float16), **form)
     rounded = 1e-6 * float(mx.abs(wide).max()) + 5e-8  # far below what float16 tells apart
     assert lost(*quantized(x, **form)) <= 1.01 * lost(*theirs) + rounded**2
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_bytes_of_half_precision_are_those_of_the_same_numbers(dtype: mx.Dtype) -> None:
+    every = mx.arange(2**16, dtype=mx.uint16).view(dtype)
+    size = mx.abs(every.astype(mx.float32))
+    fits = mx.isfinite(size) & (size < 6e4)  # for bfloat16, what fits a scale
+    every = mx.where(fits, every, 0)
+    mixed = every[mx.random.permutation(every.size, key=mx.random.key(0))]
+    for x in (every.reshape(-1, 64), mixed.reshape(-1, 64), mixed.reshape(-1, 128)[:, :96]):
+        found = quantized(x, group_size=32, bits=8)
+        wanted = quantized(x.astype(mx.float32), group_size=32, bits=8)
+        assert all(map(mx.array_equal, found, wanted))
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_bytes_of_what_is_no_number_have_a_scale_that_is_none(
+    dtype: mx.Dtype, number: float
+) -> None:
+    for others in (normal(2, 64), mx.abs(normal(2, 64)), -mx.abs(normal(2, 64))):
+        x = others.astype(dtype)
+        x[0, 5] = number
+        _, scales, _ = quantized(x, group_size=64, bits=8)
+        assert mx.isfinite(scales).tolist() == [[False], [True]]
 
 
 @given(

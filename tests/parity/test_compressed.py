@@ -4,20 +4,20 @@ shares what with whom, and its rows are held once."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from asking import ask, cached, drain
 
 import tiny_families
 from cold_engine import running, settle
 from penstock.engine import core as core_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.request import Request
 from penstock.engine.step import Runner
 from penstock.errors import NeverFits, SettingError
 from penstock.kv.segment import Segment
@@ -60,29 +60,17 @@ def engine(**settings: Any) -> Iterator[Core]:
         core.close()
 
 
-def ask(core: Core, prompt: Sequence[int], tokens: int = 8, **more: Any) -> Handle:
-    return core.submit(Request(prompt=tuple(prompt), max_tokens=tokens, **more))
-
-
-def drain(core: Core, steps: int | None = None) -> None:
-    while steps != 0 and core.step():
-        core.check()
-        steps = None if steps is None else steps - 1
+@functools.cache
+def plain(prompt: tuple[int, ...], tokens: int) -> list[int]:
+    return plain_greedy(model(), prompt, tokens)[0]
 
 
 def said(handle: Handle) -> list[int]:
     """Return an answer, after a look at whether it is a plain loop's."""
     (choice,) = handle.result(timeout_seconds=0)
     request = handle.request
-    expected, _ = plain_greedy(model(), request.prompt, request.max_tokens)
-    assert choice.tokens == expected
+    assert choice.tokens == plain(request.prompt, request.max_tokens)
     return choice.tokens
-
-
-def cached(handle: Handle) -> int:
-    finish = handle.result(timeout_seconds=0)[0].finish
-    assert finish is not None
-    return finish.usage.cached_tokens
 
 
 @pytest.mark.parametrize("chunk", [16, 48, 256])

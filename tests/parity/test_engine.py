@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from asking import answer, ask, cached, drain, recount
 from mlx_lm.models import cache as theirs
 from parity_models import (
     JOINED_FAMILIES,
@@ -27,7 +28,7 @@ from combinations import each, pairs
 from penstock import kv
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.request import Request, Sampling
+from penstock.engine.request import Sampling
 from penstock.engine.sampling import Chooser
 from penstock.engine.scheduler import State
 from penstock.errors import PenstockError
@@ -61,34 +62,6 @@ def engine(model: Any, **settings: Any) -> Iterator[Core]:
         assert core.tails.free_slots == core.tails.slots
     finally:
         core.close()
-
-
-def ask(core: Core, prompt: Sequence[int], tokens: int, **settings: Any) -> Handle:
-    return core.submit(Request(prompt=tuple(prompt), max_tokens=tokens, **settings))
-
-
-def recount(core: Core) -> None:
-    core.check()
-    stats = core.stats()
-    assert stats.held_bytes <= stats.used_bytes <= stats.limit_bytes
-
-
-def drain(core: Core, steps: int | None = None) -> None:
-    """Run to the end, or for so many steps, recounting after every one."""
-    while steps != 0 and core.step():
-        recount(core)
-        steps = None if steps is None else steps - 1
-
-
-def answer(handle: Handle, choice: int = 0) -> list[int]:
-    return handle.result(timeout_seconds=0)[choice].tokens
-
-
-def cached(handle: Handle) -> int:
-    """Return how many tokens of the prompt were not computed for the first answer."""
-    finish = handle.result(timeout_seconds=0)[0].finish
-    assert finish is not None
-    return finish.usage.cached_tokens
 
 
 Caches = Callable[[], list[Any]]

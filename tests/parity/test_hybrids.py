@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from asking import answer, ask, cached, drain
 from mlx_lm.models import cache as theirs
 from parity_models import (
     RECURRENT_FAMILIES,
@@ -23,7 +24,6 @@ from parity_models import (
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.request import Request
 from penstock.errors import SettingError
 from penstock.kv.states import Live, blank
 from penstock.ledger import Kind
@@ -48,26 +48,6 @@ def engine(model: Any, **settings: Any) -> Iterator[Core]:
         assert core.ledger.by_class()[Kind.CHECKPOINTS] == 0
     finally:
         core.close()
-
-
-def ask(core: Core, prompt: Sequence[int], tokens: int, **settings: Any) -> Handle:
-    return core.submit(Request(prompt=tuple(prompt), max_tokens=tokens, **settings))
-
-
-def drain(core: Core, steps: int | None = None) -> None:
-    while steps != 0 and core.step():
-        core.check()
-        steps = None if steps is None else steps - 1
-
-
-def answer(handle: Handle) -> list[int]:
-    return handle.result(timeout_seconds=0)[0].tokens
-
-
-def cached(handle: Handle) -> int:
-    finish = handle.result(timeout_seconds=0)[0].finish
-    assert finish is not None
-    return finish.usage.cached_tokens
 
 
 @functools.cache

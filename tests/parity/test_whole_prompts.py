@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from asking import ask, drain
 from mlx_lm.generate import generate_step
 
 import tiny_families
 from cold_engine import running, settle
+from combinations import SOAK
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.request import Request, Sampling
+from penstock.engine.request import Sampling
 from penstock.engine.sequence import Sequence as Answer
 from penstock.ledger import Kind
 from tiny_families import plain_greedy, prompt_of
@@ -47,16 +49,6 @@ def engine(**settings: Any) -> Iterator[Core]:
             core.close()
 
 
-def ask(core: Core, prompt: Sequence[int], tokens: int = 8, **more: Any) -> Handle:
-    return core.submit(Request(prompt=tuple(prompt), max_tokens=tokens, **more))
-
-
-def drain(core: Core, steps: int | None = None) -> None:
-    while steps != 0 and core.step():
-        core.check()
-        steps = None if steps is None else steps - 1
-
-
 @functools.cache
 def generated(prompt: tuple[int, ...], tokens: int) -> list[int]:
     return [int(token) for token, _ in generate_step(mx.array(prompt), model(), max_tokens=tokens)]
@@ -70,8 +62,11 @@ def check(*handles: Handle) -> None:
             assert choice.tokens == generated(handle.request.prompt, handle.request.max_tokens)
 
 
+MORE = (4_200,) if SOAK else ()
+
+
 @pytest.mark.parametrize(
-    ("size", "lengths"), [(16, (1, 2, 3, 33, 65, 200, 2_049, 4_200)), (24, (33, 2_060))]
+    ("size", "lengths"), [(16, (1, 2, 3, 33, 65, 200, 2_049, *MORE)), (24, (33, 2_060))]
 )
 def test_its_text_is_that_of_generate(size: int, lengths: tuple[int, ...]) -> None:
     """Also where what is read at once ends within a block."""

@@ -8,6 +8,7 @@ would pay otherwise.
 
 from __future__ import annotations
 
+import platform
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import gcd
@@ -28,6 +29,10 @@ ROUNDING = 2.0**-11
 """What a number is off by in float16, as a share of it, at most,"""
 SMALLEST = 2.0**-24
 """and the smallest that there is."""
+INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
+"""By the bytes of a number."""
+HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
+"""Whether MLX computes with it on this processor; on others it takes it for two bytes."""
 WIDE_AT_ONCE = 2**18
 """Codes that become floats together: 1 MiB."""
 WIDE_ALIVE = 5
@@ -188,29 +193,59 @@ def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.arr
     rounding of scales counts, an eighth of the squared error: codes are made for the scales as
     they are rounded, on every device.
     """
-    x = x.astype(mx.float32)
     if bits == 8:
         return _bytes(x, group_size)
-    codes, scales, offsets = mx.quantize(x, group_size=group_size, bits=bits)
+    codes, scales, offsets = mx.quantize(x.astype(mx.float32), group_size=group_size, bits=bits)
     return codes, scales.astype(mx.float16), offsets.astype(mx.float16)
 
 
 def _bytes(x: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return float32 (..., n) in codes of 8 bits, twice as quickly as `mx.quantize` on a CPU.
+    """Return (..., n) in codes of 8 bits, three times as quickly as `mx.quantize` on a CPU.
 
     Offsets are rounded down and scales up, so that no code is out of its range and none need be
     cut to it.
     """
     *rows, n = x.shape
     groups = x.reshape(*rows, n // group_size, group_size)
-    least = groups.min(axis=-1, keepdims=True)
+    least, most = _extremes(groups)
     offsets = (least - mx.abs(least) * (1.01 * ROUNDING) - SMALLEST).astype(mx.float16)
     wide = offsets.astype(mx.float32)
-    range_ = groups.max(axis=-1, keepdims=True) - wide
-    scales = (range_ * ((1 + 2 * ROUNDING) / 255) + SMALLEST).astype(mx.float16)
+    scales = ((most - wide) * ((1 + 2 * ROUNDING) / 255) + SMALLEST).astype(mx.float16)
     per_step = 1 / scales.astype(mx.float32)
-    codes = (groups * per_step + (0.5 - wide * per_step)).astype(mx.uint8)
+    codes = (_as_float32(groups) * per_step + (0.5 - wide * per_step)).astype(mx.uint8)
     return codes.reshape(*rows, n).view(mx.uint32), scales.squeeze(-1), offsets.squeeze(-1)
+
+
+def _extremes(groups: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the least and the largest of the last axis, (..., 1) float32; no numbers where one is
+    none.
+
+    On a CPU of the bits, read as integers, whose extremes MLX finds six times as quickly. They
+    are in the order of the numbers as long as those are positive, and in the opposite one if they
+    are negative, behind all others where no sign is looked at.
+    """
+    if mx.default_device() != mx.cpu:
+        found = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
+        return found[0].astype(mx.float32), found[1].astype(mx.float32)
+    signed, unsigned = INTEGERS[groups.dtype.size]
+    bits = groups.view(signed)
+    low, high = bits.min(axis=-1, keepdims=True), bits.max(axis=-1, keepdims=True)
+    furthest = groups.view(unsigned).max(axis=-1, keepdims=True).view(signed)
+    least, most = mx.where(low < 0, furthest, low), mx.where(high < 0, low, high)
+    dtype = groups.dtype
+    return least.view(dtype).astype(mx.float32), most.view(dtype).astype(mx.float32)
+
+
+def _as_float32(x: mx.array) -> mx.array:
+    """Return x as float32; what is no finite number may become one.
+
+    A processor without float16 takes its bits apart three times as quickly as MLX does: sign and
+    exponent move to where float32 has them, which counts exponents from 112 more.
+    """
+    if x.dtype != mx.float16 or mx.default_device() != mx.cpu or HAS_FLOAT16:
+        return x.astype(mx.float32)
+    bits = (x.view(mx.int16).astype(mx.int32) << 13) & ~(0b111 << 28)
+    return bits.view(mx.float32) * 2.0**112
 
 
 def multiply(
