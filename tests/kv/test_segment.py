@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.kv.codecs import parse_scheme
 from penstock.kv.columns import arrays, columns
 from penstock.kv.forms import Forms
+from penstock.kv.quantisation import piece_bytes
 from penstock.kv.reads import _sides
 from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint
@@ -190,3 +191,43 @@ def test_a_block_that_is_not_whole_is_not_written() -> None:
     thin = numbered(0, 16).thinned(gone(0, 8))
     assert Forms(shapes, 8).held(thin.part(0, 8), 0) is None
     assert Forms(shapes, 8).held(thin.part(8, 16), 1) is not None
+
+
+@pytest.mark.parametrize("heads, tokens", [(1, 256), (1, 2_048), (8, 512), (8, 2_048)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
+@pytest.mark.parametrize("name", ["affine8", "affine4", "k8v4", "turbo4", "kivi8", "raw/affine8"])
+def test_it_is_encoded_in_what_is_set_aside(
+    name: str, dtype: mx.Dtype, heads: int, tokens: int
+) -> None:
+    """Beside what is made of it, piece by piece on two streams."""
+    side = mx.random.normal((1, heads, tokens, 64), key=mx.random.key(1)).astype(dtype)
+    segment = Segment(((side, side + 1), (side + 2, side + 3))).owned()
+    aside = piece_bytes([LayerShape(heads, 64, 64, dtype)])
+    most = 0
+    for _ in range(3):
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        made = segment.encoded(parse_scheme(name))
+        held = mx.get_active_memory()
+        most = max(most, mx.get_peak_memory() - held)
+        assert held - before < segment.nbytes
+        del made
+    assert most <= aside
+
+
+@pytest.mark.parametrize("tokens", [64, 1_024, 1_984])
+def test_it_is_encoded_to_the_bits_of_its_parts(tokens: int) -> None:
+    """However it is cut into pieces; a side that cannot be held stays, and no other."""
+    side = mx.random.normal((1, 2, tokens, 64), key=mx.random.key(1))
+    segment = Segment(((side, side + 1), (1e9 * side, side), (side, -1e9 * side)))
+    for name in ("affine8", "kivi8/turbo4", "raw/affine4"):
+        scheme = parse_scheme(name)
+        made = segment.encoded(scheme)
+        for layer, before in zip(made.layers, segment.layers, strict=True):
+            for held, raw, codec in zip(layer, before, (scheme.keys, scheme.values), strict=True):
+                if codec is None or float(mx.abs(raw).max()) > 1e6:
+                    assert held is raw
+                    continue
+                wanted = codec.encode(raw)
+                assert all(map(mx.array_equal, arrays(held), wanted.parts))

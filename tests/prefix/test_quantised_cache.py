@@ -196,7 +196,8 @@ def test_only_what_is_used_is_encoded_and_only_once(monkeypatch: pytest.MonkeyPa
     encode = type(parse_scheme("4").keys).encode  # type: ignore[arg-type]
 
     def counted(self: Any, x: mx.array) -> Coded:
-        encoded.append(x.shape[2])
+        if x.shape[2] > 1:  # else it is asked for its shapes
+            encoded.append(x.shape[2])
         return encode(self, x)
 
     monkeypatch.setattr(type(parse_scheme("4").keys), "encode", counted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import mlx.core as mx
 
@@ -16,6 +16,9 @@ from penstock.kv.columns import Side
 from penstock.kv.lanes import LANES, lane
 from penstock.kv.states import Checkpoint
 
+Piece = TypeVar("Piece")
+_Codecs: TypeAlias = tuple[Codec | None, Codec | None]
+"""Of keys and values."""
 PIECE_TOKENS = 128
 """Encoded or widened at a time in each lane, by codecs that take most memory for it; by others
 as many more as take no more."""
@@ -133,20 +136,32 @@ class Segment:
         Raises:
             ValueError: the tokens, or the size of a head, do not fit a codec.
         """
+        codecs: list[_Codecs] = [
+            (None, None) if number in raw_layers else (own.keys, own.values)
+            for number, own in enumerate(map(scheme.of_layer, range(len(self.layers))))
+        ]
+        # All that is made, before MLX has other memory to hand out, larger than it need be.
+        made = [
+            [_room(side, codec) for side, codec in zip(layer, own, strict=True)]
+            for layer, own in zip(self.layers, codecs, strict=True)
+        ]
+        mx.eval([side.parts for layer in made for side in layer if side is not None])
+        for layer, own, into in zip(self.layers, codecs, made, strict=True):
+            _encode(layer, own, into)
+        finite = [side.is_finite() for layer in made for side in layer if side is not None]
+        mx.eval(finite)
+        answers = iter(finite)
 
-        def held(side: Side, codec: Codec | None) -> Side:
-            if codec is None or not isinstance(side, mx.array):
-                return side
-            return _encoded(side, codec) or side
+        def held(old: Side, new: Coded | None) -> Side:
+            return old if new is None or not bool(next(answers)) else new
 
-        def layer(number: int, keys: Side, values: Side) -> Layer:
-            if number in raw_layers:
-                return keys, values
-            codecs = scheme.of_layer(number)
-            return held(keys, codecs.keys), held(values, codecs.values)
-
-        layers = tuple(layer(number, *sides) for number, sides in enumerate(self.layers))
-        return replace(self, layers=layers)
+        return replace(
+            self,
+            layers=tuple(
+                (held(keys, into[0]), held(values, into[1]))
+                for (keys, values), into in zip(self.layers, made, strict=True)
+            ),
+        )
 
     def is_finite(self) -> bool:
         """Tell whether every number is one; whoever shares one that is not, even unseen, gets
@@ -265,41 +280,49 @@ def _behind(side: Side, count: int) -> Side:
     return col.copied(col.take(side, count, col.columns(side)))
 
 
-def _encoded(side: mx.array, codec: Codec) -> Coded | None:
-    """Encode a side piece by piece, so that what a piece takes meanwhile is let go before the
-    next; None if a scale is no number."""
-    codec.token_bits(side.shape[-1])
-    tokens = side.shape[col.TOKEN_AXIS]
-    if not tokens:  # a layer that holds none any more
-        zeros = mx.zeros((*side.shape[:2], codec.span, side.shape[-1]), side.dtype)
-        nothing = col.copied(codec.encode(zeros).take(0, 0))
-        assert isinstance(nothing, Coded)
-        return nothing
-    made: Side | None = None
-    for cuts in _cuts(tokens, codec):
-        pieces = []
-        for number, (start, stop) in enumerate(cuts):
-            with lane(number):
-                pieces.append(codec.encode(side[:, :, start:stop]))
-        if pieces[0].tokens == tokens:
-            made = pieces[0]
-        else:
-            mx.eval([piece.parts for piece in pieces])
-            for (start, _), piece in zip(cuts, pieces, strict=True):
-                made = col.write(col.blank(piece, tokens) if made is None else made, start, piece)
-        assert made is not None
-        mx.eval(col.arrays(made))
-    assert isinstance(made, Coded)
-    return made if made.is_finite() else None
+def _room(side: Side, codec: Codec | None) -> Coded | None:
+    """Return room for the codes of a side; None if it stays as it is."""
+    if codec is None or not isinstance(side, mx.array):
+        return None
+    batch, heads, tokens, dim = side.shape
+    codec.token_bits(dim)
+    like = codec.encode(mx.zeros((batch, heads, codec.span, dim), side.dtype))  # not computed
+    room = col.blank(like, tokens)
+    assert isinstance(room, Coded)
+    return room
 
 
-def _cuts(tokens: int, codec: Codec) -> Iterator[list[tuple[int, int]]]:
-    """Cut so many tokens into pieces; those of all lanes together."""
-    piece = PIECE_TOKENS * Codec.buffers // codec.buffers
-    piece -= piece % PIECE_STEP
-    for first in range(0, tokens, LANES * piece):
-        starts = range(first, min(first + LANES * piece, tokens), piece)
-        yield [(start, min(start + piece, tokens)) for start in starts]
+def _encode(layer: Layer, codecs: _Codecs, into: list[Coded | None]) -> None:
+    """Encode what there is room for, a piece in each lane at a time, so that what pieces take
+    meanwhile is let go before the next; evaluated."""
+    sides, pieces = {}, []
+    for number, (side, codec, room) in enumerate(zip(layer, codecs, into, strict=True)):
+        if codec is not None and room is not None and isinstance(side, mx.array):
+            step = _piece_tokens(codec)
+            sides[number] = codec.encode_by(step, side)
+            pieces += [(start, number) for start in range(0, room.tokens, step)]
+    for some in _in_lanes(sorted(pieces)):  # of both sides in turn
+        for place, (start, number) in enumerate(some):
+            room = into[number]
+            assert room is not None
+            with lane(place):
+                made = col.write(room, start, next(sides[number]))
+            assert isinstance(made, Coded)
+            into[number] = made
+        mx.eval([room.parts for room in into if room is not None])
+
+
+def _piece_tokens(codec: Codec) -> int:
+    """Return how many tokens are encoded or widened together: as many as take no more than those
+    of the codec that takes most."""
+    tokens = int(PIECE_TOKENS * Codec.buffers / codec.buffers)
+    return tokens - tokens % PIECE_STEP
+
+
+def _in_lanes(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    """Yield as many pieces as there are lanes at a time."""
+    for first in range(0, len(pieces), LANES):
+        yield pieces[first : first + LANES]
 
 
 def _sums(array: mx.array) -> mx.array:
@@ -333,8 +356,10 @@ def widened(
     """
     wide: Side | None = None
     for row, at, part in parts:
-        whole = [[(0, col.columns(part))]]
-        for cuts in _cuts(part.tokens, part.codec) if isinstance(part, Coded) else whole:
+        end = col.columns(part)
+        step = _piece_tokens(part.codec) if isinstance(part, Coded) else max(1, end)
+        starts = range(0, max(1, end), step)
+        for cuts in _in_lanes([(start, min(start + step, end)) for start in starts]):
             pieces = []
             for number, (start, stop) in enumerate(cuts):
                 piece = col.take(part, start, stop)

@@ -98,7 +98,7 @@ def _encoded(side: mx.array, codec: Codec | None) -> Side:
         return side
     coded = codec.encode(side)
     mx.eval(coded.parts)
-    if not coded.is_finite():
+    if not bool(coded.is_finite()):
         raise SettingError(
             f"{codec.name} cannot hold numbers as large as {float(mx.abs(side).max()):.3g}: its "
             f"scales are float16; leave this layer in full precision"

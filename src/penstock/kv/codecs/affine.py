@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import GROUP_SIZES, Coded, dequantized, multiply, quantized
+from penstock.kv.codecs.base import (
+    GROUP_SIZES,
+    TOKEN_AXIS,
+    Codec,
+    Coded,
+    Grid,
+    dequantized,
+    multiply,
+    quantized,
+)
 from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
@@ -20,7 +30,7 @@ class Affine(Scaled):
     """`group_size` neighbours to a scale and an offset, both float16: bits + 32 / group_size bits
     a number. Parts: codes, scales, offsets."""
 
-    buffers: ClassVar[int] = 3
+    buffers: ClassVar[float] = 2.25
 
     bits: int
     group_size: int = 64
@@ -52,6 +62,18 @@ class Affine(Scaled):
         turned = rotate(divided(x, self.scales)) if self.rotated else x
         parts = quantized(turned, self.group_size, self.bits)
         return Coded(self, parts, x.shape[-1])
+
+    def encode_by(self, tokens: int, x: mx.array) -> Iterator[Coded]:
+        """See `Codec`."""
+        if self.rotated or self.bits != 8:
+            yield from Codec.encode_by(self, tokens, x)
+            return
+        grid = Grid.of(x, self.group_size)  # once for all of it
+        for start in range(0, x.shape[TOKEN_AXIS], tokens):
+            stop = start + tokens
+            some = grid.part(start, stop)
+            parts = (some.codes(x[:, :, start:stop]), some.scales, some.offsets)
+            yield Coded(self, parts, x.shape[-1])
 
     def widen(self, coded: Coded) -> mx.array:
         """See `Codec`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import platform
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 from typing import ClassVar, TypeAlias
@@ -50,7 +51,7 @@ class Codec(ABC):
     in_place: ClassVar[bool] = True
     """Whether it is read as it lies, and not widened first."""
 
-    buffers: ClassVar[int] = 8
+    buffers: ClassVar[float] = 8
     """Arrays of float32 that are alive together, at most, while something is encoded or widened;
     measured."""
 
@@ -83,6 +84,11 @@ class Codec(ABC):
     @abstractmethod
     def encode(self, x: mx.array) -> Coded:
         """Encode (batch, heads, tokens, dim), in any floating type."""
+
+    def encode_by(self, tokens: int, x: mx.array) -> Iterator[Coded]:
+        """Encode so many tokens at a time, to the bits of `encode`; not computed yet."""
+        for start in range(0, x.shape[TOKEN_AXIS], tokens):
+            yield self.encode(x[:, :, start : start + tokens])
 
     @abstractmethod
     def widen(self, coded: Coded) -> mx.array:
@@ -156,10 +162,10 @@ class Coded:
         codes, *others = self.parts
         return Coded(self.codec, (*mx.depends([codes], [earlier]), *others), self.dim)
 
-    def is_finite(self) -> bool:
-        """Tell whether all scales are numbers: what is too large for float16 is not."""
+    def is_finite(self) -> mx.array:
+        """Tell whether all scales are numbers, a boolean: what is too large for float16 is not."""
         scales = [part for part in self.parts if part.dtype == mx.float16]
-        return bool(mx.all(mx.stack([mx.isfinite(part).all() for part in scales])))
+        return mx.stack([mx.isfinite(part).all() for part in scales]).all()
 
     def widen(self) -> mx.array:
         """See `Codec.widen`."""
@@ -200,24 +206,51 @@ def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.arr
 
 
 def _bytes(x: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return (..., n) in codes of 8 bits, three times as quickly as `mx.quantize` on a CPU.
+    """Return (..., n) in codes of 8 bits, three times as quickly as `mx.quantize` on a CPU."""
+    grid = Grid.of(x, group_size)
+    return grid.codes(x), grid.scales, grid.offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Of numbers (..., n) in groups, what their codes of 8 bits count: (..., n / group) each.
 
     Offsets are rounded down and scales up, so that no code is out of its range and none need be
     cut to it.
     """
-    *rows, n = x.shape
-    groups = x.reshape(*rows, n // group_size, group_size)
-    least, most = _extremes(groups)
-    offsets = (least - mx.abs(least) * (1.01 * ROUNDING) - SMALLEST).astype(mx.float16)
-    wide = offsets.astype(mx.float32)
-    scales = ((most - wide) * ((1 + 2 * ROUNDING) / 255) + SMALLEST).astype(mx.float16)
-    per_step = 1 / scales.astype(mx.float32)
-    codes = (_as_float32(groups) * per_step + (0.5 - wide * per_step)).astype(mx.uint8)
-    return codes.reshape(*rows, n).view(mx.uint32), scales.squeeze(-1), offsets.squeeze(-1)
+
+    scales: mx.array
+    """float16, as the offsets."""
+    offsets: mx.array
+    per_step: mx.array
+    """float32, as where zero lies."""
+    zero: mx.array
+
+    @classmethod
+    def of(cls, x: mx.array, group_size: int) -> Grid:
+        """Return that of all numbers."""
+        *rows, n = x.shape
+        least, most = _extremes(x.reshape(*rows, n // group_size, group_size))
+        offsets = (least - mx.abs(least) * (1.01 * ROUNDING) - SMALLEST).astype(mx.float16)
+        wide = offsets.astype(mx.float32)
+        scales = ((most - wide) * ((1 + 2 * ROUNDING) / 255) + SMALLEST).astype(mx.float16)
+        per_step = 1 / scales.astype(mx.float32)
+        return cls(scales, offsets, per_step, 0.5 - wide * per_step)
+
+    def part(self, start: int, stop: int) -> Grid:
+        """Return that of some tokens of (batch, heads, tokens, dim)."""
+        each = (self.scales, self.offsets, self.per_step, self.zero)
+        return Grid(*(array[:, :, start:stop] for array in each))
+
+    def codes(self, x: mx.array) -> mx.array:
+        """Return the numbers' codes, (..., n / 4) uint32."""
+        groups = _as_float32(x).reshape(*self.zero.shape, -1)
+        found = groups * self.per_step[..., None] + self.zero[..., None]
+        return found.astype(mx.uint8).reshape(x.shape).view(mx.uint32)
 
 
 def _extremes(groups: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the least and the largest of the last axis, (..., 1) float32; no numbers where one is
+    """Return the least and the largest of the last axis, (...) float32; no numbers where one is
     none.
 
     On a CPU of the bits, read as integers, whose extremes MLX finds six times as quickly. They
@@ -225,12 +258,11 @@ def _extremes(groups: mx.array) -> tuple[mx.array, mx.array]:
     are negative, behind all others where no sign is looked at.
     """
     if mx.default_device() != mx.cpu:
-        found = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
-        return found[0].astype(mx.float32), found[1].astype(mx.float32)
+        return groups.min(axis=-1).astype(mx.float32), groups.max(axis=-1).astype(mx.float32)
     signed, unsigned = INTEGERS[groups.dtype.size]
     bits = groups.view(signed)
-    low, high = bits.min(axis=-1, keepdims=True), bits.max(axis=-1, keepdims=True)
-    furthest = groups.view(unsigned).max(axis=-1, keepdims=True).view(signed)
+    low, high = bits.min(axis=-1), bits.max(axis=-1)
+    furthest = groups.view(unsigned).max(axis=-1).view(signed)
     least, most = mx.where(low < 0, furthest, low), mx.where(high < 0, low, high)
     dtype = groups.dtype
     return least.view(dtype).astype(mx.float32), most.view(dtype).astype(mx.float32)

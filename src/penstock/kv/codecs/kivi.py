@@ -22,7 +22,7 @@ class Kivi(Codec):
     """bits + 32 / 64 bits a number. Parts by span: codes (dim, words), scales (dim,), offsets."""
 
     span: ClassVar[int] = SPAN
-    buffers: ClassVar[int] = 4
+    buffers: ClassVar[float] = 4
 
     bits: int
 
