@@ -200,7 +200,7 @@ def watched(case: Case, core: type[Core] = Core, **settings: Any) -> Iterator[Wa
     }
     made = core(model, None, **given)
     try:
-        yield Watch(made, before - made._weights.nbytes)
+        yield Watch(made, before - made.room.weights_bytes)
     finally:
         gc.enable()
         made.close()
@@ -319,7 +319,7 @@ def test_eight_conversations_hold_their_prompt_once() -> None:
     with watched(case, max_batch_size=8) as watch:
         core = watch.core
         token_bytes = core.runner.token_bytes
-        beside = core._weights.nbytes + core.tails.nbytes
+        beside = core.room.weights_bytes + core.tails.nbytes
         prompt = prompt_of(shared, 0)
         handles = [
             core.submit(
@@ -331,7 +331,7 @@ def test_eight_conversations_hold_their_prompt_once() -> None:
         found = []
         while watch.step():
             if core.stats().running == 8:
-                ends = [sequence.sealed_end for sequence in core._sequences.values()]
+                ends = [sequence.sealed_end for sequence in core.places.sequences.values()]
                 ideal = whole + sum(end - whole for end in ends)
                 active = mx.get_active_memory() - watch.others - beside
                 found.append(active / (ideal * token_bytes))
@@ -368,7 +368,7 @@ def test_answers_that_wait_share_their_prompt_and_then_have_their_own() -> None:
             prompt=prompt_of(500, 0), max_tokens=6, n=6, sampling=hot, ignore_eos=True
         )
         handle = core.submit(request)
-        sequences = list(core._sequences.values())
+        sequences = list(core.places.sequences.values())
         assert len({id(sequence.tokens) for sequence in sequences}) == 1
         assert len({id(sequence.keys) for sequence in sequences}) == 1
         watch.drain()
@@ -392,7 +392,7 @@ class CountsHalfTheTree(Core):
 
     @property
     def held_bytes(self) -> int:
-        return self._weights.nbytes + self.prefixes.tree.nbytes // 2 + self.tails.nbytes
+        return self.room.weights_bytes + self.prefixes.tree.nbytes // 2 + self.tails.nbytes
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=["greedy", "sampling"])

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, submit
-from penstock.engine import core as core_module
+from penstock.engine import restoring as restoring_module
 from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.errors import SettingError
@@ -28,7 +28,7 @@ from penstock.prefix.ssd import store as store_module
 @pytest.fixture(autouse=True)
 def a_loaded_machine_is_no_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here is what is read, not how long others take the processor."""
-    monkeypatch.setattr(core_module, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
 
 
@@ -243,7 +243,7 @@ def test_others_decode_while_the_disk_is_read(
             for _ in range(3):
                 core.step()
             assert core.stats().restoring == 1
-            monkeypatch.setattr(core_module, "ASK_SECONDS", 0.02)  # nobody answers now
+            monkeypatch.setattr(restoring_module, "ASK_SECONDS", 0.02)  # nobody answers now
             quick = submit(core, other)
             while not quick.ends:
                 core.step()
@@ -300,16 +300,16 @@ def test_memory_of_a_restore_is_what_is_restored(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, asked)
     with running(tmp_path) as core:
-        assert core.cold is not None
+        assert core.restoring is not None
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         handle = submit(core, asked, max_tokens=1)
-        core._admit()
+        core.places.admit()
         until = time.monotonic() + SOON
         while core.stats().restored_tokens < 896:  # a step without the model's part
             assert time.monotonic() < until
-            core._take_restored(core.cold)
-            core._restore(core.cold)
+            core.restoring.take()
+            core.restoring.begin()
         restored = 896 * core.runner.token_bytes
         assert mx.get_peak_memory() - before <= 1.1 * restored
         handle.cancel()
@@ -320,7 +320,7 @@ def test_room_is_made_for_what_is_restored(tmp_path: Path) -> None:
     asked = [prompt(300, seed) for seed in range(3)]
     expected = [cold_text(tokens) for tokens in asked]
     with running(tmp_path) as core:
-        core.set_limit(core._fixed_bytes() + 340 * core.runner.token_bytes + 400_000)
+        core.set_limit(core.room.fixed_bytes + 340 * core.runner.token_bytes + 400_000)
         for turn in range(3):
             assert [ask(core, tokens) for tokens in asked] == expected, turn
         assert core.prefixes.counts.evicted_nodes > 0
@@ -442,7 +442,7 @@ def test_what_is_worth_most_is_read_ahead_of_all_requests(tmp_path: Path) -> Non
         assert ssd(core).counts.read_blocks == reads
         assert core.stats().hit_tokens == 2 * 191
     with running(tmp_path) as core:
-        core.set_limit(core._fixed_bytes() + 240 * core.runner.token_bytes)
+        core.set_limit(core.room.fixed_bytes + 240 * core.runner.token_bytes)
         assert core.preload() == 192, "the one that was used last; nothing gives way for others"
         core.check()
         core.set_limit(200_000_000)

@@ -9,7 +9,7 @@ import pytest
 
 from cold_engine import BLOCK, SETTINGS, SOON, ask, running, said, settle, submit
 from engine_faults import VOCABULARY_TOKENS, model_of
-from penstock.engine import core as core_module
+from penstock.engine import restoring as restoring_module
 from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
@@ -26,7 +26,7 @@ PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(70))
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
 
 
@@ -118,7 +118,7 @@ def test_what_is_worth_most_is_read_ahead_with_its_checkpoint(folder: Path) -> N
 
 def test_nothing_gives_way_for_what_is_read_ahead(folder: Path) -> None:
     with running(folder, FAMILY) as core:
-        core.set_limit(core._fixed_bytes() + 70 * core.runner.token_bytes)
+        core.set_limit(core.room.fixed_bytes + 70 * core.runner.token_bytes)
         assert core.preload() == 0, "the states have no room"
         core.check()
         core.set_limit(200_000_000)

@@ -202,7 +202,7 @@ def test_the_most_recent_tokens_stay(model: Any) -> None:
         handle = submit(core, prompt(700), max_tokens=100)
         while not handle.ends:
             core.step()
-            for sequence in core._sequences.values():
+            for sequence in core.places.sequences.values():
                 for start, end, whole in coded(core):
                     assert not whole or end <= sequence.position - 200 or start < 64
         drain(core)
@@ -402,5 +402,5 @@ def test_models_that_attend_by_themselves_have_none(large: Any) -> None:
 def test_measuring_is_the_same_each_time_and_within_what_a_step_takes(large: Any) -> None:
     with running(large, "turbo4") as core:
         taken = _peak(core.runner.key_scales)
-        assert taken <= core._buffers.nbytes
+        assert taken <= core.room.step_bytes
         assert core.runner.key_scales() == scales(core)

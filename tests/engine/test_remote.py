@@ -15,7 +15,7 @@ from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, sub
 from engine_faults import VOCABULARY_TOKENS
 from objects_in_memory import InMemory
 from penstock.engine import cold as cold_module
-from penstock.engine import core as core_module
+from penstock.engine import restoring as restoring_module
 from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.prefix.remote.store import COPIES, SEEN_KEY_BYTES, SEEN_KEYS
@@ -33,7 +33,7 @@ def values(monkeypatch: pytest.MonkeyPatch) -> InMemory:
     made = InMemory()
     monkeypatch.setattr(cold_module, "check_url", lambda url: None)
     monkeypatch.setattr(cold_module, "open_objects", lambda url, **settings: made)
-    monkeypatch.setattr(core_module, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
     return made
 
@@ -127,7 +127,7 @@ def test_a_store_that_hangs_costs_no_hit_of_the_folder(values: InMemory, tmp_pat
 def test_a_store_that_hangs_is_waited_for_once(
     values: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_module, "ASK_SECONDS", 0.3)
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", 0.3)
     expected = alone()
     with shared(remote_cache_timeout_seconds=0.2) as core:
         settle(core)

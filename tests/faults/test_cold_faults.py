@@ -36,7 +36,7 @@ from setup import prompt_of, solo
 from blocks_on_disk import size_of
 from cold_engine import BLOCK, SAID, SOON, files, said, settle, ssd, submit
 from combinations import SOAK
-from penstock.engine import core
+from penstock.engine import restoring
 from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -70,7 +70,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for a disk that others use as well: what is on it is read, not computed."""
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
-    monkeypatch.setattr(core, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(restoring, "ASK_SECONDS", SOON)
 
 
 def keys(core: Core) -> list[str]:
@@ -474,9 +474,9 @@ from pathlib import Path
 sys.path.append(sys.argv[2])
 from cold_setup import *
 from cold_engine import SOON
-from penstock.engine import core
+from penstock.engine import restoring
 from penstock.engine import tier as tier_module
-tier_module.LEAST_PATIENCE_SECONDS = core.ASK_SECONDS = SOON  # others use the machine as well
+tier_module.LEAST_PATIENCE_SECONDS = restoring.ASK_SECONDS = SOON  # others use the machine as well
 SSDStore.__init__.__kwdefaults__["floor_bytes"] = 0
 import time
 folder = Path(sys.argv[1])

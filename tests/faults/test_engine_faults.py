@@ -630,7 +630,7 @@ def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyP
         looks.append(used)
         return SimpleNamespace(total=1_000_000, available=int((1 - used) * 1_000_000))
 
-    monkeypatch.setattr("penstock.engine.core.psutil.virtual_memory", memory)
+    monkeypatch.setattr("penstock.engine.machine.psutil.virtual_memory", memory)
     with made(memory_threshold=0.5) as setup:
         old, cold, warm = (prompt_of(5 * BLOCK, seed) for seed in (1, 2, 3))
         for prompt in (old, cold, warm, old):  # `cold` was used least recently
@@ -661,7 +661,7 @@ def test_at_a_threshold_of_one_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> 
     def memory() -> Any:
         raise AssertionError("looked")
 
-    monkeypatch.setattr("penstock.engine.core.psutil.virtual_memory", memory)
+    monkeypatch.setattr("penstock.engine.machine.psutil.virtual_memory", memory)
     with made(memory_threshold=1.0) as setup:
         handle = setup.ask(SHORT)
         setup.drain()
@@ -681,7 +681,7 @@ def test_what_is_let_go_of_is_free_without_the_garbage_collector() -> None:
                 assert_right(handle)
             setup.core.prefixes.clear()
             setup.check()
-            assert setup.core.held_bytes == setup.core._weights.nbytes + setup.core.tails.nbytes
+            assert setup.core.held_bytes == setup.core.room.weights_bytes + setup.core.tails.nbytes
 
 
 def test_no_cycle_holds_an_array() -> None:
@@ -708,7 +708,7 @@ def test_close_counts_only_weights_and_the_empty_index() -> None:
             assert end_of(handle).reason == "cancelled"
             assert_begins_right(handle)
         left = {kind: n for kind, n in setup.core.ledger.by_class().items() if n}
-        weights, index = setup.core._weights.nbytes, setup.core.prefixes.fixed_bytes
+        weights, index = setup.core.room.weights_bytes, setup.core.prefixes.fixed_bytes
         assert left == {Kind.WEIGHTS: weights, Kind.INDEX: index}
         assert setup.core.idle
         setup.fixed = weights + index

@@ -499,7 +499,7 @@ def test_an_idle_engine_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> 
     def memory() -> Any:
         return SimpleNamespace(total=10**9, available=int((1 - used) * 10**9))
 
-    monkeypatch.setattr("penstock.engine.core.psutil.virtual_memory", memory)
+    monkeypatch.setattr("penstock.engine.machine.psutil.virtual_memory", memory)
     with make(memory_threshold=0.5) as engine:
         ask(engine, 200).result(SOON)
         assert engine.stats().nodes > 0

@@ -20,7 +20,7 @@ from mlx_lm.models import cache as theirs
 
 import tiny_families
 from cold_engine import SOON, running, settle
-from penstock.engine import core as core_module
+from penstock.engine import restoring as restoring_module
 from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -135,7 +135,7 @@ def _check_restart(family: str, model: Any) -> None:
         folder = held.enter_context(tempfile.TemporaryDirectory())
         # Others use the machine as well: nobody computes what takes long to be read.
         held.enter_context(patch.object(tier_module, "LEAST_PATIENCE_SECONDS", SOON))
-        held.enter_context(patch.object(core_module, "ASK_SECONDS", SOON))
+        held.enter_context(patch.object(restoring_module, "ASK_SECONDS", SOON))
         for found in (0, 64):
             with running(Path(folder), model=model, **SMALL) as core:
                 handle = _submit(core, prompt)

@@ -12,7 +12,7 @@ import pytest
 from parity_models import model_of, prompt_of
 from test_engine import BASE, SMALL, answer, ask, check, drain, engine, every_family
 
-from penstock.engine import core
+from penstock.engine import restoring
 from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 
@@ -27,7 +27,7 @@ OTHER = tuple(prompt_of(50, 9))
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for a disk that others use as well: what is on it is read, not computed."""
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
-    monkeypatch.setattr(core, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(restoring, "ASK_SECONDS", SOON)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from asking import ask, cached, drain
 
 import tiny_families
 from cold_engine import running, settle
-from penstock.engine import core as core_module
+from penstock.engine import restoring as restoring_module
+from penstock.engine import sealing as sealing_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.step import Runner
@@ -133,7 +134,7 @@ def test_a_parked_sequence_says_the_same() -> None:
 def test_a_restart_reads_rows_and_states_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_module, "ASK_SECONDS", 30.0)
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", 30.0)
     for restored in (0, 64):
         with running(tmp_path, model=model(), **SMALL) as core:
             handle = ask(core, BASE, 20)
@@ -219,7 +220,7 @@ def test_rows_that_do_not_reach_their_block_are_noticed(monkeypatch: pytest.Monk
             states[each.state][each.place] = None
         return segment, Live(tuple(map(tuple, states)), own=live.own)
 
-    monkeypatch.setattr(core_module, "completed", forgotten)
+    monkeypatch.setattr(sealing_module, "completed", forgotten)
     with engine() as core:
         first = ask(core, BASE, 45)
         drain(core)

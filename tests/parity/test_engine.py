@@ -28,6 +28,7 @@ from combinations import each, pairs
 from penstock import kv
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.places import Places
 from penstock.engine.request import Sampling
 from penstock.engine.sampling import Chooser
 from penstock.engine.scheduler import State
@@ -357,7 +358,7 @@ def receive(
         recount(core)
         for job in core.scheduler.jobs(State.RUNNING):
             if dice.random() < 0.02:
-                core._park(core._sequences[job.id])
+                core.places.park(core.places.sequences[job.id])
         now += 1
         assert now < 2_000, "somebody waits for ever"
     for guest, handle in here:
@@ -519,7 +520,7 @@ def test_draws_do_not_depend_on_company_or_cache(family: str, way: str) -> None:
         others.append(ask(core, BASE, 20, sampling=Sampling(temperature=1.0, seed=1)))
         drain(core, 8)
         for job in core.scheduler.jobs(State.RUNNING):
-            core._park(core._sequences[job.id])
+            core.places.park(core.places.sequences[job.id])
         drain(core)
         assert answer(within) == expected
         check(family, *others[:3])
@@ -762,6 +763,6 @@ def test_the_comparison_sees_salts_that_are_ignored(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_count_sees_prompts_that_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Core, "_catch_up", lambda self: None)
+    monkeypatch.setattr(Places, "catch_up", lambda self: None)
     with pytest.raises(AssertionError):
         test_simultaneous_requests_compute_what_they_share_once("llama")

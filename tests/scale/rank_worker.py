@@ -23,11 +23,13 @@ import mlx.core as mx  # isort: skip
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import penstock.engine.core as core_module
+import penstock.engine.passes as passes_module
 import tiny_families
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.ranks import Alone, Ranks
 from penstock.engine.request import Request, Sampling
+from penstock.engine.room import weight_bytes
 from penstock.engine.watch import Watch
 from penstock.errors import PenstockError
 from penstock.ledger import Kind
@@ -76,7 +78,7 @@ def main(scenario: str, told: dict[str, Any]) -> None:
             core.step()
         found.update(before)
     core.check()
-    found["weight_bytes"] = core_module.weight_bytes(model)
+    found["weight_bytes"] = weight_bytes(model)
     if watch is not None:
         watch.close()
     sys.stdout.write(json.dumps(found) + "\n")  # in one piece, beside the others'
@@ -243,18 +245,18 @@ def nothing_is_a_number(core: Core) -> None:
 
 def short_of_memory(core: Core) -> None:
     """Other programs on its machine take what it could have used, all the time."""
-    core_module._over = lambda threshold: 4_000
+    core_module.bytes_over = lambda threshold: 4_000
 
 
 def cannot_choose(core: Core) -> None:
     """Its sampler has a bug."""
-    choose, count = core_module.choose_all, iter(range(1_000_000))
+    choose, count = passes_module.choose_all, iter(range(1_000_000))
 
     def failing(logits: Any, choosers: Any, *rest: Any) -> Any:
         found = choose(logits, choosers, *rest)
         return [ValueError("a bug"), *found[1:]] if next(count) == 1 else found
 
-    core_module.choose_all = failing
+    passes_module.choose_all = failing
 
 
 def no_disk(core: Core) -> None:

@@ -25,7 +25,7 @@ from safetensors.numpy import load
 import cold_engine
 from cold_engine import BLOCK, SOON, files, said, settle, submit
 from engine_faults import VOCABULARY_TOKENS
-from penstock.engine import core as core_module
+from penstock.engine import restoring as restoring_module
 from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.errors import SettingError
@@ -49,7 +49,7 @@ PROMPTLY = 10.0
 
 @pytest.fixture(autouse=True)
 def a_loaded_machine_is_no_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
     monkeypatch.setitem(ColdTier.__init__.__kwdefaults__, "retry_seconds", 0.05)
 
@@ -365,7 +365,7 @@ def test_answers_keep_coming_whatever_happens_to_the_store_in_mid_flight(
 ) -> None:
     from penstock.prefix.remote.redis_objects import RedisObjects
 
-    monkeypatch.setattr(core_module, "ASK_SECONDS", 0.5)
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", 0.5)
     expected, other = alone(), PROMPT[::-1]
     expected_other = alone(tokens=other)
     write(store.url)

@@ -263,7 +263,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.tokenizer.breaks.clear()
         assert opened + request.n <= MAX_QUEUE
         if fault == "sampler":
-            last = [s for s in core._sequences.values() if s.handle is handle][-1]
+            last = [s for s in core.places.sequences.values() if s.handle is handle][-1]
             last.chooser = Broken(last.chooser, at)
         timeout = request.timeout_seconds
         deadline = None if timeout is None else self.now + timeout
@@ -344,7 +344,7 @@ class EngineMachine(RuleBasedStateMachine):
         before = self.failed
         while self.faulty.times and not self.core.idle:
             self.run_step()
-        while self.core._oom_in_a_row and not self.core.idle:
+        while self.core.passes.failed_in_a_row and not self.core.idle:
             self.run_step()  # to the end of what began with these calls
         rows, self.faulty.times = self.faulty.rows, 0
         failed = self.failed - before
@@ -388,7 +388,9 @@ class EngineMachine(RuleBasedStateMachine):
         before = self.core.ledger.used_bytes
         if nbytes is None:
             prefixes.clear()
-            path = {node for s in self.core._sequences.values() if s.pin for node in s.pin.path}
+            path = {
+                node for s in self.core.places.sequences.values() if s.pin for node in s.pin.path
+            }
             assert set(prefixes.tree) == path
         else:
             freed = prefixes.shrink(nbytes)
@@ -503,7 +505,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         core = self.core
-        owners = {id(s.pin) for s in core._sequences.values() if s.pin is not None}
+        owners = {id(s.pin) for s in core.places.sequences.values() if s.pin is not None}
         assert owners == set(map(id, core.prefixes.tree._pins)), "a pin without an owner"
         reached, families = set(), [core.prefixes.tree._tops]
         while families:
@@ -516,7 +518,7 @@ class EngineMachine(RuleBasedStateMachine):
         open_choices = sum(a.request.n - len(a.ended) for a in self.asked)
         placed = stats.prefilling + stats.restoring + stats.running
         assert stats.waiting + placed + stats.parked == open_choices
-        assert len(core._sequences) == open_choices
+        assert len(core.places.sequences) == open_choices
 
     def close_core(self) -> None:
         """Everything is given back, to the byte."""
@@ -525,7 +527,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.account_is_right()
         assert core.ledger.used_bytes == self.fixed
         assert len(core.prefixes.tree) == 0
-        weights = core._weights.nbytes
+        weights = core.room.weights_bytes
         core.close()
         assert mx.get_active_memory() - self.others == weights
         left = {kind: n for kind, n in core.ledger.by_class().items() if n}

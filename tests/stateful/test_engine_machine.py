@@ -15,7 +15,10 @@ from test_machines import causes
 
 from penstock.engine.core import Core
 from penstock.engine.needs import Needs
+from penstock.engine.passes import Passes
+from penstock.engine.places import Places
 from penstock.engine.quantise import Quantiser
+from penstock.engine.sealing import Sealing
 from penstock.engine.sequence import Sequence
 from penstock.errors import StepFailed
 
@@ -45,7 +48,7 @@ def test_engine_says_what_the_model_says_alone(kind: Kind) -> None:
 # ---- negative controls: each class below is wrong in one way
 
 
-class ForgetsAPin(Core):
+class ForgetsAPin(Places):
     """Lets a path be forgotten by who read it, and pinned for ever."""
 
     def _release(self, sequence: Sequence) -> None:
@@ -53,20 +56,14 @@ class ForgetsAPin(Core):
         super()._release(sequence)
 
 
-class NothingOwn(Needs):
+class CountsNoRuns(Needs):
+    """Reserves nothing for what a sequence computes."""
+
     def own(self, tokens: int, cut: int = 0) -> int:
         return 0
 
 
-class CountsNoRuns(Core):
-    """Reserves nothing for what a sequence computes."""
-
-    def _make(self, model: Any, fingerprint: str) -> None:
-        super()._make(model, fingerprint)
-        self.needs = NothingOwn(self.runner, self.limits)
-
-
-class KeepsASlot(Core):
+class KeepsASlot(Places):
     """Never gives a slot back."""
 
     def _release(self, sequence: Sequence) -> None:
@@ -74,7 +71,7 @@ class KeepsASlot(Core):
         super()._release(sequence)
 
 
-class KeepsWhatItReleased(Core):
+class KeepsWhatItReleased(Places):
     """Goes on holding the runs of those who have left."""
 
     def _release(self, sequence: Sequence) -> None:
@@ -101,7 +98,7 @@ class DrawsTheSameForAll(Core):
         return super()._sequence(handle, choice, chooser, *rest)
 
 
-class CutsOneTooMany(Core):
+class CutsOneTooMany(Places):
     """Lets a sequence read one token more of the path than its prompt has in common."""
 
     def _take(self, sequence: Sequence, matched: int) -> bool:
@@ -111,20 +108,20 @@ class CutsOneTooMany(Core):
         return taken
 
 
-class ServesFromNowhere(Core):
+class ServesFromNowhere(Places):
     """Counts what was computed as found."""
 
-    def _count_hit(self, sequence: Sequence, tokens: int) -> None:
-        super()._count_hit(sequence, tokens + self.limits.block_size)
+    def count_hit(self, sequence: Sequence, tokens: int) -> None:
+        super().count_hit(sequence, tokens + self._scheduler.block_size)
 
 
-class SharesNothing(Core):
+class SharesNothing(Places):
     """Never looks what is held."""
 
     def _take(self, sequence: Sequence, matched: int) -> bool:
         return super()._take(sequence, 0)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         pass
 
 
@@ -132,28 +129,28 @@ class KeepsTheRoom(Core):
     """Hears of a lower limit, and gives nothing up."""
 
     def set_limit(self, limit_bytes: int) -> None:
-        if limit_bytes < self._fixed_bytes():
+        if limit_bytes < self.room.fixed_bytes:
             super().set_limit(limit_bytes)
         self.ledger.set_limit(limit_bytes)
 
 
-class ForgetsTheTime(Core):
+class ForgetsTheTime(Places):
     """Lets everybody go on for ever."""
 
-    def _drop_overdue(self) -> None:
+    def drop_overdue(self, now_seconds: float) -> None:
         pass
 
 
-class EndsAllForOne(Core):
+class EndsAllForOne(Places):
     """Fails everybody for the bug of one."""
 
-    def _fail(self, sequence: Sequence, error: Any) -> None:
+    def fail(self, sequence: Sequence, error: Any) -> None:
         bug = isinstance(error, StepFailed)  # and no lower limit, under which one fits no more
-        for each in list(self._sequences.values()) if bug else [sequence]:
-            super()._fail(each, error)
+        for each in list(self.sequences.values()) if bug else [sequence]:
+            super().fail(each, error)
 
 
-class TriesOnce(Core):
+class TriesOnce(Passes):
     """Fails a prompt when MLX first runs out of memory."""
 
     def _shrink_after(self, error: Exception) -> bool:
@@ -161,36 +158,35 @@ class TriesOnce(Core):
         return False
 
 
-class ForgetsWhoFailed(Core):
+class ForgetsWhoFailed(Passes):
     """Takes the step's sequences up again after a bug, as if it had been memory."""
 
     def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
         super()._decode_failed(sequences, MemoryError(str(error)))
 
 
-class ParksWithATail(Core):
+class ParksWithATail(Places):
     """Thinks that a parked sequence's tail is still there."""
 
-    def _park(self, sequence: Sequence) -> None:
+    def park(self, sequence: Sequence) -> None:
         tail = sequence.tail
-        super()._park(sequence)
+        super().park(sequence)
         sequence.tail = tail
 
 
-class ForgetsTheUnfinishedBlock(Core):
+class ForgetsTheUnfinishedBlock(Sealing):
     """Drops the run that goes on growing when the tail is full."""
 
     def _fold(self, sequence: Sequence) -> None:
         super()._fold(sequence)
-        size = self.limits.block_size
-        if len(sequence.runs) == 1 and sequence.runs[0].end % size:
+        if len(sequence.runs) == 1 and sequence.runs[0].end % self._size:
             sequence.cut, sequence.runs = sequence.runs[0].end, []
 
 
-class SealsWithoutASegment(Core):
+class SealsWithoutASegment(Sealing):
     """Says it has sealed what it has not."""
 
-    def _insert(self, sequence: Sequence, segment: Any) -> bool:
+    def insert(self, sequence: Sequence, segment: Any) -> bool:
         sequence.cut += segment.tokens
         return True
 
@@ -206,17 +202,17 @@ class KeepsTheOriginals(Core):
         return found
 
 
-class FilesAnOldState(Core):
+class FilesAnOldState(Sealing):
     """Files the states of an earlier boundary under the one that is reached."""
 
-    def _capture(self, sequence: Sequence, *, turn_end: bool = False) -> None:
+    def capture(self, sequence: Sequence, *, turn_end: bool = False) -> None:
         known = self.__dict__.setdefault("known", {})
         live, sequence.live = sequence.live, known.get(sequence.id, sequence.live)
-        super()._capture(sequence, turn_end=turn_end)
+        super().capture(sequence, turn_end=turn_end)
         sequence.live = known[sequence.id] = live
 
 
-class KeepsStates(Core):
+class KeepsStates(Places):
     """Goes on holding the states of those who have left."""
 
     def _release(self, sequence: Sequence) -> None:
@@ -231,7 +227,10 @@ HUNT = settings(
     phases=[Phase.generate],
     print_blob=False,
 )
-BROKEN: Items[type[Core]] = [c for c in Core.__subclasses__() if c.__module__ == __name__]
+PARTS: Items[type] = (Core, Needs, Passes, Places, Sealing)
+BROKEN: Items[type] = [
+    c for part in PARTS for c in part.__subclasses__() if c.__module__ == __name__
+]
 NAMED = {kind.name: kind for kind in KINDS}
 OF_A_KIND = {
     KeepsTheOriginals: NAMED["coded"],
@@ -241,9 +240,23 @@ OF_A_KIND = {
 """What only one kind of engine can do wrong."""
 
 
+def engine_with(broken: type) -> type[Core]:
+    """Return a class of engines with a broken class in the place of the one that it breaks."""
+    if issubclass(broken, Core):
+        return broken
+
+    class Broken(Core):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            (part,) = (each for each in vars(self).values() if type(each) is broken.__base__)
+            part.__class__ = broken
+
+    return Broken
+
+
 @pytest.mark.parametrize("broken", BROKEN)
-def test_machine_notices_a_broken_engine(broken: type[Core]) -> None:
+def test_machine_notices_a_broken_engine(broken: type) -> None:
     with pytest.raises((AssertionError, ValueError, BaseExceptionGroup)) as caught:
-        run(OF_A_KIND.get(broken, LONG), broken, HUNT)
+        run(OF_A_KIND.get(broken, LONG), engine_with(broken), HUNT)
     # A tree that is told nonsense says so by a ValueError.
     assert {type(cause) for cause in causes(caught.value)} <= {AssertionError, ValueError}

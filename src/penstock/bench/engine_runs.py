@@ -110,7 +110,7 @@ class Ours:
             **settings,
         )
         self._model = Stopwatch(self._core.runner)
-        self._core.runner = self._model  # type: ignore[assignment]  # passes everything on
+        self._core.passes.runner = self._model  # type: ignore[assignment]  # passes everything on
         self._handles: list[Handle] = []
         self._hits_before = self._prefilled_before = 0
 

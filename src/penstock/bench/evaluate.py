@@ -26,8 +26,9 @@ from penstock.bench.key_forms import OUTLIER_SCALE, KeyForm, reform
 from penstock.bench.recall import SCALE, Share
 from penstock.bench.report import Line, Report
 from penstock.config import EngineSettings
-from penstock.engine.core import Core, checked
+from penstock.engine.core import Core
 from penstock.engine.request import Request
+from penstock.engine.settings import checked
 from penstock.engine.step import Runner
 from penstock.errors import SettingError
 from penstock.kv.codecs import Scheme, parse_scheme

@@ -151,6 +151,11 @@ class Sequence:
             after = self.keys[-1] if self.keys else None
             self.keys += prefixes.keys(rest, self.request.salt, after=after)
 
+    def spare(self, nbytes: int) -> None:
+        """Give back so many bytes of what it may still compute."""
+        assert self.own is not None
+        self.own.resize(max(0, self.own.nbytes - nbytes))
+
     def usage(self) -> Usage:
         """Return what it took so far."""
         return Usage(self.prompt_tokens, self.cached_tokens, self.generated_tokens)

@@ -1,0 +1,52 @@
+"""The machine's memory beside the ledger: what all programs use of it, and what MLX keeps of what
+was freed."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import mlx.core as mx
+import psutil
+
+from penstock.heap import give_back_freed_memory
+
+_kept_bytes: dict[int, int] = {}
+_kept_before: list[int] = []
+_keeping = Lock()
+
+
+def has_own_memory() -> bool:
+    """Tell whether the device has memory of its own: to give it up helps no other program."""
+    return mx.default_device() != mx.cpu and not mx.metal.is_available()
+
+
+def bytes_over(threshold: float) -> int:
+    """Return by how many bytes all programs together use more than a share of the memory."""
+    if threshold >= 1:
+        return 0
+    memory = psutil.virtual_memory()
+    return int(memory.total - memory.available - threshold * memory.total)
+
+
+def give_back() -> None:
+    """Let the system have what was freed, and what MLX and the heap keep for the next step."""
+    mx.clear_cache()
+    give_back_freed_memory()
+
+
+def share_mlx_cache(owner: int, nbytes: int | None) -> None:
+    """Let MLX keep as many freed bytes as a step of each open core takes; None closes one.
+
+    The limit is the process's: the first core notes what it was, and the last restores it.
+    """
+    with _keeping:
+        if nbytes is None:
+            _kept_bytes.pop(owner, None)
+        else:
+            _kept_bytes[owner] = nbytes
+        if _kept_bytes:
+            before = mx.set_cache_limit(sum(_kept_bytes.values()))
+            if not _kept_before:
+                _kept_before.append(before)
+        elif _kept_before:
+            mx.set_cache_limit(_kept_before.pop())

@@ -1,0 +1,100 @@
+"""An engine's settings: checked as its constructor takes them, fitted to a model, and what of them
+its keys and values depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from penstock import config
+from penstock.engine.machine import has_own_memory
+from penstock.engine.ranks import Peers
+from penstock.engine.sequence import WHOLE_CHUNK
+from penstock.engine.step import Runner
+from penstock.errors import SettingError
+from penstock.kv.quantisation import Quantisation
+from penstock.memory import parse_bytes
+from penstock.memory.machine import read_machine_memory
+from penstock.models.fingerprint import fingerprint as fingerprint_of
+from penstock.models.fingerprint import with_settings
+
+
+def checked(settings: dict[str, Any]) -> config.EngineSettings:
+    """Check an engine's settings, as its constructor takes them.
+
+    Raises:
+        SettingError: a number is out of its range, or a name is none of a setting's.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in ("memory_limit", "ssd_cache_limit", "ssd_write_budget"):
+        if isinstance(size := given.get(name), str):
+            given[name] = parse_bytes(size)
+    if isinstance(folder := given.get("ssd_cache_dir"), str):
+        given["ssd_cache_dir"] = Path(folder).expanduser()
+    if has_own_memory():
+        given.setdefault("memory_threshold", 1.0)
+    if not {"memory_limit", "memory_threshold"} <= set(given):
+        machine = read_machine_memory(mx.device_info())
+        given.setdefault("memory_limit", machine.default_limit_bytes)
+        given.setdefault("memory_threshold", machine.default_threshold)
+    return config.parse(config.EngineSettings, flags=False, **given)
+
+
+def fitting(limits: config.EngineSettings, runner: Runner) -> config.EngineSettings:
+    """Return an engine's settings as a model can be run with.
+
+    Raises:
+        SettingError: it cannot, with these.
+    """
+    if runner.divided and limits.kv_cache_skip_layers:
+        raise SettingError(
+            "kv_cache_skip_layers does not work with whole layers for each rank, which would "
+            "not hold the same; leave it out, or divide the model by heads"
+        )
+    if runner.fitness.whole:
+        limits = limits.model_copy(update={"prefill_chunk": WHOLE_CHUNK})
+    compression = runner.layout.compression
+    if compression is None:
+        return limits
+    if limits.block_size % compression.every:
+        raise SettingError(
+            f"block_size {limits.block_size}: the model's layers make one of {compression.every} "
+            f"tokens; use a multiple of that"
+        )
+    if limits.kv_cache_quantization is not None:
+        raise SettingError(
+            "kv_cache_quantization: the model's layers compress what they keep by themselves"
+        )
+    return limits
+
+
+def identity(
+    model: Any, limits: config.EngineSettings, runner: Runner, peers: Peers, *, fingerprint: str
+) -> tuple[Quantisation | None, str]:
+    """Return which tokens and layers are held in which codecs, None if all are raw; and what must
+    be equal for KV to be reusable.
+
+    Args:
+        model: its weights are read if a cold tier needs its name.
+        limits: fitted to the model.
+        runner: of the model.
+        peers: each has a part of it.
+        fingerprint: what the caller says; empty to have it found.
+    """
+    if limits.has_cold_tier and not fingerprint:
+        fingerprint = fingerprint_of(model, keep=limits.keep_tokens, window=limits.max_kv_size)
+        if peers.size > 1:
+            part = f"{peers.rank} of {peers.size}{runner.divided}"
+            fingerprint = with_settings(fingerprint, part=part)
+    rule = Quantisation.of(
+        limits.kv_cache_quantization,
+        block_size=limits.block_size,
+        first_tokens=limits.raw_first_tokens,
+        skip_layers=limits.kv_cache_skip_layers,
+    )
+    if rule is not None:
+        rule = rule.scaled(runner.key_scales)
+        fingerprint = with_settings(fingerprint, codec=rule.identity)
+    return rule, fingerprint
