@@ -287,6 +287,10 @@ def test_nodes_are_merged_up_to_the_limit_and_not_further() -> None:
     assert tree.can_merge(node.path()[0])
     tree.max_merge_tokens = 11
     assert not tree.can_merge(node.path()[0])
+    tree.max_merge_bytes = sum(each.segment.nbytes for each in node.path())
+    assert tree.can_merge(node.path()[0])
+    tree.max_merge_bytes -= 1
+    assert not tree.can_merge(node.path()[0])
 
 
 def test_what_is_merged_has_the_mean_heat_by_bytes() -> None:

@@ -58,7 +58,7 @@ from penstock.memory import format_bytes
 from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
-from penstock.prefix.prefixes import Prefixes, remembered_nodes
+from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes, remembered_nodes
 
 PRESSURE_SECONDS = 1.0
 """How often the machine's memory is looked at."""
@@ -177,6 +177,7 @@ class Core:
 
     def _make_tree(self, fingerprint: str) -> None:
         """Make the tree, and what minds the states and the windows in it."""
+        coded = self.limits.kv_cache_quantization is not None
         self.prefixes: Prefixes[Segment] = Prefixes(
             self.ledger,
             block_size=self.limits.block_size,
@@ -184,6 +185,8 @@ class Core:
             clock=self.clock,
             # Ranks whose weights differ have limits that do.
             remembered=remembered_nodes(self.peers.least(self.ledger.limit_bytes)),
+            # Of codes, more tokens: what takes time is the number of parts that are read.
+            max_merge_bytes=MAX_MERGE_TOKENS * self.runner.token_bytes if coded else 0,
         )
         self.checkpoints = (
             Checkpoints(self.prefixes, self.runner.state_bytes)

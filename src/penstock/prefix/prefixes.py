@@ -94,7 +94,8 @@ class Prefixes(Generic[S]):
         cost: of a prefill, for the order of eviction.
         remembered: how many of the nodes, and blocks, that were given up are remembered; by
             default `remembered_nodes` of the limit.
-        max_merge_tokens: nodes are not merged to more than this.
+        max_merge_tokens: nodes are not merged to more than this,
+        max_merge_bytes: unless they take no more than this together, as codes do.
 
     Raises:
         LedgerFull, NeverFits: not even the empty index fits.
@@ -114,6 +115,7 @@ class Prefixes(Generic[S]):
         cost: PrefillCost | None = None,
         remembered: int | None = None,
         max_merge_tokens: int = MAX_MERGE_TOKENS,
+        max_merge_bytes: int = 0,
     ) -> None:
         if remembered is None:
             remembered = remembered_nodes(ledger.limit_bytes)
@@ -122,7 +124,10 @@ class Prefixes(Generic[S]):
         self.fingerprint = fingerprint
         self.policy = HalfLife(cost=cost, remembered_nodes=remembered)
         self.tree: PrefixTree[S] = PrefixTree(
-            block_size, self.policy, max_merge_tokens=max_merge_tokens
+            block_size,
+            self.policy,
+            max_merge_tokens=max_merge_tokens,
+            max_merge_bytes=max_merge_bytes,
         )
         self.counts = Counts()
         self.relief: Relief[S] | None = None

@@ -93,17 +93,24 @@ class PrefixTree(Generic[S]):
     Args:
         block_size: tokens of a block.
         policy: which leaf goes first; a `HalfLife` by default. Not shared with another tree.
-        max_merge_tokens: nodes are not merged to more than this.
+        max_merge_tokens: nodes are not merged to more than this,
+        max_merge_bytes: unless they take no more than this together, without their checkpoints.
     """
 
     def __init__(
-        self, block_size: int, policy: Policy | None = None, *, max_merge_tokens: int = 2_048
+        self,
+        block_size: int,
+        policy: Policy | None = None,
+        *,
+        max_merge_tokens: int = 2_048,
+        max_merge_bytes: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.block_size = block_size
         self.policy: Policy = policy or HalfLife()
         self.max_merge_tokens = max_merge_tokens
+        self.max_merge_bytes = max_merge_bytes
         self._tops: dict[bytes, Node[S]] = {}
         self._nodes: dict[int, Node[S]] = {}
         self._pins: set[Pin[S]] = set()
@@ -210,11 +217,13 @@ class PrefixTree(Generic[S]):
             last: below `node`; by default its only child.
         """
         run = self._run(node, last)
-        return (
-            len(run) > 1
-            and run[-1].end - node.start <= self.max_merge_tokens
-            and all(map(_inseparable, run, run[1:]))
-        )
+        return len(run) > 1 and self._is_small(run) and all(map(_inseparable, run, run[1:]))
+
+    def _is_small(self, run: Sequence[Node[S]]) -> bool:
+        if run[-1].end - run[0].start <= self.max_merge_tokens:
+            return True
+        held = (node.segment.nbytes - node.segment.checkpoint_nbytes for node in run)
+        return sum(held) <= self.max_merge_bytes
 
     # ---- acts
 

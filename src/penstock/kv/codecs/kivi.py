@@ -58,7 +58,9 @@ class Kivi(Codec):
 
     def score(self, turned: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        found = self._product(turned[:, None], coded, transpose=False)  # (heads, spans, m, SPAN)
+        found = self._product(
+            mx.expand_dims(turned, 1), coded, transpose=False
+        )  # (heads, spans, m, SPAN)
         heads, count, rows, _ = found.shape
         return found.swapaxes(1, 2).reshape(heads, rows, count * SPAN)
 
@@ -73,8 +75,8 @@ class Kivi(Codec):
         return multiply(
             mx.broadcast_to(x, (codes.shape[0], codes.shape[1], *x.shape[2:])),
             codes,
-            scales[..., None],
-            offsets[..., None],
+            mx.expand_dims(scales, -1),  # half as long as an index of None
+            mx.expand_dims(offsets, -1),
             transpose=transpose,
             group_size=SPAN,
             bits=self.bits,

@@ -150,7 +150,7 @@ class Turbo(Scaled):
     ) -> list[tuple[mx.array, mx.array, mx.array, int, int]]:
         found = []
         for part, width, bits in zip(codes, self._widths(dim), self._each, strict=True):
-            step = scales.astype(mx.float32)[..., None] * STEPS[bits]
+            step = mx.expand_dims(scales.astype(mx.float32), -1) * STEPS[bits]
             shape = (*step.shape[:-1], width // largest_group(width))
             offsets = step * (-(2**bits - 1) / 2)
             found.append(
