@@ -404,3 +404,17 @@ def test_measuring_is_the_same_each_time_and_within_what_a_step_takes(large: Any
         taken = _peak(core.runner.key_scales)
         assert taken <= core.room.step_bytes
         assert core.runner.key_scales() == scales(core)
+
+
+def test_codes_are_merged_to_as_many_bytes_as_raw_nodes(model: Any) -> None:
+    """So that who reads them reads fewer parts; an engine without codes merges as before."""
+    asked = prompt(1_200)
+    for codec, longest in (("affine8", 448), (None, 128)):
+        with running(model, codec) as core:
+            tree, each = core.prefixes.tree, core.runner.token_bytes
+            assert tree.max_merge_bytes == (2_048 * each if codec else 0)
+            tree.max_merge_tokens, tree.max_merge_bytes = 128, 128 * each if codec else 0
+            ask(core, asked)
+            found = [node for node in tree if node.end <= 1_152]
+            assert max(len(node.tokens) for node in found) == longest
+            assert max(node.segment.nbytes for node in found) <= 128 * each

@@ -15,6 +15,7 @@ from attention_reference import Numbers, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kv import reads as reads_module
 from penstock.kv.attention import Sight
 from penstock.kv.reads import (
     ChunkReads,
@@ -288,6 +289,22 @@ def test_branches_are_units_of_one_level() -> None:
         [(0, 2, 1), (2, 4, 1)],
     ]
     check_decode(family())
+
+
+def test_rows_that_end_far_apart_in_a_segment_read_it_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the short ones would be scored for all that the long one sees."""
+    monkeypatch.setattr(reads_module, "APART", 4)
+    scene = Scene(Sight(), 4, 2, seed=1)
+    long, behind = scene.segment(12), scene.segment(3)
+    ends = (12, 3, 11, 4, 12)
+    rows = [Row((Part(long, 0, end),), end, slot, 0) for slot, end in enumerate(ends[:4])]
+    rows.append(Row((Part(long, 0, 12), Part(behind, 12, 3)), 15, 4, 0))
+    scene.rows = [rows[i] for i in in_order(rows)]
+    layout = lay_out(scene.rows, scene.sight)
+    assert sorted(stop for unit in layout.levels[0] for *_, stop in unit.pieces) == [4, 12]
+    check_decode(scene)
 
 
 def test_the_count_sees_rows_out_of_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from penstock.kv.columns import arrays, columns
 from penstock.kv.forms import Forms
 from penstock.kv.quantisation import piece_bytes
 from penstock.kv.reads import _sides
-from penstock.kv.segment import Segment
+from penstock.kv.segment import Segment, widened
 from penstock.kv.states import Checkpoint
 from penstock.kv.tails import LayerShape
 
@@ -193,13 +194,23 @@ def test_a_block_that_is_not_whole_is_not_written() -> None:
     assert Forms(shapes, 8).held(thin.part(8, 16), 1) is not None
 
 
-@pytest.mark.parametrize("heads, tokens", [(1, 256), (1, 2_048), (8, 512), (8, 2_048)])
+SIZES = [
+    *itertools.product(
+        ["affine8", "affine4", "k8v4", "turbo4", "kivi8", "raw/affine8"],
+        [(1, 256), (1, 2_048), (8, 512), (8, 2_048)],
+    ),
+    ("affine8", (1, 16_384)),
+    ("affine8g32", (1, 16_384)),
+]
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
-@pytest.mark.parametrize("name", ["affine8", "affine4", "k8v4", "turbo4", "kivi8", "raw/affine8"])
+@pytest.mark.parametrize(("name", "size"), SIZES)
 def test_it_is_encoded_in_what_is_set_aside(
-    name: str, dtype: mx.Dtype, heads: int, tokens: int
+    name: str, size: tuple[int, int], dtype: mx.Dtype
 ) -> None:
     """Beside what is made of it, piece by piece on two streams."""
+    heads, tokens = size
     side = mx.random.normal((1, heads, tokens, 64), key=mx.random.key(1)).astype(dtype)
     segment = Segment(((side, side + 1), (side + 2, side + 3))).owned()
     aside = piece_bytes([LayerShape(heads, 64, 64, dtype)])
@@ -231,3 +242,20 @@ def test_it_is_encoded_to_the_bits_of_its_parts(tokens: int) -> None:
                     continue
                 wanted = codec.encode(raw)
                 assert all(map(mx.array_equal, arrays(held), wanted.parts))
+
+
+@pytest.mark.parametrize("tokens", [100, 300])
+def test_tokens_that_make_no_whole_spans_are_refused(tokens: int) -> None:
+    side = mx.zeros((1, 2, tokens, 64))
+    for name in ("kivi8", "kivi4/affine8"):
+        with pytest.raises(ValueError, match="64 tokens together"):
+            Segment(((side, side),)).encoded(parse_scheme(name))
+
+
+@pytest.mark.parametrize("name", ["rot8", "turbo4", "affine8", "kivi4"])
+def test_a_layer_that_holds_nothing_is_encoded_and_widened_beside_others(name: str) -> None:
+    sides = [mx.random.normal((1, 2, tokens, 64), key=mx.random.key(1)) for tokens in (0, 64)]
+    scheme = parse_scheme(name)
+    parts = [Segment(((side, side),)).encoded(scheme).layers[0][0] for side in sides]
+    wide = widened([(0, 0, parts[0]), (0, 0, parts[1])], 1, 64, mx.float32)
+    assert mx.array_equal(wide, parts[1].widen())

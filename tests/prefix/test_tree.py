@@ -293,6 +293,23 @@ def test_nodes_are_merged_up_to_the_limit_and_not_further() -> None:
     assert not tree.can_merge(node.path()[0])
 
 
+def test_nodes_of_few_bytes_are_not_merged_without_end() -> None:
+    """As of a model of recurrent layers alone, which have no keys."""
+
+    class Empty(Blank):
+        nbytes = 0
+
+    for nbytes, longest in ((0, 8), (1, 32)):
+        tree: PrefixTree[Blank] = PrefixTree(SIZE, max_merge_tokens=8, max_merge_bytes=nbytes)
+        node = None
+        for end in range(SIZE, 65, SIZE):
+            new = keys(range(end))[end // SIZE - 1 :]
+            node = tree.insert(node, new, range(end - SIZE, end), Empty(SIZE), 0.0)
+            if node.parent is not None and tree.can_merge(node.parent):
+                node = tree.merge(node.parent)
+        assert max(len(each.tokens) for each in tree) == longest
+
+
 def test_what_is_merged_has_the_mean_heat_by_bytes() -> None:
     """A cold tail does not keep a hot head for ever, nor the other way round."""
     tree: PrefixTree[Blank] = PrefixTree(SIZE, HalfLife(10))

@@ -248,8 +248,10 @@ def engine_with(broken: type) -> type[Core]:
     class Broken(Core):
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
-            (part,) = (each for each in vars(self).values() if type(each) is broken.__base__)
-            part.__class__ = broken
+            found = [each for each in vars(self).values() if type(each) is broken.__base__]
+            if len(found) != 1:  # no error that a machine would be right to raise
+                raise TypeError(f"an engine has {len(found)} parts for {broken.__name__}")
+            found[0].__class__ = broken
 
     return Broken
 

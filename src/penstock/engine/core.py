@@ -32,7 +32,7 @@ from penstock.engine.machine import bytes_over, give_back, has_own_memory, share
 from penstock.engine.needs import Needs
 from penstock.engine.pace import Pace
 from penstock.engine.passes import Passes
-from penstock.engine.paths import Held, Paths
+from penstock.engine.paths import Paths, Stores
 from penstock.engine.places import Places
 from penstock.engine.quantise import Quantiser
 from penstock.engine.ranks import Alone, Command, Peers
@@ -203,7 +203,7 @@ class Core:
 
     def _connect(self) -> None:
         """Make what runs sequences on the parts that there are."""
-        held = Held(
+        held = Stores(
             prefixes=self.prefixes,
             checkpoints=self.checkpoints,
             windows=self.windows,

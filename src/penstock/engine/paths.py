@@ -28,7 +28,7 @@ from penstock.prefix.prefixes import Prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Stores:
     """What holds keys and values beyond a sequence's end; None for what a model or an engine's
     settings do without."""
 
@@ -49,7 +49,7 @@ class Paths:
         tally: of the engine.
     """
 
-    def __init__(self, held: Held, *, shared_tokens: int, tally: Tally) -> None:
+    def __init__(self, held: Stores, *, shared_tokens: int, tally: Tally) -> None:
         self.shared_tokens = shared_tokens
         self._prefixes = held.prefixes
         self._checkpoints = held.checkpoints

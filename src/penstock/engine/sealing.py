@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.engine.paths import Held, Paths
+from penstock.engine.paths import Paths, Stores
 from penstock.engine.sequence import Sequence
 from penstock.engine.step import Runner
 from penstock.kv.compressed import completed
@@ -33,7 +33,7 @@ class Sealing:
         tails: the pool.
     """
 
-    def __init__(self, held: Held, paths: Paths, runner: Runner, tails: Tails) -> None:
+    def __init__(self, held: Stores, paths: Paths, runner: Runner, tails: Tails) -> None:
         self._prefixes = held.prefixes
         self._checkpoints = held.checkpoints
         self._windows = held.windows

@@ -25,6 +25,9 @@ from penstock.kv.lanes import LANES, lane
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 
+APART = 2_048
+"""Columns by which the ends of two rows in a segment may differ, if both read it together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -96,11 +99,11 @@ def in_order(rows: Sequence[Row]) -> list[int]:
     Beyond that they are in the order of their slots, which often makes one slice of them.
     """
     by_slot = sorted(range(len(rows)), key=lambda i: rows[i].slot)
-    rank: dict[int, int] = {}
+    rank: dict[tuple[int, int], int] = {}
     for i in by_slot:
         for part in rows[i].parts:
-            rank.setdefault(id(part.segment), len(rank))
-    return sorted(by_slot, key=lambda i: [rank[id(part.segment)] for part in rows[i].parts])
+            rank.setdefault(_key(part), len(rank))
+    return sorted(by_slot, key=lambda i: [rank[_key(part)] for part in rows[i].parts])
 
 
 def lay_out(rows: Sequence[Row], sight: Sight) -> Layout:
@@ -126,12 +129,12 @@ def _descend(
     segments, until the garbage collector comes by.
     """
     start = first
-    for _, group in groupby(range(first, last), lambda i: _segment_id(rows[i], depth)):
+    for _, group in groupby(range(first, last), lambda i: _key_at(rows[i], depth)):
         stop = start + len(list(group))
         if len(rows[start].parts) > depth:
             # As far as all of these rows go on alike, the parts are read together.
             end = depth + 1
-            while (key := _segment_id(rows[start], end)) is not None and key == _segment_id(
+            while (key := _key_at(rows[start], end)) is not None and key == _key_at(
                 rows[stop - 1], end
             ):
                 end += 1
@@ -144,8 +147,14 @@ def _descend(
         start = stop
 
 
-def _segment_id(row: Row, depth: int) -> int | None:
-    return id(row.parts[depth].segment) if depth < len(row.parts) else None
+def _key(part: Part) -> tuple[int, int]:
+    """Return what is equal for parts that are read together: of one segment, to ends that are not
+    far apart, for rows that see less are scored for all that the others see."""
+    return id(part.segment), (part.columns - 1) // APART
+
+
+def _key_at(row: Row, depth: int) -> tuple[int, int] | None:
+    return _key(row.parts[depth]) if depth < len(row.parts) else None
 
 
 def _unit(

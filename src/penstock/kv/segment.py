@@ -124,7 +124,7 @@ class Segment:
         return replace(self, checkpoints=found)
 
     def encoded(self, scheme: Scheme, raw_layers: Collection[int] = ()) -> Segment:
-        """Return it held as a scheme says, some tokens of one side at a time; evaluated.
+        """Return it held as a scheme says, some tokens of one layer at a time; evaluated.
 
         A side that is coded already, or has numbers too large for a codec's scales, stays as it
         is, and is shared with this segment.
@@ -286,7 +286,8 @@ def _room(side: Side, codec: Codec | None) -> Coded | None:
         return None
     batch, heads, tokens, dim = side.shape
     codec.token_bits(dim)
-    like = codec.encode(mx.zeros((batch, heads, codec.span, dim), side.dtype))  # not computed
+    some = tokens % codec.span or codec.span  # what is no whole span is refused
+    like = codec.encode(mx.zeros((batch, heads, some, dim), side.dtype))  # not computed
     room = col.blank(like, tokens)
     assert isinstance(room, Coded)
     return room
@@ -309,6 +310,7 @@ def _encode(layer: Layer, codecs: _Codecs, into: list[Coded | None]) -> None:
                 made = col.write(room, start, next(sides[number]))
             assert isinstance(made, Coded)
             into[number] = made
+        del room, made  # whose buffers are written to in place if nobody else has them
         mx.eval([room.parts for room in into if room is not None])
 
 
@@ -357,8 +359,10 @@ def widened(
     wide: Side | None = None
     for row, at, part in parts:
         end = col.columns(part)
-        step = _piece_tokens(part.codec) if isinstance(part, Coded) else max(1, end)
-        starts = range(0, max(1, end), step)
+        starts, step = range(1), end
+        if isinstance(part, Coded):
+            step = _piece_tokens(part.codec)
+            starts = range(0, end, step)
         for cuts in _in_lanes([(start, min(start + step, end)) for start in starts]):
             pieces = []
             for number, (start, stop) in enumerate(cuts):

@@ -95,7 +95,8 @@ class Prefixes(Generic[S]):
         remembered: how many of the nodes, and blocks, that were given up are remembered; by
             default `remembered_nodes` of the limit.
         max_merge_tokens: nodes are not merged to more than this,
-        max_merge_bytes: unless they take no more than this together, as codes do.
+        max_merge_bytes: unless they take no more than this together, and are not much longer; see
+            `PrefixTree`.
 
     Raises:
         LedgerFull, NeverFits: not even the empty index fits.

@@ -27,6 +27,8 @@ __all__ = ["Match", "Node", "Pin", "PrefixTree", "Segment"]
 HELD_WORTH = 2.0**30
 """What being held adds to a node's worth: more than any use, and little enough that the worths
 of two held nodes still differ after a second."""
+LONGER = 4
+"""Times `max_merge_tokens`, for nodes of few bytes."""
 ROUNDING = 1e-6
 """By which a worth may differ when it is computed anew."""
 
@@ -94,7 +96,8 @@ class PrefixTree(Generic[S]):
         block_size: tokens of a block.
         policy: which leaf goes first; a `HalfLife` by default. Not shared with another tree.
         max_merge_tokens: nodes are not merged to more than this,
-        max_merge_bytes: unless they take no more than this together, without their checkpoints.
+        max_merge_bytes: unless they take no more than this together, without their checkpoints,
+            and are no more than `LONGER` times as long.
     """
 
     def __init__(
@@ -220,8 +223,9 @@ class PrefixTree(Generic[S]):
         return len(run) > 1 and self._is_small(run) and all(map(_inseparable, run, run[1:]))
 
     def _is_small(self, run: Sequence[Node[S]]) -> bool:
-        if run[-1].end - run[0].start <= self.max_merge_tokens:
-            return True
+        tokens, most = run[-1].end - run[0].start, self.max_merge_tokens
+        if tokens <= most or not self.max_merge_bytes or tokens > LONGER * most:
+            return tokens <= most
         held = (node.segment.nbytes - node.segment.checkpoint_nbytes for node in run)
         return sum(held) <= self.max_merge_bytes
 

@@ -23,6 +23,8 @@ from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 BITS = (2, 3, 4, 5, 6, 8)
+GRID_PIECES = 2
+"""Pieces whose scales and offsets are found together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,14 @@ class Affine(Scaled):
         if self.rotated or self.bits != 8:
             yield from Codec.encode_by(self, tokens, x)
             return
-        grid = Grid.of(x, self.group_size)  # once for all of it
-        for start in range(0, x.shape[TOKEN_AXIS], tokens):
-            stop = start + tokens
-            some = grid.part(start, stop)
-            parts = (some.codes(x[:, :, start:stop]), some.scales, some.offsets)
-            yield Coded(self, parts, x.shape[-1])
+        count, run = x.shape[TOKEN_AXIS], GRID_PIECES * tokens
+        for first in range(0, count, run):
+            numbers = x[:, :, first : first + run]
+            grid = Grid.of(numbers, self.group_size)
+            for start in range(0, min(run, count - first), tokens):
+                some = grid.part(start, start + tokens)
+                codes = some.codes(numbers[:, :, start : start + tokens])
+                yield Coded(self, (codes, some.scales, some.offsets), x.shape[-1])
 
     def widen(self, coded: Coded) -> mx.array:
         """See `Codec`."""

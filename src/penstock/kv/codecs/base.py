@@ -30,6 +30,8 @@ ROUNDING = 2.0**-11
 """What a number is off by in float16, as a share of it, at most,"""
 SMALLEST = 2.0**-24
 """and the smallest that there is."""
+INFINITY = 0x7C00
+"""The bits of float16's; with the sign in front, of the other."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
 """By the bytes of a number."""
 HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
@@ -163,9 +165,16 @@ class Coded:
         return Coded(self.codec, (*mx.depends([codes], [earlier]), *others), self.dim)
 
     def is_finite(self) -> mx.array:
-        """Tell whether all scales are numbers, a boolean: what is too large for float16 is not."""
-        scales = [part for part in self.parts if part.dtype == mx.float16]
-        return mx.stack([mx.isfinite(part).all() for part in scales]).all()
+        """Tell whether all scales are numbers, a boolean: what is too large for float16 is not.
+
+        Nothing is allocated for it: read as integers, what is no number is beyond all others.
+        """
+        found = mx.array(True)
+        for part in self.parts:
+            if part.dtype == mx.float16 and part.size:
+                found = found & (part.view(mx.int16).max() < INFINITY)
+                found = found & (part.view(mx.uint16).max() < INFINITY + 2**15)
+        return found
 
     def widen(self) -> mx.array:
         """See `Codec.widen`."""
@@ -253,11 +262,11 @@ def _extremes(groups: mx.array) -> tuple[mx.array, mx.array]:
     """Return the least and the largest of the last axis, (...) float32; no numbers where one is
     none.
 
-    On a CPU of the bits, read as integers, whose extremes MLX finds six times as quickly. They
+    On a CPU of the bits, read as integers, whose extremes MLX finds four times as quickly. They
     are in the order of the numbers as long as those are positive, and in the opposite one if they
     are negative, behind all others where no sign is looked at.
     """
-    if mx.default_device() != mx.cpu:
+    if mx.default_device() != mx.cpu or groups.dtype.size not in INTEGERS:
         return groups.min(axis=-1).astype(mx.float32), groups.max(axis=-1).astype(mx.float32)
     signed, unsigned = INTEGERS[groups.dtype.size]
     bits = groups.view(signed)
