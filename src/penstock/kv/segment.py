@@ -140,7 +140,7 @@ class Segment:
             (None, None) if number in raw_layers else (own.keys, own.values)
             for number, own in enumerate(map(scheme.of_layer, range(len(self.layers))))
         ]
-        # All that is made, before MLX has other memory to hand out, larger than it need be.
+        # All that is made, before what pieces leave behind is handed out, larger than it need be.
         made = [
             [_room(side, codec) for side, codec in zip(layer, own, strict=True)]
             for layer, own in zip(self.layers, codecs, strict=True)
