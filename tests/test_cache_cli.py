@@ -748,6 +748,16 @@ def test_import_goes_into_an_empty_folder_but_no_other(tmp_path: Path, capsys: C
     assert [path.name for path in foreign.iterdir()] == ["notes.txt"]
 
 
+def test_import_goes_into_a_folder_that_a_server_is_just_making(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    folder = tmp_path / "new"
+    (folder / FORMAT).mkdir(parents=True)  # and nothing in it yet
+    tar = pack(tmp_path / "in.tar", *(block(record) for record in chain(2)))
+    assert ask(capsys, "import", folder, tar)["blocks"] == 2
+    assert len(files(folder)) == 2
+
+
 def test_import_keeps_the_limit(tmp_path: Path, capsys: Capture) -> None:
     """The index takes 8 MB of it; the rest is for six blocks."""
     folder = tmp_path / "cache"

@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from penstock import Engine, load
 from penstock.config import ServerSettings
 from penstock.recall import MODEL_PATH
+from penstock.server import app
 from penstock.server.app import Server
 from penstock.server.service import Service
 
@@ -76,6 +79,15 @@ def serving(
             made.check()
     del made, service, running, model
     gc.collect()  # arrays in cycles would be counted as somebody else's later
+
+
+@contextmanager
+def lasting_goodbye(seconds: float = START_SECONDS) -> Iterator[None]:
+    """Have servers whose engine dies answer for longer than a second before they stop: on a busy
+    machine a test asks late."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "GOODBYE_SECONDS", seconds)
+        yield
 
 
 def wait_until(true: Any, seconds: float = 10.0) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import socket
-import threading
 import time
 import tracemalloc
 from typing import Any
@@ -257,25 +256,6 @@ def test_the_interfaces_page_needs_no_other_host(recall_server: Running) -> None
     assert httpx.get(f"{recall_server.url}/redoc").status_code == 404
 
 
-# ---- readers that are too slow
-
-
-def test_a_slow_reader_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(max_unread=64, send_timeout_seconds=1.0) as running:
-        engine = running.service.engine
-        host, port = running.url.removeprefix("http://").split(":")
-        body = json.dumps({**LONG, "n": 8, "logprobs": True, "top_logprobs": 20}).encode()
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-            connection.connect((host, int(port)))
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            wait_until(lambda: engine.stats().running > 0, 30)
-            wait_until(lambda: engine.stats().running == 0, 60)
-            assert engine.stats().generated_tokens < 8 * 20_000
-            wait_until(lambda: running.service.open_requests == 0, 30)
-
-
 # ---- the end
 
 
@@ -355,32 +335,3 @@ def test_an_engine_that_dies_while_it_drains_is_told(caplog: pytest.LogCaptureFi
             assert "event: error" in list(lines)
         wait_until(lambda: running.server.dead)  # which makes the exit code 1
         wait_until(lambda: running.server.should_exit)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_hangs_when_the_engine_dies(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "penstock")
-    with serving() as running:
-        engine = running.service.engine
-        ended: list[Any] = []
-
-        def whole() -> None:
-            body = {**LONG, "stream": False}
-            ended.append(httpx.post(running.url + CHAT, json=body, timeout=30).status_code)
-
-        waiting = threading.Thread(target=whole)
-        waiting.start()
-        with httpx.stream("POST", running.url + CHAT, json=LONG, timeout=30) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            engine.later(lambda core: setattr(core, "step", None))
-            last = [line for line in lines if line.startswith("data: ")][-1]
-        assert "error" in json.loads(last.removeprefix("data: "))
-        waiting.join(30)
-        assert ended == [503]
-        wait_until(lambda: not engine.alive)
-        health = httpx.get(f"{running.url}/health")
-        assert (health.status_code, health.json()["status"]) == (503, "dead")
-        assert ask(running).status_code == 503
-        wait_until(lambda: running.server.should_exit)
-        assert running.server.dead

@@ -25,13 +25,15 @@ import anthropic
 import httpx
 import openai
 import pytest
-from servers import Running, serving, wait_until
+from servers import Running, lasting_goodbye, serving, wait_until
 
 from engine_faults import Faulty, decodes, fails, runs_out_of_memory
 from penstock.recall import Dialogue
 
 SOON = 20.0
 """Seconds within which things happen, on a busy machine."""
+GOODBYE_SECONDS = 4.0
+"""How long a server answers whose engine has died."""
 LEAVING = 1_000 if os.environ.get("HYPOTHESIS_PROFILE") == "soak" else 50
 """Clients of the storm."""
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
@@ -236,23 +238,40 @@ def test_a_body_that_does_not_arrive_is_408(narrow: Running) -> None:
     assert time.monotonic() - started < SOON
 
 
+@contextmanager
+def reader_that_does_not_read(running: Running) -> Iterator[None]:
+    """Ask for four endless streams and read none: the buffers of sockets fill, then events wait."""
+    small = 65_536  # bytes: by itself a socket's buffer grows to megabytes
+    running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, small)
+    body = json.dumps(endless(running, logprobs=20, n=4)).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    with socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        peer.connect(("127.0.0.1", running.server.port))
+        peer.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: running.service.engine.stats().requests == 4, SOON)
+        yield
+
+
 def test_a_slow_reader_is_cancelled() -> None:
     """By what waits for it, long before its connection is given up."""
     with serving(max_unread=50, send_timeout_seconds=300.0) as running, unchanged(running):
         stats = running.service.engine.stats
-        body = json.dumps(endless(running, logprobs=20, n=4)).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
-        with socket.socket() as peer:
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-            peer.connect(("127.0.0.1", running.server.port))
-            peer.sendall(head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            # It does not read: the socket's buffers fill, then the engine's events wait.
-            wait_until(lambda: stats().requests == 4, SOON)
+        with reader_that_does_not_read(running):
             (handle,) = next(iter(running.service._open)).handles
             wait_until(lambda: stats().running == 0, 2 * SOON)
             assert stats().generated_tokens < 4 * 20_000
             assert handle.unread < 100  # 50, and what came before the cancel was seen
         wait_until(lambda: at_rest(running), SOON)
+        assert post(running, "/v1/completions").status_code == 200
+
+
+def test_a_reader_that_has_stopped_is_given_up() -> None:
+    """By its connection, however much may wait for it."""
+    with serving(max_unread=1_000_000, send_timeout_seconds=1.0) as running, unchanged(running):
+        with reader_that_does_not_read(running):
+            wait_until(lambda: at_rest(running), 2 * SOON)
+            assert running.service.engine.stats().generated_tokens < 4 * 20_000
         assert post(running, "/v1/completions").status_code == 200
 
 
@@ -462,7 +481,8 @@ def test_nobody_hangs_when_the_engines_thread_dies() -> None:
     def read(lines: Iterator[str]) -> list[str]:
         return list(lines)
 
-    with serving() as running, ThreadPoolExecutor(4) as pool:
+    goodbye = lasting_goodbye(GOODBYE_SECONDS)
+    with goodbye, serving() as running, ThreadPoolExecutor(4) as pool:
         asked = endless(running, stream=False)
         whole = pool.submit(post, running, "/v1/completions", **asked)
         with stream(running) as lines:
@@ -483,9 +503,12 @@ def test_nobody_hangs_when_the_engines_thread_dies() -> None:
 
 # ---- real processes: told to stop, or dead
 
-MORTAL = """
+MORTAL = f"""
 import ctypes, signal, sys, threading
 from penstock.cli import main
+from penstock.server import app
+
+app.GOODBYE_SECONDS = {GOODBYE_SECONDS}
 
 class Fault(BaseException):
     pass

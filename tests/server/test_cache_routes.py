@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from servers import Running, serving, wait_until
+from servers import Running, lasting_goodbye, serving, wait_until
 
 from penstock.recall import Dialogue
 
@@ -219,7 +219,7 @@ def test_metrics_speak_openmetrics_if_asked(http: httpx.Client) -> None:
 
 
 def test_metrics_tell_of_a_dead_engine() -> None:
-    with serving() as running:
+    with lasting_goodbye(), serving() as running:
         running.service.engine.close()
         answer = httpx.get(f"{running.url}/metrics")
     assert answer.status_code == 200

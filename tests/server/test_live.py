@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Running, serving, wait_until
+from servers import Running, lasting_goodbye, serving, wait_until
 
 from penstock.recall import Dialogue
 from penstock.server import live
@@ -135,7 +135,7 @@ def test_there_is_a_most_of_watchers_and_who_leaves_makes_room(
 
 
 def test_a_dead_engine_ends_the_stream() -> None:
-    with serving() as running, watching(running.url) as snapshots:
+    with lasting_goodbye(), serving() as running, watching(running.url) as snapshots:
         next(snapshots)
         running.service.engine.close()
         began = time.monotonic()

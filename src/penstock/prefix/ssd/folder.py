@@ -244,7 +244,7 @@ def check_is_ours(path: Path) -> None:
     """
     if not path.is_dir():
         raise SettingError(f"--ssd-cache-dir {path}: there is no such folder")
-    if not (path / FORMAT / BLOCKS_NAME).is_dir():
+    if not (path / FORMAT).is_dir():  # which is made first: what is in it may not be there yet
         raise SettingError(f"--ssd-cache-dir {path}: this is no folder of penstock's blocks")
 
 
