@@ -294,6 +294,23 @@ def test_other_tokens_are_noticed() -> None:
         engine_runs.check_same_tokens({OURS: [run(4, 5)], RIVAL: [run(4, 7)]})
 
 
+def test_sides_that_decode_in_turn_are_compared_while_the_machine_is_as_fast() -> None:
+    """Ours takes 1.25 times as long, on a machine that is half as fast in some rounds; all steps
+    together would say something else."""
+    block = engine_runs.BLOCK_STEPS
+    machine = [1.0, 1.0, 2.0, 1.0, 1.0]
+    late = [1.0, 2.0, 1.0, 1.0, 1.0]  # the other side met one of them only
+
+    def run(seconds: float, rounds: list[float]) -> Run:
+        steps = [seconds * slow for slow in rounds for _ in range(block)]
+        return Run(1.0, steps, [[1]], 6, decoded_tokens=len(steps))
+
+    timed = {OURS: [run(1.25, machine)], RIVAL: [run(1.0, late)]}
+    found = engine_runs.Found(Task([[1]], 5 * block), timed, timed)
+    assert engine_runs.in_turn(found, OURS, RIVAL) == 0.8
+    assert engine_runs.in_turn(found, RIVAL, OURS) == 1.25
+
+
 def test_mlx_caches_freed_buffers_again_after_a_comparison(tiny: Any) -> None:
     limit = mx.set_cache_limit(12_345_678)
     try:

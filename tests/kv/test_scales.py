@@ -213,6 +213,16 @@ def test_each_layer_has_its_own() -> None:
     assert [all(each) for each in same] == [True, True, False, True]
 
 
+def test_what_is_encoded_by_heads_has_the_scales_of_its_heads() -> None:
+    scheme = layered(measured(*outliers()))
+    keys = normal(1, HEADS, 1_024, DIM)  # of which one head is encoded at a time
+    held = Segment(((keys, keys),)).encoded(scheme).layers[0][0]
+    own = scheme.of_layer(0).keys
+    assert own is not None and own.takes_scales
+    assert own != codec("turbo4")
+    assert all(map(mx.array_equal, held.parts, own.encode(keys).parts))  # type: ignore[union-attr]
+
+
 def test_only_what_has_the_same_scales_is_joined() -> None:
     some = measured(*outliers())
     held = segment().encoded(layered((), some))

@@ -227,11 +227,16 @@ def test_it_is_encoded_in_what_is_set_aside(
     assert most <= aside
 
 
-@pytest.mark.parametrize("tokens", [64, 1_024, 1_984])
-def test_it_is_encoded_to_the_bits_of_its_parts(tokens: int) -> None:
-    """However it is cut into pieces; a side that cannot be held stays, and no other."""
-    side = mx.random.normal((1, 2, tokens, 64), key=mx.random.key(1))
-    segment = Segment(((side, side + 1), (1e9 * side, side), (side, -1e9 * side)))
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
+@pytest.mark.parametrize("tokens", [64, 1_024, 1_984, 2_112])
+def test_it_is_encoded_to_the_bits_of_its_parts(tokens: int, dtype: mx.Dtype) -> None:
+    """However it is cut into pieces, by heads and by tokens; a side that cannot be held stays, and
+    no other. The last layer's sides are views of more tokens."""
+    more = mx.random.normal((1, 2, tokens + 64, 64), key=mx.random.key(1)).astype(dtype)
+    side = mx.contiguous(more[:, :, :tokens])
+    huge = 1e9 * side.astype(mx.float32)
+    view = more[:, :, 64:]
+    segment = Segment(((side, side + 1), (huge, side), (side, -huge), (view, view)))
     for name in ("affine8", "kivi8/turbo4", "raw/affine4"):
         scheme = parse_scheme(name)
         made = segment.encoded(scheme)

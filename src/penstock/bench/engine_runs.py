@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -25,6 +25,8 @@ RIVAL = "mlx-lm"
 
 MEMORY_SHARE = 0.8
 """Of the machine's memory, the engine's limit: no bench is about running out of it."""
+BLOCK_STEPS = 8
+"""Timed at a time of sides that decode in turn."""
 STRAY_BYTES = 1 << 20
 """What may be left of a side after it was dropped; more would be counted as the other's."""
 
@@ -304,50 +306,79 @@ def clean() -> int:
 
 def drive(side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -> Run:
     """Hand the prompts in and step until `decode_tokens` steps were timed."""
-    side.give_up()
-    side.settle()
-    gc.collect()
-    tokens: list[list[int]] = [[] for _ in task.prompts]
-    run = Run(
-        first_seconds=0.0,
-        step_seconds=[],
-        tokens=tokens,
-        prompt_tokens=sum(map(len, task.prompts)),
-        before_bytes=mx.get_active_memory() - base_bytes,
-    )
-    mx.reset_peak_memory()
-    max_tokens = task.max_tokens  # takes milliseconds, which are nobody's
-    model_seconds = side.model_seconds
-    began = time.perf_counter()
-    side.submit(task.prompts, max_tokens)
-    before = began
-    for _ in range(4 * max_tokens):
+    driving = Driving(side, task, base_bytes, watch=watch)
+    driving.read()
+    driving.decode(task.decode_tokens)
+    return driving.end()
+
+
+class Driving:
+    """A side whose prompts were handed in, and what it has shown so far."""
+
+    def __init__(self, side: Side, task: Task, base_bytes: int = 0, *, watch: bool = False) -> None:
+        side.give_up()
+        side.settle()
+        gc.collect()
+        self._side, self._base_bytes, self._watch = side, base_bytes, watch
+        self._run = Run(
+            first_seconds=0.0,
+            step_seconds=[],
+            tokens=[[] for _ in task.prompts],
+            prompt_tokens=sum(map(len, task.prompts)),
+            before_bytes=mx.get_active_memory() - base_bytes,
+        )
+        mx.reset_peak_memory()
+        max_tokens = task.max_tokens  # takes milliseconds, which are nobody's
+        self._steps_left = 4 * max_tokens
+        self._model_seconds = side.model_seconds
+        self._began = self._since = self._now = time.perf_counter()
+        side.submit(task.prompts, max_tokens)
+
+    def read(self) -> None:
+        """Step until every sequence has its first token."""
+        while not all(self._run.tokens):
+            self._step()
+        self._run.first_seconds = self._now - self._began
+
+    def decode(self, steps: int) -> None:
+        """Time so many steps, with all sequences generating."""
+        for _ in range(steps):
+            self._run.decoded_tokens += self._step()
+            self._run.step_seconds.append(self._step_seconds)
+
+    def resume(self) -> None:
+        """Step once, untimed, behind what others have done meanwhile: the processor's caches are
+        full of their numbers."""
+        self._step()
+        self._since = time.perf_counter()
+
+    def _step(self) -> int:
+        run, side = self._run, self._side
+        if self._steps_left == 0:
+            raise AssertionError(f"only {len(run.step_seconds)} steps with all generating")
+        self._steps_left -= 1
         found = side.step()
-        if watch:
+        if self._watch:
             side.settle()
-        now = time.perf_counter()
-        decoding = run.first_seconds > 0
-        if decoding:
-            run.step_seconds.append(now - before)
-            run.decoded_tokens += len(found)
+        self._now = time.perf_counter()
+        self._step_seconds = self._now - self._since
         for place, token in found:
-            tokens[place].append(token)
-        if not decoding and all(tokens):
-            run.first_seconds = now - began
-        if watch:
-            run.moments.append(_moment(side, tokens, base_bytes))
+            run.tokens[place].append(token)
+        if self._watch:
+            run.moments.append(_moment(side, run.tokens, self._base_bytes))
             run.peak_bytes = max(run.peak_bytes, run.moments[-1].peak_bytes)
             mx.reset_peak_memory()
-        if len(run.step_seconds) == task.decode_tokens:
-            break
-        before = now if not watch else time.perf_counter()
-    else:
-        raise AssertionError(f"only {len(run.step_seconds)} steps with all sequences generating")
-    run.seconds = now - began
-    run.model_seconds = side.model_seconds - model_seconds
-    run.peak_bytes = max(run.peak_bytes, mx.get_peak_memory() - base_bytes)
-    run.cached_tokens = side.cached_tokens
-    return run
+        self._since = time.perf_counter() if self._watch else self._now
+        return len(found)
+
+    def end(self) -> Run:
+        """Return what it has shown, from the submission until now."""
+        run, side = self._run, self._side
+        run.seconds = self._now - self._began
+        run.model_seconds = side.model_seconds - self._model_seconds
+        run.peak_bytes = max(run.peak_bytes, mx.get_peak_memory() - self._base_bytes)
+        run.cached_tokens = side.cached_tokens
+        return run
 
 
 def _moment(side: Side, tokens: list[list[int]], base_bytes: int) -> Moment:
@@ -414,6 +445,70 @@ def compare(
             behind that would be counted as the other's.
     """
     base_bytes = clean()
+    watched = _watched(makers, task, base_bytes)
+    timed: dict[str, list[Run]] = {who: [] for who in makers}
+    for turn in range(rounds):
+        for who in list(makers) if turn % 2 == 0 else list(makers)[::-1]:
+            timed[who] += run_side(makers[who], task)
+            _check_base(who, base_bytes)
+    return _found(task, timed, watched, alike=alike)
+
+
+def compare_in_turn(
+    makers: Mapping[str, MakeSide], task: Task, rounds: int, *, alike: bool = True
+) -> Found:
+    """Watch each side as `compare` does; then make all once more and have them decode in turn, a
+    few steps at a time: what slows the machine down for a second slows all of them.
+
+    The one timed run of a side has the steps of all rounds; its peak is that of its prompts.
+    """
+    base_bytes = clean()
+    watched = _watched(makers, task, base_bytes)
+    blocks = rounds * max(1, task.decode_tokens // BLOCK_STEPS)
+    more = replace(task, decode_tokens=blocks * (BLOCK_STEPS + 1))
+    sides: dict[str, Side] = {}
+    driven: dict[str, Driving] = {}
+    timed = {}
+    try:
+        for who, make in makers.items():
+            before_bytes = clean()
+            sides[who] = make()
+            driven[who] = Driving(sides[who], more, before_bytes)
+            driven[who].read()
+            sides[who].settle()
+            timed[who] = [driven[who].end()]
+        for block in range(blocks):
+            for who in list(makers) if block % 2 == 0 else list(makers)[::-1]:
+                driven[who].resume()
+                driven[who].decode(BLOCK_STEPS)
+                sides[who].settle()
+    finally:
+        for side in sides.values():
+            side.close()
+    sides.clear()
+    driven.clear()
+    del side
+    _check_base("all together", base_bytes)
+    return _found(task, timed, watched, alike=alike)
+
+
+def in_turn(found: Found, who: str, other: str) -> float:
+    """Return how many times as quickly as `other` a side decoded: of sides that decoded in turn,
+    the median over all neighbouring blocks of steps."""
+
+    def blocks(name: str) -> list[float]:
+        return [
+            sum(run.step_seconds[first : first + BLOCK_STEPS])
+            for run in found.timed[name]
+            for first in range(0, len(run.step_seconds), BLOCK_STEPS)
+        ]
+
+    pairs = zip(blocks(who), blocks(other), strict=True)
+    return statistics.median(theirs / ours for ours, theirs in pairs)
+
+
+def _watched(makers: Mapping[str, MakeSide], task: Task, base_bytes: int) -> dict[str, list[Run]]:
+    """Watch each side; MLX keeps no freed buffers meanwhile."""
     watched = {}
     limit = mx.set_cache_limit(0)
     try:
@@ -422,11 +517,13 @@ def compare(
             _check_base(who, base_bytes)
     finally:
         mx.set_cache_limit(limit)
-    timed: dict[str, list[Run]] = {who: [] for who in makers}
-    for turn in range(rounds):
-        for who in list(makers) if turn % 2 == 0 else list(makers)[::-1]:
-            timed[who] += run_side(makers[who], task)
-            _check_base(who, base_bytes)
+    return watched
+
+
+def _found(
+    task: Task, timed: Mapping[str, list[Run]], watched: Mapping[str, list[Run]], *, alike: bool
+) -> Found:
+    """Put runs together; their tokens are looked at."""
     everything = {who: [*watched[who], *runs] for who, runs in timed.items()}
     for together in [everything] if alike else [{who: of} for who, of in everything.items()]:
         check_same_tokens(together)

@@ -86,25 +86,26 @@ def blank(like: Side, count: int, rows: int | None = None) -> Side:
     return each(zeros, like)
 
 
-def write(side: Side, column: int, new: Side, row: int | None = None) -> Side:
-    """Write `new` from `column` on, into all rows or from `row` on; return the side.
+def write(side: Side, column: int, new: Side, row: int | None = None, head: int = 0) -> Side:
+    """Write `new` from `column` and `head` on, into all rows or from `row` on; return the side.
 
     In place, if nobody else holds the buffer when it is evaluated; `side` is used up.
     """
     if isinstance(side, Coded):
         column //= side.codec.span
     if not isinstance(side, mx.array):
-        return each(lambda part, add: write(part, column, add, row), side, new)  # type: ignore[arg-type, return-value]
+        return each(lambda part, add: write(part, column, add, row, head), side, new)  # type: ignore[arg-type, return-value]
     assert isinstance(new, mx.array)
     stop = column + new.shape[TOKEN_AXIS]
     if column == 0 and new.shape == side.shape:
         # An assignment to the whole of an array drops its buffer and keeps `new` itself, with
         # all the memory that `new` may be a view of.
         return mx.slice_update(side, new, mx.array([0]), (TOKEN_AXIS,))
+    heads = slice(head, head + new.shape[1])
     if row is None:
-        side[:, :, column:stop] = new
+        side[:, heads, column:stop] = new
     else:
-        side[row : row + new.shape[0], :, column:stop] = new
+        side[row : row + new.shape[0], heads, column:stop] = new
     return side
 
 

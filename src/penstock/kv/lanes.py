@@ -45,6 +45,12 @@ def lane(number: int | None) -> Iterator[None]:
         _second.taken = False
 
 
+def settle(number: int) -> None:
+    """Wait until all that this thread has put into a lane, see `lane`, is computed."""
+    with lane(number):
+        mx.synchronize(mx.default_stream(mx.default_device()))
+
+
 @cache
 def has_lanes() -> bool:
     """Tell whether there are two: on a CPU of more than one core."""

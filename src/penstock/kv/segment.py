@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from penstock.kv import columns as col
 from penstock.kv.base import LayerCache
-from penstock.kv.codecs import Codec, Coded, Scheme
+from penstock.kv.codecs import Codec, Coded, Cut, Scheme
 from penstock.kv.columns import Side
-from penstock.kv.lanes import LANES, lane
+from penstock.kv.lanes import LANES, lane, settle
 from penstock.kv.states import Checkpoint
 
 Piece = TypeVar("Piece")
@@ -141,14 +141,18 @@ class Segment:
             for number, own in enumerate(map(scheme.of_layer, range(len(self.layers))))
         ]
         # All that is made, before what pieces leave behind is handed out, larger than it need be.
-        made = [
-            [_room(side, codec) for side, codec in zip(layer, own, strict=True)]
+        rooms = [
+            [_room(number, *each) for number, each in enumerate(zip(layer, own, strict=True))]
             for layer, own in zip(self.layers, codecs, strict=True)
         ]
-        mx.eval([side.parts for layer in made for side in layer if side is not None])
-        for layer, own, into in zip(self.layers, codecs, made, strict=True):
-            _encode(layer, own, into)
-        finite = [side.is_finite() for layer in made for side in layer if side is not None]
+        mx.eval([room.parts for layer in rooms for room in layer if room is not None])
+        for layer, into in zip(self.layers, rooms, strict=True):
+            _encode(layer, into)
+        for number in range(LANES):
+            settle(number)
+        made = [[room.coded() if room else None for room in layer] for layer in rooms]
+        sides = [(number, side) for layer in made for number, side in enumerate(layer)]
+        finite = [_is_finite(number, side) for number, side in sides if side is not None]
         mx.eval(finite)
         answers = iter(finite)
 
@@ -280,38 +284,66 @@ def _behind(side: Side, count: int) -> Side:
     return col.copied(col.take(side, count, col.columns(side)))
 
 
-def _room(side: Side, codec: Codec | None) -> Coded | None:
-    """Return room for the codes of a side; None if it stays as it is."""
+def _is_finite(number: int, side: Coded) -> mx.array:
+    with lane(number):
+        return side.is_finite()
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Where the codes of a side are put, in buffers that nobody else has: they are written to in
+    place."""
+
+    codec: Codec
+    parts: list[mx.array]
+    dim: int
+
+    def put(self, number: int, part: mx.array, head: int, column: int) -> None:
+        """See `Codec.encode_by`."""
+        written = col.write(self.parts[number], column, part, head=head)
+        assert isinstance(written, mx.array)
+        self.parts[number] = written
+
+    def coded(self) -> Coded:
+        """Return what was put there."""
+        return Coded(self.codec, tuple(self.parts), self.dim)
+
+
+def _room(number: int, side: Side, codec: Codec | None) -> _Room | None:
+    """Return room for the codes of a layer's first or second side, made in a lane of its own; None
+    if it stays as it is."""
     if codec is None or not isinstance(side, mx.array):
         return None
     batch, heads, tokens, dim = side.shape
     codec.token_bits(dim)
     some = tokens % codec.span or codec.span  # what is no whole span is refused
     like = codec.encode(mx.zeros((batch, heads, some, dim), side.dtype))  # not computed
-    room = col.blank(like, tokens)
+    with lane(number):
+        room = col.blank(like, tokens)
     assert isinstance(room, Coded)
-    return room
+    return _Room(codec, list(room.parts), dim)
 
 
-def _encode(layer: Layer, codecs: _Codecs, into: list[Coded | None]) -> None:
-    """Encode what there is room for, a piece in each lane at a time, so that what pieces take
-    meanwhile is let go before the next; evaluated."""
+def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
+    """Encode what there is room for, piece by piece in both lanes: in each the next one begins
+    when what the last took meanwhile is let go, and is put together before. The last ones may
+    still be computed."""
     sides, pieces = {}, []
-    for number, (side, codec, room) in enumerate(zip(layer, codecs, into, strict=True)):
-        if codec is not None and room is not None and isinstance(side, mx.array):
-            step = _piece_tokens(codec)
-            sides[number] = codec.encode_by(step, side)
-            pieces += [(start, number) for start in range(0, room.tokens, step)]
+    for number, (side, room) in enumerate(zip(layer, into, strict=True)):
+        if room is not None and isinstance(side, mx.array):
+            cuts = _cuts(side.shape, room.codec)
+            sides[number] = room, room.codec.encode_by(cuts, side, room.put)
+            pieces += [(place, number) for place in range(len(cuts))]
     for some in _in_lanes(sorted(pieces)):  # of both sides in turn
-        for place, (start, number) in enumerate(some):
-            room = into[number]
-            assert room is not None
+        numbers = [number for _, number in some]
+        for place, number in enumerate(numbers):
             with lane(place):
-                made = col.write(room, start, next(sides[number]))
-            assert isinstance(made, Coded)
-            into[number] = made
-        del room, made  # whose buffers are written to in place if nobody else has them
-        mx.eval([room.parts for room in into if room is not None])
+                next(sides[number][1])
+        for number in dict.fromkeys(numbers):
+            for place, other in enumerate(numbers):
+                if other == number:
+                    settle(place)
+            mx.async_eval(sides[number][0].parts)  # type: ignore[no-untyped-call]
 
 
 def _piece_tokens(codec: Codec) -> int:
@@ -319,6 +351,23 @@ def _piece_tokens(codec: Codec) -> int:
     of the codec that takes most."""
     tokens = int(PIECE_TOKENS * Codec.buffers / codec.buffers)
     return tokens - tokens % PIECE_STEP
+
+
+def _cuts(shape: Sequence[int], codec: Codec) -> list[Cut]:
+    """Return heads, and their tokens, of the pieces of (1, heads, tokens, dim): each of as many
+    numbers, at most, as `_piece_tokens` of all heads, and of as few heads as can be, whose tokens
+    lie one behind the other."""
+    _, heads, tokens, _ = shape
+    most = _piece_tokens(codec) * heads
+    if tokens > most:
+        step, each = most - most % PIECE_STEP, 1
+    else:
+        step, each = max(1, tokens), max(1, min(heads, most // max(1, tokens)))
+    return [
+        (slice(head, min(head + each, heads)), slice(start, min(start + step, tokens)))
+        for head in range(0, heads, each)
+        for start in range(0, tokens, step)
+    ]
 
 
 def _in_lanes(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
@@ -11,10 +11,11 @@ import mlx.core as mx
 
 from penstock.kv.codecs.base import (
     GROUP_SIZES,
-    TOKEN_AXIS,
     Codec,
     Coded,
+    Cut,
     Grid,
+    Put,
     dequantized,
     multiply,
     quantized,
@@ -23,8 +24,8 @@ from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 BITS = (2, 3, 4, 5, 6, 8)
-GRID_PIECES = 2
-"""Pieces whose scales and offsets are found together."""
+GRID_CUTS = 2
+"""Of 8 bits, pieces whose scales and offsets are found together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Affine(Scaled):
     """`group_size` neighbours to a scale and an offset, both float16: bits + 32 / group_size bits
     a number. Parts: codes, scales, offsets."""
 
-    buffers: ClassVar[float] = 2.25
+    buffers: ClassVar[float] = 2
 
     bits: int
     group_size: int = 64
@@ -65,19 +66,23 @@ class Affine(Scaled):
         parts = quantized(turned, self.group_size, self.bits)
         return Coded(self, parts, x.shape[-1])
 
-    def encode_by(self, tokens: int, x: mx.array) -> Iterator[Coded]:
+    def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put) -> Iterator[None]:
         """See `Codec`."""
-        if self.rotated or self.bits != 8:
-            yield from Codec.encode_by(self, tokens, x)
-            return
-        count, run = x.shape[TOKEN_AXIS], GRID_PIECES * tokens
-        for first in range(0, count, run):
-            numbers = x[:, :, first : first + run]
-            grid = Grid.of(numbers, self.group_size)
-            for start in range(0, min(run, count - first), tokens):
-                some = grid.part(start, start + tokens)
-                codes = some.codes(numbers[:, :, start : start + tokens])
-                yield Coded(self, (codes, some.scales, some.offsets), x.shape[-1])
+        for first in range(0, len(cuts), GRID_CUTS):
+            some = cuts[first : first + GRID_CUTS]
+            heads, tokens = (slice(some[0][axis].start, some[-1][axis].stop) for axis in (0, 1))
+            ragged = all(len({cut[axis].start for cut in some}) > 1 for axis in (0, 1))
+            if self.rotated or self.bits != 8 or ragged:
+                yield from Codec.encode_by(self, some, x, put)
+                continue
+            scales, offsets, grid = Grid.of(x[:, heads, tokens], self.group_size)
+            put(1, scales, heads.start, tokens.start)
+            put(2, offsets, heads.start, tokens.start)
+            del scales, offsets
+            for cut in some:
+                part = grid.part(_behind(cut[0], heads.start), _behind(cut[1], tokens.start))
+                put(0, part.codes(x[:, *cut]), cut[0].start, cut[1].start)
+                yield
 
     def widen(self, coded: Coded) -> mx.array:
         """See `Codec`."""
@@ -104,3 +109,7 @@ class Affine(Scaled):
     def _product(self, x: mx.array, coded: Coded, *, transpose: bool) -> mx.array:
         parts = (part.squeeze(0) for part in coded.parts)
         return multiply(x, *parts, transpose=transpose, group_size=self.group_size, bits=self.bits)
+
+
+def _behind(cut: slice, start: int) -> slice:
+    return slice(cut.start - start, cut.stop - start)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import ClassVar, TypeAlias
@@ -40,6 +40,10 @@ WIDE_AT_ONCE = 2**18
 """Codes that become floats together: 1 MiB."""
 WIDE_ALIVE = 5
 """How many times as many are there, while MLX works on some operations ahead; 4.4 measured."""
+Cut: TypeAlias = tuple[slice, slice]
+"""Heads, and which of their tokens."""
+Put: TypeAlias = Callable[[int, mx.array, int, int], None]
+"""Takes the number of a part, an array of it, and its first head and first column there."""
 Scales: TypeAlias = tuple[bytes, ...]
 """Of the channels of each head of keys, see `codecs.scales`; none at all: 1 everywhere."""
 
@@ -87,10 +91,15 @@ class Codec(ABC):
     def encode(self, x: mx.array) -> Coded:
         """Encode (batch, heads, tokens, dim), in any floating type."""
 
-    def encode_by(self, tokens: int, x: mx.array) -> Iterator[Coded]:
-        """Encode so many tokens at a time, to the bits of `encode`; not computed yet."""
-        for start in range(0, x.shape[TOKEN_AXIS], tokens):
-            yield self.encode(x[:, :, start : start + tokens])
+    def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put) -> Iterator[None]:
+        """Encode some heads' tokens at a time, to the bits of `encode`, and put them where they
+        belong, one cut before each time it yields; not computed yet."""
+        for heads, tokens in cuts:
+            found = self.of_heads(heads.start, heads.stop).encode(x[:, heads, tokens])
+            for number, part in enumerate(found.parts):
+                put(number, part, heads.start, tokens.start // self.span)
+            del found, part  # what was put is not held meanwhile
+            yield
 
     @abstractmethod
     def widen(self, coded: Coded) -> mx.array:
@@ -216,45 +225,41 @@ def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.arr
 
 def _bytes(x: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
     """Return (..., n) in codes of 8 bits, three times as quickly as `mx.quantize` on a CPU."""
-    grid = Grid.of(x, group_size)
-    return grid.codes(x), grid.scales, grid.offsets
+    scales, offsets, grid = Grid.of(x, group_size)
+    return grid.codes(x), scales, offsets
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Of numbers (..., n) in groups, what their codes of 8 bits count: (..., n / group) each.
+    """What makes codes of 8 bits of numbers (..., n) in groups: (..., n / group), float32 each."""
 
-    Offsets are rounded down and scales up, so that no code is out of its range and none need be
-    cut to it.
-    """
-
-    scales: mx.array
-    """float16, as the offsets."""
-    offsets: mx.array
     per_step: mx.array
-    """float32, as where zero lies."""
     zero: mx.array
+    """Where zero lies, and half a step: codes are cut, not rounded."""
 
     @classmethod
-    def of(cls, x: mx.array, group_size: int) -> Grid:
-        """Return that of all numbers."""
+    def of(cls, x: mx.array, group_size: int) -> tuple[mx.array, mx.array, Grid]:
+        """Return scales and offsets, float16, and what makes the codes that count them.
+
+        Offsets are rounded down and scales up, so that no code is out of its range and none need
+        be cut to it.
+        """
         *rows, n = x.shape
         least, most = _extremes(x.reshape(*rows, n // group_size, group_size))
         offsets = (least - mx.abs(least) * (1.01 * ROUNDING) - SMALLEST).astype(mx.float16)
         wide = offsets.astype(mx.float32)
         scales = ((most - wide) * ((1 + 2 * ROUNDING) / 255) + SMALLEST).astype(mx.float16)
         per_step = 1 / scales.astype(mx.float32)
-        return cls(scales, offsets, per_step, 0.5 - wide * per_step)
+        return scales, offsets, cls(per_step, 0.5 - wide * per_step)
 
-    def part(self, start: int, stop: int) -> Grid:
-        """Return that of some tokens of (batch, heads, tokens, dim)."""
-        each = (self.scales, self.offsets, self.per_step, self.zero)
-        return Grid(*(array[:, :, start:stop] for array in each))
+    def part(self, heads: slice, tokens: slice) -> Grid:
+        """Return that of some of (batch, heads, tokens, dim)."""
+        return Grid(self.per_step[:, heads, tokens], self.zero[:, heads, tokens])
 
     def codes(self, x: mx.array) -> mx.array:
         """Return the numbers' codes, (..., n / 4) uint32."""
         groups = _as_float32(x).reshape(*self.zero.shape, -1)
-        found = groups * self.per_step[..., None] + self.zero[..., None]
+        found = groups * mx.expand_dims(self.per_step, -1) + mx.expand_dims(self.zero, -1)
         return found.astype(mx.uint8).reshape(x.shape).view(mx.uint32)
 
 
