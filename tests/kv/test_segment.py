@@ -201,6 +201,8 @@ SIZES = [
     ),
     ("affine8", (1, 16_384)),
     ("affine8g32", (1, 16_384)),
+    ("raw/affine8", (1, 16_896)),  # an odd number of pieces of one side, in both lanes
+    ("raw/affine4", (3, 4_224)),
 ]
 
 

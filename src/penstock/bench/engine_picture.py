@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot: no screen is needed, no state is shared
+from matplotlib.ticker import LogLocator
 
 from penstock.bench.report import Report
 
@@ -125,6 +126,8 @@ def draw_quantised(report: Report, file: Path) -> None:
         pane.set(title=title, xlabel="tokens of the prompt", xscale="log", yscale="log")
         pane.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
         pane.minorticks_off()
+        pane.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        pane.yaxis.set_major_formatter("{x:g}")
         pane.legend(fontsize="small")
     _save(figure, file)
 

@@ -460,7 +460,12 @@ def compare_in_turn(
     """Watch each side as `compare` does; then make all once more and have them decode in turn, a
     few steps at a time: what slows the machine down for a second slows all of them.
 
-    The one timed run of a side has the steps of all rounds; its peak is that of its prompts.
+    The one timed run of a side has the steps of all rounds; its peak and its seconds are those of
+    its prompts. MLX keeps as many freed buffers as our engines let it while they are at work, and
+    as it does by itself while others are.
+
+    Args:
+        task: without what is `known`, and without repeats.
     """
     base_bytes = clean()
     watched = _watched(makers, task, base_bytes)
@@ -469,27 +474,42 @@ def compare_in_turn(
     sides: dict[str, Side] = {}
     driven: dict[str, Driving] = {}
     timed = {}
+    usual = shared = _cache_limit()
+    sharing = set()
     try:
         for who, make in makers.items():
-            before_bytes = clean()
+            before_bytes, before = clean(), _cache_limit()
             sides[who] = make()
+            if _cache_limit() != before:
+                shared = _cache_limit()
+                sharing.add(who)
+            mx.set_cache_limit(shared if who in sharing else usual)
             driven[who] = Driving(sides[who], more, before_bytes)
             driven[who].read()
             sides[who].settle()
             timed[who] = [driven[who].end()]
         for block in range(blocks):
             for who in list(makers) if block % 2 == 0 else list(makers)[::-1]:
+                mx.set_cache_limit(shared if who in sharing else usual)
                 driven[who].resume()
                 driven[who].decode(BLOCK_STEPS)
                 sides[who].settle()
     finally:
         for side in sides.values():
             side.close()
+        mx.set_cache_limit(usual)
     sides.clear()
     driven.clear()
     del side
     _check_base("all together", base_bytes)
     return _found(task, timed, watched, alike=alike)
+
+
+def _cache_limit() -> int:
+    """Return how many freed bytes MLX keeps; it tells when it is told another number."""
+    limit = mx.set_cache_limit(0)
+    mx.set_cache_limit(limit)
+    return limit
 
 
 def in_turn(found: Found, who: str, other: str) -> float:

@@ -107,11 +107,14 @@ Pair = dict[str, dict[str, Any]]
 
 def _pair(found: Found, raw: str, coded: str) -> Pair:
     """The coded form's speed is told by steps in turn with full precision's: the figures of both
-    may have been taken when the machine was not as fast."""
-    return {
-        raw: figures(found, raw),
-        coded: {**figures(found, coded), "decode_speed": round(in_turn(found, coded, raw), 3)},
-    }
+    may have been taken when the machine was not as fast. Peaks are of whole runs."""
+    pair = {who: {**figures(found, who), "peak_bytes": _peak(found, who)} for who in (raw, coded)}
+    pair[coded]["decode_speed"] = round(in_turn(found, coded, raw), 3)
+    return pair
+
+
+def _peak(found: Found, who: str) -> int:
+    return max(run.peak_bytes for run in found.watched[who])
 
 
 def _ratios(pair: Pair) -> dict[str, float]:

@@ -340,8 +340,8 @@ def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
             with lane(place):
                 next(sides[number][1])
         for number in dict.fromkeys(numbers):
-            for place, other in enumerate(numbers):
-                if other == number:
+            for place in range(LANES):  # a last piece alone: of its side one may be in any lane
+                if len(numbers) < LANES or numbers[place] == number:
                     settle(place)
             mx.async_eval(sides[number][0].parts)  # type: ignore[no-untyped-call]
 
