@@ -68,6 +68,8 @@ bench: $(VENV)/.dev
 	$(BIN)/penstock bench hybrid --save bench/results
 	$(BIN)/penstock bench single --save bench/results --plot docs/single.png
 	$(BIN)/penstock bench ragged --save bench/results
+	$(BIN)/penstock bench quantised --codec kivi8 --longest 4096 --save bench/results \
+		--plot docs/quantised.png
 
 peers: $(VENV)/.dev
 	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)")
