@@ -59,6 +59,8 @@ class Case:
     sampling: Sampling = Sampling()
     family: str = ""
     """Of a tiny random model, in place of the others."""
+    least_tokens: int = 0
+    """With shorter prompts, what is rounded up by MLX is more than some percent of so little."""
 
     def model(self) -> Any:
         return tiny(self.family) if self.family else model_of(self.config)
@@ -70,11 +72,13 @@ class Case:
         return Request(prompt=prompt, max_tokens=12, ignore_eos=True, sampling=self.sampling)
 
 
-def case(name: str, prompt_tokens: int, /, requests: int = 3, **more: Any) -> Case:
+def case(
+    name: str, prompt_tokens: int, /, requests: int = 3, least_tokens: int = 0, **more: Any
+) -> Case:
     """Return a case of a random model; upper-case names are the engine's settings."""
     settings = tuple((key.lower(), value) for key, value in more.items() if key.isupper())
     config = tuple((key, value) for key, value in more.items() if key.islower())
-    return Case(name, prompt_tokens, requests, config, settings)
+    return Case(name, prompt_tokens, requests, config, settings, least_tokens=least_tokens)
 
 
 @functools.cache
@@ -103,6 +107,12 @@ CASES = [
     Case("embedded, sampling", 2_000, sampling=EVERYTHING),
     Case("embedded, a window", 2_000, settings=(("max_kv_size", 512), ("keep", 64))),
     Case("embedded, large blocks", 3_000, settings=(("block_size", 256), ("prefill_chunk", 512))),
+    Case("embedded, in codes", 3_000, settings=(("kv_cache_quantization", "kivi8/turbo4"),)),
+    Case(
+        "embedded, in codes at rest",
+        2_000,
+        settings=(("kv_cache_quantization", "8"), ("kv_cache_quantize", "at-rest")),
+    ),
     case("llama", 1_500, num_key_value_heads=4),
     case("llama, bfloat16", 1_000, torch_dtype="bfloat16", num_attention_heads=8),
     Case(
@@ -113,8 +123,8 @@ CASES = [
         settings=(("max_batch_size", 6),),
         sampling=EVERYTHING,
     ),
-    case("joined", 900, model_type="gemma2", num_hidden_layers=3),
-    case("joined, float16", 900, 2, model_type="gemma2", torch_dtype="float16"),
+    case("joined", 900, least_tokens=450, model_type="gemma2", num_hidden_layers=3),
+    case("joined, float16", 900, 2, least_tokens=450, model_type="gemma2", torch_dtype="float16"),
     Case("compressed", 700, family="deepseek_v41"),
     Case(
         "as mlx-lm cuts a prompt",
@@ -122,10 +132,14 @@ CASES = [
         requests=2,
         settings=(("memory_limit", 900_000_000),),
         family="phi3small",
+        least_tokens=1_050,
     ),
 ]
-if not SOAK:  # with prompts of half the length
-    CASES = [replace(case, prompt_tokens=case.prompt_tokens // 2) for case in CASES]
+if not SOAK:  # with prompts of a third of the length
+    CASES = [
+        replace(case, prompt_tokens=max(case.least_tokens, case.prompt_tokens // 3))
+        for case in CASES
+    ]
 cases = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
