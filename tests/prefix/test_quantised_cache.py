@@ -443,6 +443,67 @@ def test_codes_are_stored_again_as_they_are() -> None:
     prefix.check()
 
 
+@pytest.mark.parametrize("codec", ["turbo4", "k8v4"])
+@pytest.mark.parametrize(
+    "read, gone, more", [(100, 0, 60), (300, 190, 59), (20, 0, 200), (0, 0, 140)]
+)
+def test_first_tokens_in_the_tail_are_stored_as_they_are(
+    codec: str, read: int, gone: int, more: int
+) -> None:
+    """Single tokens wait in the tail, those included that are to stay raw."""
+    prefix, plainly, whole = quantised(codec), quantised(codec), noise(400, layers=2)
+    total = read - gone + more
+    caches = [TurboQuantKVCache(codec, min_quantize_tokens=FIRST) for _ in whole]
+    for cache, plain in zip(caches, whole, strict=True):
+        sides = plain.keys_and_values()
+        if read:
+            cache.update_and_fetch(*(side[:, :, :read] for side in sides))
+            assert cache.trim(gone) == gone
+        for at in range(read - gone, total):
+            cache.update_and_fetch(*(side[:, :, at : at + 1] for side in sides))
+    assert caches[0].tail.offset
+    blocks = total // BLOCK * BLOCK
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    assert prefix.store(range(total), caches).new_tokens == blocks
+    raw = FIRST * 2 * HEADS * 2 * DIM * 4
+    assert mx.get_peak_memory() - before <= kv_bytes(prefix) + max(
+        raw, piece_bytes([SHAPE_OF_NOISE])
+    )
+    plainly.store(range(total), whole)
+    found, wanted = (each.fetch(range(total + 1))[0] or [] for each in (prefix, plainly))
+    for one, other in zip(found, wanted, strict=True):
+        for side, same in zip(one.keys_and_values(), other.keys_and_values(), strict=True):
+            assert mx.array_equal(side, same)
+    prefix.check()
+
+
+def test_numbers_too_large_in_a_tail_are_refused() -> None:
+    """A cache of codes cannot go on with them either; what is held does not suffer."""
+    prefix, cache = quantised("4"), TurboQuantKVCache("4", min_quantize_tokens=FIRST)
+    cache.update_and_fetch(*(mx.ones((1, HEADS, 128, DIM)) for _ in range(2)))
+    assert prefix.store(range(128), [cache]).new_tokens == 128
+    for _ in range(64):
+        cache.update_and_fetch(*(mx.full((1, HEADS, 1, DIM), 1e6) for _ in range(2)))
+    refused = prefix.store(range(192), [cache]).refused
+    assert refused is not None
+    assert "affine4 cannot hold numbers as large as 1e+06" in refused
+    assert prefix.counts.refused == 1
+    prefix.check()
+    assert prefix.fetch(range(200))[1] == list(range(128, 200))
+
+
+def test_codes_in_a_layer_that_is_skipped_are_refused() -> None:
+    prefix = quantised("4", kv_cache_skip_layers=(1,))
+    made = noise(300, lambda: TurboQuantKVCache("4", min_quantize_tokens=FIRST), 2)
+    refused = prefix.store(range(300), made).refused
+    assert refused is not None
+    assert refused.startswith("layer 1: TurboQuantKVCache holds codes where kv_cache_skip_layers")
+    assert prefix.store(range(300), [made[0], *noise(300, layers=1)]).new_tokens == 256
+    caches, _ = prefix.fetch(range(300), dequantize=False)
+    assert [type(cache) for cache in caches or []] == [TurboQuantKVCache, KVCache]
+
+
 @pytest.mark.parametrize("codec", ["turbo4", "kivi4"])
 def test_text_is_that_of_what_the_codes_stand_for(codec: str, model: Any) -> None:
     attach(model)

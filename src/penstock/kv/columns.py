@@ -164,6 +164,16 @@ def spread(column: int, parts: Sequence[Side]) -> list[tuple[int, Side]]:
     return placed
 
 
+def between(parts: Sequence[Side], start: int, stop: int) -> Side:
+    """Return columns start..stop-1 of consecutive parts: a view of one, or a copy of several."""
+    found = [
+        take(part, max(start - at, 0), min(stop - at, columns(part)))
+        for at, part in spread(0, parts)
+        if at < stop and start < at + columns(part)
+    ]
+    return found[0] if len(found) == 1 else join(*found)
+
+
 def rolled(side: Side, shifts: Sequence[int]) -> Side:
     """Copy with row i's columns rolled right by `shifts[i]`."""
     count = columns(side)

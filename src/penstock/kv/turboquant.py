@@ -389,13 +389,18 @@ class TurboQuantKVCache(TurboQuant):
         self.scheme.token_bits(key_width, value_width, 16)
 
     def cut(self, start: int, stop: int) -> Layer:
-        """Return columns start..stop-1 in the form they are kept in: views of the first ones, or
-        copies of coded ones, those of the tail encoded. The two are asked for by themselves."""
-        first = self.head.offset
-        if stop <= first:
-            keys, values = self.head.keys_and_values()
-            return col.take(keys, start, stop), col.take(values, start, stop)
-        start, stop, end = start - first, stop - first, self.codes.offset
+        """Return columns start..stop-1 in the form they are kept in: the first ones as they are,
+        views, or joined where some are in the tail, or copies of coded ones, those of the tail
+        encoded. The two are asked for by themselves.
+
+        Raises:
+            SettingError: numbers too large for the codec in the tail.
+        """
+        if stop <= self.first:
+            keys, values = (col.between(list(parts), start, stop) for parts in self.sides())
+            return keys, values
+        first, end = self.head.offset, self.codes.offset
+        start, stop = start - first, stop - first
         found = []
         codecs = (self.scheme.keys, self.scheme.values)
         own = self.tail.keys_and_values()

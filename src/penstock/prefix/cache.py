@@ -84,7 +84,8 @@ class _Source:
     """Keys and values of some columns."""
     tokens: int
     cut: Callable[[int, int], Layer]
-    """Returns columns start..stop-1: views, or copies of what is coded already."""
+    """Returns columns start..stop-1: views, or copies of what is coded already; raises
+    SettingError if a codec cannot hold what is not coded yet."""
     coded: bool = False
 
     def takes_the_place_of(self, form: LayerForm) -> bool:
@@ -227,7 +228,7 @@ class PrefixCache:
         shape = self._shapes.get(salt)
         known = [] if shape is None else shape.forms
         for index, cache in enumerate(kept):
-            source = self._source(cache)
+            source = self._source(index, cache)
             if isinstance(source, str):
                 return self._refuse(f"layer {index}{source}")
             sources.append(source)
@@ -341,8 +342,8 @@ class PrefixCache:
 
     # ---- parts
 
-    def _source(self, cache: Any) -> _Source | str:
-        """Return what a cache holds, or why it cannot be stored."""
+    def _source(self, number: int, cache: Any) -> _Source | str:
+        """Return what a layer's cache holds, or why it cannot be stored."""
         rule = self._rule
         if isinstance(cache, TurboQuantKVCache):
             if cache.max_size is not None:
@@ -352,6 +353,11 @@ class PrefixCache:
                 return (
                     f": TurboQuantKVCache holds {cache.codec} behind {cache.first:,} tokens, "
                     f"which is not what is held here"
+                )
+            if rule is not None and number in rule.raw_layers:
+                return (
+                    ": TurboQuantKVCache holds codes where kv_cache_skip_layers leaves numbers as "
+                    "they are; make a KVCache for this layer"
                 )
             if cache.empty():
                 return " is empty"
@@ -434,10 +440,10 @@ class PrefixCache:
             with self.ledger.reserve(Kind.BUFFERS, nbytes) as paid:
                 segments = []
                 for run in runs:
-                    segment = self._cut(sources, run, paid, index)
-                    if segment is None:
-                        return self._refuse("numbers too large for a codec find no room")
-                    segments.append(segment)
+                    try:
+                        segments.append(self._cut(sources, run, paid, index))
+                    except SettingError as error:
+                        return self._refuse(str(error))
                 for run, segment in zip(runs, segments, strict=True):
                     some = values[run.start : run.stop]
                     self.prefixes.insert(pin, run.start // size, keys, some, segment, paid)
@@ -458,20 +464,23 @@ class PrefixCache:
         first = stop if rule is None else min(max(rule.first_tokens, start), stop)
         runs = []
         if start < first:
-            runs.append(_Run(start, first, (first - start) * bytes_per_token(layers)))
+            nbytes = (first - start) * bytes_per_token(layers)
+            joined = any(source.coded for source in sources)  # first tokens may be in its tail
+            runs.append(_Run(start, first, nbytes, nbytes if joined else 0))
         if rule is not None and first < stop:
             shapes = [LayerShape.of(*col.arrays(*layer)) for layer in layers]
             nbytes = (stop - first) * sum(rule.token_bits(shapes)) // 8
             runs.append(_Run(first, stop, nbytes, piece_bytes(shapes), rule))
         return runs
 
-    def _cut(
-        self, sources: list[_Source], run: _Run, paid: Reservation, index: int
-    ) -> Segment | None:
+    def _cut(self, sources: list[_Source], run: _Run, paid: Reservation, index: int) -> Segment:
         """Cut a run out of the caches and hold it as it is to be held.
 
-        What has numbers too large for a codec stays as it is: None if there is no room for that
-        beside `index` bytes, else `paid` counts it as well.
+        What has numbers too large for a codec stays as it is, and `paid` counts it as well.
+
+        Raises:
+            SettingError: there is no room for that beside `index` bytes; or they are in a cache
+                that holds codes.
         """
         with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
             layers = tuple(source.cut(run.start, run.stop) for source in sources)
@@ -482,7 +491,7 @@ class PrefixCache:
         more = made.nbytes - run.nbytes
         if more > 0:
             if not self.prefixes.make_room(more + index):
-                return None
+                raise SettingError("numbers too large for a codec find no room")
             paid.resize(paid.nbytes + more)
         return made.owned()
 
