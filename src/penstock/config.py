@@ -129,7 +129,7 @@ class EngineSettings(Settings):
     kv_cache_residual: int = Field(0, ge=0)
     """Most recent tokens of whoever runs that stay as they are."""
     kv_cache_skip_layers: tuple[int, ...] = ()
-    """Numbers of layers that stay as they are."""
+    """Numbers of layers that stay as they are, counted among those with keys and values."""
     kv_cache_quantize: Literal["active", "at-rest"] = "active"
     """When: as soon as blocks are sealed, or once nobody who runs reads them."""
 
@@ -144,6 +144,20 @@ class EngineSettings(Settings):
             raise ValueError(
                 "hot_cache_only (--hot-cache-only) leaves nothing to do for remote_cache "
                 "(--remote-cache); name one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _codes_have_a_codec(self) -> EngineSettings:
+        given = [
+            name
+            for name, field in type(self).model_fields.items()
+            if name.startswith("kv_cache_") and getattr(self, name) != field.default
+        ]
+        if given and self.kv_cache_quantization is None:
+            raise ValueError(
+                f"{', '.join(given)}: nothing is held in a codec; name a kv_cache_quantization "
+                f"(--kv-cache-quantization), or raw, or leave it out"
             )
         return self
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+import tiny_families
 from penstock.bench import codecs as bench
 from penstock.bench.codecs import Row, Shape, Table
 from penstock.cli import main
 from penstock.kv.codecs import parse_scheme
+from penstock.models import vllm_mlx
 
 SHAPE = Shape(layers=2, heads=4, head_dim=128, seq_len=256, dtype="float32", rounds=1)
-NAMES = ("raw", "affine8", "affine4", "kivi4", "kivi5/turbo3.5", "turbo3")
+NAMES = ("raw", "affine8", "kivi8", "affine4", "kivi4", "kivi5/turbo3.5", "turbo3")
 
 
 @pytest.fixture(scope="module", params=bench.DATA)
@@ -65,24 +67,59 @@ def test_keys_by_channel_do_not_mind_what_ruins_others(table: Table) -> None:
         assert theirs.kl > 10 * row(bench.measure(SHAPE, "gauss", ["raw"]), "mlx-lm 4").kl
 
 
+def test_eight_bits_by_channel_are_as_good_as_none_missing(table: Table) -> None:
+    assert parse_scheme("kivi8").ratio(128, 128, 16) >= 1.88
+    assert row(table, "kivi8").kl < 1e-4
+    if table.data == "biased":
+        assert row(table, "affine8").kl > 1e-4, "which not all 8 bits are"
+
+
 def test_heads_that_a_codec_cannot_hold_are_told_of() -> None:
     shape = Shape(layers=1, heads=2, head_dim=80, seq_len=64, dtype="float32", rounds=1)
     found = bench.measure(shape, "gauss", ["affine4", "kivi4/turbo4"])
     assert [row.name for row in found.rows] == ["kivi4/turbo4"]
     assert "no group does" in found.refused["affine4"]
+    assert "divides a head of 80" in found.refused["mlx-lm"]
+
+
+def test_rivals_take_the_groups_that_fit_and_are_not_told_more_than_they_hold() -> None:
+    """mlx-lm's cache has room for 256 tokens at a time; what 64 of them take is shown."""
+    shape = Shape(layers=1, heads=2, head_dim=96, seq_len=64, dtype="float32", rounds=1)
+    found = bench.measure(shape, "gauss", ["affine4g32"])
+    for name in ("mlx-lm 4g32", "vllm-mlx 4g32") if vllm_mlx.is_installed() else ("mlx-lm 4g32",):
+        theirs = row(found, name)
+        assert theirs.bits == 4 + 2 * 32 / 32
+        assert theirs.kl == pytest.approx(row(found, "affine4g32").kl, rel=0.1)
+
+
+@pytest.mark.skipif(not vllm_mlx.is_installed(), reason="vllm-mlx is not installed")
+def test_the_other_rival_holds_the_same_codes_and_reads_them_widened(table: Table) -> None:
+    for bits in bench.RIVAL_BITS:
+        one, other = row(table, f"mlx-lm {bits}"), row(table, f"vllm-mlx {bits}")
+        assert (other.nbytes, other.kl) == (one.nbytes, one.kl)
+
+
+def test_a_rival_that_is_not_installed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_mlx, "is_installed", lambda: False)
+    ways, missing = bench.rivals(64)
+    assert list(ways) == ["mlx-lm 8", "mlx-lm 4"]
+    assert "pip install" in missing["vllm-mlx"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--layers", "1", "--heads", "2", "--head-dim", "64", "--seq-len", "64"]
     small += ["--rounds", "1", "--dtype", "float32"]
     picture = tmp_path / "codecs.png"
-    given = ["--codecs", "raw,k8v4", "--json", "--plot", str(picture)]
+    given = ["--codecs", "raw,k8v4", "--json", "--plot", str(picture), "--save", str(tmp_path)]
     code = main(["bench-kv-cache", *small, *given])
     assert code == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in found["rows"]] == ["raw", "rot8/rot4", "mlx-lm 8", "mlx-lm 4"]
+    names = ["raw", "rot8/rot4", *bench.rivals(64)[0]]
+    assert [row["name"] for row in found["rows"]] == names
     assert found["baseline"] == "float32"
     assert picture.read_bytes().startswith(b"\x89PNG")
+    (record,) = tmp_path.glob("kv-cache-*.json")
+    assert json.loads(record.read_text()) == found
     assert main(["bench-kv-cache", *small, "--codecs", "4"]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
@@ -99,13 +136,28 @@ def test_a_models_own_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert raw["kl"] == 0 < eight["kl"] < 0.01
 
 
+def test_only_layers_with_keys_and_values_of_one_size_are_taken() -> None:
+    """Recurrent layers are left out; latents, of which two sizes are read together, refused."""
+    made = tiny_families.build("qwen3_next")
+    shape, layers = bench.computed(made, range(64), "float32")
+    held = [cache for cache in made.make_cache() if not hasattr(cache, "cache")]
+    assert shape.layers == len(layers) == len(held) < len(made.layers)
+    made = tiny_families.build("deepseek_v3")
+    with pytest.raises(ValueError, match="only keys and values of one size can be set side"):
+        bench.computed(made, range(64), "float32")
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (["--codecs", "q4"], "is no codec; there are raw"),
         (["--codecs", ","], "names none"),
         (["--data", "nowhere"], "no such folder; or one of gauss"),
+        (["--data", "no/where"], "there is no folder no/where"),
         (["--seq-len", "100"], "not a multiple of 64"),
+        (["--head-dim", "81"], "heads of 81 numbers: an even number of 8 or more"),
+        (["--data", "biased", "--head-dim", "4"], "heads of 4 numbers"),
+        (["--plot", "picture.txt"], "name a file that ends with .png, .svg, .pdf"),
     ],
 )
 def test_wrong_input_is_one_line(

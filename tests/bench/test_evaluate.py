@@ -296,6 +296,19 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "turbo4c, keep 64" in printed
 
 
+def test_windows_are_measured_on_all_forms_and_beside_raw(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ["--questions", "1", "--length", "64", "--text-tokens", "200", "--json"]
+    forms = ["--form", "plain", "--form", "biased"]
+    assert main(["eval", *sizes, *forms, "--codec", "4", "--window", "128"]) == 0
+    found = json.loads(capsys.readouterr().out)["penstock"]["rows"]
+    settings = ["raw", "raw, window 128", "4, window 128"]
+    assert [(row["form"], row["setting"]) for row in found] == [
+        (form, setting) for form in ("plain", "biased") for setting in settings
+    ]
+
+
 def test_another_model_reads_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     shutil.copytree(MODEL_PATH, folder)

@@ -160,9 +160,9 @@ def test_spans_are_not_cut() -> None:
 @pytest.mark.parametrize(
     ("name", "dim", "words"),
     [
-        ("affine4", 80, "no group does"),
+        ("affine4", 80, "no group does, but turbo4 holds it"),
         ("affine4", 96, "put g32 behind it"),
-        ("turbo2.5", 96, "not a multiple of 64"),
+        ("turbo2.5", 96, "not a multiple of 64; turbo2 and turbo3 hold it"),
         ("kivi4", 81, "no whole bits"),
     ],
 )
@@ -183,6 +183,7 @@ def test_heads_that_cannot_be_held_so_are_refused_with_the_reason(
         ("4", "affine4", 3.556),
         ("8", "affine8", 1.882),
         ("affine4g32", "affine4g32", 3.2),
+        ("k8v4g32", "rot8g32/rot4g32", 2.286),
         ("k8v4", "rot8/rot4", 2.462),
         ("K4V2", "rot4/rot2", 4.571),
         ("kivi4", "kivi4", 3.556),

@@ -23,6 +23,7 @@ from penstock import (
     load_prompt_cache,
     save_prompt_cache,
 )
+from penstock.kv import turboquant
 
 
 def batch_of(kind: Any, *lengths: int) -> Any:
@@ -108,6 +109,17 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         load_prompt_cache(path)
     path.write_bytes(whole.replace(b"KVCache", b"KVCacha"))
     with pytest.raises(CacheFileError, match="of class KVCacha, which is not penstock's"):
+        load_prompt_cache(path)
+
+
+def test_codes_of_another_format_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be read as other numbers."""
+    path = tmp_path / "cache.safetensors"
+    save_prompt_cache(path, [CACHES["codes"]()])
+    monkeypatch.setattr(turboquant, "FORMAT", 99)
+    with pytest.raises(CacheFileError, match=r"codes are of format \d+; this penstock has 99"):
         load_prompt_cache(path)
 
 

@@ -504,6 +504,29 @@ def test_codes_in_a_layer_that_is_skipped_are_refused() -> None:
     assert [type(cache) for cache in caches or []] == [TurboQuantKVCache, KVCache]
 
 
+def test_turns_of_prefill_stay_in_codes(model: Any) -> None:
+    attach(model)
+    prefix, prompt = quantised("4"), prompt_of(1_600)
+
+    def make() -> list[Any]:
+        return [TurboQuantKVCache("4", min_quantize_tokens=FIRST) for _ in model.layers]
+
+    held = []
+    for end in (1_000, 1_600):
+        caches, rest = prefix.prefill(model, prompt[:end], make, step_size=256, dequantize=False)
+        assert {type(cache) for cache in caches} == {TurboQuantKVCache}
+        held.append((caches[0].offset, sum(cache.nbytes for cache in caches)))
+        assert len(rest) == (end - 1) % BLOCK + 1
+    one = held[1][0] * parse_scheme("4").token_bits(64, 64, 32) * 2 * SHAPE.layers // 8
+    assert held[1][1] < 2 * one, "full precision takes seven times as much"
+    wide = quantised("4")
+    wide.prefill(model, prompt, lambda: [KVCache() for _ in model.layers])
+    found, wanted = (each.fetch(prompt)[0] or [] for each in (prefix, wide))
+    for one_layer, other in zip(found[:1], wanted[:1], strict=True):
+        for side, same in zip(one_layer.keys_and_values(), other.keys_and_values(), strict=True):
+            assert float(mx.abs(side - same).max()) < 1e-4
+
+
 @pytest.mark.parametrize("codec", ["turbo4", "kivi4"])
 def test_text_is_that_of_what_the_codes_stand_for(codec: str, model: Any) -> None:
     attach(model)
@@ -577,7 +600,7 @@ def test_settings_that_cannot_be_are_named_at_once(settings: dict[str, Any], wor
 def test_settings_that_do_not_fit_the_model_are_named() -> None:
     with pytest.raises(SettingError, match=r"affine4g128: layer 0: .* do not divide a head of 64"):
         quantised("4g128").store(range(300), noise(300, layers=1))
-    with pytest.raises(SettingError, match=r"kv_cache_skip_layers \[2\]: .* layers are 0 to 1"):
+    with pytest.raises(SettingError, match=r"kv_cache_skip_layers \[2\]: .* are 0 to 1"):
         quantised("4", kv_cache_skip_layers=[2]).store(range(300), noise(300, layers=2))
 
 

@@ -21,19 +21,42 @@ import mlx.core as mx
 from penstock.bench.report import environment
 from penstock.errors import SettingError
 from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
+from penstock.kv.states import taken_apart
+from penstock.models import vllm_mlx
 from penstock.models.mlx_lm import encode, load, plain_caches
 from penstock.models.rivals import QuantizedSides
+from penstock.models.vllm_mlx import WidenedSides
 from penstock.recall import dialogue
 
 CODECS = (
-    *("raw", "affine8", "rot8", "turbo8", "k8v4", "affine4", "rot4", "kivi4", "turbo4", "turbo4c"),
+    *(
+        "raw",
+        "affine8",
+        "kivi8",
+        "rot8",
+        "turbo8",
+        "k8v4",
+        "affine4",
+        "rot4",
+        "kivi4",
+        "turbo4",
+        "turbo4c",
+    ),
     *("kivi4/turbo4", "kivi5/turbo3.5", "turbo3.5", "affine3", "turbo3", "turbo3c"),
     *("kivi4/turbo3", "kivi4/turbo2", "turbo2.5", "affine2", "kivi2", "turbo2", "turbo2c"),
 )
+RIVALS: dict[str, type[QuantizedSides] | type[WidenedSides]] = {
+    "mlx-lm": QuantizedSides,
+    "vllm-mlx": WidenedSides,
+}
+"""mlx-lm's `QuantizedKVCache`, and an entry of vllm-mlx's prefix cache where that is installed."""
 RIVAL_BITS = (8, 4)
-"""Of mlx-lm's `QuantizedKVCache`, in groups of 64."""
+RIVAL_GROUPS = (64, 32)
+"""Neighbours that share a scale: what is their default, or what fits a head."""
 QUERIES = 32
 """That look for a token, a head."""
+LEAST_DIM = 8
+"""Numbers of a head: what is drawn has four pairs of its own."""
 ROPE_BASE = 10_000.0
 OUTLIERS = (10.0, 20.0)
 """How many times as large as others the channels are, from the first to the last."""
@@ -104,7 +127,8 @@ class Table:
     data: str
     rows: tuple[Row, ...]
     refused: dict[str, str]
-    """Codecs that cannot hold heads of this size, and why."""
+    """What is not in the table, and why: codecs that cannot hold heads of this size, rivals that
+    cannot or are not installed."""
 
     def as_object(self) -> dict[str, Any]:
         """Return what `--json` prints."""
@@ -164,23 +188,38 @@ def _turned_bias(shape: Shape) -> mx.array:
     )
 
 
-def of_model(model: Path, tokens: int, dtype: str) -> tuple[Shape, list[Sides]]:
-    """Take what a model computes for a text of so many tokens; queries are drawn as in `draw`.
+def of_model(model: str | Path, tokens: int, dtype: str) -> tuple[Shape, list[Sides]]:
+    """Take what a model computes for a text of so many tokens, in the layers that hold keys and
+    values; queries are drawn as in `draw`.
 
     Raises:
-        SettingError: its layers do not all hold keys and values of the same shape.
+        SettingError: there are no such layers, or they are not all of the same shape.
         ModelError: it cannot be loaded.
     """
     loaded, tokenizer = load(model)
-    caches = plain_caches(loaded)
-    loaded(mx.array([_text(tokenizer, tokens)]), cache=caches)
-    states = [getattr(cache, "state", None) for cache in caches]
-    sides = [state[:2] for state in states if state is not None and len(state) >= 2]
+    try:
+        return computed(loaded, _text(tokenizer, tokens), dtype)
+    except ValueError as error:
+        raise SettingError(f"--data {model}: {error}") from None
+
+
+def computed(model: Any, prompt: Sequence[int], dtype: str) -> tuple[Shape, list[Sides]]:
+    """Take what a model computes for a prompt, see `of_model`.
+
+    Raises:
+        ValueError: there are no such layers, or they are not all of the same shape.
+    """
+    tokens, caches = len(prompt), plain_caches(model)
+    model(mx.array([list(prompt)]), cache=caches)
+    kept, _, _ = taken_apart(caches)
+    held = [tuple(cache.state)[:2] for cache in kept]
+    sides = [both for both in held if len(both) == 2 and all(_is_side(side) for side in both)]
     shapes = {tuple(side.shape[1::2]) for both in sides for side in both}
-    if len(sides) != len(caches) or len(shapes) != 1:
-        raise SettingError(
-            f"{model}: layers of several kinds cannot be set side by side; the caches are "
-            f"{', '.join(sorted({type(cache).__name__ for cache in caches}))}"
+    if len(shapes) != 1:
+        found = ", ".join(f"{heads} heads of {dim}" for heads, dim in sorted(shapes))
+        raise ValueError(
+            f"only keys and values of one size can be set side by side; its layers hold "
+            f"{found or 'none of their own'}"
         )
     layers = []
     for number, (keys, values) in enumerate(sides):
@@ -190,6 +229,10 @@ def of_model(model: Path, tokens: int, dtype: str) -> tuple[Shape, list[Sides]]:
         layers.append(_layer(*cut, told, mx.random.key(number), DTYPES[dtype]))
     heads, dim = shapes.pop()
     return Shape(len(layers), heads, dim, tokens, dtype), layers
+
+
+def _is_side(state: Any) -> bool:
+    return isinstance(state, mx.array) and state.ndim == 4 and state.shape[0] == 1
 
 
 def _layer(
@@ -265,14 +308,30 @@ def ours(scheme: Scheme) -> Hold:
     return hold
 
 
-def rival(bits: int) -> Hold:
-    """Hold layers as mlx-lm's `QuantizedKVCache` does, with its own attention."""
+def rival(name: str, bits: int, group_size: int) -> Hold:
+    """Hold layers as one of the rivals does, with its own attention; vllm-mlx's is that of the
+    model, to what was widened."""
 
     def hold(sides: Sides) -> Held:
-        held = QuantizedSides(sides.keys, sides.values, bits=bits)
+        held = RIVALS[name](sides.keys, sides.values, bits=bits, group_size=group_size)
         return Held(held.nbytes, held.widen, held.attend, held.arrays)
 
     return hold
+
+
+def rivals(head_dim: int) -> tuple[dict[str, Hold], dict[str, str]]:
+    """Return the ways of the rivals, and why others are not there."""
+    ways, missing = dict[str, Hold](), {}
+    group = next((size for size in RIVAL_GROUPS if head_dim % size == 0), None)
+    for name in RIVALS:
+        if name == "vllm-mlx" and not vllm_mlx.is_installed():
+            missing[name] = f"not installed; {vllm_mlx.INSTALL_HINT}"
+        elif group is None:
+            missing[name] = f"no group of 32 or 64 numbers divides a head of {head_dim}"
+        else:
+            behind = "" if group == RIVAL_GROUPS[0] else f"g{group}"
+            ways |= {f"{name} {bits}{behind}": rival(name, bits, group) for bits in RIVAL_BITS}
+    return ways, missing
 
 
 def _coded(codec: Codec | None, side: mx.array) -> Coded | mx.array:
@@ -309,9 +368,14 @@ def measure(
 
     Raises:
         ValueError: a codec or data of this name does not exist.
-        SettingError: the tokens cannot be encoded together as a codec needs them.
+        SettingError: the tokens cannot be encoded together as a codec needs them, or the heads
+            have no halves for RoPE to turn.
     """
     schemes = [parse_scheme(name) for name in codecs]
+    if shape.head_dim % 2 or shape.head_dim < LEAST_DIM:
+        raise SettingError(
+            f"heads of {shape.head_dim} numbers: an even number of {LEAST_DIM} or more is needed"
+        )
     refused, ways = {}, dict[str, Hold]()
     for scheme in schemes:
         try:
@@ -329,8 +393,8 @@ def measure(
             f"{shape.seq_len} tokens are not a multiple of {whole}, which one of these codecs "
             f"encodes together"
         )
-    if shape.head_dim % 64 == 0:
-        ways |= {f"mlx-lm {bits}": rival(bits) for bits in RIVAL_BITS}
+    theirs, missing = rivals(shape.head_dim)
+    ways, refused = ways | theirs, refused | missing
     rows = []
     for name, hold in ways.items():
         progress(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from penstock.bench.codecs import Table
+from penstock.bench.codecs import RIVALS, Table
 
 LEAST_KL = 1e-7
 """What is drawn for none."""
@@ -17,7 +17,7 @@ def draw_codecs(table: Table, file: Path) -> None:
     figure = Figure(figsize=(9, 5.5))
     pane = figure.subplots()
     for row in table.rows:
-        rival = row.name.startswith("mlx-lm")
+        rival = row.name.startswith(tuple(RIVALS))
         kl = max(row.kl, LEAST_KL)
         pane.scatter(row.ratio, kl, s=28, color="tab:orange" if rival else "tab:blue")
         pane.annotate(

@@ -88,8 +88,9 @@ class Load:
 
     model: str = str(MODEL_PATH)
     settings: tuple[Setting, ...] = SETTINGS
-    """Raw KV without a window is measured in any case: all others are compared with it. Those with
-    a window are measured on the first form alone."""
+    """Raw KV without a window is measured in any case: all others are compared with it."""
+    windows_once: bool = True
+    """Whether those with a window are measured on the first form alone."""
     forms: tuple[KeyForm, ...] = tuple(KeyForm)
     outlier_scale: float = OUTLIER_SCALE
     lengths: tuple[int, ...] = (250, 1_000, 4_000)
@@ -508,14 +509,14 @@ def measure(load_: Load, tell: Callable[[str, int, int], None] = lambda *_: None
     for setting in settings:
         _check(setting, load_)
     forms = list(dict.fromkeys(load_.forms))
-    if all(setting.max_kv_size is not None for setting in load_.settings):
+    if load_.windows_once and all(setting.max_kv_size is not None for setting in load_.settings):
         forms = forms[:1]
     found: list[tuple[Row, dict[str, Any]]] = []
     progress = Progress(tell)
     dtype = ""
     for number, form in enumerate(forms):
         task = Task.of(load_, form)
-        if number:
+        if number and load_.windows_once:
             settings = [setting for setting in settings if setting.max_kv_size is None]
         progress.of = progress.done + (len(forms) - number) * task.steps(settings)
         ways = [_way(task.model, setting, load_) for setting in settings]

@@ -97,10 +97,7 @@ def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
     """Print the table, or with `as_json` the object alone; with `save` store all rounds there."""
     found = report.as_object()
     if save is not None:
-        save.mkdir(parents=True, exist_ok=True)
-        stamp = found["environment"]["date"].replace(":", "").replace("+0000", "Z")
-        record = {**found, "raw": report.raw}
-        (save / f"{report.name}-{stamp}.json").write_text(json.dumps(record) + "\n")
+        keep(report.name, {**found, "raw": report.raw}, save)
     if as_json:
         print(json.dumps(found))
         return
@@ -112,6 +109,13 @@ def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
         f"{where['cpu']}, {where['cores']} cores, {where['back_end']} with {where['blas']}, "
         f"mlx {where['mlx']}, mlx-lm {where['mlx-lm']}, {where['dtype']}"
     )
+
+
+def keep(name: str, record: dict[str, Any], folder: Path) -> None:
+    """Store what was found, with its `environment`, in a file of the folder named by its date."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = record["environment"]["date"].replace(":", "").replace("+0000", "Z")
+    (folder / f"{name}-{stamp}.json").write_text(json.dumps(record) + "\n")
 
 
 def table(report: Report) -> Table:

@@ -52,7 +52,7 @@ def evaluate(
     window: Annotated[
         list[int] | None,
         typer.Option(
-            help="Windows (max_kv_size) for each codec; may be given several times.",
+            help="Windows (max_kv_size) for each codec, and for raw; may be given several times.",
             metavar="TOKENS",
             show_default="no bound",
             min=2,
@@ -126,7 +126,7 @@ def evaluate(
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.bench.evaluate import Load, Setting, measure
+    from penstock.bench.evaluate import RAW, Load, Setting, measure
     from penstock.bench.report import publish
 
     load = Load(
@@ -141,11 +141,15 @@ def evaluate(
     )
     if codec or window or keep:
         names = codec or list(dict.fromkeys(each.codec for each in load.settings))
+        if window and RAW not in names:  # what the window alone costs
+            names = [RAW, *names]
         windows: list[int | None] = [*window] if window else [None]
         keeps: list[int | None] = [*keep] if keep else [None]
         chosen = product(windows, keeps, names)
         load = replace(
-            load, settings=tuple(Setting(name, size, kept) for size, kept, name in chosen)
+            load,
+            settings=tuple(Setting(name, size, kept) for size, kept, name in chosen),
+            windows_once=False,
         )
 
     if form or not embedded:

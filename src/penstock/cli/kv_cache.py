@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as Drawn
 
 from penstock.cli import options
-from penstock.cli.bench import Plot
+from penstock.cli.bench import Plot, Save
 from penstock.errors import SettingError
 from penstock.memory import format_bytes
 from penstock.recall import MODEL_PATH
@@ -43,15 +43,18 @@ def bench_kv_cache(
         str,
         typer.Option(
             help="gauss, outliers (of some channels of the keys), biased (keys with a constant, "
-            "turned by RoPE), embedded, or the folder of a model: what it computes for a text.",
+            "turned by RoPE), embedded, or a model's folder or Hugging Face name: what it computes "
+            "for a text.",
             metavar="DATA",
         ),
     ] = "gauss",
     rounds: Annotated[int, typer.Option(help="How often each is timed.", min=1)] = 5,
+    save: Save = None,
     plot: Plot = None,
     as_json: options.Json = False,
 ) -> None:
-    """Hold the same keys and values in every codec, mlx-lm's quantised cache beside them.
+    """Hold the same keys and values in every codec, mlx-lm's quantised cache beside them, and
+    vllm-mlx's where it is installed.
 
     Reports true bytes, errors of the numbers and of attention (queries that look for one token
     each), and what it takes to quantise, to widen and to attend.
@@ -64,11 +67,11 @@ def bench_kv_cache(
     if not names:
         raise SettingError("--codecs names none")
     if data not in bench.DATA:
-        folder = MODEL_PATH if data == EMBEDDED else Path(data)
-        if not folder.is_dir():
+        model = str(MODEL_PATH) if data == EMBEDDED else data
+        if "/" not in model and not Path(model).is_dir():
             known = ", ".join([*bench.DATA, EMBEDDED])
             raise SettingError(f"--data {data}: there is no such folder; or one of {known}")
-        taken, own = bench.of_model(folder, seq_len, dtype)
+        taken, own = bench.of_model(model, seq_len, dtype)
         shape = bench.Shape(taken.layers, taken.heads, taken.head_dim, seq_len, dtype, rounds)
     with Console(stderr=True).status("") as status:
         try:
@@ -77,12 +80,17 @@ def bench_kv_cache(
             )
         except ValueError as error:
             raise SettingError(f"--codecs: {error}") from None
+    record = found.as_object()
+    if save is not None:
+        from penstock.bench.report import keep
+
+        keep("kv-cache", record, save)
     if plot is not None:
         from penstock.bench.codecs_picture import draw_codecs
 
         draw_codecs(found, plot)
     if as_json:
-        print(json.dumps(found.as_object()))
+        print(json.dumps(record))
     else:
         _print(found)
 
@@ -120,7 +128,7 @@ def _print(found: Table) -> None:
     console.print(losses)
     console.print(costs)
     for name, why in found.refused.items():
-        console.print(f"{name}: refused: {why}")
+        console.print(f"not in the table: {name}: {why}")
     console.print(
         "MSE relative to the numbers' squares, mean and max absolute, of keys and values; KL in "
         "nats of the attention weights of queries that look for one token each; times of one pass "

@@ -249,7 +249,8 @@ KVCacheResidual: TypeAlias = Annotated[
 KVCacheSkipLayers: TypeAlias = Annotated[
     str,
     typer.Option(
-        help="Numbers of layers that stay in full precision, with commas between.",
+        help="Numbers of layers that stay in full precision, with commas between; recurrent ones "
+        "are not counted.",
         envvar="PENSTOCK_KV_CACHE_SKIP_LAYERS",
         metavar="LAYERS",
         show_default="none",

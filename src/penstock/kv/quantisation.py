@@ -105,7 +105,8 @@ class Quantisation:
         """
         if unknown := sorted(self.raw_layers - set(range(len(shapes)))):
             raise SettingError(
-                f"kv_cache_skip_layers {unknown}: the model's layers are 0 to {len(shapes) - 1}"
+                f"kv_cache_skip_layers {unknown}: the model's layers with keys and values, counted "
+                f"without any others, are 0 to {len(shapes) - 1}"
             )
         if not shapes:
             raise SettingError(

@@ -29,7 +29,7 @@ from penstock.kv.columns import Side
 from penstock.kv.growing import Growing, KVCache
 from penstock.kv.lanes import lane
 from penstock.kv.masks import Mask
-from penstock.kv.quantisation import Quantisation
+from penstock.kv.quantisation import FORMAT, Quantisation
 from penstock.kv.segment import PIECE_TOKENS, Layer, widened
 
 BLOCK_TOKENS = 64
@@ -550,17 +550,19 @@ class TurboQuantKVCache(TurboQuant):
         self.codes.offset = start
 
     def _state(self) -> tuple[Any, ...]:
-        """Return codec, settings, offset, and what head, codes and tail hold."""
+        """Return the codes' format, codec, settings, offset, and what head, codes and tail hold."""
 
         def flat(side: Side | None) -> Any:
             return (side.dim, *side.parts) if isinstance(side, Coded) else side
 
         codes = (flat(self.codes.keys), flat(self.codes.values), self.codes.offset)
-        settings = (self.scheme.name, self.first, self.max_size, self.keep, self.offset)
+        settings = (FORMAT, self.scheme.name, self.first, self.max_size, self.keep, self.offset)
         return *settings, self.head.state, codes, self.tail.state
 
     def _restore(self, state: Sequence[Any]) -> None:
-        name, first, max_size, keep, offset, head, codes, tail = state
+        if state[0] != FORMAT:
+            raise ValueError(f"its codes are of format {state[0]}; this penstock has {FORMAT}")
+        name, first, max_size, keep, offset, head, codes, tail = state[1:]
         self._set_up(parse_scheme(name), first, max_size, keep, None)
         self.offset = offset
         self.head, self.tail = KVCache.from_state(head), KVCache.from_state(tail)

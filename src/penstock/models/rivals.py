@@ -335,16 +335,17 @@ class Solo(_Rival):
 
 
 class QuantizedSides:
-    """One layer of one sequence in mlx-lm's `QuantizedKVCache`, groups of 64, filled at once.
+    """One layer of one sequence in mlx-lm's `QuantizedKVCache`, filled at once.
 
     Args:
         keys: (1, heads, tokens, dim).
         values: the same.
         bits: of a number.
+        group_size: neighbours that share a scale and an offset.
     """
 
-    def __init__(self, keys: mx.array, values: mx.array, *, bits: int) -> None:
-        self._cache = QuantizedKVCache(group_size=64, bits=bits)
+    def __init__(self, keys: mx.array, values: mx.array, *, bits: int, group_size: int) -> None:
+        self._cache = QuantizedKVCache(group_size=group_size, bits=bits)
         self._dtype = keys.dtype
         self._sides = self._cache.update_and_fetch(keys, values)
 
@@ -355,8 +356,8 @@ class QuantizedSides:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of that."""
-        return sum(part.nbytes for part in self.arrays)
+        """Bytes of the tokens; what it holds has room for up to 255 more."""
+        return sum(part.nbytes for side in self._sides for part in side)
 
     def widen(self) -> tuple[mx.array, mx.array]:
         """Return keys and values as they are read."""
@@ -364,7 +365,8 @@ class QuantizedSides:
         return self._wide(keys, *of_keys), self._wide(values, *of_values)
 
     def _wide(self, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-        return mx.dequantize(codes, scales, biases, group_size=64, bits=self._cache.bits)
+        group, bits = self._cache.group_size, self._cache.bits
+        return mx.dequantize(codes, scales, biases, group_size=group, bits=bits)
 
     def attend(self, queries: mx.array) -> mx.array:
         """Let queries (heads, m, dim), already scaled, read it: (heads, m, dim)."""
@@ -373,7 +375,7 @@ class QuantizedSides:
             *self._sides,
             scale=1.0,
             mask=None,
-            group_size=64,
+            group_size=self._cache.group_size,
             bits=self._cache.bits,
         )
         return found[0]

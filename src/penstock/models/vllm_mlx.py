@@ -7,6 +7,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import mlx.core as mx
+
+from penstock.models.mlx_lm import rival_caches
+
 INSTALL_HINT = "pip install --no-deps vllm-mlx"
 
 
@@ -38,3 +42,47 @@ class MemoryAwareCache:
         """Return caches of full precision for the longest known prefix; None without one."""
         caches, _ = self._cache.fetch(list(tokens))
         return None if caches is None else list(caches)
+
+
+class WidenedSides:
+    """One layer of one sequence as an entry of that cache holds it, and as a hit widens it.
+
+    Args:
+        keys: (1, heads, tokens, dim).
+        values: the same.
+        bits: of a number.
+        group_size: neighbours that share a scale and an offset.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, *, bits: int, group_size: int) -> None:
+        self._theirs: Any = import_module("vllm_mlx.memory_cache")
+        cache = rival_caches().KVCache()
+        cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
+        self._held = self._theirs._quantize_cache([cache], bits, group_size)
+        self._wide: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What it holds."""
+        return [part for layer in self._held for part in (*layer.keys, *layer.values)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of that."""
+        return sum(part.nbytes for part in self.arrays)
+
+    def widen(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values as they are read."""
+        (cache,) = self._theirs._dequantize_cache(self._held)
+        return cache.keys, cache.values
+
+    def attend(self, queries: mx.array) -> mx.array:
+        """Let queries (heads, m, dim), already scaled, read what a hit has widened, once:
+        (heads, m, dim)."""
+        if self._wide is None:
+            self._wide = self.widen()
+            mx.eval(*self._wide)
+        keys, values = self._wide
+        return mx.fast.scaled_dot_product_attention(
+            queries[None].astype(keys.dtype), keys, values, scale=1.0
+        )[0]

@@ -165,9 +165,10 @@ class PrefixCache:
     ) -> tuple[list[Any] | None, list[int]]:
         """Return caches that hold a prefix of `tokens`, and the tokens still to be read.
 
-        At least one token is left to be read. The caches are of the classes that were stored,
-        with buffers for `capacity` tokens (prompt and answer), and the caller's own; what is
-        held in a codec is widened. Without a match the first is None and all tokens are left.
+        At least one token is left to be read. The caches are of the classes that were stored
+        (a `KVCache` for a `TurboQuantKVCache`), with buffers for `capacity` tokens (prompt and
+        answer), and the caller's own; what is held in a codec is widened. Without a match the
+        first is None and all tokens are left.
 
         Args:
             tokens: the prompt.
@@ -208,7 +209,8 @@ class PrefixCache:
         """Keep the KV of the whole blocks of `tokens`, as far as `caches` hold them.
 
         What is held already is not copied again, nor encoded. Nodes worth least give way; a
-        prompt that cannot fit is refused, and nothing else suffers. The caches are only read.
+        prompt that cannot fit is refused, and nothing else suffers. The caches are only read, and
+        nothing of them is kept: who drops them has what is held here alone.
 
         States of recurrent layers are true behind the last token that was read alone. They are
         kept if that is a multiple of the block size, and a later prompt goes on from there; so
@@ -254,6 +256,7 @@ class PrefixCache:
         *,
         salt: str = "",
         step_size: int = PREFILL_TOKENS,
+        dequantize: bool = True,
     ) -> tuple[list[Any], list[int]]:
         """Fetch what is known of a prompt, read the rest up to its last whole block, and store it.
 
@@ -266,12 +269,17 @@ class PrefixCache:
             make_caches: returns empty caches, one a layer.
             salt: the tenant's.
             step_size: tokens that are read at a time; whole blocks of them.
+            dequantize: of what is fetched, see `fetch`; False where `make_caches` returns
+                `TurboQuantKVCache`s, so that later turns hold codes as the first one does.
 
         Returns:
             The caches, and the tokens that they have not read: at least one.
+
+        Raises:
+            SettingError: as `fetch` and `store`.
         """
         values = as_tokens(tokens)
-        caches, rest = self.fetch(values, salt=salt)
+        caches, rest = self.fetch(values, salt=salt, dequantize=dequantize)
         if caches is None:
             caches = make_caches()
         size = self.tree.block_size
@@ -282,7 +290,7 @@ class PrefixCache:
             model(mx.array(values[None, at:stop]), cache=caches)
             kept, states, _ = taken_apart(caches)
             held = [arrays(cache.cache for cache in states)]
-            mx.eval([cache.keys_and_values() for cache in kept], held)
+            mx.eval([cache.state for cache in kept], held)
             self.store(values[:stop], caches, salt=salt)
             at = stop
         return caches, values[at:].tolist()

@@ -15,17 +15,18 @@ from penstock.kv.codecs.turbo import Turbo, TurboBook
 
 RAW = "raw"
 AUTO = {"auto2.5x": "kivi8/turbo4", "auto3.5x": "kivi4/turbo4", "auto5x": "kivi3/turbo2.5"}
-"""The best that takes so many times less than float16, with heads of 64 or more; measured, see
-docs/codecs.md."""
+"""The best that takes so many times less than float16, with heads of a multiple of 64; measured,
+see docs/codecs.md, which has those for heads of 80, 96 and 112."""
 FORMS = (
     "raw; affine2 to affine8 (or 2, 3, 4, 5, 6, 8), with g32 or g128 behind it for other groups "
     "than 64; rot2 to rot8; turbo2, turbo2.5, ..., turbo6, turbo8; turbo1c to turbo4c; kivi2 to "
-    "kivi8; k8v4, k4v2, ...; KEYS/VALUES of any two, as kivi4/turbo3.5; auto2.5x, auto3.5x, auto5x"
+    "kivi8; k8v4, k4v2, k8v4g32, ...; KEYS/VALUES of any two, as kivi4/turbo3.5; auto2.5x, "
+    "auto3.5x, auto5x"
 )
 _AFFINE = re.compile(r"(affine|rot)?([2-8])(?:g(32|64|128))?")
 _TURBO = re.compile(r"turbo([1-8])(\.5|c)?")
 _KIVI = re.compile(r"kivi([2-8])")
-_PAIR = re.compile(r"k([2-8])v([2-8])")
+_PAIR = re.compile(r"k([2-8])v([2-8])(g(?:32|64|128))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ def parse_scheme(text: str) -> Scheme:
     word = text.strip().lower()
     word = AUTO.get(word, word)
     if pair := _PAIR.fullmatch(word):
-        word = f"rot{pair[1]}/rot{pair[2]}"
+        group = pair[3] or ""
+        word = f"rot{pair[1]}{group}/rot{pair[2]}{group}"
     first, slash, second = word.partition("/")
     keys = _side(first, text, keys=True)
     # Values have no channel that is large in all tokens: what is by channel is for keys alone.

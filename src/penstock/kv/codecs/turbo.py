@@ -60,7 +60,10 @@ class Turbo(Scaled):
     def token_bits(self, dim: int) -> int:
         """See `Codec`."""
         if self.half and dim % 64:
-            raise ValueError(f"{self.name} halves a head, and {dim} is not a multiple of 64")
+            raise ValueError(
+                f"{self.name} halves a head, and {dim} is not a multiple of 64; turbo{self.bits} "
+                f"and turbo{self.bits + 1} hold it"
+            )
         return sum(w * bits for w, bits in zip(self._widths(dim), self._each, strict=True)) + 16
 
     @property
