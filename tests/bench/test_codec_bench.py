@@ -16,7 +16,7 @@ from penstock.kv.codecs import parse_scheme
 from penstock.models import vllm_mlx
 
 SHAPE = Shape(layers=2, heads=4, head_dim=128, seq_len=256, dtype="float32", rounds=1)
-NAMES = ("raw", "affine8", "kivi8", "affine4", "kivi4", "kivi5/turbo3.5", "turbo3")
+NAMES = ("raw", "affine8", "kivi8", "affine4", "kivi4", "kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3")
 
 
 @pytest.fixture(scope="module", params=bench.DATA)
@@ -65,6 +65,16 @@ def test_keys_by_channel_do_not_mind_what_ruins_others(table: Table) -> None:
     assert ours.kl < theirs.kl / least
     if table.data != "gauss":
         assert theirs.kl > 10 * row(bench.measure(SHAPE, "gauss", ["raw"]), "mlx-lm 4").kl
+
+
+def test_keys_of_6_bits_are_far_nearer_at_that_size_and_values_pay_for_it(table: Table) -> None:
+    ours, theirs = row(table, "kivi6/turbo2.5"), row(table, "mlx-lm 4")
+    least = {"gauss": 2, "outliers": 10, "biased": 10}[table.data]
+    assert parse_scheme(ours.name).ratio(128, 128, 16) >= 3.5
+    assert ours.mean_error_keys < theirs.mean_error_keys / least
+    assert ours.kl < theirs.kl / least
+    assert ours.mean_error_values > 2 * theirs.mean_error_values
+    assert ours.mean_error == pytest.approx((ours.mean_error_keys + ours.mean_error_values) / 2)
 
 
 def test_eight_bits_by_channel_are_as_good_as_none_missing(table: Table) -> None:

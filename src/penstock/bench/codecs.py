@@ -42,7 +42,7 @@ CODECS = (
         "turbo4",
         "turbo4c",
     ),
-    *("kivi4/turbo4", "kivi5/turbo3.5", "turbo3.5", "affine3", "turbo3", "turbo3c"),
+    *("kivi4/turbo4", "kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3.5", "affine3", "turbo3", "turbo3c"),
     *("kivi4/turbo3", "kivi4/turbo2", "turbo2.5", "affine2", "kivi2", "turbo2", "turbo2c"),
 )
 RIVALS: dict[str, type[QuantizedSides] | type[WidenedSides]] = {
@@ -103,7 +103,10 @@ class Row:
     relative_mse_keys: float
     relative_mse_values: float
     mean_error: float
-    """Absolute, of keys and values."""
+    """Absolute, of keys and values,"""
+    mean_error_keys: float
+    mean_error_values: float
+    """and of one of the two alone."""
     max_error: float
     kl: float
     """Of the attention weights, in nats, a query."""
@@ -420,7 +423,9 @@ def _row(name: str, hold: Hold, shape: Shape, layers: Sequence[Sides]) -> Row:
         bits=round(8 * nbytes / numbers, 3),
         relative_mse_keys=mean("mse_keys"),
         relative_mse_values=mean("mse_values"),
-        mean_error=mean("mean"),
+        mean_error=(mean("mean_keys") + mean("mean_values")) / 2,
+        mean_error_keys=mean("mean_keys"),
+        mean_error_values=mean("mean_values"),
         max_error=max(each["max"] for each in errors),
         kl=mean("kl"),
         top_1=mean("top_1"),
@@ -474,7 +479,8 @@ def _errors(held: Held, sides: Sides) -> dict[str, float]:
     figures = {
         "mse_keys": (lost[0] ** 2).sum() / (wide[0] ** 2).sum(),
         "mse_values": (lost[1] ** 2).sum() / (wide[1] ** 2).sum(),
-        "mean": (lost[0].mean() + lost[1].mean()) / 2,
+        "mean_keys": lost[0].mean(),
+        "mean_values": lost[1].mean(),
         "max": mx.maximum(lost[0].max(), lost[1].max()),
         "kl": (right * (logs[0] - logs[1])).sum(axis=-1).mean(),
         "top_1": (mx.argmax(right, axis=-1) == mx.argmax(found, axis=-1)).mean(),
