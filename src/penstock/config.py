@@ -148,20 +148,6 @@ class EngineSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _codes_have_a_codec(self) -> EngineSettings:
-        given = [
-            name
-            for name, field in type(self).model_fields.items()
-            if name.startswith("kv_cache_") and getattr(self, name) != field.default
-        ]
-        if given and self.kv_cache_quantization is None:
-            raise ValueError(
-                f"{', '.join(given)}: nothing is held in a codec; name a kv_cache_quantization "
-                f"(--kv-cache-quantization), or raw, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _keep_leaves_room(self) -> EngineSettings:
         if self.keep is not None and self.keep >= self.max_kv_size:
             raise ValueError(

@@ -16,7 +16,10 @@ from penstock.kv.codecs import parse_scheme
 from penstock.models import vllm_mlx
 
 SHAPE = Shape(layers=2, heads=4, head_dim=128, seq_len=256, dtype="float32", rounds=1)
-NAMES = ("raw", "affine8", "kivi8", "affine4", "kivi4", "kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3")
+NAMES = (
+    *("raw", "affine8", "kivi8", "affine4", "kivi4"),
+    *("kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3"),
+)
 
 
 @pytest.fixture(scope="module", params=bench.DATA)
@@ -165,9 +168,9 @@ def test_only_layers_with_keys_and_values_of_one_size_are_taken() -> None:
         (["--data", "nowhere"], "no such folder; or one of gauss"),
         (["--data", "no/where"], "there is no folder no/where"),
         (["--seq-len", "100"], "not a multiple of 64"),
-        (["--head-dim", "81"], "heads of 81 numbers: an even number of 8 or more"),
+        (["--head-dim", "81"], "penstock: heads of 81 numbers: an even number of 8 or more"),
         (["--data", "biased", "--head-dim", "4"], "heads of 4 numbers"),
-        (["--plot", "picture.txt"], "name a file that ends with .png, .svg, .pdf"),
+        (["--plot", "picture.txt"], "picture.txt: pictures end with "),
     ],
 )
 def test_wrong_input_is_one_line(

@@ -288,11 +288,6 @@ def test_no_room_in_mlx_harms_nobody(
         ({"kv_cache_quantization": "4g128"}, "layer 0: affine4g128 holds 128"),
         ({"kv_cache_quantization": "4", "kv_cache_skip_layers": (3,)}, "others, are 0 to 2"),
         ({"kv_cache_quantization": "4", "kv_cache_min_quantize_tokens": -1}, "greater than or"),
-        ({"kv_cache_residual": 64}, "kv_cache_residual: nothing is held in a codec"),
-        (
-            {"kv_cache_skip_layers": (9,), "kv_cache_quantize": "at-rest"},
-            "kv_cache_skip_layers, kv_cache_quantize: nothing is held in a codec",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(

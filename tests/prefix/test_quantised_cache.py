@@ -500,8 +500,21 @@ def test_codes_in_a_layer_that_is_skipped_are_refused() -> None:
     assert refused is not None
     assert refused.startswith("layer 1: TurboQuantKVCache holds codes where kv_cache_skip_layers")
     assert prefix.store(range(300), [made[0], *noise(300, layers=1)]).new_tokens == 256
-    caches, _ = prefix.fetch(range(300), dequantize=False)
-    assert [type(cache) for cache in caches or []] == [TurboQuantKVCache, KVCache]
+    for asked in (300, 100):  # of the first tokens alone all layers are raw
+        caches, _ = prefix.fetch(range(asked), dequantize=False)
+        assert [type(cache) for cache in caches or []] == [TurboQuantKVCache, KVCache]
+
+
+def test_first_tokens_in_one_piece_take_nothing_besides() -> None:
+    """They are cut as views; only those that are in the tail as well are joined first."""
+    cache, raw = TurboQuantKVCache("4", min_quantize_tokens=FIRST), FIRST * HEADS * 2 * DIM * 4
+    cache.update_and_fetch(*(mx.ones((1, HEADS, FIRST, DIM)) for _ in range(2)))
+    assert quantised("4", 2 * raw - 1).store(range(FIRST), [cache]).new_tokens == FIRST
+    cache.trim(28)
+    for _ in range(28):
+        cache.update_and_fetch(*(mx.ones((1, HEADS, 1, DIM)) for _ in range(2)))
+    assert "do not fit" in str(quantised("4", 2 * raw - 1).store(range(FIRST), [cache]).refused)
+    assert quantised("4", 2 * raw + 20_000).store(range(FIRST), [cache]).new_tokens == FIRST
 
 
 def test_turns_of_prefill_stay_in_codes(model: Any) -> None:

@@ -128,8 +128,12 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         (("--kv-cache-quantization", "q4"), "is no codec; there are raw"),
-        (("--kv-cache-quantization", "8", "--kv-cache-skip-layers", "2"), "layers are 0 to 1"),
+        (("--kv-cache-quantization", "8", "--kv-cache-skip-layers", "2"), "others, are 0 to 1"),
         (("--kv-cache-skip-layers", "one"), "'one' is no number"),
+        (
+            ("--kv-cache-residual", "64", "--kv-cache-quantize", "at-rest"),
+            "--kv-cache-residual, --kv-cache-quantize: nothing is held in a codec",
+        ),
         (("--kv-cache-min-quantize-tokens", "-1"), "--kv-cache-min-quantize-tokens"),
         (("--host", "0.0.0.0"), "api-key"),
         (("--memory-limit", "0"), "nothing fits"),

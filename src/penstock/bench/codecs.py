@@ -29,21 +29,10 @@ from penstock.models.vllm_mlx import WidenedSides
 from penstock.recall import dialogue
 
 CODECS = (
-    *(
-        "raw",
-        "affine8",
-        "kivi8",
-        "rot8",
-        "turbo8",
-        "k8v4",
-        "affine4",
-        "rot4",
-        "kivi4",
-        "turbo4",
-        "turbo4c",
-    ),
-    *("kivi4/turbo4", "kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3.5", "affine3", "turbo3", "turbo3c"),
-    *("kivi4/turbo3", "kivi4/turbo2", "turbo2.5", "affine2", "kivi2", "turbo2", "turbo2c"),
+    *("raw", "affine8", "kivi8", "rot8", "turbo8", "k8v4", "affine4", "rot4", "kivi4", "turbo4"),
+    *("turbo4c", "kivi4/turbo4", "kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3.5", "affine3"),
+    *("turbo3", "turbo3c", "kivi4/turbo3", "kivi4/turbo2", "turbo2.5", "affine2", "kivi2"),
+    *("turbo2", "turbo2c"),
 )
 RIVALS: dict[str, type[QuantizedSides] | type[WidenedSides]] = {
     "mlx-lm": QuantizedSides,

@@ -21,8 +21,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-DRAWN_AS = (".png", ".svg", ".pdf")
-
 Save: TypeAlias = Annotated[
     Path | None,
     typer.Option(
@@ -41,10 +39,14 @@ def _check_plot(file: Path | None) -> Path | None:
     """Refuse before anything is measured what could not be drawn afterwards."""
     if file is not None and find_spec("matplotlib") is None:
         raise SettingError("--plot needs matplotlib: pip install matplotlib")
-    if file is not None and file.suffix.lower() not in DRAWN_AS:
-        raise SettingError(f"--plot {file}: name a file that ends with {', '.join(DRAWN_AS)}")
     if file is not None and not file.absolute().parent.is_dir():
         raise SettingError(f"--plot {file}: there is no folder {file.parent}")
+    if file is not None and file.suffix:
+        from matplotlib.figure import Figure
+
+        known = sorted(Figure().canvas.get_supported_filetypes())
+        if file.suffix[1:].lower() not in known:
+            raise SettingError(f"--plot {file}: pictures end with {', '.join(known)}")
     return file
 
 

@@ -60,12 +60,18 @@ def bench_kv_cache(
     each), and what it takes to quantise, to widen and to attend.
     """
     from penstock.bench import codecs as bench
+    from penstock.kv.codecs import parse_scheme
 
     shape = bench.Shape(layers, heads, head_dim, seq_len, dtype, rounds)
     own = None
     names = bench.CODECS if codecs is None else [name for name in codecs.split(",") if name.strip()]
     if not names:
         raise SettingError("--codecs names none")
+    try:
+        for name in names:
+            parse_scheme(name)
+    except ValueError as error:
+        raise SettingError(f"--codecs: {error}") from None
     if data not in bench.DATA:
         model = str(MODEL_PATH) if data == EMBEDDED else data
         if "/" not in model and not Path(model).is_dir():
@@ -74,12 +80,9 @@ def bench_kv_cache(
         taken, own = bench.of_model(model, seq_len, dtype)
         shape = bench.Shape(taken.layers, taken.heads, taken.head_dim, seq_len, dtype, rounds)
     with Console(stderr=True).status("") as status:
-        try:
-            found = bench.measure(
-                shape, data, names, own, lambda name: status.update(f"holding as {name}")
-            )
-        except ValueError as error:
-            raise SettingError(f"--codecs: {error}") from None
+        found = bench.measure(
+            shape, data, names, own, lambda name: status.update(f"holding as {name}")
+        )
     record = found.as_object()
     if save is not None:
         from penstock.bench.report import keep

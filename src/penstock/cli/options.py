@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -193,13 +194,29 @@ def check_remote(url: str | None) -> None:
         check_url(url)
 
 
-def check_codec(name: str | None) -> None:
-    """Refuse a codec that does not exist, before a model is loaded.
+def check_codec(name: str | None, limits: Mapping[str, Any]) -> None:
+    """Refuse a codec that does not exist, before a model is loaded, and settings of codecs
+    without one.
+
+    Args:
+        name: of the codec; None: none is named.
+        limits: settings of the engine.
 
     Raises:
-        SettingError: says which there are.
+        SettingError: says which there are, or what says nothing.
     """
     if name is None:
+        fields = config.EngineSettings.model_fields
+        given = [
+            f"--{key.replace('_', '-')}"
+            for key, value in limits.items()
+            if key.startswith("kv_cache_") and value != fields[key].default
+        ]
+        if given:
+            raise SettingError(
+                f"{', '.join(given)}: nothing is held in a codec; name one by "
+                f"--kv-cache-quantization, or leave this out"
+            )
         return
     from penstock.kv.codecs import parse_scheme
 

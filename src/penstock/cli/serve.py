@@ -122,7 +122,7 @@ def serve(
         "kv_cache_skip_layers": options.numbers("--kv-cache-skip-layers", kv_cache_skip_layers),
         "kv_cache_quantize": kv_cache_quantize,
     }
-    options.check_codec(kv_cache_quantization)
+    options.check_codec(kv_cache_quantization, limits)
     # Both say in the words of the flags what the engine would say in its own, and sooner.
     given = {name: value for name, value in limits.items() if value is not None}
     config.parse(config.EngineSettings, memory_limit=1, **given)

@@ -87,6 +87,8 @@ class _Source:
     """Returns columns start..stop-1: views, or copies of what is coded already; raises
     SettingError if a codec cannot hold what is not coded yet."""
     coded: bool = False
+    viewed: int = 0
+    """Of coded tokens: first ones that are cut as views; others that stay raw are joined."""
 
     def takes_the_place_of(self, form: LayerForm) -> bool:
         """Tell whether it holds, in codes, what a growing cache of this form would."""
@@ -371,7 +373,7 @@ class PrefixCache:
                 return " is empty"
             own = cache.tail._held()
             grown = LayerForm(KVCache, (), None, tuple(side.dtype for side in col.arrays(*own)))
-            return _Source(grown, own, cache.size(), cache.cut, coded=True)
+            return _Source(grown, own, cache.size(), cache.cut, True, cache.head.offset)
         form = LayerForm.of(cache)
         if isinstance(form, str):
             return f": {form}"
@@ -412,7 +414,8 @@ class PrefixCache:
         caches = []
         for i, form in enumerate(shape.forms):
             held, cache = parts(i), None
-            if self._rule is not None and not dequantize and form.max_size is None:
+            coded = self._rule is not None and i not in self._rule.raw_layers
+            if self._rule is not None and coded and not dequantize and form.max_size is None:
                 scheme, first = self._rule.scheme, self._rule.first_tokens
                 cache = TurboQuantKVCache.holding(scheme, first, held, form.dtypes, room)
             if cache is None:
@@ -473,7 +476,7 @@ class PrefixCache:
         runs = []
         if start < first:
             nbytes = (first - start) * bytes_per_token(layers)
-            joined = any(source.coded for source in sources)  # first tokens may be in its tail
+            joined = any(source.coded and source.viewed < first for source in sources)
             runs.append(_Run(start, first, nbytes, nbytes if joined else 0))
         if rule is not None and first < stop:
             shapes = [LayerShape.of(*col.arrays(*layer)) for layer in layers]
