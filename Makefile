@@ -69,7 +69,7 @@ bench: $(VENV)/.dev
 	$(BIN)/penstock bench single --save bench/results --plot docs/single.png
 	$(BIN)/penstock bench ragged --save bench/results
 	for data in gauss outliers biased; do \
-		$(BIN)/penstock bench-kv-cache --layers 8 --data $$data --save bench/results; done
+		$(BIN)/penstock bench-kv-cache --layers 8 --data $$data --save bench/results || exit 1; done
 	$(BIN)/penstock bench quantised --codec kivi8 --longest 4096 --save bench/results \
 		--plot docs/quantised.png
 
