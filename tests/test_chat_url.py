@@ -138,7 +138,9 @@ def test_what_is_no_url_is_refused(url: str) -> None:
         Remote(url)
 
 
-@pytest.mark.parametrize("flag", ["--max-kv-size", "--keep-kv-size", "--kv-bits"])
+@pytest.mark.parametrize(
+    "flag", ["--max-kv-size", "--keep-kv-size", "--kv-bits", "--kv-cache-quantization"]
+)
 def test_a_flag_for_local_caches_is_refused_with_a_url(flag: str) -> None:
     done = chat("--url", "http://127.0.0.1:1", flag, "8")
     assert done.returncode == 2

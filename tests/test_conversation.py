@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from penstock.cli.conversation import Conversation, kv_use, make_caches, shared_tokens
 from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import ModelError, SettingError
+from penstock.kv import TurboQuantKVCache
 from penstock.models.mlx_lm import Loaded, encode, load_all, render, stream
 from penstock.recall import MODEL_PATH
 from small_models import BASE, build
@@ -53,6 +55,38 @@ def test_it_answers_from_memory(recall: Loaded) -> None:
         ask(conversation, text)
     assert ask(conversation, "What is the code of the amber falcon?")[0] == "4821."
     assert ask(conversation, "What is the colour of the quiet dolphin?")[0] == "turquoise."
+
+
+@pytest.mark.parametrize("codec", ["k8v4", "auto3.5x"])
+def test_it_answers_from_memory_in_a_codec(recall: Loaded, codec: str) -> None:
+    coded = KVSettings(kv_cache_quantization=codec, kv_cache_min_quantize_tokens=0)
+    held = []
+    for kv in (KVSettings(), coded):
+        conversation = Conversation(recall, kv)
+        for text in TOLD * 6:
+            ask(conversation, text)
+        assert ask(conversation, "What is the code of the amber falcon?")[0] == "4821."
+        held.append(conversation)
+    whole, fewer = (conversation.kv_use().nbytes for conversation in held)
+    assert fewer < 0.6 * whole
+    assert {type(cache) for cache in held[1].caches} == {TurboQuantKVCache}
+    assert held[1].caches[0].codes.offset >= 128
+    assert held[1].caches[0]._in_place
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_cache_quantization": "4g128"}, "4g128: affine4g128 holds 128 numbers"),
+        ({"kv_cache_quantization": "4", "max_kv_size": 127}, "--max-kv-size 127: .* at least 128"),
+        ({"kv_cache_quantization": "turbo4c"}, "there to be compared with"),
+    ],
+)
+def test_codecs_that_do_not_fit_the_model(
+    recall: Loaded, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SettingError, match=words):
+        make_caches(recall, KVSettings(**settings))
 
 
 def test_a_turn_reads_only_what_is_new(recall: Loaded) -> None:

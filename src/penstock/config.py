@@ -63,6 +63,11 @@ class KVSettings(Settings):
     """Tokens; None is `KEEP`, or less in a small window."""
     kv_bits: Literal[2, 3, 4, 5, 6, 8] | None = None
     """Bits of a stored number; None keeps the model's own precision."""
+    kv_cache_quantization: str | None = None
+    """The codec of full-attention layers, in place of `kv_bits`; None leaves them."""
+    kv_cache_min_quantize_tokens: int = Field(MIN_QUANTIZE_TOKENS, ge=0)
+    """First tokens that a codec leaves as they are; a `keep_kv_size` that is named counts instead
+    if it is more."""
 
     @model_validator(mode="after")
     def _keep_leaves_room(self) -> KVSettings:
@@ -71,6 +76,12 @@ class KVSettings(Settings):
                 f"--keep-kv-size {self.keep_kv_size} leaves no room in a window of "
                 f"--max-kv-size {self.max_kv_size} tokens; lower the first or raise the second"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_for_fewer_bits(self) -> KVSettings:
+        if self.kv_bits is not None and self.kv_cache_quantization is not None:
+            raise ValueError("--kv-bits and --kv-cache-quantization are two ways; name one of them")
         return self
 
 

@@ -149,6 +149,14 @@ def test_full_layers_are_held_in_a_codec() -> None:
     assert cache[1].offset == 7 * 80
 
 
+def test_raw_is_no_codec_and_a_wrong_one_is_refused() -> None:
+    model = model_of("llama")
+    cache = make_kv_cache(model, kv_cache_quantization="raw", kv_bits=8)
+    assert kinds(cache) == kinds(make_kv_cache(model, kv_bits=8))
+    with pytest.raises(SettingError, match="'q4' is no codec"):
+        make_kv_cache(model, kv_cache_quantization="q4")
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "words"),
     [

@@ -24,7 +24,7 @@ HELP = """\
 /exit   leave (so does the end of input)"""
 
 
-LOCAL_FLAGS = ("max_kv_size", "keep_kv_size", "kv_bits")
+LOCAL_FLAGS = ("max_kv_size", "keep_kv_size", "kv_bits", "kv_cache_quantization")
 """What a server decides for itself."""
 
 
@@ -70,6 +70,8 @@ def chat(
     max_kv_size: options.MaxKVSize = config.MAX_KV_SIZE,
     keep_kv_size: options.KeepKVSize = None,
     kv_bits: options.KVBits = None,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     temp: options.Temp = config.TEMP,
     top_p: options.TopP = config.TOP_P,
     seed: options.Seed = None,
@@ -90,8 +92,12 @@ def chat(
     Each turn reads only what the caches do not hold yet, here or at the server of --url.
     Lines piped in are answered in order, without prompts. /help lists the commands.
     """
-    kv = config.parse(
-        config.KVSettings, max_kv_size=max_kv_size, keep_kv_size=keep_kv_size, kv_bits=kv_bits
+    kv = options.kv_settings(
+        max_kv_size=max_kv_size,
+        keep_kv_size=keep_kv_size,
+        kv_bits=kv_bits,
+        kv_cache_quantization=kv_cache_quantization,
+        kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens,
     )
     sampling = config.parse(
         config.SamplingSettings, max_tokens=max_tokens, temp=temp, top_p=top_p, seed=seed

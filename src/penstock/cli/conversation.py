@@ -9,9 +9,12 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.config import KEEP, KVSettings, SamplingSettings
+from penstock.errors import SettingError
 from penstock.kv import make_kv_cache
+from penstock.kv.codecs import parse_scheme
+from penstock.kv.turboquant import BLOCK_TOKENS
 from penstock.memory import format_bytes, group_size_for, read_model_spec
-from penstock.models.mlx_lm import Loaded, Piece, render, stream
+from penstock.models.mlx_lm import Loaded, Piece, attach, render, stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,12 @@ def make_caches(loaded: Loaded, kv: KVSettings, capacity: int | None = None) -> 
     """Make the caches of one sequence; `capacity` is in tokens.
 
     Raises:
-        SettingError: The head size of the model has no quantized form.
+        SettingError: The head size of the model has no quantized form, or not in this codec.
     """
+    codec = kv.kv_cache_quantization
+    if codec is not None:
+        _check_codec(loaded, codec, kv.max_kv_size)
+        attach(loaded.model)
     group_size = 64 if kv.kv_bits is None else group_size_for(read_model_spec(loaded.config))
     return make_kv_cache(
         loaded.model,
@@ -41,7 +48,25 @@ def make_caches(loaded: Loaded, kv: KVSettings, capacity: int | None = None) -> 
         kv_bits=kv.kv_bits,
         capacity=capacity,
         kv_group_size=group_size,
+        kv_cache_quantization=codec,
+        kv_cache_min_quantize_tokens=max(kv.kv_cache_min_quantize_tokens, kv.keep_kv_size or 0),
     )
+
+
+def _check_codec(loaded: Loaded, codec: str, max_kv_size: int) -> None:
+    """Raise SettingError if the model's heads, or so small a window, cannot be held in it."""
+    if max_kv_size < 2 * BLOCK_TOKENS:
+        raise SettingError(
+            f"--max-kv-size {max_kv_size}: with --kv-cache-quantization it is at least "
+            f"{2 * BLOCK_TOKENS}"
+        )
+    spec = read_model_spec(loaded.config)
+    for layer in spec.layers:
+        try:
+            if layer.kind == "full":
+                parse_scheme(codec).token_bits(layer.key_dim, layer.value_dim, 16)
+        except ValueError as error:
+            raise SettingError(f"--kv-cache-quantization {codec}: {error}") from None
 
 
 def kv_use(caches: Sequence[Any], tokens: int) -> KVUse:

@@ -30,6 +30,8 @@ def generate(
     max_kv_size: options.MaxKVSize = config.MAX_KV_SIZE,
     keep_kv_size: options.KeepKVSize = None,
     kv_bits: options.KVBits = None,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     temp: options.Temp = config.TEMP,
     top_p: options.TopP = config.TOP_P,
     seed: options.Seed = None,
@@ -39,8 +41,12 @@ def generate(
 
     The answer streams to standard output; tokens, speeds and memory follow on standard error.
     """
-    kv = config.parse(
-        config.KVSettings, max_kv_size=max_kv_size, keep_kv_size=keep_kv_size, kv_bits=kv_bits
+    kv = options.kv_settings(
+        max_kv_size=max_kv_size,
+        keep_kv_size=keep_kv_size,
+        kv_bits=kv_bits,
+        kv_cache_quantization=kv_cache_quantization,
+        kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens,
     )
     sampling = config.parse(
         config.SamplingSettings, max_tokens=max_tokens, temp=temp, top_p=top_p, seed=seed

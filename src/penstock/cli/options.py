@@ -85,6 +85,26 @@ KVBits: TypeAlias = Annotated[
         show_default="the model's precision",
     ),
 ]
+KVCacheQuantization: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Hold keys and values in fewer bits: 8, 4, k8v4, kivi5/turbo3.5, ... (docs/codecs.md; "
+        "penstock bench-kv-cache compares them).",
+        envvar="PENSTOCK_KV_CACHE_QUANTIZATION",
+        metavar="CODEC",
+        show_default="full precision",
+    ),
+]
+KVCacheMinQuantizeTokens: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="First tokens of every prompt that stay in full precision; a --keep-kv-size that is "
+        "more counts instead.",
+        envvar="PENSTOCK_KV_CACHE_MIN_QUANTIZE_TOKENS",
+        metavar="TOKENS",
+        min=0,
+    ),
+]
 Temp: TypeAlias = Annotated[
     float,
     typer.Option(
@@ -194,29 +214,34 @@ def check_remote(url: str | None) -> None:
         check_url(url)
 
 
-def check_codec(name: str | None, limits: Mapping[str, Any]) -> None:
-    """Refuse a codec that does not exist, before a model is loaded, and settings of codecs
-    without one.
-
-    Args:
-        name: of the codec; None: none is named.
-        limits: settings of the engine.
+def check_codec_settings(limits: Mapping[str, Any]) -> None:
+    """Refuse an engine's settings of codecs without a codec, and one that does not exist.
 
     Raises:
-        SettingError: says which there are, or what says nothing.
+        SettingError: says what says nothing, or which there are.
+    """
+    name = limits["kv_cache_quantization"]
+    fields = config.EngineSettings.model_fields
+    given = [
+        f"--{key.replace('_', '-')}"
+        for key, value in limits.items()
+        if key.startswith("kv_cache_") and value != fields[key].default
+    ]
+    if given and name is None:
+        raise SettingError(
+            f"{', '.join(given)}: nothing is held in a codec; name one by --kv-cache-quantization, "
+            f"or leave this out"
+        )
+    check_codec(name)
+
+
+def check_codec(name: str | None) -> None:
+    """Refuse a codec that does not exist, before a model is loaded.
+
+    Raises:
+        SettingError: says which there are.
     """
     if name is None:
-        fields = config.EngineSettings.model_fields
-        given = [
-            f"--{key.replace('_', '-')}"
-            for key, value in limits.items()
-            if key.startswith("kv_cache_") and value != fields[key].default
-        ]
-        if given:
-            raise SettingError(
-                f"{', '.join(given)}: nothing is held in a codec; name one by "
-                f"--kv-cache-quantization, or leave this out"
-            )
         return
     from penstock.kv.codecs import parse_scheme
 
@@ -224,6 +249,16 @@ def check_codec(name: str | None, limits: Mapping[str, Any]) -> None:
         parse_scheme(name)
     except ValueError as error:
         raise SettingError(f"--kv-cache-quantization: {error}") from None
+
+
+def kv_settings(**given: Any) -> config.KVSettings:
+    """Return how a sequence's caches are made, by flags of `KVSettings`.
+
+    Raises:
+        SettingError: they contradict each other, or there is no such codec.
+    """
+    check_codec(given["kv_cache_quantization"])
+    return config.parse(config.KVSettings, **given)
 
 
 def warn_of_slow_blas(blas: Blas) -> None:

@@ -66,8 +66,8 @@ def serve(
     remote_cache_ttl: flags.RemoteCacheTTL = config.REMOTE_CACHE_TTL_SECONDS,
     remote_cache_timeout: flags.RemoteCacheTimeout = config.REMOTE_CACHE_TIMEOUT_SECONDS,
     session_dir: flags.SessionDir = None,
-    kv_cache_quantization: flags.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: flags.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     kv_cache_residual: flags.KVCacheResidual = 0,
     kv_cache_skip_layers: flags.KVCacheSkipLayers = "",
     kv_cache_quantize: flags.KVCacheQuantize = "active",
@@ -122,7 +122,7 @@ def serve(
         "kv_cache_skip_layers": options.numbers("--kv-cache-skip-layers", kv_cache_skip_layers),
         "kv_cache_quantize": kv_cache_quantize,
     }
-    options.check_codec(kv_cache_quantization, limits)
+    options.check_codec_settings(limits)
     # Both say in the words of the flags what the engine would say in its own, and sooner.
     given = {name: value for name, value in limits.items() if value is not None}
     config.parse(config.EngineSettings, memory_limit=1, **given)

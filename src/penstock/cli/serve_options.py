@@ -217,26 +217,6 @@ SessionDir: TypeAlias = Annotated[
         show_default="none",
     ),
 ]
-KVCacheQuantization: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="Hold prefixes in fewer bits: 8, 4, k8v4, kivi5/turbo3.5, ... (docs/codecs.md; "
-        "penstock bench-kv-cache compares them).",
-        envvar="PENSTOCK_KV_CACHE_QUANTIZATION",
-        metavar="CODEC",
-        show_default="full precision",
-    ),
-]
-KVCacheMinQuantizeTokens: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        help="First tokens of every prompt that stay in full precision; a --keep-kv-size that is "
-        "more counts instead.",
-        envvar="PENSTOCK_KV_CACHE_MIN_QUANTIZE_TOKENS",
-        metavar="TOKENS",
-        min=0,
-    ),
-]
 KVCacheResidual: TypeAlias = Annotated[
     int,
     typer.Option(

@@ -11,10 +11,11 @@ from penstock.config import KEEP, MAX_KV_SIZE, MIN_QUANTIZE_TOKENS
 from penstock.errors import SettingError
 from penstock.kv.base import LayerCache
 from penstock.kv.checks import positive, whole
+from penstock.kv.quantisation import Quantisation
 from penstock.kv.quantized import QuantizedRotatingKVCache
 from penstock.kv.rotating import Ring, RotatingKVCache
 from penstock.kv.sinks import SinkRotatingKVCache
-from penstock.kv.turboquant import TurboQuantKVCache
+from penstock.kv.turboquant import BLOCK_TOKENS, TurboQuantKVCache
 
 
 def make_kv_cache(
@@ -51,6 +52,13 @@ def make_kv_cache(
         SettingError: a layer's cache is of a kind that cannot be bounded; there is no such codec,
             or it cannot be used here.
     """
+    rule = Quantisation.of(
+        kv_cache_quantization,
+        block_size=BLOCK_TOKENS,
+        first_tokens=kv_cache_min_quantize_tokens,
+    )
+    if rule is None:  # raw is none
+        kv_cache_quantization = None
     if kv_cache_quantization is not None and kv_bits is not None:
         raise SettingError("kv_bits and kv_cache_quantization are two ways; name one of them")
     room = LayerCache.step if capacity is None else positive("capacity", capacity)
