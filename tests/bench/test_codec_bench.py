@@ -168,6 +168,7 @@ def test_only_layers_with_keys_and_values_of_one_size_are_taken() -> None:
         (["--data", "nowhere"], "no such folder; or one of gauss"),
         (["--data", "no/where"], "there is no folder no/where"),
         (["--seq-len", "100"], "not a multiple of 64"),
+        (["--seq-len", "100000000"], "GB are free; take fewer --layers or a smaller --seq-len"),
         (["--head-dim", "81"], "penstock: heads of 81 numbers: an even number of 8 or more"),
         (["--data", "biased", "--head-dim", "4"], "heads of 4 numbers"),
         (["--plot", "picture.txt"], "picture.txt: pictures end with "),

@@ -248,6 +248,11 @@ SMALL_SIZES: dict[str, Any] = {
 }
 
 
+def test_answers_that_end_at_once_are_alike() -> None:
+    assert bench.alike([], []) == 1.0
+    assert (bench.alike([1], []), bench.alike([1, 2], [1, 3])) == (0.0, 0.5)
+
+
 def test_errors_of_estimates() -> None:
     alone = Estimate.of([[1.0], [2.0], [3.0], [4.0]])
     assert (alone.n, alone.mean) == (4, 2.5)
@@ -335,6 +340,8 @@ def test_another_model_reads_a_text(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--form", "spiky"], "--form spiky: there are plain, outliers, biased"),
         (["--memory-limit", "1MB"], "can never fit in the limit of 1.00 MB"),
         (["--plot", "/nowhere/at/all.png"], "there is no folder"),
+        (["--text-tokens", "10"], "--text-tokens 10: a piece needs 128 or more"),
+        (["--save", str(MODEL_PATH / "config.json" / "x")], "x: Not a directory"),
     ],
 )
 def test_wrong_input_is_one_line(

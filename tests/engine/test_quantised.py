@@ -19,7 +19,7 @@ from penstock.engine.handle import Handle
 from penstock.engine.needs import _peak
 from penstock.engine.request import Request, Sampling
 from penstock.engine.step import Runner
-from penstock.errors import SettingError
+from penstock.errors import NeverFits, SettingError
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind
@@ -295,6 +295,19 @@ def test_what_cannot_be_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(SettingError, match=words):
         Core(model, **{**SMALL, **settings})
+
+
+@pytest.mark.parametrize(("codec", "share"), [("raw", 1.0), ("k8v4", 0.9), ("auto5x", 0.9)])
+def test_as_long_a_prompt_is_let_in(model: Any, codec: str, share: float) -> None:
+    """Codes are widened some tokens at a time where a chunk reads them, not a layer at a time."""
+
+    def longest(codec: str | None) -> int:
+        with running(model, codec, memory_limit="35MB") as core:
+            with pytest.raises(NeverFits) as caught:
+                core.submit(Request(prompt=prompt(8_000), max_tokens=1))
+            return 8_000 * caught.value.room_bytes // caught.value.needed_bytes
+
+    assert longest(codec) >= share * longest(None)
 
 
 def test_raw_is_none(model: Any) -> None:

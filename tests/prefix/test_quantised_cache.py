@@ -603,6 +603,8 @@ def test_codes_that_cannot_be_read_in_place_are_not_given_out() -> None:
         ({"kv_cache_quantization": "turbo9"}, "'turbo9' is no codec; there are"),
         ({"kv_cache_quantization": "kivi4", "block_size": 48}, "do not divide a block_size of 48"),
         ({"kv_cache_min_quantize_tokens": -1}, "kv_cache_min_quantize_tokens must be at least 0"),
+        ({"kv_cache_min_quantize_tokens": 1.5}, "must be a whole number, not 1.5"),
+        ({"kv_cache_quantization": 8}, "must be a name, as '8', not 8"),
     ],
 )
 def test_settings_that_cannot_be_are_named_at_once(settings: dict[str, Any], words: str) -> None:

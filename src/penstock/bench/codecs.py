@@ -67,6 +67,12 @@ class Shape:
     dtype: str = "float16"
     rounds: int = 5
 
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of keys and values in the stated type."""
+        numbers = 2 * self.layers * self.heads * self.head_dim * self.seq_len
+        return numbers * int(DTYPES[self.dtype].size)
+
 
 @dataclass(frozen=True, slots=True)
 class Sides:

@@ -252,6 +252,12 @@ def pieces(tokenizer: Any, load_: Load) -> list[Piece]:
     Raises:
         SettingError: no piece has two blocks.
     """
+    least = LEAST_BLOCKS * load_.block_size
+    if load_.text_tokens < least:
+        raise SettingError(
+            f"--text-tokens {load_.text_tokens}: a piece needs {least} or more, {LEAST_BLOCKS} "
+            f"blocks of {load_.block_size}"
+        )
     size = min(load_.piece_tokens, load_.text_tokens)
     if load_.text is not None:
         tokens = encode(tokenizer, load_.text)[: load_.text_tokens]
@@ -268,7 +274,6 @@ def pieces(tokenizer: Any, load_: Load) -> list[Piece]:
         else:
             texts = ["\n".join(message["content"] for message in one.messages) for one in told]
             found = [_whole(encode(tokenizer, text)) for text in texts]
-    least = LEAST_BLOCKS * load_.block_size
     long = [piece for piece in found if len(piece.tokens) >= least]
     if not long:
         most = max((len(piece.tokens) for piece in found), default=0)
@@ -354,6 +359,8 @@ def continued(core: Core, load_: Load, piece: Piece) -> list[list[int]]:
 
 def alike(found: Sequence[int], wanted: Sequence[int]) -> float:
     """Return the share of tokens before the first that differs; the longer one's."""
+    if list(found) == list(wanted):  # also of two that end at once
+        return 1.0
     same = takewhile(lambda pair: pair[0] == pair[1], zip(found, wanted, strict=False))
     return sum(1 for _ in same) / max(1, len(found), len(wanted))
 

@@ -21,6 +21,17 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+
+def _check_save(folder: Path | None) -> Path | None:
+    """Refuse before anything is measured what could not be stored afterwards."""
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"--save {folder}: {error.strerror}") from None
+    return folder
+
+
 Save: TypeAlias = Annotated[
     Path | None,
     typer.Option(
@@ -28,6 +39,7 @@ Save: TypeAlias = Annotated[
         metavar="FOLDER",
         show_default="nothing is stored",
         file_okay=False,
+        callback=_check_save,
     ),
 ]
 Rounds: TypeAlias = Annotated[

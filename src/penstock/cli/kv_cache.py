@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import psutil
 import typer
 from rich.console import Console
 from rich.table import Table as Drawn
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from penstock.bench.codecs import Table
 
 EMBEDDED = "embedded"
+TIMES_RAW = 4
+"""What a comparison takes, at most, of the raw bytes."""
 
 
 def bench_kv_cache(
@@ -79,6 +82,13 @@ def bench_kv_cache(
             raise SettingError(f"--data {data}: there is no such folder; or one of {known}")
         taken, own = bench.of_model(model, seq_len, dtype)
         shape = bench.Shape(taken.layers, taken.heads, taken.head_dim, seq_len, dtype, rounds)
+    needed, free = TIMES_RAW * shape.raw_bytes, psutil.virtual_memory().available
+    if needed > free:
+        raise SettingError(
+            f"keys and values of {format_bytes(shape.raw_bytes)} need {format_bytes(needed)} with "
+            f"what they are compared with, and {format_bytes(free)} are free; take fewer --layers "
+            f"or a smaller --seq-len"
+        )
     with Console(stderr=True).status("") as status:
         found = bench.measure(
             shape, data, names, own, lambda name: status.update(f"holding as {name}")

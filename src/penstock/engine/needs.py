@@ -13,15 +13,15 @@ from penstock.engine.sampling import Chooser, choose_all
 from penstock.engine.step import Runner
 from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
 from penstock.kv.codecs.base import wide_bytes
+from penstock.kv.codecs.names import RAW
 from penstock.kv.forms import Form
+from penstock.kv.quantisation import piece_bytes
 from penstock.kv.reads import Part, Row
 from penstock.kv.states import Live
 from penstock.kv.tails import Tails
 
 JOINED_SCORE_BYTES = 16
 """Working memory of one score in MLX's own attention, which joined models use."""
-WIDENED_BUFFERS = 4
-"""Arrays of float32 that are alive together while a codec's keys or values are widened."""
 FAR_TOKENS = 4_096
 """How far into a prompt a step is measured where layers compress: behind as many rows as are
 picked for a token at all."""
@@ -53,6 +53,8 @@ class Needs:
         self._limits = limits
         self.prefill_token_seconds = 0.0
         """What a token of a prompt took when the step was measured."""
+        codec = limits.kv_cache_quantization
+        self._coded = codec not in (None, RAW)
         self._alone = runner.fitness.way == "joined"
         """Whether the model attends by itself, all scores of a chunk at once."""
         self._measured_scores = 0
@@ -105,11 +107,11 @@ class Needs:
         scores = seen * self._runner.heads * (chunk if self._alone else 1)
         beyond = max(0, scores - (self._measured_scores if self._alone else SCORES_AT_ONCE))
         layer = 2 * self._runner.layer_bytes * seen
-        if self._limits.kv_cache_quantization is not None:  # and is widened before it is joined
+        if self._coded:
             numbers = max(
                 (s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes), default=0
             )
-            layer += WIDENED_BUFFERS * mx.float32.size * numbers * seen
+            layer += piece_bytes(self._runner.shapes)  # widened as it is joined
             layer = max(layer, wide_bytes(numbers * seen))  # while it decodes
         return layer + beyond * self._score_bytes
 

@@ -51,12 +51,18 @@ class Quantisation:
             SettingError: there is no such codec, it cannot cut blocks of this size, or less than
                 no tokens are to stay as they are.
         """
+        if not isinstance(first_tokens, int):
+            raise SettingError(
+                f"kv_cache_min_quantize_tokens must be a whole number, not {first_tokens!r}"
+            )
         if first_tokens < 0:
             raise SettingError(
                 f"kv_cache_min_quantize_tokens must be at least 0, not {first_tokens}"
             )
         if codec is None:
             return None
+        if not isinstance(codec, str):
+            raise SettingError(f"kv_cache_quantization must be a name, as '8', not {codec!r}")
         try:
             scheme = parse_scheme(codec)
         except ValueError as error:
@@ -93,7 +99,7 @@ class Quantisation:
             if not codec.in_place:
                 raise SettingError(
                     f"kv_cache_quantization {self.scheme.name}: {codec.name} is widened whenever "
-                    f"it is read, and is there to be compared with"
+                    f"it is read, and is there to be compared with; name one without a c"
                 )
 
     def token_bits(self, shapes: Sequence[LayerShape]) -> tuple[int, int]:

@@ -17,12 +17,13 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.kv import attention
+from penstock.kv import columns as col
 from penstock.kv.attention import MASKED, Held, Partial, Sight
 from penstock.kv.codecs.base import Coded
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.columns import Side
 from penstock.kv.lanes import LANES, lane
-from penstock.kv.segment import Segment
+from penstock.kv.segment import Segment, widened
 from penstock.kv.tails import Tails
 
 APART = 2_048
@@ -554,7 +555,8 @@ class ChunkReads(Reads):
             they are 0 .. m - 1.
         """
         assert self.keys is not None and self.values is not None
-        return join_parts(self.parts, self.layer, sight, self.offset, (self.keys, self.values))
+        own = self.keys, self.values
+        return join_parts(self.parts, self.layer, sight, self.offset, own, lazily=self.last)
 
 
 def join_parts(
@@ -563,14 +565,20 @@ def join_parts(
     sight: Sight,
     position: int,
     own: tuple[mx.array, mx.array],
+    *,
+    lazily: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Join what a query at `position` sees of the parts with `own` columns behind them."""
+    """Join what a query at `position` sees of the parts with `own` columns behind them.
+
+    Codes are widened some tokens at a time, evaluated, so that little more is taken than is made;
+    or `lazily`, where nobody will read it.
+    """
     nearest = sight.starts_at(position)
     pieces: list[Piece] = []
     spans: list[tuple[int, int]] = []
     for part in parts:
         for start, stop in _pieces(part, nearest, sight.keep):
-            pieces.append((part.segment, start - part.start, stop - part.start))
+            pieces += _aligned(part.segment, layer, start - part.start, stop - part.start)
             spans.append((start, stop))
     keys, values = own
     if not pieces:
@@ -579,11 +587,27 @@ def join_parts(
     behind = parts[-1].end
     spans.append((behind, behind + keys.shape[2]))
     before = _sides(pieces, layer)
-    return (
-        mx.concatenate([*_wide(before[0], keys.dtype), keys], axis=2),
-        mx.concatenate([*_wide(before[1], values.dtype), values], axis=2),
-        _positions(spans),
-    )
+    joined = [_join(*each, lazily=lazily) for each in zip(before, own, strict=True)]
+    return joined[0], joined[1], _positions(spans)
+
+
+def _aligned(segment: Segment, layer: int, start: int, stop: int) -> list[Piece]:
+    """Return the columns as pieces of which the longest begins and ends where codes can be cut."""
+    coded = (side for side in segment.layers[layer] if isinstance(side, Coded))
+    span = max((side.codec.span for side in coded), default=1)
+    first = min(stop, -(-start // span) * span)
+    last = max(first, stop // span * span)
+    cuts = ((start, first), (first, last), (last, stop))
+    return [(segment, begin, end) for begin, end in cuts if begin < end]
+
+
+def _join(before: Sequence[Held], own: mx.array, *, lazily: bool) -> mx.array:
+    """Join what is held with `own` columns, (1, kv_heads, columns, dim)."""
+    if lazily or not any(isinstance(side, Coded) for side in before):
+        return mx.concatenate([*_wide(before, own.dtype), own], axis=2)
+    sides = [*(side if isinstance(side, Coded) else side[None] for side in before), own]
+    placed = [(0, at, side) for at, side in col.spread(0, sides)]
+    return widened(placed, 1, sum(map(col.columns, sides)), own.dtype)
 
 
 def _positions(spans: Sequence[tuple[int, int]]) -> mx.array | None:

@@ -18,10 +18,10 @@ AUTO = {"auto2.5x": "kivi8/turbo4", "auto3.5x": "kivi4/turbo4", "auto5x": "kivi3
 """The best that takes so many times less than float16, with heads of a multiple of 64; measured,
 see docs/codecs.md, which has those for heads of 80, 96 and 112."""
 FORMS = (
-    "raw; affine2 to affine8 (or 2, 3, 4, 5, 6, 8), with g32 or g128 behind it for other groups "
-    "than 64; rot2 to rot8; turbo2, turbo2.5, ..., turbo6, turbo8; turbo1c to turbo4c; kivi2 to "
-    "kivi8; k8v4, k4v2, k8v4g32, ...; KEYS/VALUES of any two, as kivi4/turbo3.5; auto2.5x, "
-    "auto3.5x, auto5x"
+    "raw; affine2 to affine6 and affine8 (or 2, 3, 4, 5, 6, 8), with g32 or g128 behind it for "
+    "other groups than 64; rot2 to rot6, rot8; turbo2, turbo2.5, ..., turbo6, turbo8; turbo1c to "
+    "turbo4c; kivi2 to kivi6, kivi8; k8v4, k4v2, k8v4g32, ...; KEYS/VALUES of any two, as "
+    "kivi4/turbo3.5; auto2.5x, auto3.5x, auto5x"
 )
 _AFFINE = re.compile(r"(affine|rot)?([2-8])(?:g(32|64|128))?")
 _TURBO = re.compile(r"turbo([1-8])(\.5|c)?")
