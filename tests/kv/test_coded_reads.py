@@ -12,7 +12,15 @@ from penstock.kv import columns as col
 from penstock.kv.attention import Sight
 from penstock.kv.codecs import Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
-from penstock.kv.reads import ChunkReads, DecodeReads, DecodeStep, JoinedReads, Part, Row
+from penstock.kv.reads import (
+    ChunkReads,
+    DecodeReads,
+    DecodeStep,
+    JoinedReads,
+    Part,
+    Row,
+    join_parts,
+)
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 from penstock.prefix.ssd.host import host_block
@@ -237,3 +245,29 @@ def test_encoding_takes_little_more_than_it_makes() -> None:
     peak = mx.get_peak_memory() - before
     assert mx.get_active_memory() - before == found.nbytes
     assert peak < 2 * found.nbytes + 0.2 * raw.nbytes
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("scheme", ["kivi4/turbo4", "k8v4", "4"])
+@pytest.mark.parametrize("sight", [Sight(), Sight(100), Sight(130, 40)])
+def test_what_a_chunk_joins_piece_by_piece_is_what_it_joins_at_once(
+    sight: Sight, scheme: str, dtype: mx.Dtype
+) -> None:
+    """In the model's type, and to the bit: a window may begin within a span of tokens."""
+    runs = [
+        Segment(tuple((k.astype(dtype), v.astype(dtype)) for k, v in run.layers))
+        for run in (segment(64, 1), segment(2_048, 2))
+    ]
+    coded = Segment(runs[1].layers).encoded(parse_scheme(scheme))
+    parts = (Part(runs[0], 0, 64), Part(coded, 64, 2_048))
+    keys, values = (normal(1, KV_HEADS, 5, DIM, seed=i).astype(dtype) for i in (7, 8))
+    for position in (2_112, 128):
+        seen = parts if position == 2_112 else (parts[0], Part(coded, 64, 64))
+        pieces, at_once = (
+            join_parts(seen, 0, sight, position, (keys, values), lazily=lazily)
+            for lazily in (False, True)
+        )
+        for one, other in zip(pieces[:2], at_once[:2], strict=True):
+            assert one.dtype == dtype
+            assert mx.array_equal(one, other.astype(dtype))
+        assert (pieces[2] is None) == (at_once[2] is None)

@@ -22,6 +22,8 @@ from penstock.kv.tails import Tails
 
 JOINED_SCORE_BYTES = 16
 """Working memory of one score in MLX's own attention, which joined models use."""
+WIDENED_BUFFERS = 4
+"""Arrays of float32 that are alive together while a codec's keys or values are widened at once."""
 FAR_TOKENS = 4_096
 """How far into a prompt a step is measured where layers compress: behind as many rows as are
 picked for a token at all."""
@@ -107,11 +109,11 @@ class Needs:
         scores = seen * self._runner.heads * (chunk if self._alone else 1)
         beyond = max(0, scores - (self._measured_scores if self._alone else SCORES_AT_ONCE))
         layer = 2 * self._runner.layer_bytes * seen
-        if self._coded:
-            numbers = max(
-                (s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes), default=0
-            )
-            layer += piece_bytes(self._runner.shapes)  # widened as it is joined
+        if self._coded and self._runner.shapes:
+            numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes)
+            # Widened as it is joined; of a model that attends by itself, before.
+            whole = WIDENED_BUFFERS * mx.float32.size * numbers * seen
+            layer += whole if self._alone else piece_bytes(self._runner.shapes)
             layer = max(layer, wide_bytes(numbers * seen))  # while it decodes
         return layer + beyond * self._score_bytes
 

@@ -571,7 +571,7 @@ def join_parts(
     """Join what a query at `position` sees of the parts with `own` columns behind them.
 
     Codes are widened some tokens at a time, evaluated, so that little more is taken than is made;
-    or `lazily`, where nobody will read it.
+    or `lazily`, all at once if it is read at all.
     """
     nearest = sight.starts_at(position)
     pieces: list[Piece] = []
@@ -605,7 +605,8 @@ def _join(before: Sequence[Held], own: mx.array, *, lazily: bool) -> mx.array:
     """Join what is held with `own` columns, (1, kv_heads, columns, dim)."""
     if lazily or not any(isinstance(side, Coded) for side in before):
         return mx.concatenate([*_wide(before, own.dtype), own], axis=2)
-    sides = [*(side if isinstance(side, Coded) else side[None] for side in before), own]
+    wide = (s if isinstance(s, Coded) else s[None].astype(own.dtype) for s in before)
+    sides = [*wide, own]
     placed = [(0, at, side) for at, side in col.spread(0, sides)]
     return widened(placed, 1, sum(map(col.columns, sides)), own.dtype)
 
@@ -669,7 +670,8 @@ class JoinedReads:
         else:
             assert self.keys is not None and self.values is not None
             own = self.keys, self.values
-        return join_parts(self.parts, self.layer, self.sight, self.offset, own)[:2]
+        # Lazily: a layer that nobody reads is never computed, and rows are computed together.
+        return join_parts(self.parts, self.layer, self.sight, self.offset, own, lazily=True)[:2]
 
     @property
     def state(self) -> tuple[mx.array, mx.array, int]:
