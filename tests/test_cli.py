@@ -518,6 +518,12 @@ def test_a_broken_folder_is_one_line(
     assert complaint in refused(capsys, "generate", "x", "--model", str(model))
 
 
+@pytest.mark.parametrize("more", [("--max-kv-size", "64"), ("--kv-bits", "8")])
+def test_raw_is_no_codec(more: tuple[str, str]) -> None:
+    done = run("generate", "Hello", "--kv-cache-quantization", "raw", *more)
+    assert (done.returncode, done.stdout) == (0, run("generate", "Hello", *more).stdout)
+
+
 def test_control_c_ends_with_130() -> None:
     with subprocess.Popen(
         [SCRIPT, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -257,7 +257,10 @@ def kv_settings(**given: Any) -> config.KVSettings:
     Raises:
         SettingError: they contradict each other, or there is no such codec.
     """
-    check_codec(given["kv_cache_quantization"])
+    name = given["kv_cache_quantization"]
+    check_codec(name)
+    if name is not None and name.strip().lower() == "raw":  # as if none were named
+        given["kv_cache_quantization"] = None
     return config.parse(config.KVSettings, **given)
 
 

@@ -412,11 +412,11 @@ class PrefixCache:
             return [*whole[:-1], (col.take(keys, 0, inside), col.take(values, 0, inside))]
 
         caches = []
+        rule = None if dequantize else self._rule
         for i, form in enumerate(shape.forms):
             held, cache = parts(i), None
-            coded = self._rule is not None and i not in self._rule.raw_layers
-            if self._rule is not None and coded and not dequantize and form.max_size is None:
-                scheme, first = self._rule.scheme, self._rule.first_tokens
+            if rule is not None and i not in rule.raw_layers and form.max_size is None:
+                scheme, first = rule.scheme, rule.first_tokens
                 cache = TurboQuantKVCache.holding(scheme, first, held, form.dtypes, room)
             if cache is None:
                 keys, values = [keys for keys, _ in held], [values for _, values in held]
