@@ -172,6 +172,11 @@ class EngineSettings(Settings):
         return self.ssd_cache_dir is not None or self.remote_cache is not None
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of prompts that one step may read: a chunk, or one block that is longer."""
+        return max(self.prefill_chunk, self.block_size)
+
+    @property
     def raw_first_tokens(self) -> int:
         """First tokens of a prompt that no codec touches."""
         return max(self.kv_cache_min_quantize_tokens, self.keep or 0)

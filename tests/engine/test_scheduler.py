@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 )
 
 from combinations import pairs
+from penstock.config import EngineSettings
 from penstock.engine import scheduler as module
 from penstock.engine.scheduler import NEXT, Chunk, Event, Job, Plan, Scheduler, State, next_state
 from penstock.errors import PenstockError, QueueFull, UnknownSequence
@@ -49,7 +50,8 @@ def make(
     max_queue: int = 100,
     cls: type[Scheduler] = Scheduler,
 ) -> Scheduler:
-    return cls(max_batch_size, prefill_chunk, block_size, max_queue)
+    """Return a scheduler whose steps have the tokens of one chunk, or of one longer block."""
+    return cls(max_batch_size, max(prefill_chunk, block_size), block_size, max_queue)
 
 
 def admitted(scheduler: Scheduler, *jobs: Job) -> None:
@@ -222,10 +224,13 @@ def test_impossible_numbers_are_refused() -> None:
     assert scheduler.job(1).left == 3
     with pytest.raises(UnknownSequence, match="sequence 2 is not one of the 1 active"):
         scheduler.progress(2, position=0, left=0)
-    for name in ("max_batch_size", "prefill_chunk", "block_size", "max_queue"):
-        make(**{name: 1})
+    numbers = {"max_batch_size": 1, "budget_tokens": 1, "block_size": 1, "max_queue": 1}
+    Scheduler(**numbers)
+    for name in numbers:
         with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
-            make(**{name: 0})
+            Scheduler(**{**numbers, name: 0})
+    with pytest.raises(ValueError, match="budget_tokens 63 is less than a block of 64 tokens"):
+        Scheduler(4, 63, 64, 1)
 
 
 def test_priority_goes_first_then_the_parked_then_the_earlier() -> None:
@@ -295,9 +300,10 @@ def test_chunks_end_on_blocks_wherever_they_begin() -> None:
 
 
 def test_a_block_is_read_even_if_the_chunk_is_shorter() -> None:
-    scheduler = make(prefill_chunk=10, block_size=64)
+    limits = EngineSettings(memory_limit=1, prefill_chunk=10, block_size=64)
+    assert limits.step_tokens == 64
+    scheduler = Scheduler(4, limits.step_tokens, limits.block_size, 100)
     admitted(scheduler, Job(1, left=65))
-    assert scheduler.budget_tokens == 64
     assert shares(scheduler.plan()) == {1: 64}
 
 

@@ -212,7 +212,7 @@ class Core:
         )
         size, most = self.limits.block_size, self.limits.max_kv_size
         self.scheduler = Scheduler(
-            self.limits.max_batch_size, self.limits.prefill_chunk, size, self.limits.max_queue
+            self.limits.max_batch_size, self.limits.step_tokens, size, self.limits.max_queue
         )
         shared = 0 if self.runner.fitness.whole else most // size * size
         self.paths = Paths(held, shared_tokens=shared, tally=self.tally)

@@ -140,21 +140,25 @@ class Scheduler:
 
     Args:
         max_batch_size: places, that is, jobs that are prefilling or running at the same time.
-        prefill_chunk: tokens that are prefilled in a step, all jobs together. A single block
-            is read even if it is longer.
+        budget_tokens: tokens that may be prefilled in a step, all jobs together; a block at least.
         block_size: tokens; a chunk ends at a multiple of it, or with the prompt.
         max_queue: jobs that may wait for their first place. Parked ones do not count.
 
     Raises:
-        ValueError: one of them is below 1.
+        ValueError: one of them is below 1, or a block is longer than `budget_tokens`.
     """
 
     def __init__(
-        self, max_batch_size: int, prefill_chunk: int, block_size: int, max_queue: int
+        self, max_batch_size: int, budget_tokens: int, block_size: int, max_queue: int
     ) -> None:
         self.max_batch_size = _positive("max_batch_size", max_batch_size)
-        self.prefill_chunk = _positive("prefill_chunk", prefill_chunk)
+        self.budget_tokens = _positive("budget_tokens", budget_tokens)
         self.block_size = _positive("block_size", block_size)
+        if budget_tokens < block_size:
+            raise ValueError(
+                f"budget_tokens {budget_tokens} is less than a block of {block_size} tokens, which "
+                f"could never be read"
+            )
         self.max_queue = _positive("max_queue", max_queue)
         self._jobs: dict[int, Job] = {}
         self._line: list[Job] = []  # waiting and parked, in the order of admission
@@ -162,11 +166,6 @@ class Scheduler:
         self._step = 1
         self._planned = False  # a plan was made in this step
         self._crowded_step = -1  # the last one in which the first reader left nobody else room
-
-    @property
-    def budget_tokens(self) -> int:
-        """Tokens that may be prefilled in one step."""
-        return max(self.prefill_chunk, self.block_size)
 
     @property
     def free_places(self) -> int:

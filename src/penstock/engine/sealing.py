@@ -210,14 +210,21 @@ class Sealing:
         keep = max((sight.keep for sight in self._runner.distinct_sights), default=0)
         if nearest <= keep or not sequence.runs:
             return
+        *runs, last = sequence.runs
+        runs = [run for run in runs if run.end > nearest or run.start < keep]
         sequence.runs = [
-            run
-            for run in sequence.runs
-            if run.end > nearest or run.start < keep or run is sequence.runs[-1]
-        ]
+            run if run.end > nearest else _first(run, keep - run.start) for run in runs
+        ] + [last]
         assert sequence.pin is not None
         if sequence.cut > keep and nearest >= sequence.cut:
             self._paths.hold(sequence)
             path = [node for node in sequence.pin.path if node.start < keep]
             sequence.pin.withdraw(path[-1] if path else None)
             sequence.cut = min(sequence.cut, path[-1].end if path else 0)
+
+
+def _first(run: Part, tokens: int) -> Part:
+    """Return a copy of a run's first tokens; the run itself if it has no more."""
+    if run.columns <= tokens:
+        return run
+    return Part(Segment.cut(run.segment.layers, 0, tokens), run.start, tokens)

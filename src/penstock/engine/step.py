@@ -24,7 +24,6 @@ from penstock.kv.states import (
     StateForm,
     States,
     arrays,
-    blank,
     copied,
     nbytes,
     stacked,
@@ -109,7 +108,6 @@ class Runner:
         self.shapes: tuple[LayerShape, ...] = ()
         self.vocabulary_size = 0
         self.sights = list(self.layout.sights)  # unbounded while the model is tried
-        self._fresh: States = ()
         self._state_bytes = 0
         self.state_form = StateForm.of(())
         """Of one sequence."""
@@ -196,8 +194,7 @@ class Runner:
                 [Live(states, own=own) for _, states in each],
             )
         step = DecodeStep.of(rows, tails)
-        # Zeros are what the recurrent layers begin with: that was tried.
-        states = stacked([live or Live(self._fresh) for live in lives]) if lives else None
+        states = stacked([live or self._fresh() for live in lives]) if lives else None
         caches, kept = self.layout.caches(step.caches(self.sights), states)
         logits = self._run([[token] for token in tokens], caches)
         left = unpinned(seam.states_of(kept))
@@ -298,6 +295,11 @@ class Runner:
         mx.eval(logits)  # the rows of one sequence at a time
         return logits, copied(seam.states_of(kept))
 
+    def _fresh(self) -> Live:
+        """Return what the recurrent layers begin with, as was tried: zeros, made for one step."""
+        zeros = {name: mx.zeros(shape, dtype) for name, shape, dtype in self.state_form.arrays}
+        return Live(self.state_form.states(zeros))
+
     def _run(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
         """Return the logits of the last tokens, (b, vocabulary)."""
         logits: mx.array = self.model(mx.array(tokens), cache=caches)[:, -1]
@@ -365,7 +367,6 @@ class Runner:
             for keys, values in shared.segment.layers
             if isinstance(keys, mx.array) and isinstance(values, mx.array)
         )
-        self._fresh = blank(chunk.states)
         paths: list[tuple[Part, ...]] = []
         lives = []
         for rest in (first[half:], [*first[half:], before]):
@@ -398,7 +399,7 @@ class Runner:
     def _check_fresh(self, tokens: Sequence[int], expected: States) -> None:
         """Raise ModelError if zeros are not what the recurrent layers begin with: rows that have
         read nothing could not be stacked with others."""
-        found = self._chunk(tokens, [], 0, Live(self._fresh), "shared").states
+        found = self._chunk(tokens, [], 0, self._fresh(), "shared").states
         for one, other in zip(arrays(found), arrays(expected), strict=True):
             if not mx.allclose(one, other, rtol=1e-3, atol=1e-5).item():
                 raise ModelError("its recurrent layers do not begin with zeros")
