@@ -35,11 +35,12 @@ OUT_OF_MEMORY = "[metal::malloc] Attempting to allocate 70368744177664 bytes whi
 
 
 @functools.cache
-def model_of(family: str) -> Any:
+def model_of(family: str, feed_forward: int = BASE["intermediate_size"]) -> Any:
     """Return a random float32 model of two layers; always the same."""
     mx.random.seed(3)
     size = {"num_hidden_layers": 2, "vocab_size": VOCABULARY_TOKENS, "head_dim": 16}
     more = {"model_type": family, "tie_word_embeddings": False, "torch_dtype": "float32"}
+    size["intermediate_size"] = feed_forward
     model = build({**BASE, **size, **more, **STATES.get(family, {})})
     for layer in model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):

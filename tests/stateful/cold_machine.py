@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from engine_machine import EngineMachine, picks
-from engine_reference import MOST_PROMPT
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
@@ -93,7 +92,7 @@ class ColdMachine(EngineMachine):
         """Evict all that can be, and ask for something that was held."""
         self.core.prefixes.clear()
         if known := self.texts(""):
-            text = known[pick % len(known)][: MOST_PROMPT - over]
+            text = known[pick % len(known)][: self.kind.most_prompt - over]
             self.ask(Request(prompt=text[: len(text) - over] or text, max_tokens=6))
 
     @rule(

@@ -18,11 +18,11 @@ from engine_reference import (
     ENDS,
     KINDS,
     MOST_NEW,
-    MOST_PROMPT,
     Answer,
     Kind,
     answer,
     common,
+    drawn_kinds,
     solo,
 )
 from hypothesis import strategies as st
@@ -36,20 +36,19 @@ from engine_faults import (
     computes_no_numbers,
     fails,
     fails_late,
-    model_of,
     runs_out_of_memory,
     spell,
 )
 from penstock.engine.core import Core
 from penstock.engine.handle import Choice, Handle
 from penstock.engine.request import Finish, Request, Sampling
+from penstock.engine.room import weight_bytes
 from penstock.errors import NeverFits, PenstockError, QueueFull, StepFailed
 from penstock.ledger import Kind as Bytes
 
 ROOMS = (60_000, 130_000, 250_000, 1_000_000)
 """Bytes beside what is always held: for hardly anybody, for one or two, for a few, for all."""
 MAX_QUEUE = 6
-PLACES = 4
 HOW = (fails, fails_late, runs_out_of_memory, computes_no_numbers)
 FAULTS = ("a model's bug", "Attempting to allocate")
 """What the errors of a failed step say."""
@@ -138,26 +137,27 @@ class EngineMachine(RuleBasedStateMachine):
     """A core, everything that was asked of it, and a clock that stands still by itself."""
 
     make: ClassVar[type[Core]] = Core
-    kind: ClassVar[Kind] = KINDS[0]
+    kind: Kind = KINDS[0]
 
     def __init__(self) -> None:
         super().__init__()
         gc.disable()
         self.now = 0.0
-        self.model = model_of(self.kind.family)
         self.tokenizer = Alphabet(ENDS)
         self.asked: list[Asked] = []
         self.cache_limit = mx.set_cache_limit(0)
         mx.disable_compile()  # what mlx-lm compiles keeps its constants, for every shape anew
-        self.open_core()
 
     def open_core(self) -> None:
+        model = self.kind.model
+        solo(self.kind, self.kind.pieces[0])  # what a model makes when it runs first stays
+        self.before = settled_memory()
+        self.others = self.before - weight_bytes(model)
         self.core = self.make(
-            self.model,
+            model,
             self.tokenizer,
             clock=lambda: self.now,
             memory_limit=40_000_000,
-            max_batch_size=PLACES,
             max_queue=MAX_QUEUE,
             **self.kind.settings,
             **self.more_settings(),
@@ -165,10 +165,20 @@ class EngineMachine(RuleBasedStateMachine):
         mx.set_cache_limit(0)  # the core has set one
         self.faulty = Faulty(self.core.runner.model)
         self.core.runner.model = self.faulty
-        self.others = settled_memory() - self.core.held_bytes
         self.fixed = self.core.ledger.used_bytes
         self.failed = 0
         self.core.set_limit(self.fixed + ROOMS[1])
+
+    @property
+    def tight_bytes(self) -> int:
+        """Room for the longest request by itself, and not a byte more."""
+        prompt = (self.kind.pieces[0] * self.kind.most_prompt)[: self.kind.most_prompt]
+        before = self.core.ledger.limit_bytes
+        self.core.ledger.set_limit(self.fixed)
+        with pytest.raises(NeverFits) as caught:
+            self.core.submit(Request(prompt=prompt, max_tokens=MOST_NEW))
+        self.core.ledger.set_limit(before)
+        return caught.value.needed_bytes
 
     def more_settings(self) -> dict[str, Any]:
         """Return what the core is made with besides."""
@@ -188,6 +198,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(wishes=st.lists(wishes, min_size=2, max_size=4))
     def begin(self, wishes: list[Wish]) -> None:
         """Begin with some who run."""
+        self.open_core()
         self.submit(wishes)
         self.run_step()
 
@@ -198,7 +209,7 @@ class EngineMachine(RuleBasedStateMachine):
         for wish in wishes:
             prompt = tuple(t for i in wish.blocks for t in pieces[i])
             prompt += pieces[0][: wish.over % size]
-            prompt = (prompt or pieces[2][:1])[:MOST_PROMPT]
+            prompt = (prompt or pieces[2][:1])[: self.kind.most_prompt]
             seed = wish.sampling.seed if wish.sampling.temperature else None
             stop = ()
             if wish.stop_at is not None:
@@ -229,7 +240,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         before = done[pick % len(done)]
         said = tuple(before.handle.choices[0].tokens)
-        prompt = (before.request.prompt + said + self.kind.pieces[1])[:MOST_PROMPT][: -more or None]
+        prompt = before.request.prompt + said + self.kind.pieces[1]
+        prompt = prompt[: self.kind.most_prompt][: -more or None]
         if len(prompt) > more:
             self.ask(Request(prompt=prompt, max_tokens=8, salt=before.request.salt))
 
@@ -239,7 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not self.core.stats().running:
             return
         prompt = self.kind.pieces[pick % 3][:3]
-        asked = self.ask(Request(prompt=prompt, n=PLACES, max_tokens=2, priority=9))
+        asked = self.ask(Request(prompt=prompt, n=self.kind.places, max_tokens=2, priority=9))
         self.run_step()
         if asked is not None and self.core.ledger.limit_bytes == self.fixed + ROOMS[-1]:
             assert self.core.stats().parked, "lower priorities go on in the way of higher ones"
@@ -275,7 +287,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Let all end; ask for what is held, with nobody else there; perhaps close."""
         self.run_out()
         if known := self.texts(""):
-            text = known[pick % len(known)][: MOST_PROMPT - over]
+            text = known[pick % len(known)][: self.kind.most_prompt - over]
             self.ask_alone(text[: len(text) - over] or text)
         if close:
             self.close_core()
@@ -357,8 +369,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- room
 
-    @rule(room=st.sampled_from(ROOMS))
-    def set_limit(self, room: int) -> None:
+    @rule(room=st.sampled_from([*ROOMS, None]))
+    def set_limit(self, room: int | None) -> None:
+        room = self.tight_bytes if room is None else room
         self.set_no_limit_at_all()
         for asked in self.open:
             asked.may_fail.append(NeverFits)
@@ -529,16 +542,34 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(core.prefixes.tree) == 0
         weights = core.room.weights_bytes
         core.close()
-        assert mx.get_active_memory() - self.others == weights
+        assert settled_memory() == self.before, "something outlives the engine"
         left = {kind: n for kind, n in core.ledger.by_class().items() if n}
         assert left == {Bytes.WEIGHTS: weights, Bytes.INDEX: core.prefixes.fixed_bytes}
 
     def teardown(self) -> None:
         try:
-            self.faulty.times = 0
-            self.run_out()
-            self.close_core()
+            if hasattr(self, "core"):
+                self.faulty.times = 0
+                self.run_out()
+                self.close_core()
         finally:
             mx.set_cache_limit(self.cache_limit)
             mx.enable_compile()
             gc.enable()
+
+
+class DrawnMachine(EngineMachine):
+    """An engine whose settings are drawn, each by itself, and a limit that is tight or is not."""
+
+    @initialize(
+        kind=drawn_kinds,
+        room=st.sampled_from([*ROOMS, None, None]),
+        wishes=st.lists(wishes, min_size=2, max_size=4),
+    )
+    def begin(self, kind: Kind, room: int | None, wishes: list[Wish]) -> None:
+        """Open the engine, and begin with some who run."""
+        self.kind = kind
+        self.open_core()
+        self.set_limit(room)
+        self.submit(wishes)
+        self.run_step()

@@ -12,12 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from hypothesis import strategies as st
 from mlx_lm.models import cache as theirs
 
 from engine_faults import VOCABULARY_TOKENS, model_of, spell
 from penstock import kv
+from penstock.config import EngineSettings
 from penstock.engine.request import Request, Sampling
 from penstock.engine.sampling import Chooser
+from penstock.errors import SettingError
+from penstock.kv.quantisation import Quantisation
+from small_models import BASE
 
 MOST_NEW = 14
 """Tokens of the longest answer."""
@@ -40,11 +45,22 @@ class Kind:
     keep: int | None = None
     codec: str | None = None
     """What its nodes are held in; then the account is judged, and not the text."""
+    places: int = 4
+    """Sequences that run at the same time."""
+    most_prompt: int = MOST_PROMPT
+    """Tokens of the longest prompt."""
+    feed_forward: int = BASE["intermediate_size"]
+    """Numbers between the two products of a layer: what a long chunk takes most of."""
+
+    @property
+    def model(self) -> Any:
+        """The model; always the same object."""
+        return model_of(self.family, self.feed_forward)
 
     @property
     def window(self) -> bool:
         """Whether sequences grow beyond what they may see."""
-        return self.max_kv_size < MOST_PROMPT + MOST_NEW
+        return self.max_kv_size < self.most_prompt + MOST_NEW
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -53,17 +69,23 @@ class Kind:
             "prefill_chunk": self.prefill_chunk,
             "max_kv_size": self.max_kv_size,
             "keep": self.keep,
+            "max_batch_size": self.places,
             "kv_cache_quantization": self.codec,
             "kv_cache_min_quantize_tokens": self.block_size,
         }
 
     def caches(self) -> list[Any]:
         """Return mlx-lm's caches; past a window, the class whose rule of sight is the engine's."""
-        if self.window:
-            assert self.keep is not None
-            layers = model_of(self.family).layers
-            return [kv.SinkRotatingKVCache(self.max_kv_size, self.keep) for _ in layers]
-        return list(theirs.make_prompt_cache(model_of(self.family)))
+        caches = list(theirs.make_prompt_cache(self.model))
+        return [self._bounded(cache) for cache in caches] if self.window else caches
+
+    def _bounded(self, cache: Any) -> Any:
+        if isinstance(cache, theirs.CacheList):
+            return theirs.CacheList(*map(self._bounded, cache.caches))
+        if isinstance(cache, theirs.ArraysCache):
+            return cache
+        keep = EngineSettings(memory_limit=1, **self.settings).keep_tokens
+        return kv.SinkRotatingKVCache(self.max_kv_size, keep)
 
     @functools.cached_property
     def pieces(self) -> list[tuple[int, ...]]:
@@ -84,6 +106,32 @@ KINDS = [
 ]
 
 
+def possible(kind: Kind) -> bool:
+    """Tell whether an engine takes such settings together, whatever the model."""
+    try:
+        settings = EngineSettings(memory_limit=1, **kind.settings)
+        Quantisation.of(kind.codec, block_size=kind.block_size, first_tokens=0)
+    except (ValueError, SettingError):
+        return False
+    return settings.keep_tokens < settings.max_kv_size
+
+
+drawn_kinds = st.builds(
+    Kind,
+    name=st.just("drawn"),
+    family=st.sampled_from(["llama", "gemma2", "falcon_h1"]),
+    block_size=st.sampled_from([1, 4, 8, 16, 32, 64]),
+    prefill_chunk=st.sampled_from([1, 8, 24, 64, 128]),
+    max_kv_size=st.sampled_from([8, 16, 48, 100, 256]),
+    keep=st.sampled_from([None, 0, 4, 12, 40]),
+    codec=st.sampled_from([None, None, "turbo4", "turbo8"]),
+    places=st.sampled_from([1, 2, 4]),
+    most_prompt=st.just(160),
+    feed_forward=st.just(2_048),
+).filter(possible)
+"""Engines whose settings are drawn each by itself: a block may be longer than a window."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One token, and how far ahead of the next it was."""
@@ -97,7 +145,7 @@ def solo(
     kind: Kind, prompt: tuple[int, ...], seed: int | None = None, choice: int = 0
 ) -> tuple[Step, ...]:
     """Generate `MOST_NEW` tokens alone; with a seed, drawn at temperature 1."""
-    model, caches = model_of(kind.family), kind.caches()
+    model, caches = kind.model, kind.caches()
     chooser = None if seed is None else Chooser(Sampling(temperature=1.0, seed=seed), (), choice)
     steps: list[Step] = []
     read: Sequence[int] = prompt

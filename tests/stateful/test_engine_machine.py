@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
-from engine_machine import EngineMachine
+from engine_machine import DrawnMachine, EngineMachine
 from engine_reference import KINDS, Kind
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -43,6 +43,10 @@ def run(kind: Kind, core: type[Core] = Core, how: settings | None = None) -> Non
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
 def test_engine_says_what_the_model_says_alone(kind: Kind) -> None:
     run(kind, how=examples(1 if kind is LONG else 3))
+
+
+def test_engine_does_so_whatever_its_settings_are_together() -> None:
+    run_state_machine_as_test(DrawnMachine, settings=examples())
 
 
 # ---- negative controls: each class below is wrong in one way
