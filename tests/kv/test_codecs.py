@@ -13,6 +13,7 @@ from penstock.kv.codecs import Codec, base, parse_scheme
 from penstock.kv.codecs.base import dequantized, multiply, pack, quantized, unpack, wide_bytes
 from penstock.kv.codecs.names import AUTO
 from penstock.kv.codecs.rotation import rotate, rotate_back
+from rounding import product_error
 
 HEADS, TOKENS = 4, 256
 NAMES = (
@@ -67,9 +68,10 @@ def test_it_takes_what_the_formula_says_and_is_read_as_what_it_stands_for(
     assert wide.shape == x.shape
     assert wide.dtype == mx.float32
     queries = normal(HEADS, 3, dim, seed=1)
-    assert off(coded.score(queries), queries @ wide[0].swapaxes(-1, -2)) < 2e-4
+    keys = wide[0].swapaxes(-1, -2)
+    assert off(coded.score(queries), queries @ keys) < product_error(queries, keys)
     weights = mx.softmax(normal(HEADS, 3, TOKENS, seed=2), axis=-1)
-    assert off(coded.mix(weights), weights @ wide[0]) < 1e-5
+    assert off(coded.mix(weights), weights @ wide[0]) < product_error(weights, wide[0])
 
 
 @pytest.mark.parametrize(("codec", "dim"), [case for case in CASES if "128" in str(case.id)])
@@ -348,7 +350,9 @@ def test_products_with_codes_are_those_of_mlx(
         wanted = mx.quantized_matmul(x, codes, scales, offsets, transpose=transpose, **form)
         found = multiply(x, codes, scales, offsets, transpose=transpose, **form)
         assert found.shape == wanted.shape
-        assert off(found, wanted) < 1e-4
+        wide = mx.dequantize(codes, scales, offsets, **form)
+        wide = wide.swapaxes(-1, -2) if transpose else wide
+        assert off(found, wanted) < product_error(x, wide)
 
 
 @pytest.mark.parametrize("name", ["affine8", "turbo4", "turbo3.5"])
@@ -376,7 +380,8 @@ def test_a_rotation_keeps_products_and_is_undone(dim: int) -> None:
     for width in (dim, -(-dim // 32) * 32):
         turned = rotate(x, width)
         assert turned.shape == (5, width)
-        assert off(turned @ rotate(y, width).T, x @ y.T) < 1e-4
+        also = rotate(y, width).T
+        assert off(turned @ also, x @ y.T) < product_error(turned, also)
         assert off(rotate_back(turned, dim), x) < 1e-5
 
 

@@ -129,8 +129,47 @@ def test_a_head_size_that_does_not_divide_is_named() -> None:
         QuantizedKVCache().update_and_fetch(keys, values)
     cache = KVCache()
     cache.update_and_fetch(keys, values)
-    with pytest.raises(ValueError, match="not a multiple of group_size 32"):
+    with pytest.raises(ValueError, match="not a multiple of group_size 32; none fits"):
         cache.to_quantized(group_size=32)
+
+
+def test_a_group_that_would_divide_is_named() -> None:
+    keys, values = (mx.concatenate([side, side[..., :32]], axis=-1) for side in kv(3))
+    with pytest.raises(ValueError, match="is 96, not a multiple of group_size 64; use 32"):
+        QuantizedKVCache().update_and_fetch(keys, values)
+    with pytest.raises(ValueError, match="is 64, not a multiple of group_size 128; use 64"):
+        QuantizedKVCache(group_size=128).update_and_fetch(*kv(3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "words"),
+    [
+        ((2, HEADS, 3, WIDTH), mx.float32, ValueError, "batch is 2; this cache holds 1"),
+        ((1, HEADS + 1, 3, WIDTH), mx.float32, ValueError, "kv_heads is 3; this cache holds 2"),
+        ((1, HEADS, 3, 128), mx.float32, ValueError, "head_dim of keys is 128; .* holds 64"),
+        ((1, HEADS, 3, WIDTH), mx.float16, TypeError, "keys are mlx.core.float16; .*float32"),
+    ],
+)
+def test_other_shapes_than_those_that_are_held_are_refused(
+    shape: tuple[int, ...], dtype: mx.Dtype, error: type[Exception], words: str
+) -> None:
+    new = mx.ones(shape, dtype)
+    cache = QuantizedKVCache(bits=8)
+    cache.update_and_fetch(*kv(5))
+    with pytest.raises(error, match=words):
+        cache.update_and_fetch(new, new)
+    assert cache.offset == 5
+    empty = QuantizedKVCache(bits=8)
+    empty.update_and_fetch(new, new)
+    assert empty.offset == 3
+
+
+def test_values_of_another_width_than_those_that_are_held_are_refused() -> None:
+    cache = QuantizedKVCache(bits=8)
+    cache.update_and_fetch(*kv(5))
+    keys, _ = kv(3)
+    with pytest.raises(ValueError, match="head_dim of values is 128; this cache holds 64"):
+        cache.update_and_fetch(keys, mx.concatenate([keys, keys], axis=-1))
 
 
 def test_empty_ones_have_a_size() -> None:

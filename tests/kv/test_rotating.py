@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from helpers import TOKEN_BYTES, feed, indices, kv, model_of, peak_above
 from mlx_lm.generate import generate_step
@@ -195,3 +196,24 @@ def test_with_kept_tokens_in_sight_the_chunks_do_not_change_the_text() -> None:
     assert len({tuple(mlx_lms(size)) for size in (1, 7, 50)}) > 1, (
         "negative control: hiding kept tokens from the rest of a chunk changes the text"
     )
+
+
+@pytest.mark.parametrize("window_size", [2, 3, 5, 8, 12, 40])
+@pytest.mark.parametrize("written", [0, 1, 4, 7, 8, 9, 13, 30])
+@pytest.mark.parametrize("max_size", [8, 12])
+def test_one_token_sees_of_a_narrower_window_just_the_last(
+    max_size: int, written: int, window_size: int
+) -> None:
+    """The mask against the tokens that the columns hold, whatever order they lie in."""
+    cache = SinkRotatingKVCache(max_size, keep=3)
+    for token in range(written):
+        feed(cache, 1, start=token)
+    mask = cache.make_mask(1, window_size=window_size)
+    fetched = indices(feed(cache, 1, start=written)[0])
+    held = [n for n in fetched if n < 3 or n > written - (max_size - 3)]
+    wanted = {n for n in held if n > written - window_size}
+    if mask is None:
+        assert set(fetched) == wanted
+    else:
+        seen = np.array(mask).reshape(-1).tolist()
+        assert {n for n, sees in zip(fetched, seen, strict=True) if sees} == wanted

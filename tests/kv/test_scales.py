@@ -13,6 +13,7 @@ from penstock.kv.forms import Form
 from penstock.kv.quantisation import Quantisation
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
+from rounding import product_error
 
 HEADS, TOKENS, DIM, ASKED = 4, 256, 64, 256
 NAMES = ("turbo4", "turbo3.5", "turbo3", "turbo4c", "rot4", "rot8")
@@ -125,9 +126,10 @@ def test_scores_are_those_of_what_the_codes_stand_for(name: str) -> None:
     held = codec(name).scaled(measured(keys, queries))
     coded = held.encode(keys)
     wide = coded.widen()[0]
-    assert off(coded.score(queries), queries @ wide.swapaxes(-1, -2)) < 1e-5 * DIM
+    columns = wide.swapaxes(-1, -2)
+    assert off(coded.score(queries), queries @ columns) < product_error(queries, columns)
     weights = mx.softmax(normal(HEADS, 3, TOKENS, seed=2), axis=-1)
-    assert off(coded.mix(weights), weights @ wide) < 1e-4
+    assert off(coded.mix(weights), weights @ wide) < product_error(weights, wide)
     for start, stop in ((0, 2), (2, 4), (1, 2)):
         some = coded.of_heads(start, stop)
         assert mx.array_equal(some.widen()[0], wide[start:stop])

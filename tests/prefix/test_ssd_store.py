@@ -21,6 +21,7 @@ import pytest
 from blocks_on_disk import keys_of, read, size_of
 from penstock.prefix.blocks import block_keys, root_key
 from penstock.prefix.ssd import HostArray, Record, SSDStore
+from penstock.prefix.ssd import store as ssd_store
 from penstock.prefix.ssd.record import FORMAT, encode
 
 FINGERPRINT = "a model"
@@ -111,6 +112,28 @@ def test_a_block_is_written_once(tmp_path: Path) -> None:
         write(store, records)
         assert write(other, records) == ["known"] * 3
         assert (other.counts.written_bytes, other.counts.known_blocks) == (0, 3)
+
+
+def test_a_block_that_another_store_was_quicker_to_write_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look at the index and the claim."""
+    (record,) = chain(1)
+    with opened(tmp_path) as store, opened(tmp_path) as other:
+
+        def slow(*arguments: Any) -> bytes:
+            monkeypatch.undo()
+            assert other.write(record) == "claimed"
+            return encode(*arguments)
+
+        monkeypatch.setattr(ssd_store, "encode", slow)
+        assert store.write(record) == "known"
+        assert (store.counts.known_blocks, store.counts.written_blocks) == (1, 0)
+        assert store.counts.refused_blocks == store.counts.written_bytes == 0
+        assert (other.counts.known_blocks, other.counts.written_blocks) == (0, 1)
+        assert store.take(record, encode(record, FINGERPRINT), FINGERPRINT) == "known"
+        assert store.counts.known_blocks == 2
+        assert_reads(store, [record])
 
 
 def test_another_model_finds_nothing_and_shares_the_limit(tmp_path: Path) -> None:

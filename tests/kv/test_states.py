@@ -1,0 +1,79 @@
+"""States of recurrent layers: what is copied, and what a copy keeps alive."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from penstock.kv.states import State, arrays, copied, nbytes, unpinned
+
+TOKENS, KEPT, WIDTH = 4_096, 3, 64
+SMALL_BYTES = 4 * KEPT * WIDTH
+WHOLE_BYTES = 4 * TOKENS * WIDTH
+
+
+@pytest.fixture(autouse=True)
+def exact() -> object:
+    """MLX keeps no freed buffers, and what is counted is what is held."""
+    before = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(before)
+
+
+def whole(number: float = 1.0) -> mx.array:
+    made = mx.full((1, TOKENS, WIDTH), number)
+    mx.eval(made)
+    return made
+
+
+def left_by_a_convolution() -> mx.array:
+    """Return its last inputs: a view of all of them, as a layer leaves it."""
+    inputs = whole()
+    view = inputs[:, -KEPT:]
+    mx.eval(view)
+    return view
+
+
+def state() -> mx.array:
+    made = mx.ones((1, 8 * KEPT, WIDTH))
+    mx.eval(made)
+    return made
+
+
+def test_a_view_keeps_what_it_was_cut_from() -> None:
+    """A negative control of the next two."""
+    before = mx.get_active_memory()
+    view = left_by_a_convolution()
+    assert mx.get_active_memory() - before == WHOLE_BYTES
+    del view
+
+
+def test_small_arrays_are_copies_and_keep_nothing_else_alive() -> None:
+    before = mx.get_active_memory()
+    states: tuple[State, ...] = ((left_by_a_convolution(), state()), (None, state()))
+    states = unpinned(states)
+    mx.eval(arrays(states))
+    assert mx.get_active_memory() - before == nbytes(states) == SMALL_BYTES + 2 * 8 * SMALL_BYTES
+    assert [[array is None for array in each] for each in states] == [[0, 0], [1, 0]]
+
+
+def test_large_arrays_are_handed_on_as_they_are() -> None:
+    large = state()
+    ((small, same),) = unpinned(((left_by_a_convolution(), large),))
+    assert same is large
+    assert mx.array_equal(small, mx.ones((1, KEPT, WIDTH)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("row", [None, 0])
+def test_copies_have_buffers_of_just_their_size(row: int | None) -> None:
+    before = mx.get_active_memory()
+    made = copied(((left_by_a_convolution(), None), (state(),)), row)
+    assert mx.get_active_memory() - before == nbytes(made) == 9 * SMALL_BYTES
+    assert made[0][1] is None
+
+
+def test_one_row_is_copied_without_the_others() -> None:
+    rows = mx.arange(3.0).reshape(3, 1, 1) * mx.ones((3, KEPT, WIDTH))
+    mx.eval(rows)
+    ((alone,),) = copied(((rows,),), 1)
+    assert mx.array_equal(alone, rows[1:2])  # type: ignore[arg-type]
