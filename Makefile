@@ -1,16 +1,21 @@
 VENV ?= .venv
 WORKERS ?= 2
+SAMPLE ?= 40
+SEED ?= 0
 BIN := $(VENV)/bin
 # What runs only some of its combinations in make test, and all of them in make soak.
 COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-scale lint docs bench peers soak clean
+.PHONY: help run test test-all test-cpus test-scale mutants lint docs bench peers soak clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
-	@echo 'make test    install with the tools for it; lint, types, all tests'
+	@echo 'make test    install with the tools for it; lint, types, the tests that take ten minutes'
+	@echo 'make test-all   the same, and the tests that take longer'
+	@echo 'make test-cpus   all tests as on other CPUs: each core type of OpenBLAS, 1 and 2 threads'
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
+	@echo 'make mutants [CODE=...] [SAMPLE=40] [SEED=0]   small changes of the code: which go unnoticed?'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make soak    10,000 requests to the byte, and what make test tries some of, in full'
@@ -44,12 +49,21 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 # Two processes of one BLAS thread each: two of two would wait for each other. A file's tests stay
-# together, with the server they share; files come in the order of tests/conftest.py.
-test: lint
+# together, with the server they share; files come in the order of tests/conftest.py. What --quick
+# leaves out is in tests/quick.py.
+test: TESTED := --quick
+test test-all: lint
 	$(BIN)/pytest --doctest-modules src --ignore=src/penstock/serve_ray \
 		--ignore-glob='src/penstock/prefix/remote/*_objects.py'
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(TESTED) -n $(WORKERS) --dist loadfile \
+		--no-loadscope-reorder --ignore=tests/scale
+
+test-cpus: $(VENV)/.dev
+	$(BIN)/python tools/cpus.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--ignore=tests/scale
+
+mutants: $(VENV)/.dev
+	$(BIN)/python tools/mutants.py $(CODE) --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS)
 
 # What needs several processes that compute in step, or servers of other projects.
 test-scale: $(VENV)/.scale

@@ -9,6 +9,8 @@ import penstock  # noqa: F401 - the import is what loads it
 import mlx.core as mx  # isort: skip
 import pytest
 
+from quick import left_out
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell: what tests start would not hear Ctrl-C either.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -18,7 +20,12 @@ LONG_FIRST = ("stateful", "parity", "server", "faults", "engine", "bench", "test
 """Folders, and a file, that take longest: a few of their tests may take minutes."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the switch that `make test` sets; see `quick`."""
+    parser.addoption("--quick", action="store_true", help="leave out what takes long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take long: with files dealt out one by one, as `make test` does,
     processes end at about the same time if the last ones are short."""
 
@@ -29,6 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=rank)
+    if config.getoption("quick"):
+        out = left_out(items)
+        config.hook.pytest_deselected(items=out)
+        names = {item.nodeid for item in out}
+        items[:] = [item for item in items if item.nodeid not in names]
 
 
 @pytest.fixture(scope="module", autouse=True)

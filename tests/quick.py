@@ -1,0 +1,62 @@
+"""What `make test` leaves to `make test-all`, so that it ends within ten minutes on a slow CPU.
+
+A test with the mark `slow` is left out. Of those with many cases in the files below about one case
+of three runs, the first always, and the same ones every time. CI runs all.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+
+ONE_OF = 3
+MANY = 3
+"""Tests with at least so many cases are thinned out."""
+THINNED = (
+    *("test_model_matrix.py", "test_greedy.py", "test_windows.py", "test_turboquant_loops.py"),
+    *("test_cold_parity.py", "test_hybrids.py", "test_compressed.py", "test_hybrid_loops.py"),
+    *("test_bounds.py", "test_quantised_cold.py", "test_quantised_latents.py", "test_sampling.py"),
+    *("test_factory.py", "test_codecs.py", "test_turboquant.py", "test_quantised_cache.py"),
+    *("test_machines.py", "test_engine_machine.py", "test_tree_machine.py"),
+    *("test_cold_machine.py", "test_schema.py", "test_coded_reads.py", "test_engine.py"),
+    *("test_quantised.py", "test_segment.py"),
+)
+"""Files whose cases take longest."""
+SLOW = (
+    *("test_machine_notices_a_broken_engine", "test_machine_notices_a_broken_policy"),
+    *("test_machine_notices_a_broken_tree", "test_a_broken_cache_is_noticed"),
+    *("test_machine_notices_a_wrong_end_of_a_match", "test_machine_notices"),
+    *("test_the_machine_notices_a_broken_scheduler", "test_machine_notices_what_is_broken"),
+    *("test_a_process_that_forgets_to_close_ends_as_it_would_without",),
+    *("test_processes_that_are_killed_at_any_moment_leave_a_good_folder",),
+    *(
+        "test_two_processes_share_a_folder_and_one_is_killed",
+        "test_two_processes_write_nothing_twice",
+    ),
+    *("test_a_process_whose_engine_dies_tells_all_and_ends_with_1",),
+    *("test_a_process_whose_idle_engine_dies_ends_with_1", "test_huge_numbers"),
+    *("test_the_second_signal_ends_it_at_once", "test_filters_with_ties"),
+    *("test_what_was_told_this_morning_is_known_this_evening", "test_its_text_is_that_of_generate"),
+    *("test_what_is_held_is_what_mlx_has_within_3_percent", "test_little_memory"),
+    *("test_a_run_takes_less_at_its_peak_than_in_full_precision",),
+)
+"""Tests that take long, most of them because they start processes or look for planted faults."""
+
+
+def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return which of the tests are for `make test-all` alone."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault((str(item.path), _name(item)), []).append(item)
+    found = []
+    for (_, name), of_one in cases.items():
+        if name in SLOW or of_one[0].get_closest_marker("slow"):
+            found += of_one
+        elif of_one[0].path.name in THINNED and len(of_one) >= MANY:
+            found += [item for item in of_one[1:] if zlib.crc32(item.name.encode()) % ONE_OF]
+    return found
+
+
+def _name(item: pytest.Item) -> str:
+    return str(getattr(item, "originalname", None) or item.name)
