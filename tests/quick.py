@@ -20,7 +20,7 @@ THINNED = (
     *("test_factory.py", "test_codecs.py", "test_turboquant.py", "test_quantised_cache.py"),
     *("test_machines.py", "test_engine_machine.py", "test_tree_machine.py"),
     *("test_cold_machine.py", "test_schema.py", "test_coded_reads.py", "test_engine.py"),
-    *("test_quantised.py", "test_segment.py"),
+    *("test_quantised.py", "test_segment.py", "test_memory.py", "test_plan.py"),
 )
 """Files whose cases take longest."""
 SLOW = (
@@ -39,6 +39,13 @@ SLOW = (
     *("test_the_second_signal_ends_it_at_once", "test_filters_with_ties"),
     *("test_what_was_told_this_morning_is_known_this_evening", "test_its_text_is_that_of_generate"),
     *("test_what_is_held_is_what_mlx_has_within_3_percent", "test_little_memory"),
+    *("test_all_of_it_beside_a_process_that_writes", "test_objects_that_somebody_keeps_are_seen"),
+    *("test_damage_beside_a_process_that_writes_is_still_found",),
+    *("test_an_index_that_is_made_anew_under_a_process_is_the_one_it_goes_on_with",),
+    *("test_another_answer_to_the_same_request_is_seen", "test_the_comparison_sees"),
+    *("test_a_writer_that_is_killed_loses_at_most_its_block",),
+    *("test_a_disk_that_is_full_and_one_that_is_read_only",),
+    *("test_the_limit_holds_where_the_scores_of_one_token_are_many",),
     *("test_a_run_takes_less_at_its_peak_than_in_full_precision",),
 )
 """Tests that take long, most of them because they start processes or look for planted faults."""
