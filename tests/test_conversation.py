@@ -8,10 +8,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from penstock.cli.conversation import Conversation, kv_use, make_caches, shared_tokens
+import tiny_families
+from penstock.cli.conversation import Conversation, kv_line, kv_use, make_caches, shared_tokens
 from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import ModelError, SettingError
-from penstock.kv import TurboQuantKVCache
+from penstock.kv import TurboQuantKVCache, make_kv_cache
 from penstock.models.mlx_lm import Loaded, encode, load_all, render, stream
 from penstock.recall import MODEL_PATH
 from small_models import BASE, build
@@ -127,7 +128,7 @@ def test_a_template_that_rewrites_history(kv: KVSettings) -> None:
         _, read = ask(conversation, text)
         prompt = len(render(tokenizer, conversation.messages[:-1]))
         assert read >= prompt - 3  # only what stands before the count is shared
-        assert conversation.caches[0].offset == conversation.kv_use().tokens
+        assert conversation.caches[0].offset == conversation.kv_use().seen_tokens
     if kv.max_kv_size == KVSettings().max_kv_size:
         assert ask(conversation, "What is the code of the amber falcon?")[0] == "4821."
 
@@ -150,9 +151,53 @@ def test_the_window_bounds_what_is_held(recall: Loaded) -> None:
         ask(conversation, text)
         use = conversation.kv_use()
         sizes.append(use.nbytes)
-        assert use.capacity <= 32
+        assert use.tokens <= use.capacity <= 32
     assert sizes[-1] == sizes[-2] == sizes[-3]
-    assert conversation.kv_use().tokens > 64
+    assert conversation.kv_use().tokens == 32
+    assert conversation.kv_use().seen_tokens > 64
+
+
+WINDOWS = [
+    KVSettings(max_kv_size=window, **form)
+    for window in (2, 16, 33, 128, 200, 4_096)
+    for form in ({}, {"kv_bits": 4}, {"kv_cache_quantization": "8"})
+    if window >= 128 or "kv_cache_quantization" not in form
+]
+
+
+@pytest.mark.parametrize("kv", WINDOWS, ids=lambda kv: "-".join(map(str, kv.model_dump().values())))
+def test_tokens_held_are_those_of_the_window(recall: Loaded, kv: KVSettings) -> None:
+    capacity = None
+    for length in (1, 27, 150, 300):
+        capacity = None if capacity else length + 8  # a cache grows, or is allocated at once
+        caches = make_caches(recall, kv, capacity)
+        tokens = [7 + number % 50 for number in range(length)]
+        list(stream(recall, tokens, caches=caches, sampling=SamplingSettings(max_tokens=8)))
+        seen = caches[0].offset
+        use = kv_use(caches, seen)
+        assert use.tokens <= use.capacity
+        assert use.tokens <= min(seen, kv.max_kv_size)
+        if kv.kv_cache_quantization is None:  # codes are dropped a block of 64 at a time
+            assert use.tokens == min(seen, kv.max_kv_size)
+        assert (f"{use.tokens:,} of {seen:,}" in kv_line(use)) == (use.tokens < seen)
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "words"),
+    [
+        ("mamba2", 0, "recurrent states of 9 tokens in "),
+        ("falcon_h1", 4, "KV 4 of 9 tokens in "),  # both kinds in one layer
+        ("qwen3_next", 4, "KV 4 of 9 tokens in "),
+    ],
+)
+def test_recurrent_layers_hold_no_tokens(family: str, tokens: int, words: str) -> None:
+    model = tiny_families.build(family)
+    caches = make_kv_cache(model, max_kv_size=4)
+    for token in range(9):
+        mx.eval(model(mx.array([[token]]), cache=caches))
+    use = kv_use(caches, 9)
+    assert (use.tokens, use.seen_tokens) == (tokens, 9)
+    assert kv_line(use).startswith(words)
 
 
 def test_generate_allocates_for_the_request_alone(recall: Loaded) -> None:

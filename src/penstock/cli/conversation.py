@@ -22,7 +22,9 @@ class KVUse:
     """What the caches of a sequence hold."""
 
     tokens: int
-    """Tokens read and generated so far; with a full window some of them are dropped."""
+    """Tokens whose keys and values are held; 0 if all layers are recurrent."""
+    seen_tokens: int
+    """Tokens read and generated so far; a full window has dropped some of them."""
     nbytes: int
     capacity: int
     """Tokens the allocated buffers have room for."""
@@ -69,11 +71,13 @@ def _check_codec(loaded: Loaded, codec: str, max_kv_size: int) -> None:
             raise SettingError(f"--kv-cache-quantization {codec}: {error}") from None
 
 
-def kv_use(caches: Sequence[Any], tokens: int) -> KVUse:
-    """Sum up what the caches hold; recurrent layers have bytes but no capacity."""
-    by_token = [cache for cache in caches if hasattr(cache, "growths")]
+def kv_use(caches: Sequence[Any], seen_tokens: int) -> KVUse:
+    """Sum up what the caches hold; recurrent layers have bytes but no tokens and no capacity."""
+    parts = [part for cache in caches for part in getattr(cache, "caches", [cache])]
+    by_token = [cache for cache in parts if hasattr(cache, "growths")]
     return KVUse(
-        tokens=tokens,
+        tokens=max((cache.size() for cache in by_token), default=0),
+        seen_tokens=seen_tokens,
         nbytes=sum(cache.nbytes for cache in caches),
         capacity=max((cache.capacity for cache in by_token), default=0),
         growths=sum(cache.growths for cache in by_token),
@@ -179,7 +183,10 @@ def figures_record(answer: str, last: Piece, use: KVUse) -> dict[str, object]:
 
 def kv_line(use: KVUse) -> str:
     """Say in one line what the caches hold."""
+    if use.nbytes and not use.capacity:
+        return f"recurrent states of {use.seen_tokens:,} tokens in {format_bytes(use.nbytes)}"
+    dropped = f" of {use.seen_tokens:,}" if use.seen_tokens > use.tokens else ""
     return (
-        f"KV {use.tokens:,} tokens in {format_bytes(use.nbytes)}, "
+        f"KV {use.tokens:,}{dropped} tokens in {format_bytes(use.nbytes)}, "
         f"room for {use.capacity:,}, {use.growths} growths"
     )
