@@ -591,6 +591,38 @@ def test_what_completions_cannot_do_is_refused(
     assert refused.value.param == field
 
 
+PROMPTS_OF_NO_FORM = [7, 1.5, True, {}, [None], [1, "a"], ["a", 1], [1.5], [[1], 2], [["a"]]]
+
+
+def refusal(server: Running, path: str, prompt: Any) -> str:
+    body = {"prompt": prompt, "max_tokens": 1, "echo": True}
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "prompt"
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/explain"])
+@pytest.mark.parametrize("token", [-1, 3_025, 2**31, -(2**70)])
+def test_a_token_that_there_is_not_is_named(recall_server: Running, path: str, token: int) -> None:
+    prompts: list[Any] = [[token], [1, token, -2]]
+    if path == "/v1/completions":
+        prompts.append([[1], [2, token]])
+    for prompt in prompts:
+        said = refusal(recall_server, path, prompt)
+        assert said == f"prompt: there is no token {token}; the model knows 3,025 tokens, 0 to 3024"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/explain"])
+@pytest.mark.parametrize("prompt", PROMPTS_OF_NO_FORM, ids=str)
+def test_a_prompt_of_no_form_is_told_what_there_is(
+    recall_server: Running, path: str, prompt: Any
+) -> None:
+    said = refusal(recall_server, path, prompt)
+    assert said == "prompt: a prompt is a text or a list of token numbers"
+
+
 # ---- responses
 
 

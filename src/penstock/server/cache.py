@@ -10,12 +10,10 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.engine.core import Core
-from penstock.engine.request import TokenId
 from penstock.engine.stats import Stats
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
-from penstock.server.errors import BadRequest
-from penstock.server.forms import Each
+from penstock.server.forms import Each, OnePrompt
 from penstock.server.openai import ERRORS
 from penstock.server.service import Service
 
@@ -28,7 +26,7 @@ class Tier(BaseModel):
 
     state: Literal["on", "off"]
     why: str | None = None
-    """Why it is off, if it should be on."""
+    """Why it is off, if it should be on, or takes no new blocks."""
     used_bytes: int
     limit_bytes: int
 
@@ -59,7 +57,7 @@ class CacheStats(BaseModel):
             if found is not None:
                 tier = Tier(
                     state="on" if found.off is None else "off",
-                    why=found.off,
+                    why=found.off or found.full,
                     used_bytes=found.held_bytes,
                     limit_bytes=found.limit_bytes,
                 )
@@ -111,7 +109,7 @@ class Question(BaseModel):
 
     messages: Each[dict[str, Any]] | None = Field(None, min_length=1, max_length=16_384)
     tools: Each[dict[str, Any]] | None = Field(None, max_length=512)
-    prompt: str | Annotated[Each[TokenId], Field(min_length=1)] | None = None
+    prompt: OnePrompt | None = None
     cache_salt: str | None = Field(None, max_length=1_000)
 
     @model_validator(mode="after")
@@ -209,15 +207,12 @@ def tokens_of(service: Service, question: Question) -> tuple[int, ...]:
         return service.prompts.render(question.messages, question.tools)
     if isinstance(question.prompt, str):
         return service.prompts.encode(question.prompt)
-    return tuple(question.prompt or ())
+    tokens = tuple(question.prompt or ())
+    service.check_tokens(tokens)
+    return tokens
 
 
 def _explain(core: Core, tokens: Sequence[int], salt: str) -> Explanation:
-    size = core.runner.vocabulary_size
-    if tokens and max(tokens) >= size:
-        raise BadRequest(
-            f"prompt has token {max(tokens)}; the model knows {size} tokens", param="prompt"
-        )
     return core.explain(tokens, salt, ask_disk=True)
 
 

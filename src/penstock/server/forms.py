@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 
 from penstock.config import TEMP
 from penstock.engine.constraint import json_schema_grammar
@@ -29,7 +39,8 @@ Each: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first wrong element is the only one that is told: a body may hold millions, and
 pydantic would keep an error of each."""
 Name = Annotated[str, Field(max_length=256)]
-Id = Annotated[int, Field(ge=0, lt=2**31)]
+Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+"""A token's number; the service, which knows how many there are, says which is none."""
 
 
 def _few(given: Any) -> Any:
@@ -41,6 +52,26 @@ def _few(given: Any) -> Any:
 
 Biases = Annotated[dict[str, float], Field(max_length=MOST_NAMES), BeforeValidator(_few)]
 Metadata = Annotated[dict[str, str], Field(max_length=MOST_NAMES), BeforeValidator(_few)]
+
+
+def _prompt(given: Any, parse: ValidatorFunctionWrapHandler) -> Any:
+    """Read a prompt, and tell what it may be if it is of no such form: pydantic tells of the first
+    form alone."""
+    try:
+        return parse(given)
+    except ValidationError:
+        raise PydanticCustomError("prompt_type", PROMPT_FORMS) from None
+
+
+PROMPT_FORMS = "a prompt is a text or a list of token numbers"
+"""Several of them are a list of such."""
+OnePrompt: TypeAlias = Annotated[
+    str | Annotated[Each[Id], Field(min_length=1)], WrapValidator(_prompt)
+]
+Prompt: TypeAlias = Annotated[
+    str | Each[str] | Each[Id] | Each[Each[Id]],
+    WrapValidator(_prompt),
+]
 
 
 class Form(BaseModel):
@@ -194,7 +225,7 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | Each[str] | Each[Id] | Each[Each[Id]]
+    prompt: Prompt
     """A text or its tokens, or several of them."""
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     stop: str | Each[str] | None = None

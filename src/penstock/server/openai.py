@@ -454,6 +454,7 @@ class _Completions:
         for tokens in read:
             if not tokens:
                 raise BadRequest("prompt has no tokens", param="prompt")
+            self.service.check_tokens(tokens)
         if self.body.echo:
             self.echoes = [
                 one if isinstance(one, str) else prompts.decode(one) for one in texts_or_tokens

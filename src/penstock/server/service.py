@@ -135,6 +135,8 @@ class Service:
         """Called once, in the event loop, when the engine's thread has ended by itself."""
         self.max_queue = engine.later(lambda core: core.limits.max_queue).result()
         """Answers that may wait in the engine, and prompts that may wait to be read."""
+        self.vocabulary_size = engine.later(lambda core: core.runner.vocabulary_size).result()
+        """Tokens that the model knows."""
         self._open: set[Answering] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told = False
@@ -210,6 +212,16 @@ class Service:
         if used.cached_tokens == used.prompt_tokens - 1:
             return 0  # the last token was computed for its logits alone; its KV was there
         return max(0, found.held_tokens - used.cached_tokens)
+
+    def check_tokens(self, prompt: Sequence[int]) -> None:
+        """Raise BadRequest if a prompt has a token that the model does not know."""
+        for token in prompt:
+            if not 0 <= token < self.vocabulary_size:
+                raise BadRequest(
+                    f"prompt: there is no token {token}; the model knows "
+                    f"{self.vocabulary_size:,} tokens, 0 to {self.vocabulary_size - 1}",
+                    param="prompt",
+                )
 
     async def ask(self, call: Callable[[Core], T]) -> T:
         """Have the engine's thread call `call(core)` between two steps."""
