@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.blas import load_blas, uses_cuda
+from penstock.blas import (
+    INSTALL_COMMANDS,
+    WHEEL_COMMAND,
+    install_hint,
+    installed,
+    load_blas,
+    uses_cuda,
+)
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or uses_cuda(), reason="MLX needs no BLAS of ours here"
@@ -82,11 +92,51 @@ def test_a_wrong_name_is_said_in_one_line(name: str, complaint: str) -> None:
 
 
 def test_a_missing_blas_says_what_to_install() -> None:
-    hide = "import penstock.blas as b; b._SONAMES = (); b.load_blas.cache_clear()\n"
+    hide = "import penstock.blas as b; b._SONAMES = (); b._WHEEL = ('none', '*')\n"
+    hide += "b.load_blas.cache_clear()\n"
     found = loaded(before=hide)
     assert not found["found"]
-    assert "libopenblas0" in found["advice"]
+    assert found["advice"].endswith(install_hint())
+    there = [word for word in INSTALL_COMMANDS if shutil.which(word)]
+    assert all(INSTALL_COMMANDS[word] in found["advice"] for word in there[:1])
+    assert (WHEEL_COMMAND in found["advice"]) == (platform.machine() == "x86_64")
     assert "\n" not in found["advice"]
+
+
+@pytest.mark.parametrize("manager", [*INSTALL_COMMANDS, None])
+def test_the_command_is_that_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manager: str | None
+) -> None:
+    if manager is not None:
+        (tmp_path / manager).write_text("#!/bin/sh\n")
+        (tmp_path / manager).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    wanted = "" if manager is None else INSTALL_COMMANDS[manager]
+    assert install_hint().startswith(wanted)
+    assert sum(command in install_hint() for command in INSTALL_COMMANDS.values()) == bool(wanted)
+
+
+def test_a_library_of_a_wheel_is_found_where_pip_has_put_it(tmp_path: Path) -> None:
+    """A distribution laid out as mkl's wheel: a record, and the library beside site-packages."""
+    site = tmp_path / "lib" / "site-packages"
+    about = site / "mkl-2025.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mkl\nVersion: 2025.0\n")
+    (about / "RECORD").write_text("../libmkl_rt.so.3,,\n../libmkl_core.so.3,,\n")
+    library = tmp_path / "lib" / "libmkl_rt.so.3"
+    library.write_text("no library at all")
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "import penstock.blas as b; print(b._in_wheel())"
+    )
+    assert run(code) == f"{[str(library)]}\n"
+
+
+@pytest.mark.skipif(not installed("mkl"), reason="the wheel of mkl is not installed here")
+def test_float32_gets_faster_by_the_wheel() -> None:
+    hide = "import penstock.blas as b; b._SONAMES = (); b.load_blas.cache_clear()\n"
+    assert loaded(before=hide)["why"] == "from the wheel of mkl"
+    assert float(run(SPEED, "none")) > 2 * float(run(hide + SPEED))
 
 
 def test_mlx_before_penstock_is_said() -> None:

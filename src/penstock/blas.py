@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -28,9 +31,24 @@ _SONAMES = (
     "libflexiblas.so.3",
     "libblis-mt.so.4",
     "libblis.so.4",
+    "libmkl_rt.so.3",
     "libmkl_rt.so.2",
 )
-INSTALL_HINT = "Debian/Ubuntu: libopenblas0, Fedora: openblas-threads, Arch: openblas"
+_WHEEL = ("mkl", "libmkl_rt.so*")
+"""The distribution whose wheel brings a CBLAS with plain names, and the file. OpenBLAS's wheels
+rename their symbols (scipy-openblas32) or need the system's libgfortran (cmeel-openblas)."""
+INSTALL_COMMANDS = {
+    "apt-get": "sudo apt-get install libopenblas0",
+    "dnf": "sudo dnf install openblas-threads",
+    "pacman": "sudo pacman -S openblas",
+    "apk": "sudo apk add openblas",
+}
+"""By the package manager that is there."""
+WHEEL_COMMAND = "pip install 'penstock[blas]'"
+_THREAD_CALLS = (
+    ("openblas_get_num_threads", "openblas_set_num_threads"),
+    ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
+)
 CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 
 
@@ -69,31 +87,45 @@ def load_blas() -> Blas:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let OpenBLAS multiply on the calling thread alone meanwhile, for the whole process.
+    """Let OpenBLAS or MKL multiply on the calling thread alone meanwhile, for the whole process.
 
     For work that is spread over MLX's streams: two of them that each call a threaded BLAS wait
     for each other. Does nothing for other libraries.
     """
-    library = _openblas()
-    if library is None:
+    calls = _thread_calls()
+    if calls is None:
         yield
         return
-    threads = library.openblas_get_num_threads()
-    library.openblas_set_num_threads(1)
+    get_threads, set_threads = calls
+    threads = get_threads()
+    set_threads(1)
     try:
         yield
     finally:
-        library.openblas_set_num_threads(threads)
+        set_threads(threads)
 
 
 @cache
-def _openblas() -> ctypes.CDLL | None:
-    """Return the OpenBLAS that MLX multiplies with, None if it is another library."""
+def _thread_calls() -> tuple[Callable[[], int], Callable[[int], object]] | None:
+    """Return what tells and sets the threads of the BLAS that MLX multiplies with, if it can."""
     blas = load_blas()
     if sys.platform != "linux" or not blas.found or uses_cuda():
         return None
     library = ctypes.CDLL(blas.name)
-    return library if hasattr(library, "openblas_set_num_threads") else None
+    for get_name, set_name in _THREAD_CALLS:
+        if hasattr(library, set_name):
+            return getattr(library, get_name), getattr(library, set_name)
+    return None
+
+
+def install_hint() -> str:
+    """Return the command that installs a fast BLAS on this system, and the one without root."""
+    commands = [command for manager, command in INSTALL_COMMANDS.items() if shutil.which(manager)][
+        :1
+    ]
+    if platform.machine() == "x86_64":
+        commands.append(f"{WHEEL_COMMAND} (970 MB, no root needed)")
+    return ", or ".join(commands) or "install OpenBLAS by your system's package manager"
 
 
 def uses_cuda() -> bool:
@@ -131,8 +163,21 @@ def _load_first() -> Blas:
     for soname in _SONAMES:
         if _open(soname) is None:
             return Blas(True, soname, "the first fast BLAS found on this machine")
-    advice = f"no fast BLAS found, float32 runs about 30 times slower; install {INSTALL_HINT}"
+    for path in _in_wheel():
+        if _open(path) is None:
+            return Blas(True, path, f"from the wheel of {_WHEEL[0]}")
+    advice = f"no fast BLAS found, float32 runs about 30 times slower; run: {install_hint()}"
     return Blas(False, "reference BLAS", "no fast BLAS is installed", advice)
+
+
+def _in_wheel() -> list[str]:
+    """Return where a wheel has put its CBLAS, if it is installed in this environment."""
+    name, pattern = _WHEEL
+    try:
+        files = metadata.files(name) or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [str(Path(file.locate()).resolve()) for file in files if fnmatch(file.name, pattern)]
 
 
 def _open(library: str) -> str | None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import __version__
-from penstock.blas import CUDA_PACKAGES, INSTALL_HINT, Blas, installed, load_blas, nvidia_device
+from penstock.blas import CUDA_PACKAGES, Blas, install_hint, installed, load_blas, nvidia_device
 from penstock.cli import options
 from penstock.config import MLX_LM_MINOR
 from penstock.memory import MachineMemory, format_bytes, read_machine_memory
@@ -156,7 +156,7 @@ def _cpu_problems(machine: Machine) -> list[Problem]:
         problems.append(Problem(machine.blas.why, machine.blas.advice))
     elif speed < SLOW_GFLOPS:
         slow = f"float32 runs at {speed:.0f} GFLOPS with {machine.blas.name} ({machine.blas.why})"
-        problems.append(Problem(slow, f"install a fast BLAS ({INSTALL_HINT})"))
+        problems.append(Problem(slow, f"install a fast BLAS: {install_hint()}"))
     if machine.nvidia:
         idle = "an NVIDIA device is present, but MLX's CPU back end is installed"
         remedy = "pip uninstall mlx-cpu, then pip install 'penstock[cuda]'"
