@@ -7,12 +7,13 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from typer.main import get_command
 
 import penstock
-from penstock.cli import main
+from penstock.cli import app, main
+from penstock.cli.options import WITHOUT_VALUE, with_values
 from penstock.recall import MODEL_PATH
 from small_models import BASE, build
 
@@ -522,6 +525,78 @@ def test_a_broken_folder_is_one_line(
 def test_raw_is_no_codec(more: tuple[str, str]) -> None:
     done = run("generate", "Hello", "--kv-cache-quantization", "raw", *more)
     assert (done.returncode, done.stdout) == (0, run("generate", "Hello", *more).stdout)
+
+
+def commands(group: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every command there is, with the words that call it."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *names, name)
+        else:
+            yield (*names, name), command
+
+
+MAY_STAND_ALONE = [
+    (words, flag)
+    for words, command in commands(get_command(app))
+    for parameter in command.params
+    for flag in parameter.opts
+    if flag in WITHOUT_VALUE
+]
+
+
+def test_every_command_that_quantizes_is_looked_at() -> None:
+    named = {words for words, _ in MAY_STAND_ALONE}
+    benches = ("shared-prefix", "hit", "restore", "ragged", "single", "hybrid", "serve")
+    assert named >= {("generate",), ("chat",), ("serve",), *(("bench", name) for name in benches)}
+    takes_both = {
+        words
+        for words, command in commands(get_command(app))
+        if "--kv-cache-min-quantize-tokens" in [o for p in command.params for o in p.opts]
+    }
+    assert takes_both == named
+
+
+@pytest.mark.parametrize(("words", "flag"), MAY_STAND_ALONE, ids=str)
+def test_a_flag_that_may_stand_alone_swallows_no_other(
+    capsys: Capture, words: tuple[str, ...], flag: str
+) -> None:
+    assert "No such option: --bogus" in refused(capsys, *words, flag, "--bogus")
+    assert "No such option: --bogus" in refused(capsys, *words, "--bogus", flag)
+    assert "No such option: --bogus" in refused(capsys, *words, flag, "k8v4", "--bogus")
+    known = refused(capsys, *words, flag, "--kv-cache-min-quantize-tokens", "many")
+    assert "--kv-cache-min-quantize-tokens" in known and "'many'" in known
+
+
+def test_without_a_value_it_is_8(call: Call) -> None:
+    prompt = f"{TELL} " * 40
+
+    def held(*flags: str) -> Any:
+        done = call("generate", "-", "--json", "--max-tokens", "4", *flags, stdin=prompt)
+        return json.loads(done.stdout)["kv"]
+
+    short = ("--kv-cache-min-quantize-tokens", "0")
+    assert held("--kv-cache-quantization", *short) == held("--kv-cache-quantization", "8", *short)
+    assert held(*short, "--kv-cache-quantization")["nbytes"] < 0.5 * held()["nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("given", "filled"),
+    [
+        (["--", "--kv-cache-quantization"], ["--", "--kv-cache-quantization"]),
+        (["--kv-cache-quantization", "--", "x"], ["--kv-cache-quantization", "8", "--", "x"]),
+        (["--kv-cache-quantization", "-"], ["--kv-cache-quantization", "8", "-"]),
+        (["--kv-cache-quantization=4", "-h"], ["--kv-cache-quantization=4", "-h"]),
+        ([], []),
+    ],
+)
+def test_what_is_filled_in(given: list[str], filled: list[str]) -> None:
+    assert with_values(given) == filled
+
+
+def test_a_window_that_dropped_tokens_says_how_many_are_held() -> None:
+    done = run("generate", TELL, "--max-kv-size", "16", "--max-tokens", "8")
+    assert re.search(r"KV 16 of \d+ tokens in .*, room for 16,", done.stderr), done.stderr
 
 
 def test_control_c_ends_with_130() -> None:

@@ -76,6 +76,19 @@ class EngineShape:
 
     block_size: int | None = None
     prefill_chunk: int = config.PREFILL_CHUNK
+    kv_cache_quantization: str | None = None
+    kv_cache_min_quantize_tokens: int = config.MIN_QUANTIZE_TOKENS
+
+    @property
+    def exact(self) -> bool:
+        """Whether keys and values are held as they are, so that texts are mlx-lm's."""
+        return self.kv_cache_quantization is None
+
+    @property
+    def codec_settings(self) -> dict[str, Any]:
+        """What the engine is told of codecs."""
+        names = ("kv_cache_quantization", "kv_cache_min_quantize_tokens")
+        return {} if self.exact else {name: getattr(self, name) for name in names}
 
 
 class Stopwatch:
@@ -109,7 +122,7 @@ class Ours:
             max_batch_size=batch_size,
             block_size=shape.block_size or model.block_size,
             prefill_chunk=shape.prefill_chunk,
-            **settings,
+            **{**shape.codec_settings, **settings},
         )
         self._model = Stopwatch(self._core.runner)
         self._core.passes.runner = self._model  # type: ignore[assignment]  # passes everything on

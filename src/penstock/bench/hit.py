@@ -66,7 +66,8 @@ def measure(load: Load) -> Report:
         OURS: lambda: Ours(model, 1, load.engine),
         RIVAL: lambda: Solo(model.model),
     }
-    return report(load, model, compare(makers, load.task(model), load.rounds))
+    found = compare(makers, load.task(model), load.rounds, alike=load.engine.exact)
+    return report(load, model, found)
 
 
 def first_over_step(runs: Sequence[Run]) -> float:

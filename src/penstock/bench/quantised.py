@@ -6,7 +6,7 @@ Every ratio is of the coded form over full precision, of the same engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from penstock.bench.engine_runs import (
@@ -53,9 +53,10 @@ class Load:
 
     def makers(self, model: BenchModel) -> dict[str, MakeSide]:
         """Return how to make each side: ours and mlx-lm's, each in both forms."""
+        coded = replace(self.engine, kv_cache_quantization=self.codec)
         return {
             RAW: lambda: Ours(model, 1, self.engine),
-            self.codec: lambda: Ours(model, 1, self.engine, kv_cache_quantization=self.codec),
+            self.codec: lambda: Ours(model, 1, coded),
             RIVAL: lambda: Solo(model.model),
             f"{RIVAL} {RIVAL_CODED}": lambda: Solo(model.model, kv_bits=RIVAL_BITS),
         }

@@ -72,7 +72,7 @@ def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Found:
         OURS: lambda: Ours(model, batch_size, load.engine),
         RIVAL: lambda: Batched(model.model, batch_size),
     }
-    return compare(makers, load.task(model, shape), load.rounds)
+    return compare(makers, load.task(model, shape), load.rounds, alike=load.engine.exact)
 
 
 def held_over_ideal(found: Found, who: str, token_bytes: int) -> tuple[float, float]:

@@ -12,13 +12,13 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
 
 from penstock import config
-from penstock.bench.engine_runs import OURS, RIVAL, ratio_line, size
+from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, ratio_line, size
 from penstock.bench.models import Choice, LlamaShape
 from penstock.bench.report import Line, Report
 from penstock.bench.serve_client import (
@@ -68,6 +68,8 @@ class Load:
 
     model: Choice = Choice.RANDOM
     llama: LlamaShape | None = None
+    engine: EngineShape = field(default_factory=EngineShape)
+    """Of ours; its settings of codecs alone count."""
     rounds: int = 1
     """How often each server is started cold and given the sessions."""
     sessions: int = 8
@@ -199,7 +201,8 @@ class Found:
 
 def measure(load: Load, sides: Sides = SIDES) -> Report:
     """Run every part, the sides of each in turn."""
-    with ending_cleanly(), model_folder(load.model, load.llama) as folder:
+    with ending_cleanly(), model_folder(load.model, load.llama) as made:
+        folder = replace(made, codec_settings=load.engine.codec_settings)
         found = Found(
             sessions=_sessions(load, folder, sides),
             arrivals=_arrivals(load, folder, sides) if load.rate else {},

@@ -1,4 +1,5 @@
-"""The engine without a server: `python -m penstock.bench.serve_alone FOLDER BLOCK_SIZE`.
+"""The engine without a server: `python -m penstock.bench.serve_alone FOLDER BLOCK_SIZE JSON`,
+with settings of codecs as the JSON.
 
 Each line of standard input is a job, `{"prompts": [[token, ...], ...], "max_tokens": n}`; each
 line of standard output says how long it took. The end of the input is the end.
@@ -17,9 +18,9 @@ from penstock.engine.request import Request
 from penstock.models.mlx_lm import load
 
 
-def main(folder: str, block_size: int) -> None:
+def main(folder: str, block_size: int, codec_settings: dict[str, Any]) -> None:
     """Serve jobs until the input ends."""
-    with Engine(*load(folder), block_size=block_size) as engine:
+    with Engine(*load(folder), block_size=block_size, **codec_settings) as engine:
         run(engine, [[1, 2, 3]], 4)  # the first step of all pays for what the others find
         for line in sys.stdin:
             job = json.loads(line)
@@ -38,4 +39,4 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> di
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -42,6 +42,8 @@ class Folder:
     parameters: int
     kv_bytes_per_token: int
     dtype: str = "float32"
+    codec_settings: dict[str, Any] = field(default_factory=dict)
+    """What our engine is told of codecs."""
 
     def as_object(self) -> dict[str, Any]:
         """Return what a record says of the model."""

@@ -52,8 +52,10 @@ class Kind:
 
 
 def ours(folder: Folder, port: int) -> Kind:
-    """Return penstock's server with its defaults."""
+    """Return penstock's server with its defaults, and the codec that is measured."""
     flags = ["--host", HOST, "--port", str(port), "--block-size", str(folder.block_size)]
+    for name, value in folder.codec_settings.items():
+        flags += [f"--{name.replace('_', '-')}", str(value)]
     return Kind(
         "penstock",
         (sys.executable, "-m", "penstock", "serve", str(folder.path), *flags),
@@ -296,6 +298,7 @@ def engine_alone(folder: Folder) -> Iterator[Alone]:
         "penstock.bench.serve_alone",
         str(folder.path),
         str(folder.block_size),
+        json.dumps(folder.codec_settings),
     ]
     with ExitStack() as held:
         process = held.enter_context(

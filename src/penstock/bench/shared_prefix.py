@@ -128,7 +128,7 @@ def _measure_one(load: Load, model: BenchModel, prefix_tokens: int) -> Sharing:
         OURS: lambda: Ours(model, load.conversations, load.engine),
         RIVAL: lambda: Knowing(model, load, prefix_tokens),
     }
-    found = compare(makers, task, load.rounds)
+    found = compare(makers, task, load.rounds, alike=load.engine.exact)
     batch = fitting_batch(model, prefix_tokens + load.suffix_tokens)
     first = Task(task.prompts, 1)
     cold = [

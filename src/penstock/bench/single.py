@@ -125,7 +125,7 @@ def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Found:
         # One sequence needs no batch; mlx-lm's generate_step is its fastest way.
         RIVAL: lambda: Solo(model.model) if batch_size == 1 else Batched(model.model, batch_size),
     }
-    return compare(makers, load.task(model, shape), load.rounds)
+    return compare(makers, load.task(model, shape), load.rounds, alike=load.engine.exact)
 
 
 def _figures(found: Found, who: str) -> dict[str, Any]:
@@ -155,7 +155,8 @@ def measure_curve(load: Load, model: BenchModel) -> Curve:
             sides[who].learn(read[:-1])
             runs[who] = drive(sides[who], task)
             step_ms[who].append(1e3 * statistics.median(runs[who].step_seconds))
-        check_same_tokens({who: [run] for who, run in runs.items()})
+        if load.engine.exact:
+            check_same_tokens({who: [run] for who, run in runs.items()})
     for side in sides.values():
         side.close()
     return Curve(load.curve_tokens, step_ms)

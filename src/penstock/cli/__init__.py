@@ -23,6 +23,7 @@ from penstock.cli import (
     top,
     verify,
 )
+from penstock.cli.options import with_values
 from penstock.errors import PenstockError
 
 # Plain help: it is the same in a pipe, in a narrow terminal and in docs/cli.md.
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     0 is success, 2 a wrong flag, model or file (one line on standard error), 130 Ctrl-C.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    given = with_values(sys.argv[1:] if arguments is None else arguments)
     try:
         code = get_command(app)(given or ["--help"], prog_name="penstock", standalone_mode=False)
     except typer.TyperException as error:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
 
 import typer
 
+from penstock import config
 from penstock.cli import options
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
+    from penstock.bench.engine_runs import EngineShape
     from penstock.bench.report import Report
 
 app = typer.Typer(
@@ -358,6 +360,8 @@ def shared_prefix(
             min=0,
         ),
     ] = 1,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -369,7 +373,14 @@ def shared_prefix(
     from penstock.bench.models import Choice
     from penstock.bench.shared_prefix import Load, measure
 
-    load = Load(Choice(model), conversations=conversations, rounds=rounds, cold_rounds=cold_rounds)
+    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    load = Load(
+        Choice(model),
+        engine=engine,
+        conversations=conversations,
+        rounds=rounds,
+        cold_rounds=cold_rounds,
+    )
     if prefix:
         load = replace(load, prefix_tokens=tuple(prefix))
     _finish(measure(load), as_json=as_json, save=save, plot=plot)
@@ -382,6 +393,8 @@ def hit(
         int, typer.Option(help="Length of the known prompt.", metavar="TOKENS", min=1)
     ] = 8_192,
     rounds: Rounds = 5,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -393,7 +406,8 @@ def hit(
     from penstock.bench.hit import Load, measure
     from penstock.bench.models import Choice
 
-    report = measure(Load(Choice(model), known_tokens=tokens, rounds=rounds))
+    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    report = measure(Load(Choice(model), engine=engine, known_tokens=tokens, rounds=rounds))
     _finish(report, as_json=as_json, save=save, plot=plot)
 
 
@@ -404,6 +418,8 @@ def restore(
         int, typer.Option(help="Length of the known prompt.", metavar="TOKENS", min=256)
     ] = 8_192,
     rounds: Rounds = 5,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -416,7 +432,8 @@ def restore(
     from penstock.bench.models import Choice
     from penstock.bench.restore import Load, measure
 
-    report = measure(Load(Choice(model), known_tokens=tokens, rounds=rounds))
+    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    report = measure(Load(Choice(model), engine=engine, known_tokens=tokens, rounds=rounds))
     _finish(report, as_json=as_json, save=save, plot=plot)
 
 
@@ -424,6 +441,8 @@ def restore(
 def ragged(
     model: Which = "random",
     rounds: Rounds = 5,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -435,7 +454,8 @@ def ragged(
     from penstock.bench.models import Choice
     from penstock.bench.ragged import Load, measure
 
-    report = measure(Load(Choice(model), rounds=rounds))
+    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    report = measure(Load(Choice(model), engine=engine, rounds=rounds))
     _finish(report, as_json=as_json, save=save, plot=plot)
 
 
@@ -454,6 +474,8 @@ def single(
     curve_only: Annotated[
         bool, typer.Option("--curve-only", help="Show that cost alone, and no comparison of speed.")
     ] = False,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -465,7 +487,8 @@ def single(
     from penstock.bench.models import Choice
     from penstock.bench.single import Load, measure
 
-    load = Load(Choice(model), rounds=rounds)
+    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    load = Load(Choice(model), engine=engine, rounds=rounds)
     load = replace(load, curve_tokens=load.curve_to(longest))
     if curve_only:
         if not longest:
@@ -478,8 +501,15 @@ def single(
 @app.command()
 def quantised(
     codec: Annotated[
-        str, typer.Option(help="Of the form that is set against full precision.", metavar="CODEC")
+        str,
+        typer.Option(
+            "--codec",
+            "--kv-cache-quantization",
+            help="Of the form that is set against full precision.",
+            metavar="CODEC",
+        ),
     ] = "auto3.5x",
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     model: Which = "random",
     longest: Annotated[
         int, typer.Option(help="Length of the longest prompt.", metavar="TOKENS", min=1_024)
@@ -493,10 +523,12 @@ def quantised(
 
     Exits with 1 if a goal is not met.
     """
+    from penstock.bench.engine_runs import EngineShape
     from penstock.bench.models import Choice
     from penstock.bench.quantised import Load, measure
 
-    load = Load(codec, Choice(model), rounds=rounds)
+    engine = EngineShape(kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens)
+    load = Load(codec, Choice(model), engine=engine, rounds=rounds)
     lengths = tuple(tokens for tokens in load.lengths if tokens <= longest)
     report = measure(replace(load, lengths=lengths))
     _finish(report, as_json=as_json, save=save, plot=plot)
@@ -508,6 +540,8 @@ def hybrid(
         int, typer.Option(help="Length of the first turn's prompt.", metavar="TOKENS", min=512)
     ] = 4_096,
     rounds: Rounds = 5,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
@@ -517,7 +551,8 @@ def hybrid(
     """
     from penstock.bench.hybrid import Load, measure
 
-    report = measure(Load(known_tokens=known, rounds=rounds))
+    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    report = measure(Load(engine=engine, known_tokens=known, rounds=rounds))
     _finish(report, as_json=as_json, save=save, plot=None)
 
 
@@ -594,6 +629,8 @@ def serve(
     rounds: Annotated[
         int, typer.Option(help="How often each server is started and given the sessions.", min=1)
     ] = 1,
+    kv_cache_quantization: options.KVCacheQuantization = None,
+    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -609,6 +646,7 @@ def serve(
     report = measure(
         Load(
             Choice(model),
+            engine=_engine(kv_cache_quantization, kv_cache_min_quantize_tokens),
             rounds=rounds,
             sessions=sessions,
             turns=turns,
@@ -628,6 +666,21 @@ def serve(
 
         draw(report, plot)
     raise typer.Exit(0 if report.met else 1)
+
+
+def _engine(codec: str | None, min_quantize_tokens: int) -> EngineShape:
+    """Return what our engine is told; refuse before anything is measured what it would refuse."""
+    options.check_codec_settings(
+        {
+            "kv_cache_quantization": codec,
+            "kv_cache_min_quantize_tokens": min_quantize_tokens,
+        }
+    )
+    from penstock.bench.engine_runs import EngineShape
+
+    return EngineShape(
+        kv_cache_quantization=codec, kv_cache_min_quantize_tokens=min_quantize_tokens
+    )
 
 
 def _finish(report: Report, *, as_json: bool, save: Path | None, plot: Path | None) -> NoReturn:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -18,6 +19,8 @@ from penstock.recall import MODEL_PATH
 SSD_CACHE_LIMIT = f"{config.SSD_CACHE_LIMIT // 10**9}GB"
 EMBEDDED_LIMIT = "200MB"
 """Eight plain caches would take 330 MB for a prompt of 20,000 tokens."""
+WITHOUT_VALUE = {"--kv-cache-quantization": "8"}
+"""The values of flags that may stand without one, as vllm-mlx's and its scripts have them."""
 EMBEDDED_BLOCK_SIZE = 64
 """Tokens; prompts for the embedded model are short."""
 
@@ -88,10 +91,10 @@ KVBits: TypeAlias = Annotated[
 KVCacheQuantization: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="Hold keys and values in fewer bits: 8, 4, k8v4, kivi5/turbo3.5, ... (docs/codecs.md; "
-        "penstock bench-kv-cache compares them).",
+        help="Hold keys and values in fewer bits: 8 (meant where no CODEC follows), 4, k8v4, "
+        "kivi5/turbo3.5, ... (docs/codecs.md; penstock bench-kv-cache compares them).",
         envvar="PENSTOCK_KV_CACHE_QUANTIZATION",
-        metavar="CODEC",
+        metavar="[CODEC]",
         show_default="full precision",
     ),
 ]
@@ -141,6 +144,22 @@ Json: TypeAlias = Annotated[
 ]
 
 
+def with_values(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with a value behind each flag that may stand without one, and does.
+
+    >>> with_values(["serve", "--kv-cache-quantization", "--port", "0"])
+    ['serve', '--kv-cache-quantization', '8', '--port', '0']
+    """
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    filled = []
+    for word, following in zip(words[:end], [*words[1:end], "-"], strict=True):
+        filled.append(word)
+        if word in WITHOUT_VALUE and following.startswith("-"):
+            filled.append(WITHOUT_VALUE[word])
+    return filled + words[end:]
+
+
 def engine_size(
     model: str, memory_limit: str | None, block_size: int | None
 ) -> tuple[str | None, int]:
@@ -188,6 +207,42 @@ def folder_limit(text: str) -> int:
     except ValueError as error:
         raise SettingError(f"--ssd-cache-limit {text}: {error}; raise it") from None
     return limit_bytes
+
+
+def folder(flag: str, text: str | None) -> Path | None:
+    """Return the folder that a flag names; None if the flag is not given.
+
+    Raises:
+        SettingError: the name is empty, or that of no user's home.
+    """
+    if text is None:
+        return None
+    if not text.strip():
+        raise SettingError(f"{flag} is empty; name a folder, or leave it out")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise SettingError(f"{flag} {text}: {error}") from None
+
+
+def check_writable(flag: str, folder: Path | None) -> None:
+    """Make a folder if it is not there, and refuse one in which no file can be made.
+
+    Raises:
+        SettingError: it is a file, or the system does not let it be made or written to.
+    """
+    if folder is None:
+        return
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise SettingError(f"{flag} {folder} is a file; name a folder")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SettingError(
+            f"{flag} {folder}: {error.strerror}; name a folder that can be written to"
+        ) from None
 
 
 def numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -248,7 +303,9 @@ def check_codec(name: str | None) -> None:
     try:
         parse_scheme(name)
     except ValueError as error:
-        raise SettingError(f"--kv-cache-quantization: {error}") from None
+        raise SettingError(
+            f"--kv-cache-quantization: {error}; 8 is meant where a flag follows, or nothing"
+        ) from None
 
 
 def kv_settings(**given: Any) -> config.KVSettings:

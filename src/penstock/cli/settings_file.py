@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from penstock.cli.options import WITHOUT_VALUE
 from penstock.errors import SettingError
 
 
@@ -16,12 +17,21 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Let the keys of a TOML file be the defaults of the flags they name; an option's callback."""
     if file is not None and not context.resilient_parsing:
         flags = {str(parameter.name): parameter for parameter in context.command.params}
-        read = read_toml(file, flags)
+        read = _switched(read_toml(file, flags))
         for name, value in read.items():
             if getattr(flags[name], "multiple", False) and not isinstance(value, list):
                 read[name] = [value]
         context.default_map = {**(context.default_map or {}), **read}
     return file
+
+
+def _switched(read: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in which true is the value of a flag that may stand without one, and false
+    leaves such a flag out."""
+    values = {flag[2:].replace("-", "_"): value for flag, value in WITHOUT_VALUE.items()}
+    switches = {name for name in values if isinstance(read.get(name), bool)}
+    on = {name: values[name] for name in switches if read[name]}
+    return {name: value for name, value in read.items() if name not in switches} | on
 
 
 def read_toml(file: Path, names: Iterable[str]) -> dict[str, Any]:
