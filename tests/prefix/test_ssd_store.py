@@ -248,6 +248,21 @@ def test_a_disk_that_is_nearly_full_is_left_alone(tmp_path: Path) -> None:
     with opened(tmp_path, floor_bytes=1 << 60) as store:
         assert write(store, chain(1)) == ["disk"]
         assert (store.counts.refused_blocks, files(tmp_path)) == (1, [])
+        assert store.full is not None and "are always left free" in store.full
+
+
+def test_why_nothing_is_written_is_known_from_the_start_until_it_is_over(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        assert store.full is None
+        write(store, chain(1))
+    with opened(tmp_path, floor_bytes=1 << 60) as store:
+        assert store.full is not None
+        store.floor_bytes = 0
+        assert write(store, chain(2))[-1] == "claimed"
+        assert store.full is None
+    with opened(tmp_path, budget_bytes=1) as store:
+        assert write(store, chain(3))[-1] == "budget"
+        assert store.full is not None and "--ssd-write-budget" in store.full
 
 
 # ---- damage

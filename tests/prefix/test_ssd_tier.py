@@ -87,6 +87,38 @@ def test_what_was_offered_is_there_for_the_next_process(tmp_path: Path) -> None:
         )
 
 
+def test_a_disk_with_no_space_is_said_once_and_read_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = chain(4)
+    with running(tmp_path) as tier:
+        assert all(tier.offer(record) for record in records[:2]) and tier.flush(SOON)
+        assert tier.stats().full is None
+
+    def no_space() -> SSDStore:
+        store = opener(tmp_path)()
+        store.floor_bytes = 1 << 60
+        store._has_space(0)
+        return store
+
+    tier = ColdTier(no_space)
+    try:
+        assert tier.held([]).result(SOON) == 0
+        told = tier.stats().full
+        assert told is not None and "free some space" in told
+        assert all(tier.offer(record) for record in records) and tier.flush(SOON)
+        stats = tier.stats()
+        assert (stats.counts.written_blocks, stats.counts.refused_blocks) == (0, 2)
+        assert stats.off is None and stats.full is not None
+        _, targets = places(records[:2])
+        assert tier.restore([r.key for r in records[:2]], lambda: targets).result(SOON) == 2
+    finally:
+        tier.close(SOON)
+    assert [line for line in caplog.messages if "writes nothing for now" in line] == [
+        f"the SSD cache writes nothing for now: {told}"
+    ]
+
+
 def test_a_slow_disk_drops_writes_and_holds_nobody(tmp_path: Path) -> None:
     records = chain(10)
     room = 3 * records[0].nbytes

@@ -6,6 +6,7 @@ import bisect
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -125,6 +126,25 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "codec"), [("true", "8"), ("false", None), ('"k8v4"', "k8v4"), ("4", "4")]
+)
+def test_a_flag_that_may_stand_alone_is_a_switch_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, codec: str | None
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(f"kv-cache-quantization = {text}")
+    assert parsed(monkeypatch, "--config", str(file))["kv_cache_quantization"] == codec
+
+
+def test_the_command_line_of_vllm_mlx_serves() -> None:
+    flags = ("--kv-cache-quantization", "--kv-cache-min-quantize-tokens", "256")
+    with started(*flags) as (process, _):
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        assert "held as affine8" in "".join(lines)
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         (("--kv-cache-quantization", "q4"), "is no codec; there are raw"),
@@ -148,6 +168,14 @@ def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
         (("--ssd-cache-limit", "much"), "--ssd-cache-limit"),
         (("--ssd-cache-dir", "/nowhere", "--ssd-cache-limit", "1MB"), "--ssd-cache-limit 1MB"),
         (("--ssd-write-budget", "some"), "--ssd-write-budget"),
+        (("--ssd-cache-dir", __file__), f"--ssd-cache-dir {__file__} is a file; name a folder"),
+        (("--ssd-cache-dir", f"{__file__}/x"), "Not a directory; name a folder that can be"),
+        (("--ssd-cache-dir", ""), "--ssd-cache-dir is empty; name a folder, or leave it out"),
+        (("--ssd-cache-dir", "/proc/none"), "--ssd-cache-dir /proc/none: No such file"),
+        (("--ssd-cache-dir", "x" * 300), "File name too long; name a folder that can be"),
+        (("--ssd-cache-dir", "~nobody-at-all/x"), "--ssd-cache-dir ~nobody-at-all/x: "),
+        (("--session-dir", "", "--ssd-cache-dir", "/tmp"), "--session-dir is empty"),
+        (("--session-dir", __file__, "--ssd-cache-dir", "/tmp"), "is a file; name a folder"),
         (("--session-dir", "/nowhere"), "--session-dir needs --ssd-cache-dir"),
         (("--hot-cache-only", "--ssd-cache-dir", "/nowhere"), "--hot-cache-only"),
         (("--hot-cache-only", "--remote-cache", "redis://h"), "--hot-cache-only"),
@@ -254,6 +282,47 @@ def banner_of(**limits: Any) -> list[str]:
 )
 def test_the_banner_says_when_a_limit_is_strange(limit: str, says: str) -> None:
     assert says in "".join(banner_of(memory_limit=limit)[1:3])
+
+
+@pytest.mark.parametrize("window", [64, 1_023, 1_024, 5_000])
+def test_the_banner_counts_sequences_that_the_window_lets_be(window: int) -> None:
+    """A small window is no lack of memory: raising --memory-limit would change nothing."""
+    told = banner_of(memory_limit="200MB", max_kv_size=window)[2]
+    assert "raise --memory-limit" not in told
+    assert f"of {min(window, 1_024):,}" in told
+
+
+@contextmanager
+def little_disk(folder: Path) -> Iterator[Path]:
+    """Mount a disk of 50 MB; skip where that is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=50m", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_with_no_space_says_so_everywhere(
+    tmp_path: Path, told: Dialogue, caplog: pytest.LogCaptureFixture
+) -> None:
+    with little_disk(tmp_path / "little") as folder:
+        given = {"ssd_cache_dir": folder, "block_size": 64}
+        with make_engine(load_all(MODEL_PATH), **given) as engine:
+            assert engine.later(lambda core: core.cold.flush(30.0)).result()  # type: ignore[union-attr]
+            assert "nothing is written: the disk of" in banner(engine, "r", settings(), 1)[3]
+        with serving(engine=given) as running:
+            body = {"messages": told.ask(told.questions[0]), "max_tokens": 1}
+            for _ in range(2):
+                httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
+            question = {"messages": [*body["messages"], {"role": "user", "content": "And?"}]}
+            why = httpx.post(f"{running.url}/v1/cache/explain", json=question, timeout=60).json()
+            tier = httpx.get(f"{running.url}/v1/cache", timeout=60).json()["tiers"]["ssd"]
+        assert "the ssd cache writes no new blocks: the disk of" in why["reason"]
+        assert tier["state"] == "on" and "1.00 GB are always left free" in tier["why"]
+    assert sum("writes nothing for now" in line for line in caplog.messages) == 2  # two engines
 
 
 def test_the_banner_says_what_fits_and_how_to_ask() -> None:

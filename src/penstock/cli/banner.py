@@ -62,7 +62,8 @@ def _disk(ssd: TierStats | None, limits: config.EngineSettings) -> str:
     room = f"limit {format_bytes(limits.ssd_cache_limit)}"
     if ssd.off is not None:
         return f"disk     {limits.ssd_cache_dir}, {room}; off: {ssd.off}"
-    return f"disk     {limits.ssd_cache_dir}, {room}; {format_bytes(ssd.held_bytes)} held"
+    full = "" if ssd.full is None else f"; nothing is written: {ssd.full}"
+    return f"disk     {limits.ssd_cache_dir}, {room}; {format_bytes(ssd.held_bytes)} held{full}"
 
 
 def _remote(remote: TierStats | None, limits: config.EngineSettings) -> list[str]:
@@ -84,11 +85,9 @@ def _room(core: Core) -> list[str]:
         each, once = sequence_bytes(core, length)
         return max(0, free - once) // each
 
-    fitting = [
-        f"{count:,} of {length:,}"
-        for length in SHOWN_LENGTHS
-        if length <= limits.max_kv_size and (count := fit(length))
-    ]
+    window = limits.max_kv_size
+    lengths = [length for length in SHOWN_LENGTHS if length <= window] or [window]
+    fitting = [f"{count:,} of {length:,}" for length in lengths if (count := fit(length))]
     tokens = free * SHOWN_LENGTHS[0] // sequence_bytes(core, SHOWN_LENGTHS[0])[0]
     held = ""
     if core.quantiser is not None:
@@ -102,7 +101,7 @@ def _room(core: Core) -> list[str]:
         f"{format_bytes(free)} free for KV"
         + (f"; more than this machine has: {format_bytes(machine_bytes)}" if over else ""),
         f"fits     about {tokens:,} tokens of KV{held}; in sequences: "
-        + (", ".join(fitting) or f"none of {SHOWN_LENGTHS[0]:,}; raise --memory-limit for longer"),
+        + (", ".join(fitting) or f"none of {lengths[0]:,}; raise --memory-limit for longer"),
         _disk(stats.ssd, limits),
         *_remote(stats.remote, limits),
         f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "

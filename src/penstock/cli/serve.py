@@ -86,6 +86,8 @@ def serve(
     engine has died.
     """
     _check_origins(cors_origin or ())
+    cache_folder = options.folder("--ssd-cache-dir", ssd_cache_dir)
+    session_folder = options.folder("--session-dir", session_dir)
     settings = config.parse(
         config.ServerSettings,
         host=host,
@@ -95,7 +97,7 @@ def serve(
         max_tokens=max_tokens,
         request_timeout_seconds=request_timeout,
         drain_timeout_seconds=drain_timeout,
-        session_dir=None if session_dir is None else session_dir.expanduser(),
+        session_dir=session_folder,
     )
     for flag, wanted in (("--session-dir", session_dir), ("--ssd-preload", ssd_preload)):
         if wanted and ssd_cache_dir is None:
@@ -109,7 +111,7 @@ def serve(
         "block_size": block_size,
         "max_queue": max_queue,
         "hot_cache_only": hot_cache_only,
-        "ssd_cache_dir": None if ssd_cache_dir is None else ssd_cache_dir.expanduser(),
+        "ssd_cache_dir": cache_folder,
         "ssd_cache_limit": options.folder_limit(ssd_cache_limit),
         "ssd_write_budget": ssd_write_budget
         and options.size("--ssd-write-budget", ssd_write_budget),
@@ -145,6 +147,8 @@ def serve(
         return _run_in_ray(
             model, model_name or _name(model), settings, limits, fleet, preload=ssd_preload
         )
+    options.check_writable("--ssd-cache-dir", cache_folder)
+    options.check_writable("--session-dir", session_folder)
     name = model_name or _name(model)
     with joined() as ranks:
         load = partial(_load, model, name, limits, ranks, pipeline)

@@ -145,7 +145,7 @@ HotCacheOnly: TypeAlias = Annotated[
     ),
 ]
 SSDCacheDir: TypeAlias = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         help="Keep prefixes in this folder too, so that they survive eviction and restarts; it is "
         "made if it is not there. Prompts can be told from what lies in it.",
@@ -208,7 +208,7 @@ RemoteCacheTimeout: TypeAlias = Annotated[
     ),
 ]
 SessionDir: TypeAlias = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         help="Keep conversations that clients save under a name in this folder; needs "
         "--ssd-cache-dir.",

@@ -131,9 +131,12 @@ def _disk(ssd: dict[str, Any], restored_tokens: int) -> str:
     if ssd["off"] is not None:
         return f"off: {ssd['off']}"
     counts = ssd["counts"]
+    written = f"{format_bytes(counts['written_bytes'])} written"
+    if ssd.get("full") is not None:
+        written += f"; nothing is written now: {ssd['full']}"
     return (
         f"{format_bytes(ssd['held_bytes'])} of {format_bytes(ssd['limit_bytes'])}; "
-        f"{restored_tokens:,} tokens restored, {format_bytes(counts['written_bytes'])} written"
+        f"{restored_tokens:,} tokens restored, {written}"
     )
 
 

@@ -538,6 +538,9 @@ class Core:
         if self.cold is not None and on_disk is not None and on_disk > found.held_tokens:
             where = self.cold.where
             reason += f"; {on_disk:,} tokens are {where}, from where they would be read back"
+        for name, tier in ({} if self.cold is None else self.cold.stats()).items():
+            if tier.full is not None:
+                reason += f"; the {name} cache writes no new blocks: {tier.full}"
         return replace(
             found,
             reason=reason,

@@ -56,6 +56,8 @@ class Store(ABC):
 
     limit_bytes: int = 0
     """Of all that is kept; 0 if that is for others to say."""
+    full: str | None = None
+    """Why no new blocks are taken for now; those that are there are read all the same."""
 
     def __init__(self, fingerprint: str, name: str) -> None:
         self.fingerprint = fingerprint

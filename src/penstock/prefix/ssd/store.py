@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from penstock.memory import format_bytes
 from penstock.prefix.blocks import checkpoint_key
 from penstock.prefix.ssd.base import Store
 from penstock.prefix.ssd.direct import Writer
@@ -107,6 +108,7 @@ class SSDStore(Store):
         self._writer = Writer()
         self.index = self._open_index()
         self._owner = new_writer()
+        self._has_space(0)
 
     # ---- questions
 
@@ -190,7 +192,7 @@ class SSDStore(Store):
         """Claim a block, and write its file."""
         if not self.index.is_current:
             raise OSError(f"the index of {self._folder} was removed or made anew by others")
-        if shutil.disk_usage(self._folder).free - len(raw) < self.floor_bytes:
+        if not self._has_space(len(raw)):
             self.counts.refused_blocks += 1
             return "disk"
         entry = Entry(
@@ -211,6 +213,11 @@ class SSDStore(Store):
         if claim != "claimed":
             self.counts.known_blocks += claim == "known"
             self.counts.refused_blocks += claim != "known"
+            if claim == "budget" and self.budget_bytes is not None:
+                self.full = (
+                    f"the {format_bytes(self.budget_bytes)} that may be written in a day were "
+                    f"written today: raise --ssd-write-budget, or wait for midnight UTC"
+                )
             return claim
         try:
             self._put(record.key, raw)
@@ -320,6 +327,18 @@ class SSDStore(Store):
         end_writer(self._owner)
 
     # ---- parts
+
+    def _has_space(self, nbytes: int) -> bool:
+        """Tell whether a file of so many bytes leaves enough of the disk free; note it if not."""
+        free = shutil.disk_usage(self._folder).free
+        self.full = None
+        if free - nbytes < self.floor_bytes:
+            self.full = (
+                f"the disk of {self._folder.parent} has {format_bytes(free)} free, and "
+                f"{format_bytes(self.floor_bytes)} are always left free: free some space, or name "
+                f"another folder"
+            )
+        return self.full is None
 
     def _open_index(self) -> Index:
         """Open the index; one that is damaged is made anew from the headers of the files."""

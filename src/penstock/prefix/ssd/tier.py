@@ -41,6 +41,8 @@ class TierStats:
 
     off: str | None = None
     """Why it is switched off."""
+    full: str | None = None
+    """Why no new blocks are written for now, while those that are there are read."""
     queued_bytes: int = 0
     dropped_blocks: int = 0
     """Not written: the queue was full, the tier off, or the block gone from memory by then."""
@@ -99,6 +101,7 @@ class ColdTier:
         self._calls: deque[_Call] = deque()
         self._writes: deque[Record] = deque()
         self._changed = threading.Condition()
+        self._told_full = False
         self._chores: Iterator[None] | None = None
         """What is done when there is nothing else to do."""
         self._closing = False
@@ -250,6 +253,7 @@ class ColdTier:
                     self._stats.held_bytes = store.nbytes
                     self._stats.limit_bytes = store.limit_bytes
                     self._switch(None)
+                    self._note_full(store.full)
                 working = self._wait() and self._work(store)
             except FAULTS as error:
                 self._chores = None
@@ -311,7 +315,16 @@ class ColdTier:
         held = store.nbytes  # asked before anybody has to wait for the answer
         with self._changed:
             self._stats.held_bytes = held
+        self._note_full(store.full)
         return True
+
+    def _note_full(self, full: str | None) -> None:
+        """Note why the store takes no new blocks, if it does not; the first time, say so."""
+        with self._changed:
+            self._stats.full = full
+        if full is not None and not self._told_full:
+            self._told_full = True
+            logger.warning("the %s writes nothing for now: %s", self._name, full)
 
     def _write(self, store: Store, record: Record) -> None:
         try:

@@ -97,7 +97,8 @@ export class MemoryChart {
       piece.style.width = `${(ssd.used_bytes / ssd.limit_bytes) * 100}%`;
       disk.append(piece);
     }
-    const restored = `, ${count(stats.restored_tokens)} tokens restored`;
+    const full = ssd.why ? `; ${ssd.why}` : "";
+    const restored = `, ${count(stats.restored_tokens)} tokens restored${full}`;
     byId("tiers").replaceChildren(
       make("dt", {}, "RAM"),
       make("dd", {}, ram, make("span", { class: "said" }, tierText(tiers.ram))),
