@@ -554,7 +554,7 @@ def test_every_command_that_quantizes_is_looked_at() -> None:
         for words, command in commands(get_command(app))
         if "--kv-cache-min-quantize-tokens" in [o for p in command.params for o in p.opts]
     }
-    assert takes_both == named
+    assert takes_both - {("eval",)} == named  # eval compares the codecs that it is given
 
 
 @pytest.mark.parametrize(("words", "flag"), MAY_STAND_ALONE, ids=str)

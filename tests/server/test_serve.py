@@ -311,7 +311,8 @@ def test_a_disk_with_no_space_says_so_everywhere(
     with little_disk(tmp_path / "little") as folder:
         given = {"ssd_cache_dir": folder, "block_size": 64}
         with make_engine(load_all(MODEL_PATH), **given) as engine:
-            assert engine.later(lambda core: core.cold.flush(30.0)).result()  # type: ignore[union-attr]
+            opened = engine.later(lambda core: core.cold.tiers["ssd"].held([])).result()
+            assert opened.result(30.0) == 0
             assert "nothing is written: the disk of" in banner(engine, "r", settings(), 1)[3]
         with serving(engine=given) as running:
             body = {"messages": told.ask(told.questions[0]), "max_tokens": 1}

@@ -153,7 +153,7 @@ def with_values(arguments: Sequence[str]) -> list[str]:
     words = list(arguments)
     end = words.index("--") if "--" in words else len(words)
     filled = []
-    for word, following in zip(words[:end], [*words[1:end], "-"], strict=True):
+    for word, following in zip(words[:end], [*words[1:end], "-"], strict=False):
         filled.append(word)
         if word in WITHOUT_VALUE and following.startswith("-"):
             filled.append(WITHOUT_VALUE[word])
