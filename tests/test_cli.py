@@ -565,7 +565,7 @@ def test_a_flag_that_may_stand_alone_swallows_no_other(
     assert "No such option: --bogus" in refused(capsys, *words, "--bogus", flag)
     assert "No such option: --bogus" in refused(capsys, *words, flag, "k8v4", "--bogus")
     known = refused(capsys, *words, flag, "--kv-cache-min-quantize-tokens", "many")
-    assert "--kv-cache-min-quantize-tokens" in known and "'many'" in known
+    assert "Invalid value for '--kv-cache-min-quantize-tokens'" in known
 
 
 def test_without_a_value_it_is_8(call: Call) -> None:
