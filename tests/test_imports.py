@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 LEVELS = (
     ("errors",),
     ("config",),
-    ("memory", "blas", "heap", "recall"),
+    ("memory", "blas", "heap", "open_files", "recall"),
     ("ledger",),
     ("kv",),
     ("prefix",),

@@ -657,6 +657,27 @@ def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyP
         assert_right(running)
 
 
+@pytest.mark.parametrize("fault", [OSError(24, "Too many open files"), KeyError("MemTotal:")])
+def test_a_machine_that_cannot_be_looked_at_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Exception
+) -> None:
+    """Where no file can be opened, nothing says how much memory is free."""
+
+    def memory() -> Any:
+        raise fault
+
+    monkeypatch.setattr("penstock.engine.machine.psutil.virtual_memory", memory)
+    with made(memory_threshold=0.5) as setup:
+        handle = setup.ask(SHORT)
+        for _ in range(3):
+            setup.step()
+            setup.now += 1.0
+        setup.drain()
+        assert_right(handle)
+    said = [r for r in caplog.records if type(fault).__name__ in r.getMessage()]
+    assert len(said) <= 1, "once, not once a second"
+
+
 def test_at_a_threshold_of_one_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     def memory() -> Any:
         raise AssertionError("looked")

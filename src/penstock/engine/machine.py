@@ -3,12 +3,16 @@ was freed."""
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from threading import Lock
 
 import mlx.core as mx
 import psutil
 
 from penstock.heap import give_back_freed_memory
+
+logger = logging.getLogger(__name__)
 
 _kept_bytes: dict[int, int] = {}
 _kept_before: list[int] = []
@@ -21,11 +25,25 @@ def has_own_memory() -> bool:
 
 
 def bytes_over(threshold: float) -> int:
-    """Return by how many bytes all programs together use more than a share of the memory."""
+    """Return by how many bytes all programs together use more than a share of the memory.
+
+    0 where the machine does not say: the own limit holds without it.
+    """
     if threshold >= 1:
         return 0
-    memory = psutil.virtual_memory()
+    try:
+        memory = psutil.virtual_memory()
+    # A boundary: the engine's thread looks, and to look may fail for reasons of the machine's own.
+    except Exception as error:
+        logger.debug("the machine's memory cannot be looked at", exc_info=error)
+        _warn_once(type(error).__name__)
+        return 0
     return int(memory.total - memory.available - threshold * memory.total)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    logger.warning("the machine's memory cannot be looked at (%s); the own limit holds", reason)
 
 
 def give_back() -> None:

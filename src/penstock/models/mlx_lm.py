@@ -18,12 +18,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
-import mlx_lm.models.base
-import mlx_lm.models.cache
-import mlx_lm.utils
-from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from penstock.config import SamplingSettings
 from penstock.errors import ModelError
@@ -32,6 +26,15 @@ from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Ro
 from penstock.kv.reads import Reads
 from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
 from penstock.kv.turboquant import TurboQuant
+from penstock.open_files import unchanged_limit
+
+with unchanged_limit():
+    import mlx_lm
+    import mlx_lm.models.base
+    import mlx_lm.models.cache
+    import mlx_lm.utils
+    from mlx_lm.sample_utils import make_sampler
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 __all__ = [
     "Layout",

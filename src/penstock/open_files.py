@@ -1,0 +1,52 @@
+"""The limit of open files, which connections count against as files do."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ENOUGH = (65_536, 10_240)
+"""Tried in turn where the hard limit is none, or more than the system takes (macOS)."""
+
+
+@contextmanager
+def unchanged_limit() -> Iterator[None]:
+    """Keep the limit of open files as it is while a library is imported, then raise it.
+
+    mlx-lm sets it to 2,048 of at most 4,096. Under a hard limit below that its import fails, and
+    a higher one would be lost for good.
+    """
+    theirs = resource.setrlimit
+
+    def others_only(kind: int, limits: tuple[int, int]) -> None:
+        if kind != resource.RLIMIT_NOFILE:
+            theirs(kind, limits)
+
+    resource.setrlimit = others_only
+    try:
+        yield
+    finally:
+        resource.setrlimit = theirs
+    raise_limit()
+
+
+def raise_limit() -> int:
+    """Raise the limit of open files to the hard one, and return what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = (hard,) if hard != resource.RLIM_INFINITY else ()
+    for most in (*wanted, *ENOUGH):
+        if soft == resource.RLIM_INFINITY or most <= soft:
+            continue
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        except (ValueError, OSError):  # more than the system takes
+            continue
+        break
+    return limit()
+
+
+def limit() -> int:
+    """Return how many files this process may have open; a large number where that is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ENOUGH[0] if soft == resource.RLIM_INFINITY else soft
