@@ -42,6 +42,8 @@ REQUEST_TIMEOUT_SECONDS = 600.0
 """From a request's arrival to its last token, at most."""
 DRAIN_TIMEOUT_SECONDS = 30.0
 """How long a server that is told to stop goes on with the answers that are open, at most."""
+MAX_CONNECTIONS = 1_000
+"""Connections to the server at the same time."""
 HOLD_SECONDS = 300.0
 """How long a prefix that a client names (`prompt_cache_key`) is held after its last use."""
 MLX_LM_MINOR = (0, 32)
@@ -207,6 +209,16 @@ class ServerSettings(Settings):
     session_dir: Path | None = None
     """Folder of the sessions that are saved under a name; None keeps none."""
     hold_seconds: float = Field(HOLD_SECONDS, ge=0.0, allow_inf_nan=False)
+    max_connections: int = Field(MAX_CONNECTIONS, ge=1)
+    """Connections at the same time; fewer where the limit of open files is less."""
+    max_head_bytes: int = Field(65_536, ge=1)
+    """Of a request's line and headers, and of what is neither head nor body."""
+    max_head_fields: int = Field(256, ge=1)
+    """Headers of a request."""
+    head_timeout_seconds: float = Field(10.0, gt=0.0)
+    """For the head of a request to arrive; of the first one, from when the connection is open."""
+    keep_alive_seconds: int = Field(6, ge=1)
+    """Between the end of an answer and the next request on its connection."""
     max_body_bytes: int = Field(16_000_000, ge=1)
     max_depth: int = Field(64, ge=1)
     """Brackets within brackets of a JSON body."""

@@ -215,6 +215,45 @@ def test_a_foreign_page_may_read_nothing_unless_it_was_named(recall_server: Runn
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
 
 
+SIMPLE = (
+    None,
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=a",
+)
+"""What a page may send anywhere without being allowed to."""
+
+
+def test_a_foreign_page_may_do_nothing(recall_server: Running) -> None:
+    acts = [(method, path) for method, path in routes(recall_server) if method != "GET"]
+    assert ("POST", "/v1/sessions/{name}/load") in acts
+    for method, path in acts:
+        for kind in SIMPLE:
+            headers = {} if kind is None else {"content-type": kind}
+            answer = httpx.request(
+                method,
+                recall_server.url + path.replace("{name}", "a"),
+                headers={**headers, "origin": "https://evil.example"},
+                content=b"{}",
+                timeout=SOON,
+            )
+            asked_first = method == "DELETE" and kind is None  # a browser does
+            assert answer.status_code == 415 or asked_first, (method, path, kind)
+            if not asked_first:
+                assert "application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "APPLICATION/JSON"])
+def test_json_may_be_written_in_several_ways(recall_server: Running, kind: str) -> None:
+    answer = httpx.post(
+        f"{recall_server.url}/v1/completions",
+        headers={"content-type": kind},
+        content=b'{"prompt": "a", "max_tokens": 1}',
+        timeout=SOON,
+    )
+    assert answer.status_code == 200
+
+
 def test_tenants_share_nothing_and_learn_nothing() -> None:
     prompt = PROMPT * 40
     body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "a"}

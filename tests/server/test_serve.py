@@ -162,6 +162,8 @@ def test_the_command_line_of_vllm_mlx_serves() -> None:
         (("--memory-limit", "20MB", "--port", "0"), "weights of 7.03 MB, tails of"),
         (("--memory-threshold", "2"), "--memory-threshold"),
         (("--cors-origin", "https://a.example/"), "https://host"),
+        (("--cors-origin", "*"), "without a key lets every page"),
+        (("--max-connections", "0"), "--max-connections"),
         (("--host", "nowhere.invalid", "--api-key", "a"), "cannot listen on nowhere.invalid"),
         (("--port", "70000"), "65535"),
         (("--request-timeout", "0"), "--request-timeout"),

@@ -45,12 +45,12 @@ def test_a_session_goes_on_elsewhere(tmp_path: Path, told: Dialogue) -> None:
         assert (listed["name"], listed["nbytes"]) == ("morning", again["nbytes"])
     assert (sessions / "morning.tar").stat().st_mode & 0o077 == 0
     with server(tmp_path / "other", sessions) as http:
-        loaded = http.post("/v1/sessions/morning/load").raise_for_status().json()
+        loaded = http.post("/v1/sessions/morning/load", json={}).raise_for_status().json()
         assert loaded == again
         assert ask(http, question) == (text, again["tokens"])
         assert http.delete("/v1/sessions/morning").json() == {"name": "morning"}
         assert http.get("/v1/sessions").json() == {"sessions": []}
-        assert http.post("/v1/sessions/morning/load").status_code == 404
+        assert http.post("/v1/sessions/morning/load", json={}).status_code == 404
 
 
 @pytest.mark.parametrize("token", [3_025, 2**40, 2**120])
@@ -68,7 +68,7 @@ def test_a_session_of_other_settings_is_refused(tmp_path: Path, told: Dialogue) 
         ask(http, question)
         http.post("/v1/sessions/a/save", json={"messages": question}).raise_for_status()
     with server(tmp_path / "other", sessions, max_kv_size=2_048) as http:
-        refused = http.post("/v1/sessions/a/load")
+        refused = http.post("/v1/sessions/a/load", json={})
         assert refused.status_code == 400
         assert "fingerprint" in refused.json()["error"]["message"]
         assert ask(http, question)[1] == 0
@@ -86,8 +86,8 @@ def test_a_damaged_session_is_refused(tmp_path: Path, told: Dialogue) -> None:
     file.write_bytes(raw)
     (sessions / "b.tar").write_bytes(b"no tar at all" * 100)
     with server(tmp_path / "other", sessions) as http:
-        assert "damaged" in http.post("/v1/sessions/a/load").json()["error"]["message"]
-        assert http.post("/v1/sessions/b/load").status_code == 400
+        assert "damaged" in http.post("/v1/sessions/a/load", json={}).json()["error"]["message"]
+        assert http.post("/v1/sessions/b/load", json={}).status_code == 400
         assert ask(http, question)[0] == text
 
 
@@ -96,7 +96,7 @@ def test_a_name_is_no_path(tmp_path: Path) -> None:
         for name in ("..", "a/b", ".hidden", "a" * 65, "%2e%2e%2fa", "a.b"):
             for answer in (
                 http.post(f"/v1/sessions/{name}/save", json={"prompt": "a"}),
-                http.post(f"/v1/sessions/{name}/load"),
+                http.post(f"/v1/sessions/{name}/load", json={}),
                 http.delete(f"/v1/sessions/{name}"),
             ):
                 assert answer.status_code in (400, 404, 405, 422)

@@ -54,6 +54,7 @@ def serve(
     prefill_chunk: flags.PrefillChunk = config.PREFILL_CHUNK,
     block_size: options.BlockSize = None,
     max_queue: flags.MaxQueue = config.MAX_QUEUE,
+    max_connections: flags.MaxConnections = config.MAX_CONNECTIONS,
     max_tokens: flags.MaxTokens = config.MAX_TOKENS,
     request_timeout: flags.RequestTimeout = config.REQUEST_TIMEOUT_SECONDS,
     drain_timeout: flags.DrainTimeout = config.DRAIN_TIMEOUT_SECONDS,
@@ -85,7 +86,7 @@ def serve(
     SIGTERM or Ctrl-C lets open answers end; the second ends at once. Exit code 1 means that the
     engine has died.
     """
-    _check_origins(cors_origin or ())
+    _check_origins(cors_origin or (), api_key)
     cache_folder = options.folder("--ssd-cache-dir", ssd_cache_dir)
     session_folder = options.folder("--session-dir", session_dir)
     settings = config.parse(
@@ -94,6 +95,7 @@ def serve(
         port=port,
         api_key=api_key or None,
         cors_origin=tuple(cors_origin or ()),
+        max_connections=max_connections,
         max_tokens=max_tokens,
         request_timeout_seconds=request_timeout,
         drain_timeout_seconds=drain_timeout,
@@ -202,8 +204,16 @@ def _name(model: str) -> str:
     return folder.resolve().name if folder.is_dir() else model
 
 
-def _check_origins(origins: Sequence[str]) -> None:
-    """Refuse what no browser sends: an origin is a scheme and a host, and a port if need be."""
+def _check_origins(origins: Sequence[str], api_key: str | None) -> None:
+    """Refuse what no browser sends: an origin is a scheme and a host, and a port if need be.
+
+    Without a key, all pages are refused as well: each could read what is cached of others.
+    """
+    if "*" in origins and not api_key:
+        raise SettingError(
+            "--cors-origin '*' without a key lets every page that is open in a browser here read "
+            "all prompts and answers in the cache; name the page's origin, or set PENSTOCK_API_KEY"
+        )
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise SettingError(

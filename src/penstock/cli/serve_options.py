@@ -69,7 +69,8 @@ APIKey: TypeAlias = Annotated[
 CORSOrigins: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        help="Origin whose pages may call the server from a browser; may be repeated.",
+        help="Origin whose pages may call the server from a browser; may be repeated. * is "
+        "all, and needs --api-key.",
         envvar="PENSTOCK_CORS_ORIGIN",
         metavar="ORIGIN",
     ),
@@ -107,6 +108,15 @@ MaxQueue: TypeAlias = Annotated[
     typer.Option(
         help="Answers that may wait for their place; more are refused with 429.",
         envvar="PENSTOCK_MAX_QUEUE",
+        metavar="NUMBER",
+        min=1,
+    ),
+]
+MaxConnections: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Connections at the same time; more are closed at once, but for /health and /ready.",
+        envvar="PENSTOCK_MAX_CONNECTIONS",
         metavar="NUMBER",
         min=1,
     ),

@@ -137,6 +137,7 @@ FAILURES: dict[int | str, dict[str, Any]] = {
         403: "A foreign host, where there is no key",
         408: "The body did not arrive in time",
         413: "The body is too large",
+        415: "It does not say that it is JSON",
         422: "A field is wrong",
         429: "Too many are waiting",
         500: "The model has failed",

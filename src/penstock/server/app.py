@@ -19,7 +19,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -45,6 +45,7 @@ from penstock.server import (
     responses,
     sessions,
 )
+from penstock.server.connections import Connections
 from penstock.server.errors import (
     BadRequest,
     ServerError,
@@ -285,7 +286,8 @@ def _is_open(scope: Scope) -> bool:
 class Body:
     """Reads a request's body before anything else, and refuses one that is too much.
 
-    Too many bytes are 413, too many brackets within brackets 400, too slow 408. Behind it a body
+    Too many bytes are 413, too many brackets within brackets 400, too slow 408, and what does not
+    say that it is JSON 415. Behind it a body
     is there at once, and `receive` waits for nothing but the client's leaving.
     """
 
@@ -348,7 +350,27 @@ class Body:
                 f"the body has more than {self._settings.max_depth} brackets within brackets",
                 code="too_deep",
             )
+        if not _is_json(scope):
+            raise ServerError(
+                "send this with Content-Type: application/json; a page from elsewhere cannot send "
+                "that without leave (--cors-origin), and may do nothing here",
+                status=415,
+                code="not_json",
+            )
         return body
+
+
+_JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.ASCII | re.IGNORECASE)
+
+
+def _is_json(scope: Scope) -> bool:
+    """Tell whether a request says that it brings JSON; any but a POST may say nothing.
+
+    Browsers let every page POST forms and plain text anywhere, and nothing. Before any other
+    method or type they ask, and are told which origins may.
+    """
+    kind = Headers(scope=scope).get("content-type", "").strip()
+    return bool(_JSON.fullmatch(kind)) or (scope["method"] != "POST" and not kind)
 
 
 def _too_large(limit: int) -> TooLarge:
@@ -396,7 +418,8 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=FLUSH_SECONDS,
-            h11_max_incomplete_event_size=64 * 1024,
+            http=cast(Any, Connections(service.settings)),
+            ws="none",
             **settings,
         )
         super().__init__(config)

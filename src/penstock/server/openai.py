@@ -150,6 +150,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         404: "There is no such thing",
         408: "The body came too slowly",
         413: "The body is too large",
+        415: "It does not say that it is JSON",
         422: "A field is wrong",
         429: "Too many requests wait",
         500: "Something went wrong inside",

@@ -1,0 +1,279 @@
+"""A client's connection: uvicorn's, with bounds that hold before any key is checked.
+
+    open ──10 s──> head: 64 KiB, 256 fields ──30 s──> body ──> answer ──6 s──> next head, or closed
+
+A few connections more than `max_connections` are taken, each for as long as it takes to ask
+`/health` or `/ready`. If there are more of those as well, the oldest of them goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from penstock import open_files
+from penstock.config import ServerSettings
+from penstock.server.errors import ServerError, response_for
+
+logger = logging.getLogger(__name__)
+
+FILES_ASIDE = 256
+"""Open files that are no connections: of the model, the cold tier, looks at the machine."""
+SPARE_PLACES = 64
+"""Connections over the limit that may ask whether the server lives."""
+SPARE_SECONDS = 2.0
+"""How long each of them has."""
+ALWAYS = (b"/health", b"/ready")
+"""What they may ask."""
+PIPELINED = 8
+"""Requests on one connection that wait for the answer to another."""
+PIECE_BYTES = 4_096
+"""Of a head that are looked at in one go."""
+LATE_SECONDS = 1.0
+"""What a body has here beyond its time, so that it can be told of in the client's own words."""
+LINGER_SECONDS = 2.0
+"""How long a connection that is closed has for its last bytes."""
+
+
+class Connections:
+    """The connections of one server: makes them for uvicorn, and says how many there may be."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.most = room_for(settings.max_connections, open_files.limit())
+        """Connections that may ask anything."""
+        self.spare: dict[Connection, None] = {}
+        """Those beyond, the oldest first."""
+        if self.most < settings.max_connections:
+            logger.warning(
+                "%d connections instead of --max-connections %d: this process may have %d files "
+                "open; allow more (ulimit -n)",
+                self.most,
+                settings.max_connections,
+                open_files.limit(),
+            )
+
+    def __call__(self, **given: Any) -> Connection:
+        """Make a connection with what uvicorn gives it."""
+        return Connection(self, **given)
+
+    def opened(self, connection: Connection) -> bool:
+        """Note a new connection; tell whether it may ask anything."""
+        if len(connection.connections) <= self.most:
+            return True
+        if len(self.spare) >= SPARE_PLACES:
+            oldest = next(iter(self.spare))
+            self.closed(oldest)
+            oldest.transport.abort()
+        self.spare[connection] = None
+        return False
+
+    def closed(self, connection: Connection) -> None:
+        """Note that a connection is gone."""
+        self.spare.pop(connection, None)
+
+    def refuses(self, connection: Connection) -> bool:
+        """Tell whether a connection may only ask whether the server lives; it may ask anything as
+        soon as there is a place."""
+        if connection in self.spare and len(connection.connections) <= self.most:
+            self.closed(connection)
+        return connection in self.spare
+
+
+def room_for(connections: int, files: int) -> int:
+    """Return how many connections there may be where so many files may be open.
+
+    >>> room_for(1_000, 65_536), room_for(1_000, 1_024), room_for(1_000, 256)
+    (1000, 704, 64)
+    """
+    aside = min(FILES_ASIDE, files // 2) + SPARE_PLACES
+    return max(1, min(connections, files - aside))
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. Its timer runs while something is awaited from the client."""
+
+    def __init__(self, shared: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._shared = shared
+        self._settings = shared.settings
+        self.timeout_keep_alive = shared.settings.keep_alive_seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._unused = 0
+        """Bytes since the last part of a request that was handed on."""
+        self._begun = False
+        """Whether a request has begun and is not there in full."""
+        self._in_body = False
+        self._watching: asyncio.TimerHandle | None = None
+        """Runs while the client has not read what was sent."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first head."""
+        super().connection_made(transport)
+        free = self._shared.opened(self)
+        self._wait(self._settings.head_timeout_seconds if free else SPARE_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let go of everything."""
+        self._wait(None)
+        self._watch_no_more()
+        self._shared.closed(self)
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    # ---- bounds of time
+
+    def _wait(self, seconds: float | None) -> None:
+        """Give the client so long for what comes next; None: it is not waited for."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        self._timer = None
+        if self._begun and not self._in_body:
+            if self._answering:  # the next request waits for its turn anyway
+                return self._wait(self._settings.head_timeout_seconds)
+            seconds = self._settings.head_timeout_seconds
+            return self._refuse(408, f"the headers did not arrive within {seconds:g} s")
+        return self.transport.abort()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or for the rest of this one's body."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._watch()
+        elif self._in_body:
+            self._wait(self._settings.keep_alive_seconds)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close, as soon as the client has read what was sent."""
+        super().timeout_keep_alive_handler()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        """Begin to wait for a client that does not read."""
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        """Go on: the client has read."""
+        if not self.transport.is_closing():
+            self._watch_no_more()
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        """See that the client reads; streams wait for one that does not for a shorter time."""
+        self._watch_no_more()
+        left = self.transport.get_write_buffer_size()
+        seconds = 2 * self._settings.send_timeout_seconds
+        self._watching = self.loop.call_later(seconds, self._look, left)
+
+    def _look(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() >= before:
+            self.transport.abort()
+        else:
+            self._watch()
+
+    def _watch_no_more(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    # ---- bounds of size
+
+    def data_received(self, data: bytes) -> None:
+        """Read what has come, heads by little pieces."""
+        while data and not self.transport.is_closing():
+            size = len(data) if self._in_body else PIECE_BYTES
+            piece, data = data[:size], data[size:]
+            self._unused += len(piece)
+            super().data_received(piece)
+            if self._unused > self._settings.max_head_bytes:
+                self._refuse_head()
+        waiting = self._timer is not None or self.timeout_keep_alive_task is not None
+        if not (waiting or self._answering or self.transport.is_closing()):
+            # What has come began nothing: an empty line, or the end of a body that was refused.
+            self._wait(self._settings.keep_alive_seconds)
+
+    def on_message_begin(self) -> None:
+        """Begin to wait for the head of a request."""
+        super().on_message_begin()
+        self._begun = True
+        if self._timer is None or self.cycle is not None:
+            self._wait(self._settings.head_timeout_seconds)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or a trailer."""
+        if len(self.headers) >= self._settings.max_head_fields:
+            self._refuse_head()
+        else:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Hand a request on to the application, and begin to wait for its body."""
+        if self.transport.is_closing():
+            return
+        self._unused, self._in_body = 0, True
+        self._wait(self._settings.body_timeout_seconds + LATE_SECONDS)
+        spare = self._shared.refuses(self)
+        if spare and self.url.partition(b"?")[0] not in ALWAYS:
+            return self._refuse(503, f"{self._shared.most} connections are open; try again later")
+        if len(self.pipeline) >= PIPELINED:
+            return self._refuse(429, f"{PIPELINED} requests wait on this connection")
+        super().on_headers_complete()
+        if spare:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body."""
+        if not self.transport.is_closing():
+            self._unused = 0
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Wait for nothing more: the request is there."""
+        if not self.transport.is_closing():
+            self._unused, self._begun, self._in_body = 0, False, False
+            self._wait(None)
+            super().on_message_complete()
+
+    def _refuse_head(self) -> None:
+        settings = self._settings
+        self._refuse(
+            431,
+            f"the headers are more than {settings.max_head_bytes:,} bytes or "
+            f"{settings.max_head_fields} fields",
+        )
+
+    # ---- refusing
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP."""
+        self._refuse(400, msg)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Go on with HTTP/1.1, for this answer: what follows it may be something else."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Say why nothing more is read from this connection, if nothing else is being said."""
+        if self.transport.is_closing():
+            return
+        if self._answering or self.pipeline:
+            return self.transport.abort()
+        response = response_for("", ServerError(why, status=status))
+        lines = [f"HTTP/1.1 {status} ".encode(), *(b"%b: %b" % one for one in response.raw_headers)]
+        head = b"\r\n".join([*lines, b"connection: close", b"", b""])
+        self.transport.write(head + bytes(response.body))
+        self.transport.close()
+        self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        return None
