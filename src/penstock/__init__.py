@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.errors import (
         CacheFileError,
         EngineStopped,
+        GrammarFailed,
         LedgerFull,
         ModelError,
         NeverFits,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         SequenceOverflow,
         SettingError,
         StepFailed,
+        StepTooLarge,
         UnknownSequence,
     )
     from penstock.kv import (
@@ -64,6 +66,7 @@ __all__ = [
     "CacheFileError",
     "Engine",
     "EngineStopped",
+    "GrammarFailed",
     "KVCache",
     "KVCacheManager",
     "LedgerFull",
@@ -82,6 +85,7 @@ __all__ = [
     "SettingError",
     "SinkRotatingKVCache",
     "StepFailed",
+    "StepTooLarge",
     "TurboQuantKVCache",
     "UnknownSequence",
     "__version__",
@@ -101,6 +105,7 @@ _HOMES = {
     "Sampling": "penstock.engine.request",
     "CacheFileError": "penstock.errors",
     "EngineStopped": "penstock.errors",
+    "GrammarFailed": "penstock.errors",
     "LedgerFull": "penstock.errors",
     "ModelError": "penstock.errors",
     "NeverFits": "penstock.errors",
@@ -110,6 +115,7 @@ _HOMES = {
     "SequenceOverflow": "penstock.errors",
     "SettingError": "penstock.errors",
     "StepFailed": "penstock.errors",
+    "StepTooLarge": "penstock.errors",
     "UnknownSequence": "penstock.errors",
 }
 """Where the names live that are not in penstock.kv."""

@@ -90,6 +90,12 @@ class StepFailed(PenstockError, RuntimeError):
     status = 500
 
 
+class GrammarFailed(StepFailed):
+    """A grammar is too complex to be followed further, or leads nowhere; to ask again is no use."""
+
+    status = 400
+
+
 class LedgerFull(PenstockError, MemoryError):
     """Bytes do not fit under the memory limit now; they may when others are released."""
 
@@ -112,3 +118,7 @@ class NeverFits(PenstockError, ValueError):
         self.needed_bytes = needed_bytes
         self.room_bytes = room_bytes
         self.limit_bytes = limit_bytes
+
+
+class StepTooLarge(NeverFits):
+    """One step of the size that the settings ask for would be over the memory limit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,14 +16,16 @@ import penstock
 from engine_faults import model_of
 from penstock.engine.constraint import (
     COMPILED_GRAMMARS,
+    GRAMMAR_BYTES,
     WHITESPACE,
     Grammars,
     json_schema_grammar,
 )
 from penstock.engine.core import Core
+from penstock.engine.engine import Engine
 from penstock.engine.handle import Choice, Handle
 from penstock.engine.request import Request, Sampling
-from penstock.errors import SettingError, StepFailed
+from penstock.errors import GrammarFailed, SettingError, StepFailed
 from penstock.models.mlx_lm import TokenizerWrapper, encode
 from penstock.recall import MODEL_PATH
 
@@ -104,6 +107,58 @@ def test_a_grammar_that_is_none_is_refused_where_it_is_asked(core: Core) -> None
     assert core.idle
     (good,) = run(core, ask(core, grammar=GRAMMAR))
     assert_follows(good.text)
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+
+
+CIRCLE = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"$ref": "#"}, "may lead to itself"),
+        ({"$ref": "#/$defs/a", "$defs": CIRCLE}, "may lead to itself"),
+        ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, "may lead to itself"),
+        (optional(1_000), "items"),
+        (optional(5_000), "at most 65,536 are compiled"),
+        ({"enum": [f"value {i}" for i in range(100_000)]}, "at most 65,536"),
+    ],
+    ids=["itself", "a circle", "any of itself", "1,000", "5,000", "an enum"],
+)
+def test_what_compiles_to_nothing_is_refused_before_the_engine_has_it(
+    embedded: Any, schema: dict[str, Any], said: str
+) -> None:
+    with Engine(*embedded, memory_limit="200MB") as engine:
+        began = time.process_time()
+        with pytest.raises(SettingError, match=said):
+            engine.open(Request(prompt=(1, 2), grammar=json_schema_grammar(schema)))
+        assert time.process_time() - began < 10.0  # 5,000 properties took 8 s to be compiled
+        assert engine.stats().requests == 0
+
+
+def test_the_engines_thread_compiles_nothing(embedded: Any) -> None:
+    """Also what was forgotten between `open` and the engine is not compiled again."""
+    with Engine(*embedded, memory_limit="200MB") as engine:
+        handle = engine.open(Request(prompt=(1, 2), max_tokens=100, n=2, grammar=GRAMMAR))
+        for i in range(COMPILED_GRAMMARS):
+            engine.open(Request(prompt=(1, 2), grammar=f'start: "{"a" * (1 + i)}"'))
+        core = engine._core
+        assert core.grammars is not None and GRAMMAR not in core.grammars._compiled
+        engine.later(lambda core: core.enqueue(handle)).result()
+        assert GRAMMAR not in core.grammars._compiled
+        for choice in handle.result(60):
+            assert_follows(choice.text)
+
+
+def test_large_grammars_are_kept_for_less_long(embedded: Any) -> None:
+    grammars = Grammars(embedded[1], 3_025)
+    for i in range(4):
+        grammars.constraint(f'start: "{str(i) * 30_000}"')
+        assert sum(map(len, grammars._compiled)) <= GRAMMAR_BYTES
+    assert len(grammars._compiled) == 2
 
 
 def test_without_a_tokenizer_there_are_no_grammars() -> None:
@@ -313,6 +368,7 @@ def test_what_no_token_can_say_fails_one_answer_alone(signs: Core) -> None:
     assert failed.text == "a"
     assert failed.finish is not None
     assert isinstance(failed.finish.error, StepFailed)
+    assert isinstance(failed.finish.error, GrammarFailed) and failed.finish.error.status == 400
     assert str(failed.finish.error).startswith("the grammar has failed")
     assert_follows(found.text)
     assert (reason(said), len(said.tokens)) == ("length", 20)

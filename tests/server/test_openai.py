@@ -501,6 +501,10 @@ def test_a_schema_shapes_the_answer(recall_server: Running, told: Dialogue) -> N
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}},
             "response_format.json_schema.schema",
         ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}},
+            None,
+        ),
         ({"type": "json_schema"}, "response_format.json_schema"),
         ({"type": "poem"}, "response_format.type"),
     ],

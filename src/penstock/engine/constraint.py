@@ -19,16 +19,23 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from penstock.errors import SettingError, StepFailed
+from penstock.errors import GrammarFailed, SettingError
 
 __all__ = ["Constraint", "Grammars", "json_schema_grammar"]
 
 COMPILED_GRAMMARS = 16
 """Of those asked for last, so many are kept compiled."""
+GRAMMAR_BYTES = 65_536
+"""Of a grammar's text, at most, and of all that are kept: compiled, each takes 400 times as much,
+and the time grows faster than the text (2 seconds for an object of 2,500 optional properties)."""
 WHITESPACE = " "
 """Between the parts of JSON, or nothing: with more, a weak model would go on for ever."""
 COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 """Why a matcher stops when all is well."""
+EMPTY = ("NoExtension", "NoExtensionBias")
+"""What a matcher says of a grammar that nothing can begin."""
+UNSAID = "doesn't satisfy the grammar"
+"""What it says of forced text that the tokens cannot spell."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -45,6 +52,7 @@ def json_schema_grammar(schema: Mapping[str, Any] | None) -> str:
         )
     except (ValueError, TypeError) as error:
         raise SettingError(f"the JSON schema cannot be read: {error}") from None
+    _check_size(grammar, "the JSON schema")
     _check(grammar, "the JSON schema cannot be followed")
     return grammar
 
@@ -82,18 +90,24 @@ class Grammars:
         with self._looking:
             self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
-            if len(self._compiled) > COMPILED_GRAMMARS:
+            while len(self._compiled) > COMPILED_GRAMMARS or self._kept > GRAMMAR_BYTES:
                 self._compiled.popitem(last=False)
             return Constraint(matcher.deep_copy())
 
+    @property
+    def _kept(self) -> int:
+        return sum(map(len, self._compiled))
+
     def _compile(self, grammar: str) -> LLMatcher:
-        _check(grammar, "the grammar cannot be followed")
+        _check_size(grammar, "the grammar")
         with self._collecting:
             if self._vocabulary is None:
                 self._vocabulary = _vocabulary(self._tokenizer, self._size)
         matcher = LLMatcher(
             self._vocabulary, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)
         )
+        if not matcher.is_error():
+            _begin(matcher)
         if matcher.is_error():
             raise SettingError(f"the grammar cannot be followed: {_line(matcher.get_error())}")
         return matcher
@@ -105,33 +119,37 @@ class Constraint:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
+    def copy(self) -> Constraint:
+        """Return another answer's place, where this one is."""
+        return Constraint(self._matcher.deep_copy())
+
     def allowed(self, size: int) -> npt.NDArray[np.bool_]:
         """Return which of the first `size` tokens may come next, (size,).
 
         Raises:
-            StepFailed: none, or the grammar has become too complex.
+            GrammarFailed: none, or the grammar has become too complex.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise StepFailed(f"the grammar has failed: {_line(self._matcher.get_error())}")
+            raise GrammarFailed(f"the grammar has failed: {_line(self._matcher.get_error())}")
         allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
         if not allowed.any():
-            raise StepFailed("the grammar goes on with no token that the model has")
+            raise GrammarFailed("the grammar goes on with no token that the model has")
         return allowed
 
     def accept(self, token: int) -> bool:
         """Go on with a token; return whether the grammar is complete and nothing can follow.
 
         Raises:
-            StepFailed: the grammar does not allow it, or has become too complex.
+            GrammarFailed: the grammar does not allow it, or has become too complex.
         """
         matcher = self._matcher
         if not matcher.consume_token(token):
-            raise StepFailed(f"the grammar has failed: {_line(matcher.get_error())}")
+            raise GrammarFailed(f"the grammar has failed: {_line(matcher.get_error())}")
         if not matcher.is_stopped():
             return False
         if matcher.stop_reason() not in COMPLETE:
-            raise StepFailed(f"the grammar has failed: {matcher.stop_reason()}")
+            raise GrammarFailed(f"the grammar has failed: {matcher.stop_reason()}")
         return True
 
 
@@ -190,6 +208,35 @@ class _Spelt:
             else:
                 text = decode([*before, token]).removeprefix(begun)
                 yield b"" if REPLACEMENT in text else text.encode()
+
+
+def _begin(matcher: LLMatcher) -> None:
+    """Raise SettingError if nothing can begin a grammar (it compiles, as a schema that refers to
+    itself alone), or if it is too complex where it begins."""
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        why = _line(first.get_error())
+        raise SettingError(
+            "the grammar cannot be followed: "
+            + ("nothing can begin it; a reference may lead to itself" if why in EMPTY else why)
+        )
+    forced = first.compute_ff_tokens()
+    if forced:
+        first.consume_tokens(forced)
+        first.compute_bitmask()
+        why = _line(first.get_error()) if first.is_error() else EMPTY[0]
+        # A token that the model does not have is found where it is needed.
+        if why not in EMPTY and UNSAID not in why:
+            raise SettingError(f"the grammar cannot be followed: {why}")
+
+
+def _check_size(grammar: str, what: str) -> None:
+    if len(grammar) > GRAMMAR_BYTES:
+        raise SettingError(
+            f"{what} cannot be followed: as a grammar it has {len(grammar):,} characters; at most "
+            f"{GRAMMAR_BYTES:,} are compiled. Name fewer properties or alternatives"
+        )
 
 
 def _check(grammar: str, what: str) -> None:

@@ -284,9 +284,10 @@ class Core:
         self.check_tokens(request.prompt)
         sampling = request.sampling.with_seed()
         now = self.clock()
+        begun = handle.constraint or self.constraint(request)
 
         def chooser(choice: int) -> Chooser:
-            constraint = self.constraint(request)
+            constraint = None if begun is None else begun.copy()
             return Chooser(sampling, request.prompt, choice, size, constraint=constraint)
 
         first = self._sequence(handle, 0, chooser(0), list(request.prompt), [])

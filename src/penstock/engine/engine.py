@@ -115,8 +115,8 @@ class Engine:
         Raises:
             SettingError: the grammar is none.
         """
-        self._core.constraint(request)
-        return Handle(request, self._cancel, lambda: self.alive)
+        constraint = self._core.constraint(request)
+        return Handle(request, self._cancel, lambda: self.alive, constraint)
 
     def later(self, call: Callable[[Core], T]) -> Future[T]:
         """Have the engine's thread call `call(core)` between two steps; never waits.

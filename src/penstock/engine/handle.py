@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from penstock.engine.constraint import Constraint
 from penstock.engine.request import Event, Finish, Request, Token
 from penstock.errors import EngineStopped
 
@@ -39,8 +40,11 @@ class Handle:
         request: Request,
         cancel: Callable[[Handle], None],
         alive: Callable[[], bool] = lambda: True,
+        constraint: Constraint | None = None,
     ) -> None:
         self.request = request
+        self.constraint = constraint
+        """Where the request's grammar begins, if it is compiled already."""
         self.choices = [Choice() for _ in range(request.n)]
         self._cancel = cancel
         self._alive = alive
