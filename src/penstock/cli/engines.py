@@ -7,7 +7,7 @@ from typing import Any
 from penstock import memory
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
-from penstock.errors import NeverFits, SettingError
+from penstock.errors import NeverFits, SettingError, StepTooLarge
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import Loaded
 
@@ -27,6 +27,8 @@ def make_engine(loaded: Loaded, **settings: Any) -> Engine:
     """
     try:
         return Engine(loaded.model, loaded.tokenizer, **settings)
+    except StepTooLarge as error:  # to try it without a limit would take what it says
+        raise SettingError(str(error)) from None
     except NeverFits as error:
         if settings.get("peers") is not None:  # the other ranks would have to try it, too
             raise SettingError(str(error)) from None

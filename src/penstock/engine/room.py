@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from mlx.utils import tree_flatten
 
 from penstock.config import EngineSettings
+from penstock.engine.largest_steps import check_largest_steps
 from penstock.engine.needs import Needs
 from penstock.engine.ranks import Peers
 from penstock.engine.sequence import Sequence
@@ -249,10 +250,12 @@ def set_aside(
 
     Raises:
         LedgerFull, NeverFits: there is no room for that beside the weights.
+        StepTooLarge: nor for a fraction of it; nothing was taken.
     """
     slots, block_size = limits.max_batch_size, limits.block_size
     columns = min(MOST_TAIL_TOKENS, POOL_TOKENS // slots, block_size // 2)
     columns = min(max(TAIL_TOKENS, columns), block_size)
+    check_largest_steps(ledger, limits, runner, peers, columns)
     pool = ledger.reserve(Kind.TAILS, slots * columns * runner.token_bytes)
     tails = Tails(slots, columns, runner.shapes)
     step = ledger.reserve(Kind.BUFFERS, peers.most(needs.measure_step(tails)))
