@@ -80,6 +80,7 @@ class Place:
 
     family: str
     args: type
+    window: int = WINDOW
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -142,7 +143,7 @@ def _rope_parameters(place: Place) -> Any:
 
 
 def _text_config(place: Place) -> dict[str, Any]:
-    return _values(Place(place.family, _text_args(place.family)))
+    return _values(dataclasses.replace(place, args=_text_args(place.family)))
 
 
 def _text_args(family: str) -> type:
@@ -208,7 +209,10 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"o_groups", 2),
     (r"partial_rotary_factors?|rotary_pct", 0.5),
     # windows, and what is picked from the past
-    (r"(attention_|loop_)?(sliding_)?window(_size)?|attention_chunk_size", WINDOW),
+    (
+        r"(attention_|loop_)?(sliding_)?window(_size)?|attention_chunk_size",
+        lambda place: place.window,
+    ),
     (r"index_topk|candidate_topk_blocks", 8),
     (r"index_topk_blocks|candidate_block_size", 2),
     (r"index_block_size", 4),
@@ -305,7 +309,7 @@ def _value(place: Place, name: str, annotation: Any) -> Any:
     for pattern, value in RULES:
         if re.fullmatch(pattern, name):
             if callable(value):
-                return value(place)
+                value = value(place)
             if _is_list(annotation) and not isinstance(value, list | tuple):
                 return DEFAULT if value is DEFAULT else [value] * LAYERS
             return value
@@ -357,13 +361,17 @@ LOUD = 2.0
 """Spread of what a matrix makes of noise: attention picks single tokens."""
 
 
-def arguments_of(name: str) -> dict[str, Any]:
+def arguments_of(name: str, window: int = WINDOW) -> dict[str, Any]:
     """Return what a family's `ModelArgs` is made from."""
-    return _values(Place(name, _module(name).ModelArgs))
+    return _values(Place(name, _module(name).ModelArgs, window))
 
 
-def build(name: str) -> Any:
+def build(name: str, *, window: int = WINDOW) -> Any:
     """Return a tiny random model of a family: float32, evaluated, always the same.
+
+    Args:
+        name: the family.
+        window: tokens that its sliding windows, or chunks of attention, are long.
 
     Raises:
         Unbuildable: it cannot be made here, or cannot run here.
@@ -373,7 +381,7 @@ def build(name: str) -> Any:
     except (ImportError, SystemExit) as error:
         raise Unbuildable(name, f"importing it ends in {error!r}, for want of a package") from error
     mx.random.seed(zlib.crc32(f"{SEED} {name}".encode()))
-    arguments = arguments_of(name)
+    arguments = arguments_of(name, window)
     # A boundary: what a family does with arguments that do not suit it, or with a device that
     # does not have its kernels, is its own affair.
     try:

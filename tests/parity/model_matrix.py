@@ -110,6 +110,23 @@ def examine(family: str, *, whole: bool = True) -> Row:
     return Row(family, _layers(model), way, reuse, why)
 
 
+def examine_window(family: str, window: int, places: int) -> None:
+    """Run a family with windows, or chunks of attention, of so many tokens on the engine.
+
+    Raises:
+        Differs: it does not say what a plain loop says.
+    """
+    model = tiny_families.build(family, window=window)
+    _said.clear()  # by another window
+    with tiny_families.uncompiled():
+        core = Core(model, **{**SMALL, "max_batch_size": places})
+        try:
+            _check_texts(family, model, core)
+        finally:
+            core.close()
+    _said.clear()
+
+
 def _check_texts(family: str, model: Any, core: Core) -> None:
     prompt = prompt_of(70, seed=1)
     said = _check(family, model, "cold", _ask(core, prompt))

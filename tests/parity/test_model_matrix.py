@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_matrix import Differs, examine
+from model_matrix import BLOCK, Differs, examine, examine_window
 
 import tiny_families
-from combinations import SOAK
+from combinations import SOAK, pairs
 from penstock.engine.step import Chunk, Runner
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -43,6 +43,19 @@ def test_a_family_says_what_a_plain_loop_says(family: str) -> None:
     whole = SOAK or family in representatives()
     row = examine(family, whole=whole)
     assert documented().get(family) == row.line(), "run python tools/write_models_docs.py"
+
+
+WINDOWED = ("llama4", "gemma3", "gpt_oss", "gear", "cohere2")
+"""A family for each way of reading windows: chunks of attention, read in place, and joined."""
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "places"),
+    pairs(WINDOWED, (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1), (1, 4)),
+)
+def test_windows_of_every_length_beside_tails(family: str, window: int, places: int) -> None:
+    """Shorter than a tail, as long, and longer, which is where models count columns."""
+    examine_window(family, window, places)
 
 
 def test_nearly_all_that_run_reuse_prefixes() -> None:

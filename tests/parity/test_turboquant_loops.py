@@ -46,7 +46,10 @@ def unseamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def made(model: Any, codec: str = "turbo4", first: int = 64) -> list[TurboQuantKVCache]:
-    return [TurboQuantKVCache(codec, min_quantize_tokens=first) for _ in model.layers]
+    return [
+        TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=first)
+        for _ in model.layers
+    ]
 
 
 @family

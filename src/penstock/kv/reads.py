@@ -657,7 +657,8 @@ class JoinedReads:
     @property
     def start_position(self) -> int:
         """Position of the first column, as models with chunked attention ask for it."""
-        return self.sight.starts_at(self.offset)
+        used = 0 if self.tail is None else self.tail[2]
+        return min(self.sight.starts_at(self.offset), self.offset - used)  # a tail is read whole
 
     def maybe_trim_front(self) -> None:
         """Drop nothing: what is not seen is not joined."""
