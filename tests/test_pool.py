@@ -56,6 +56,45 @@ def assert_same(before: Any, after: Any) -> None:
     np.testing.assert_equal(before, after)
 
 
+def lying(side: np.ndarray, layout: str | None, rows: bool) -> mx.array:
+    """Return (heads, n, dim) in another order of its axes, or with a row in front."""
+    found = side.swapaxes(0, 1) if layout == "tokens_first" else side
+    return mx.array(found[None] if rows else found)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
+def test_both_layouts_are_taken_by_name(layout: Any, rows: bool, tokens: int, heads: int) -> None:
+    pool = make(num_layers=1, num_kv_heads=heads)
+    seq_id = pool.allocate_sequence()
+    data = np.random.default_rng(0).normal(size=(heads, tokens, DIM)).astype(np.float32)
+    given = lying(data, layout, rows)
+    pool.append_kv(seq_id, 0, given, -given, tokens, layout=layout)
+    keys, values = pool.get_cache(seq_id, 0, pending=True)
+    np.testing.assert_array_equal(np.array(keys)[0], data)
+    np.testing.assert_array_equal(np.array(values)[0], -data)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
+def test_without_a_name_what_fits_both_ways_is_refused(
+    layout: str, tokens: int, heads: int
+) -> None:
+    pool = make(num_layers=1, num_kv_heads=heads)
+    seq_id = pool.allocate_sequence()
+    data = np.random.default_rng(0).normal(size=(heads, tokens, DIM)).astype(np.float32)
+    given = lying(data, layout, False)
+    if tokens == heads > 1:
+        with pytest.raises(SettingError, match=f"{heads} heads and {tokens} tokens; say which"):
+            pool.append_kv(seq_id, 0, given, given)
+        return
+    pool.append_kv(seq_id, 0, given, given)
+    np.testing.assert_array_equal(np.array(pool.get_cache(seq_id, 0, pending=True)[0])[0], data)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random appends, advances, overwrites and releases against plain NumPy arrays."""
 
@@ -280,6 +319,17 @@ def test_what_an_earlier_sequence_left_is_never_shown() -> None:
         (lambda p, s: p.append_kv(s, 0, *shaped(HEADS + 1, 1, DIM)), ValueError, "k has 3 heads"),
         (lambda p, s: p.append_kv(s, 0, *shaped(HEADS, 1, DIM + 1)), ValueError, "numbers a head"),
         (lambda p, s: p.append_kv(s, 0, *shaped(HEADS, 0, DIM)), ValueError, "k has no tokens"),
+        (lambda p, s: p.append_kv(s, 0, *numbers_of(3), 2), ValueError, "num_tokens is 2, but k"),
+        (
+            lambda p, s: p.append_kv(s, 0, *numbers_of(3), layout="nhd"),
+            SettingError,
+            "layout must be 'heads_first' or 'tokens_first', not 'nhd'",
+        ),
+        (
+            lambda p, s: p.append_kv(s, 0, *numbers_of(3), layout="tokens_first"),
+            ValueError,
+            "k has 3 heads",
+        ),
         (
             lambda p, s: p.append_kv(s, 0, numbers_of(2)[0], numbers_of(1)[0]),
             ValueError,

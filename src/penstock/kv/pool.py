@@ -18,13 +18,16 @@ dropped. Use what `get_cache` returns in the step at hand, and drop it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import mlx.core as mx
 
 from penstock.errors import PoolFull, SequenceOverflow, SettingError, UnknownSequence
 from penstock.kv import columns as col
 from penstock.kv.checks import positive
+
+Layout: TypeAlias = Literal["heads_first", "tokens_first"]
+"""Which axis of keys and values is the first: that of the heads, or that of the tokens."""
 
 
 @dataclass(slots=True)
@@ -114,25 +117,44 @@ class KVCacheManager:
         self._free_slots.append(self._find(seq_id).slot)
         del self._sequences[seq_id]
 
-    def append_kv(self, seq_id: int, layer_idx: int, k: mx.array, v: mx.array) -> None:
+    def append_kv(
+        self,
+        seq_id: int,
+        layer_idx: int,
+        k: mx.array,
+        v: mx.array,
+        num_tokens: int | None = None,
+        *,
+        layout: Layout | None = None,
+    ) -> None:
         """Write keys and values behind the visible end of one layer; the end stays.
 
         A second call for the same layer, before `advance_seq_len`, overwrites the first.
 
         Args:
-            k: (num_kv_heads, n, head_dim) or (1, num_kv_heads, n, head_dim), of the pool's
-                dtype.
+            seq_id: the sequence.
+            layer_idx: the layer.
+            k: three axes in the order of `layout`, or four with a first one of length 1, of the
+                pool's dtype.
             v: as `k`.
+            num_tokens: n, checked against the shape; None takes it from there.
+            layout: `heads_first` is (num_kv_heads, n, head_dim), `tokens_first` is
+                (n, num_kv_heads, head_dim). None takes what fits; arrays of three axes that fit
+                both ways, because n is num_kv_heads, are refused. Four axes without a name are
+                mlx-lm's (1, num_kv_heads, n, head_dim).
 
         Raises:
             UnknownSequence: no such sequence.
             SequenceOverflow: it would have more than its `max_len` tokens.
+            SettingError: no such layout, or it must be named.
             TypeError, ValueError: an argument does not fit the pool, by name.
         """
         sequence = self._find(seq_id)
         self._check_layer(layer_idx)
-        k, v = self._fit("k", k), self._fit("v", v)
+        k, v = (self._fit(name, side, layout) for name, side in (("k", k), ("v", v)))
         added = k.shape[2]
+        if num_tokens is not None and positive("num_tokens", num_tokens) != added:
+            raise ValueError(f"num_tokens is {num_tokens}, but k has {added} tokens: {k.shape}")
         if v.shape[2] != added:
             raise ValueError(f"v has {v.shape[2]} tokens, k has {added}")
         self._check_room(seq_id, sequence, added)
@@ -252,19 +274,22 @@ class KVCacheManager:
         if sequence.length + added > sequence.max_len:
             raise SequenceOverflow(seq_id, sequence.length, added, sequence.max_len)
 
-    def _fit(self, name: str, array: object) -> mx.array:
+    def _fit(self, name: str, array: object, layout: Layout | None) -> mx.array:
         """Return the array as (1, heads, n, head_dim), or raise what is wrong with it."""
         if not isinstance(array, mx.array):
             raise TypeError(f"{name} must be an mx.array, not {type(array).__name__}")
         if array.dtype != self.dtype:
             raise TypeError(f"{name} is {array.dtype}, the pool holds {self.dtype}")
-        if array.ndim == 3:
-            array = array[None]
-        if array.ndim != 4:
+        if array.ndim not in (3, 4):
             raise ValueError(
                 f"{name} must have shape (num_kv_heads, n, head_dim) or "
-                f"(1, num_kv_heads, n, head_dim), not {array.shape}"
+                f"(1, num_kv_heads, n, head_dim), or with n in front of num_kv_heads, "
+                f"not {array.shape}"
             )
+        if self._layout(name, array.shape, layout) == "tokens_first":
+            array = array.swapaxes(-3, -2)
+        if array.ndim == 3:
+            array = array[None]
         batch, heads, tokens, dim = array.shape
         for what, got, wanted in (
             ("rows", batch, 1),
@@ -276,3 +301,21 @@ class KVCacheManager:
         if tokens == 0:
             raise ValueError(f"{name} has no tokens")
         return array
+
+    def _layout(self, name: str, shape: tuple[int, ...], layout: Layout | None) -> Layout:
+        """Return the order of the axes: as named, or the one that the shape fits."""
+        if layout is not None:
+            if layout not in get_args(Layout):
+                raise SettingError(
+                    f"layout must be {' or '.join(map(repr, get_args(Layout)))}, not {layout!r}"
+                )
+            return layout
+        first, second, heads = shape[-3], shape[-2], self.num_kv_heads
+        if len(shape) == 3 and first == second == heads > 1:
+            raise SettingError(
+                f"{name} {shape} may be (num_kv_heads, n, head_dim) or (n, num_kv_heads, "
+                f"head_dim), with {heads} heads and {heads} tokens; say which: "
+                f"layout='heads_first' or layout='tokens_first'"
+            )
+        fits_tokens_first = len(shape) == 3 and second == heads != first
+        return "tokens_first" if fits_tokens_first else "heads_first"
