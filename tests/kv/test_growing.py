@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers import HEADS, TOKEN_BYTES, WIDTH, feed, indices, kv, peak_above
+from mlx_lm.models import cache as theirs
 
 from penstock import (
     BatchKVCache,
@@ -17,6 +18,7 @@ from penstock import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+from penstock.kv import QuantizedRotatingKVCache, TurboQuantKVCache
 
 
 def test_a_capacity_is_allocated_once_and_written_in_place() -> None:
@@ -105,12 +107,10 @@ def test_wrong_arrays_are_named() -> None:
         cache.update_and_fetch([1], values)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"values must be .batch, kv_heads, tokens, head_dim."):
         cache.update_and_fetch(keys, values[0])
-    with pytest.raises(ValueError, match="no batch, no heads or no tokens"):
-        cache.update_and_fetch(keys[:, :, :0], values[:, :, :0])
+    with pytest.raises(ValueError, match="no batch or no heads"):
+        cache.update_and_fetch(keys[:, :0], values[:, :0])
     with pytest.raises(ValueError, match=r"values .* must have the batch, heads and tokens"):
         cache.update_and_fetch(keys, values[:, :1])
-    with pytest.raises(TypeError, match=r"keys must be floating point, not mlx\.core.int32"):
-        cache.update_and_fetch(keys.astype(mx.int32), values)
     assert cache.empty() and cache.nbytes == 0
     cache.update_and_fetch(keys, values)
     with pytest.raises(TypeError, match=r"values are mlx\.core.float16; this cache holds"):
@@ -120,6 +120,65 @@ def test_wrong_arrays_are_named() -> None:
     with pytest.raises(ValueError, match="head_dim of keys is 32; this cache holds 64"):
         cache.update_and_fetch(keys[..., :32], values)
     assert cache.offset == 3
+
+
+ONE_SEQUENCE = {
+    "growing": (KVCache, theirs.KVCache),
+    "ring": (lambda: RotatingKVCache(8), lambda: theirs.RotatingKVCache(8)),
+}
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, mx.uint8, mx.bool_, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("name", ONE_SEQUENCE)
+def test_numbers_of_every_type_and_no_tokens_are_taken_as_mlx_lm_takes_them(
+    name: str, dtype: mx.Dtype
+) -> None:
+    ours, own = (make() for make in ONE_SEQUENCE[name])
+    for tokens in (3, 1, 0, 1, 3):
+        sides = [(side * 100).astype(dtype) for side in kv(tokens)]
+        if tokens == 0:
+            sides = [side[:, :, :0].astype(dtype) for side in kv(1)]
+            fetched = ours.update_and_fetch(*sides)
+            assert [side.shape[2] for side in fetched] == [ours.size()] * 2
+            continue
+        found, expected = ours.update_and_fetch(*sides), own.update_and_fetch(*sides)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype == dtype
+            assert mx.array_equal(one, other)
+
+
+@pytest.mark.parametrize("capacity", [None, 24])
+def test_no_tokens_at_first_allocate_as_any_first_update(capacity: int | None) -> None:
+    cache = KVCache(capacity)
+    keys, values = kv(3)
+    assert cache.update_and_fetch(keys[:, :, :0], values[:, :, :0])[0].shape[2] == 0
+    held = cache.nbytes
+    cache.update_and_fetch(keys, values)
+    assert (cache.offset, cache.growths, cache.nbytes) == (3, 0, held)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: QuantizedKVCache(32, 8),
+        lambda: QuantizedRotatingKVCache(8, 0, 32, 8),
+        lambda: TurboQuantKVCache("turbo4"),
+    ],
+    ids=["quantized", "quantized ring", "codec"],
+)
+def test_what_encodes_takes_floats_alone_and_no_tokens_too(make: Any) -> None:
+    cache = make()
+    keys, values = kv(3)
+    with pytest.raises(TypeError, match=r"keys must be floating point to be encoded, not .*int32"):
+        cache.update_and_fetch(keys.astype(mx.int32), values)
+    cache.update_and_fetch(keys[:, :, :0], values[:, :, :0])
+    cache.update_and_fetch(keys, values)
+    cache.update_and_fetch(keys[:, :, :0], values[:, :, :0])
+    assert cache.offset == 3
+    whole = KVCache()
+    whole.update_and_fetch(keys.astype(mx.int32), values.astype(mx.int32))
+    with pytest.raises(TypeError, match="floating point to be encoded"):
+        whole.to_quantized(32, 8)
 
 
 def test_batch_parts_hold_just_what_they_need() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FILES = ("test_prompt_cache", "test_generate", "test_models")
+FILES = ("test_prompt_cache", "test_generate", "test_models", "test_server")
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
 

@@ -42,7 +42,7 @@ def small_model(seed: int = 0) -> Any:
     mx.random.seed(seed)
     args = qwen2.ModelArgs(
         model_type="qwen2",
-        hidden_size=128,
+        hidden_size=256,  # heads of 64, which mlx-lm's own quantized cache needs
         num_hidden_layers=2,
         intermediate_size=256,
         num_attention_heads=4,

@@ -16,7 +16,6 @@ import mlx.core as mx
 import numpy as np
 
 Row = list[int]
-HEADS = 2
 PADDING = -9_999
 
 
@@ -55,16 +54,23 @@ def columns(window: Window, before: Row, chunk: Row, query: int) -> Row:
 Visible = Callable[[Window, Row, Row, int], Row]
 
 
-def spell(tokens: Sequence[Sequence[int]], width: int) -> tuple[mx.array, mx.array]:
-    """Return keys and values (batch, HEADS, tokens, width) for rows of token numbers.
+WHOLE = 4
+"""By which numbers are multiplied that are to be integers."""
+
+
+def spell(
+    tokens: Sequence[Sequence[int]], width: int, dtype: mx.Dtype = mx.float32, heads: int = 2
+) -> tuple[mx.array, mx.array]:
+    """Return keys and values (batch, heads, tokens, width) for rows of token numbers.
 
     Constant along the width, so that a quantiser keeps them; different in each head, and
     different as key and as value, so that neither can stand for the other.
     """
     numbers = np.array(tokens, np.float32)[:, None, :, None]
-    head = np.arange(HEADS, dtype=np.float32)[None, :, None, None] / 4
-    keys = np.broadcast_to(numbers + head, (*numbers.shape[:1], HEADS, numbers.shape[2], width))
-    return mx.array(keys), mx.array(-keys - 0.5)
+    head = np.arange(heads, dtype=np.float32)[None, :, None, None] / 4
+    keys = np.broadcast_to(numbers + head, (*numbers.shape[:1], heads, numbers.shape[2], width))
+    scale = 1 if mx.issubdtype(dtype, mx.floating) else WHOLE
+    return mx.array(keys * scale).astype(dtype), mx.array((-keys - 0.5) * scale).astype(dtype)
 
 
 def read(keys: mx.array, values: mx.array) -> np.ndarray:
@@ -73,9 +79,10 @@ def read(keys: mx.array, values: mx.array) -> np.ndarray:
     Raises AssertionError where heads, widths, keys and values do not tell the same story.
     Zeros (a buffer never written) read as number 0.
     """
-    found, paired = (np.array(side.astype(mx.float32)) for side in (keys, values))
+    scale = 1 if mx.issubdtype(keys.dtype, mx.floating) else WHOLE
+    found, paired = (np.array(side.astype(mx.float32)) / scale for side in (keys, values))
     blank = (found == 0).all((1, 3)) & (paired == 0).all((1, 3))
-    head = np.arange(HEADS, dtype=np.float32)[None, :, None, None] / 4
+    head = np.arange(keys.shape[1], dtype=np.float32)[None, :, None, None] / 4
     numbers = np.rint(found[:, 0, :, 0])
     expected = numbers[:, None, :, None] + head
     for name, side, want in (("keys", found, expected), ("values", paired, -expected - 0.5)):

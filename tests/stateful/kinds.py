@@ -26,6 +26,8 @@ class Kind:
     """Makes an empty batch from a left padding; None: by merging empty sequences."""
     left_padded: bool = True
     """Whether batches may be padded on the left."""
+    dtypes: tuple[mx.Dtype, ...] = (mx.float32, mx.int32)
+    """What keys and values may be made of."""
     capacity: int | None = None
     """Columns allocated by the first update; None: those of the window, or whatever it takes."""
 
@@ -50,6 +52,8 @@ def numbers(cache: Any, side: Any) -> mx.array:
     """Return one side of what `update_and_fetch` gave as an array, quantised or not."""
     if isinstance(side, mx.array):
         return side
+    if side[0].shape[2] == 0:  # which MLX dequantizes to none that can be read
+        return mx.zeros((*side[0].shape[:3], WIDTH))
     return mx.dequantize(*side, group_size=cache.group_size, bits=cache.bits)
 
 
@@ -59,14 +63,16 @@ def growing(name: str, capacity: int | None = None) -> Kind:
 
 
 def quantized(bits: int) -> Kind:
-    return Kind(f"quantized-{bits}", partial(kv.QuantizedKVCache, GROUP, bits))
+    single = partial(kv.QuantizedKVCache, GROUP, bits)
+    return Kind(f"quantized-{bits}", single, dtypes=(mx.float32,))
 
 
 def ring(name: str, cls: type, max_size: int, keep: int, *more: int) -> Kind:
     plain = issubclass(cls, kv.RotatingKVCache) and keep == 0
     batch = partial(kv.BatchRotatingKVCache, max_size) if plain else None
     single = partial(cls, max_size, keep, *more)
-    return Kind(name, single, Window(max_size, keep), batch, left_padded=plain)
+    dtypes = (mx.float32,) if more else Kind.dtypes
+    return Kind(name, single, Window(max_size, keep), batch, left_padded=plain, dtypes=dtypes)
 
 
 def shared_ring(max_size: int) -> Kind:

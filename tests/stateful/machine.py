@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from cache_reference import PADDING, Row, Window, seen, sinks, spell
+from cache_reference import PADDING, Row, Window, read, seen, sinks, spell
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from kinds import GROUP, WIDTH, Kind, numbers, rule_of
 from mlx.utils import tree_flatten
 
@@ -50,8 +56,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.singles: list[Single] = []
         self.batches: list[Batch] = []
         self.last_token = 0
+        self.dtype, self.heads = mx.float32, 2
 
     # ---- making them
+
+    @initialize(data=st.data(), heads=st.integers(1, 3))
+    def choose_numbers(self, data: st.DataObject, heads: int) -> None:
+        """Draw what all keys and values are made of: mlx-lm's caches take integers, too."""
+        self.dtype, self.heads = data.draw(st.sampled_from(self.kind.dtypes)), heads
 
     @precondition(lambda self: len(self.singles) < MOST_SINGLES)
     @rule()
@@ -158,6 +170,24 @@ class CacheMachine(RuleBasedStateMachine):
         if max(padding):
             batch.cache.finalize()
 
+    @precondition(lambda self: self.singles or self.batches)
+    @rule(data=st.data())
+    def read_nothing(self, data: st.DataObject) -> None:
+        """Give no tokens: all that is held comes back, and nothing changes."""
+        chosen = data.draw(st.sampled_from([*self.singles, *self.batches]))
+        single = isinstance(chosen, Single)
+        rows = [chosen.row] if single else chosen.rows
+        keys, values = chosen.cache.update_and_fetch(*self._spell([[] for _ in rows]))
+        found = read(*(numbers(chosen.cache, side) for side in (keys, values)))
+        for row, tokens in zip(rows, found.tolist(), strict=True):
+            expected = sorted(self.kind.window.retained(row))
+            got = sorted(token for token in tokens if token in row)
+            if not single and self._is_full(row) and len(got) < len(expected):
+                # The next token takes the oldest one's place: a batch may have let go of it.
+                del expected[self.kind.window.keep]
+            assert got == expected, self._differs(0, got, expected)
+            assert not single or len(tokens) == len(expected), "columns that are no token's"
+
     # ---- changing them
 
     @precondition(lambda self: self.singles)
@@ -219,7 +249,11 @@ class CacheMachine(RuleBasedStateMachine):
         if isinstance(chosen, Single):
             chosen.fresh = False
 
-    @precondition(lambda self: any(hasattr(s.cache, "to_quantized") for s in self.singles))
+    @precondition(
+        lambda self: (
+            self.dtype == mx.float32 and any(hasattr(s.cache, "to_quantized") for s in self.singles)
+        )
+    )
     @rule(data=st.data(), tokens=st.integers(1, 12), bits=st.sampled_from([4, 8]))
     def quantize_aside(self, data: st.DataObject, tokens: int, bits: int) -> None:
         """Quantise a sequence and read on with that; the sequence itself is left as it was."""
@@ -234,12 +268,13 @@ class CacheMachine(RuleBasedStateMachine):
     def refuse(self, data: st.DataObject) -> None:
         """Give a chunk that does not fit; it must be refused and change nothing."""
         single = data.draw(st.sampled_from([s for s in self.singles if s.row]))
-        keys, values = spell([[PADDING, PADDING]], WIDTH)
+        keys, values = self._spell([[PADDING, PADDING]])
+        more = mx.concatenate([keys, keys[:, :1]], 1), mx.concatenate([values, values[:, :1]], 1)
         wrong = data.draw(
             st.sampled_from(
                 [
                     (keys[0], values[0]),
-                    (keys[:, :1], values[:, :1]),
+                    more,
                     (keys, values[:, :, :1]),
                     (keys.astype(mx.float16), values.astype(mx.float16)),
                     (mx.concatenate([keys, keys]), mx.concatenate([values, values])),
@@ -283,12 +318,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.last_token += count
         return list(range(self.last_token - count + 1, self.last_token + 1))
 
+    def _spell(self, tokens: list[Row]) -> tuple[mx.array, mx.array]:
+        return spell(tokens, WIDTH, self.dtype, self.heads)
+
     def _feed_single(
         self, single: Single, count: int, *, window_size: int | None = None, as_array: bool = False
     ) -> None:
         chunk, cache = self._tokens(count), single.cache
         mask = cache.make_mask(count, window_size=window_size, return_array=as_array)
-        fetched = cache.update_and_fetch(*spell([chunk], WIDTH))
+        fetched = cache.update_and_fetch(*self._spell([chunk]))
         found = seen(*(numbers(cache, side) for side in fetched), mask, count)[0]
         window, rule = self.kind.window, rule_of(cache)
         if window_size is not None:
@@ -326,7 +364,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         width = len(padded[0])
         mask = cache.make_mask(width)
-        fetched = cache.update_and_fetch(*spell(padded, WIDTH))
+        fetched = cache.update_and_fetch(*self._spell(padded))
         found = seen(*(numbers(cache, side) for side in fetched), mask, width)
         for row, (before, chunk) in enumerate(zip(batch.rows, chunks, strict=True)):
             for query in range(len(chunk)):

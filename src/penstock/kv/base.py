@@ -134,14 +134,13 @@ class LayerCache:
         for name, shape in (("keys", keys), ("values", values)):
             if len(shape) != 4:
                 raise ValueError(f"{name} must be (batch, kv_heads, tokens, head_dim), not {shape}")
-            if 0 in shape[:3]:
-                raise ValueError(f"{name} {shape} has no batch, no heads or no tokens")
+            if 0 in shape[:2]:
+                raise ValueError(f"{name} {shape} has no batch or no heads")
         if keys[:3] != values[:3]:
             raise ValueError(f"values {values} must have the batch, heads and tokens of {keys}")
         dtypes = (("keys", key_dtype), ("values", value_dtype))
         for name, dtype in dtypes:
-            if not mx.issubdtype(dtype, mx.floating):
-                raise TypeError(f"{name} must be floating point, not {dtype}")
+            self._accept_dtype(name, dtype)
         self._accept_widths(keys[3], values[3])
         held = self._held_shape()
         if held is None:
@@ -153,6 +152,9 @@ class LayerCache:
         for (name, dtype), want in zip(dtypes, held[4:], strict=True):
             if dtype != want:
                 raise TypeError(f"{name} are {dtype}; this cache holds {want}")
+
+    def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:
+        """Raise if numbers of this type cannot be held. Any can, as with mlx-lm."""
 
     def _accept_widths(self, key_width: int, value_width: int) -> None:
         """Raise if the head sizes cannot be held. Any can."""
@@ -179,9 +181,9 @@ class LayerCache:
         """Allocate, or replace full buffers by larger ones, so that `needed` columns exist.
 
         `used` columns are carried over. Keys first, then values: never more than one old
-        buffer is alive.
+        buffer is alive. The first update allocates, even one of no tokens.
         """
-        held = col.columns(self.keys)
+        held, needed = col.columns(self.keys), max(1, needed)
         if needed <= held:
             return
         room = self._room_for(needed, held if self._roomy else 0)
@@ -223,6 +225,12 @@ class LayerCache:
         if self.keys is None or self.values is None:
             raise ValueError("the cache is empty: nothing was written yet")
         return self.keys, self.values
+
+
+def check_floating(name: str, dtype: mx.Dtype) -> None:
+    """Raise TypeError unless numbers of this type can be encoded."""
+    if not mx.issubdtype(dtype, mx.floating):
+        raise TypeError(f"{name} must be floating point to be encoded, not {dtype}")
 
 
 class Bounded(LayerCache):

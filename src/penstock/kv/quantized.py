@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from penstock.kv import columns as col
-from penstock.kv.base import LayerCache
+from penstock.kv.base import LayerCache, check_floating
 from penstock.kv.columns import Side
 from penstock.kv.growing import BatchGrowing, Growing, KVCache
 from penstock.kv.rotating import Ring, RotatingKVCache
@@ -40,6 +40,9 @@ class Quantized(LayerCache):
     def _quantize(self, part: mx.array) -> Side:
         return tuple(mx.quantize(part, group_size=self.group_size, bits=self.bits))
 
+    def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:
+        check_floating(name, dtype)
+
     def _accept_widths(self, key_width: int, value_width: int) -> None:
         for name, width in (("keys", key_width), ("values", value_width)):
             if width % self.group_size:
@@ -69,6 +72,8 @@ class Quantized(LayerCache):
         Keys first, then values, each evaluated: never more than one wide copy is alive.
         """
         keys, values = (col.arrays(side)[0] for side in cache._held())
+        for name, part in (("keys", keys), ("values", values)):
+            self._accept_dtype(name, part.dtype)
         self._accept_widths(keys.shape[3], values.shape[3])
         for name in ("keys", "values"):
             wide = col.take(getattr(cache, name), 0, cache.size())

@@ -50,6 +50,8 @@ class Ring(Bounded):
         if self.offset + tokens <= self.max_size:
             self._make_room(self.offset + tokens, self.offset, new)
             self._idx = self.offset
+        elif tokens == 0:
+            return self.keys_and_values()
         elif tokens > 1:
             return self._update_past_end(new, tokens)
         else:
@@ -231,6 +233,8 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._turn_padding()
         if not self.rotated and self._idx + tokens <= self.max_size:
             self._make_room(self._idx + tokens, self._idx, new)
+        elif tokens == 0:
+            return self.keys_and_values()
         elif tokens > 1 or self._ends is not None:
             return self._update_past_end(new, tokens)
         else:

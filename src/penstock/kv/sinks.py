@@ -92,6 +92,8 @@ class BatchSinkRing(Bounded, Batch):
         tokens = self._accept(keys, values)
         new = self._encode(keys, values)
         self._chunk = None
+        if tokens == 0 and not self.empty():
+            return self.keys_and_values()
         if self._overflows(tokens):
             return self._update_past_end(new, tokens)
         self._make_room(self._used(tokens), self._used(), new)
