@@ -26,6 +26,9 @@ BLOCK_SIZE = 256
 PREFILL_CHUNK = 512
 """Tokens of prompts that the engine reads in one step."""
 MIN_QUANTIZE_TOKENS = 256
+"""Tokens below which a prompt is not held in a codec; a longer one is, as a whole."""
+RAW_FIRST_TOKENS = 0
+"""First tokens of a prompt that a codec leaves as they are."""
 SSD_CACHE_LIMIT = 20_000_000_000
 """Bytes of the folder of the cold tier, all who share it together."""
 REMOTE_CACHE_TTL_SECONDS = 604_800
@@ -68,8 +71,10 @@ class KVSettings(Settings):
     kv_cache_quantization: str | None = None
     """The codec of full-attention layers, in place of `kv_bits`; None leaves them."""
     kv_cache_min_quantize_tokens: int = Field(MIN_QUANTIZE_TOKENS, ge=0)
-    """First tokens that a codec leaves as they are; a `keep_kv_size` that is named counts instead
-    if it is more."""
+    """Tokens below which a sequence stays in full precision; a longer one is encoded whole."""
+    kv_cache_raw_first_tokens: int = Field(RAW_FIRST_TOKENS, ge=0)
+    """First tokens of every sequence that stay in full precision; a `keep_kv_size` that is named
+    counts instead if it is more."""
 
     @model_validator(mode="after")
     def _keep_leaves_room(self) -> KVSettings:

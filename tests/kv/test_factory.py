@@ -136,10 +136,15 @@ def test_nothing_is_allocated_for_a_bound_that_is_not_used() -> None:
 
 def test_full_layers_are_held_in_a_codec() -> None:
     model = model_of("gemma3_text", **SLIDING)
-    settings = {"kv_cache_quantization": "turbo8", "kv_cache_min_quantize_tokens": 64}
+    settings = {
+        "kv_cache_quantization": "turbo8",
+        "kv_cache_min_quantize_tokens": 80,
+        "kv_cache_raw_first_tokens": 64,
+    }
     cache = make_kv_cache(model, 256, keep=128, capacity=80, **settings)
     assert kinds(cache) == ["RotatingKVCache", "TurboQuantKVCache"] * 2
-    assert (cache[1].max_size, cache[1].keep, cache[1].first) == (256, 128, 64)
+    assert (cache[1].max_size, cache[1].keep) == (256, 128)
+    assert (cache[1].first, cache[1].least) == (64, 80)
     plain = theirs.make_prompt_cache(model)
     assert tokens(model, cache, 16) == tokens(model, plain, 16)
     assert cache[1].nbytes <= 128 * 2 * 2 * 64 * 4 + 64 * 2 * 2 * 66
@@ -162,7 +167,8 @@ def test_raw_is_no_codec_and_a_wrong_one_is_refused() -> None:
     [
         ("llama", {"kv_bits": 8}, "two ways; name one"),
         ("gemma3n", {}, "read other layers' keys"),
-        ("llama", {"kv_cache_min_quantize_tokens": -1}, "must be at least 0"),
+        ("llama", {"kv_cache_min_quantize_tokens": -1}, "min_quantize_tokens must be at least 0"),
+        ("llama", {"kv_cache_raw_first_tokens": -1}, "raw_first_tokens must be at least 0"),
     ],
 )
 def test_codecs_that_cannot_be_used(family: str, settings: dict[str, Any], words: str) -> None:
@@ -172,12 +178,49 @@ def test_codecs_that_cannot_be_used(family: str, settings: dict[str, Any], words
 
 
 @pytest.mark.parametrize(
-    ("max_kv_size", "keep", "kept"), [(100, 20, 20), (100, 99, 99), (100, 100, 50), (8, 4_096, 4)]
+    ("max_kv_size", "keep", "kept"),
+    [(100, 20, 20), (100, 99, 99), (100, None, 50), (8, None, 4), (10_000, None, 4_096)],
 )
-def test_keep_is_clipped_to_the_window(max_kv_size: int, keep: int, kept: int) -> None:
+def test_keep_is_as_named_or_fits_the_window(max_kv_size: int, keep: int | None, kept: int) -> None:
     cache = make_kv_cache(model_of("llama"), max_kv_size, keep)
     assert {layer.keep for layer in cache} == {kept}
     assert {type(layer) for layer in cache} == {SinkRotatingKVCache}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"kv_bits": 8, "kv_group_size": 32}, {"kv_cache_quantization": "8"}],
+    ids=["raw", "bits", "codec"],
+)
+@pytest.mark.parametrize(("max_kv_size", "keep"), [(128, 128), (128, 4_096)])
+def test_a_keep_that_leaves_no_room_is_refused(
+    max_kv_size: int, keep: int, form: dict[str, Any]
+) -> None:
+    words = f"keep {keep} leaves no room in a window of max_kv_size {max_kv_size}"
+    with pytest.raises(SettingError, match=words):
+        make_kv_cache(model_of("llama"), max_kv_size, keep, **form)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"keep": 0}, {"kv_bits": 8, "kv_group_size": 32}],
+    ids=["sinks", "plain", "bits"],
+)
+def test_the_whole_window_is_allocated_at_once_if_asked_for(form: dict[str, Any]) -> None:
+    model = model_of("llama")
+    grown = make_kv_cache(model, 2_000, **form)
+    at_once = make_kv_cache(model, 2_000, capacity="window", **form)
+    for caches in (grown, at_once):
+        model(mx.array([[1, 2, 3]]), cache=caches)
+    assert {layer.capacity for layer in grown} == {256}
+    assert {layer.capacity for layer in at_once} == {2_000}
+    held = [layer.nbytes for layer in at_once]
+    for caches in (grown, at_once):
+        for _ in range(9):
+            model(mx.array([[1] * 256]), cache=caches)
+    assert [layer.nbytes for layer in at_once] == held
+    assert {layer.growths for layer in at_once} == {0}
+    assert min(layer.growths for layer in grown) > 0
 
 
 def test_without_keep_it_is_the_plain_ring() -> None:
@@ -204,6 +247,7 @@ def test_quantised_and_bounded(family: str) -> None:
         ({"keep": -1}, ValueError, "keep"),
         ({"keep": 1.0}, TypeError, "keep"),
         ({"capacity": 0}, ValueError, "capacity"),
+        ({"capacity": "all"}, SettingError, "capacity must be a number of tokens or 'window'"),
         ({"kv_bits": 7}, ValueError, "bits"),
         ({"kv_bits": 4, "kv_group_size": 7}, ValueError, "group_size"),
     ],

@@ -47,7 +47,9 @@ CACHES = {
     "ring, in sight": lambda: fed(SinkRotatingKVCache(8, keep=3), 5, 20, 1, 1),
     "quantised": lambda: fed(QuantizedKVCache(bits=5), 5, 1),
     "quantised ring": lambda: fed(QuantizedRotatingKVCache(8, 2, bits=3), 5, 20, 1),
-    "codes": lambda: fed(TurboQuantKVCache("turbo4", min_quantize_tokens=64), 200, 1),
+    "codes": lambda: fed(
+        TurboQuantKVCache("turbo4", min_quantize_tokens=0, raw_first_tokens=64), 200, 1
+    ),
     "batch": lambda: batch_of(KVCache, 5, 2),
     "batch of rings": lambda: batch_of(lambda: RotatingKVCache(8), 30, 2),
     "batch of kept rings": lambda: batch_of(lambda: RotatingKVCache(8, keep=2), 30, 2),

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import mlx.core as mx
 import pytest
+from hypothesis import strategies as st
 
 from combinations import each
 from penstock import (
@@ -79,7 +81,7 @@ def step(cache: Any, seed: int, rows: int = 1) -> tuple[mx.array, mx.array]:
 
 @codecs
 def test_it_attends_to_what_the_codes_stand_for(codec: str) -> None:
-    cache = fed(TurboQuantKVCache(codec, min_quantize_tokens=64), 200, 70, 1)
+    cache = fed(TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64), 200, 70, 1)
     for seed in range(130):  # the tail is sealed twice
         found, wanted = step(cache, seed)
         assert off(found, wanted) < 1e-5
@@ -90,7 +92,7 @@ def test_it_attends_to_what_the_codes_stand_for(codec: str) -> None:
 @codecs
 def test_what_is_given_to_others_is_all_there_is(codec: str) -> None:
     """Without the seam: the wide form, of which what is raw is exact and the rest near."""
-    cache = TurboQuantKVCache(codec, min_quantize_tokens=64)
+    cache = TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64)
     written = [sides(tokens, seed) for seed, tokens in enumerate((200, 70, 1, 1))]
     for new in written:
         fetched = cache.update_and_fetch(*new)
@@ -118,7 +120,7 @@ def test_a_chunk_sees_itself_in_full_precision_and_the_past_as_it_is_held() -> N
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision(dtype: mx.Dtype) -> None:
-    cache = TurboQuantKVCache("turbo8", min_quantize_tokens=64)
+    cache = TurboQuantKVCache("turbo8", min_quantize_tokens=0, raw_first_tokens=64)
     for tokens in (200, 1):
         fetched = cache.update_and_fetch(*(side.astype(dtype) for side in sides(tokens)))
         assert {side.dtype for side in fetched} == {dtype}
@@ -131,7 +133,7 @@ def test_half_precision(dtype: mx.Dtype) -> None:
 
 
 def test_sinks_and_windows_of_a_model() -> None:
-    cache = fed(TurboQuantKVCache("turbo8", min_quantize_tokens=64), 300)
+    cache = fed(TurboQuantKVCache("turbo8", min_quantize_tokens=0, raw_first_tokens=64), 300)
     sinks = noise(1, 77, heads=HEADS)[0, :, 0, 0]
     queries, mask = noise(1, 9, heads=HEADS), cache.make_mask(1, window_size=100)
     assert mask.shape == (1, 301)
@@ -171,7 +173,13 @@ def test_a_model_that_stops_to_read_in_place_is_told() -> None:
 def test_bytes_are_those_of_the_formula_and_nothing_wide_is_left(codec: str) -> None:
     gc.collect()
     before = mx.get_active_memory()
-    cache = fed(TurboQuantKVCache(codec, min_quantize_tokens=64, capacity=1_024), 512, 500, 1, 1)
+    cache = fed(
+        TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64, capacity=1_024),
+        512,
+        500,
+        1,
+        1,
+    )
     codes = parse_scheme(codec).token_bits(DIM, DIM, 32) * KV_HEADS * (1_024 - 64) // 8
     assert cache.codes.nbytes == codes
     assert cache.nbytes == codes + 128 * TOKEN  # head and tail
@@ -204,7 +212,9 @@ def test_an_empty_one_has_a_size() -> None:
 
 
 def test_a_window_is_never_passed_and_keeps_the_first_and_the_last() -> None:
-    cache = TurboQuantKVCache("turbo8", max_size=512, keep=100, min_quantize_tokens=64)
+    cache = TurboQuantKVCache(
+        "turbo8", max_size=512, keep=100, min_quantize_tokens=0, raw_first_tokens=64
+    )
     written: list[mx.array] = []
     for seed, tokens in enumerate((300, 150, *[1] * 150, 700, *[1] * 70, 5)):
         new = sides(tokens, seed)
@@ -258,7 +268,9 @@ CUTS = (0, 3, 20, 40, 200, 260, 310, 400)
     ("codec", "n"), sorted({*each(CODECS, CUTS), *each(CODECS, CUTS[3:] + CUTS[:3])})
 )
 def test_what_is_trimmed_is_gone_and_written_anew(codec: str, n: int) -> None:
-    cache = fed(TurboQuantKVCache(codec, min_quantize_tokens=64), 250, *[1] * 75)
+    cache = fed(
+        TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64), 250, *[1] * 75
+    )
     wide = cache.keys_and_values()
     mx.eval(wide)
     assert cache.trim(n) == min(n, 325)
@@ -280,7 +292,10 @@ def test_what_is_trimmed_is_gone_and_written_anew(codec: str, n: int) -> None:
 
 def test_rows_say_what_they_say_alone() -> None:
     lengths = (300, 20, 140)
-    singles = [fed(TurboQuantKVCache("turbo4", min_quantize_tokens=64), n, seed=n) for n in lengths]
+    singles = [
+        fed(TurboQuantKVCache("turbo4", min_quantize_tokens=0, raw_first_tokens=64), n, seed=n)
+        for n in lengths
+    ]
     batch = singles[0].merge(singles)
     assert isinstance(batch, BatchTurboQuantKVCache)
     assert batch.offset.tolist() == list(lengths)
@@ -374,7 +389,9 @@ def test_joining_a_batch_copies_nothing() -> None:
 # ---- files
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "long": lambda: fed(TurboQuantKVCache("k8v4", min_quantize_tokens=64), 300, 1, 1),
+    "long": lambda: fed(
+        TurboQuantKVCache("k8v4", min_quantize_tokens=0, raw_first_tokens=64), 300, 1, 1
+    ),
     "short": lambda: fed(TurboQuantKVCache("turbo2.5"), 70, 1),
     "kivi": lambda: fed(TurboQuantKVCache("kivi4/turbo3.5", min_quantize_tokens=0), 128),
     "one side": lambda: fed(TurboQuantKVCache("raw/4", min_quantize_tokens=0), 130),
@@ -455,3 +472,114 @@ def test_heads_rows_and_numbers_that_cannot_be() -> None:
         batch.prepare(left_padding=[1, 0])
     with pytest.raises(ValueError, match="needs the lengths"):
         batch.prepare(right_padding=[1, 0])
+
+
+# ---- short sequences
+
+
+def roundtrip(side: mx.array, codec: str) -> mx.array:
+    (found,) = parse_scheme(codec).codecs
+    return found.encode(side).widen().astype(side.dtype)
+
+
+def forms(cache: TurboQuantKVCache, whole: tuple[mx.array, mx.array], codec: str) -> str:
+    """Return a letter a token: r as it was given, c as it is encoded; of keys and values alike."""
+    found = []
+    for side, given in zip(cache.keys_and_values(), whole, strict=True):
+        coded = roundtrip(given, codec)
+        raw = (side == given).all(axis=(0, 1, 3)).tolist()
+        same = (side == coded).all(axis=(0, 1, 3)).tolist()
+        assert all(map(max, zip(raw, same, strict=True))), "neither as given nor as encoded"
+        found.append("".join("r" if each else "c" for each in raw))
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "8"])
+@pytest.mark.parametrize("tokens", [1, 63, 255, 256, 257, 320, 512])
+def test_a_short_prompt_is_left_alone_and_a_longer_one_is_encoded_whole(
+    tokens: int, codec: str
+) -> None:
+    whole = sides(tokens)
+    cache = TurboQuantKVCache(codec)
+    mx.eval(cache.update_and_fetch(*whole))
+    coded = 0 if tokens < 256 else tokens - tokens % 64
+    assert forms(cache, whole, codec) == "c" * coded + "r" * (tokens - coded)
+    assert (cache.offset, cache.size()) == (tokens, tokens)
+
+
+def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
+    """8 heads of 64: 64 codes, and a scale and a bias for all of them. 256 raw tokens more would be
+    802,816 bytes."""
+    cache = TurboQuantKVCache("8", capacity=512)
+    keys = mx.random.normal((1, 8, 512, 64), key=mx.random.key(0)).astype(mx.float16)
+    mx.eval(cache.update_and_fetch(keys, keys))
+    assert cache.head.nbytes + cache.codes.nbytes == 512 * 8 * 2 * (64 + 4) == 557_056
+
+
+chunks = st.lists(st.one_of(st.just(1), st.integers(1, 200)), min_size=1, max_size=40)
+
+
+@hypothesis.given(
+    chunks=chunks,
+    least=st.one_of(st.integers(0, 400), st.just(256)),
+    first=st.sampled_from([0, 64, 128, 320]),
+    cut=st.integers(0, 200),
+    bound=st.sampled_from([None, None, 640, 1_024]),
+)
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+def test_however_it_is_fed_what_is_short_is_raw_and_what_is_long_is_not(
+    chunks: list[int], least: int, first: int, cut: int, bound: int | None
+) -> None:
+    """The first tokens stay; of a long sequence all others but the last two blocks are encoded."""
+    cache = TurboQuantKVCache(
+        "8", min_quantize_tokens=least, raw_first_tokens=first, max_size=bound
+    )
+    keys, values = sides(8_200)
+    end = 0
+    for tokens in [*chunks, -cut, 70]:
+        if tokens <= 0:
+            end -= cache.trim(-tokens)
+        else:
+            new = keys[:, :, end : end + tokens], values[:, :, end : end + tokens]
+            mx.eval(cache.update_and_fetch(*new))
+            end += tokens
+        assert cache.offset == end
+        if bound is not None and cache.size() < end:
+            assert cache.size() <= bound
+            return
+        mx.eval(cache.state)
+        if cache.empty() or not end:
+            continue
+        found = forms(cache, (keys[:, :, :end], values[:, :, :end]), "8")
+        assert "c" not in found[: cache.first]
+        if tokens > 0 and end >= least + 128:
+            assert "r" not in found[cache.first : end - 128]
+        if end < least and "c" not in found:
+            assert cache.codes.offset == 0
+    if end < least and cut == 0:
+        assert cache.codes.offset == 0
+
+
+@pytest.mark.parametrize("prompt", [60, 200, 255])
+def test_a_short_sequence_is_read_in_place_while_it_becomes_long(prompt: int) -> None:
+    cache = fed(TurboQuantKVCache("turbo4"), prompt)
+    for seed in range(200):
+        found, wanted = step(cache, seed)
+        assert off(found, wanted) < 2e-5
+    assert cache.codes.offset >= 256
+    assert cache.head.nbytes == 0
+
+
+def test_short_and_long_sequences_share_a_batch_and_a_file(tmp_path: Path) -> None:
+    singles = [fed(TurboQuantKVCache("turbo4"), n, seed=n) for n in (70, 300, 250)]
+    batch = singles[0].merge(singles)
+    for seed in range(80):
+        found, wanted = step(batch, seed, rows=3)
+        assert off(found, wanted) < 2e-5
+    assert [row.codes.offset > 0 for row in batch.rows] == [False, True, True]
+    path = str(tmp_path / "short.safetensors")
+    save_prompt_cache(path, [batch.rows[0]])
+    (loaded,) = load_prompt_cache(path)
+    fed(loaded, 300)
+    assert loaded.codes.offset >= 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from typing import Any
@@ -16,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as theirs
 
-from penstock import KVCache, PrefixCache, RotatingKVCache, make_kv_cache
+from penstock import KVCache, PrefixCache, QuantizedKVCache, RotatingKVCache, make_kv_cache
+from penstock.errors import SettingError
 from penstock.prefix import Counts
 from penstock.recall import MODEL_PATH, dialogue
 
@@ -196,6 +198,73 @@ def test_tenants_share_nothing_and_learn_nothing() -> None:
     assert prefix.explain([*prompt[:20], 7, 7, 7], salt="a").diverges_at == 20
 
 
+def of_shape(
+    kind: Any = KVCache,
+    *,
+    rows: int = 1,
+    heads: int = 2,
+    dims: tuple[int, int] = (32, 32),
+    dtype: mx.Dtype = mx.float32,
+    layers: int = 2,
+) -> list[Any]:
+    """Caches of 100 tokens."""
+    caches = [kind() for _ in range(layers)]
+    for cache in caches:
+        cache.update_and_fetch(*(mx.ones((rows, heads, 100, dim)).astype(dtype) for dim in dims))
+    return caches
+
+
+def miscounted(kind: Any, offset: int) -> list[Any]:
+    """Caches of 100 tokens, of which the second says something else."""
+    caches = marked(list(range(100)), kind)
+    caches[1].offset = offset
+    return caches
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "heads": ({"heads": 4}, "layer 0 is a KVCache .4 heads of 32.*, not a KVCache .2 heads of 32"),
+    "key width": ({"dims": (64, 32)}, "2 heads of 64, 2 heads of 32"),
+    "value width": ({"dims": (32, 64)}, "2 heads of 32, 2 heads of 64"),
+    "dtype": ({"dtype": mx.float16}, "float16"),
+    "integers": ({"dtype": mx.int32}, "int32"),
+    "layers": ({"layers": 3}, "3 layers with keys and values, not 2"),
+    "class": ({"kind": lambda: QuantizedKVCache(32, 8)}, "a QuantizedKVCache"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_could_not_be_joined_later_is_refused_and_the_rest_is_served(other: str) -> None:
+    """Caches of 2 heads and of 4 on one path would make every later fetch fail."""
+    prefix = PrefixCache("1MB", block_size=BLOCK)
+    prompt = list(range(100))
+    assert prefix.store(prompt[:64], of_shape()).refused is None
+    changes, words = OTHERS[other]
+    assert re.search(words, str(prefix.store(prompt, of_shape(**changes)).refused))
+    assert prefix.store(prompt, of_shape()).held_tokens == 96
+    caches, rest = prefix.fetch(prompt)
+    assert caches is not None
+    assert len(rest) == 4
+    assert {cache.keys.shape[1] for cache in caches} == {2}
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.int32, mx.uint8])
+def test_numbers_of_every_type_are_stored_and_fetched(dtype: mx.Dtype) -> None:
+    prefix = PrefixCache("1MB", block_size=BLOCK)
+    prompt = list(range(100))
+    caches = of_shape(dtype=dtype)
+    assert prefix.store(prompt, caches).refused is None
+    revived, _ = prefix.fetch(prompt)
+    assert revived is not None
+    assert mx.array_equal(revived[0].keys_and_values()[0], caches[0].keys[:, :, :96])
+    assert revived[0].keys.dtype == dtype
+
+
+@pytest.mark.parametrize("limit", [1.5, None, True, [], b"1GB", 0, -1, float("nan")])
+def test_a_limit_that_is_no_size_is_refused(limit: Any) -> None:
+    with pytest.raises(SettingError, match="memory_limit must be a whole number of bytes"):
+        PrefixCache(limit)
+
+
 @pytest.mark.parametrize(
     ("caches", "reason"),
     [
@@ -203,6 +272,14 @@ def test_tenants_share_nothing_and_learn_nothing() -> None:
         (lambda: [theirs.ArraysCache(2)], "a recurrent layer's cache is empty"),
         (lambda: [KVCache()], "layer 0 is empty"),
         (lambda: [KVCache.merge(marked(list(range(100))))], "BatchKVCache holds a batch"),
+        *(
+            (functools.partial(miscounted, kind, offset), rf"layer 1: .*holds {offset:,} tokens")
+            for kind in (KVCache, theirs.KVCache)
+            for offset in (-3, -100, 1_025)
+        ),
+        (lambda: of_shape(rows=2), "layer 0: KVCache holds 2 rows"),
+        (lambda: of_shape(theirs.KVCache, rows=3), "layer 0: KVCache holds 3 rows"),
+        (lambda: of_shape(lambda: QuantizedKVCache(32, 8), rows=2), "holds 2 rows"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(caches: Any, reason: str) -> None:

@@ -61,7 +61,12 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 
 
 def quantised(codec: str | None, limit: int | str = "200MB", **settings: Any) -> PrefixCache:
-    settings = {"kv_cache_min_quantize_tokens": FIRST, "block_size": BLOCK, **settings}
+    settings = {
+        "kv_cache_min_quantize_tokens": 0,
+        "kv_cache_raw_first_tokens": FIRST,
+        "block_size": BLOCK,
+        **settings,
+    }
     return PrefixCache(limit, kv_cache_quantization=codec, **settings)
 
 
@@ -181,15 +186,15 @@ def test_bytes_are_those_of_the_formula_and_nothing_wide_is_left(codec: str) -> 
 
 
 def test_the_first_tokens_stay_as_they_are() -> None:
-    prefix = quantised("4", kv_cache_min_quantize_tokens=100)
+    prefix = quantised("4", kv_cache_raw_first_tokens=100)
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 128, {mx.array}), (128, 256, {Coded})]
-    prefix = quantised("4", kv_cache_min_quantize_tokens=300)
+    prefix = quantised("4", kv_cache_raw_first_tokens=300)
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 256, {mx.array})]
     prefix.store(range(600), noise(600))
     assert forms(prefix) == [(0, 256, {mx.array}), (256, 320, {mx.array}), (320, 576, {Coded})]
-    prefix = quantised("4", kv_cache_min_quantize_tokens=0)
+    prefix = quantised("4", kv_cache_raw_first_tokens=0)
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 256, {Coded})]
     prefix.check()
@@ -338,7 +343,7 @@ def test_only_what_matched_is_widened() -> None:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("kind", [KVCache, theirs.KVCache, lambda: RotatingKVCache(2_048, 16)])
 def test_it_comes_back_in_its_class_and_type(kind: Any, dtype: mx.Dtype) -> None:
-    prefix = quantised("8", kv_cache_min_quantize_tokens=0)
+    prefix = quantised("8", kv_cache_raw_first_tokens=0)
     stored = noise(300, kind, 2, dtype)
     assert prefix.store(range(300), stored).refused is None
     caches, rest = prefix.fetch(range(300), capacity=400)
@@ -357,7 +362,7 @@ def test_it_comes_back_in_its_class_and_type(kind: Any, dtype: mx.Dtype) -> None
 
 def test_tenants_may_have_models_of_other_shapes() -> None:
     """As in mlx-lm's server, which names the model by the salt."""
-    prefix = quantised("4", kv_cache_min_quantize_tokens=0)
+    prefix = quantised("4", kv_cache_raw_first_tokens=0)
     prefix.store(range(256), noise(256, layers=2), salt="a")
     prefix.store(range(256), noise(256, layers=3, dtype=mx.float16), salt="b")
     assert kv_bytes(prefix) == coded_bytes("4", 256, 2) + coded_bytes("4", 256, 3)
@@ -420,7 +425,11 @@ def test_codes_are_stored_again_as_they_are() -> None:
             cache.update_and_fetch(*(s[:, :, start:stop] for s in plain.keys_and_values()))
         return caches
 
-    cold = read([TurboQuantKVCache("turbo4", min_quantize_tokens=FIRST) for _ in whole], 0, 500)
+    cold = read(
+        [TurboQuantKVCache("turbo4", min_quantize_tokens=0, raw_first_tokens=FIRST) for _ in whole],
+        0,
+        500,
+    )
     assert prefix.store(range(500), cold).new_tokens == 448
     caches, _ = prefix.fetch(range(1_000), dequantize=False)
     assert (caches or [])[0].offset == 448
@@ -458,7 +467,9 @@ def test_first_tokens_in_the_tail_are_stored_as_they_are(
     """Single tokens wait in the tail, those included that are to stay raw."""
     prefix, plainly, whole = quantised(codec), quantised(codec), noise(400, layers=2)
     total = read - gone + more
-    caches = [TurboQuantKVCache(codec, min_quantize_tokens=FIRST) for _ in whole]
+    caches = [
+        TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=FIRST) for _ in whole
+    ]
     for cache, plain in zip(caches, whole, strict=True):
         sides = plain.keys_and_values()
         if read:
@@ -485,7 +496,10 @@ def test_first_tokens_in_the_tail_are_stored_as_they_are(
 
 def test_numbers_too_large_in_a_tail_are_refused() -> None:
     """A cache of codes cannot go on with them either; what is held does not suffer."""
-    prefix, cache = quantised("4"), TurboQuantKVCache("4", min_quantize_tokens=FIRST)
+    prefix, cache = (
+        quantised("4"),
+        TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST),
+    )
     cache.update_and_fetch(*(mx.ones((1, HEADS, 128, DIM)) for _ in range(2)))
     assert prefix.store(range(128), [cache]).new_tokens == 128
     for _ in range(64):
@@ -500,7 +514,9 @@ def test_numbers_too_large_in_a_tail_are_refused() -> None:
 
 def test_codes_in_a_layer_that_is_skipped_are_refused() -> None:
     prefix = quantised("4", kv_cache_skip_layers=(1,))
-    made = noise(300, lambda: TurboQuantKVCache("4", min_quantize_tokens=FIRST), 2)
+    made = noise(
+        300, lambda: TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST), 2
+    )
     refused = prefix.store(range(300), made).refused
     assert refused is not None
     assert refused.startswith("layer 1: TurboQuantKVCache holds codes where kv_cache_skip_layers")
@@ -512,7 +528,10 @@ def test_codes_in_a_layer_that_is_skipped_are_refused() -> None:
 
 def test_first_tokens_in_one_piece_take_nothing_besides() -> None:
     """They are cut as views; only those that are in the tail as well are joined first."""
-    cache, raw = TurboQuantKVCache("4", min_quantize_tokens=FIRST), FIRST * HEADS * 2 * DIM * 4
+    cache, raw = (
+        TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST),
+        FIRST * HEADS * 2 * DIM * 4,
+    )
     cache.update_and_fetch(*(mx.ones((1, HEADS, FIRST, DIM)) for _ in range(2)))
     assert quantised("4", 2 * raw - 1).store(range(FIRST), [cache]).new_tokens == FIRST
     cache.trim(28)
@@ -527,7 +546,10 @@ def test_turns_of_prefill_stay_in_codes(model: Any) -> None:
     prefix, prompt = quantised("4"), prompt_of(1_600)
 
     def make() -> list[Any]:
-        return [TurboQuantKVCache("4", min_quantize_tokens=FIRST) for _ in model.layers]
+        return [
+            TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST)
+            for _ in model.layers
+        ]
 
     held = []
     for end in (1_000, 1_600):
@@ -551,7 +573,10 @@ def test_turns_of_prefill_stay_in_codes(model: Any) -> None:
 def test_text_is_that_of_what_the_codes_stand_for(codec: str, model: Any) -> None:
     attach(model)
     prompt = prompt_of(650)
-    made = [TurboQuantKVCache(codec, min_quantize_tokens=FIRST) for _ in model.layers]
+    made = [
+        TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=FIRST)
+        for _ in model.layers
+    ]
     text(model, prompt, made)
     prefix = quantised(codec)
     prefix.store(prompt, made)
@@ -582,9 +607,17 @@ def test_layers_that_are_not_in_codes_come_back_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("cache", "words"),
     [
-        (lambda: TurboQuantKVCache("8", min_quantize_tokens=FIRST), "holds affine8 behind 128"),
-        (lambda: TurboQuantKVCache("4"), "holds affine4 behind 256 tokens, which is not"),
-        (lambda: TurboQuantKVCache("4", min_quantize_tokens=FIRST, max_size=512), "with a window"),
+        (
+            lambda: TurboQuantKVCache("8", min_quantize_tokens=0, raw_first_tokens=FIRST),
+            "holds affine8 behind 128",
+        ),
+        (lambda: TurboQuantKVCache("4"), "behind 0 tokens, from 256 tokens on, which is not"),
+        (
+            lambda: TurboQuantKVCache(
+                "4", min_quantize_tokens=0, raw_first_tokens=FIRST, max_size=512
+            ),
+            "with a window",
+        ),
     ],
 )
 def test_codes_of_another_kind_are_refused(cache: Any, words: str) -> None:
@@ -611,6 +644,8 @@ def test_codes_that_cannot_be_read_in_place_are_not_given_out() -> None:
         ({"kv_cache_quantization": "kivi4", "block_size": 48}, "do not divide a block_size of 48"),
         ({"kv_cache_min_quantize_tokens": -1}, "kv_cache_min_quantize_tokens must be at least 0"),
         ({"kv_cache_min_quantize_tokens": 1.5}, "must be a whole number, not 1.5"),
+        ({"kv_cache_raw_first_tokens": -1}, "kv_cache_raw_first_tokens must be at least 0"),
+        ({"kv_cache_raw_first_tokens": 1.5}, "kv_cache_raw_first_tokens must be a whole number"),
         ({"kv_cache_quantization": 8}, "must be a name, as '8', not 8"),
     ],
 )
@@ -632,3 +667,98 @@ def test_raw_is_no_codec_and_codes_are_not_encoded_again() -> None:
     assert forms(prefix) == [(0, 256, {mx.array})]
     refused = quantised("4").store(range(300), noise(300, QuantizedKVCache, 1)).refused
     assert refused is not None and "QuantizedKVCache holds codes of its own" in refused
+
+
+# ---- short prompts
+
+
+def fetched(prefix: PrefixCache, prompt: list[int]) -> list[mx.array]:
+    caches, _ = prefix.fetch([*prompt, 1])
+    return [] if caches is None else [s for cache in caches for s in cache.keys_and_values()]
+
+
+def same(one: list[mx.array], other: list[mx.array]) -> bool:
+    return len(one) == len(other) > 0 and all(map(mx.array_equal, one, other))
+
+
+@pytest.mark.parametrize("codec", ["8", "turbo4"])
+@pytest.mark.parametrize(("short", "least"), [(64, 256), (192, 256), (255, 256), (300, 301)])
+def test_a_short_prompt_is_held_as_it_is_until_a_longer_one_goes_on(
+    short: int, least: int, codec: str
+) -> None:
+    """The bytes and the bits are then those of the longer one alone."""
+    rules = {"kv_cache_min_quantize_tokens": least, "kv_cache_raw_first_tokens": 0}
+    prefix, fresh = (quantised(codec, **rules) for _ in range(2))
+    prompt, made = prompt_of(600), noise(600, layers=3)
+    begin = noise(short, layers=3)
+    for few, many in zip(begin, made, strict=True):  # as the longer one begins
+        few.keys[:, :, :short] = many.keys[:, :, :short]
+        few.values[:, :, :short] = many.values[:, :, :short]
+    blocks = short - short % BLOCK
+    assert prefix.store(prompt[:short], begin).held_tokens == blocks
+    raw = [col.take(side, 0, blocks) for c in made for side in (c.keys, c.values)]
+    assert same(fetched(prefix, prompt[:short]), raw)  # type: ignore[arg-type]
+    prefix.check()
+    for each in (prefix, fresh):
+        assert each.store(prompt, made).held_tokens == 576
+        each.check()
+    assert same(fetched(prefix, prompt), fetched(fresh, prompt))
+    assert not same(fetched(prefix, prompt[:short]), raw)  # type: ignore[arg-type]
+    assert prefix.tree.nbytes == fresh.tree.nbytes
+    codes = [s for node in prefix.tree for layer in node.segment.layers for s in layer]
+    assert all(isinstance(side, Coded) for side in codes)
+
+
+@pytest.mark.parametrize("turns", [(100, 190, 250), (100, 300, 400), (255, 257, 700)])
+@pytest.mark.parametrize("first", [0, 64])
+def test_a_conversation_that_becomes_long_goes_on_in_codes(
+    turns: tuple[int, ...], first: int
+) -> None:
+    """Stored after each turn, from what was fetched without widening: never refused."""
+    prefix = quantised("turbo4", kv_cache_min_quantize_tokens=256, kv_cache_raw_first_tokens=first)
+    whole = noise(700, layers=3)
+    prompt, at = prompt_of(700), 0
+    for end in turns:
+        caches, rest = prefix.fetch(prompt[:end], dequantize=False)
+        if caches is None:
+            caches = [TurboQuantKVCache("turbo4", raw_first_tokens=first) for _ in whole]
+        at = end - len(rest)
+        assert all(type(cache) is TurboQuantKVCache for cache in caches)
+        for cache, given in zip(caches, whole, strict=True):
+            cache.update_and_fetch(given.keys[:, :, at:end], given.values[:, :, at:end])
+        stored = prefix.store(prompt[:end], caches)
+        assert (stored.refused, stored.held_tokens) == (None, end - end % BLOCK)
+        prefix.check()
+        coded = [
+            isinstance(side, Coded)
+            for node in prefix.tree
+            if node.end > first
+            for layer in node.segment.layers
+            for side in layer
+        ]
+        assert all(coded) if end >= 256 else not any(coded)
+
+
+def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
+    prefix = PrefixCache("10MB", block_size=64, kv_cache_quantization="8")
+    cache = KVCache()
+    keys = mx.random.normal((1, 8, 512, 64), key=mx.random.key(0)).astype(mx.float16)
+    cache.update_and_fetch(keys, keys)
+    assert prefix.store(prompt_of(512), [cache]).refused is None
+    assert prefix.tree.nbytes == 557_056
+
+
+def test_the_limit_holds_while_a_short_prompt_is_encoded() -> None:
+    prefix = quantised("turbo4", 40_000_000, kv_cache_min_quantize_tokens=256)
+    made = noise(600)
+    for seed in range(4):
+        prompt = prompt_of(600, seed)
+        short = noise(192)
+        prefix.store(prompt[:192], short)
+        del short
+        gc.collect()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        prefix.store(prompt, made)
+        assert mx.get_peak_memory() - before <= 40_000_000
+        prefix.check()

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock.config import KEEP, KVSettings, SamplingSettings
+from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import SettingError
 from penstock.kv import make_kv_cache
 from penstock.kv.codecs import parse_scheme
@@ -46,12 +46,13 @@ def make_caches(loaded: Loaded, kv: KVSettings, capacity: int | None = None) -> 
     return make_kv_cache(
         loaded.model,
         max_kv_size=kv.max_kv_size,
-        keep=KEEP if kv.keep_kv_size is None else kv.keep_kv_size,
+        keep=kv.keep_kv_size,
         kv_bits=kv.kv_bits,
         capacity=capacity,
         kv_group_size=group_size,
         kv_cache_quantization=codec,
-        kv_cache_min_quantize_tokens=max(kv.kv_cache_min_quantize_tokens, kv.keep_kv_size or 0),
+        kv_cache_min_quantize_tokens=kv.kv_cache_min_quantize_tokens,
+        kv_cache_raw_first_tokens=max(kv.kv_cache_raw_first_tokens, kv.keep_kv_size or 0),
     )
 
 

@@ -31,7 +31,8 @@ def generate(
     keep_kv_size: options.KeepKVSize = None,
     kv_bits: options.KVBits = None,
     kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    kv_cache_min_quantize_tokens: options.KVCacheMinTokens = config.MIN_QUANTIZE_TOKENS,
+    kv_cache_raw_first_tokens: options.KVCacheRawFirstTokens = config.RAW_FIRST_TOKENS,
     temp: options.Temp = config.TEMP,
     top_p: options.TopP = config.TOP_P,
     seed: options.Seed = None,
@@ -47,6 +48,7 @@ def generate(
         kv_bits=kv_bits,
         kv_cache_quantization=kv_cache_quantization,
         kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens,
+        kv_cache_raw_first_tokens=kv_cache_raw_first_tokens,
     )
     sampling = config.parse(
         config.SamplingSettings, max_tokens=max_tokens, temp=temp, top_p=top_p, seed=seed

@@ -108,6 +108,26 @@ KVCacheMinQuantizeTokens: TypeAlias = Annotated[
         min=0,
     ),
 ]
+KVCacheMinTokens: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        "--kv-cache-min-quantize-tokens",
+        help="Leave a sequence of fewer tokens in full precision; encode a longer one whole.",
+        envvar="PENSTOCK_KV_CACHE_MIN_QUANTIZE_TOKENS",
+        metavar="TOKENS",
+        min=0,
+    ),
+]
+KVCacheRawFirstTokens: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="First tokens of every sequence that stay in full precision; a --keep-kv-size that "
+        "is more counts instead.",
+        envvar="PENSTOCK_KV_CACHE_RAW_FIRST_TOKENS",
+        metavar="TOKENS",
+        min=0,
+    ),
+]
 Temp: TypeAlias = Annotated[
     float,
     typer.Option(

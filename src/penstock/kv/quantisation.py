@@ -29,6 +29,8 @@ class Quantisation:
     """Of every prompt, which stay as they are: whole blocks."""
     raw_layers: frozenset[int]
     """Numbers of layers that stay as they are."""
+    least_tokens: int = 0
+    """Tokens below which a prompt stays as it is, all of it."""
 
     @classmethod
     def of(
@@ -38,6 +40,7 @@ class Quantisation:
         block_size: int,
         first_tokens: int,
         skip_layers: Collection[int] = (),
+        least_tokens: int = 0,
     ) -> Quantisation | None:
         """Return what the settings ask for; None if all stays as it is.
 
@@ -46,19 +49,20 @@ class Quantisation:
             block_size: tokens; blocks are encoded whole.
             first_tokens: at least so many first tokens stay as they are.
             skip_layers: numbers of layers that do.
+            least_tokens: prompts of fewer stay as they are, too.
 
         Raises:
             SettingError: there is no such codec, it cannot cut blocks of this size, or less than
                 no tokens are to stay as they are.
         """
-        if not isinstance(first_tokens, int):
-            raise SettingError(
-                f"kv_cache_min_quantize_tokens must be a whole number, not {first_tokens!r}"
-            )
-        if first_tokens < 0:
-            raise SettingError(
-                f"kv_cache_min_quantize_tokens must be at least 0, not {first_tokens}"
-            )
+        for name, tokens in (
+            ("kv_cache_min_quantize_tokens", least_tokens),
+            ("kv_cache_raw_first_tokens", first_tokens),
+        ):
+            if not isinstance(tokens, int):
+                raise SettingError(f"{name} must be a whole number, not {tokens!r}")
+            if tokens < 0:
+                raise SettingError(f"{name} must be at least 0, not {tokens}")
         if codec is None:
             return None
         if not isinstance(codec, str):
@@ -76,7 +80,7 @@ class Quantisation:
                     f"tokens together, which do not divide a block_size of {block_size}"
                 )
         first = -(-first_tokens // block_size) * block_size
-        return cls(scheme, first, frozenset(skip_layers))
+        return cls(scheme, first, frozenset(skip_layers), least_tokens)
 
     def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> Quantisation:
         """Return it with scales for the keys' channels; see `Scheme.scaled`."""

@@ -2,6 +2,9 @@
 
     head  [ first tokens, raw ]  codes  [ whole blocks of 64, coded ]  tail  [ 64 at most, raw ]
 
+A sequence that is shorter than `min_quantize_tokens` is all in the head and the tail. Once it is
+not, the head is encoded as well, but for the first tokens that are to stay.
+
 A chunk attends to itself in full precision, and to what was before it widened, one layer at a
 time; it is encoded as soon as it is taken in. A single token is written to the tail. Where
 `penstock.attach(model)` was called it reads the codes as they lie; elsewhere they are widened for
@@ -17,12 +20,12 @@ from weakref import ref
 
 import mlx.core as mx
 
-from penstock.config import MIN_QUANTIZE_TOKENS
+from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import ModelError, SettingError
 from penstock.kv import attention, masks
 from penstock.kv import columns as col
 from penstock.kv.attention import Held
-from penstock.kv.base import LayerCache, agree
+from penstock.kv.base import LayerCache, agree, check_floating
 from penstock.kv.checks import chosen_rows, ints, positive, whole
 from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
@@ -183,7 +186,10 @@ class TurboQuantKVCache(TurboQuant):
 
     Args:
         codec: as `turbo4`, `k8v4`, `kivi5/turbo3.5`.
-        min_quantize_tokens: first tokens that stay in full precision, up to whole blocks of 64.
+        min_quantize_tokens: a sequence of fewer tokens stays in full precision; a longer one is
+            encoded whole, but for the last tokens, less than two blocks of 64.
+        raw_first_tokens: first tokens that stay in full precision all the same, up to whole blocks
+            of 64.
         max_size: tokens held at most, at least 128; None is no bound. When it is full, the oldest
             64 that are not kept go together. Of the first tokens, those in full precision stay.
         keep: first tokens that are never dropped.
@@ -199,7 +205,7 @@ class TurboQuantKVCache(TurboQuant):
     (640, 87040)
     """
 
-    carried: ClassVar[tuple[str, ...]] = ("codec", "first", "max_size", "keep")
+    carried: ClassVar[tuple[str, ...]] = ("codec", "first", "least", "max_size", "keep")
     offset: int
 
     def __init__(
@@ -207,11 +213,17 @@ class TurboQuantKVCache(TurboQuant):
         codec: str,
         *,
         min_quantize_tokens: int = MIN_QUANTIZE_TOKENS,
+        raw_first_tokens: int = RAW_FIRST_TOKENS,
         max_size: int | None = None,
         keep: int = 0,
         capacity: int | None = None,
     ) -> None:
-        rule = Quantisation.of(codec, block_size=BLOCK_TOKENS, first_tokens=min_quantize_tokens)
+        rule = Quantisation.of(
+            codec,
+            block_size=BLOCK_TOKENS,
+            first_tokens=raw_first_tokens,
+            least_tokens=min_quantize_tokens,
+        )
         if rule is None:
             raise SettingError(f"kv_cache_quantization {codec} is no codec; use KVCache")
         rule.check_in_place()
@@ -221,10 +233,16 @@ class TurboQuantKVCache(TurboQuant):
             raise ValueError(f"keep must lie in 0..{max_size - 1}, not {keep}")
         if capacity is not None:
             capacity = min(positive("capacity", capacity), max_size or capacity)
-        self._set_up(rule.scheme, rule.first_tokens, max_size, keep, capacity)
+        self._set_up(rule.scheme, rule.first_tokens, min_quantize_tokens, max_size, keep, capacity)
 
     def _set_up(
-        self, scheme: Scheme, first: int, max_size: int | None, keep: int, capacity: int | None
+        self,
+        scheme: Scheme,
+        first: int,
+        least: int,
+        max_size: int | None,
+        keep: int,
+        capacity: int | None,
     ) -> None:
         """Begin empty; `first` tokens stay raw, or as many as leave room for a block of codes."""
         most, kept = None, 0
@@ -233,12 +251,15 @@ class TurboQuantKVCache(TurboQuant):
             first = min(first, (blocks - 1) * BLOCK_TOKENS)
             most = blocks * BLOCK_TOKENS - first
             kept = min(_blocks(max(0, keep - first)), most - BLOCK_TOKENS)
+            least = min(least, first + most)
         self.scheme, self.first, self.max_size, self.keep = scheme, first, max_size, keep
+        self.least = least
         room = None if capacity is None else max(BLOCK_TOKENS, _blocks(capacity - first))
         if room is not None and most is not None:
             room = min(room, most)
         raw = min(first, LayerCache.step if capacity is None else _blocks(capacity))
         self.head, self.codes = KVCache(raw or None), Codes(scheme, room, most, kept)
+        self._asked = capacity
         self.tail = KVCache(BLOCK_TOKENS)
         self.offset = 0
 
@@ -247,27 +268,34 @@ class TurboQuantKVCache(TurboQuant):
         cls,
         scheme: Scheme,
         first: int,
+        least: int,
         parts: Sequence[Layer],
         dtypes: Sequence[mx.Dtype],
         capacity: int,
     ) -> TurboQuantKVCache | None:
         """Return a cache that holds copies of consecutive parts in the form they have.
 
-        None if that is not its own: `first` tokens as they are, and the others in the scheme.
+        None if that is not its own: `first` tokens as they are, and the others in the scheme; or
+        less than `least` tokens, all as they are.
 
         Args:
             scheme: of keys and values.
             first: tokens that stay in full precision.
+            least: tokens below which all do.
             parts: keys and values, each (1, kv_heads, tokens, dim) or coded.
             dtypes: of keys and values in full precision.
             capacity: tokens that there is to be room for.
         """
         cache = cls.__new__(cls)
-        cache._set_up(scheme, first, None, 0, capacity)
+        cache._set_up(scheme, first, least, None, 0, capacity)
         codecs = (scheme.keys, scheme.values)
-        needed = sum(col.columns(keys) for keys, _ in parts) - first
+        tokens = sum(col.columns(keys) for keys, _ in parts)
+        needed = tokens - first
+        short = tokens < least and not any(isinstance(side, Coded) for p in parts for side in p)
+        if short:
+            cache._begin_raw()
         for part in parts:
-            raw = cache.head.offset < first
+            raw = short or cache.head.offset < first
             for side, codec in zip(part, codecs, strict=True):
                 found = side.codec if isinstance(side, Coded) else None
                 if found != (None if raw else codec):
@@ -284,7 +312,7 @@ class TurboQuantKVCache(TurboQuant):
         cache.tail._make_room(1, 0, (keys, values))
         mx.eval(cache.tail.keys, cache.tail.values)
         cache.offset = cache.size()
-        return cache if cache.head.offset <= first else None
+        return cache if short or cache.head.offset <= first else None
 
     # ---- questions
 
@@ -385,18 +413,23 @@ class TurboQuantKVCache(TurboQuant):
         if keys[0] != 1:
             raise ValueError(f"keys {keys} are of {keys[0]} rows; merge caches of one to a batch")
 
+    def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:
+        check_floating(name, dtype)
+
     def _accept_widths(self, key_width: int, value_width: int) -> None:
         self.scheme.token_bits(key_width, value_width, 16)
 
     def cut(self, start: int, stop: int) -> Layer:
-        """Return columns start..stop-1 in the form they are kept in: the first ones as they are,
-        views, or joined where some are in the tail, or copies of coded ones, those of the tail
-        encoded. The two are asked for by themselves.
+        """Return columns start..stop-1 in the form they are kept in.
+
+        The first ones, or all as long as none are coded, are as they are: views, or joined where
+        some are in the tail. Others are copies of coded ones, those of the tail encoded. The two
+        are asked for by themselves.
 
         Raises:
             SettingError: numbers too large for the codec in the tail.
         """
-        if stop <= self.first:
+        if stop <= self.first or not self.codes.offset:
             keys, values = (col.between(list(parts), start, stop) for parts in self.sides())
             return keys, values
         first, end = self.head.offset, self.codes.offset
@@ -522,9 +555,16 @@ class TurboQuantKVCache(TurboQuant):
 
     def _seal(self, keys: mx.array, values: mx.array) -> None:
         """Put whole blocks where they stay; the tail, which is empty, takes the rest."""
+        tokens, raw = keys.shape[2], self.first
+        if not self.codes.offset:
+            if self.head.offset + tokens < self.least:
+                raw = max(self.first, self.least)
+                self._begin_raw()
+            elif self.head.offset > self.first:
+                keys, values = self._unraw(keys, values)
         tokens, done = keys.shape[2], 0
-        if tokens >= BLOCK_TOKENS and self.head.offset < self.first:
-            done = min(self.first - self.head.offset, tokens)
+        if tokens >= BLOCK_TOKENS and self.head.offset < raw:
+            done = min(raw - self.head.offset, tokens)
             self.head.update_and_fetch(keys[:, :, :done], values[:, :, :done])
             mx.eval(self.head.keys, self.head.values)
         stop = tokens - (tokens - done) % BLOCK_TOKENS
@@ -534,6 +574,26 @@ class TurboQuantKVCache(TurboQuant):
             self.tail.update_and_fetch(keys[:, :, stop:], values[:, :, stop:])
         else:
             self.tail._make_room(1, 0, (keys, values))
+
+    def _begin_raw(self) -> None:
+        """Let the head, if it is empty, take as many tokens as a short sequence has."""
+        if self.head.empty():
+            room = LayerCache.step if self._asked is None else _blocks(self._asked)
+            self.head = KVCache(max(BLOCK_TOKENS, min(_blocks(max(self.first, self.least)), room)))
+
+    def _unraw(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take what is to be encoded out of the head; return it with these behind it."""
+        held = self.head.keys_and_values()
+        rest = [
+            mx.concatenate([*col.arrays(col.take(side, self.first, self.head.offset)), new], axis=2)
+            for side, new in zip(held, (keys, values), strict=True)
+        ]
+        stays = [col.arrays(col.copied(col.take(side, 0, self.first))) for side in held]
+        self.head = KVCache(self.first or None)
+        if self.first:
+            self.head.update_and_fetch(stays[0][0], stays[1][0])
+        mx.eval(rest, col.arrays(self.head.keys, self.head.values))
+        return rest[0], rest[1]
 
     def _cut_codes(self, tokens: int) -> None:
         """Leave so many tokens of the codes; those of a span that is cut go to the tail, empty."""
@@ -556,14 +616,14 @@ class TurboQuantKVCache(TurboQuant):
             return (side.dim, *side.parts) if isinstance(side, Coded) else side
 
         codes = (flat(self.codes.keys), flat(self.codes.values), self.codes.offset)
-        settings = (FORMAT, self.scheme.name, self.first, self.max_size, self.keep, self.offset)
-        return *settings, self.head.state, codes, self.tail.state
+        settings = (FORMAT, self.scheme.name, self.first, self.least, self.max_size, self.keep)
+        return *settings, self.offset, self.head.state, codes, self.tail.state
 
     def _restore(self, state: Sequence[Any]) -> None:
         if state[0] != FORMAT:
             raise ValueError(f"its codes are of format {state[0]}; this penstock has {FORMAT}")
-        name, first, max_size, keep, offset, head, codes, tail = state[1:]
-        self._set_up(parse_scheme(name), first, max_size, keep, None)
+        name, first, least, max_size, keep, offset, head, codes, tail = state[1:]
+        self._set_up(parse_scheme(name), first, least, max_size, keep, None)
         self.offset = offset
         self.head, self.tail = KVCache.from_state(head), KVCache.from_state(tail)
         codecs = (self.scheme.keys, self.scheme.values)
@@ -758,6 +818,9 @@ class BatchTurboQuantKVCache(TurboQuant):
         found = (shape for row in self.rows if (shape := row._held_shape()) is not None)
         shape = next(found, None)
         return None if shape is None else (len(self.rows), *shape[1:])
+
+    def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:
+        check_floating(name, dtype)
 
     def _accept_widths(self, key_width: int, value_width: int) -> None:
         self.rows[0]._accept_widths(key_width, value_width)

@@ -13,9 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock.config import MIN_QUANTIZE_TOKENS
+from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import SettingError
 from penstock.kv import columns as col
+from penstock.kv.checks import positive
+from penstock.kv.forms import Form
 from penstock.kv.growing import KVCache
 from penstock.kv.quantisation import Quantisation, piece_bytes
 from penstock.kv.segment import Layer, LayerForm, Segment, bytes_per_token
@@ -89,10 +91,37 @@ class _Source:
     coded: bool = False
     viewed: int = 0
     """Of coded tokens: first ones that are cut as views; others that stay raw are joined."""
+    encoded: bool = False
+    """Whether some are encoded already, so that all behind the first ones are cut so."""
 
     def takes_the_place_of(self, form: LayerForm) -> bool:
         """Tell whether it holds, in codes, what a growing cache of this form would."""
-        return self.coded and form.max_size is None and form.dtypes == self.form.dtypes
+        alike = form.dtypes == self.form.dtypes and form.heads == self.form.heads
+        return self.coded and form.max_size is None and alike
+
+
+def _limit_bytes(limit: object) -> int:
+    """Return a limit in bytes; raise SettingError unless it is a number of them, or a text."""
+    if isinstance(limit, str):
+        return parse_bytes(limit)
+    try:
+        return positive("memory_limit", limit)
+    except (TypeError, ValueError):
+        raise SettingError(
+            f"memory_limit must be a whole number of bytes of at least 1, or a text like '2GB', "
+            f"not {limit!r}"
+        ) from None
+
+
+def _difference(held: _Shape, given: _Shape) -> str:
+    """Say where the caches of one prompt differ from those of the prompts that are held."""
+    what = "the caches are of other classes, sizes or types than those held"
+    if len(held.forms) != len(given.forms):
+        return f"{what}: {len(given.forms)} layers with keys and values, not {len(held.forms)}"
+    for number, (old, new) in enumerate(zip(held.forms, given.forms, strict=True)):
+        if old != new:
+            return f"{what}: layer {number} is {new.described()}, not {old.described()}"
+    return what
 
 
 class PrefixCache:
@@ -111,12 +140,15 @@ class PrefixCache:
         clock: seconds, for recency.
         kv_cache_quantization: the codec that KV is held in, as `turbo4` or `k8v4`; None holds it
             as it is.
-        kv_cache_min_quantize_tokens: first tokens of every prompt, up to whole blocks, that stay
-            as they are.
+        kv_cache_min_quantize_tokens: prompts of fewer tokens stay as they are; longer ones are
+            encoded whole.
+        kv_cache_raw_first_tokens: first tokens of every prompt, up to whole blocks, that stay as
+            they are all the same.
         kv_cache_skip_layers: numbers of layers that do.
 
     Raises:
-        SettingError: there is no such codec, or it does not fit blocks of this size.
+        SettingError: `memory_limit` is no size; there is no such codec, or it does not fit blocks
+            of this size.
 
     >>> cache = PrefixCache("1GB", block_size=64)
     >>> cache.fetch(range(200))[0] is None
@@ -132,16 +164,17 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
         kv_cache_quantization: str | None = None,
         kv_cache_min_quantize_tokens: int = MIN_QUANTIZE_TOKENS,
+        kv_cache_raw_first_tokens: int = RAW_FIRST_TOKENS,
         kv_cache_skip_layers: Sequence[int] = (),
     ) -> None:
         self._rule = Quantisation.of(
             kv_cache_quantization,
             block_size=block_size,
-            first_tokens=kv_cache_min_quantize_tokens,
+            first_tokens=kv_cache_raw_first_tokens,
+            least_tokens=kv_cache_min_quantize_tokens,
             skip_layers=kv_cache_skip_layers,
         )
-        if isinstance(memory_limit, str):
-            memory_limit = parse_bytes(memory_limit)
+        memory_limit = _limit_bytes(memory_limit)
         self.prefixes: Prefixes[Segment] = Prefixes(
             Ledger(memory_limit), block_size=block_size, fingerprint=fingerprint, clock=clock
         )
@@ -243,8 +276,8 @@ class PrefixCache:
         if any(array.shape[0] != 1 for array in arrays(cache.cache for cache in states)):
             return self._refuse("a recurrent layer's cache holds a batch; extract its rows first")
         shape = _Shape(forms, [type(cache) for cache in states], places)
-        if self._shapes.setdefault(salt, shape) != shape:
-            return self._refuse("the caches are of other classes, sizes or types than those held")
+        if (held_shape := self._shapes.setdefault(salt, shape)) != shape:
+            return self._refuse(_difference(held_shape, shape))
         values = as_tokens(tokens)
         held = min((source.tokens for source in sources), default=len(values))
         found = tuple(tuple(cache.cache) for cache in states)
@@ -358,11 +391,11 @@ class PrefixCache:
         if isinstance(cache, TurboQuantKVCache):
             if cache.max_size is not None:
                 return ": TurboQuantKVCache with a window drops what is to be held"
-            held = None if rule is None else (rule.scheme, rule.first_tokens)
-            if (cache.scheme, cache.first) != held:
+            held = None if rule is None else (rule.scheme, rule.first_tokens, rule.least_tokens)
+            if (cache.scheme, cache.first, cache.least) != held:
                 return (
-                    f": TurboQuantKVCache holds {cache.codec} behind {cache.first:,} tokens, "
-                    f"which is not what is held here"
+                    f": TurboQuantKVCache holds {cache.codec} behind {cache.first:,} tokens, from "
+                    f"{cache.least:,} tokens on, which is not what is held here"
                 )
             if rule is not None and number in rule.raw_layers:
                 return (
@@ -372,8 +405,9 @@ class PrefixCache:
             if cache.empty():
                 return " is empty"
             own = cache.tail._held()
-            grown = LayerForm(KVCache, (), None, tuple(side.dtype for side in col.arrays(*own)))
-            return _Source(grown, own, cache.size(), cache.cut, True, cache.head.offset)
+            grown = LayerForm(KVCache, (), None, *LayerForm.parts(*own))
+            coded = cache.codes.offset > 0
+            return _Source(grown, own, cache.size(), cache.cut, True, cache.head.offset, coded)
         form = LayerForm.of(cache)
         if isinstance(form, str):
             return f": {form}"
@@ -416,8 +450,8 @@ class PrefixCache:
         for i, form in enumerate(shape.forms):
             held, cache = parts(i), None
             if rule is not None and i not in rule.raw_layers and form.max_size is None:
-                scheme, first = rule.scheme, rule.first_tokens
-                cache = TurboQuantKVCache.holding(scheme, first, held, form.dtypes, room)
+                scheme, first, least = rule.scheme, rule.first_tokens, rule.least_tokens
+                cache = TurboQuantKVCache.holding(scheme, first, least, held, form.dtypes, room)
             if cache is None:
                 keys, values = [keys for keys, _ in held], [values for _, values in held]
                 cache = form.revive(keys, values, match.tokens, room)
@@ -434,6 +468,7 @@ class PrefixCache:
     ) -> Stored:
         """Make room, cut the new blocks out of the caches and hang them below the match."""
         keys = self.prefixes.keys(values, salt)
+        self._encode_short(self.prefixes.match(keys), sources, len(values))
         match = self.prefixes.match(keys)
         start, stop = match.tokens, len(keys) * self.tree.block_size
         with self.prefixes.pin(match) as pin:
@@ -442,7 +477,7 @@ class PrefixCache:
                 return Stored(0, stop)
             if not self.prefixes.split(pin, match):
                 return self._refuse(self.prefixes.no_room(match.path[-1].segment.nbytes))
-            size, runs = self.tree.block_size, self._runs(sources, start, stop)
+            size, runs = self.tree.block_size, self._runs(sources, start, stop, len(values))
             nbytes = sum(run.nbytes for run in runs)
             index = sum(self.prefixes.index_bytes((run.stop - run.start) // size) for run in runs)
             needed = nbytes + index + max(run.meanwhile for run in runs)
@@ -461,6 +496,37 @@ class PrefixCache:
             self._keep_states(pin, len(values), states)
         return Stored(stop - start, stop)
 
+    def _encode_short(self, match: Match[Segment], sources: list[_Source], tokens: int) -> None:
+        """Encode what a shorter prompt left raw at the start of one of so many tokens.
+
+        What stays raw for want of room, or because of numbers too large, is as right.
+        """
+        rule = self._rule
+        if rule is None or not rule.first_tokens < rule.least_tokens <= tokens:
+            return
+        shapes = [LayerShape.of(*col.arrays(*source.sample)) for source in sources]
+        form = Form.of(shapes, rule.scheme, rule.raw_layers)
+        due = [
+            node
+            for node in match.path
+            if node.start < rule.least_tokens
+            and node.end > rule.first_tokens
+            and not form.holds(node.segment)
+        ]
+        if not due:
+            return
+        token_bits, work = sum(rule.token_bits(shapes)), piece_bytes(shapes)
+        with self.prefixes.pin(match):
+            for node in due:
+                blocks = (rule.first_tokens - node.start) // self.tree.block_size
+                if blocks > 0 and not self.prefixes.cut(node, blocks):
+                    return
+                nbytes = len(node.tokens) * token_bits // 8
+                if not self.prefixes.make_room(nbytes + work):
+                    return
+                with self.ledger.reserve(Kind.BUFFERS, work):
+                    self.prefixes.exchange(node, rule.encoded, nbytes)
+
     def _keep_states(self, pin: Pin[Segment], at: int, states: States) -> None:
         """File states that are true behind so many tokens, if that is a boundary, and there is
         room."""
@@ -468,11 +534,16 @@ class PrefixCache:
             checkpoints = Checkpoints(self.prefixes, nbytes_of(states))
             checkpoints.capture(pin.path, at, Live(states), turn_end=True)
 
-    def _runs(self, sources: list[_Source], start: int, stop: int) -> list[_Run]:
-        """Return which tokens become a node each, and what they take: raw ones, then coded."""
+    def _runs(self, sources: list[_Source], start: int, stop: int, tokens: int) -> list[_Run]:
+        """Return which tokens become a node each, and what they take: raw ones, then coded; of a
+        short prompt of so many tokens raw ones alone."""
         layers = [source.sample for source in sources]
         rule = self._rule
-        first = stop if rule is None else min(max(rule.first_tokens, start), stop)
+        short = rule is not None and tokens < rule.least_tokens
+        if rule is None or (short and not any(source.encoded for source in sources)):
+            first = stop
+        else:
+            first = min(max(rule.first_tokens, start), stop)
         runs = []
         if start < first:
             nbytes = (first - start) * bytes_per_token(layers)
@@ -481,7 +552,9 @@ class PrefixCache:
         if rule is not None and first < stop:
             shapes = [LayerShape.of(*col.arrays(*layer)) for layer in layers]
             nbytes = (stop - first) * sum(rule.token_bits(shapes)) // 8
-            runs.append(_Run(first, stop, nbytes, piece_bytes(shapes), rule))
+            joined = any(source.coded and not source.encoded for source in sources)
+            wide = (stop - first) * bytes_per_token(layers) if joined else 0
+            runs.append(_Run(first, stop, nbytes, piece_bytes(shapes) + wide, rule))
         return runs
 
     def _cut(self, sources: list[_Source], run: _Run, paid: Reservation, index: int) -> Segment:
