@@ -36,7 +36,7 @@ def numbers(tokens: int, seed: int = 0) -> np.ndarray:
 def append(pool: KVCacheManager, seq_id: int, tokens: int, seed: int = 0) -> None:
     for layer in range(LAYERS):
         data = mx.array(numbers(tokens, seed + layer))
-        pool.append_kv(seq_id, layer, data, -data)
+        pool.append_kv(seq_id, layer, data, -data, layout="heads_first")
 
 
 def snapshot(pool: KVCacheManager) -> Any:
@@ -133,9 +133,9 @@ class PoolMachine(RuleBasedStateMachine):
         length = self.visible[seq_id][0].shape[1]
         if length + tokens > self.limit[seq_id]:
             with pytest.raises(SequenceOverflow, match=f"holds {length} tokens; {tokens} more"):
-                self.pool.append_kv(seq_id, layer, given, -given)
+                self.pool.append_kv(seq_id, layer, given, -given, layout="heads_first")
             return
-        self.pool.append_kv(seq_id, layer, given, -given)
+        self.pool.append_kv(seq_id, layer, given, -given, layout="heads_first")
         self.pending[seq_id][layer] = k
 
     @precondition(lambda self: self.visible)
@@ -168,7 +168,7 @@ class PoolMachine(RuleBasedStateMachine):
         for layer in data.draw(st.permutations(range(LAYERS))):
             self.seed += 1
             k = numbers(tokens, self.seed)
-            self.pool.append_kv(seq_id, layer, mx.array(k), -mx.array(k))
+            self.pool.append_kv(seq_id, layer, mx.array(k), -mx.array(k), layout="heads_first")
             self.visible[seq_id] = list(self.visible[seq_id])
             self.visible[seq_id][layer] = np.concatenate([self.visible[seq_id][layer], k], axis=1)
         self.pool.advance_seq_len(seq_id, tokens)
@@ -218,7 +218,7 @@ def test_all_memory_is_taken_at_construction_and_none_later() -> None:
     for _ in range(200):
         for seq_id in ids:
             for layer in range(LAYERS):
-                pool.append_kv(seq_id, layer, token, token)
+                pool.append_kv(seq_id, layer, token, token, layout="heads_first")
                 k, v = pool.get_cache(seq_id, layer, pending=True)
                 mx.eval((k.sum(), v.sum()))
                 del k, v
@@ -233,13 +233,13 @@ def test_a_held_view_keeps_its_values_and_costs_one_copy_of_its_buffers() -> Non
     seq_id = pool.allocate_sequence()
     token = mx.ones((HEADS, 1, 64))
     for layer in range(LAYERS):
-        pool.append_kv(seq_id, layer, token, token)
+        pool.append_kv(seq_id, layer, token, token, layout="heads_first")
     pool.advance_seq_len(seq_id, 1)
     view = pool.get_cache(seq_id, 0)
     mx.eval(view)
     held = mx.get_active_memory()
     for layer in range(LAYERS):
-        pool.append_kv(seq_id, layer, 2 * token, 2 * token)
+        pool.append_kv(seq_id, layer, 2 * token, 2 * token, layout="heads_first")
     pool.advance_seq_len(seq_id, 1)
     one_layer = pool.total_memory // LAYERS
     assert one_layer <= mx.get_active_memory() - held < one_layer + 64 * 1024
@@ -253,7 +253,7 @@ def test_get_cache_allocates_nothing() -> None:
     seq_id = pool.allocate_sequence()
     big = mx.ones((HEADS, 4000, 64))
     for layer in range(LAYERS):
-        pool.append_kv(seq_id, layer, big, big)
+        pool.append_kv(seq_id, layer, big, big, layout="heads_first")
     pool.advance_seq_len(seq_id, 4000)
     del big
     held = mx.get_active_memory()
@@ -288,7 +288,9 @@ def test_what_an_earlier_sequence_left_is_never_shown() -> None:
     pool.advance_seq_len(first, 5)
     pool.release_sequence(first)
     second = pool.allocate_sequence()
-    pool.append_kv(second, 0, mx.zeros((HEADS, 2, DIM)), mx.zeros((HEADS, 2, DIM)))
+    pool.append_kv(
+        second, 0, mx.zeros((HEADS, 2, DIM)), mx.zeros((HEADS, 2, DIM)), layout="heads_first"
+    )
     with pytest.raises(ValueError, match="layer 1 of sequence 1 has appended 0"):
         pool.advance_seq_len(second, 2)
     assert pool.get_seq_len(second) == 0
@@ -297,28 +299,72 @@ def test_what_an_earlier_sequence_left_is_never_shown() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda p, s: p.append_kv(s, 0, *numbers_of(LENGTH)), SequenceOverflow, "holds 1 tokens"),
+        (
+            lambda p, s: p.append_kv(s, 0, *numbers_of(LENGTH), layout="heads_first"),
+            SequenceOverflow,
+            "holds 1 tokens",
+        ),
         (lambda p, s: p.advance_seq_len(s, LENGTH), SequenceOverflow, f"fit in its {LENGTH}"),
         (lambda p, s: p.advance_seq_len(s, 0), ValueError, "n must be at least 1"),
         (lambda p, s: p.advance_seq_len(s, 1), ValueError, "has appended"),
         (lambda p, s: p.allocate_sequence(LENGTH + 1), SettingError, f"max_len {LENGTH + 1}"),
         (lambda p, s: p.allocate_sequence(0), ValueError, "max_len"),
         (lambda p, s: p.allocate_sequence(2.0), TypeError, "max_len"),
-        (lambda p, s: p.append_kv(s, LAYERS, *numbers_of(1)), ValueError, "layer_idx"),
-        (lambda p, s: p.append_kv(s, -1, *numbers_of(1)), ValueError, "layer_idx"),
-        (lambda p, s: p.append_kv(s, "0", *numbers_of(1)), TypeError, "layer_idx"),
-        (lambda p, s: p.append_kv(s, 0, [[1.0]], [[1.0]]), TypeError, "k must be an mx.array"),
-        (lambda p, s: p.append_kv(s, 0, *numbers_of(1, mx.float16)), TypeError, "k is .*float16"),
         (
-            lambda p, s: p.append_kv(s, 0, numbers_of(1)[0], mx.ones((1,))),
+            lambda p, s: p.append_kv(s, LAYERS, *numbers_of(1), layout="heads_first"),
+            ValueError,
+            "layer_idx",
+        ),
+        (
+            lambda p, s: p.append_kv(s, -1, *numbers_of(1), layout="heads_first"),
+            ValueError,
+            "layer_idx",
+        ),
+        (
+            lambda p, s: p.append_kv(s, "0", *numbers_of(1), layout="heads_first"),
+            TypeError,
+            "layer_idx",
+        ),
+        (
+            lambda p, s: p.append_kv(s, 0, [[1.0]], [[1.0]], layout="heads_first"),
+            TypeError,
+            "k must be an mx.array",
+        ),
+        (
+            lambda p, s: p.append_kv(s, 0, *numbers_of(1, mx.float16), layout="heads_first"),
+            TypeError,
+            "k is .*float16",
+        ),
+        (
+            lambda p, s: p.append_kv(s, 0, numbers_of(1)[0], mx.ones((1,)), layout="heads_first"),
             ValueError,
             "v must have",
         ),
-        (lambda p, s: p.append_kv(s, 0, *shaped(HEADS, DIM)), ValueError, "k must have shape"),
-        (lambda p, s: p.append_kv(s, 0, *shaped(2, HEADS, 1, DIM)), ValueError, "k has 2 rows"),
-        (lambda p, s: p.append_kv(s, 0, *shaped(HEADS + 1, 1, DIM)), ValueError, "k has 3 heads"),
-        (lambda p, s: p.append_kv(s, 0, *shaped(HEADS, 1, DIM + 1)), ValueError, "numbers a head"),
-        (lambda p, s: p.append_kv(s, 0, *shaped(HEADS, 0, DIM)), ValueError, "k has no tokens"),
+        (
+            lambda p, s: p.append_kv(s, 0, *shaped(HEADS, DIM), layout="heads_first"),
+            ValueError,
+            "k must have shape",
+        ),
+        (
+            lambda p, s: p.append_kv(s, 0, *shaped(2, HEADS, 1, DIM), layout="heads_first"),
+            ValueError,
+            "k has 2 rows",
+        ),
+        (
+            lambda p, s: p.append_kv(s, 0, *shaped(HEADS + 1, 1, DIM), layout="heads_first"),
+            ValueError,
+            "k has 3 heads",
+        ),
+        (
+            lambda p, s: p.append_kv(s, 0, *shaped(HEADS, 1, DIM + 1), layout="heads_first"),
+            ValueError,
+            "numbers a head",
+        ),
+        (
+            lambda p, s: p.append_kv(s, 0, *shaped(HEADS, 0, DIM), layout="heads_first"),
+            ValueError,
+            "k has no tokens",
+        ),
         (lambda p, s: p.append_kv(s, 0, *numbers_of(3), 2), ValueError, "num_tokens is 2, but k"),
         (
             lambda p, s: p.append_kv(s, 0, *numbers_of(3), layout="nhd"),
@@ -331,7 +377,9 @@ def test_what_an_earlier_sequence_left_is_never_shown() -> None:
             "k has 3 heads",
         ),
         (
-            lambda p, s: p.append_kv(s, 0, numbers_of(2)[0], numbers_of(1)[0]),
+            lambda p, s: p.append_kv(
+                s, 0, numbers_of(2)[0], numbers_of(1)[0], layout="heads_first"
+            ),
             ValueError,
             "v has 1 tokens, k has 2",
         ),
@@ -339,7 +387,11 @@ def test_what_an_earlier_sequence_left_is_never_shown() -> None:
         (lambda p, s: p.get_seq_len(99), UnknownSequence, "99"),
         (lambda p, s: p.get_cache(99, 0), UnknownSequence, "99"),
         (lambda p, s: p.get_cache(s, LAYERS), ValueError, "layer_idx"),
-        (lambda p, s: p.append_kv(99, 0, *numbers_of(1)), UnknownSequence, "99"),
+        (
+            lambda p, s: p.append_kv(99, 0, *numbers_of(1), layout="heads_first"),
+            UnknownSequence,
+            "99",
+        ),
         (lambda p, s: p.advance_seq_len(99, 1), UnknownSequence, "99"),
     ],
 )
@@ -426,7 +478,7 @@ def test_filling_the_only_slot_does_not_keep_the_callers_array() -> None:
     def fill() -> None:
         wide = mx.zeros((1, HEADS, 4_096, 64))
         mx.eval(wide)
-        pool.append_kv(seq_id, 0, wide[:, :, :64], wide[:, :, :64])
+        pool.append_kv(seq_id, 0, wide[:, :, :64], wide[:, :, :64], layout="heads_first")
         pool.advance_seq_len(seq_id, 64)
 
     before = mx.get_active_memory()

@@ -138,13 +138,13 @@ def test_full_layers_are_held_in_a_codec() -> None:
     model = model_of("gemma3_text", **SLIDING)
     settings = {
         "kv_cache_quantization": "turbo8",
-        "kv_cache_min_quantize_tokens": 80,
+        "kv_cache_min_quantize_tokens": 64,
         "kv_cache_raw_first_tokens": 64,
     }
     cache = make_kv_cache(model, 256, keep=128, capacity=80, **settings)
     assert kinds(cache) == ["RotatingKVCache", "TurboQuantKVCache"] * 2
     assert (cache[1].max_size, cache[1].keep) == (256, 128)
-    assert (cache[1].first, cache[1].least) == (64, 80)
+    assert (cache[1].first, cache[1].least) == (64, 64)
     plain = theirs.make_prompt_cache(model)
     assert tokens(model, cache, 16) == tokens(model, plain, 16)
     assert cache[1].nbytes <= 128 * 2 * 2 * 64 * 4 + 64 * 2 * 2 * 66

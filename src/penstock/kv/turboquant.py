@@ -429,7 +429,8 @@ class TurboQuantKVCache(TurboQuant):
         Raises:
             SettingError: numbers too large for the codec in the tail.
         """
-        if stop <= self.first or not self.codes.offset:
+        short = self.head.offset > self.first or self.offset < self.least
+        if stop <= self.first or (short and not self.codes.offset):
             keys, values = (col.between(list(parts), start, stop) for parts in self.sides())
             return keys, values
         first, end = self.head.offset, self.codes.offset
