@@ -97,6 +97,25 @@ def test_at_the_edges_of_blocks(tokens: int, tmp_path: Path) -> None:
     assert len(files(tmp_path)) == (tokens + 7) // BLOCK
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_blocks_of_any_size_are_read_back(family: str, block_size: int, tmp_path: Path) -> None:
+    """A prompt that is wholly on the disk, one that ends within a block, and the next turn."""
+    asked = prompt(42)
+    turn = (*asked, *cold_text(asked, family), *prompt(5, 1))
+    prompts = (asked, asked[:41], turn)
+    expected = [cold_text(tokens, family) for tokens in prompts]
+    for restarted in (False, True, True):
+        with running(tmp_path, family, block_size=block_size, prefill_chunk=16) as core:
+            assert [ask(core, tokens) for tokens in prompts] == expected
+            assert core.stats().failed == 0
+            if restarted:
+                whole = [len(tokens) // block_size * block_size for tokens in prompts]
+                assert core.stats().restored_tokens >= min(whole[0], len(asked) - 1)
+                core.prefixes.clear()
+                assert ask(core, turn) == expected[-1]
+
+
 def test_what_is_answered_from_ram_stays_on_the_disk_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

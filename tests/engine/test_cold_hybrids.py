@@ -59,6 +59,16 @@ def test_a_prompt_goes_on_after_a_restart(folder: Path) -> None:
     assert restored(folder) == (64, fresh())
 
 
+@pytest.mark.parametrize("block_size", [1, 3, 7, 64])
+def test_blocks_of_any_size_are_read_back(block_size: int, tmp_path: Path) -> None:
+    expected, boundary = fresh(), (len(PROMPT) - 1) // block_size * block_size
+    for restored in (0, boundary, boundary):
+        with running(tmp_path, FAMILY, block_size=block_size) as core:
+            assert ask(core, PROMPT) == expected
+            assert core.stats().restored_tokens == restored
+            assert ask(core, PROMPT) == expected
+
+
 def test_a_flipped_bit_is_a_miss_and_nothing_else(folder: Path) -> None:
     expected = fresh()
     with running(folder, FAMILY) as core:

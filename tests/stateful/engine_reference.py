@@ -100,6 +100,7 @@ class Kind:
 KINDS = [
     Kind("shared", "llama", 16, 24),
     Kind("joined", "gemma2", 8, 16),
+    Kind("blocks of one", "llama", 1, 4),
     Kind("window", "llama", 8, 16, max_kv_size=48, keep=12),
     Kind("recurrent", "falcon_h1", 16, 24),
     Kind("coded", "llama", 16, 24, codec="turbo4"),

@@ -82,6 +82,15 @@ class Paths:
         cut, _ = self.resume(match.path, match.tokens)
         return cut
 
+    def holds_next(self, sequence: Sequence) -> bool:
+        """Tell whether a sequence's path holds the token behind its cut as well: the last one of
+        a prompt that is held to its end, which is computed for its logits alone."""
+        block = sequence.cut // self._prefixes.block_size
+        node = None if sequence.pin is None else sequence.pin.node
+        if node is None or node.end <= sequence.cut or block >= len(sequence.keys):
+            return False
+        return node.keys[block - node.start // self._prefixes.block_size] == sequence.keys[block]
+
     def explain(self, tokens: Items[int], salt: str) -> tuple[int | None, str]:
         """Return from where a prompt would go on, and why not from the end of what is held; None
         if from there, in a model in which that is so until memory is short."""
@@ -147,7 +156,7 @@ class Paths:
         behind that; return the tokens that it need not compute."""
         size = self._prefixes.block_size
         done = sequence.cut // size
-        if sequence.runs or sequence.cut % size or sequence.pin is None:
+        if sequence.runs or not sequence.left or sequence.pin is None:
             return 0
         if done >= len(sequence.keys):
             return 0

@@ -113,8 +113,8 @@ class Restoring:
 
     def _begin(self, sequence: Sequence, found: dict[EngineTier, int]) -> bool:
         """Have the blocks of a chain read that a cold tier has, if that is worth it."""
-        done, over = divmod(sequence.cut, self._size)
-        fastest = None if sequence.runs or over else self._cold.fastest(found, done)
+        done = sequence.cut // self._size
+        fastest = None if sequence.runs else self._cold.fastest(found, done)
         if fastest is None:
             return False
         assert sequence.own is not None

@@ -48,7 +48,7 @@ class Sealing:
 
     def advance(self, sequence: Sequence) -> None:
         """Make the column that was written visible, and move full tails on."""
-        if not sequence.runs and sequence.cut % self._size and sequence.tail == 0:
+        if not sequence.runs and sequence.tail == 0 and self._paths.holds_next(sequence):
             # The last token of a prompt that the path holds to its end: it was computed for
             # its logits alone, and its KV is there already.
             sequence.cut += 1
