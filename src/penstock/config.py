@@ -144,12 +144,12 @@ class EngineSettings(Settings):
     kv_cache_min_quantize_tokens: int = Field(MIN_QUANTIZE_TOKENS, ge=0)
     """First tokens of every prompt that stay as they are, and so all of one that is not longer; a
     `keep` that is named counts instead if it is more."""
-    kv_cache_residual: int = Field(0, ge=0)
-    """Most recent tokens of whoever runs that stay as they are."""
     kv_cache_skip_layers: tuple[int, ...] = ()
     """Numbers of layers that stay as they are, counted among those with keys and values."""
-    kv_cache_quantize: Literal["active", "at-rest"] = "active"
-    """When: as soon as blocks are sealed, or once nobody who runs reads them."""
+    kv_cache_quantize: Literal["active", "at-rest"] = "at-rest"
+    """When: at rest, once nobody who runs reads a block, so that the answer which computes it has
+    full precision, and one that finds it reads codes; or as soon as it is whole, so that an answer
+    is the same whatever was held, and differs from that of full precision by the codec's error."""
 
     @model_validator(mode="after")
     def _one_way_for_the_cold(self) -> EngineSettings:

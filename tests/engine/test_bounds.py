@@ -107,7 +107,11 @@ CASES = [
     Case("embedded, sampling", 2_000, sampling=EVERYTHING),
     Case("embedded, a window", 2_000, settings=(("max_kv_size", 512), ("keep", 64))),
     Case("embedded, large blocks", 3_000, settings=(("block_size", 256), ("prefill_chunk", 512))),
-    Case("embedded, in codes", 3_000, settings=(("kv_cache_quantization", "kivi8/turbo4"),)),
+    Case(
+        "embedded, in codes",
+        3_000,
+        settings=(("kv_cache_quantization", "kivi8/turbo4"), ("kv_cache_quantize", "active")),
+    ),
     Case(
         "embedded, in codes at rest",
         2_000,

@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = {
     "max_kv_size": 4_096,
     "memory_limit": "400MB",
     "kv_cache_min_quantize_tokens": 64,
+    "kv_cache_quantize": "active",
 }
 
 
@@ -197,16 +198,21 @@ def test_at_rest_is_when_nobody_reads_it(model: Any) -> None:
         assert covered(core) == {False: (0, 64), True: (64, 512)}
 
 
-def test_the_most_recent_tokens_stay(model: Any) -> None:
-    with running(model, "4", kv_cache_residual=200) as core:
-        handle = submit(core, prompt(700), max_tokens=100)
-        while not handle.ends:
+def test_an_answer_that_was_parked_has_full_precision(model: Any) -> None:
+    """What it reads again when it has a place again is not encoded meanwhile."""
+    asked = prompt(500)
+    with running(model, None) as core:
+        expected = ask(core, asked)
+    with running(model, "turbo2", kv_cache_quantize="at-rest", max_batch_size=1) as core:
+        handle = submit(core, asked)
+        while len(handle.choices[0].tokens) < 4:
             core.step()
-            for sequence in core.places.sequences.values():
-                for start, end, whole in coded(core):
-                    assert not whole or end <= sequence.position - 200 or start < 64
+        urgent = submit(core, prompt(300, 1), priority=1, max_tokens=60)
         drain(core)
-        assert all(whole for start, _, whole in coded(core) if start >= 64), "nobody runs"
+        assert core.stats().parkings == 1
+        assert len(said(urgent)) == 60
+        assert said(handle) == expected
+        assert core.stats().prefilled_tokens < 2 * 500 + 300, "it found its path"
 
 
 def test_layers_that_are_skipped_stay(model: Any) -> None:
@@ -244,13 +250,15 @@ def test_no_room_for_both_forms_leaves_it_raw(model: Any, monkeypatch: pytest.Mo
     asked = prompt(700)
     with running(model, None) as core:
         expected = ask(core, asked)
-    with running(model, "turbo2") as core:
+    with running(model, "turbo2", kv_cache_quantize="at-rest") as core:
         monkeypatch.setattr(core.prefixes, "exchange", lambda *_: False)
         assert ask(core, asked) == expected
+        assert ask(core, asked) == expected
+        assert core.stats().hit_tokens > 0
 
 
 def test_what_found_no_room_is_tried_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(model, "4") as core:
+    with running(model, "4", kv_cache_quantize="at-rest") as core:
         real, asked = core.prefixes.exchange, []
 
         def exchange(*given: Any) -> bool:
@@ -259,6 +267,8 @@ def test_what_found_no_room_is_tried_again(model: Any, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(core.prefixes, "exchange", exchange)
         ask(core, prompt(700))
+        while len(asked) < 4:  # tried again whenever an answer ends
+            ask(core, prompt(700))
         assert covered(core) == {False: (0, 64), True: (64, 704)}
 
 
@@ -423,8 +433,8 @@ def test_measuring_is_the_same_each_time_and_within_what_a_step_takes(large: Any
 def test_codes_are_merged_to_as_many_bytes_as_raw_nodes(model: Any) -> None:
     """So that who reads them reads fewer parts; an engine without codes merges as before."""
     asked = prompt(1_200)
-    for codec, longest in (("affine8", 448), (None, 128)):
-        with running(model, codec) as core:
+    for codec, longest in (("affine8", 384), (None, 128)):
+        with running(model, codec, kv_cache_quantize="at-rest") as core:
             tree, each = core.prefixes.tree, core.runner.token_bytes
             assert tree.max_merge_bytes == (2_048 * each if codec else 0)
             tree.max_merge_tokens, tree.max_merge_bytes = 128, 128 * each if codec else 0

@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
     "prefill_chunk": BLOCK,
     "max_batch_size": 4,
     "kv_cache_min_quantize_tokens": BLOCK,
+    "kv_cache_quantize": "active",
 }
 PROMPT = prompt_of(300, seed=1)
 

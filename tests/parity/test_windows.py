@@ -327,7 +327,12 @@ def test_a_long_conversation_holds_little_more_than_it_goes_on_with() -> None:
 @pytest.mark.parametrize("scheme", ["8", "k8v4"])
 def test_in_codecs(scheme: str) -> None:
     """What is dropped and read again has the bits that it had: the answer is the same, too."""
-    settings = {"block_size": 64, "prefill_chunk": 64, "kv_cache_quantization": scheme}
+    settings = {
+        "block_size": 64,
+        "prefill_chunk": 64,
+        "kv_cache_quantization": scheme,
+        "kv_cache_quantize": "active",
+    }
     prompt = (*prompt_of(200, 7), *BASE)
     with engine(model_of("gemma3"), **settings, kv_cache_min_quantize_tokens=64) as core:
         assert core.quantiser is not None

@@ -69,7 +69,11 @@ def test_four_stages_restore_their_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo3"])
 def test_stages_read_codes(codec: str) -> None:
-    coded = {"kv_cache_quantization": codec, "kv_cache_min_quantize_tokens": 0}
+    coded = {
+        "kv_cache_quantization": codec,
+        "kv_cache_min_quantize_tokens": 0,
+        "kv_cache_quantize": "active",
+    }
     one = results(1, "texts", family="qwen2", settings=coded)
     two = results(2, "texts", family="qwen2", settings=coded, pipeline=True)
     assert two[0]["said"] == one[0]["said"]

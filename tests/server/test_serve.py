@@ -151,8 +151,8 @@ def test_the_command_line_of_vllm_mlx_serves() -> None:
         (("--kv-cache-quantization", "8", "--kv-cache-skip-layers", "2"), "others, are 0 to 1"),
         (("--kv-cache-skip-layers", "one"), "'one' is no number"),
         (
-            ("--kv-cache-residual", "64", "--kv-cache-quantize", "at-rest"),
-            "--kv-cache-residual, --kv-cache-quantize: nothing is held in a codec",
+            ("--kv-cache-skip-layers", "1", "--kv-cache-quantize", "active"),
+            "--kv-cache-skip-layers, --kv-cache-quantize: nothing is held in a codec",
         ),
         (("--kv-cache-min-quantize-tokens", "-1"), "--kv-cache-min-quantize-tokens"),
         (("--host", "0.0.0.0"), "api-key"),

@@ -43,6 +43,7 @@ class Kind:
     prefill_chunk: int
     max_kv_size: int = 256
     keep: int | None = None
+    quantize: str = "at-rest"
     codec: str | None = None
     """What its nodes are held in; then the account is judged, and not the text."""
     places: int = 4
@@ -72,6 +73,7 @@ class Kind:
             "max_batch_size": self.places,
             "kv_cache_quantization": self.codec,
             "kv_cache_min_quantize_tokens": self.block_size,
+            "kv_cache_quantize": self.quantize,
         }
 
     def caches(self) -> list[Any]:
@@ -104,6 +106,7 @@ KINDS = [
     Kind("window", "llama", 8, 16, max_kv_size=48, keep=12),
     Kind("recurrent", "falcon_h1", 16, 24),
     Kind("coded", "llama", 16, 24, codec="turbo4"),
+    Kind("coded at once", "llama", 16, 24, codec="turbo4", quantize="active"),
 ]
 
 

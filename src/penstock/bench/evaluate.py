@@ -124,6 +124,7 @@ class Load:
             "max_batch_size": self.per_dialogue,
             "kv_cache_quantization": setting.codec,
             "kv_cache_min_quantize_tokens": self.raw_first_tokens,
+            "kv_cache_quantize": "active",
         }
 
 

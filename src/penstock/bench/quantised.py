@@ -56,7 +56,7 @@ class Load:
         coded = replace(self.engine, kv_cache_quantization=self.codec)
         return {
             RAW: lambda: Ours(model, 1, self.engine),
-            self.codec: lambda: Ours(model, 1, coded),
+            self.codec: lambda: Ours(model, 1, coded, kv_cache_quantize="active"),
             RIVAL: lambda: Solo(model.model),
             f"{RIVAL} {RIVAL_CODED}": lambda: Solo(model.model, kv_bits=RIVAL_BITS),
         }

@@ -69,9 +69,8 @@ def serve(
     session_dir: flags.SessionDir = None,
     kv_cache_quantization: options.KVCacheQuantization = None,
     kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
-    kv_cache_residual: flags.KVCacheResidual = 0,
     kv_cache_skip_layers: flags.KVCacheSkipLayers = "",
-    kv_cache_quantize: flags.KVCacheQuantize = "active",
+    kv_cache_quantize: flags.KVCacheQuantize = "at-rest",
     pipeline: flags.Pipeline = False,
     in_ray: flags.InRay = False,
     replicas: flags.Replicas = 1,
@@ -122,7 +121,6 @@ def serve(
         "remote_cache_timeout_seconds": remote_cache_timeout,
         "kv_cache_quantization": kv_cache_quantization,
         "kv_cache_min_quantize_tokens": kv_cache_min_quantize_tokens,
-        "kv_cache_residual": kv_cache_residual,
         "kv_cache_skip_layers": options.numbers("--kv-cache-skip-layers", kv_cache_skip_layers),
         "kv_cache_quantize": kv_cache_quantize,
     }

@@ -227,15 +227,6 @@ SessionDir: TypeAlias = Annotated[
         show_default="none",
     ),
 ]
-KVCacheResidual: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        help="Most recent tokens of whoever runs that stay in full precision.",
-        envvar="PENSTOCK_KV_CACHE_RESIDUAL",
-        metavar="TOKENS",
-        min=0,
-    ),
-]
 KVCacheSkipLayers: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -249,7 +240,10 @@ KVCacheSkipLayers: TypeAlias = Annotated[
 KVCacheQuantize: TypeAlias = Annotated[
     Literal["active", "at-rest"],
     typer.Option(
-        help="When: as soon as blocks are whole, or once nobody who runs reads them.",
+        help="When blocks are held so. at-rest: once nobody who runs reads them; the answer that "
+        "computes them has full precision, later ones read codes. active: as soon as they are "
+        "whole; an answer is the same cold and from the cache, and prompts are read a block at a "
+        "time.",
         envvar="PENSTOCK_KV_CACHE_QUANTIZE",
     ),
 ]

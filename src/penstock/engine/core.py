@@ -236,6 +236,7 @@ class Core:
             pace=self.pace,
             tally=self.tally,
             ends=frozenset(() if self.tokenizer is None else self.tokenizer.eos_token_ids),
+            by_block=self.paths.by_block,
         )
         self.restoring = None
         if self.cold is not None:
@@ -428,19 +429,15 @@ class Core:
         return self.cold.work(busy=busy) or busy or restoring
 
     def _quantise(self, quantiser: Quantiser) -> bool:
-        """Hold in fewer bits what is due; all of it, so that no chunk reads a raw block that the
-        same chunk reads coded when it is asked for again."""
-        found = False
-        running = [s for s in self.places.sequences.values() if s.pin is not None]
+        """Hold a node in fewer bits that is due: one a step, so that nobody waits for more."""
+        parked = (s for s in self.places.sequences.values() if s.was_parked and s.pin is None)
         try:
-            while quantiser.work((s.pin.path, s.position) for s in running if s.pin is not None):
-                found = True
+            node = quantiser.work(self.prefixes.match(s.keys).path for s in parked)
         except (MemoryError, RuntimeError):  # MLX found no room for the codes
             self.tally.out_of_memory += 1
-        for sequence in running if found else ():
-            if sequence.pin is not None:
-                self.paths.tidy(sequence.pin.node)
-        return found
+            return True
+        self.paths.tidy(node)
+        return node is not None
 
     @property
     def closed(self) -> bool:

@@ -53,6 +53,7 @@ class Passes:
         pace: is told how long a prompt takes.
         tally: of the engine.
         ends: tokens that end an answer.
+        by_block: whether a prompt is read block by block, see `Paths.by_block`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Passes:
         pace: Pace,
         tally: Tally,
         ends: Collection[int],
+        by_block: bool = False,
     ) -> None:
         self.runner = runner
         self.failed_in_a_row = 0
@@ -79,6 +81,7 @@ class Passes:
         self._pace = pace
         self._tally = tally
         self._ends = ends
+        self._by_block = by_block
 
     # ---- decoding
 
@@ -163,12 +166,21 @@ class Passes:
             # Where its last whole block ends, and where the tree ended that it was let in with.
             wanted = {sequence.last_boundary(self._prefixes.block_size), sequence.meets}
             stops = [*sorted(stop for stop in wanted if start < stop < start + count), *stops]
+        size = self._prefixes.block_size
         for stop in stops:
-            if sequence.id in self._places.sequences:
-                self._read(sequence, stop - sequence.position)
+            while sequence.id in self._places.sequences and sequence.position < stop:
+                start = sequence.position
+                end = min(stop, start // size * size + size) if self._by_block else stop
+                self._read(sequence, end - start, captures=end == stop)
 
-    def _read(self, sequence: Sequence, count: int) -> None:
-        """Read the next `count` tokens of a prompt together."""
+    def _read(self, sequence: Sequence, count: int, *, captures: bool) -> None:
+        """Read the next `count` tokens of a prompt together.
+
+        Args:
+            sequence: whose prompt.
+            count: tokens.
+            captures: whether the states behind them are kept.
+        """
         unfinished = sequence.runs and sequence.runs[-1].end % self._prefixes.block_size
         if unfinished and not self.runner.fitness.whole:
             raise AssertionError(f"sequence {sequence.id} has an unfinished block to prefill")
@@ -197,7 +209,8 @@ class Passes:
             self._sealing.keep_chunk(sequence, chunk.segment, start)
             del chunk
             last = sequence.last_boundary(self._prefixes.block_size)
-            self._sealing.capture(sequence, turn_end=sequence.position == last)
+            if captures:
+                self._sealing.capture(sequence, turn_end=sequence.position == last)
             self._sealing.end_prompt(sequence, last)
             self._tally.prefill_steps += 1
             self._tally.prefilled_tokens += count

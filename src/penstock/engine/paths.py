@@ -55,9 +55,22 @@ class Paths:
         self._checkpoints = held.checkpoints
         self._windows = held.windows
         self._quantiser = held.quantiser
-        self._tally = tally
+        self.tally = tally
 
     # ---- questions
+
+    @property
+    def by_block(self) -> bool:
+        """Whether prompts are read block by block: every block is read as codes by those behind
+        it, and as it was computed by its own tokens."""
+        return self._quantiser is not None and self._quantiser.active and self.shared_tokens > 0
+
+    def readable(self, sequence: Sequence) -> int:
+        """Return the most tokens of a path that a sequence reads: all but its last one, which is
+        computed for its logits; read block by block, those in front of that one's block."""
+        if self.by_block:
+            return sequence.last_boundary(self._prefixes.block_size)
+        return len(sequence.tokens) - 1
 
     def resume(self, path: Path, most_tokens: int) -> tuple[int, Live | None]:
         """Return at which position of a path, `most_tokens` at most, a sequence can go on: all
@@ -76,10 +89,10 @@ class Paths:
         """Return how many first tokens of a chain are held."""
         return self._prefixes.match(keys).tokens
 
-    def reachable(self, keys: Items[bytes]) -> int:
-        """Return from where a sequence with this chain could go on."""
-        match = self._prefixes.match(keys)
-        cut, _ = self.resume(match.path, match.tokens)
+    def reachable(self, sequence: Sequence) -> int:
+        """Return from where a sequence could go on."""
+        match = self._prefixes.match(sequence.keys)
+        cut, _ = self.resume(match.path, min(match.tokens, self.readable(sequence)))
         return cut
 
     def holds_next(self, sequence: Sequence) -> bool:
@@ -141,7 +154,7 @@ class Paths:
         from there."""
         blocks = matched // self._prefixes.block_size
         match = self._prefixes.match(sequence.keys[:blocks])
-        cut, live = self.resume(match.path, min(matched, len(sequence.tokens) - 1))
+        cut, live = self.resume(match.path, min(matched, self.readable(sequence)))
         sequence.pin, sequence.cut = self._prefixes.pin(match), cut
         sequence.live, sequence.meets = live, match.tokens
 
@@ -163,7 +176,7 @@ class Paths:
         blocks = self._prefixes.follow(sequence.pin, sequence.keys, done)
         if blocks <= done:
             return 0
-        most = min(blocks * size, len(sequence.tokens) - 1)
+        most = min(blocks * size, self.readable(sequence))
         cut, live = self.resume(sequence.pin.path, most)
         if cut <= sequence.cut:
             return 0
@@ -189,17 +202,17 @@ class Paths:
 
     def leave(self, sequence: Sequence) -> None:
         """Let go of a sequence's path."""
+        if self._quantiser is not None:
+            self._quantiser.changed()
         if sequence.pin is None:
             return
         self.hold(sequence)
         sequence.pin.release()
         sequence.pin = None
-        if self._quantiser is not None:
-            self._quantiser.changed()
 
     def tidy(self, node: Node[Segment] | None) -> None:
         """Merge small nodes of a path that somebody has left; it may fail, and nothing is lost."""
         try:
             self._prefixes.tidy(node)
         except (MemoryError, RuntimeError):  # MLX found no room for the copy
-            self._tally.out_of_memory += 1
+            self.tally.out_of_memory += 1

@@ -223,7 +223,7 @@ class Places:
 
     def _worth_parking(self, sequence: Sequence, others: Items[Sequence]) -> bool:
         """Tell whether a sequence would fit if all of the others were parked."""
-        return self._room.would_fit(sequence, self._paths.reachable(sequence.keys), others)
+        return self._room.would_fit(sequence, self._paths.reachable(sequence), others)
 
     def _release(self, sequence: Sequence) -> None:
         """Give back everything that a sequence holds; its tokens stay."""

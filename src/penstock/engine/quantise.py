@@ -1,10 +1,17 @@
-"""Which nodes are held in fewer bits, and when: between two steps, one node after the other.
+"""Which blocks are held in fewer bits, and when.
 
-    seal    ──> changed ──> nodes that are due ──> one is encoded and takes the raw one's place
-    finish  ──> changed
+    at-rest   finish  ──> changed ──> nodes that nobody reads ──> between two steps one is encoded
+                                      and takes the raw one's place
+    active    seal    ──> sealed: a whole block is encoded before it becomes part of a path
 
-The first tokens of prompts, unfinished blocks and, if that is asked for, the most recent tokens of
-whoever runs stay in full precision; what is coded is never widened again.
+The first tokens of prompts and unfinished blocks stay in full precision; what is coded is never
+widened again.
+
+At rest an answer reads in full precision what it computes, and codes where it meets blocks that an
+earlier one has left behind. With `active` a token reads as codes every whole block in front of its
+own, from the first that is coded on, and its own block raw, whatever was held before: what it reads
+is a function of its position and the settings. So a prompt is read block by block, and a hit ends
+where the block of the last token begins.
 """
 
 from __future__ import annotations
@@ -21,8 +28,7 @@ from penstock.ledger import Kind
 from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 
-Reader = tuple[Sequence[Node[Segment]], int]
-"""A path that is read, and the position of who reads it."""
+Path = Sequence[Node[Segment]]
 
 
 class Quantiser:
@@ -54,13 +60,16 @@ class Quantiser:
         self._form = Form.of(shapes, rule.scheme, rule.raw_layers)
         self._prefixes = prefixes
         self._first = rule.first_tokens
-        self._recent = limits.kv_cache_residual
-        self._at_rest = limits.kv_cache_quantize == "at-rest"
+        self.active = limits.kv_cache_quantize == "active"
+        """Whether blocks are encoded as soon as they are whole."""
         self._due: deque[Node[Segment]] = deque()
         self._looked = True
         self._left: set[int] = set()
         """Nodes of which something had to stay raw."""
-        self._buffers = prefixes.ledger.reserve(Kind.BUFFERS, piece_bytes(shapes))
+        self._awaited: set[int] = set()
+        """Nodes that answers read which have no place just now."""
+        block = Form.of(shapes).nbytes(prefixes.block_size) if self.active else 0
+        self._buffers = prefixes.ledger.reserve(Kind.BUFFERS, piece_bytes(shapes) + block)
 
     @property
     def nbytes(self) -> int:
@@ -71,27 +80,39 @@ class Quantiser:
         """Note that nodes have come, or are no longer read."""
         self._looked = False
 
-    def work(self, readers: Iterable[Reader]) -> bool:
-        """Encode one node that is due; False if there is none, or no room for both its forms: it
-        is tried again at the next step.
+    def sealed(self, segment: Segment, start: int) -> Segment:
+        """Return a whole block as it is to be read by all tokens behind it: with `active`, coded.
 
         Args:
-            readers: who runs.
+            segment: the block, in full precision; not changed.
+            start: its position.
+
+        Raises:
+            MemoryError, RuntimeError: MLX found no room.
+        """
+        return segment if not self.active or start < self._first else self.rule.encoded(segment)
+
+    def work(self, awaited: Iterable[Path]) -> Node[Segment] | None:
+        """Encode one node that is due and return it; None if there is none, or no room for both
+        its forms: it is tried again at the next step.
+
+        Args:
+            awaited: paths of answers that were parked, which read them again.
 
         Raises:
             MemoryError, RuntimeError: MLX found no room; the node stays as it is.
         """
         if not self._looked:
-            self._look(readers)
+            self._look(awaited)
         while self._due:
             node = self._due.popleft()
-            if not self._prefixes.tree.has(node):
+            if not self._prefixes.tree.has(node) or not self._is_due(node):
                 continue
             if not self._exchange(node):
                 self._looked = False  # who is due may be another one when there is room
-                return False
-            return True
-        return False
+                return None
+            return node
+        return None
 
     def release(self) -> None:
         """Give back what was set aside."""
@@ -99,24 +120,17 @@ class Quantiser:
 
     # ---- parts
 
-    def _look(self, readers: Iterable[Reader]) -> None:
+    def _look(self, awaited: Iterable[Path]) -> None:
         """Find the nodes that are due, each before those below it."""
         self._looked = True
-        nearest: dict[int, int] = {}
-        for path, position in readers:
-            for node in path:
-                nearest[node.id] = min(position, nearest.get(node.id, position))
-        self._due = deque(
-            node for node in self._prefixes.tree if self._is_due(node, nearest.get(node.id))
-        )
+        self._awaited = {node.id for path in awaited for node in path}
+        self._due = deque(node for node in self._prefixes.tree if self._is_due(node))
         self._left &= {node.id for node in self._prefixes.tree}
 
-    def _is_due(self, node: Node[Segment], position: int | None) -> bool:
+    def _is_due(self, node: Node[Segment]) -> bool:
         if node.end <= self._first or node.id in self._left:
             return False
-        if self._at_rest and node.pins:
-            return False
-        if self._recent and position is not None and node.end > position - self._recent:
+        if not self.active and (node.pins or node.id in self._awaited):
             return False
         return not self._form.holds(node.segment)
 

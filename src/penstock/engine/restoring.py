@@ -114,6 +114,9 @@ class Restoring:
     def _begin(self, sequence: Sequence, found: dict[EngineTier, int]) -> bool:
         """Have the blocks of a chain read that a cold tier has, if that is worth it."""
         done = sequence.cut // self._size
+        if self._paths.by_block:  # the last token's block is computed
+            most = self._paths.readable(sequence) // self._size
+            found = {tier: min(blocks, most) for tier, blocks in found.items()}
         fastest = None if sequence.runs else self._cold.fastest(found, done)
         if fastest is None:
             return False
@@ -138,7 +141,7 @@ class Restoring:
         room to compute what is behind it: the sequence is parked then."""
         assert sequence.pin is not None
         before, sequence.went_on_at = sequence.went_on_at, None
-        most = min(sequence.cut, len(sequence.tokens) - 1)
+        most = min(sequence.cut, self._paths.readable(sequence))
         sequence.cut, sequence.live = self._paths.resume(sequence.pin.path, most)
         if not self._room.reserve_anew(sequence):
             self._places.park(sequence)
@@ -163,11 +166,11 @@ class Restoring:
             with self._prefixes.ledger.reserve(Kind.BUFFERS, nbytes):
                 self._sealing.insert(sequence, restore.landing.segment().split(blocks * size)[0])
         # The last token of a prompt is computed in any case, for its logits.
-        sequence.cut = min(sequence.cut, len(sequence.tokens) - 1)
+        sequence.cut = min(sequence.cut, self._paths.readable(sequence))
         if sequence.went_on_at is None:
             self._places.count_hit(sequence, sequence.cut - start, restored=True)
         self._places.report(sequence, 0)
-        if sequence.cut < min(start + restore.blocks * size, len(sequence.tokens) - 1):
+        if sequence.cut < min(start + restore.blocks * size, self._paths.readable(sequence)):
             sequence.restores = self._cold.cancel(sequence.restores, sequence.own)
 
     def _take_in_states(self, sequence: Sequence, restore: Restore) -> None:

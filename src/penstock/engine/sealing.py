@@ -65,6 +65,8 @@ class Sealing:
             run = sequence.runs.pop()
             segment, start = run.segment.join(segment), run.start
         whole = min(end // size * size, self._paths.shared_tokens) - start
+        if whole == segment.tokens:
+            segment = self._coded(segment, start)
         if whole > 0 and not sequence.runs and sequence.cut == start:
             head, rest = segment, None
             if whole < segment.tokens:
@@ -72,6 +74,8 @@ class Sealing:
             if self._insert_new(sequence, head):
                 if rest is not None:
                     sequence.runs.append(Part(rest, start + whole, rest.tokens))
+                if self._paths.by_block and sequence.pin is not None:
+                    self._paths.tidy(sequence.pin.node)
                 return
         # Runs end at blocks, but for the last one, which goes on growing.
         last = max(0, end // size * size - start)
@@ -164,6 +168,10 @@ class Sealing:
         sequence.tail = 0
         if sequence.position % self._size == 0:
             self._complete(sequence)
+            run = sequence.runs[-1]
+            if run.end <= self._paths.shared_tokens:
+                coded = self._coded(run.segment, run.start)
+                sequence.runs[-1] = replace(run, segment=coded)
             self._seal(sequence)
             self.capture(sequence)
         self._forget_unseen(sequence)
@@ -175,6 +183,17 @@ class Sealing:
             run = sequence.runs[-1]
             segment, sequence.live = completed(run.segment, sequence.live, rows)
             sequence.runs[-1] = replace(run, segment=segment)
+
+    def _coded(self, segment: Segment, start: int) -> Segment:
+        """Return a whole block as those behind it read it, whether the tree has room for it or
+        not; as it is if MLX found no room for its codes."""
+        if self._quantiser is None:
+            return segment
+        try:
+            return self._quantiser.sealed(segment, start)
+        except (MemoryError, RuntimeError):
+            self._paths.tally.out_of_memory += 1
+            return segment
 
     def _seal(self, sequence: Sequence) -> None:
         """Hang the runs of whole blocks that continue the path into the tree."""

@@ -96,5 +96,6 @@ def identity(
     )
     if rule is not None:
         rule = rule.scaled(runner.key_scales)
-        fingerprint = with_settings(fingerprint, codec=rule.identity)
+        codec = f"{rule.identity}:{limits.kv_cache_quantize}"
+        fingerprint = with_settings(fingerprint, codec=codec)
     return rule, fingerprint
