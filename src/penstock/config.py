@@ -209,6 +209,8 @@ class ServerSettings(Settings):
     """Origins whose pages may call the server from a browser; `*` is all."""
     max_tokens: int = Field(MAX_TOKENS, ge=1)
     """Tokens of an answer whose request does not say how many."""
+    keep_billing_header: bool = False
+    """Whether the line that Claude Code puts in front of its system prompt stays in the prompt."""
     request_timeout_seconds: float = Field(REQUEST_TIMEOUT_SECONDS, gt=0.0, allow_inf_nan=False)
     drain_timeout_seconds: float = Field(DRAIN_TIMEOUT_SECONDS, ge=0.0, allow_inf_nan=False)
     session_dir: Path | None = None

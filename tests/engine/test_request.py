@@ -39,6 +39,7 @@ def test_the_defaults_are_greedy_and_plain() -> None:
         "timeout_seconds": None,
         "salt": "",
         "grammar": None,
+        "reasoning": None,
         "hold_seconds": 0.0,
         "hold_tokens": None,
     }

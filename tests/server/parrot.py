@@ -34,19 +34,22 @@ TEMPLATE = (
 ROLES = tuple(f"<|{role}|>" for role in ("tools", "system", "user", "tool"))
 
 
-def parrot(folder: Path, *pieces: str, marks: tuple[str, ...] = ()) -> tuple[Any, Any]:
+def parrot(
+    folder: Path, *pieces: str, marks: tuple[str, ...] = (), template: str = TEMPLATE
+) -> tuple[Any, Any]:
     """Make a model that answers everything with these pieces, a token each, and its tokenizer.
 
     Args:
         pieces: each once; the answer ends behind the last.
         marks: other tokens that are one piece, as those of reasoning.
+        template: the chat template.
     """
-    tokenizer = _tokenizer(folder, (*dict.fromkeys((*pieces, *marks)),))
+    tokenizer = _tokenizer(folder, (*dict.fromkeys((*pieces, *marks)),), template)
     said = [tokenizer.convert_tokens_to_ids(token) for token in (ASK, *pieces, END)]
     return _model(len(tokenizer.get_vocab()), list(pairwise(said))), tokenizer
 
 
-def _tokenizer(folder: Path, whole: tuple[str, ...]) -> Any:
+def _tokenizer(folder: Path, whole: tuple[str, ...], template: str) -> Any:
     letters = dict.fromkeys([UNKNOWN, *string.printable])
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -56,7 +59,7 @@ def _tokenizer(folder: Path, whole: tuple[str, ...]) -> Any:
     tokens = ("<tool_call>", "</tool_call>", ASK, *ROLES, *whole)
     raw.add_tokens([AddedToken(token, normalized=False) for token in dict.fromkeys(tokens)])
     made = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token=END, unk_token=UNKNOWN, chat_template=TEMPLATE
+        tokenizer_object=raw, eos_token=END, unk_token=UNKNOWN, chat_template=template
     )
     made.save_pretrained(folder)
     return load_tokenizer(folder, {"tool_parser_type": "json_tools"})

@@ -526,7 +526,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 WRONG = {
     "an image": ({"messages": [user(IMAGE)]}, "messages.0.content"),
     "no messages": ({"messages": []}, "messages"),
-    "a role": ({"messages": [{"role": "system", "content": "S"}]}, "messages.0.role"),
+    "a role": ({"messages": [{"role": "developer", "content": "S"}]}, "messages.0.role"),
+    "a block without a type": ({"messages": [user({"text": "Hi"})]}, "messages.0.content.0"),
     "a number that is a text": ({"max_tokens": "9"}, "max_tokens"),
     "no tokens": ({"max_tokens": 0}, "max_tokens"),
     "a share": ({"top_p": 1.5}, "top_p"),
@@ -535,7 +536,8 @@ WRONG = {
         "messages.0.content.0.text.cache_control.ttl",
     ),
     "a forced call": ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "tool_choice"),
-    "a tool of theirs": ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "input_schema"),
+    "a tool without a schema": ({"tools": [{"name": "w"}]}, "tools.0.input_schema"),
+    "a tool without a name": ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
     "a schema": (
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}},
         "schema",

@@ -130,6 +130,15 @@ MaxTokens: TypeAlias = Annotated[
         min=1,
     ),
 ]
+KeepBillingHeader: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--keep-billing-header",
+        help="Leave Claude Code's x-anthropic-billing-header in the prompt. It changes, and behind "
+        "it nothing is shared.",
+        envvar="PENSTOCK_KEEP_BILLING_HEADER",
+    ),
+]
 RequestTimeout: TypeAlias = Annotated[
     float,
     typer.Option(

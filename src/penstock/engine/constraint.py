@@ -116,6 +116,9 @@ class Grammars:
 class Constraint:
     """The place of one answer in its grammar. Used by the engine's thread alone."""
 
+    free = False
+    """Whether any token may come next: only the grammar's next ones may."""
+
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 

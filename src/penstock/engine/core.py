@@ -26,7 +26,7 @@ from weakref import finalize
 import mlx.core as mx
 
 from penstock.engine.cold import Cold, open_cold
-from penstock.engine.constraint import Constraint, Grammars
+from penstock.engine.constraint import Grammars
 from penstock.engine.handle import Handle
 from penstock.engine.machine import bytes_over, give_back, has_own_memory, share_mlx_cache
 from penstock.engine.needs import Needs
@@ -36,10 +36,11 @@ from penstock.engine.paths import Paths, Stores
 from penstock.engine.places import Places
 from penstock.engine.quantise import Quantiser
 from penstock.engine.ranks import Alone, Command, Peers
+from penstock.engine.reasoning import ReasoningLimit
 from penstock.engine.request import Request
 from penstock.engine.restoring import Restoring
 from penstock.engine.room import Room, set_aside, weight_bytes
-from penstock.engine.sampling import Chooser
+from penstock.engine.sampling import Chooser, Rule
 from penstock.engine.scheduler import PLACED, Scheduler, State
 from penstock.engine.sealing import Sealing
 from penstock.engine.sequence import Sequence
@@ -315,12 +316,21 @@ class Core:
             if not 0 <= token < size:
                 raise SettingError(f"the prompt has token {token}; the model knows {size} tokens")
 
-    def constraint(self, request: Request) -> Constraint | None:
-        """Return a new place at the beginning of a request's grammar; any thread may ask.
+    def constraint(self, request: Request) -> Rule | None:
+        """Return a new place at the beginning of what an answer must follow; any thread may ask.
 
         Raises:
-            SettingError: the grammar is none, or there is no tokenizer to follow it with.
+            SettingError: the grammar is none, there is no tokenizer to follow it with, or the
+                model does not have a token of the mark that ends reasoning.
         """
+        if request.reasoning is not None:
+            size = self.runner.vocabulary_size
+            if max(request.reasoning.end) >= size:
+                raise SettingError(
+                    f"reasoning.end has token {max(request.reasoning.end)}; the model knows "
+                    f"{size} tokens"
+                )
+            return ReasoningLimit(request.reasoning)
         if request.grammar is None:
             return None
         if self.grammars is None:

@@ -16,7 +16,16 @@ from pydantic import Field, ValidationError, model_validator
 from penstock.config import MAX_TOKENS, Settings
 from penstock.errors import PenstockError, SettingError
 
-__all__ = ["Event", "Finish", "Reason", "Request", "Sampling", "Token", "Usage"]
+__all__ = [
+    "Event",
+    "Finish",
+    "Reason",
+    "ReasoningBudget",
+    "Request",
+    "Sampling",
+    "Token",
+    "Usage",
+]
 
 GREEDY_BELOW = 1e-5
 """A lower temperature takes the likeliest token: divided by it, logits overflow."""
@@ -114,6 +123,19 @@ class Sampling(_Asked):
         return self.model_copy(update={"seed": int.from_bytes(os.urandom(8))})
 
 
+class ReasoningBudget(_Asked):
+    """How long an answer's reasoning may be, and the marks around it."""
+
+    max_tokens: int = Field(ge=1)
+    """Of all reasoning of an answer; behind them the end mark is the only thing that may come."""
+    start: tuple[TokenId, ...] = ()
+    """Tokens that begin it."""
+    end: tuple[TokenId, ...] = Field(min_length=1)
+    """Tokens that end it."""
+    inside: bool = False
+    """Whether the prompt ends inside the reasoning."""
+
+
 class Request(_Asked):
     """A prompt and what to do with it; `n` answers are generated from one reading of it.
 
@@ -143,11 +165,19 @@ class Request(_Asked):
     grammar: str | None = Field(default=None, min_length=1)
     """What the answers must follow, in llguidance's form (`constraint.json_schema_grammar`);
     one that is complete ends its answer with "stop", whatever `ignore_eos` says."""
+    reasoning: ReasoningBudget | None = None
+    """Bounds the reasoning; not beside a grammar, which leaves no room for any."""
     hold_seconds: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """For so long after this request what it read stays held: it is given up only when nothing
     else can be. A preference, never a claim: it takes no room from what runs."""
     hold_tokens: int | None = Field(default=None, ge=0)
     """First tokens of the prompt that are held, in whole nodes; None is all of them."""
+
+    @model_validator(mode="after")
+    def _grammar_without_reasoning(self) -> Request:
+        if self.grammar is not None and self.reasoning is not None:
+            raise ValueError("a request has a grammar or a budget for reasoning, not both")
+        return self
 
 
 @dataclass(frozen=True, slots=True)

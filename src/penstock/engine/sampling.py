@@ -14,13 +14,12 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.constraint import Constraint
 from penstock.engine.request import Sampling
 from penstock.errors import PenstockError, SettingError
 
@@ -28,6 +27,7 @@ __all__ = [
     "Chooser",
     "Chosen",
     "Likeliest",
+    "Rule",
     "apply_min_p",
     "apply_top_k",
     "apply_top_p",
@@ -51,6 +51,20 @@ class Chosen:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Rule(Protocol):
+    """What an answer must follow, and its place in it: a grammar, or a budget for reasoning."""
+
+    @property
+    def free(self) -> bool:
+        """Whether any token may come next."""
+
+    def allowed(self, size: int) -> npt.NDArray[np.bool_]:
+        """Return which of the first `size` tokens may come next, (size,)."""
+
+    def accept(self, token: int) -> bool:
+        """Go on with a token; return whether the answer is complete with it."""
+
+
 class Chooser:
     """Chooses the tokens of one answer; owned by the thread that computes the logits.
 
@@ -61,7 +75,7 @@ class Chooser:
         choice: Number of the answer; it goes into the draws.
         vocabulary_size: Tokens the model has; a `logit_bias` beyond it is refused here, or by
             `choose` where this is None.
-        constraint: The answer's place in its grammar; who commits a token tells `accept`.
+        constraint: What the answer must follow; who commits a token tells `accept`.
 
     Raises:
         SettingError: `logit_bias` names a token that the model does not have.
@@ -74,17 +88,20 @@ class Chooser:
         choice: int = 0,
         vocabulary_size: int | None = None,
         *,
-        constraint: Constraint | None = None,
+        constraint: Rule | None = None,
     ) -> None:
         self.sampling = sampling.with_seed()
         self.constraint = constraint
-        self.plain = sampling.plain and constraint is None
-        """Whether the place of the largest logit is all that is asked for."""
         self.choice = choice
         self._in_all = _Occurrences(prompt_tokens, sampling.repetition_context)
         self._in_answer = _Occurrences((), None)
         if vocabulary_size is not None:
             _check_bias(sampling.logit_bias, vocabulary_size)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the place of the largest logit is all that is asked for."""
+        return self.sampling.plain and (self.constraint is None or self.constraint.free)
 
     def choose(self, logits: mx.array, generated: Sequence[int]) -> Chosen:
         """Choose the token that follows `generated`.
@@ -141,7 +158,7 @@ class Chooser:
 
     def _allowed(self, logits: mx.array) -> mx.array:
         """Set what the grammar does not allow to -inf. logits: (vocabulary,) float32."""
-        if self.constraint is None:
+        if self.constraint is None or self.constraint.free:
             return logits
         return mx.where(mx.array(self.constraint.allowed(logits.size)), logits, -math.inf)
 

@@ -37,8 +37,10 @@ class Door:
 
     def __init__(self, replicas: DeploymentHandle, served: Served) -> None:
         self._replicas = replicas
-        self._prompts = Prompts(load_tokenizer(served.model))
         self._settings = served.settings
+        self._prompts = Prompts(
+            load_tokenizer(served.model), keep_billing_header=served.settings.keep_billing_header
+        )
         self._names: tuple[str, int] | None = None
 
     async def __call__(self, http: HttpRequest) -> Response:

@@ -4,6 +4,7 @@ MessagesRequest ──prompt_of──> Prompt ──> Request ──engine──
 
 What a client asks for and this server cannot give is refused in words, or left alone where
 leaving it alone changes no answer's meaning (`thinking` of a model that does not, `metadata`).
+Tools that run on Anthropic's side are left out of the prompt, and a header says so.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from sse_starlette import ServerSentEvent
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from penstock.engine.request import Finish, Request, Sampling, Token
+from penstock.engine.request import Finish, ReasoningBudget, Request, Sampling, Token
 from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.anthropic_forms import (
     CountRequest,
     MessagesRequest,
+    Prompt,
     ToolChoice,
     prompt_of,
     schema_of,
     tools_of,
 )
-from penstock.server.calls import call_grammar
+from penstock.server.calls import call_grammar, left_out_headers
 from penstock.server.errors import BadRequest, dumps
 from penstock.server.forms import grammar_for
 from penstock.server.prompts import check_text
@@ -165,14 +167,16 @@ def router(service: Service) -> APIRouter:
         request, reader = await until_gone(http, service.work(_prepare, service, body))
         answering = await service.open(request, LABEL)
         told = _Telling(service, answering, reader, Blocks(thinking=body.thinks))
+        headers = left_out_headers(body.left_out)
         if body.stream:
-            stream = Stream(service, LABEL, answering, told.events())
+            stream = Stream(service, LABEL, answering, told.events(), headers)
             stream.ping_message_factory = lambda: ServerSentEvent(
                 event="ping", data='{"type":"ping"}', sep="\n"
             )
             return stream
         async with answering:
-            return Response(dumps(await told.message(http)), media_type="application/json")
+            whole = dumps(await told.message(http))
+            return Response(whole, headers=headers, media_type="application/json")
 
     @made.post(f"{LABEL}/count_tokens", response_model=CountOut)
     async def count_tokens(body: CountRequest, http: HttpRequest) -> JSONResponse:
@@ -195,6 +199,7 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader]:
     chosen: dict[str, Any] = body.model_dump(
         include={"temperature", "top_p", "top_k"}, exclude_none=True
     )
+    grammar = _grammar(service, body)
     request = Request(
         prompt=prompt.tokens,
         max_tokens=body.max_tokens,
@@ -202,7 +207,8 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader]:
         stop=tuple(body.stop_sequences or ()),
         salt=body.cache_salt,
         timeout_seconds=service.settings.request_timeout_seconds,
-        grammar=_grammar(service, body),
+        grammar=grammar,
+        reasoning=None if grammar is not None else _budget(service, body, prompt),
         hold_seconds=prompt.hold.seconds if prompt.hold else 0.0,
         hold_tokens=prompt.hold.tokens if prompt.hold else None,
     )
@@ -210,6 +216,16 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader]:
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
     reader = Reader(service.tokenizer, tools_of(body), reasoning=reasoning, parallel=parallel)
     return request, reader
+
+
+def _budget(service: Service, body: MessagesRequest, prompt: Prompt) -> ReasoningBudget | None:
+    """Return how long the model may reason, if the client says so and the model reasons at all."""
+    tokens = body.thinking.budget_tokens if body.thinking is not None and body.thinks else None
+    marks = service.prompts.reasoning_marks
+    if tokens is None or marks is None:
+        return None
+    start, end = marks
+    return ReasoningBudget(max_tokens=tokens, start=start, end=end, inside=prompt.in_reasoning)
 
 
 def _grammar(service: Service, body: MessagesRequest) -> str | None:

@@ -17,12 +17,15 @@ from pydantic import Discriminator, Field, Tag
 
 from penstock.server.errors import BadRequest
 from penstock.server.forms import MOST_STOP_CHARACTERS, MOST_STOPS, Each, Form, Name
-from penstock.server.prompts import Prompts
+from penstock.server.prompts import Prompts, last_user, left_out
 
 BETWEEN_BLOCKS = "\n\n"
 """What stands between the blocks of text of one message, for a template that reads one text."""
 Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 LIFETIMES_SECONDS = {"5m": 300.0, "1h": 3600.0}
+BILLING_HEADER = "x-anthropic-billing-header"
+"""Begins the first block of Claude Code's system prompt: a line that is another one with every
+version and, of some versions, every request. Behind it nothing could be shared."""
 
 
 class CacheControl(Form):
@@ -64,6 +67,52 @@ Texts: TypeAlias = Annotated[
 ]
 
 
+class Other(Marked):
+    """What is no text: an image, a document, a tool that was found, what is new at Anthropic."""
+
+    type: str
+    tool_name: str | None = None
+    """Of a `tool_reference`."""
+    source: dict[str, Any] | None = None
+    """Of a document: a text, or what this server cannot read."""
+
+    @property
+    def text(self) -> str | None:
+        """Its text, if it has any."""
+        source = self.source or {}
+        data = source.get("data")
+        readable = self.type == "document" and source.get("type") == "text"
+        return data if readable and isinstance(data, str) else None
+
+    @property
+    def words(self) -> str:
+        """Words for it in a prompt: its text, or that it was left out."""
+        if self.text is not None:
+            return self.text
+        return left_out(f"{self.type} {self.tool_name[:256]}" if self.tool_name else self.type)
+
+
+def _kind_in(*known: str) -> Discriminator:
+    """Tell blocks apart by their type; those that are not known are `Other`."""
+
+    def kind(block: Any) -> str | None:
+        found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+        if not isinstance(found, str):
+            return None
+        return found if found in known else "[other]"
+
+    return Discriminator(
+        kind,
+        custom_error_type="block_type",
+        custom_error_message="a block is an object with a type",
+    )
+
+
+Result: TypeAlias = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[Other, Tag("[other]")], _kind_in("text")
+]
+
+
 class ToolUse(Marked):
     """A call that the model has asked for."""
 
@@ -78,18 +127,44 @@ class ToolResult(Marked):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts = ""
-    is_error: bool = False
+    content: Annotated[
+        Annotated[str, Tag("[text]")] | Annotated[Each[Result], Tag("[list]")], TextOrList
+    ] = ""
+    is_error: bool | None = None
 
 
 class Thinking(Form):
-    """Reasoning of an earlier answer; templates are not given it again."""
+    """Reasoning of an earlier answer, as templates are given it."""
 
-    type: Literal["thinking", "redacted_thinking"]
+    type: Literal["thinking"]
+    thinking: str = ""
+
+    @property
+    def words(self) -> str:
+        """The reasoning."""
+        return self.thinking
 
 
+class RedactedThinking(Form):
+    """Reasoning that only Anthropic can read."""
+
+    type: Literal["redacted_thinking"]
+
+    @property
+    def words(self) -> str:
+        """Words for it in a prompt."""
+        return left_out("redacted_thinking")
+
+
+Content: TypeAlias = TextBlock | ToolUse | ToolResult | Thinking | RedactedThinking | Other
 Block: TypeAlias = Annotated[
-    TextBlock | ToolUse | ToolResult | Thinking, Field(discriminator="type")
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUse, Tag("tool_use")]
+    | Annotated[ToolResult, Tag("tool_result")]
+    | Annotated[Thinking, Tag("thinking")]
+    | Annotated[RedactedThinking, Tag("redacted_thinking")]
+    | Annotated[Other, Tag("[other]")],
+    _kind_in("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 Blocks: TypeAlias = Annotated[
     Annotated[str, Tag("[text]")] | Annotated[Each[Block], Tag("[list]")], TextOrList
@@ -99,11 +174,11 @@ Blocks: TypeAlias = Annotated[
 class Turn(Form):
     """A message: a text, or blocks."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
     @property
-    def blocks(self) -> list[TextBlock | ToolUse | ToolResult | Thinking]:
+    def blocks(self) -> list[Content]:
         """Its content as blocks."""
         if isinstance(self.content, str):
             return [TextBlock(type="text", text=self.content)]
@@ -111,12 +186,17 @@ class Turn(Form):
 
 
 class Tool(Marked):
-    """A function that the client offers."""
+    """A function that the client offers, or a tool that runs on Anthropic's side."""
 
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field("", max_length=256)
     description: str = ""
     input_schema: dict[str, Any] | None = None
     type: str | None = None
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the model here can be told how to call it."""
+        return self.input_schema is not None or self.type in (None, "custom")
 
 
 class ToolChoice(Form):
@@ -140,9 +220,11 @@ class OutputConfig(Form):
 
 
 class ThinkingConfig(Form):
-    """Whether the model's reasoning is shown, if it has any; budgets are not counted."""
+    """Whether the model's reasoning is shown, if it has any."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, lt=2**31)
+    """Tokens of reasoning at most; behind them the model's own mark ends it."""
 
 
 class CountRequest(Form):
@@ -161,7 +243,12 @@ class CountRequest(Form):
     def offered(self) -> list[Tool]:
         """Tools that the model may call."""
         none = self.tool_choice is not None and self.tool_choice.type == "none"
-        return [] if none else list(self.tools or ())
+        return [] if none else [tool for tool in self.tools or () if tool.is_function]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Tools that run on Anthropic's side, which no model here is told of."""
+        return [tool.name or str(tool.type) for tool in self.tools or () if not tool.is_function]
 
     @property
     def constrained(self) -> bool:
@@ -230,6 +317,9 @@ def prompt_of(request: CountRequest, prompts: Prompts) -> Prompt:
     Raises:
         BadRequest: naming the field that cannot be rendered.
     """
+    if not prompts.keep_billing_header:
+        request = without_billing_header(request)
+    _check_asked(request.messages)
     tokens = _render(request, prompts, request.system_blocks, request.messages)
     return Prompt(
         tokens=tokens,
@@ -238,15 +328,45 @@ def prompt_of(request: CountRequest, prompts: Prompts) -> Prompt:
     )
 
 
+def without_billing_header(request: CountRequest) -> CountRequest:
+    """Leave out the line of Claude Code's system prompt that no model is meant to read."""
+    blocks = request.system_blocks
+    if not blocks or not blocks[0].text.startswith(BILLING_HEADER):
+        return request
+    rest = blocks[0].text.partition("\n")[2].lstrip("\n")
+    kept = [blocks[0].model_copy(update={"text": rest})] if rest else []
+    return request.model_copy(update={"system": [*kept, *blocks[1:]]})
+
+
+def _check_asked(turns: Sequence[Turn]) -> None:
+    """Refuse what cannot be read where it is what is asked; in history words stand for it."""
+    asked = last_user([{"role": turn.role} for turn in turns])
+    if asked < 0:
+        return
+    for index, block in enumerate(turns[asked].blocks):
+        if isinstance(block, Other) and block.text is None:
+            place = f"messages.{asked}.content.{index}"
+            raise BadRequest(
+                f"{place}: content of type {block.type[:40]!r} cannot be read; this server reads "
+                "text only",
+                param=place,
+                code="unsupported_content",
+            )
+
+
 def tools_of(request: CountRequest) -> list[dict[str, Any]]:
     """Return the tools that may be called, in OpenAI's form."""
     made = []
-    for index, tool in enumerate(request.offered):
-        if tool.input_schema is None:
+    none = request.tool_choice is not None and request.tool_choice.type == "none"
+    for index, tool in enumerate(() if none else request.tools or ()):
+        if not tool.is_function:
+            continue
+        if tool.input_schema is None or not tool.name:
+            missing = "name" if tool.input_schema is not None else "input_schema"
             raise BadRequest(
-                f"tools.{index}: {str(tool.type)[:40]!r} runs on Anthropic's side; here a tool "
-                "has a name, a description and an input_schema",
-                param=f"tools.{index}.input_schema",
+                f"tools.{index}.{missing} is missing: a tool has a name, a description and an "
+                "input_schema",
+                param=f"tools.{index}.{missing}",
             )
         function = {
             "name": tool.name,
@@ -290,15 +410,19 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         if isinstance(block, ToolUse)
     }
     for role, blocks in _joined(turns):
-        texts = [block for block in blocks if isinstance(block, TextBlock)]
+        texts = [block for block in blocks if isinstance(block, TextBlock | Other)]
         for block in blocks:
             if isinstance(block, ToolResult):
                 made.append(_result(block, names.get(block.tool_use_id)))
-        asked = [_call(block) for block in blocks if isinstance(block, ToolUse)]
-        if asked:
-            made.append({"role": role, "content": _text_of(texts), "tool_calls": asked})
-        elif texts or not any(isinstance(block, ToolResult) for block in blocks):
-            made.append({"role": role, "content": _text_of(texts)})
+        message: dict[str, Any] = {"role": role, "content": _text_of(texts)}
+        thoughts = [b.words for b in blocks if isinstance(b, Thinking | RedactedThinking)]
+        if any(thoughts) and role == "assistant":
+            message["reasoning_content"] = BETWEEN_BLOCKS.join(filter(None, thoughts))
+        if asked := [_call(block) for block in blocks if isinstance(block, ToolUse)]:
+            message["tool_calls"] = asked
+        elif not texts and any(isinstance(block, ToolResult) for block in blocks):
+            continue
+        made.append(message)
     return made
 
 
@@ -313,8 +437,8 @@ def _joined(turns: Sequence[Turn]) -> Iterator[tuple[str, list[Any]]]:
     yield role, blocks
 
 
-def _text_of(blocks: Sequence[TextBlock]) -> str:
-    return BETWEEN_BLOCKS.join(block.text for block in blocks)
+def _text_of(blocks: Sequence[TextBlock | Other]) -> str:
+    return BETWEEN_BLOCKS.join(b.text if isinstance(b, TextBlock) else b.words for b in blocks)
 
 
 def _call(block: ToolUse) -> dict[str, Any]:

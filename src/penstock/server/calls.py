@@ -7,12 +7,28 @@ calls, and with what, stays its own choice.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.server.errors import BadRequest
 
 _PROBE = {"name": "probe", "arguments": {"n": 1}}
+
+
+LEFT_OUT = "x-penstock-left-out"
+"""Header with the names of tools that the model was not told of."""
+MOST_HEADER_CHARACTERS = 2_000
+
+
+def left_out_headers(names: Iterable[str]) -> dict[str, str]:
+    r"""Return the header that names tools which were left out; none if there are none.
+
+    >>> left_out_headers(["web_search", "a\r\nb"]), left_out_headers([])
+    ({'x-penstock-left-out': 'web_search, a__b'}, {})
+    """
+    plain = [re.sub(r"[^\w.:-]", "_", name, flags=re.ASCII) for name in dict.fromkeys(names)]
+    return {LEFT_OUT: ", ".join(plain)[:MOST_HEADER_CHARACTERS]} if plain else {}
 
 
 def offered(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from threading import Lock
 from typing import Any, TypeAlias
 
 from penstock.server.errors import BadRequest
+from penstock.server.templates import TemplateTraits
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -30,11 +32,23 @@ class Prompts:
 
     Any thread may call it; one at a time does its work, because tokenizers are not all safe.
     `Service.work` calls it in a thread of its own.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        keep_billing_header: whether Claude Code's billing header stays in the prompt.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, keep_billing_header: bool = False) -> None:
         self.tokenizer = tokenizer
+        self.keep_billing_header = keep_billing_header
+        """Whether Claude Code's billing header stays in the prompt."""
         self._lock = Lock()
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What the model's chat template takes; found at the first use. Slow, as the rest."""
+        with self._lock:
+            return TemplateTraits.of(self.tokenizer)
 
     def render(
         self,
@@ -47,8 +61,9 @@ class Prompts:
         """Turn a conversation into tokens by the model's chat template.
 
         Args:
-            messages: OpenAI's form: `role`, `content` (a text, or parts that are text), and
-                perhaps `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
+            messages: OpenAI's form: `role`, `content` (a text, or parts), and perhaps
+                `tool_calls`, `tool_call_id`, `name`, `reasoning_content`. A part that is no text
+                leaves a word in its place, but for the last user's: what is asked must be text.
             tools: OpenAI's form: `{"type": "function", "function": {...}}`.
             answer: end where the model's answer begins.
             template_args: what a client sends as `chat_template_kwargs`.
@@ -62,13 +77,18 @@ class Prompts:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        flat = [_plain(message, f"messages.{i}") for i, message in enumerate(messages)]
+        asked = last_user(messages)
+        flat = [
+            _plain(message, f"messages.{i}", strict=i == asked)
+            for i, message in enumerate(messages)
+        ]
+        fitting = self.traits.fit(flat)
         for name in ("tokenize", "return_dict", "return_tensors", "add_generation_prompt"):
             template_args.pop(name, None)
         with self._lock:
             try:
                 tokens = self.tokenizer.apply_chat_template(
-                    flat,
+                    fitting,
                     tools=list(tools) if tools else None,
                     add_generation_prompt=answer,
                     **template_args,
@@ -111,6 +131,13 @@ class Prompts:
         start = int(self.tokenizer.rfind_think_start(prompt))
         return start > int(self.tokenizer.rfind_think_end(prompt))
 
+    @property
+    def reasoning_marks(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Tokens that begin and end the model's reasoning; None if it has none."""
+        if not getattr(self.tokenizer, "has_thinking", False):
+            return None
+        return tuple(self.tokenizer.think_start_tokens), tuple(self.tokenizer.think_end_tokens)
+
     def reasoning_tokens(self, answer: Sequence[int], *, inside: bool = False) -> int:
         """Count the tokens of an answer's reasoning, without the marks around it.
 
@@ -151,11 +178,32 @@ def client_arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
-def flatten(content: Any, where: str) -> str:
-    """Return the text of a message's content: a text, or a list of parts that are text.
+def last_user(messages: Sequence[Message]) -> int:
+    """Return the number of the user's last message; -1 if there is none."""
+    roles = [message.get("role") for message in messages]
+    return len(roles) - 1 - roles[::-1].index("user") if "user" in roles else -1
+
+
+def left_out(kind: str) -> str:
+    """Return the words that stand in a prompt for a part that this server cannot read.
+
+    >>> left_out("input_image"), left_out("image_url"), left_out("document")
+    ('[image left out]', '[image left out]', '[document left out]')
+    """
+    words = kind[:40].removeprefix("input_").removesuffix("_url").replace("_", " ")
+    return f"[{words} left out]"
+
+
+def flatten(content: Any, where: str, *, strict: bool = True) -> str:
+    """Return the text of a message's content: a text, or a list of parts.
+
+    Args:
+        content: as the client sent it.
+        where: its place in the request, for errors.
+        strict: refuse parts that are no text; otherwise words stand for them.
 
     Raises:
-        BadRequest: naming the first part that is none.
+        BadRequest: naming the first part that cannot be read.
     """
     if content is None:
         return ""
@@ -173,6 +221,10 @@ def flatten(content: Any, where: str) -> str:
             raise BadRequest(f"{place} must be an object", param=place)
         kind = part.get("type")
         if kind not in TEXT_PARTS:
+            if not strict and isinstance(kind, str):
+                check_text(kind, f"{place}.type")
+                texts.append(left_out(kind))
+                continue
             raise BadRequest(
                 f"{place}: content of type {str(kind)[:40]!r} cannot be read; this server reads "
                 "text only",
@@ -200,10 +252,10 @@ def check_text(text: str, where: str) -> None:
         ) from None
 
 
-def _plain(message: Message, where: str) -> dict[str, Any]:
+def _plain(message: Message, where: str, *, strict: bool) -> dict[str, Any]:
     """Return a message as templates expect it: content a text, arguments of calls an object."""
     made = {name: value for name, value in message.items() if value is not None}
-    made["content"] = flatten(message.get("content"), f"{where}.content")
+    made["content"] = flatten(message.get("content"), f"{where}.content", strict=strict)
     if made.get("role") == "developer":  # OpenAI's newer word; templates leave it out or refuse it
         made["role"] = "system"
     if calls := message.get("tool_calls"):

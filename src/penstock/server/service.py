@@ -125,7 +125,7 @@ class Service:
         self.settings = settings
         self.model_name = model_name
         self.created = int(time.time())
-        self.prompts = Prompts(tokenizer)
+        self.prompts = Prompts(tokenizer, keep_billing_header=settings.keep_billing_header)
         self.recent: deque[Recent] = deque(maxlen=settings.recent)
         """Newest last."""
         self.listeners: list[Listener] = []

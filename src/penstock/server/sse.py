@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import anyio
@@ -46,6 +46,7 @@ class Stream(EventSourceResponse):
         path: of the request; errors have the form that clients of it expect.
         answering: closed at the end; None if there is no request behind the stream.
         events: written as they come. Raises a PenstockError to end with an `error` event.
+        headers: of the response, beside the content type.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class Stream(EventSourceResponse):
         path: str,
         answering: Answering | None,
         events: AsyncIterator[bytes],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
             _with_error(path, events),
             ping=service.settings.ping_seconds,
             ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
             send_timeout=service.settings.send_timeout_seconds,
-            headers={"Content-Type": "text/event-stream; charset=utf-8"},
+            headers={"Content-Type": "text/event-stream; charset=utf-8", **(headers or {})},
         )
         self._answering = answering
         self._send_scope = anyio.CancelScope()

@@ -1,0 +1,55 @@
+"""Reasoning of a bounded length: behind its last token the model's own mark is forced.
+
+generated:  <think> a b c                 budget: 3
+allowed:    anything ... </think> alone, then anything
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.engine.request import ReasoningBudget
+
+__all__ = ["ReasoningLimit"]
+
+
+class ReasoningLimit:
+    """The place of one answer in its reasoning. Used by the engine's thread alone."""
+
+    def __init__(self, budget: ReasoningBudget) -> None:
+        self._budget = budget
+        self._inside = budget.inside
+        self._used_tokens = 0
+        self._latest: deque[int] = deque(maxlen=max(len(budget.start), len(budget.end), 1))
+
+    @property
+    def free(self) -> bool:
+        """Whether any token may come next."""
+        return not self._inside or self._used_tokens < self._budget.max_tokens
+
+    def allowed(self, size: int) -> npt.NDArray[np.bool_]:
+        """Return which of the first `size` tokens may come next, (size,): the end mark's next."""
+        if self.free:
+            return np.ones(size, np.bool_)
+        end = self._budget.end
+        begun = next(n for n in range(len(end) - 1, -1, -1) if self._ends_with(end[:n]))
+        allowed = np.zeros(size, np.bool_)
+        allowed[end[begun]] = True
+        return allowed
+
+    def accept(self, token: int) -> bool:
+        """Go on with a token; an answer never ends by this."""
+        self._latest.append(token)
+        if self._inside:
+            self._used_tokens += 1
+            self._inside = not self._ends_with(self._budget.end)
+        elif self._budget.start:
+            self._inside = self._ends_with(self._budget.start)
+        return False
+
+    def _ends_with(self, mark: tuple[int, ...]) -> bool:
+        latest = tuple(self._latest)
+        return latest[len(latest) - len(mark) :] == mark
