@@ -237,6 +237,8 @@ class ServerSettings(Settings):
     """For a reader to take the next piece of a stream, before its connection is closed."""
     ping_seconds: float = Field(5.0, gt=0.0)
     """Between two keep-alive comments of a stream."""
+    stored_response_bytes: int = Field(32_000_000, ge=0)
+    """Of responses that a later request may go on from by their ids; the oldest go first."""
     recent: int = Field(100, ge=0)
     """Requests that are remembered for the page and `penstock top`."""
 

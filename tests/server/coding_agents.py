@@ -130,3 +130,117 @@ CLAUDE_TITLE: dict[str, Any] = {
         "format": {"type": "json_schema", "schema": schema(title={"enum": ["One", "Two"]})},
     },
 }
+
+PATCH_GRAMMAR = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+hunk: "*** Add File: " filename LF add_line+
+filename: /[a-z]{1,8}/
+add_line: "+" /[a-z]{0,8}/ LF
+%import common.LF
+"""
+CODEX_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "name": "exec_command",
+        "description": "Runs a command.",
+        "strict": False,
+        "parameters": schema(cmd={"type": "string"}),
+    },
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Changes files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR},
+    },
+    {
+        "type": "namespace",
+        "name": "multi_agent_v1",
+        "description": "Agents below this one.",
+        "tools": [
+            {
+                "type": "function",
+                "name": "close_agent",
+                "strict": False,
+                "parameters": schema(target={"type": "string"}),
+            }
+        ],
+    },
+    {"type": "web_search", "external_web_access": True},
+    {"type": "image_generation", "output_format": "png"},
+]
+
+
+def message(role: str, *texts: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    parts = [{"type": kind, "text": words} for words in texts]
+    return {"type": "message", "id": f"msg_{role}", "role": role, "content": parts}
+
+
+def codex(items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Return a request of Codex."""
+    return {
+        "model": "recall",
+        "stream": True,
+        "instructions": "You are a coding agent. " * 40,
+        "input": items,
+        "tools": CODEX_TOOLS,
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "auto",
+        "prompt_cache_key": "01a2",
+        "prompt_cache_retention": "24h",
+        "client_metadata": {"turn_id": "1"},
+        "text": {"verbosity": "low"},
+        **more,
+    }
+
+
+CODEX_FIRST = [
+    message("developer", "<permissions instructions>All.</permissions instructions>"),
+    message("user", "<environment_context>bash</environment_context>"),
+    message("user", "Look at notes.txt."),
+]
+CODEX_SECOND: list[dict[str, Any]] = [
+    *CODEX_FIRST,
+    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA=="},
+    message("assistant", "I look."),
+    {
+        "type": "function_call",
+        "id": "fc_1",
+        "call_id": "c1",
+        "name": "close_agent",
+        "namespace": "multi_agent_v1",
+        "arguments": '{"target": "a"}',
+    },
+    {
+        "type": "custom_tool_call",
+        "id": "ctc_1",
+        "call_id": "c2",
+        "name": "apply_patch",
+        "input": "*** Begin Patch\n",
+        "status": "completed",
+    },
+    {
+        "type": "local_shell_call",
+        "id": "lsh_1",
+        "call_id": "c3",
+        "status": "completed",
+        "action": {"type": "exec", "command": ["ls"], "env": {}},
+    },
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+    {"type": "function_call_output", "call_id": "c1", "output": "closed"},
+    {
+        "type": "custom_tool_call_output",
+        "call_id": "c2",
+        "output": [
+            {"type": "input_text", "text": "no: "},
+            {"type": "input_image", "image_url": "data:image/png;base64,aGk="},
+        ],
+    },
+    {"type": "local_shell_call_output", "id": "c3", "output": "notes.txt"},
+]

@@ -803,7 +803,8 @@ def test_a_response_of_a_schema(recall_server: Running, told: Dialogue) -> None:
     [
         {"previous_response_id": "resp_1"},
         {"background": True},
-        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]},
         {"input": [{"type": "item_reference", "id": "a"}]},
         {"input": []},
     ],

@@ -17,7 +17,7 @@ from penstock.server.anthropic_forms import MessagesRequest, prompt_of
 from penstock.server.calls import offered
 from penstock.server.forms import ChatRequest, CompletionRequest
 from penstock.server.prompts import Prompts, client_arguments
-from penstock.server.responses import ResponsesRequest, messages_of, tools_of
+from penstock.server.responses import Asked, ResponsesRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _completion(body: bytes, prompts: Prompts) -> Hint | None:
 
 def _responses(body: bytes, prompts: Prompts) -> Hint:
     form = ResponsesRequest.model_validate_json(body)
-    tokens = prompts.render(messages_of(form), tools_of(form))
+    tokens = Asked.of(form).render(form, prompts)
     return Hint(tokens, form.cache_salt or "", form.prompt_cache_key)
 
 

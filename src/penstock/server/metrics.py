@@ -17,6 +17,7 @@ from penstock.engine.core import Core
 from penstock.engine.stats import Stats, StepTimes
 from penstock.errors import EngineStopped
 from penstock.prefix.ssd.tier import TierStats
+from penstock.server.response_store import ResponseStore
 from penstock.server.service import Recent, Service
 
 FIRST_TOKEN_SECONDS = (
@@ -71,11 +72,16 @@ class EngineMetrics(Collector):
 
     def __init__(self) -> None:
         self.stats: Stats | None = None
+        self.stored: ResponseStore | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Yield what there is to tell."""
         up = 0 if self.stats is None else 1
         yield _gauge("engine_up", "Whether the engine's thread runs.", up)
+        if self.stored is not None:
+            yield _gauge("stored_responses", "Responses that are kept by id.", len(self.stored))
+            nbytes = self.stored.nbytes
+            yield _gauge("stored_response_bytes", "Bytes of those, as JSON.", nbytes)
         if self.stats is None:
             return
         yield from _memory(self.stats)
@@ -96,6 +102,7 @@ def router(service: Service) -> APIRouter:
     """Make the route, and begin to count."""
     router = APIRouter(tags=["metrics"])
     metrics = Metrics()
+    metrics.engine.stored = service.stored
     service.listeners.append(metrics)
 
     @router.get("/metrics", response_class=PlainTextResponse)

@@ -1,13 +1,16 @@
-"""OpenAI's `/v1/responses`, for text and calls of functions; nothing is stored between requests.
+"""OpenAI's `/v1/responses`, for text and calls of tools.
 
 response.created, in_progress
   output_item.added ─ content_part.added ─ output_text.delta ... done ─ ... done
   output_item.added ─ function_call_arguments.delta, done ─ output_item.done
 response.completed | response.incomplete
+
+`response_tools` has the tools, `response_items` the input, `response_store` what is kept.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -21,18 +24,27 @@ from starlette.responses import Response
 
 from penstock.engine.request import Finish, Token
 from penstock.server.answers import Delta, Reader, ToolCall
-from penstock.server.calls import demanded, offered
+from penstock.server.calls import demanded, left_out_headers, offered
 from penstock.server.errors import BadRequest
 from penstock.server.forms import Each, Form, Metadata, Name, Sampled, grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import ERRORS, STREAMED, Json
-from penstock.server.prompts import flatten
+from penstock.server.prompts import Prompts
+from penstock.server.response_items import Conversation, items_of, resolved, sealed
+from penstock.server.response_store import ResponseStore
+from penstock.server.response_tools import Tools, flat_name
 from penstock.server.service import Answering, Service, until_gone
 from penstock.server.sse import Stream, data
 
 PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 """What `include` must name for log-probabilities."""
+SEALED_REASONING = "reasoning.encrypted_content"
+"""What `include` must name for reasoning that clients send back though they do not read it."""
+LEAST_EFFORTS = ("none", "minimal")
+"""Efforts that turn reasoning off where the template can."""
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+"""Efforts as templates know them: low, medium, high."""
 
 
 class TextFormat(Form):
@@ -51,6 +63,13 @@ class TextSettings(Form):
     format: TextFormat | None = None
 
 
+class ReasoningSettings(Form):
+    """How much the model reasons."""
+
+    effort: Name | None = None
+    """`none` to `high`: kept to where the model's template has a switch for it."""
+
+
 class ResponsesRequest(Sampled):
     """The body of `POST /v1/responses`."""
 
@@ -66,8 +85,11 @@ class ResponsesRequest(Sampled):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Each[Name] | None = Field(None, max_length=64)
     metadata: Metadata | None = None
+    reasoning: ReasoningSettings | None = None
+    store: bool | None = None
+    """False keeps nothing of it; otherwise a later request may go on from its id."""
     background: bool | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Name | None = None
     conversation: Any = None
 
 
@@ -121,27 +143,55 @@ def router(service: Service) -> APIRouter:
     return made
 
 
-def tools_of(body: ResponsesRequest) -> list[dict[str, Any]] | None:
-    """Return the tools that the prompt offers, in the form of chat.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks, read."""
 
-    Raises:
-        BadRequest: one that is no function.
-    """
-    return offered([_tool(tool, i) for i, tool in enumerate(body.tools or ())], body.tool_choice)
+    items: list[dict[str, Any]]
+    """The conversation, with what was stored of it and without references."""
+    messages: list[dict[str, Any]]
+    """In the form of chat."""
+    tools: Tools
+    left_out: list[str]
+    """Types of items that no model can read."""
+
+    @classmethod
+    def of(cls, body: ResponsesRequest, store: ResponseStore | None = None) -> Asked:
+        """Read a request.
+
+        Raises:
+            BadRequest: an item or a tool that cannot be read, an unknown response, or no input.
+        """
+        items, stored, salt = items_of(body.input), 0, body.cache_salt or ""
+        if store is not None:
+            if body.previous_response_id:
+                before = store.get(salt, body.previous_response_id)
+                items, stored = [*before, *items], len(before)
+            if any(item.get("type") == "item_reference" for item in items):
+                items = resolved(items, store.items(salt), stored)
+        found = Conversation(items, stored)
+        messages = found.messages
+        if body.instructions:
+            messages.insert(0, {"role": "system", "content": body.instructions})
+        if not messages:
+            raise BadRequest("input is empty", param="input")
+        return cls(items, messages, Tools.of(body.tools), found.left_out)
+
+    def render(self, body: ResponsesRequest, prompts: Prompts) -> tuple[int, ...]:
+        """Turn it into the tokens of the prompt. Slow: not for a loop."""
+        tools = offered(self.tools.chat, body.tool_choice)
+        return prompts.render(self.messages, tools, **_effort(body, prompts))
 
 
-def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the conversation in the form of chat.
-
-    Raises:
-        BadRequest: an item that cannot be read, or nothing.
-    """
-    messages = _messages(body.input)
-    if body.instructions:
-        messages.insert(0, {"role": "system", "content": body.instructions})
-    if not messages:
-        raise BadRequest("input is empty", param="input")
-    return messages
+def _effort(body: ResponsesRequest, prompts: Prompts) -> dict[str, Any]:
+    """Return the template's own switches for how much the model reasons."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    made: dict[str, Any] = {}
+    if effort is not None and prompts.reasoning_marks is not None:
+        made["enable_thinking"] = effort not in LEAST_EFFORTS
+    if effort is not None and prompts.traits.reasoning_effort:
+        made["reasoning_effort"] = EFFORTS.get(effort, effort)
+    return made
 
 
 class _Responses:
@@ -156,33 +206,48 @@ class _Responses:
         self.in_reasoning = False
         self.parallel = body.parallel_tool_calls is not False
         self.wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
+        self.asked = Asked([], [], Tools(), [])
+        self.custom: str | None = None
+        """The custom tool whose input the whole answer is, because its call is demanded."""
 
     async def respond(self, http: HttpRequest) -> Response:
         """Hand the request in, and answer whole or by events."""
         answering, reader = await self._open(http)
+        headers = left_out_headers([*self.asked.tools.left_out, *self.asked.left_out])
         if self.body.stream:
-            return Stream(self.service, PATH, answering, self._events(answering, reader))
+            return Stream(self.service, PATH, answering, self._events(answering, reader), headers)
         async with answering:
             (choice,) = await answering.result(http)
             reader.read(choice)
-            output = _Output(self.id)
+            output = self._output()
             output.add(Delta(reasoning=reader.reasoning))
             output.new_logprobs = self._logprobs(choice.logprobs)
             output.add(Delta(reader.text, calls=tuple(reader.calls)))
             output.end(incomplete=reader.reason == "length")
-            return Json(self._object(output.items, reader, await self._usage(answering)))
+            self._keep(output)
+            whole = self._object(output.items, reader, await self._usage(answering))
+            return Json(whole, headers=headers)
+
+    def _output(self) -> _Output:
+        seals = SEALED_REASONING in (self.body.include or ())
+        return _Output(self.asked.tools, custom=self.custom, seals=seals)
+
+    def _keep(self, output: _Output) -> None:
+        """Keep the conversation for a request that goes on from it."""
+        if self.body.store is not False:
+            items = [*self.asked.items, *output.items]
+            self.service.stored.put(self.body.cache_salt or "", self.id, items)
 
     async def _open(self, http: HttpRequest) -> tuple[Answering, Reader]:
         body, service = self.body, self.service
-        for name in ("previous_response_id", "conversation", "background"):
+        for name in ("conversation", "background"):
             if getattr(body, name):
                 raise BadRequest(
-                    f"{name}: nothing is stored between requests; send the whole input",
+                    f"{name} is not served; send the whole input, or previous_response_id",
                     param=name,
                     code="unsupported_parameter",
                 )
-        tools = tools_of(body)
-        prompt, grammar = await until_gone(http, service.work(self._read, tools))
+        prompt, grammar = await until_gone(http, service.work(self._read))
         request = body.request(
             service,
             prompt,
@@ -194,16 +259,30 @@ class _Responses:
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
         self.in_reasoning = grammar is None and service.prompts.starts_in_reasoning(prompt)
+        tools = None if self.custom else offered(self.asked.tools.chat, body.tool_choice)
         reader = Reader(
             service.tokenizer, tools, reasoning=self.in_reasoning, parallel=self.parallel
         )
         return await service.open(request, PATH), reader
 
-    def _read(self, tools: list[dict[str, Any]] | None) -> tuple[tuple[int, ...], str | None]:
+    def _read(self) -> tuple[tuple[int, ...], str | None]:
         """Do what is slow, in a worker thread: the prompt's tokens, the answer's grammar."""
-        messages = messages_of(self.body)
-        call = demanded(self.service.tokenizer, tools, self.body.tool_choice)
-        return self.service.prompts.render(messages, tools), call or self._grammar()
+        self.asked = Asked.of(self.body, self.service.stored)
+        prompt = self.asked.render(self.body, self.service.prompts)
+        return prompt, self._demanded() or self._grammar()
+
+    def _demanded(self) -> str | None:
+        """Return the grammar of a call that is demanded; of a custom tool, that of its input."""
+        choice = self.body.tool_choice
+        if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+            name = flat_name(str(choice.get("name")), choice.get("namespace"))
+            tool = self.asked.tools.offered.get(name)
+            if tool is not None and tool.grammar is not None:
+                self.custom = name
+                return tool.grammar
+            choice = {"type": "function", "name": name}
+        tools = offered(self.asked.tools.chat, choice)
+        return demanded(self.service.tokenizer, tools, choice)
 
     def _grammar(self) -> str | None:
         wanted = self.body.text.format if self.body.text is not None else None
@@ -265,7 +344,9 @@ class _Responses:
             "model": self.service.model_name,
             "output": items,
             "parallel_tool_calls": self.parallel,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
+            "store": body.store is not False,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "text": {"format": form},
@@ -282,7 +363,7 @@ class _Responses:
 
         for kind in ("response.created", "response.in_progress"):
             yield event(kind, {"response": self._object([])})
-        output = _Output(self.id)
+        output = self._output()
         async for events in answering.batches():
             for one in events:
                 if isinstance(one, Finish):
@@ -296,6 +377,7 @@ class _Responses:
         incomplete = reader.reason == "length"
         for kind, content in output.end(incomplete=incomplete):
             yield event(kind, content)
+        self._keep(output)
         whole = self._object(output.items, reader, await self._usage(answering))
         kind = "response.incomplete" if incomplete else "response.completed"
         yield event(kind, {"response": whole})
@@ -308,7 +390,11 @@ Event = tuple[str, dict[str, Any]]
 class _Output:
     """The items of a response in the making; says which events tell of each change."""
 
-    response_id: str
+    tools: Tools
+    custom: str | None = None
+    """The custom tool whose input all text is."""
+    seals: bool = False
+    """Whether reasoning has an `encrypted_content`."""
     items: list[dict[str, Any]] = field(default_factory=list)
     """Reasoning, message and calls, those that have begun."""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -320,6 +406,9 @@ class _Output:
 
     def add(self, delta: Delta) -> list[Event]:
         """Take in what has become certain."""
+        if self.custom is not None:
+            self._text.append(delta.text)
+            return []
         return [
             *(self._say("reasoning", delta.reasoning) if delta.reasoning else ()),
             *(self._say("message", delta.text) if delta.text else ()),
@@ -329,7 +418,11 @@ class _Output:
     def end(self, *, incomplete: bool) -> list[Event]:
         """Finish the last item; an answer without any has an empty message."""
         events: list[Event] = []
-        if not self.items:
+        if self.custom is not None:
+            arguments = json.dumps({"input": "".join(self._text)})
+            call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", self.custom, arguments)
+            events += self._call(call)
+        elif not self.items:
             events += self._begin("message")
         return [*events, *self._finish("incomplete" if incomplete else "completed")]
 
@@ -389,26 +482,22 @@ class _Output:
         part = self._part(kind, text)
         yield "response.content_part.done", {**self._place(), "content_index": 0, "part": part}
         self.items[-1] |= {"content": [part], "status": status}
+        if kind == "reasoning" and self.seals:
+            self.items[-1]["encrypted_content"] = sealed(text)
         yield "response.output_item.done", self._item()
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
         self.new_logprobs = []
         yield from self._finish("completed")
-        self.items.append(
-            {
-                "id": f"fc_{uuid.uuid4().hex}",
-                "type": "function_call",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": "",
-                "status": "in_progress",
-            }
-        )
+        item = self.tools.item(call)
+        name, kind = _WRITTEN.get(item["type"], (None, None))
+        self.items.append({**item, "status": "in_progress", **({name: ""} if name else {})})
         yield "response.output_item.added", self._item()
-        kind = "response.function_call_arguments"
-        yield f"{kind}.delta", {**self._place(), "delta": call.arguments}
-        yield f"{kind}.done", {**self._place(), "arguments": call.arguments, "name": call.name}
-        self.items[-1] |= {"arguments": call.arguments, "status": "completed"}
+        if name is not None:
+            yield f"response.{kind}.delta", {**self._place(), "delta": item[name]}
+            done = {**self._place(), name: item[name], "name": item["name"]}
+            yield f"response.{kind}.done", done
+        self.items[-1] = item
         yield "response.output_item.done", self._item()
 
     def _item(self) -> dict[str, Any]:
@@ -423,61 +512,8 @@ class _Output:
 
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _IDS = {"message": "msg", "reasoning": "rs"}
-
-
-def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a tool in the form that chat templates know."""
-    name, place = tool.get("name"), f"tools.{index}"
-    if tool.get("type") != "function" or not isinstance(name, str) or not name:
-        raise BadRequest(
-            f"{place}: only tools of type function, with a name, can be offered", param=place
-        )
-    function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
-    return {"type": "function", "function": function}
-
-
-def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return an input's items as messages of a chat; text and calls of one answer are one."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    made: list[dict[str, Any]] = []
-    for index, item in enumerate(given):
-        place = f"input.{index}"
-        kind = item.get("type", "message")
-        answer = made[-1] if made and made[-1]["role"] == "assistant" else None
-        if kind == "message":
-            role = item.get("role")
-            if not isinstance(role, str):
-                raise BadRequest(f"{place}.role is missing", param=f"{place}.role")
-            content = flatten(item.get("content"), f"{place}.content")
-            if role == "assistant" and answer is not None and "tool_calls" in answer:
-                answer["content"] += content
-            else:
-                made.append({"role": role, "content": content})
-        elif kind == "function_call":
-            if answer is None:
-                answer = {"role": "assistant", "content": ""}
-                made.append(answer)
-            answer.setdefault("tool_calls", []).append(_called(item, place))
-        elif kind == "function_call_output":
-            output = flatten(item.get("output"), f"{place}.output")
-            call_id = str(item.get("call_id"))
-            made.append({"role": "tool", "content": output, "tool_call_id": call_id})
-        elif kind != "reasoning":  # what the model thought before, templates leave out
-            raise BadRequest(
-                f"{place}: items of type {str(kind)[:40]!r} cannot be read",
-                param=f"{place}.type",
-                code="unsupported_content",
-            )
-    return made
-
-
-def _called(item: dict[str, Any], place: str) -> dict[str, Any]:
-    name, arguments = item.get("name"), item.get("arguments", "{}")
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        raise BadRequest(f"{place}: a call has a name and arguments", param=place)
-    return {
-        "id": str(item.get("call_id")),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+_WRITTEN = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+"""What of a call the model writes, and the events that tell of it."""

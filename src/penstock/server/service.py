@@ -45,6 +45,7 @@ from penstock.server.errors import (
     Unavailable,
 )
 from penstock.server.prompts import Prompts
+from penstock.server.response_store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.prompts = Prompts(tokenizer, keep_billing_header=settings.keep_billing_header)
+        self.stored = ResponseStore(settings.stored_response_bytes)
         self.recent: deque[Recent] = deque(maxlen=settings.recent)
         """Newest last."""
         self.listeners: list[Listener] = []

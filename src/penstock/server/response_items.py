@@ -1,0 +1,167 @@
+"""The input of `/v1/responses` as messages of a chat; text, reasoning and calls of one answer are
+one message, as templates write them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.server.errors import BadRequest
+from penstock.server.prompts import flatten, last_user
+from penstock.server.response_tools import LOCAL_SHELL, flat_name
+
+Item = dict[str, Any]
+
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+SEALED = "penstock:"
+"""Begins `encrypted_content` of ours: the reasoning itself, for clients that send nothing else."""
+
+
+def items_of(given: str | Sequence[Item]) -> list[Item]:
+    """Return an input as items."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return list(given)
+
+
+def resolved(items: Sequence[Item], known: Mapping[str, Item], first: int = 0) -> list[Item]:
+    """Put in the place of each reference the item that it names.
+
+    Args:
+        items: of a request.
+        known: items that are stored, by their ids.
+        first: how many items stand in front of the request's own, for errors.
+
+    Raises:
+        BadRequest: an item that is not stored.
+    """
+    made = []
+    for index, item in enumerate(items):
+        if item.get("type") == "item_reference":
+            found = known.get(str(item.get("id")))
+            if found is None:
+                place = f"input.{index - first}"
+                raise BadRequest(
+                    f"{place}: there is no stored item {str(item.get('id'))[:80]!r}; send it whole",
+                    param=place,
+                    code="item_not_found",
+                )
+            item = found
+        made.append(item)
+    return made
+
+
+class Conversation:
+    """Messages in the making, from items.
+
+    Args:
+        items: without references.
+        first: how many of them were stored; errors count from behind those.
+    """
+
+    def __init__(self, items: Sequence[Item], first: int = 0) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        """Types of items that no model can read."""
+        asked = last_user(items)
+        for index, item in enumerate(items):
+            self._add(item, f"input.{index - first}", strict=index == asked)
+
+    @property
+    def _answer(self) -> dict[str, Any] | None:
+        """The last message, if it is the assistant's."""
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            return self.messages[-1]
+        return None
+
+    def _add(self, item: Item, place: str, *, strict: bool) -> None:
+        kind = item.get("type", "message")
+        if kind == "message":
+            self._say(item, place, strict=strict)
+        elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
+            answer = self._answer
+            if answer is None:
+                answer = {"role": "assistant", "content": ""}
+                self.messages.append(answer)
+            answer.setdefault("tool_calls", []).append(_called(item, place))
+        elif kind in OUTPUTS:
+            output = flatten(item.get("output"), f"{place}.output", strict=False)
+            call_id = str(item.get("call_id") or item.get("id"))
+            self.messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
+        elif kind == "reasoning":
+            self._reason(reasoning_of(item))
+        else:
+            self.left_out.append(str(kind))
+
+    def _say(self, item: Item, place: str, *, strict: bool) -> None:
+        role, answer = item.get("role"), self._answer
+        if not isinstance(role, str):
+            raise BadRequest(f"{place}.role is missing", param=f"{place}.role")
+        content = flatten(item.get("content"), f"{place}.content", strict=strict)
+        if role == "assistant" and answer is not None and _goes_on(answer):
+            answer["content"] += content
+        else:
+            self.messages.append({"role": role, "content": content})
+
+    def _reason(self, text: str) -> None:
+        if not text:
+            return
+        answer = self._answer
+        if answer is None:
+            self.messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        else:
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+
+def _goes_on(answer: Mapping[str, Any]) -> bool:
+    """Tell whether more text belongs to the same answer: a call was in it, or reasoning alone."""
+    only_reasoning = "reasoning_content" in answer and not answer["content"]
+    return "tool_calls" in answer or only_reasoning
+
+
+def sealed(reasoning: str) -> str:
+    """Return reasoning as `encrypted_content`, which clients send back as it is."""
+    return SEALED + base64.b64encode(reasoning.encode(errors="replace")).decode()
+
+
+def reasoning_of(item: Item) -> str:
+    """Return the text of a reasoning item; empty where only another server can read it.
+
+    >>> reasoning_of({"encrypted_content": sealed("Hm.")}), reasoning_of({"encrypted_content": "x"})
+    ('Hm.', '')
+    """
+    parts = item.get("content")
+    if isinstance(parts, list) and parts:
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
+    content = item.get("encrypted_content")
+    if not isinstance(content, str) or not content.startswith(SEALED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(SEALED), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def _called(item: Item, place: str) -> dict[str, Any]:
+    name: Any
+    arguments: Any
+    if item["type"] == "local_shell_call":
+        action = item.get("action")
+        given = dict(action) if isinstance(action, dict) else {}
+        name = LOCAL_SHELL
+        arguments = json.dumps({key: given[key] for key in given if key not in ("type", "env")})
+    elif item["type"] == "custom_tool_call":
+        name, arguments = item.get("name"), json.dumps({"input": item.get("input", "")})
+    else:
+        name, arguments = item.get("name"), item.get("arguments", "{}")
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise BadRequest(f"{place}: a call has a name and arguments", param=place)
+    return {
+        "id": str(item.get("call_id") or item.get("id")),
+        "type": "function",
+        "function": {"name": flat_name(name, item.get("namespace")), "arguments": arguments},
+    }
