@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-cpus test-scale mutants lint docs bench peers soak clean
+.PHONY: help run test test-all test-cpus test-scale test-agents mutants lint docs bench peers soak clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -16,6 +16,7 @@ help:
 	@echo 'make test-cpus   all tests as on other CPUs: each core type of OpenBLAS, 1 and 2 threads'
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
 	@echo 'make mutants [CODE=...] [SAMPLE=40] [SEED=0]   small changes of the code: which go unnoticed?'
+	@echo 'make test-agents   Claude Code, Codex and opencode from npm, two turns each; needs Node 20'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make soak    10,000 requests to the byte, and what make test tries some of, in full'
@@ -68,6 +69,10 @@ mutants: $(VENV)/.dev
 # What needs several processes that compute in step, or servers of other projects.
 test-scale: $(VENV)/.scale
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests/scale
+
+# The real programs, in a network namespace that has loopback and nothing else.
+test-agents: $(VENV)/.dev
+	$(BIN)/python tests/agents/run_agents.py $(VENV)/agents
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py

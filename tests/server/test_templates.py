@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from parrot import TEMPLATE, parrot
 
+from penstock.server.errors import BadRequest
 from penstock.server.prompts import Prompts
 
 RAISES = "{{ raise_exception('System message must be at the beginning') }}"
@@ -70,6 +71,12 @@ def test_a_reminder_is_marked_once(tmp_path: Path) -> None:
     assert prompts.decode(prompts.render(talk)) == f"<|user|>A<|end|><|user|>{marked}<|end|>"
 
 
+def test_a_message_without_a_role_is_the_templates_to_refuse(tmp_path: Path) -> None:
+    prompts = Prompts(parrot(tmp_path, "Hello", template=ALTERNATES)[1])
+    with pytest.raises(BadRequest, match="alternate"):
+        prompts.render([{"content": "A"}, {"content": "B"}])
+
+
 def test_what_a_later_turn_begins_with_does_not_change(tmp_path: Path) -> None:
     """A system message that comes later changes nothing in front of it, whatever the template."""
     for number, (template, _) in enumerate(RENDERED.values()):
@@ -100,5 +107,5 @@ def test_an_image_in_history_is_named(tmp_path: Path) -> None:
     ]
     assert "Look: [image left out]<|end|>" in prompts.decode(prompts.render(talk))
     for refused in ([asked], [talk[2], talk[1], asked, talk[1]]):
-        with pytest.raises(Exception, match="'image_url' cannot be read"):
+        with pytest.raises(BadRequest, match="'image_url' cannot be read"):
             prompts.render(refused)

@@ -63,13 +63,12 @@ class TemplateTraits:
         made: list[Mapping[str, Any]] = []
         for index, message in enumerate(messages):
             taken = self.later_system if index else self.first_system
-            if message["role"] == "system" and not taken:
+            role = message.get("role")
+            if role == "system" and not taken:
+                role = "user"
                 message = {"role": "user", "content": reminder(message["content"])}
-            if (
-                not self.consecutive_users
-                and made
-                and made[-1]["role"] == message["role"] == "user"
-            ):
+            follows = bool(made) and made[-1].get("role") == role == "user"
+            if follows and not self.consecutive_users:
                 content = f"{made.pop()['content']}\n\n{message['content']}"
                 message = {"role": "user", "content": content}
             made.append(message)
