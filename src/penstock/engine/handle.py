@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from penstock.engine.constraint import Constraint
 from penstock.engine.request import Event, Finish, Request, Token
+from penstock.engine.sampling import Rule
 from penstock.errors import EngineStopped
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Handle:
         request: Request,
         cancel: Callable[[Handle], None],
         alive: Callable[[], bool] = lambda: True,
-        constraint: Constraint | None = None,
+        constraint: Rule | None = None,
     ) -> None:
         self.request = request
         self.constraint = constraint

@@ -50,6 +50,13 @@ class ReasoningLimit:
             self._inside = self._ends_with(self._budget.start)
         return False
 
+    def copy(self) -> ReasoningLimit:
+        """Return another answer's place, where this one is."""
+        other = ReasoningLimit(self._budget)
+        other._inside, other._used_tokens = self._inside, self._used_tokens
+        other._latest = self._latest.copy()
+        return other
+
     def _ends_with(self, mark: tuple[int, ...]) -> bool:
         latest = tuple(self._latest)
         return latest[len(latest) - len(mark) :] == mark

@@ -64,6 +64,9 @@ class Rule(Protocol):
     def accept(self, token: int) -> bool:
         """Go on with a token; return whether the answer is complete with it."""
 
+    def copy(self) -> Rule:
+        """Return another answer's place, where this one is."""
+
 
 class Chooser:
     """Chooses the tokens of one answer; owned by the thread that computes the logits.
