@@ -55,7 +55,7 @@ lint: $(VENV)/.dev
 test: TESTED := --quick
 test test-all: lint
 	$(BIN)/pytest --doctest-modules src --ignore=src/penstock/serve_ray \
-		--ignore-glob='src/penstock/prefix/remote/*_objects.py'
+		--ignore-glob='src/penstock/tiers/remote/*_objects.py'
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(TESTED) -n $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder --ignore=tests/scale
 

@@ -16,11 +16,11 @@ MANY = 3
 THINNED = (
     *("test_model_matrix.py", "test_greedy.py", "test_windows.py", "test_turboquant_loops.py"),
     *("test_cold_parity.py", "test_hybrids.py", "test_compressed.py", "test_hybrid_loops.py"),
-    *("test_bounds.py", "test_quantised_cold.py", "test_quantised_latents.py", "test_sampling.py"),
-    *("test_factory.py", "test_codecs.py", "test_turboquant.py", "test_quantised_cache.py"),
+    *("test_bounds.py", "test_quantized_tiers.py", "test_quantized_latents.py", "test_sampling.py"),
+    *("test_factory.py", "test_codecs.py", "test_codec.py", "test_quantized_prefix_cache.py"),
     *("test_machines.py", "test_engine_machine.py", "test_tree_machine.py"),
     *("test_cold_machine.py", "test_schema.py", "test_coded_reads.py", "test_engine.py"),
-    *("test_quantised.py", "test_segment.py", "test_memory.py", "test_plan.py"),
+    *("test_requantize.py", "test_segment.py", "test_memory.py", "test_plan.py"),
 )
 """Files whose cases take longest."""
 SLOW = (

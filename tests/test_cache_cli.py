@@ -20,17 +20,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from blocks_on_disk import read
+
 from penstock import Engine, Request
 from penstock.cli import main
 from penstock.models.mlx_lm import load_all
-from penstock.prefix.blocks import block_keys, root_key
-from penstock.prefix.ssd import HostArray, Record, SSDStore
-from penstock.prefix.ssd.archive import import_blocks
-from penstock.prefix.ssd.base import Counts
-from penstock.prefix.ssd.record import FORMAT, encode
+from penstock.prefix.block_hashes import block_keys, root_key
 from penstock.recall import MODEL_PATH
+from penstock.tiers.disk import HostArray, Record, SSDStore
+from penstock.tiers.disk.archive import import_blocks
+from penstock.tiers.record import FORMAT, encode
+from penstock.tiers.store import Counts
 
 A, B = "aaaa" * 8, "bbbb" * 8
 USES = 256
@@ -190,7 +190,7 @@ def test_an_index_that_is_held_is_one_line(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tmp_path, chain(1))
-    monkeypatch.setattr("penstock.prefix.ssd.index.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("penstock.tiers.disk.index.BUSY_SECONDS", 0.1)
     other = sqlite3.connect(tmp_path / FORMAT / "index.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     assert "another process holds the index" in refused(capsys, "ls", "--ssd-cache-dir", tmp_path)
@@ -827,9 +827,9 @@ def ask_engine(folder: Path) -> Counts:
 
 SERVER = """
 import select, sqlite3, sys, time
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], f"{sys.argv[2]}/support"]
 from pathlib import Path
-from penstock.prefix.ssd.base import Counts
+from penstock.tiers.store import Counts
 from blocks_on_disk import read
 from test_cache_cli import chain, opened, FILE_BYTES
 counts, faults, seed, until = Counts(), 0, 100, time.monotonic() + 60

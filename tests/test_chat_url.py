@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from stand_in_server import stand_in
 
 from penstock.bench.models import Choice
 from penstock.bench.serve_model import model_folder
@@ -17,7 +18,6 @@ from penstock.bench.serve_process import Server, free_port, ours, serving
 from penstock.cli.remote import Remote, RemoteError
 from penstock.config import SamplingSettings
 from penstock.errors import SettingError
-from stand_in_server import stand_in
 
 ROOT = Path(__file__).parent.parent
 TELL = "The code of the amber falcon is 4821."

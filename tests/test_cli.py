@@ -21,13 +21,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from small_models import BASE, build
 from typer.main import get_command
 
 import penstock
 from penstock.cli import app, main
 from penstock.cli.options import WITHOUT_VALUE, with_values
 from penstock.recall import MODEL_PATH
-from small_models import BASE, build
 
 SCRIPT = Path(sys.executable).parent / "penstock"
 TELL = "The code of the amber falcon is 4821."

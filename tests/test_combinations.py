@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-
 from combinations import each, pairs
 
 AXES: list[list[Sequence[Any]]] = [

@@ -7,15 +7,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-
 import tiny_families
+from small_models import BASE, build
+
+from penstock.caches import TurboQuantKVCache, make_kv_cache
 from penstock.cli.conversation import Conversation, kv_line, kv_use, make_caches, shared_tokens
 from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import ModelError, SettingError
-from penstock.kv import TurboQuantKVCache, make_kv_cache
 from penstock.models.mlx_lm import Loaded, encode, load_all, render, stream
 from penstock.recall import MODEL_PATH
-from small_models import BASE, build
 
 TOLD = (
     "The code of the amber falcon is 4821.",

@@ -13,11 +13,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import tiny_families
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import QuantizedKVCache
+from small_models import BASE, build
 
-import tiny_families
 from penstock.blas import Blas
 from penstock.cli import doctor, main
 from penstock.cli.doctor import Machine, find_misfits, find_problems
@@ -25,7 +26,6 @@ from penstock.cli.fitness import Layers, try_model
 from penstock.memory import MachineMemory
 from penstock.models.mlx_lm import Loaded, load_all
 from penstock.recall import MODEL_PATH
-from small_models import BASE, build
 
 MEMORY = MachineMemory(64_000_000_000, 32_000_000_000, 64_000_000_000, 51_200_000_000, 0.9)
 HEALTHY = Machine(

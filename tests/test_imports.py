@@ -17,7 +17,8 @@ LEVELS = (
     ("memory", "blas", "heap", "open_files", "recall"),
     ("ledger",),
     ("kv",),
-    ("prefix",),
+    ("prefix", "routing"),
+    ("tiers", "caches"),
     ("models",),
     ("engine",),
     ("server", "bench"),
@@ -109,7 +110,7 @@ def imports_at_once(module: str, source: str) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("penstock.kv.made_up", "from penstock.engine.step import Step"),
+        ("penstock.kv.made_up", "from penstock.engine.model.runner import Step"),
         ("penstock.kv.made_up", "def late():\n    from penstock.cli import main"),
         ("penstock.kv.made_up", "from ..models import mlx_lm"),
         ("penstock.kv.made_up", "import mlx_lm.models.cache"),

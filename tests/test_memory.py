@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from small_models import BASE, build
 
 from penstock import memory
+from penstock.caches import make_kv_cache
 from penstock.errors import ModelError, SettingError
-from penstock.kv import make_kv_cache
 from penstock.memory import families
-from small_models import BASE, build
 
 MAMBA2 = {
     "mamba_n_heads": 4,

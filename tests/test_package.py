@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import penstock
+import penstock.caches
 import penstock.errors
-import penstock.kv
 
 
 def test_every_public_name_is_there() -> None:
@@ -18,14 +18,14 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_the_caches_and_errors_are_public() -> None:
-    assert set(penstock.kv.__all__) <= set(penstock.__all__)
+    assert set(penstock.caches.__all__) <= set(penstock.__all__)
     errors = {
         name
         for name, value in vars(penstock.errors).items()
         if isinstance(value, type) and issubclass(value, penstock.errors.PenstockError)
     }
     assert errors <= set(penstock.__all__)
-    assert penstock.KVCache is penstock.kv.KVCache
+    assert penstock.KVCache is penstock.caches.KVCache
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

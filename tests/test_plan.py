@@ -12,15 +12,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from small_models import BASE, build
 
 from penstock import memory
+from penstock.caches import make_kv_cache
 from penstock.cli import main
 from penstock.cli.doctor import examine
 from penstock.cli.plan import make_plan
 from penstock.errors import ModelError, SettingError
-from penstock.kv import make_kv_cache
 from penstock.memory import machine
-from small_models import BASE, build
 
 SIZES = {
     **BASE,

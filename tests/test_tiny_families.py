@@ -4,11 +4,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import tiny_families
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
-
-import tiny_families
 from tiny_families import Unbuildable, build, families, plain_greedy, prompt_of, uncompiled
 
 

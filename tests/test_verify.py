@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.cli.replay import Answer, Verdict
-from penstock.engine import tier as tier_module
+from penstock.engine.offload import engine_tier as tier_module
 
 
 def verified(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:

@@ -33,7 +33,7 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "penstock"
-CODE = ("kv", "prefix", "ledger.py", "engine/scheduler.py")
+CODE = ("kv", "prefix", "ledger.py", "engine/schedule/scheduler.py")
 """Folders and files of the package that are changed."""
 POOL = (
     *("tests/kv", "tests/prefix", "tests/stateful", "tests/test_ledger.py"),

@@ -22,10 +22,9 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
 
 def main() -> None:
     """Examine all families and replace the table."""
+    import tiny_families
     from model_matrix import Row, examine
     from rich.progress import track
-
-    import tiny_families
 
     rows = [examine(family) for family in track(tiny_families.families(), "families")]
     reuse = [row.reuse for row in rows]

@@ -17,6 +17,25 @@ from penstock import blas as _blas
 _blas.load_blas()
 
 if TYPE_CHECKING:
+    from penstock.caches import (
+        BatchKVCache,
+        BatchQuantizedKVCache,
+        BatchQuantizedRotatingKVCache,
+        BatchRotatingKVCache,
+        BatchSinkRotatingKVCache,
+        BatchTurboQuantKVCache,
+        KVCache,
+        KVCacheManager,
+        QuantizedKVCache,
+        QuantizedRotatingKVCache,
+        RotatingKVCache,
+        SinkRotatingKVCache,
+        TurboQuantKVCache,
+        load_prompt_cache,
+        make_kv_cache,
+        save_prompt_cache,
+    )
+    from penstock.caches.prefix_cache import PrefixCache
     from penstock.engine.engine import Engine
     from penstock.engine.request import Request, Sampling
     from penstock.errors import (
@@ -35,26 +54,7 @@ if TYPE_CHECKING:
         StepTooLarge,
         UnknownSequence,
     )
-    from penstock.kv import (
-        BatchKVCache,
-        BatchQuantizedKVCache,
-        BatchQuantizedRotatingKVCache,
-        BatchRotatingKVCache,
-        BatchSinkRotatingKVCache,
-        BatchTurboQuantKVCache,
-        KVCache,
-        KVCacheManager,
-        QuantizedKVCache,
-        QuantizedRotatingKVCache,
-        RotatingKVCache,
-        SinkRotatingKVCache,
-        TurboQuantKVCache,
-        load_prompt_cache,
-        make_kv_cache,
-        save_prompt_cache,
-    )
     from penstock.models.mlx_lm import attach, load
-    from penstock.prefix.cache import PrefixCache
 
 __all__ = [
     "BatchKVCache",
@@ -99,7 +99,7 @@ __all__ = [
 _HOMES = {
     "attach": "penstock.models.mlx_lm",
     "load": "penstock.models.mlx_lm",
-    "PrefixCache": "penstock.prefix.cache",
+    "PrefixCache": "penstock.caches.prefix_cache",
     "Engine": "penstock.engine.engine",
     "Request": "penstock.engine.request",
     "Sampling": "penstock.engine.request",
@@ -118,13 +118,13 @@ _HOMES = {
     "StepTooLarge": "penstock.errors",
     "UnknownSequence": "penstock.errors",
 }
-"""Where the names live that are not in penstock.kv."""
+"""Modules of the names that are not in penstock.caches."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    home = _HOMES.get(name, "penstock.kv")
+    home = _HOMES.get(name, "penstock.caches")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

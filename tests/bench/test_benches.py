@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import RotatingKVCache as TheirRotatingKVCache
 
-from penstock import kv
+from penstock import caches
 from penstock.bench import growth, recall
 from penstock.bench.report import publish
 
@@ -35,7 +35,7 @@ def test_growth_sees_the_rival_grow_and_us_not(grown: Any) -> None:
 def test_growth_counts_a_copy_of_unchanged_length() -> None:
     """Negative control: a cache that copies its buffers each step moves, though it never grows."""
 
-    class Copies(kv.RotatingKVCache):
+    class Copies(caches.RotatingKVCache):
         def update_and_fetch(self, keys: Any, values: Any) -> Any:
             # A second owner of the buffers makes every write a copy.
             self._held_before = copy.deepcopy((self.keys, self.values))

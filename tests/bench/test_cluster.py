@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from penstock import routing
 from penstock.bench import cluster, trace
 from penstock.bench.cluster_simulation import (
     Arrival,
@@ -24,8 +25,7 @@ from penstock.bench.cluster_simulation import (
 from penstock.bench.report import publish
 from penstock.cli import main
 from penstock.errors import SettingError
-from penstock.prefix import routing
-from penstock.prefix.routing import POLICIES
+from penstock.routing import POLICIES
 
 SIZE = 512
 QUICK = Machine(memory_tokens=100 * SIZE, prefill_rate=512.0, decode_rate=10.0, max_batch_size=2)

@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
 import tiny_families
+
 from penstock.bench import codecs as bench
 from penstock.bench.codecs import Row, Shape, Table
 from penstock.cli import main

@@ -24,7 +24,7 @@ from penstock.bench import (
     engine_runs,
     hit,
     hybrid,
-    quantised,
+    quantized,
     ragged,
     restore,
     shared_prefix,
@@ -34,7 +34,7 @@ from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, R
 from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.bench.report import publish
 from penstock.cli import main
-from penstock.engine.pace import Pace
+from penstock.engine.offload.prefill_rate import Pace
 from penstock.errors import SettingError
 from penstock.models.rivals import Batched, Solo, random_llama
 from penstock.prefix.checkpoints import Checkpoints
@@ -55,7 +55,7 @@ RESTORE = restore.Load(**{**SIZES, "llama": WIDE}, known_tokens=512, restarts=2)
 SINGLE = single.Load(
     **SIZES, shapes=((1, 100), (3, 50)), curve_tokens=(64, 128, 192), curve_steps=8
 )
-QUANTISED = quantised.Load(
+QUANTISED = quantized.Load(
     "turbo4", **{**SIZES, "llama": WIDE, "engine": EngineShape(64, 64)}, lengths=(512, 1_024)
 )
 
@@ -81,7 +81,7 @@ def shared() -> Any:
 
 @pytest.fixture(scope="module")
 def coded() -> Any:
-    return quantised.measure(QUANTISED)
+    return quantized.measure(QUANTISED)
 
 
 @pytest.fixture(scope="module")
@@ -515,7 +515,7 @@ def test_a_hybrid_without_checkpoints_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
 def test_forms_that_take_as_much_are_seen() -> None:
     """Negative control: full precision against itself."""
-    found = quantised.measure(replace(QUANTISED, codec="raw/raw", lengths=(512,)))
+    found = quantized.measure(replace(QUANTISED, codec="raw/raw", lengths=(512,)))
     assert not found.met
 
 

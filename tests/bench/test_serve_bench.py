@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import psutil
 import pytest
+from stand_in_server import stand_in
 
 from penstock.bench import serve, serve_model, serve_process
 from penstock.bench.engine_runs import OURS, RIVAL
@@ -33,7 +34,6 @@ from penstock.bench.serve_client import (
 )
 from penstock.models.mlx_lm import load, render
 from penstock.recall import count_tokens
-from stand_in_server import stand_in
 
 TINY = LlamaShape(
     layers=2, hidden_size=64, intermediate_size=64, query_heads=4, kv_heads=2, head_dim=16

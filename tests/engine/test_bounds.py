@@ -16,22 +16,22 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-
 import tiny_families
 from combinations import SOAK
+from small_models import BASE, build
+
 from penstock.engine import core as core_module
-from penstock.engine import needs as needs_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.needs import Needs
 from penstock.engine.request import Request, Sampling
+from penstock.engine.schedule import costs as needs_module
+from penstock.engine.schedule.costs import Needs
 from penstock.errors import NeverFits
 from penstock.kv import attention
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load
 from penstock.recall import MODEL_PATH
-from small_models import BASE, build
 
 EVERYTHING = Sampling(
     temperature=1.0,

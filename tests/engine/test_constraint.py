@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_faults import model_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import penstock
-from engine_faults import model_of
-from penstock.engine.constraint import (
+from penstock.engine.core import Core
+from penstock.engine.engine import Engine
+from penstock.engine.handle import Choice, Handle
+from penstock.engine.model.constraint import (
     COMPILED_GRAMMARS,
     GRAMMAR_BYTES,
     WHITESPACE,
     Grammars,
     json_schema_grammar,
 )
-from penstock.engine.core import Core
-from penstock.engine.engine import Engine
-from penstock.engine.handle import Choice, Handle
 from penstock.engine.request import Request, Sampling
 from penstock.errors import GrammarFailed, SettingError, StepFailed
 from penstock.models.mlx_lm import TokenizerWrapper, encode

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
 from engine_faults import model_of
+
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request

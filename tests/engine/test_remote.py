@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, submit
 from engine_faults import VOCABULARY_TOKENS
 from objects_in_memory import InMemory
-from penstock.engine import cold as cold_module
-from penstock.engine import restoring as restoring_module
-from penstock.engine import tier as tier_module
+
 from penstock.engine.core import Core
-from penstock.prefix.remote.store import COPIES, SEEN_KEY_BYTES, SEEN_KEYS
-from penstock.prefix.ssd.base import READERS
-from penstock.prefix.ssd.tier import TierStats
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring as restoring_module
+from penstock.engine.offload import tier_group as cold_module
+from penstock.tiers.remote.remote_store import COPIES, SEEN_KEY_BYTES, SEEN_KEYS
+from penstock.tiers.store import READERS
+from penstock.tiers.worker import TierStats
 
 PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(200))
 WHOLE = 12 * BLOCK

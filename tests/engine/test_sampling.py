@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
-from penstock.engine import sampling as module
-from penstock.engine.request import Sampling
-from penstock.engine.sampling import (
+from penstock.engine.model import sampling as module
+from penstock.engine.model.sampling import (
     Chooser,
     Chosen,
     apply_min_p,
@@ -29,6 +28,7 @@ from penstock.engine.sampling import (
     likeliest,
     without_frames,
 )
+from penstock.engine.request import Sampling
 from penstock.errors import PenstockError, SettingError
 
 SIZES = [7, 64, 3025]

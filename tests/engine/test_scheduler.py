@@ -15,6 +15,7 @@ from itertools import count, product
 from pathlib import Path
 
 import pytest
+from combinations import pairs
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,10 +26,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from combinations import pairs
 from penstock.config import EngineSettings
-from penstock.engine import scheduler as module
-from penstock.engine.scheduler import NEXT, Chunk, Event, Job, Plan, Scheduler, State, next_state
+from penstock.engine.schedule import scheduler as module
+from penstock.engine.schedule.scheduler import (
+    NEXT,
+    Chunk,
+    Event,
+    Job,
+    Plan,
+    Scheduler,
+    State,
+    next_state,
+)
 from penstock.errors import PenstockError, QueueFull, UnknownSequence
 
 SOAK = os.environ.get("HYPOTHESIS_PROFILE") == "soak"

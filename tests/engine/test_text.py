@@ -19,8 +19,8 @@ from mlx_lm.tokenizer_utils import (
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.engine import text as text_module
-from penstock.engine.text import TextStream
+from penstock.engine.model import text as text_module
+from penstock.engine.model.text import TextStream
 from penstock.models.mlx_lm import load_all
 from penstock.recall import MODEL_PATH
 

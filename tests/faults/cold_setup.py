@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent.parent))  # as a script; a test has it by its conftest
-
-import pytest
-from setup import prompt_of, solo
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # as a script
 
 import cold_engine
+import pytest
 from blocks_on_disk import size_of
 from cold_engine import BLOCK, SAID, files, ssd
+from setup import prompt_of, solo
+
 from penstock.engine.core import Core
-from penstock.prefix.ssd import SSDStore
-from penstock.prefix.ssd.record import FORMAT
-from penstock.prefix.ssd.tier import ColdTier
+from penstock.tiers.disk import SSDStore
+from penstock.tiers.record import FORMAT
+from penstock.tiers.worker import ColdTier
 
 BLOCKS = 40
 PROMPT = prompt_of(BLOCKS * BLOCK + 10)

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+from engine_faults import VOCABULARY_TOKENS, Alphabet, Faulty, model_of, spell
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine_faults import VOCABULARY_TOKENS, Alphabet, Faulty, model_of, spell
 from penstock.engine.core import Core
 from penstock.engine.handle import Choice, Handle
 from penstock.engine.request import Finish, Request
-from penstock.engine.scheduler import State
-from penstock.engine.sequence import Sequence
+from penstock.engine.schedule.scheduler import State
+from penstock.engine.schedule.sequence import Sequence
 
 BLOCK = 16
 CHUNK = 32

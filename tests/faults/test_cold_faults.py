@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 import pytest
+from blocks_on_disk import size_of
+from cold_engine import BLOCK, SAID, SOON, files, said, settle, ssd, submit
 from cold_setup import (
     BLOCKS,
     PROMPT,
@@ -31,18 +33,17 @@ from cold_setup import (
     family,
     running,
 )
+from combinations import SOAK
 from setup import prompt_of, solo
 
-from blocks_on_disk import size_of
-from cold_engine import BLOCK, SAID, SOON, files, said, settle, ssd, submit
-from combinations import SOAK
-from penstock.engine import restoring
-from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.prefix.ssd import index, record
-from penstock.prefix.ssd.index import Entry, Index
-from penstock.prefix.ssd.record import FORMAT
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring
+from penstock.tiers import record
+from penstock.tiers.disk import index
+from penstock.tiers.disk.index import Entry, Index
+from penstock.tiers.record import FORMAT
 
 WHOLE = BLOCKS * BLOCK
 OTHER = prompt_of(60, 1)

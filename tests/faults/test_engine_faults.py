@@ -9,6 +9,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from engine_faults import (
+    Broken,
+    Fault,
+    computes_no_numbers,
+    decodes,
+    fails,
+    fails_late,
+    model_of,
+    reads_a_chunk,
+    runs_out_of_memory,
+    spell,
+)
 from setup import (
     BLOCK,
     CHUNK,
@@ -23,22 +35,10 @@ from setup import (
     solo,
 )
 
-from engine_faults import (
-    Broken,
-    Fault,
-    computes_no_numbers,
-    decodes,
-    fails,
-    fails_late,
-    model_of,
-    reads_a_chunk,
-    runs_out_of_memory,
-    spell,
-)
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
-from penstock.engine.scheduler import State
+from penstock.engine.schedule.scheduler import State
 from penstock.errors import NeverFits, PenstockError, QueueFull, SettingError, StepFailed
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind
@@ -630,7 +630,7 @@ def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyP
         looks.append(used)
         return SimpleNamespace(total=1_000_000, available=int((1 - used) * 1_000_000))
 
-    monkeypatch.setattr("penstock.engine.machine.psutil.virtual_memory", memory)
+    monkeypatch.setattr("penstock.engine.memory_pressure.psutil.virtual_memory", memory)
     with made(memory_threshold=0.5) as setup:
         old, cold, warm = (prompt_of(5 * BLOCK, seed) for seed in (1, 2, 3))
         for prompt in (old, cold, warm, old):  # `cold` was used least recently
@@ -666,7 +666,7 @@ def test_a_machine_that_cannot_be_looked_at_ends_nothing(
     def memory() -> Any:
         raise fault
 
-    monkeypatch.setattr("penstock.engine.machine.psutil.virtual_memory", memory)
+    monkeypatch.setattr("penstock.engine.memory_pressure.psutil.virtual_memory", memory)
     with made(memory_threshold=0.5) as setup:
         handle = setup.ask(SHORT)
         for _ in range(3):
@@ -682,7 +682,7 @@ def test_at_a_threshold_of_one_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> 
     def memory() -> Any:
         raise AssertionError("looked")
 
-    monkeypatch.setattr("penstock.engine.machine.psutil.virtual_memory", memory)
+    monkeypatch.setattr("penstock.engine.memory_pressure.psutil.virtual_memory", memory)
     with made(memory_threshold=1.0) as setup:
         handle = setup.ask(SHORT)
         setup.drain()

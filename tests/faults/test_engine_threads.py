@@ -16,9 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from engine_faults import Alphabet, Faulty, fails, model_of
 from setup import SETTINGS, assert_begins_right, assert_right, end_of, error_of, prompt_of
 
-from engine_faults import Alphabet, Faulty, fails, model_of
 from penstock.engine import engine as engine_module
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
@@ -499,7 +499,7 @@ def test_an_idle_engine_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> 
     def memory() -> Any:
         return SimpleNamespace(total=10**9, available=int((1 - used) * 10**9))
 
-    monkeypatch.setattr("penstock.engine.machine.psutil.virtual_memory", memory)
+    monkeypatch.setattr("penstock.engine.memory_pressure.psutil.virtual_memory", memory)
     with make(memory_threshold=0.5) as engine:
         ask(engine, 200).result(SOON)
         assert engine.stats().nodes > 0

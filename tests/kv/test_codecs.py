@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv.codecs import Codec, base, parse_scheme
-from penstock.kv.codecs.base import dequantized, multiply, pack, quantized, unpack, wide_bytes
+from penstock.kv.codecs import Codec, coded, parse_scheme
+from penstock.kv.codecs.coded import dequantized, multiply, pack, quantized, unpack, wide_bytes
 from penstock.kv.codecs.names import AUTO
 from penstock.kv.codecs.rotation import rotate, rotate_back
 from rounding import product_error
@@ -342,7 +342,7 @@ def test_products_with_codes_are_those_of_mlx(
     at_once: int,
     shape: tuple[int, ...],
 ) -> None:
-    monkeypatch.setattr(base, "WIDE_AT_ONCE", at_once)
+    monkeypatch.setattr(coded, "WIDE_AT_ONCE", at_once)
     codes, scales, offsets = mx.quantize(normal(*shape, 128), group_size=group_size, bits=bits)
     form = {"group_size": group_size, "bits": bits}
     for transpose, width in ((True, 128), (False, shape[-1])):

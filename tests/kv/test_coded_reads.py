@@ -23,7 +23,7 @@ from penstock.kv.reads import (
 )
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
-from penstock.prefix.ssd.host import host_block
+from penstock.tiers.host import host_block
 
 HEADS, KV_HEADS, DIM, SCALE, TAIL = 8, 2, 64, 64**-0.5, 4
 SCALED = ", scaled"

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from penstock.kv.attention import attend_parts, merged
+from penstock.kv.block_format import Form
 from penstock.kv.codecs import Codec, Scales, Scheme, parse_scheme
 from penstock.kv.codecs.scales import Squares, digest
-from penstock.kv.forms import Form
-from penstock.kv.quantisation import Quantisation
+from penstock.kv.quantization import Quantisation
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 from rounding import product_error

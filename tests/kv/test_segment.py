@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.kv.block_format import Forms
 from penstock.kv.codecs import parse_scheme
 from penstock.kv.columns import arrays, columns
-from penstock.kv.forms import Forms
-from penstock.kv.quantisation import piece_bytes
+from penstock.kv.quantization import piece_bytes
 from penstock.kv.reads import _sides
 from penstock.kv.segment import Segment, widened
 from penstock.kv.states import Checkpoint

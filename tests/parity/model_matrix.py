@@ -16,18 +16,18 @@ from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
-from mlx_lm.models import cache as theirs
-
 import tiny_families
 from cold_engine import SOON, running, settle
-from penstock.engine import restoring as restoring_module
-from penstock.engine import tier as tier_module
+from mlx_lm.models import cache as theirs
+from tiny_families import Unbuildable, plain_greedy, prompt_of
+
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring as restoring_module
 from penstock.engine.request import Request, Sampling
 from penstock.errors import ModelError
 from penstock.models import mlx_lm as seam
-from tiny_families import Unbuildable, plain_greedy, prompt_of
 
 BLOCK = 16
 ANSWER = 6

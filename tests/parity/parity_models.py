@@ -26,7 +26,7 @@ from mlx_lm.models import (
     qwen3_next,
 )
 
-from penstock import kv
+from penstock import caches
 from penstock.models.mlx_lm import load
 from penstock.recall import MODEL_PATH
 
@@ -272,11 +272,11 @@ def assert_same(ours: Sequence[int], reference: Sequence[Step], what: str) -> No
 def twin(cache: Any) -> Any:
     """Return penstock's empty cache for an empty one of mlx-lm."""
     if isinstance(cache, theirs.RotatingKVCache):
-        return kv.RotatingKVCache(cache.max_size, cache.keep)
+        return caches.RotatingKVCache(cache.max_size, cache.keep)
     if isinstance(cache, theirs.QuantizedKVCache):
-        return kv.QuantizedKVCache(cache.group_size, cache.bits)
+        return caches.QuantizedKVCache(cache.group_size, cache.bits)
     assert isinstance(cache, theirs.KVCache), type(cache)
-    return kv.KVCache()
+    return caches.KVCache()
 
 
 def twins(caches: Sequence[Any]) -> list[Any]:

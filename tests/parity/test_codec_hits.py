@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cold_engine
 import mlx.core as mx
 import pytest
-
-import cold_engine
 from cold_engine import files, settle, ssd
 from combinations import pairs
+
 from penstock.bench.models import Choice, LlamaShape, bench_model
-from penstock.engine import restoring
-from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring
 from penstock.engine.request import Sampling
 from penstock.kv import columns as col
 from penstock.kv.segment import Segment

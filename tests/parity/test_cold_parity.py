@@ -12,9 +12,9 @@ import pytest
 from parity_models import model_of, prompt_of
 from test_engine import BASE, SMALL, answer, ask, check, drain, engine, every_family
 
-from penstock.engine import restoring
-from penstock.engine import tier as tier_module
 from penstock.engine.core import Core
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring
 
 SOON = 20.0
 TURN = (*BASE, *prompt_of(30, 5))

@@ -11,21 +11,21 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from asking import ask, cached, drain
-
 import tiny_families
+from asking import ask, cached, drain
 from cold_engine import running, settle
-from penstock.engine import restoring as restoring_module
-from penstock.engine import sealing as sealing_module
+from tiny_families import plain_greedy, prompt_of
+
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.step import Runner
+from penstock.engine.model.runner import Runner
+from penstock.engine.offload import restoring as restoring_module
+from penstock.engine.schedule import committing as sealing_module
 from penstock.errors import NeverFits, SettingError
 from penstock.kv.segment import Segment
 from penstock.kv.states import Live, StateForm
 from penstock.ledger import Kind
 from penstock.models import mlx_lm as seam
-from tiny_families import plain_greedy, prompt_of
 
 FAMILY = "deepseek_v41"
 SMALL: dict[str, Any] = {

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from asking import answer, ask, cached, drain, recount
+from combinations import each, pairs
 from mlx_lm.models import cache as theirs
 from parity_models import (
     JOINED_FAMILIES,
@@ -24,14 +25,12 @@ from parity_models import (
     prompt_of,
 )
 
-from combinations import each, pairs
-from penstock import kv
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.places import Places
+from penstock.engine.model.sampling import Chooser
 from penstock.engine.request import Sampling
-from penstock.engine.sampling import Chooser
-from penstock.engine.scheduler import State
+from penstock.engine.schedule.admission import Places
+from penstock.engine.schedule.scheduler import State
 from penstock.errors import PenstockError
 from penstock.kv import attention
 from penstock.kv.attention import Sight
@@ -402,7 +401,7 @@ def bounded_text(
         return [
             theirs.RotatingKVCache(min(cache.max_size, max_size))
             if isinstance(cache, theirs.RotatingKVCache)
-            else kv.SinkRotatingKVCache(max_size, keep)
+            else caches.SinkRotatingKVCache(max_size, keep)
             for cache in theirs.make_prompt_cache(model_of(family))
         ]
 

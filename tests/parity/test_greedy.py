@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from combinations import each, pairs
 from mlx_lm.models import cache as theirs
 from parity_models import (
     FAMILIES,
@@ -24,8 +25,7 @@ from parity_models import (
     twins,
 )
 
-from combinations import each, pairs
-from penstock import kv
+from penstock import caches
 
 family = pytest.mark.parametrize("family", FAMILIES)
 WINDOW = 32
@@ -89,9 +89,9 @@ def test_quantized_in_the_middle(family: str) -> None:
     cache = theirs.make_prompt_cache(model)
     ours = twins(cache)
     results = []
-    for caches in (cache, ours):
-        first = generate(model, prompt, caches, 10)
-        quantized = [c.to_quantized(64, 8) if c.is_trimmable() else c for c in caches]
+    for layers in (cache, ours):
+        first = generate(model, prompt, layers, 10)
+        quantized = [c.to_quantized(64, 8) if c.is_trimmable() else c for c in layers]
         results.append(first + generate(model, [first[-1].token], quantized, 20))
     assert_same(tokens_of(results[1]), results[0], family)
 
@@ -105,7 +105,7 @@ def unbounded(family: str, prompt_tokens: int, step_size: int) -> list[Step]:
 @pytest.mark.parametrize(("family", "capacity"), pairs(FAMILIES, (None, 16, 256)))
 def test_made_with_a_bound_that_is_never_reached(family: str, capacity: int | None) -> None:
     model, prompt = model_of(family), prompt_of(50)
-    ours = kv.make_kv_cache(model, max_kv_size=4_096, keep=64, capacity=capacity)
+    ours = caches.make_kv_cache(model, max_kv_size=4_096, keep=64, capacity=capacity)
     reference = unbounded(family, 50, 16)
     assert_same(tokens_of(generate(model, prompt, ours, 24, 16)), reference, family)
 
@@ -140,7 +140,7 @@ def test_batch_with_kept_tokens_gives_what_single_runs_give(family: str) -> None
     prompts = [prompt_of(tokens) for tokens in LENGTHS]
 
     def made() -> list[Any]:
-        return kv.make_kv_cache(model, max_kv_size=WINDOW, keep=4)
+        return caches.make_kv_cache(model, max_kv_size=WINDOW, keep=4)
 
     finished = generate_batch(model, prompts, [made() for _ in prompts], TOKENS)
     for prompt, tokens, sequence in zip(prompts, TOKENS, finished, strict=True):
@@ -158,7 +158,7 @@ def test_a_second_turn_continues_from_returned_caches(family: str, keep: int | N
     def made() -> list[Any]:
         if keep is None:
             return twins(theirs.make_prompt_cache(model))
-        return kv.make_kv_cache(model, max_kv_size=WINDOW, keep=keep)
+        return caches.make_kv_cache(model, max_kv_size=WINDOW, keep=keep)
 
     turns = generate_batch(model, first, [made() for _ in first], TOKENS)
     turns = generate_batch(model, second, [turn.cache for turn in turns], TOKENS)
@@ -178,15 +178,15 @@ def test_saved_in_the_middle(family: str, made: str, tmp_path: Path) -> None:
     cache = {
         "growing": lambda: twins(theirs.make_prompt_cache(model)),
         "rotating": lambda: twins(bounded(model, WINDOW, 0)),
-        "kept": lambda: kv.make_kv_cache(model, max_kv_size=WINDOW, keep=4),
-        "quantized": lambda: kv.make_kv_cache(model, max_kv_size=WINDOW, keep=4, kv_bits=8),
+        "kept": lambda: caches.make_kv_cache(model, max_kv_size=WINDOW, keep=4),
+        "quantized": lambda: caches.make_kv_cache(model, max_kv_size=WINDOW, keep=4, kv_bits=8),
     }[made]
     whole, halved = cache(), cache()
     reference = generate(model, prompt, whole, 40)
     first = generate(model, prompt, halved, 20)
     path = str(tmp_path / "cache.safetensors")
-    kv.save_prompt_cache(path, halved, {"model": family})
-    loaded, metadata = kv.load_prompt_cache(path, return_metadata=True)
+    caches.save_prompt_cache(path, halved, {"model": family})
+    loaded, metadata = caches.load_prompt_cache(path, return_metadata=True)
     assert metadata == {"model": family}
     # A run reads its last token too, so the next one to read is the one after it.
     rest = generate(model, [reference[20].token], loaded, 19)
@@ -214,9 +214,9 @@ def test_files_of_either_side_are_read_by_the_other(
         reference = reference_of_files(family, keep)[: before + 20]
         cache = theirs.make_prompt_cache(model) if keep is None else bounded(model, WINDOW, keep)
         first, save, load = (
-            (twins(cache), kv.save_prompt_cache, theirs.load_prompt_cache)
+            (twins(cache), caches.save_prompt_cache, theirs.load_prompt_cache)
             if writer == "ours"
-            else (cache, theirs.save_prompt_cache, kv.load_prompt_cache)
+            else (cache, theirs.save_prompt_cache, caches.load_prompt_cache)
         )
         generate(model, prompt, first, before)
         save(path, first)
@@ -228,13 +228,13 @@ def test_the_comparison_sees_a_dropped_token(monkeypatch: pytest.MonkeyPatch) ->
     """Negative control: keys of the first token zeroed, and the text must change."""
     model, prompt = model_of("llama"), prompt_of(20)
     reference = generate(model, prompt, theirs.make_prompt_cache(model), 40)
-    update = kv.KVCache.update_and_fetch
+    update = caches.KVCache.update_and_fetch
 
     def forgetful(self: Any, keys: mx.array, values: mx.array) -> Any:
         fetched, values = update(self, keys, values)
         return mx.concatenate([mx.zeros_like(fetched[..., :1, :]), fetched[..., 1:, :]], 2), values
 
-    monkeypatch.setattr(kv.KVCache, "update_and_fetch", forgetful)
-    ours = tokens_of(generate(model, prompt, [kv.KVCache() for _ in model.layers], 40))
+    monkeypatch.setattr(caches.KVCache, "update_and_fetch", forgetful)
+    ours = tokens_of(generate(model, prompt, [caches.KVCache() for _ in model.layers], 40))
     with pytest.raises(AssertionError, match="which led by"):
         assert_same(ours, reference, "forgetful")

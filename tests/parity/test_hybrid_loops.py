@@ -17,9 +17,9 @@ from parity_models import (
     prompt_of,
 )
 
+from penstock.caches.prefix_cache import PrefixCache
 from penstock.kv.states import Live, blank
 from penstock.ledger import Kind
-from penstock.prefix.cache import PrefixCache
 from penstock.prefix.checkpoints import Checkpoints
 
 every_family = pytest.mark.parametrize("family", (*RECURRENT_FAMILIES, "llama"))

@@ -208,17 +208,17 @@ def test_no_more_stay_than_may() -> None:
 
 def test_the_states_of_a_step_are_not_copied_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a batch that stays as it is the arrays go on as they are."""
-    from penstock.engine import step
+    from penstock.engine.model import runner
 
     given: list[bool] = []
-    real = step.stacked
+    real = runner.stacked
 
     def counted(lives: Sequence[Live]) -> Any:
         made = real(lives)
         given.append(made is lives[0].states)
         return made
 
-    monkeypatch.setattr(step, "stacked", counted)
+    monkeypatch.setattr(runner, "stacked", counted)
     with engine(model_of("falcon_h1")) as core:
         handles = [ask(core, prompt_of(20, seed=number), 10) for number in range(3)]
         drain(core)

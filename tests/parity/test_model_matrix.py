@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_matrix import BLOCK, Differs, examine, examine_window
-
 import tiny_families
 from combinations import SOAK, pairs
-from penstock.engine.step import Chunk, Runner
+from model_matrix import BLOCK, Differs, examine, examine_window
+
+from penstock.engine.model.runner import Chunk, Runner
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 FAMILIES = tiny_families.families()

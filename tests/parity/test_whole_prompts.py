@@ -10,18 +10,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from asking import ask, drain
-from mlx_lm.generate import generate_step
-
 import tiny_families
+from asking import ask, drain
 from cold_engine import running, settle
 from combinations import SOAK
+from mlx_lm.generate import generate_step
+from tiny_families import plain_greedy, prompt_of
+
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Sampling
-from penstock.engine.sequence import Sequence as Answer
+from penstock.engine.schedule.sequence import Sequence as Answer
 from penstock.ledger import Kind
-from tiny_families import plain_greedy, prompt_of
 
 FAMILY = "phi3small"
 SMALL: dict[str, Any] = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import tiny_families
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models import cache as theirs
@@ -33,11 +34,10 @@ from test_engine import (
     receive,
 )
 
-import tiny_families
-from penstock.engine import tier as tier_module
-from penstock.engine.cold import Cold
 from penstock.engine.core import Core
-from penstock.engine.windows import Windows, resume, windows_of
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload.tier_group import Cold
+from penstock.engine.retention.windows import Windows, resume, windows_of
 from penstock.errors import PenstockError
 from penstock.kv.attention import Sight
 from penstock.kv.segment import Segment

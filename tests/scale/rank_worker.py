@@ -20,20 +20,21 @@ import penstock  # noqa: F401 - before mlx: it loads a fast BLAS on a Linux CPU
 
 import mlx.core as mx  # isort: skip
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+
+import tiny_families
+from small_models import BASE, build
 
 import penstock.engine.core as core_module
-import penstock.engine.passes as passes_module
-import tiny_families
+import penstock.engine.model.executor as passes_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.ranks import Alone, Ranks
+from penstock.engine.ranks.process_group import Alone, Ranks
+from penstock.engine.ranks.watch import Watch
 from penstock.engine.request import Request, Sampling
-from penstock.engine.room import weight_bytes
-from penstock.engine.watch import Watch
+from penstock.engine.schedule.budget import weight_bytes
 from penstock.errors import PenstockError
 from penstock.ledger import Kind
-from small_models import BASE, build
 
 BLOCK = 8
 SETTINGS: dict[str, Any] = {

@@ -17,25 +17,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cold_engine
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from safetensors.numpy import load
-
-import cold_engine
 from cold_engine import BLOCK, SOON, files, said, settle, submit
 from engine_faults import VOCABULARY_TOKENS
-from penstock.engine import restoring as restoring_module
-from penstock.engine import tier as tier_module
-from penstock.engine.core import Core
-from penstock.errors import SettingError
-from penstock.prefix.blocks import checkpoint_key, root_key
-from penstock.prefix.remote import Objects, open_objects
-from penstock.prefix.remote import store as store_module
-from penstock.prefix.ssd import HostArray
-from penstock.prefix.ssd.record import FORMAT, TOKENS, Record, decode, encode, header
-from penstock.prefix.ssd.tier import ColdTier, TierStats
+from numpy.typing import NDArray
 from redis_server import RedisServer, free_port
+from safetensors.numpy import load
+
+from penstock.engine.core import Core
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring as restoring_module
+from penstock.errors import SettingError
+from penstock.prefix.block_hashes import checkpoint_key, root_key
+from penstock.tiers.disk import HostArray
+from penstock.tiers.record import FORMAT, TOKENS, Record, decode, encode, header
+from penstock.tiers.remote import Objects, open_objects
+from penstock.tiers.remote import remote_store as store_module
+from penstock.tiers.worker import ColdTier, TierStats
 
 PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(200))
 """Twelve whole blocks and eight tokens."""
@@ -363,7 +363,7 @@ def test_what_the_store_has_given_up_is_a_miss(store: RedisServer) -> None:
 def test_answers_keep_coming_whatever_happens_to_the_store_in_mid_flight(
     store: RedisServer, act: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.prefix.remote.redis_objects import RedisObjects
+    from penstock.tiers.remote.redis_objects import RedisObjects
 
     monkeypatch.setattr(restoring_module, "ASK_SECONDS", 0.5)
     expected, other = alone(), PROMPT[::-1]
@@ -504,7 +504,7 @@ def test_pieces_are_put_together(store: RedisServer, monkeypatch: pytest.MonkeyP
     """However small the pieces are, of which a header may be many."""
     expected = alone()
     write(store.url)
-    monkeypatch.setattr("penstock.engine.cold.PIECE_BYTES", 1_000)
+    monkeypatch.setattr("penstock.engine.offload.tier_group.PIECE_BYTES", 1_000)
     with running(store.url) as core:
         assert ask(core) == (expected, WHOLE / 200)
         assert store.calls("getrange") > 10 * 12

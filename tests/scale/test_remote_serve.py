@@ -14,10 +14,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from penstock.prefix.ssd.record import FORMAT
-from penstock.recall import dialogue
 from redis_server import RedisServer
+
+from penstock.recall import dialogue
+from penstock.tiers.record import FORMAT
 
 SECRET = "open-sesame"
 SOON = 60.0

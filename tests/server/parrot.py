@@ -14,10 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from small_models import BASE, build
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-from small_models import BASE, build
 
 END, ASK, UNKNOWN = "<|end|>", "<|assistant|>", "<|unknown|>"
 TEMPLATE = (

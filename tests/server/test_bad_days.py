@@ -25,9 +25,9 @@ import anthropic
 import httpx
 import openai
 import pytest
+from engine_faults import Faulty, decodes, fails, runs_out_of_memory
 from servers import Running, lasting_goodbye, serving, wait_until
 
-from engine_faults import Faulty, decodes, fails, runs_out_of_memory
 from penstock.recall import Dialogue
 
 SOON = 20.0

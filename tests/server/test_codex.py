@@ -14,7 +14,7 @@ from coding_agents import CODEX_FIRST, CODEX_SECOND, CODEX_TOOLS, codex
 from parrot import TEMPLATE, parrot
 from servers import Running, serving
 
-from penstock.server.errors import BadRequest
+from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts
 from penstock.server.response_items import sealed
 from penstock.server.response_store import ResponseStore

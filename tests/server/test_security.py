@@ -17,15 +17,15 @@ import anthropic
 import httpx
 import openai
 import pytest
+from engine_faults import Faulty
 from pydantic import ValidationError
 from servers import Running, serving, wait_until
 
-from engine_faults import Faulty
 from penstock.errors import EngineStopped
 from penstock.server.anthropic_forms import CountRequest, MessagesRequest
-from penstock.server.cache import Question
-from penstock.server.errors import problem_of
+from penstock.server.cache_routes import Question
 from penstock.server.forms import ChatRequest, CompletionRequest
+from penstock.server.problems import problem_of
 from penstock.server.responses import ResponsesRequest
 
 KEY = "correct-horse-battery-staple"

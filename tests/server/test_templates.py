@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from parrot import TEMPLATE, parrot
 
-from penstock.server.errors import BadRequest
+from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts
 
 RAISES = "{{ raise_exception('System message must be at the beginning') }}"

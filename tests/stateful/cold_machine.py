@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blocks_on_disk import size_of
 from engine_machine import EngineMachine, picks
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from blocks_on_disk import size_of
-from penstock.engine import tier as tier_module
+from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.request import Request
-from penstock.prefix.ssd import SSDStore
-from penstock.prefix.ssd.record import FORMAT
+from penstock.tiers.disk import SSDStore
+from penstock.tiers.record import FORMAT
 
 SOON = 20.0
 PATIENCE_SECONDS = 0.02

@@ -14,6 +14,17 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import pytest
+from engine_faults import (
+    Alphabet,
+    Broken,
+    Fault,
+    Faulty,
+    computes_no_numbers,
+    fails,
+    fails_late,
+    runs_out_of_memory,
+    spell,
+)
 from engine_reference import (
     ENDS,
     KINDS,
@@ -28,21 +39,10 @@ from engine_reference import (
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine_faults import (
-    Alphabet,
-    Broken,
-    Fault,
-    Faulty,
-    computes_no_numbers,
-    fails,
-    fails_late,
-    runs_out_of_memory,
-    spell,
-)
 from penstock.engine.core import Core
 from penstock.engine.handle import Choice, Handle
 from penstock.engine.request import Finish, Request, Sampling
-from penstock.engine.room import weight_bytes
+from penstock.engine.schedule.budget import weight_bytes
 from penstock.errors import NeverFits, PenstockError, QueueFull, StepFailed
 from penstock.ledger import Kind as Bytes
 

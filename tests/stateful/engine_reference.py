@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from engine_faults import VOCABULARY_TOKENS, model_of, spell
 from hypothesis import strategies as st
 from mlx_lm.models import cache as theirs
-
-from engine_faults import VOCABULARY_TOKENS, model_of, spell
-from penstock import kv
-from penstock.config import EngineSettings
-from penstock.engine.request import Request, Sampling
-from penstock.engine.sampling import Chooser
-from penstock.errors import SettingError
-from penstock.kv.quantisation import Quantisation
 from small_models import BASE
+
+from penstock import caches
+from penstock.config import EngineSettings
+from penstock.engine.model.sampling import Chooser
+from penstock.engine.request import Request, Sampling
+from penstock.errors import SettingError
+from penstock.kv.quantization import Quantisation
 
 MOST_NEW = 14
 """Tokens of the longest answer."""
@@ -87,7 +87,7 @@ class Kind:
         if isinstance(cache, theirs.ArraysCache):
             return cache
         keep = EngineSettings(memory_limit=1, **self.settings).keep_tokens
-        return kv.SinkRotatingKVCache(self.max_kv_size, keep)
+        return caches.SinkRotatingKVCache(self.max_kv_size, keep)
 
     @functools.cached_property
     def pieces(self) -> list[tuple[int, ...]]:

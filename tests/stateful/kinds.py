@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from cache_reference import Visible, Window, columns, sinks
 
-from penstock import kv
+from penstock import caches
 
 WIDTH = GROUP = 32
 
@@ -44,8 +44,8 @@ class Kind:
 
 def rule_of(cache: Any) -> Visible:
     """Return the rule by which a cache of one sequence shows its tokens to a chunk."""
-    rotating = isinstance(cache, kv.RotatingKVCache)
-    return columns if rotating and not isinstance(cache, kv.SinkRotatingKVCache) else sinks
+    rotating = isinstance(cache, caches.RotatingKVCache)
+    return columns if rotating and not isinstance(cache, caches.SinkRotatingKVCache) else sinks
 
 
 def numbers(cache: Any, side: Any) -> mx.array:
@@ -58,18 +58,18 @@ def numbers(cache: Any, side: Any) -> mx.array:
 
 
 def growing(name: str, capacity: int | None = None) -> Kind:
-    single = partial(kv.KVCache, capacity)
-    return Kind(name, single, batch=kv.BatchKVCache, capacity=capacity)
+    single = partial(caches.KVCache, capacity)
+    return Kind(name, single, batch=caches.BatchKVCache, capacity=capacity)
 
 
 def quantized(bits: int) -> Kind:
-    single = partial(kv.QuantizedKVCache, GROUP, bits)
+    single = partial(caches.QuantizedKVCache, GROUP, bits)
     return Kind(f"quantized-{bits}", single, dtypes=(mx.float32,))
 
 
 def ring(name: str, cls: type, max_size: int, keep: int, *more: int) -> Kind:
-    plain = issubclass(cls, kv.RotatingKVCache) and keep == 0
-    batch = partial(kv.BatchRotatingKVCache, max_size) if plain else None
+    plain = issubclass(cls, caches.RotatingKVCache) and keep == 0
+    batch = partial(caches.BatchRotatingKVCache, max_size) if plain else None
     single = partial(cls, max_size, keep, *more)
     dtypes = (mx.float32,) if more else Kind.dtypes
     return Kind(name, single, Window(max_size, keep), batch, left_padded=plain, dtypes=dtypes)
@@ -77,7 +77,7 @@ def ring(name: str, cls: type, max_size: int, keep: int, *more: int) -> Kind:
 
 def shared_ring(max_size: int) -> Kind:
     def single() -> Any:
-        cache = kv.RotatingKVCache(max_size)
+        cache = caches.RotatingKVCache(max_size)
         cache.read_by_others = True
         return cache
 
@@ -85,7 +85,7 @@ def shared_ring(max_size: int) -> Kind:
 
 
 def ring_with_capacity(max_size: int, keep: int, capacity: int) -> Kind:
-    single = partial(kv.SinkRotatingKVCache, max_size, keep, capacity=capacity)
+    single = partial(caches.SinkRotatingKVCache, max_size, keep, capacity=capacity)
     window = Window(max_size, keep)
     return Kind("ring-with-capacity", single, window, left_padded=False, capacity=capacity)
 
@@ -95,13 +95,13 @@ KINDS = [
     growing("growing-with-capacity", 24),
     quantized(8),
     quantized(3),
-    ring("ring", kv.RotatingKVCache, 8, 0),
+    ring("ring", caches.RotatingKVCache, 8, 0),
     shared_ring(8),
-    ring("ring-of-1", kv.RotatingKVCache, 1, 0),
-    ring("ring-keep", kv.RotatingKVCache, 9, 3),
-    ring("ring-keep-all-but-1", kv.RotatingKVCache, 4, 3),
-    ring("sink-ring", kv.SinkRotatingKVCache, 9, 3),
+    ring("ring-of-1", caches.RotatingKVCache, 1, 0),
+    ring("ring-keep", caches.RotatingKVCache, 9, 3),
+    ring("ring-keep-all-but-1", caches.RotatingKVCache, 4, 3),
+    ring("sink-ring", caches.SinkRotatingKVCache, 9, 3),
     ring_with_capacity(30, 4, 6),
-    ring("quantized-ring", kv.QuantizedRotatingKVCache, 8, 0, GROUP, 8),
-    ring("quantized-ring-keep", kv.QuantizedRotatingKVCache, 9, 3, GROUP, 4),
+    ring("quantized-ring", caches.QuantizedRotatingKVCache, 8, 0, GROUP, 8),
+    ring("quantized-ring-keep", caches.QuantizedRotatingKVCache, 9, 3, GROUP, 4),
 ]

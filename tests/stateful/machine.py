@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from kinds import GROUP, WIDTH, Kind, numbers, rule_of
 from mlx.utils import tree_flatten
 
-from penstock import kv
+from penstock import caches
 
 MOST_SINGLES, MOST_BATCHES, MOST_ROWS = 4, 2, 5
 
@@ -242,8 +242,8 @@ class CacheMachine(RuleBasedStateMachine):
         chosen = data.draw(st.sampled_from([*self.singles, *self.batches]))
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "cache.safetensors")
-            kv.save_prompt_cache(path, [chosen.cache])
-            (loaded,) = kv.load_prompt_cache(path)
+            caches.save_prompt_cache(path, [chosen.cache])
+            (loaded,) = caches.load_prompt_cache(path)
         assert type(loaded).__name__ == type(chosen.cache).__name__
         chosen.cache = loaded
         if isinstance(chosen, Single):

@@ -12,8 +12,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_engine_machine import examples
 from test_machines import causes
 
-from penstock.engine.tier import EngineTier, Restore
-from penstock.prefix.ssd import record
+from penstock.engine.offload.engine_tier import EngineTier, Restore
+from penstock.tiers import record
 
 
 def run(kind: Kind, how: settings) -> None:

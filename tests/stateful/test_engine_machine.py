@@ -14,12 +14,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_machines import causes
 
 from penstock.engine.core import Core
-from penstock.engine.needs import Needs
-from penstock.engine.passes import Passes
-from penstock.engine.places import Places
-from penstock.engine.quantise import Quantiser
-from penstock.engine.sealing import Sealing
-from penstock.engine.sequence import Sequence
+from penstock.engine.model.executor import Passes
+from penstock.engine.retention.requantize import Quantiser
+from penstock.engine.schedule.admission import Places
+from penstock.engine.schedule.committing import Sealing
+from penstock.engine.schedule.costs import Needs
+from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import StepFailed
 
 LONG = KINDS[0]

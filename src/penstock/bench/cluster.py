@@ -22,7 +22,7 @@ from penstock.bench.report import Line, Report
 from penstock.bench.trace import Trace, read_trace
 from penstock.errors import SettingError
 from penstock.memory import format_bytes
-from penstock.prefix.routing import POLICIES, WORTH, RoutingPolicy
+from penstock.routing import POLICIES, WORTH, RoutingPolicy
 
 CLAIM = "Replicas whose prompts find them keep what one large engine would find"
 OURS: RoutingPolicy = "prefix+load"

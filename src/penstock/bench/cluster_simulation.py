@@ -16,7 +16,7 @@ from itertools import count, islice
 from penstock.bench.blank import BlankPrefixes
 from penstock.bench.trace import Trace, Visit
 from penstock.prefix import HalfLife, block_keys, root_key
-from penstock.prefix.routing import SHORT_BYTES, WORTH, Prompt, Router, RoutingPolicy, short
+from penstock.routing import SHORT_BYTES, WORTH, Prompt, Router, RoutingPolicy, short
 
 COMMON_SHARE = 0.05
 """A block in so many of a trace's requests is the service's own (a system prompt), and the same

@@ -17,8 +17,8 @@ from penstock.bench.models import BenchModel
 from penstock.bench.report import Line
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.model.runner import Chunk, Runner
 from penstock.engine.request import Event, Request, Token
-from penstock.engine.step import Chunk, Runner
 
 OURS = "penstock"
 RIVAL = "mlx-lm"

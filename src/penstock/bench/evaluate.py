@@ -27,9 +27,9 @@ from penstock.bench.recall import SCALE, Share
 from penstock.bench.report import Line, Report
 from penstock.config import EngineSettings
 from penstock.engine.core import Core
+from penstock.engine.model.runner import Runner
 from penstock.engine.request import Request
 from penstock.engine.settings import checked
-from penstock.engine.step import Runner
 from penstock.errors import SettingError
 from penstock.kv.codecs import Scheme, parse_scheme
 from penstock.kv.reads import Part

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock import kv
+from penstock import caches
 from penstock.bench.report import Line, Report
 from penstock.models.mlx_lm import rival_caches
 
@@ -163,7 +163,7 @@ def measure(shape: Shape) -> Report:
     """Run both, turn by turn, and compare the medians over the rounds."""
     theirs = rival_caches().RotatingKVCache
     makers: dict[str, MakeCache] = {
-        "penstock": lambda: kv.RotatingKVCache(shape.window_tokens),
+        "penstock": lambda: caches.RotatingKVCache(shape.window_tokens),
         RIVAL: lambda: theirs(shape.window_tokens),
     }
     loads = {"decode": 1, "prefill": shape.chunk_tokens}

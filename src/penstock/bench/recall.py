@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock import kv
+from penstock import caches
 from penstock.bench.report import Line, Report
 from penstock.models.mlx_lm import load, render, rival_caches
 from penstock.recall import MODEL_PATH, count_tokens, dialogue
@@ -157,7 +157,7 @@ def makers(model: Any, setting: Setting) -> dict[str, Callable[[], list[Any]]]:
     """Return what makes the caches of either side."""
     theirs = rival_caches().RotatingKVCache
     return {
-        "penstock": lambda: kv.make_kv_cache(model, setting.max_kv_size, setting.keep),
+        "penstock": lambda: caches.make_kv_cache(model, setting.max_kv_size, setting.keep),
         RIVAL: lambda: [theirs(setting.max_kv_size, setting.keep) for _ in model.layers],
     }
 

@@ -13,9 +13,9 @@ import mlx.core as mx
 
 from penstock.bench.engine_runs import size
 from penstock.bench.report import Line, Report
+from penstock.caches.prefix_cache import PrefixCache
 from penstock.models.mlx_lm import rival_caches
 from penstock.models.vllm_mlx import INSTALL_HINT, MemoryAwareCache, is_installed
-from penstock.prefix.cache import PrefixCache
 
 CLAIM = "A prompt goes into a prefix cache in codes, and out of it, at little cost and no peak"
 OURS = "penstock"

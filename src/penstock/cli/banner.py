@@ -12,8 +12,8 @@ from penstock.memory import format_bytes
 if TYPE_CHECKING:
     from penstock.engine.core import Core
     from penstock.engine.engine import Engine
-    from penstock.engine.ranks import Ranks
-    from penstock.prefix.ssd.tier import TierStats
+    from penstock.engine.ranks.process_group import Ranks
+    from penstock.tiers.worker import TierStats
 
 SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
 """Tokens of the sequences that the banner counts."""
@@ -70,7 +70,7 @@ def _remote(remote: TierStats | None, limits: config.EngineSettings) -> list[str
     """Say which store is shared with others, if there is one."""
     if remote is None or limits.remote_cache is None:
         return []
-    from penstock.prefix.remote.objects import shown
+    from penstock.tiers.remote.objects import shown
 
     off = "" if remote.off is None else f"; off: {remote.off}"
     return [f"remote   {shown(limits.remote_cache)}{off}"]

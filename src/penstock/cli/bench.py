@@ -525,7 +525,7 @@ def quantised(
     """
     from penstock.bench.engine_runs import EngineShape
     from penstock.bench.models import Choice
-    from penstock.bench.quantised import Load, measure
+    from penstock.bench.quantized import Load, measure
 
     engine = EngineShape(kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens)
     load = Load(codec, Choice(model), engine=engine, rounds=rounds)

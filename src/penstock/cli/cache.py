@@ -22,10 +22,10 @@ from penstock.errors import CacheFileError, SettingError
 from penstock.memory import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.prefix.ssd.archive import Exported, Imported
-    from penstock.prefix.ssd.folder import Folder, Freed, Progress, Usage
-    from penstock.prefix.ssd.index import Entry
-    from penstock.prefix.ssd.verify import Verdict
+    from penstock.tiers.disk.archive import Exported, Imported
+    from penstock.tiers.disk.folder import Folder, Freed, Progress, Usage
+    from penstock.tiers.disk.index import Entry
+    from penstock.tiers.disk.integrity import Verdict
 
 SHOWN_FAULTS = 20
 REASONS = {
@@ -117,9 +117,9 @@ def verify(
 
     Exits with 1 if something is wrong and was not repaired.
     """
-    from penstock.prefix.ssd.folder import IndexDamaged
-    from penstock.prefix.ssd.verify import make_index
-    from penstock.prefix.ssd.verify import verify as verify_folder
+    from penstock.tiers.disk.folder import IndexDamaged
+    from penstock.tiers.disk.integrity import make_index
+    from penstock.tiers.disk.integrity import verify as verify_folder
 
     damage = None
     try:
@@ -204,7 +204,7 @@ def export_command(
 
     Conversations can be told from it. A block that is damaged is left out.
     """
-    from penstock.prefix.ssd.archive import export_blocks
+    from penstock.tiers.disk.archive import export_blocks
 
     with _opened(ssd_cache_dir) as folder:
         fingerprint = None if model is None else folder.model(model)
@@ -228,7 +228,7 @@ def import_command(
     That a block's numbers are what its model computes cannot be checked: take only what somebody
     made whom you trust. Exits with 1 if something did not come in.
     """
-    from penstock.prefix.ssd.archive import import_blocks
+    from penstock.tiers.disk.archive import import_blocks
 
     limit_bytes = options.folder_limit(ssd_cache_limit)
     source = file.expanduser()
@@ -263,7 +263,7 @@ def _one_line(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Folder]:
-    from penstock.prefix.ssd.folder import Folder
+    from penstock.tiers.disk.folder import Folder
 
     with _one_line(path), Folder(path.expanduser()) as folder:
         yield folder
@@ -328,7 +328,7 @@ def _block(entry: Entry, uses: int) -> dict[str, object]:
 
 def _listing(entries: list[Entry], uses: int) -> Table:
     """Draw blocks, those of a model together."""
-    from penstock.prefix.ssd.folder import SHOWN_CHARACTERS, shown
+    from penstock.tiers.disk.folder import SHOWN_CHARACTERS, shown
 
     table = Table(box=None, pad_edge=False)
     for name in ("model", "key"):
@@ -367,7 +367,7 @@ def _total(usage: Usage) -> dict[str, int]:
 
 
 def _show_usage(usage: Usage) -> None:
-    from penstock.prefix.ssd.folder import shown
+    from penstock.tiers.disk.folder import shown
 
     table = Table(box=None, pad_edge=False)
     table.add_column("model", no_wrap=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from penstock.caches import make_kv_cache
+from penstock.caches.codec import BLOCK_TOKENS
 from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import SettingError
-from penstock.kv import make_kv_cache
 from penstock.kv.codecs import parse_scheme
-from penstock.kv.turboquant import BLOCK_TOKENS
 from penstock.memory import format_bytes, group_size_for, read_model_spec
 from penstock.models.mlx_lm import Loaded, Piece, attach, render, stream
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock import config, memory
-from penstock.engine.step import Runner, Way
+from penstock.engine.model.runner import Runner, Way
 from penstock.errors import ModelError
 from penstock.memory import LayerKind
 from penstock.models import mlx_lm as seam

@@ -15,7 +15,7 @@ from penstock import __version__
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
-    from penstock.engine.ranks import Ranks
+    from penstock.engine.ranks.process_group import Ranks
 
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Set by whoever starts the processes of a group."""
@@ -36,8 +36,8 @@ def joined() -> Iterator[Ranks | None]:
         return
     import mlx.core as mx
 
-    from penstock.engine.ranks import Ranks
-    from penstock.engine.watch import Watch
+    from penstock.engine.ranks.process_group import Ranks
+    from penstock.engine.ranks.watch import Watch
 
     try:
         group = mx.distributed.init()

@@ -219,7 +219,7 @@ def folder_limit(text: str) -> int:
     Raises:
         SettingError: it names none, or fewer than there must be; says how many.
     """
-    from penstock.prefix.ssd.limits import payload_bytes
+    from penstock.tiers.disk.limits import payload_bytes
 
     limit_bytes = size("--ssd-cache-limit", text)
     try:
@@ -284,7 +284,7 @@ def check_remote(url: str | None) -> None:
         SettingError: says what it should be, and repeats nothing of it.
     """
     if url:
-        from penstock.prefix.remote.objects import check_url
+        from penstock.tiers.remote.objects import check_url
 
         check_url(url)
 

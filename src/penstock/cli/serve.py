@@ -26,7 +26,7 @@ from penstock.errors import ModelError, SettingError
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
-    from penstock.engine.ranks import Ranks
+    from penstock.engine.ranks.process_group import Ranks
     from penstock.models.mlx_lm import Loaded
 
 ALONE = (

@@ -40,7 +40,7 @@ def top(
     Ctrl-C ends it. A server that is not there is one line and exit code 2.
     """
     # httpx takes a moment to import, which --help and a wrong flag need not wait for.
-    from penstock.cli.watch import drawn, line, record, snapshots
+    from penstock.cli.snapshots import drawn, line, record, snapshots
 
     console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
     shown = snapshots(url, api_key)

@@ -25,33 +25,33 @@ from weakref import finalize
 
 import mlx.core as mx
 
-from penstock.engine.cold import Cold, open_cold
-from penstock.engine.constraint import Grammars
 from penstock.engine.handle import Handle
-from penstock.engine.machine import bytes_over, give_back, has_own_memory, share_mlx_cache
-from penstock.engine.needs import Needs
-from penstock.engine.pace import Pace
-from penstock.engine.passes import Passes
-from penstock.engine.paths import Paths, Stores
-from penstock.engine.places import Places
-from penstock.engine.quantise import Quantiser
-from penstock.engine.ranks import Alone, Command, Peers
+from penstock.engine.memory_pressure import bytes_over, give_back, has_own_memory, share_mlx_cache
+from penstock.engine.model.constraint import Grammars
+from penstock.engine.model.executor import Passes
+from penstock.engine.model.runner import Runner
+from penstock.engine.model.sampling import Chooser, Rule
+from penstock.engine.model.text import Detokenizer, TextStream
+from penstock.engine.offload.prefill_rate import Pace
+from penstock.engine.offload.restoring import Restoring
+from penstock.engine.offload.tier_group import Cold, open_cold
+from penstock.engine.ranks.process_group import Alone, Command, Peers
 from penstock.engine.reasoning import ReasoningLimit
 from penstock.engine.request import Request
-from penstock.engine.restoring import Restoring
-from penstock.engine.room import Room, set_aside, weight_bytes
-from penstock.engine.sampling import Chooser, Rule
-from penstock.engine.scheduler import PLACED, Scheduler, State
-from penstock.engine.sealing import Sealing
-from penstock.engine.sequence import Sequence
+from penstock.engine.retention.requantize import Quantiser
+from penstock.engine.retention.windows import Reader, Windows, windows_of
+from penstock.engine.schedule.admission import Places
+from penstock.engine.schedule.budget import Room, set_aside, weight_bytes
+from penstock.engine.schedule.committing import Sealing
+from penstock.engine.schedule.costs import Needs
+from penstock.engine.schedule.paths import Paths, Stores
+from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
+from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.settings import checked, fitting, identity
 from penstock.engine.stats import Stats, StepTimes, Tally
-from penstock.engine.step import Runner
-from penstock.engine.text import Detokenizer, TextStream
-from penstock.engine.windows import Reader, Windows, windows_of
 from penstock.errors import EngineStopped, LedgerFull, NeverFits, PenstockError, SettingError
 from penstock.heap import keep_freed_memory
-from penstock.kv.forms import Forms
+from penstock.kv.block_format import Forms
 from penstock.kv.segment import Segment
 from penstock.kv.states import nbytes
 from penstock.ledger import Kind, Ledger

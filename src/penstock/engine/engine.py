@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.ranks import Peers
+from penstock.engine.ranks.process_group import Peers
 from penstock.engine.request import Request
 from penstock.engine.stats import Stats
 from penstock.errors import EngineStopped

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from penstock.engine.model.sampling import Rule
 from penstock.engine.request import Event, Finish, Request, Token
-from penstock.engine.sampling import Rule
 from penstock.errors import EngineStopped
 
 logger = logging.getLogger(__name__)

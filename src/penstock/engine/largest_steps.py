@@ -12,10 +12,10 @@ from math import log2
 import mlx.core as mx
 
 from penstock.config import MAX_BATCH_SIZE, EngineSettings
-from penstock.engine.needs import EVERYTHING
-from penstock.engine.ranks import Peers
-from penstock.engine.sampling import Chooser, choose_all
-from penstock.engine.step import Runner
+from penstock.engine.model.runner import Runner
+from penstock.engine.model.sampling import Chooser, choose_all
+from penstock.engine.ranks.process_group import Peers
+from penstock.engine.schedule.costs import EVERYTHING
 from penstock.errors import StepTooLarge
 from penstock.kv.reads import Row
 from penstock.kv.tails import Tails

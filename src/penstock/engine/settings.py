@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 
 from penstock import config
-from penstock.engine.machine import has_own_memory
-from penstock.engine.ranks import Peers
-from penstock.engine.sequence import WHOLE_CHUNK
-from penstock.engine.step import Runner
+from penstock.engine.memory_pressure import has_own_memory
+from penstock.engine.model.runner import Runner
+from penstock.engine.ranks.process_group import Peers
+from penstock.engine.schedule.sequence import WHOLE_CHUNK
 from penstock.errors import SettingError
-from penstock.kv.quantisation import Quantisation
+from penstock.kv.quantization import Quantisation
 from penstock.memory import parse_bytes
 from penstock.memory.machine import read_machine_memory
 from penstock.models.fingerprint import fingerprint as fingerprint_of

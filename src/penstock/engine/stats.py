@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from penstock.prefix.ssd.tier import TierStats
+from penstock.tiers.worker import TierStats
 
 REMEMBERED_STEPS = 512
 

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import Coded
+from penstock.kv.codecs.coded import Coded
 from penstock.kv.lanes import has_lanes, lane
 
 Held: TypeAlias = "mx.array | Coded"

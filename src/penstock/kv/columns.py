@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import Coded
+from penstock.kv.codecs.coded import Coded
 
 Side: TypeAlias = "mx.array | tuple[mx.array, ...] | Coded"
 TOKEN_AXIS = 2

@@ -19,7 +19,7 @@ import mlx.core as mx
 from penstock.kv import attention
 from penstock.kv import columns as col
 from penstock.kv.attention import MASKED, Held, Partial, Sight
-from penstock.kv.codecs.base import Coded
+from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.columns import Side
 from penstock.kv.lanes import LANES, lane

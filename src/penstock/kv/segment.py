@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
 
 from penstock.kv import columns as col
-from penstock.kv.base import LayerCache
 from penstock.kv.codecs import Codec, Coded, Cut, Scheme
 from penstock.kv.columns import Side
 from penstock.kv.lanes import LANES, lane, settle
@@ -432,85 +431,3 @@ def widened(
 def bytes_per_token(layers: Sequence[Layer]) -> int:
     """Return what one token of these layers takes in a segment."""
     return sum(part.nbytes // part.shape[2] for layer in layers for part in col.arrays(*layer))
-
-
-@dataclass(frozen=True, slots=True)
-class LayerForm:
-    """How to make a layer's cache again: penstock's classes and mlx-lm's of one sequence.
-
-    Both keep (keys, values, offset, settings...) as their state, rings with keep, max_size and
-    the ring column in front of the other settings.
-    """
-
-    kind: type[Any]
-    settings: tuple[Any, ...]
-    max_size: int | None
-    dtypes: tuple[mx.Dtype, ...]
-    """Of the arrays that its keys, and then its values, consist of."""
-    heads: tuple[tuple[int, int], ...]
-    """Heads, and numbers of one of them, in each of those arrays."""
-
-    @staticmethod
-    def parts(keys: Side | None, values: Side | None) -> tuple[Any, Any]:
-        """Return `dtypes` and `heads` of keys and values."""
-        found = col.arrays(keys, values)
-        return tuple(part.dtype for part in found), tuple(part.shape[1::2] for part in found)
-
-    @classmethod
-    def of(cls, cache: Any) -> LayerForm | str:
-        """Return the form of a cache, or why its tokens cannot be cut out of it."""
-        name = type(cache).__name__
-        if not hasattr(cache, "keys_and_values") or hasattr(cache, "start_position"):
-            return f"{name} does not hold its tokens one a column"
-        if not isinstance(cache.offset, int):
-            return f"{name} holds a batch; extract its rows first"
-        max_size = getattr(cache, "max_size", None)
-        parts = cls.parts(cache.keys, cache.values)
-        if cache.empty():
-            return cls(type(cache), tuple(cache.state[3:]), max_size, *parts)
-        if max_size is not None and cache.offset > max_size:
-            return f"the window of {max_size} tokens has turned; its first tokens are gone"
-        if wrong := _miscounted(cache):
-            return wrong
-        if max_size is None:
-            return cls(type(cache), tuple(cache.state[3:]), max_size, *parts)
-        keep, size, _, *rest = cache.state[3:]
-        return cls(type(cache), (keep, size, None, *rest), max_size, *parts)
-
-    def described(self) -> str:
-        """Say what it is, for people."""
-        heads = ", ".join(f"{heads} heads of {width}" for heads, width in dict.fromkeys(self.heads))
-        dtypes = ", ".join(str(dtype) for dtype in dict.fromkeys(self.dtypes))
-        settings = "" if self.max_size is None else f" with a window of {self.max_size}"
-        return f"a {self.kind.__name__}{settings} ({heads}; {dtypes})"
-
-    def revive(self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int) -> Any:
-        """Make a cache that holds copies of these consecutive parts, with `room` columns; what is
-        coded is widened."""
-        settings = self.settings
-        if self.max_size is not None:
-            keep, size, _, *rest = settings
-            settings, room = (keep, size, tokens, *rest), min(room, size)
-        held = (placed(keys, room, self.dtypes[0]), placed(values, room, self.dtypes[-1]))
-        cache = self.kind.from_state((*held, tokens, *settings))
-        if isinstance(cache, LayerCache):
-            cache.allocated(room)
-        return cache
-
-
-def _miscounted(cache: Any) -> str | None:
-    """Say what does not fit between a cache's offset and its arrays; None if all does."""
-    sides = cache.keys, cache.values
-    columns = min(map(col.columns, sides))
-    if not 0 <= cache.offset <= columns:
-        return (
-            f"{type(cache).__name__} says that it holds {cache.offset:,} tokens (its offset), in "
-            f"buffers of {columns:,}; store it with the offset that its updates left"
-        )
-    rows = {part.shape[0] for part in col.arrays(*sides)}
-    if rows != {1}:
-        return (
-            f"{type(cache).__name__} holds {max(rows)} rows; store each sequence by itself, in a "
-            f"cache of one row"
-        )
-    return None

@@ -19,13 +19,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from penstock.caches.codec import TurboQuant
 from penstock.config import SamplingSettings
 from penstock.errors import ModelError
 from penstock.kv.attention import Sight
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
 from penstock.kv.reads import Reads
 from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
-from penstock.kv.turboquant import TurboQuant
 from penstock.open_files import unchanged_limit
 
 with unchanged_limit():

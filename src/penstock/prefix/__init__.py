@@ -7,7 +7,7 @@
 `routing` chooses among replicas by what they hold.
 """
 
-from penstock.prefix.blocks import as_tokens, block_keys, root_key
+from penstock.prefix.block_hashes import as_tokens, block_keys, root_key
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.prefix.policy import HalfLife, Policy, PrefillCost

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
 
-from penstock.prefix.blocks import TokenArray
+from penstock.prefix.block_hashes import TokenArray
 
 
 class Segment(Protocol):

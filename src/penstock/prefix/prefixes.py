@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
-from penstock.prefix.blocks import TokenArray, Tokens, as_tokens, block_keys, root_key
+from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, block_keys, root_key
 from penstock.prefix.explanation import CAUSES, Departures, Explanation, GivenUp, Why
 from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, NodeView, S, upwards
 from penstock.prefix.policy import REMEMBERED_NODES, HalfLife, PrefillCost

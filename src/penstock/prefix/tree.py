@@ -17,7 +17,7 @@ from typing import Generic
 
 import numpy as np
 
-from penstock.prefix.blocks import TokenArray, Tokens, as_tokens, block_keys
+from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, block_keys
 from penstock.prefix.eviction import EvictionQueue
 from penstock.prefix.node import Match, Node, NodeView, S, Segment, upwards, view
 from penstock.prefix.policy import COLD, HalfLife, Policy

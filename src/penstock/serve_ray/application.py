@@ -23,7 +23,7 @@ from ray.serve.config import (
 from ray.serve.schema import ApplicationStatus
 
 from penstock.errors import PenstockError
-from penstock.prefix.routing import WORTH, RoutingPolicy
+from penstock.routing import WORTH, RoutingPolicy
 from penstock.serve_ray.door import Door
 from penstock.serve_ray.replica import Replica, Served
 

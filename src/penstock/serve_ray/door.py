@@ -19,8 +19,8 @@ from penstock.models.mlx_lm import load_tokenizer
 from penstock.prefix import block_keys, root_key
 from penstock.serve_ray.replica import Served
 from penstock.server.app import shows_key
-from penstock.server.errors import ServerError, TooLarge, Unavailable, response_for
 from penstock.server.hints import Hint, hint_of
+from penstock.server.problems import ServerError, TooLarge, Unavailable, response_for
 from penstock.server.prompts import Prompts
 
 logger = logging.getLogger(__name__)

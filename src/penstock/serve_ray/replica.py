@@ -16,7 +16,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import EngineStopped
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load_all
-from penstock.prefix.routing import Summary
+from penstock.routing import Summary
 from penstock.serve_ray.autoscaling import CLAIMED
 from penstock.serve_ray.router import BLOCKS
 from penstock.server.app import create_app

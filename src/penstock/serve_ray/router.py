@@ -8,8 +8,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from penstock.prefix.blocks import KEY_BYTES
-from penstock.prefix.routing import WORTH, Prompt, Router, RoutingPolicy, Summary
+from penstock.prefix.block_hashes import KEY_BYTES
+from penstock.routing import WORTH, Prompt, Router, RoutingPolicy, Summary
 
 BLOCKS = "penstock_blocks"
 """Name of the summary among a replica's routing stats."""

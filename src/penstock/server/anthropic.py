@@ -34,8 +34,8 @@ from penstock.server.anthropic_forms import (
     tools_of,
 )
 from penstock.server.calls import call_grammar, left_out_headers
-from penstock.server.errors import BadRequest, dumps
 from penstock.server.forms import grammar_for
+from penstock.server.problems import BadRequest, dumps
 from penstock.server.prompts import check_text
 from penstock.server.service import Answering, Service, until_gone
 from penstock.server.sse import EVENT, Stream, data

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.errors import BadRequest
 from penstock.server.forms import MOST_STOP_CHARACTERS, MOST_STOPS, Each, Form, Name
+from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts, last_user, left_out
 
 BETWEEN_BLOCKS = "\n\n"

@@ -37,7 +37,7 @@ from penstock.config import LOOPBACK_HOSTS, ServerSettings
 from penstock.errors import PenstockError
 from penstock.server import (
     anthropic,
-    cache,
+    cache_routes,
     live,
     metrics,
     openai,
@@ -46,7 +46,7 @@ from penstock.server import (
     sessions,
 )
 from penstock.server.connections import Connections
-from penstock.server.errors import (
+from penstock.server.problems import (
     BadRequest,
     ServerError,
     TooLarge,
@@ -102,7 +102,7 @@ def create_app(service: Service) -> FastAPI:
     for error in (HTTPException, RequestValidationError, PenstockError):
         app.add_exception_handler(error, _respond)
     app.include_router(_health(service))
-    for module in (openai, responses, anthropic, cache, sessions, metrics, live):
+    for module in (openai, responses, anthropic, cache_routes, sessions, metrics, live):
         app.include_router(module.router(service))
     reference.add_reference(app)
     _guard(app, service.settings)

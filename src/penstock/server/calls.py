@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.server.errors import BadRequest
+from penstock.server.problems import BadRequest
 
 _PROBE = {"name": "probe", "arguments": {"n": 1}}
 

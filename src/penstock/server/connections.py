@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock import open_files
 from penstock.config import ServerSettings
-from penstock.server.errors import ServerError, response_for
+from penstock.server.problems import ServerError, response_for
 
 logger = logging.getLogger(__name__)
 

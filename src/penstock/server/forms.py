@@ -21,10 +21,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.config import TEMP
-from penstock.engine.constraint import json_schema_grammar
+from penstock.engine.model.constraint import json_schema_grammar
 from penstock.engine.request import Request, Sampling
 from penstock.errors import SettingError
-from penstock.server.errors import BadRequest
+from penstock.server.problems import BadRequest
 from penstock.server.prompts import check_text
 from penstock.server.service import Service
 

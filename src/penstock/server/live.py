@@ -31,8 +31,8 @@ from penstock.engine.core import Core
 from penstock.engine.stats import Stats
 from penstock.errors import EngineStopped
 from penstock.prefix.node import NodeView
-from penstock.server.cache import CacheStats, Tree, tree_of
-from penstock.server.errors import NotFound, Unavailable
+from penstock.server.cache_routes import CacheStats, Tree, tree_of
+from penstock.server.problems import NotFound, Unavailable
 from penstock.server.service import Service
 from penstock.server.sse import Stream, data
 

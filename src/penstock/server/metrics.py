@@ -16,9 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 from penstock.engine.core import Core
 from penstock.engine.stats import Stats, StepTimes
 from penstock.errors import EngineStopped
-from penstock.prefix.ssd.tier import TierStats
 from penstock.server.response_store import ResponseStore
 from penstock.server.service import Recent, Service
+from penstock.tiers.worker import TierStats
 
 FIRST_TOKEN_SECONDS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,

@@ -19,13 +19,13 @@ from penstock.engine.handle import Choice
 from penstock.engine.request import Event, Finish, Token, Usage
 from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.calls import demanded, offered
-from penstock.server.errors import BadRequest, NotFound, ServerError, dumps
 from penstock.server.forms import (
     ChatRequest,
     CompletionRequest,
     grammar_of,
 )
 from penstock.server.logprobs import Logprobs
+from penstock.server.problems import BadRequest, NotFound, ServerError, dumps
 from penstock.server.prompts import client_arguments
 from penstock.server.service import Answering, Service, until_gone
 from penstock.server.sse import EVENT, Stream, data

@@ -8,7 +8,7 @@ from functools import cached_property
 from threading import Lock
 from typing import Any, TypeAlias
 
-from penstock.server.errors import BadRequest
+from penstock.server.problems import BadRequest
 from penstock.server.templates import TemplateTraits
 
 Message: TypeAlias = Mapping[str, Any]

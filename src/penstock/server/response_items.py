@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.server.errors import BadRequest
+from penstock.server.problems import BadRequest
 from penstock.server.prompts import flatten, last_user
 from penstock.server.response_tools import LOCAL_SHELL, flat_name
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
-from penstock.server.errors import BadRequest, dumps
+from penstock.server.problems import BadRequest, dumps
 
 Item = dict[str, Any]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from penstock.server.answers import ToolCall
-from penstock.server.errors import BadRequest
+from penstock.server.problems import BadRequest
 
 Kind: TypeAlias = Literal["function", "custom", "local_shell"]
 

@@ -25,10 +25,10 @@ from starlette.responses import Response
 from penstock.engine.request import Finish, Token
 from penstock.server.answers import Delta, Reader, ToolCall
 from penstock.server.calls import demanded, left_out_headers, offered
-from penstock.server.errors import BadRequest
 from penstock.server.forms import Each, Form, Metadata, Name, Sampled, grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import ERRORS, STREAMED, Json
+from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts
 from penstock.server.response_items import Conversation, items_of, resolved, sealed
 from penstock.server.response_store import ResponseStore

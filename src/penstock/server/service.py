@@ -36,7 +36,7 @@ from penstock.engine.request import Event, Finish, Request, Token, Usage
 from penstock.errors import EngineStopped, PenstockError
 from penstock.prefix.explanation import Explanation
 from penstock.server.answers import total_usage
-from penstock.server.errors import (
+from penstock.server.problems import (
     BadRequest,
     ClientGone,
     ServerError,

@@ -11,10 +11,10 @@ from fastapi import APIRouter
 from fastapi import Path as PathField
 from pydantic import BaseModel
 
-from penstock.engine.sessions import Session, load_session, save_session
-from penstock.server.cache import Question, tokens_of
-from penstock.server.errors import BadRequest, NotFound
+from penstock.engine.session_files import Session, load_session, save_session
+from penstock.server.cache_routes import Question, tokens_of
 from penstock.server.openai import ERRORS
+from penstock.server.problems import BadRequest, NotFound
 from penstock.server.service import Service
 
 SUFFIX = ".tar"

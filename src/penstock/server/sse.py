@@ -13,7 +13,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.server.errors import body_for, dumps, problem_of
+from penstock.server.problems import body_for, dumps, problem_of
 from penstock.server.service import Answering, Service
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import Codec, Coded, dequantized, multiply, quantized
+from penstock.kv.codecs.coded import Codec, Coded, dequantized, multiply, quantized
 
 SPAN = 64
 

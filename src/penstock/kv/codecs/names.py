@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from penstock.kv.codecs import affine, turbo
 from penstock.kv.codecs.affine import Affine
-from penstock.kv.codecs.base import Codec, Scales
+from penstock.kv.codecs.coded import Codec, Scales
 from penstock.kv.codecs.kivi import Kivi
 from penstock.kv.codecs.turbo import Turbo, TurboBook
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from penstock.kv.codecs.base import Codec, Scales
+from penstock.kv.codecs.coded import Codec, Scales
 
 FROM = 2
 """The least exponent that a channel is scaled by: keys that are 8 times as large, beside queries

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.base import (
+from penstock.kv.codecs.coded import (
     GROUP_SIZES,
     Coded,
     dequantized,

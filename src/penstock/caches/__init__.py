@@ -1,0 +1,34 @@
+"""Key/value caches with a bound, pre-allocated, for mlx-lm's models. Useful without the rest."""
+
+from penstock.caches.codec import BatchTurboQuantKVCache, TurboQuantKVCache
+from penstock.caches.factory import make_kv_cache
+from penstock.caches.files import load_prompt_cache, save_prompt_cache
+from penstock.caches.growing import BatchKVCache, KVCache
+from penstock.caches.pool import KVCacheManager
+from penstock.caches.quantized import (
+    BatchQuantizedKVCache,
+    BatchQuantizedRotatingKVCache,
+    QuantizedKVCache,
+    QuantizedRotatingKVCache,
+)
+from penstock.caches.rotating import BatchRotatingKVCache, RotatingKVCache
+from penstock.caches.sinks import BatchSinkRotatingKVCache, SinkRotatingKVCache
+
+__all__ = [
+    "BatchKVCache",
+    "BatchQuantizedKVCache",
+    "BatchQuantizedRotatingKVCache",
+    "BatchRotatingKVCache",
+    "BatchSinkRotatingKVCache",
+    "BatchTurboQuantKVCache",
+    "KVCache",
+    "KVCacheManager",
+    "QuantizedKVCache",
+    "QuantizedRotatingKVCache",
+    "RotatingKVCache",
+    "SinkRotatingKVCache",
+    "TurboQuantKVCache",
+    "load_prompt_cache",
+    "make_kv_cache",
+    "save_prompt_cache",
+]

@@ -1,0 +1,201 @@
+"""The one place where a model's caches are made, and where the bound is put on all of them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.caches.base import LayerCache
+from penstock.caches.codec import BLOCK_TOKENS, TurboQuantKVCache
+from penstock.caches.quantized import QuantizedRotatingKVCache
+from penstock.caches.rotating import Ring, RotatingKVCache
+from penstock.caches.sinks import SinkRotatingKVCache
+from penstock.config import KEEP, MAX_KV_SIZE, MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
+from penstock.errors import SettingError
+from penstock.kv.checks import positive, whole
+from penstock.kv.quantization import Quantisation
+
+
+def make_kv_cache(
+    model: Any,
+    max_kv_size: int = MAX_KV_SIZE,
+    keep: int | None = None,
+    kv_bits: int | None = None,
+    capacity: int | Literal["window"] | None = None,
+    *,
+    kv_group_size: int = 64,
+    kv_cache_quantization: str | None = None,
+    kv_cache_min_quantize_tokens: int = MIN_QUANTIZE_TOKENS,
+    kv_cache_raw_first_tokens: int = RAW_FIRST_TOKENS,
+) -> list[Any]:
+    """Make the caches of a model, one a layer, none of which ever holds more than `max_kv_size`.
+
+    Args:
+        model: A model of mlx-lm: its `make_cache()` is asked what each layer needs, or without
+            one each of `layers` is taken for full attention.
+        max_kv_size: The bound in tokens. Full-attention layers become windows of this size;
+            sliding-window layers keep their own window if it is smaller; the chunks of chunked
+            layers (Llama 4) get no larger; recurrent layers, which do not grow, stay.
+        keep: The first tokens that a full-attention layer never drops, fewer than `max_kv_size`.
+            None is 4,096, or half of a window that has no room for them.
+        kv_bits: Quantise keys and values to 2, 3, 4, 5, 6 or 8 bits; None leaves them.
+        capacity: Columns that the first write allocates. A number: tokens the request can use,
+            prompt and answer. None, the default, starts with 256 and grows by a quarter at a
+            time: a short request takes little, a long one copies. "window" allocates the whole
+            window of each layer at once: nothing
+            ever grows, and a short request takes as much as a long one.
+        kv_group_size: Neighbours that share a scale when quantised: 32, 64 or 128.
+        kv_cache_quantization: The codec of full-attention layers, as `turbo4`: they become
+            `TurboQuantKVCache`s. Sliding layers stay in full precision.
+        kv_cache_min_quantize_tokens: A sequence of fewer tokens stays in full precision; a longer
+            one is encoded whole.
+        kv_cache_raw_first_tokens: First tokens that a codec leaves in full precision.
+
+    Raises:
+        TypeError, ValueError: a size that is no integer, or out of range.
+        SettingError: `keep` leaves no room in the window; a layer's cache is of a kind that cannot
+            be bounded; there is no such codec, or it cannot be used here.
+    """
+    rule = Quantisation.of(
+        kv_cache_quantization,
+        block_size=BLOCK_TOKENS,
+        first_tokens=kv_cache_raw_first_tokens,
+        least_tokens=kv_cache_min_quantize_tokens,
+    )
+    if rule is None:  # raw is none
+        kv_cache_quantization = None
+    if kv_cache_quantization is not None and kv_bits is not None:
+        raise SettingError("kv_bits and kv_cache_quantization are two ways; name one of them")
+    size = positive("max_kv_size", max_kv_size)
+    bound = Bound(
+        size,
+        _kept(keep, size),
+        kv_bits,
+        kv_group_size,
+        _room(capacity),
+        _reads_other_layers(model),
+        kv_cache_quantization,
+        kv_cache_min_quantize_tokens,
+        kv_cache_raw_first_tokens,
+    )
+    if kv_cache_quantization is not None and bound.shared:
+        raise SettingError(
+            "kv_cache_quantization: layers of this model read other layers' keys and values, "
+            "which a codec would change under them; use kv_bits"
+        )
+    if hasattr(model, "make_cache"):
+        return [bound.on(cache) for cache in model.make_cache()]
+    return [bound.full() for _ in model.layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What all layers of a model have in common, and the cache of each kind of layer under it."""
+
+    size: int
+    keep: int
+    bits: int | None
+    group_size: int
+    room: int | None
+    """Columns of the first write; None is the whole window."""
+    shared: bool
+    codec: str | None
+    least_tokens: int
+    raw_tokens: int
+
+    def on(self, cache: Any) -> Any:
+        """Return the bounded cache that takes the place of one that the model made."""
+        if hasattr(cache, "caches"):  # CacheList
+            return type(cache)(*(self.on(part) for part in cache.caches))
+        if hasattr(cache, "cache"):  # ArraysCache: recurrent
+            return cache
+        if hasattr(cache, "chunk_size"):  # ChunkedKVCache
+            cache.chunk_size = min(cache.chunk_size, self.size)
+            return cache
+        if not hasattr(cache, "update_and_fetch"):
+            raise SettingError(
+                f"this model's {type(cache).__module__}.{type(cache).__name__} cannot be bounded; "
+                f"use the model's own make_cache()"
+            )
+        if hasattr(cache, "max_size"):
+            return self.sliding(cache.max_size, cache.keep)
+        return self.full()
+
+    def full(self) -> Ring | TurboQuantKVCache:
+        """Return the cache of a full-attention layer."""
+        if self.codec is not None:
+            return TurboQuantKVCache(
+                self.codec,
+                min_quantize_tokens=self.least_tokens,
+                raw_first_tokens=self.raw_tokens,
+                max_size=self.size,
+                keep=self.keep,
+                capacity=self.size if self.room is None else self.room,
+            )
+        if self.bits is not None:
+            return self._quantized(self.size, self.keep)
+        if self.keep:
+            return self._of(SinkRotatingKVCache(self.size, self.keep, self.room))
+        return self._of(RotatingKVCache(self.size, capacity=self.room))
+
+    def sliding(self, window: int, keep: int) -> Ring:
+        """Return the cache of a layer that sees `window` tokens, and the first `keep` of all."""
+        if self.bits is not None:
+            return self._quantized(min(window, self.size), keep)
+        if window <= self.size:
+            return self._of(RotatingKVCache(window, keep, self.room))
+        # The model goes on asking for masks of its own, wider window.
+        return self._of(SinkRotatingKVCache(self.size, _clipped(keep, self.size), self.room))
+
+    def _quantized(self, size: int, keep: int) -> Ring:
+        assert self.bits is not None
+        return self._of(
+            QuantizedRotatingKVCache(
+                size, _clipped(keep, size), self.group_size, self.bits, self.room
+            )
+        )
+
+    def _of(self, cache: Ring) -> Ring:
+        cache.read_by_others = self.shared
+        return cache
+
+
+def _kept(keep: int | None, size: int) -> int:
+    """Return the first tokens of a window of `size` that are never dropped."""
+    if keep is None:
+        return _clipped(KEEP, size)
+    if whole("keep", keep, 0) >= size:
+        raise SettingError(
+            f"keep {keep} leaves no room in a window of max_kv_size {size} tokens; "
+            f"lower the first or raise the second"
+        )
+    return keep
+
+
+def _room(capacity: int | str | None) -> int | None:
+    """Return the columns of the first write; None is the whole window."""
+    if capacity == "window":
+        return None
+    if isinstance(capacity, str):
+        raise SettingError(f"capacity must be a number of tokens or 'window', not {capacity!r}")
+    return LayerCache.step if capacity is None else positive("capacity", capacity)
+
+
+def _clipped(keep: int, size: int) -> int:
+    """Return `keep`, or half of a window that has no room for it."""
+    return keep if keep < size else size // 2
+
+
+def _reads_other_layers(model: Any) -> bool:
+    """Tell whether some layers read another one's cache after its update: `keys_and_values()`.
+
+    Nothing in a model or its config says so for all of them, the model's code does.
+    """
+    files = {type(module).__module__ for _, module in model.named_modules()}
+    return any(
+        "keys_and_values()" in inspect.getsource(sys.modules[name])
+        for name in files
+        if name.startswith("mlx_lm.models.") and name != "mlx_lm.models.cache"
+    )

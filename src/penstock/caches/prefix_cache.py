@@ -1,0 +1,585 @@
+"""`PrefixCache`: what one prompt has computed, for the next that begins alike.
+
+For anybody's mlx-lm loop: `fetch` before, `store` after. Each token's KV is held once, in a tree
+of runs of whole blocks, inside a limit that is never passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.caches.codec import TurboQuantKVCache
+from penstock.caches.growing import KVCache
+from penstock.caches.layer_form import LayerForm
+from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
+from penstock.errors import SettingError
+from penstock.kv import columns as col
+from penstock.kv.block_format import Form
+from penstock.kv.checks import positive
+from penstock.kv.quantization import Quantisation, piece_bytes
+from penstock.kv.segment import Layer, Segment, bytes_per_token
+from penstock.kv.states import Live, Place, States, arrays, copied, put_together, taken_apart
+from penstock.kv.states import nbytes as nbytes_of
+from penstock.kv.tails import LayerShape
+from penstock.ledger import Kind, Ledger, Reservation
+from penstock.memory import parse_bytes
+from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens
+from penstock.prefix.checkpoints import Checkpoints, resume
+from penstock.prefix.explanation import Explanation
+from penstock.prefix.node import Match
+from penstock.prefix.prefixes import Prefixes
+from penstock.prefix.tree import Pin
+
+PREFILL_TOKENS = 2_048
+"""That `prefill` reads at a time, as mlx-lm does."""
+ROOM_TOKENS = 256
+"""Columns that a fetched cache has beyond its tokens, unless told how many it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What `store` did."""
+
+    new_tokens: int
+    """Tokens that were not there before."""
+    held_tokens: int
+    """Tokens of the prompt that are there now, whole blocks."""
+    refused: str | None = None
+    """Why nothing was stored, if it was not; the caches are untouched either way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive tokens that become one node."""
+
+    start: int
+    stop: int
+    nbytes: int
+    """Of their KV, as it will be held."""
+    meanwhile: int = 0
+    """Bytes that are taken besides while they are encoded."""
+    rule: Quantisation | None = None
+    """None: they are held as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a model's caches are made again."""
+
+    forms: list[LayerForm]
+    """Of those with keys and values."""
+    states: list[type[Any]]
+    """Of those with a state of a recurrent layer."""
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a layer's cache holds."""
+
+    form: LayerForm
+    sample: Layer
+    """Keys and values of some columns."""
+    tokens: int
+    cut: Callable[[int, int], Layer]
+    """Returns columns start..stop-1: views, or copies of what is coded already; raises
+    SettingError if a codec cannot hold what is not coded yet."""
+    coded: bool = False
+    viewed: int = 0
+    """Of coded tokens: first ones that are cut as views; others that stay raw are joined."""
+    encoded: bool = False
+    """Whether some are encoded already, so that all behind the first ones are cut so."""
+
+    def takes_the_place_of(self, form: LayerForm) -> bool:
+        """Tell whether it holds, in codes, what a growing cache of this form would."""
+        alike = form.dtypes == self.form.dtypes and form.heads == self.form.heads
+        return self.coded and form.max_size is None and alike
+
+
+def _limit_bytes(limit: object) -> int:
+    """Return a limit in bytes; raise SettingError unless it is a number of them, or a text."""
+    if isinstance(limit, str):
+        return parse_bytes(limit)
+    try:
+        return positive("memory_limit", limit)
+    except (TypeError, ValueError):
+        raise SettingError(
+            f"memory_limit must be a whole number of bytes of at least 1, or a text like '2GB', "
+            f"not {limit!r}"
+        ) from None
+
+
+def _difference(held: _Shape, given: _Shape) -> str:
+    """Say where the caches of one prompt differ from those of the prompts that are held."""
+    what = "the caches are of other classes, sizes or types than those held"
+    if len(held.forms) != len(given.forms):
+        return f"{what}: {len(given.forms)} layers with keys and values, not {len(held.forms)}"
+    for number, (old, new) in enumerate(zip(held.forms, given.forms, strict=True)):
+        if old != new:
+            return f"{what}: layer {number} is {new.described()}, not {old.described()}"
+    return what
+
+
+class PrefixCache:
+    """KV of prompts by their whole-block prefixes, for mlx-lm loops.
+
+    A prompt finds the longest prefix it shares with anything stored: an equal, a shorter, a
+    longer or a partly common one. What `fetch` returns is a copy, free to be written to. Not
+    thread-safe: one owner, the thread that runs the model.
+
+    Args:
+        memory_limit: bytes, or a text like "2GB", for all that is held: KV, the index, and
+            what is copied while the tree is cut.
+        block_size: tokens of a block, the unit of identity; the unfinished last one is not kept.
+        fingerprint: what must be equal for KV to be reusable, besides the tokens: say, the
+            model's path and adapter. Part of every key.
+        clock: seconds, for recency.
+        kv_cache_quantization: the codec that KV is held in, as `turbo4` or `k8v4`; None holds it
+            as it is.
+        kv_cache_min_quantize_tokens: prompts of fewer tokens stay as they are; longer ones are
+            encoded whole.
+        kv_cache_raw_first_tokens: first tokens of every prompt, up to whole blocks, that stay as
+            they are all the same.
+        kv_cache_skip_layers: numbers of layers that do.
+
+    Raises:
+        SettingError: `memory_limit` is no size; there is no such codec, or it does not fit blocks
+            of this size.
+
+    >>> cache = PrefixCache("1GB", block_size=64)
+    >>> cache.fetch(range(200))[0] is None
+    True
+    """
+
+    def __init__(
+        self,
+        memory_limit: int | str,
+        *,
+        block_size: int = 256,
+        fingerprint: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        kv_cache_quantization: str | None = None,
+        kv_cache_min_quantize_tokens: int = MIN_QUANTIZE_TOKENS,
+        kv_cache_raw_first_tokens: int = RAW_FIRST_TOKENS,
+        kv_cache_skip_layers: Sequence[int] = (),
+    ) -> None:
+        self._rule = Quantisation.of(
+            kv_cache_quantization,
+            block_size=block_size,
+            first_tokens=kv_cache_raw_first_tokens,
+            least_tokens=kv_cache_min_quantize_tokens,
+            skip_layers=kv_cache_skip_layers,
+        )
+        memory_limit = _limit_bytes(memory_limit)
+        self.prefixes: Prefixes[Segment] = Prefixes(
+            Ledger(memory_limit), block_size=block_size, fingerprint=fingerprint, clock=clock
+        )
+        self.ledger = self.prefixes.ledger
+        self.policy = self.prefixes.policy
+        self.tree = self.prefixes.tree
+        self.counts = self.prefixes.counts
+        self.fingerprint = fingerprint
+        self._shapes: dict[str, _Shape] = {}  # by salt
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, the index included."""
+        return self.ledger.used_bytes
+
+    def fetch(
+        self,
+        tokens: Tokens,
+        *,
+        salt: str = "",
+        capacity: int | None = None,
+        dequantize: bool = True,
+    ) -> tuple[list[Any] | None, list[int]]:
+        """Return caches that hold a prefix of `tokens`, and the tokens still to be read.
+
+        At least one token is left to be read. The caches are of the classes that were stored
+        (a `KVCache` for a `TurboQuantKVCache`), with buffers for `capacity` tokens (prompt and
+        answer), and the caller's own; what is held in a codec is widened. Without a match the
+        first is None and all tokens are left.
+
+        Args:
+            tokens: the prompt.
+            salt: the tenant's: prompts stored under another one are not found.
+            capacity: tokens that the request can use; 256 more than the prefix by default.
+            dequantize: False returns the codes as they are, in a `TurboQuantKVCache` for each
+                layer that is held in a codec and without a window.
+
+        Raises:
+            SettingError: `dequantize` is False, and nothing is held in a codec, or in one that is
+                widened whenever it is read.
+        """
+        if not dequantize:
+            if self._rule is None:
+                raise SettingError(
+                    "dequantize=False: nothing is held in codes; name a kv_cache_quantization"
+                )
+            self._rule.check_in_place()
+        values = as_tokens(tokens)
+        keys = self.prefixes.keys(values[:-1], salt)
+        match = self.prefixes.match(keys)
+        self.counts.fetches += 1
+        self.counts.asked_tokens += len(values)
+        states: States = ()
+        if match.tokens and self._shapes[salt].states:
+            at, live = resume(match.path, match.tokens)
+            states = () if live is None else live.states
+            match = self.prefixes.match(keys[: at // self.tree.block_size])
+        if match.tokens == 0:
+            return None, values.tolist()
+        with self.prefixes.pin(match):
+            caches = self._revive(match, states, salt, capacity, dequantize=dequantize)
+        self.counts.hits += 1
+        self.counts.fetched_tokens += match.tokens
+        return caches, values[match.tokens :].tolist()
+
+    def store(self, tokens: Tokens, caches: Sequence[Any], *, salt: str = "") -> Stored:
+        """Keep the KV of the whole blocks of `tokens`, as far as `caches` hold them.
+
+        What is held already is not copied again, nor encoded. Nodes worth least give way; a
+        prompt that cannot fit is refused, and nothing else suffers. The caches are only read, and
+        nothing of them is kept: who drops them has what is held here alone.
+
+        States of recurrent layers are true behind the last token that was read alone. They are
+        kept if that is a multiple of the block size, and a later prompt goes on from there; so
+        store where `prefill` does.
+
+        Args:
+            tokens: what the caches have read, from the first token on.
+            caches: one a layer, penstock's or mlx-lm's, of one sequence.
+            salt: the tenant's.
+
+        Raises:
+            SettingError: the codec cannot hold heads of this size, or a layer to be skipped does
+                not exist.
+        """
+        sources, forms = [], []
+        kept, states, places = taken_apart(caches)
+        shape = self._shapes.get(salt)
+        known = [] if shape is None else shape.forms
+        for index, cache in enumerate(kept):
+            source = self._source(index, cache)
+            if isinstance(source, str):
+                return self._refuse(f"layer {index}{source}")
+            sources.append(source)
+            same = len(known) == len(kept) and source.takes_the_place_of(known[index])
+            forms.append(known[index] if same else source.form)
+        if not all(arrays([cache.cache]) for cache in states):
+            return self._refuse("a recurrent layer's cache is empty")
+        if any(array.shape[0] != 1 for array in arrays(cache.cache for cache in states)):
+            return self._refuse("a recurrent layer's cache holds a batch; extract its rows first")
+        shape = _Shape(forms, [type(cache) for cache in states], places)
+        if (held_shape := self._shapes.setdefault(salt, shape)) != shape:
+            return self._refuse(_difference(held_shape, shape))
+        values = as_tokens(tokens)
+        held = min((source.tokens for source in sources), default=len(values))
+        found = tuple(tuple(cache.cache) for cache in states)
+        return self._insert(values[:held], sources, salt, found if held <= len(values) else ())
+
+    def prefill(
+        self,
+        model: Any,
+        tokens: Tokens,
+        make_caches: Callable[[], list[Any]],
+        *,
+        salt: str = "",
+        step_size: int = PREFILL_TOKENS,
+        dequantize: bool = True,
+    ) -> tuple[list[Any], list[int]]:
+        """Fetch what is known of a prompt, read the rest up to its last whole block, and store it.
+
+        With recurrent layers this is where a later prompt can go on: their states are kept behind
+        the last whole block, and behind every `step_size` tokens of what is read.
+
+        Args:
+            model: is called with tokens (1, n) and `cache=`.
+            tokens: the prompt.
+            make_caches: returns empty caches, one a layer.
+            salt: the tenant's.
+            step_size: tokens that are read at a time; whole blocks of them.
+            dequantize: of what is fetched, see `fetch`; False where `make_caches` returns
+                `TurboQuantKVCache`s, so that later turns hold codes as the first one does.
+
+        Returns:
+            The caches, and the tokens that they have not read: at least one.
+
+        Raises:
+            SettingError: as `fetch` and `store`.
+        """
+        values = as_tokens(tokens)
+        caches, rest = self.fetch(values, salt=salt, dequantize=dequantize)
+        if caches is None:
+            caches = make_caches()
+        size = self.tree.block_size
+        at, end = len(values) - len(rest), (len(values) - 1) // size * size
+        step = max(1, step_size // size) * size
+        while at < end:
+            stop = min(at + step, end)
+            model(mx.array(values[None, at:stop]), cache=caches)
+            kept, states, _ = taken_apart(caches)
+            held = [arrays(cache.cache for cache in states)]
+            mx.eval([cache.state for cache in kept], held)
+            self.store(values[:stop], caches, salt=salt)
+            at = stop
+        return caches, values[at:].tolist()
+
+    def explain(self, tokens: Tokens, *, salt: str = "") -> Explanation:
+        """Say how far `tokens` would match now, what stands in the way of more, and what to do."""
+        found = self.prefixes.explain(tokens, salt)
+        shape = self._shapes.get(salt)
+        if shape is None or not shape.states:
+            return found
+        match = self.prefixes.find(as_tokens(tokens)[:-1], salt)
+        return replace(found, resume_tokens=resume(match.path, match.tokens)[0])
+
+    def clear(self) -> None:
+        """Give up everything that nobody is reading."""
+        self.prefixes.clear()
+
+    def check(self) -> None:
+        """Recount everything from the arrays, and raise AssertionError if it differs."""
+        self.prefixes.check()
+        self.ledger.check(self.prefixes.recount())
+
+    # ---- what mlx_lm.server calls
+
+    def fetch_nearest_cache(
+        self, model: Hashable, tokens: list[int]
+    ) -> tuple[list[Any] | None, list[int]]:
+        """`fetch`, for mlx-lm's server, whose key for a model keeps models apart."""
+        return self.fetch(tokens, salt=repr(model))
+
+    def insert_cache(
+        self,
+        model: Hashable,
+        tokens: list[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+    ) -> None:
+        """`store`, for mlx-lm's server. What is worth keeping is judged by use, not by type."""
+        self.store(tokens, prompt_cache, salt=repr(model))
+
+    def __len__(self) -> int:
+        """Return how many runs are held."""
+        return len(self.tree)
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Give up what is worth least until at most so many runs, or bytes, are held."""
+        if n_bytes is not None:
+            self.prefixes.shrink(self.nbytes - max(0, n_bytes), "limit")
+        if n_sequences is not None:
+            while len(self) > max(0, n_sequences) and self.prefixes.shrink(1, "limit"):
+                pass
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Return the two counts that mlx-lm's server logs."""
+        return {"prefixes": {"n_sequences": len(self), "n_bytes": self.nbytes}}
+
+    # ---- parts
+
+    def _source(self, number: int, cache: Any) -> _Source | str:
+        """Return what a layer's cache holds, or why it cannot be stored."""
+        rule = self._rule
+        if isinstance(cache, TurboQuantKVCache):
+            if cache.max_size is not None:
+                return ": TurboQuantKVCache with a window drops what is to be held"
+            held = None if rule is None else (rule.scheme, rule.first_tokens, rule.least_tokens)
+            if (cache.scheme, cache.first, cache.least) != held:
+                return (
+                    f": TurboQuantKVCache holds {cache.codec} behind {cache.first:,} tokens, from "
+                    f"{cache.least:,} tokens on, which is not what is held here"
+                )
+            if rule is not None and number in rule.raw_layers:
+                return (
+                    ": TurboQuantKVCache holds codes where kv_cache_skip_layers leaves numbers as "
+                    "they are; make a KVCache for this layer"
+                )
+            if cache.empty():
+                return " is empty"
+            own = cache.tail._held()
+            grown = LayerForm(KVCache, (), None, *LayerForm.parts(*own))
+            coded = cache.codes.offset > 0
+            return _Source(grown, own, cache.size(), cache.cut, True, cache.head.offset, coded)
+        form = LayerForm.of(cache)
+        if isinstance(form, str):
+            return f": {form}"
+        if cache.empty():
+            return " is empty"
+        if rule is not None and len(form.dtypes) != 2:
+            return (
+                f": {type(cache).__name__} holds codes of its own; store caches of full "
+                f"precision, or leave out kv_cache_quantization"
+            )
+        keys, values = cache.keys_and_values()
+
+        def cut(start: int, stop: int) -> Layer:
+            return col.take(keys, start, stop), col.take(values, start, stop)
+
+        return _Source(form, (keys, values), col.columns(keys), cut)
+
+    def _revive(
+        self,
+        match: Match[Segment],
+        states: States,
+        salt: str,
+        capacity: int | None,
+        *,
+        dequantize: bool,
+    ) -> list[Any]:
+        """Copy the matched path into new caches, a layer at a time."""
+        shape = self._shapes[salt]
+        room = max(match.tokens, capacity or match.tokens + ROOM_TOKENS)
+        inside = match.blocks_in_last * self.tree.block_size
+        runs = [node.segment.layers for node in match.path]
+
+        def parts(layer: int) -> list[Layer]:
+            whole = [run[layer] for run in runs]
+            keys, values = whole[-1]
+            return [*whole[:-1], (col.take(keys, 0, inside), col.take(values, 0, inside))]
+
+        caches = []
+        rule = None if dequantize else self._rule
+        for i, form in enumerate(shape.forms):
+            held, cache = parts(i), None
+            if rule is not None and i not in rule.raw_layers and form.max_size is None:
+                scheme, first, least = rule.scheme, rule.first_tokens, rule.least_tokens
+                cache = TurboQuantKVCache.holding(scheme, first, least, held, form.dtypes, room)
+            if cache is None:
+                keys, values = [keys for keys, _ in held], [values for _, values in held]
+                cache = form.revive(keys, values, match.tokens, room)
+            caches.append(cache)
+        revived = []
+        for kind, state in zip(shape.states, copied(states), strict=True):
+            cache = kind(len(state))
+            cache.cache = list(state)
+            revived.append(cache)
+        return put_together(shape.places, caches, revived)
+
+    def _insert(
+        self, values: TokenArray, sources: list[_Source], salt: str, states: States
+    ) -> Stored:
+        """Make room, cut the new blocks out of the caches and hang them below the match."""
+        keys = self.prefixes.keys(values, salt)
+        self._encode_short(self.prefixes.match(keys), sources, len(values))
+        match = self.prefixes.match(keys)
+        start, stop = match.tokens, len(keys) * self.tree.block_size
+        with self.prefixes.pin(match) as pin:
+            if start == stop:
+                self._keep_states(pin, len(values), states)
+                return Stored(0, stop)
+            if not self.prefixes.split(pin, match):
+                return self._refuse(self.prefixes.no_room(match.path[-1].segment.nbytes))
+            size, runs = self.tree.block_size, self._runs(sources, start, stop, len(values))
+            nbytes = sum(run.nbytes for run in runs)
+            index = sum(self.prefixes.index_bytes((run.stop - run.start) // size) for run in runs)
+            needed = nbytes + index + max(run.meanwhile for run in runs)
+            if not self.prefixes.make_room(needed):
+                return self._refuse(self.prefixes.no_room(needed))
+            with self.ledger.reserve(Kind.BUFFERS, nbytes) as paid:
+                segments = []
+                for run in runs:
+                    try:
+                        segments.append(self._cut(sources, run, paid, index))
+                    except SettingError as error:
+                        return self._refuse(str(error))
+                for run, segment in zip(runs, segments, strict=True):
+                    some = values[run.start : run.stop]
+                    self.prefixes.insert(pin, run.start // size, keys, some, segment, paid)
+            self._keep_states(pin, len(values), states)
+        return Stored(stop - start, stop)
+
+    def _encode_short(self, match: Match[Segment], sources: list[_Source], tokens: int) -> None:
+        """Encode what a shorter prompt left raw at the start of one of so many tokens.
+
+        What stays raw for want of room, or because of numbers too large, is as right.
+        """
+        rule = self._rule
+        if rule is None or not rule.first_tokens < rule.least_tokens <= tokens:
+            return
+        shapes = [LayerShape.of(*col.arrays(*source.sample)) for source in sources]
+        form = Form.of(shapes, rule.scheme, rule.raw_layers)
+        due = [
+            node
+            for node in match.path
+            if node.start < rule.least_tokens
+            and node.end > rule.first_tokens
+            and not form.holds(node.segment)
+        ]
+        if not due:
+            return
+        token_bits, work = sum(rule.token_bits(shapes)), piece_bytes(shapes)
+        with self.prefixes.pin(match):
+            for node in due:
+                blocks = (rule.first_tokens - node.start) // self.tree.block_size
+                if blocks > 0 and not self.prefixes.cut(node, blocks):
+                    return
+                nbytes = len(node.tokens) * token_bits // 8
+                if not self.prefixes.make_room(nbytes + work):
+                    return
+                with self.ledger.reserve(Kind.BUFFERS, work):
+                    self.prefixes.exchange(node, rule.encoded, nbytes)
+
+    def _keep_states(self, pin: Pin[Segment], at: int, states: States) -> None:
+        """File states that are true behind so many tokens, if that is a boundary, and there is
+        room."""
+        if states and at and at % self.tree.block_size == 0:
+            checkpoints = Checkpoints(self.prefixes, nbytes_of(states))
+            checkpoints.capture(pin.path, at, Live(states), turn_end=True)
+
+    def _runs(self, sources: list[_Source], start: int, stop: int, tokens: int) -> list[_Run]:
+        """Return which tokens become a node each, and what they take: raw ones, then coded; of a
+        short prompt of so many tokens raw ones alone."""
+        layers = [source.sample for source in sources]
+        rule = self._rule
+        short = rule is not None and tokens < rule.least_tokens
+        if rule is None or (short and not any(source.encoded for source in sources)):
+            first = stop
+        else:
+            first = min(max(rule.first_tokens, start), stop)
+        runs = []
+        if start < first:
+            nbytes = (first - start) * bytes_per_token(layers)
+            joined = any(source.coded and source.viewed < first for source in sources)
+            runs.append(_Run(start, first, nbytes, nbytes if joined else 0))
+        if rule is not None and first < stop:
+            shapes = [LayerShape.of(*col.arrays(*layer)) for layer in layers]
+            nbytes = (stop - first) * sum(rule.token_bits(shapes)) // 8
+            joined = any(source.coded and not source.encoded for source in sources)
+            wide = (stop - first) * bytes_per_token(layers) if joined else 0
+            runs.append(_Run(first, stop, nbytes, piece_bytes(shapes) + wide, rule))
+        return runs
+
+    def _cut(self, sources: list[_Source], run: _Run, paid: Reservation, index: int) -> Segment:
+        """Cut a run out of the caches and hold it as it is to be held.
+
+        What has numbers too large for a codec stays as it is, and `paid` counts it as well.
+
+        Raises:
+            SettingError: there is no room for that beside `index` bytes; or they are in a cache
+                that holds codes.
+        """
+        with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
+            layers = tuple(source.cut(run.start, run.stop) for source in sources)
+            made = Segment(layers, length=run.stop - run.start)
+            if run.rule is None:
+                return made.owned()
+            made = run.rule.encoded(made)
+        more = made.nbytes - run.nbytes
+        if more > 0:
+            if not self.prefixes.make_room(more + index):
+                raise SettingError("numbers too large for a codec find no room")
+            paid.resize(paid.nbytes + more)
+        return made.owned()
+
+    def _refuse(self, reason: str) -> Stored:
+        self.counts.refused += 1
+        return Stored(0, 0, reason)

@@ -1,0 +1,180 @@
+"""Caches that hold affine-quantised numbers (`mx.quantize`) and are read as they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from penstock.caches.base import LayerCache, check_floating
+from penstock.caches.growing import BatchGrowing, Growing, KVCache
+from penstock.caches.rotating import Ring, RotatingKVCache
+from penstock.caches.sinks import BatchSinkRing, SinkRing
+from penstock.kv import columns as col
+from penstock.kv.columns import Side
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+
+
+class Quantized(LayerCache):
+    """Keys and values as (codes, scales, biases), `group_size` neighbours to a scale.
+
+    mlx-lm's attention sees `bits` and reads them by `mx.quantized_matmul`. Bytes a token, head
+    and side: head_dim * bits / 8 codes, and 2 * head_dim / group_size numbers of the model's
+    dtype.
+    """
+
+    group_size: int
+    bits: int
+
+    def _set_width(self, group_size: object, bits: object) -> None:
+        """Set the two widths; raise ValueError unless `mx.quantize` knows them."""
+        self.group_size = _one_of("group_size", group_size, GROUP_SIZES)
+        self.bits = _one_of("bits", bits, BITS)
+
+    def _encode(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
+        return self._quantize(keys), self._quantize(values)
+
+    def _quantize(self, part: mx.array) -> Side:
+        return tuple(mx.quantize(part, group_size=self.group_size, bits=self.bits))
+
+    def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:
+        check_floating(name, dtype)
+
+    def _accept_widths(self, key_width: int, value_width: int) -> None:
+        for name, width in (("keys", key_width), ("values", value_width)):
+            if width % self.group_size:
+                fitting = [size for size in GROUP_SIZES if width % size == 0]
+                raise ValueError(
+                    f"the head_dim of {name} is {width}, not a multiple of group_size "
+                    f"{self.group_size}; {f'use {fitting[-1]}' if fitting else 'none fits'}"
+                )
+
+    def _held_shape(self) -> tuple[Any, ...] | None:
+        if self.keys is None or self.values is None:
+            return None
+        scales = [col.arrays(side)[1] for side in (self.keys, self.values)]
+        widths = [part.shape[3] * self.group_size for part in scales]
+        return (*scales[0].shape[:2], *widths, *(part.dtype for part in scales))
+
+    def _state(self) -> tuple[Any, ...]:
+        return *super()._state(), self.group_size, self.bits
+
+    def _restore(self, state: Sequence[Any]) -> None:
+        *plain, self.group_size, self.bits = state
+        super()._restore(plain)
+
+    def _take_over(self, cache: Growing | Ring) -> None:
+        """Hold the columns of a plain cache, quantised, in buffers of the same size.
+
+        Keys first, then values, each evaluated: never more than one wide copy is alive.
+        """
+        keys, values = (col.arrays(side)[0] for side in cache._held())
+        for name, part in (("keys", keys), ("values", values)):
+            self._accept_dtype(name, part.dtype)
+        self._accept_widths(keys.shape[3], values.shape[3])
+        for name in ("keys", "values"):
+            wide = col.take(getattr(cache, name), 0, cache.size())
+            assert isinstance(wide, mx.array)
+            new = self._quantize(wide)
+            held = col.write(col.blank(new, cache.capacity), 0, new)
+            mx.eval(col.arrays(held))
+            setattr(self, name, held)
+        self.allocated(cache.capacity)
+
+
+class QuantizedKVCache(Quantized, Growing):
+    """One sequence, every token kept, quantised; drops in for mlx-lm's `QuantizedKVCache`.
+
+    bits: 2, 3, 4, 5, 6 or 8; group_size: 32, 64 or 128, a divisor of the head size.
+    """
+
+    carried: ClassVar[tuple[str, ...]] = ("group_size", "bits")
+
+    def __init__(self, group_size: int = 64, bits: int = 8, capacity: int | None = None) -> None:
+        super().__init__(capacity)
+        self._set_width(group_size, bits)
+
+    @classmethod
+    def holding(cls, cache: Growing, group_size: int, bits: int) -> QuantizedKVCache:
+        """Return the tokens of `cache` quantised, with its capacity."""
+        quantized = cls(group_size, bits, cache._capacity)
+        if not cache.empty():
+            quantized._take_over(cache)
+            quantized.offset = cache.offset
+        return quantized
+
+
+class BatchQuantizedKVCache(Quantized, BatchGrowing):
+    """A left-padded batch, every token kept, quantised; what merging `QuantizedKVCache`s gives."""
+
+    carried: ClassVar[tuple[str, ...]] = ("group_size", "bits")
+
+    def __init__(
+        self,
+        left_padding: Sequence[int],
+        group_size: int = 64,
+        bits: int = 8,
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__(left_padding, capacity)
+        self._set_width(group_size, bits)
+
+
+class QuantizedRotatingKVCache(Quantized, SinkRing):
+    """A bounded window of one sequence, quantised; what `RotatingKVCache.to_quantized` returns.
+
+    The first `keep` tokens are visible to every query, as in `SinkRotatingKVCache`.
+    """
+
+    carried: ClassVar[tuple[str, ...]] = (*Ring.carried, "group_size", "bits")
+
+    def __init__(
+        self,
+        max_size: int,
+        keep: int = 0,
+        group_size: int = 64,
+        bits: int = 8,
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__(max_size, keep, capacity)
+        self._set_width(group_size, bits)
+
+    @classmethod
+    def holding(cls, cache: Ring, group_size: int, bits: int) -> QuantizedRotatingKVCache:
+        """Return the tokens of `cache` quantised, with its window, keep and capacity."""
+        quantized = cls(cache.max_size, cache.keep, group_size, bits, cache._capacity)
+        if not cache.empty():
+            quantized._take_over(cache)
+            quantized.offset, quantized._idx = cache.offset, cache._idx
+        quantized.read_by_others = cache.read_by_others
+        return quantized
+
+
+class BatchQuantizedRotatingKVCache(Quantized, BatchSinkRing):
+    """Bounded windows of a batch, quantised; what merging `QuantizedRotatingKVCache`s gives."""
+
+    carried: ClassVar[tuple[str, ...]] = (*Ring.carried, "group_size", "bits")
+    row_classes = (QuantizedRotatingKVCache,)
+    single_class = QuantizedRotatingKVCache
+
+    def __init__(
+        self, max_size: int, keep: int, rows: int, group_size: int = 64, bits: int = 8
+    ) -> None:
+        super().__init__(max_size, keep, rows)
+        self._set_width(group_size, bits)
+
+
+def _one_of(name: str, value: object, known: tuple[int, ...]) -> int:
+    if not isinstance(value, int) or value not in known:
+        raise ValueError(f"{name} must be one of {known}, not {value!r}")
+    return value
+
+
+QuantizedKVCache.batch_class = BatchQuantizedKVCache
+BatchQuantizedKVCache.single_class = QuantizedKVCache
+QuantizedRotatingKVCache.batch_class = BatchQuantizedRotatingKVCache
+KVCache.quantized_class = QuantizedKVCache
+RotatingKVCache.quantized_class = QuantizedRotatingKVCache

@@ -1,0 +1,486 @@
+"""Bounded windows: `keep` first tokens and the most recent ones, in a ring that never grows.
+
+The columns from `keep` on are the ring: the next token goes to column `_idx`, over the oldest
+one. Buffers are written in place; a chunk that runs past the end of the window is the only case
+in which a copy is made, of one layer, for as long as its attention runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from penstock.caches import masks
+from penstock.caches.base import Bounded, Padded, agree, batch_of
+from penstock.caches.masks import Mask
+from penstock.kv import columns as col
+from penstock.kv.checks import chosen_rows, ints, positive, whole, window
+from penstock.kv.columns import Side
+
+
+class Ring(Bounded):
+    """The window of one sequence. The layout of `RotatingKVCache` and its relatives."""
+
+    carried: ClassVar[tuple[str, ...]] = ("max_size", "keep")
+    batch_class: ClassVar[Any]
+    offset: int
+    keep: int
+    _idx: int
+
+    def __init__(self, max_size: int, keep: int = 0, capacity: int | None = None) -> None:
+        self.max_size, self.keep = window(max_size, keep)
+        self._capacity = None if capacity is None else positive("capacity", capacity)
+        self.offset = self._idx = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
+        """Write the tokens and return what their queries may see; `make_mask` says who what.
+
+        keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order
+        for one token, and in order of time for a chunk: up to max_size - 1 + tokens of them,
+        of which the window is held afterwards.
+
+        Raises:
+            TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
+        """
+        tokens = self._accept(keys, values)
+        new = self._encode(keys, values)
+        self._chunk = None
+        if self.offset + tokens <= self.max_size:
+            self._make_room(self.offset + tokens, self.offset, new)
+            self._idx = self.offset
+        elif tokens == 0:
+            return self.keys_and_values()
+        elif tokens > 1:
+            return self._update_past_end(new, tokens)
+        else:
+            self._idx = self._oldest()
+        self._write(self._idx, new)
+        self.offset += tokens
+        self._idx += tokens
+        return self.keys_and_values()
+
+    def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
+        """Return what is visible to a chunk that overflows the window, then hold the window."""
+        fetched = joined(self._in_sight(), new)
+        self._make_room(self.max_size, 0, new)
+        count = col.columns(fetched[0])
+        start = count - (self.max_size - self.keep)
+        if self.offset < self.max_size and self.keep:
+            self._write(0, _part(fetched, 0, self.keep))
+        self._write(self.keep, _part(fetched, start, count))
+        mx.eval(col.arrays(self.keys, self.values))
+        self.offset += tokens
+        self._idx = self.max_size
+        return self._in_sight_of_others(fetched)
+
+    def _in_sight(self) -> tuple[list[Side], list[Side]]:
+        """Return views of what a chunk's first query may see of the past, in order of time."""
+        if self.keys is None or self.values is None:
+            return [], []
+        full = self.offset >= self.max_size
+        return self._in_order(self.keys, full), self._in_order(self.values, full)
+
+    def _oldest(self) -> int:
+        """Return the column that the next token takes over, once the window is full."""
+        return self._idx if self._idx < self.max_size else self.keep
+
+    def _in_order(self, side: Side, without_oldest: bool = False) -> list[Side]:
+        """Return views of the columns in use in order of time, kept ones first."""
+        spans = [(0, self.offset)]
+        if self.offset >= self.max_size:
+            oldest = self._oldest()
+            spans = [(0, self.keep), (oldest + without_oldest, self.max_size), (self.keep, oldest)]
+        return [col.take(side, start, stop) for start, stop in spans if stop > start]
+
+    def keys_and_values(self) -> tuple[Side, Side]:
+        """Return views of the columns in use, in ring order; see also `read_by_others`."""
+        if self._chunk is not None:
+            return self._chunk
+        keys, values = self._held()
+        used = self.offset
+        if used >= self.max_size:
+            return keys, values
+        return col.take(keys, 0, used), col.take(values, 0, used)
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
+        """Return the mask for the next N tokens, as mlx-lm's `RotatingKVCache` does.
+
+        In a chunk past the end of the window that mask shows each query the last max_size
+        columns up to its own, so that kept tokens drop out of sight one by one. See
+        `SinkRotatingKVCache`.
+        """
+        if N == 1 and window_size is None:
+            return None
+        limit = window_size or self.max_size
+        if N > 1:
+            past = min(self.offset, self.max_size - 1)
+            if past + N <= limit and not return_array:
+                return "causal"
+            return masks.causal(N, past, limit)
+        if limit >= self.max_size or self.offset < limit:
+            return None
+        position, query = self._positions_after_one(), mx.array([self.offset])
+        return masks.by_position(position, query, 0, limit)[0]
+
+    def _positions_after_one(self) -> mx.array:
+        """Return the position of the token in each column once one more was written."""
+        column = mx.arange(min(self.offset + 1, self.max_size))
+        if self.offset < self.max_size:
+            return column
+        age = (self._oldest() - column) % (self.max_size - self.keep)
+        return mx.where(column < self.keep, column, self.offset - age)
+
+    def size(self) -> int:
+        """Count the tokens held."""
+        return min(self.offset, self.max_size)
+
+    def is_trimmable(self) -> bool:
+        """Tell whether `trim` works: until the window is full."""
+        return self.offset < self.max_size
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens, or as many as there are; return how many.
+
+        0 once the window is full: what the forgotten tokens overwrote is gone.
+        """
+        if not self.is_trimmable():
+            return 0
+        n = min(self.offset, whole("n", n, 0))
+        self.offset -= n
+        self._idx = self.offset
+        return n
+
+    def _state(self) -> tuple[Any, ...]:
+        self._chunk = None
+        return self.keys, self.values, self.offset, self.keep, self.max_size, self._idx
+
+    def _restore(self, state: Sequence[Any]) -> None:
+        *sides, self.offset, self.keep, self.max_size, self._idx = state
+        super()._restore(sides)
+        if self.keys is None or self.values is None or self.capacity <= self.max_size:
+            return
+        # Saved by mlx-lm right after a chunk: its buffer is longer than the window, in order.
+        self.keys, self.values = self._window_of(self.keys), self._window_of(self.values)
+        self._idx = self.max_size
+
+    def _window_of(self, side: Side) -> Side:
+        """Copy the window out of `_idx` columns in order of time."""
+        recent = self._idx - (self.max_size - self.keep)
+        spans = [(0, 0, self.keep), (self.keep, recent, self._idx)]
+        parts = [(0, at, col.take(side, start, stop)) for at, start, stop in spans if stop > start]
+        return col.laid(parts, col.arrays(side)[0].shape[0], self.max_size)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> Any:
+        """Return a batch of copies of the windows, in order."""
+        return cls.batch_class.merge(caches)
+
+
+class RotatingKVCache(Ring):
+    """A bounded window of one sequence; drops in for mlx-lm's `RotatingKVCache`.
+
+    The first update allocates `max_size` columns; they are written in place for ever. The
+    first `keep` tokens are never dropped. With `capacity` (tokens a request is expected to
+    use) fewer columns are allocated at first, and they grow only if it uses more.
+
+    >>> cache = RotatingKVCache(max_size=8, keep=2)
+    >>> for n in (5, 20, 1, 1):
+    ...     k, v = cache.update_and_fetch(mx.zeros((1, 2, n, 64)), mx.zeros((1, 2, n, 64)))
+    >>> cache.keys.shape[2], cache.offset, cache.growths
+    (8, 27, 0)
+    """
+
+    quantized_class: ClassVar[Any]
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """Return the same window as a `QuantizedRotatingKVCache`; evaluated."""
+        return self.quantized_class.holding(self, group_size, bits)
+
+
+class BatchRotatingKVCache(Bounded, Padded):
+    """Bounded windows of a left-padded batch; drops in for mlx-lm's `BatchRotatingKVCache`.
+
+    The first update allocates `max_size` columns a row. All rows share the ring column `_idx`;
+    padding is the oldest in its row, and goes first. Windows with `keep` are held by
+    `BatchSinkRotatingKVCache`.
+    """
+
+    carried: ClassVar[tuple[str, ...]] = ("max_size",)
+    single_class: ClassVar[type[RotatingKVCache]] = RotatingKVCache
+    keeping_class: ClassVar[Any]
+    _ends: list[int] | None = None
+
+    def __init__(self, max_size: int, left_padding: Sequence[int]) -> None:
+        self.max_size, _ = window(max_size, 0)
+        self._pad(left_padding)
+        self._idx = self._offset = 0
+        self.rotated = False
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
+        """Write one chunk for every row and return what its queries may see.
+
+        keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order
+        for one token, in order of time for a chunk.
+
+        Raises:
+            TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
+        """
+        tokens = self._accept(keys, values)
+        new = self._encode(keys, values)
+        self._chunk = None
+        self._turn_padding()
+        if not self.rotated and self._idx + tokens <= self.max_size:
+            self._make_room(self._idx + tokens, self._idx, new)
+        elif tokens == 0:
+            return self.keys_and_values()
+        elif tokens > 1 or self._ends is not None:
+            return self._update_past_end(new, tokens)
+        else:
+            self._pads = [pad - 1 for pad in self._pads]
+            self._idx %= self.max_size
+            self.rotated = True
+        self._write(self._idx, new)
+        self._idx += tokens
+        self._offset += tokens
+        self._tokens = [at + tokens for at in self._tokens]
+        return self.keys_and_values()
+
+    def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
+        """Return what is visible to a chunk that overflows the window, then hold the window."""
+        dropped = self._used() + tokens - self.max_size
+        fetched = joined(self._in_sight(), new)
+        self._tokens = [at + tokens for at in self._tokens]
+        shifts = self._surplus()
+        self._make_room(self.max_size, 0, new)
+        self.keys = self._hold(self.keys, fetched[0], shifts)
+        self.values = self._hold(self.values, fetched[1], shifts)
+        self._turned(shifts)
+        self._pads = [pad - dropped for pad in self._pads]
+        self._idx, self.rotated = self.max_size, False
+        self._offset += tokens
+        return self._in_sight_of_others(fetched)
+
+    def _in_sight(self) -> tuple[list[Side], list[Side]]:
+        """Return views of what a chunk's first query may see of the past, in order of time."""
+        if self.keys is None or self.values is None:
+            return [], []
+        full = self._used() == self.max_size
+        return self._in_order(self.keys, full), self._in_order(self.values, full)
+
+    def _hold(self, held: Side | None, fetched: Side, shifts: list[int]) -> Side:
+        """Write the last max_size of the fetched columns, right padding turned to the front."""
+        assert held is not None
+        count = col.columns(fetched)
+        if any(shifts):
+            fetched = col.rolled(fetched, shifts)
+        held = col.write(held, 0, col.take(fetched, count - self.max_size, count))
+        mx.eval(col.arrays(held))
+        return held
+
+    def _surplus(self) -> list[int]:
+        """Return how many of each row's last tokens are right padding."""
+        if self._ends is None:
+            return [0] * len(self._tokens)
+        return [max(0, at - end) for at, end in zip(self._tokens, self._ends, strict=True)]
+
+    def _turn_padding(self) -> None:
+        """Turn right padding at the end of the columns into left padding."""
+        shifts = self._surplus()
+        if not any(shifts):
+            return
+        keys, values = self._held()
+        self.keys = col.write(keys, 0, col.rolled(col.take(keys, 0, self._idx), shifts))
+        self.values = col.write(values, 0, col.rolled(col.take(values, 0, self._idx), shifts))
+        self._turned(shifts)
+
+    def _used(self) -> int:
+        """Count the columns in use."""
+        return self.max_size if self.rotated else self._idx
+
+    def _in_order(self, side: Side, without_oldest: bool = False) -> list[Side]:
+        """Return views of the columns in use in order of time."""
+        oldest = self._idx % self.max_size if self.rotated else 0
+        spans = [(oldest + without_oldest, self._used()), (0, oldest)]
+        return [col.take(side, start, stop) for start, stop in spans if stop > start]
+
+    def keys_and_values(self) -> tuple[Side, Side]:
+        """Return views of the columns in use, in ring order; see also `read_by_others`."""
+        if self._chunk is not None:
+            return self._chunk
+        if self._used() == self.max_size:
+            return self._held()
+        return _part(self._held(), 0, self._idx)
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
+        """Return (batch, 1, N, columns) for the next N tokens, as mlx-lm does.
+
+        After single tokens have turned the ring, a chunk's mask counts one column of padding
+        too many in rows that still hold padding: mlx-lm's own tests fix that.
+        """
+        chunk = N > 1 or self._ends is not None
+        turning = not chunk and (self.rotated or self._idx >= self.max_size)
+        dropped = turning + max(0, self._idx - self.max_size + chunk)
+        past = min(self._offset, self.max_size - 1)
+        pads = self.left_padding - dropped
+        mask = masks.causal(N, past, window_size or self.max_size, pads)
+        return mx.roll(mask, self._idx % self.max_size + 1, -1) if turning else mask
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce how the next prompts are padded; on right padding `finalize` must follow.
+
+        Raises:
+            ValueError: left padding for a cache that already holds tokens, or right padding
+                without lengths.
+        """
+        if left_padding is not None:
+            self._pad_more(left_padding)
+        self._ends = self._ends_of(lengths, right_padding)
+
+    def finalize(self) -> None:
+        """Turn what right padding is left into left padding, so that all rows end together."""
+        self._turn_padding()
+        self._ends = None
+
+    def size(self) -> int:
+        """Count the columns ever written, max_size at most."""
+        return min(self._offset, self.max_size)
+
+    def is_trimmable(self) -> bool:
+        """Tell whether `trim` works: until the window is full."""
+        return self._offset < self.max_size
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` columns of every row, or as many as there are; return how many.
+
+        0 once the window is full: what the forgotten tokens overwrote is gone.
+        """
+        if not self.is_trimmable():
+            return 0
+        n = min(self._offset, whole("n", n, 0))
+        self._offset -= n
+        self._idx -= n
+        self._tokens = [at - n for at in self._tokens]
+        return n
+
+    def _state(self) -> tuple[Any, ...]:
+        rows = (self.offset, self.left_padding)
+        return *super()._state(), *rows, self.max_size, self._offset, self._idx, self.rotated
+
+    def _restore(self, state: Sequence[Any]) -> None:
+        *sides, tokens, pads, self.max_size, self._offset, self._idx, rotated = state
+        super()._restore(sides)
+        self._tokens, self._pads, self.rotated = ints(tokens), ints(pads), bool(rotated)
+        surplus = self._idx - self.max_size
+        if self.keys is None or self.values is None or surplus <= 0:
+            return
+        # Saved by mlx-lm right after a chunk: its buffer is longer than the window, in order.
+        held = _part((self.keys, self.values), surplus, self._idx)
+        self.keys, self.values = (col.resized(side, self.max_size, self.max_size) for side in held)
+        self._pads = [pad - surplus for pad in self._pads]
+        self._idx = self.max_size
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep the given rows, in the given order, in buffers of the columns in use."""
+        rows = chosen_rows(batch_indices, len(self._tokens))
+        self._choose(rows)
+        if self.keys is not None and self.values is not None:
+            self.keys = col.picked(self.keys, rows, 0, self._used())
+            self.values = col.picked(self.values, rows, 0, self._used())
+
+    def extend(self, other: Any) -> None:
+        """Append the rows of `other`; the shorter side is padded on the left.
+
+        Raises:
+            ValueError: the two differ in class, settings or shapes.
+        """
+        agree("extend", [self, other])
+        end, rows = max(self._used(), other._used()), len(self._tokens) + len(other._tokens)
+        for name in ("keys", "values"):
+            parts = [
+                (row, column, part)
+                for row, batch in ((0, self), (len(self._tokens), other))
+                if (side := getattr(batch, name)) is not None
+                for column, part in col.spread(end - batch._used(), batch._in_order(side))
+            ]
+            if parts:
+                setattr(self, name, col.laid(parts, rows, end))
+        self._pads = [pad + end - batch._used() for batch in (self, other) for pad in batch._pads]
+        self._tokens = self._tokens + other._tokens
+        self._widen(other)
+        self._idx, self.rotated = end, False
+        self._offset = max(self._offset, other._offset)
+        self._repacked()
+
+    def extract(self, idx: int) -> RotatingKVCache:
+        """Return a copy of one row as a cache of its own, in order of time, without padding."""
+        single = self._sibling(self.single_class)
+        start = max(0, self._pads[idx])
+        count = max(0, self._used() - start)
+        single.keep, single.offset, single._idx = 0, self._tokens[idx] if count else 0, count
+        for name in ("keys", "values"):
+            side = getattr(self, name)
+            if side is not None and count:
+                row = col.join(*self._in_order(col.rows_of(side, idx, idx + 1)))
+                parts = [(0, 0, col.take(row, start, start + count))]
+                setattr(single, name, col.laid(parts, 1, count))
+        return single
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> Any:
+        """Return a batch of copies of the windows, ending in the same column.
+
+        Windows with `keep` go to a `BatchSinkRotatingKVCache`.
+
+        Raises:
+            ValueError: no caches, or they differ in class, settings or shapes.
+        """
+        if any(cache.keep for cache in caches):
+            return cls.keeping_class.merge(caches)
+        batch = batch_of(cls, caches)
+        lengths = [cache.size() for cache in caches]
+        batch._idx = batch._offset = max(lengths)
+        batch._pads = [batch._idx - length for length in lengths]
+        batch._tokens = [cache.offset for cache in caches]
+        batch.rotated = False
+        for name in ("keys", "values"):
+            parts = [
+                (row, column, part)
+                for row, (cache, pad) in enumerate(zip(caches, batch._pads, strict=True))
+                if cache.size()
+                for column, part in col.spread(pad, cache._in_order(getattr(cache, name)))
+            ]
+            if parts:
+                setattr(batch, name, col.laid(parts, len(caches), batch._idx))
+        return batch
+
+
+def joined(past: tuple[list[Side], list[Side]], new: tuple[Side, Side]) -> tuple[Side, Side]:
+    """Copy past and new columns behind each other, for keys and for values, evaluated.
+
+    The new ones are evaluated first: that ends the layer before, and frees its copy before this
+    one is made. The copy is evaluated before the caller writes to what `past` are views of:
+    whatever still reads a ring would turn the write into a second ring, in every layer at once.
+    """
+    mx.eval(col.arrays(*new))
+    fetched = (
+        col.join(*past[0], new[0]) if past[0] else new[0],
+        col.join(*past[1], new[1]) if past[1] else new[1],
+    )
+    mx.eval(col.arrays(*fetched))
+    return fetched
+
+
+def _part(sides: tuple[Side, Side], start: int, stop: int) -> tuple[Side, Side]:
+    """Return the same columns of keys and values, as views."""
+    return col.take(sides[0], start, stop), col.take(sides[1], start, stop)
+
+
+Ring.batch_class = BatchRotatingKVCache

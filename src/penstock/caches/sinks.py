@@ -1,0 +1,334 @@
+"""Bounded windows whose first `keep` tokens every query sees, whatever the chunks were.
+
+mlx-lm's mask for a chunk past the end of the window hides the kept tokens from all but the
+first queries of the chunk: the text depends on the chunk size, and the system prompt is out of
+sight just when a long message is read. Here query p sees the first `keep` tokens and the last
+max_size - keep up to itself, always. That is the rule of attention sinks (Xiao et al. 2023,
+StreamingLLM), except that positions are not renumbered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from penstock.caches import masks
+from penstock.caches.base import Batch, Bounded, agree, batch_of
+from penstock.caches.masks import Mask
+from penstock.caches.rotating import BatchRotatingKVCache, Ring, RotatingKVCache, joined
+from penstock.kv import columns as col
+from penstock.kv.checks import chosen_rows, ints, positive, whole, window
+from penstock.kv.columns import Side
+
+
+class SinkRing(Ring):
+    """The window of one sequence, the kept tokens visible to every query."""
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
+        """Return the mask for the next N tokens; `window_size` narrows the recent part."""
+        if N == 1:
+            if window_size is None or self.offset < window_size:
+                return None
+            position = self._positions_after_one()
+        else:
+            past = min(self.offset, self.max_size - 1)
+            if past + N <= min(window_size or self.max_size, self.max_size) and not return_array:
+                return "causal"
+            column = mx.arange(past + N)
+            position = mx.where(column < self.keep, column, self.offset - past + column)
+        query, recent = mx.arange(self.offset, self.offset + N), self.max_size - self.keep
+        return masks.by_position(position, query, self.keep, recent, window_size)
+
+
+class SinkRotatingKVCache(SinkRing, RotatingKVCache):
+    """A `RotatingKVCache` whose kept tokens every query of a chunk sees."""
+
+
+class BatchSinkRing(Bounded, Batch):
+    """Windows of a batch, left-aligned: token p stands in the same column in every row.
+
+    That column is p while p < max_size, then keep + (p - keep) mod (max_size - keep). No row is
+    padded to the longest, and rows join and leave without moving the others' tokens.
+    """
+
+    carried: ClassVar[tuple[str, ...]] = Ring.carried
+    row_classes: ClassVar[tuple[type[Ring], ...]]
+    """Classes that rows may have come in."""
+    single_class: type[Ring]
+    """The class in which rows are given back."""
+    keep: int
+    _ends: list[int] | None = None
+
+    def __init__(self, max_size: int, keep: int, rows: int) -> None:
+        self.max_size, self.keep = window(max_size, keep)
+        self._tokens = [0] * positive("rows", rows)
+
+    def _slot(self, position: int) -> int:
+        """Return the column of the token at `position`."""
+        if position < self.max_size:
+            return position
+        return self.keep + (position - self.keep) % (self.max_size - self.keep)
+
+    def _used(self, more: int = 0) -> int:
+        """Count the columns in use once every row has `more` tokens."""
+        return min(max(self._tokens) + more, self.max_size)
+
+    def _overflows(self, tokens: int) -> bool:
+        """Tell whether the next `tokens` are a chunk that runs past the end of a window."""
+        chunk = tokens > 1 or self._ends is not None
+        return chunk and max(self._tokens) + tokens > self.max_size
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
+        """Write one chunk for every row and return what its queries may see.
+
+        keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order; a
+        chunk past the end of a window follows them.
+
+        Raises:
+            TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
+        """
+        tokens = self._accept(keys, values)
+        new = self._encode(keys, values)
+        self._chunk = None
+        if tokens == 0 and not self.empty():
+            return self.keys_and_values()
+        if self._overflows(tokens):
+            return self._update_past_end(new, tokens)
+        self._make_room(self._used(tokens), self._used(), new)
+        if tokens == 1:
+            slots = [self._slot(at) for at in self._tokens]
+            keys_held, values_held = self._held()
+            self.keys = col.scatter(keys_held, slots, new[0])
+            self.values = col.scatter(values_held, slots, new[1])
+        else:
+            for row, at in enumerate(self._tokens):
+                self._write(at, _row(new, row, 0, tokens), row)
+        used = self._used(tokens)
+        self._advance(tokens)
+        return self._columns(used)
+
+    def _columns(self, used: int) -> tuple[Side, Side]:
+        """Return views of the first `used` columns."""
+        keys, values = self._held()
+        if used == self.max_size:
+            return keys, values
+        return col.take(keys, 0, used), col.take(values, 0, used)
+
+    def keys_and_values(self) -> tuple[Side, Side]:
+        """Return views of the columns in use, in ring order; see also `read_by_others`."""
+        return self._chunk or self._columns(self._used())
+
+    def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
+        """Return the columns and the chunk, then write what each row's window holds of it."""
+        fetched = joined(self._in_sight(), new)
+        self._make_room(self.max_size, self._used(), new)
+        for row, (at, valid) in enumerate(zip(self._tokens, self._valid(tokens), strict=True)):
+            for start, stop in self._runs(at, at + valid):
+                self._write(self._slot(start), _row(new, row, start - at, stop - at), row)
+        mx.eval(col.arrays(self.keys, self.values))
+        self._advance(tokens)
+        return self._in_sight_of_others(fetched)
+
+    def _in_sight(self) -> tuple[list[Side], list[Side]]:
+        """Return views of the columns in use, in ring order."""
+        if self.keys is None or self.values is None:
+            return [], []
+        used = self._used()
+        return [col.take(self.keys, 0, used)], [col.take(self.values, 0, used)]
+
+    def _valid(self, tokens: int) -> list[int]:
+        """Return how many of the next `tokens` are not right padding, a number a row."""
+        ends = self._ends or [at + tokens for at in self._tokens]
+        return [min(tokens, max(0, end - at)) for at, end in zip(self._tokens, ends, strict=True)]
+
+    def _advance(self, tokens: int) -> None:
+        """Move each row's end past those of `tokens` that are not right padding."""
+        self._tokens = [at + n for at, n in zip(self._tokens, self._valid(tokens), strict=True)]
+
+    def _runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return which of the positions start..stop-1 the window holds at `stop`, as runs.
+
+        The tokens of a run stand in consecutive columns.
+        """
+        ring = self.max_size - self.keep
+        recent = max(start, self.keep, stop - ring)
+        turn = max(recent, self.keep + (stop - 1 - self.keep) // ring * ring)
+        spans = [(start, min(stop, self.keep)), (recent, turn), (turn, stop)]
+        return [(first, last) for first, last in spans if last > first]
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
+        """Return (batch, 1, N, columns) for the next N tokens."""
+        query = self.offset[:, None] + mx.arange(N)
+        if self._overflows(N):
+            held = self._positions(self.offset, self._used())
+            position = mx.concatenate([held, query], axis=1)
+        elif N == 1:
+            position = self._positions(self.offset + 1, self._used(1))
+        else:
+            position = mx.arange(self._used(N))[None]
+        recent = self.max_size - self.keep
+        return masks.by_position(position, query, self.keep, recent, window_size)[:, None]
+
+    def _positions(self, tokens: mx.array, columns: int) -> mx.array:
+        """Return the position of the token in each column of rows of `tokens`; -1 for none.
+
+        tokens: (batch,). Returns (batch, columns).
+        """
+        column, last = mx.arange(columns), tokens[:, None] - 1
+        ring = self.max_size - self.keep
+        newest = self.keep + (last - self.keep) % ring
+        turned = mx.where(column < self.keep, column, last - (newest - column) % ring)
+        unturned = mx.where(column <= last, column, -1)
+        return mx.where(last < self.max_size, unturned, turned)
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce the lengths of right-padded prompts; `finalize` must follow.
+
+        Raises:
+            ValueError: left padding, for which this layout has no place, or right padding
+                without lengths.
+        """
+        if left_padding is not None and max(left_padding) > 0:
+            raise ValueError("left_padding does not go with keep; pad the prompts on the right")
+        self._ends = self._ends_of(lengths, right_padding)
+
+    def finalize(self) -> None:
+        """End right-padded prompts. Nothing moves: their padding was never visible."""
+        self._ends = None
+
+    def size(self) -> int:
+        """Count the columns in use."""
+        return self._used()
+
+    def is_trimmable(self) -> bool:
+        """Tell whether `trim` works: until the first window is full."""
+        return max(self._tokens) < self.max_size
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens of every row, or as many as the shortest has.
+
+        0 once a window is full: what the forgotten tokens overwrote is gone.
+        """
+        if not self.is_trimmable():
+            return 0
+        n = min(*self._tokens, whole("n", n, 0))
+        self._tokens = [at - n for at in self._tokens]
+        return n
+
+    def _state(self) -> tuple[Any, ...]:
+        rows_class = self.single_class.__name__
+        return *super()._state(), self.offset, self.keep, self.max_size, rows_class
+
+    def _restore(self, state: Sequence[Any]) -> None:
+        *sides, tokens, self.keep, self.max_size, rows_class = state
+        super()._restore(sides)
+        self._tokens = ints(tokens)
+        self.single_class = next(kind for kind in self.row_classes if kind.__name__ == rows_class)
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep the given rows, in the given order, in buffers of the columns they use."""
+        rows = chosen_rows(batch_indices, len(self._tokens))
+        self._tokens = [self._tokens[row] for row in rows]
+        self._repacked()
+        if self.keys is not None and self.values is not None:
+            self.keys = col.picked(self.keys, rows, 0, self._used())
+            self.values = col.picked(self.values, rows, 0, self._used())
+
+    def extend(self, other: Any) -> None:
+        """Append the rows of `other`.
+
+        Raises:
+            ValueError: the two differ in class, settings or shapes.
+        """
+        agree("extend", [self, other])
+        end, rows = max(self._used(), other._used()), len(self._tokens) + len(other._tokens)
+        for name in ("keys", "values"):
+            parts = [
+                (row, 0, col.take(side, 0, batch._used()))
+                for row, batch in ((0, self), (len(self._tokens), other))
+                if (side := getattr(batch, name)) is not None
+            ]
+            if parts:
+                setattr(self, name, col.laid(parts, rows, end))
+        self._tokens = self._tokens + other._tokens
+        self._widen(other)
+        self._repacked()
+
+    def extract(self, idx: int) -> Ring:
+        """Return a copy of one row as a cache of its own."""
+        single = self._sibling(self.single_class)
+        single.offset, single._idx = self._tokens[idx], 0
+        if self.keys is None or single.offset == 0:
+            return single
+        single._idx = self._slot(single.offset - 1) + 1
+        for name in ("keys", "values"):
+            row = col.take(col.rows_of(getattr(self, name), idx, idx + 1), 0, single.size())
+            setattr(single, name, col.laid([(0, 0, row)], 1, single.size()))
+        return single
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> BatchSinkRing:
+        """Return a batch of copies of the windows.
+
+        Raises:
+            ValueError: no caches, or they differ in class, settings or shapes.
+        """
+        batch = batch_of(cls, caches)
+        batch.single_class = type(caches[0])
+        batch._tokens = [cache.offset for cache in caches]
+        for name in ("keys", "values"):
+            parts = [
+                (row, column, part)
+                for row, cache in enumerate(caches)
+                for column, part in batch._columns_of(cache, getattr(cache, name))
+            ]
+            if parts:
+                setattr(batch, name, col.laid(parts, len(caches), batch._used()))
+        return batch
+
+    def _columns_of(self, cache: Any, side: Side | None) -> list[tuple[int, Side]]:
+        """Return (column, view) pairs that put one sequence's window where this batch has it."""
+        if side is None or cache.offset == 0:
+            return []
+        ordered = cache._in_order(side)
+        if cache.offset <= self.max_size:
+            return col.spread(0, ordered)
+        ring = self.max_size - self.keep
+        oldest = self._slot(cache.offset - ring)
+        placed: list[tuple[int, Side]] = []
+        for at, part in col.spread(0, ordered):
+            count = col.columns(part)
+            if at < self.keep:
+                placed.append((at, part))
+                continue
+            column = self.keep + (oldest - self.keep + at - self.keep) % ring
+            head = min(count, self.max_size - column)
+            placed.append((column, col.take(part, 0, head)))
+            if head < count:
+                placed.append((self.keep, col.take(part, head, count)))
+        return placed
+
+
+class BatchSinkRotatingKVCache(BatchSinkRing):
+    """Bounded windows of a batch with `keep`; what merging `RotatingKVCache`s with keep gives."""
+
+    row_classes = (SinkRotatingKVCache, RotatingKVCache)
+    single_class = SinkRotatingKVCache
+
+
+def _row(sides: tuple[Side, Side], row: int, start: int, stop: int) -> tuple[Side, Side]:
+    """Return columns start..stop-1 of one row of keys and values, as views."""
+    keys, values = (col.take(col.rows_of(side, row, row + 1), start, stop) for side in sides)
+    return keys, values
+
+
+BatchRotatingKVCache.keeping_class = BatchSinkRotatingKVCache
+SinkRotatingKVCache.batch_class = BatchSinkRotatingKVCache

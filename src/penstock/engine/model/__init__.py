@@ -1,0 +1,1 @@
+"""Execution of the model: forward passes, sampling, grammars and text."""

@@ -1,0 +1,1 @@
+"""Storage of evicted blocks in slower tiers, and their way back."""

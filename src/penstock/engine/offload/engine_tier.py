@@ -1,0 +1,491 @@
+"""One cold tier as the engine uses it: what is read from it and written to it, each at its pace.
+
+    begin ──> memory of the segments-to-be, filled by the tier's thread ──> taken in
+    note  ──> these blocks are new ──> one is copied and offered between two steps
+
+Nothing here waits for the store. What is in the thread's hands stays in the ledger until it is
+done, also if nobody wants it any more. `cold` says which tier, and when.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+
+from penstock.engine.offload.prefill_rate import FIRST_BYTES_PER_SECOND, Pace, ReadPace
+from penstock.engine.ranks.process_group import Peers
+from penstock.kv.block_format import Forms
+from penstock.kv.segment import Segment
+from penstock.kv.states import Live, StateForm, States
+from penstock.ledger import Kind, Reservation
+from penstock.prefix.block_hashes import checkpoint_key
+from penstock.prefix.checkpoints import Checkpoints
+from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
+from penstock.prefix.tree import Pin
+from penstock.tiers.host import Landing, StateLanding, host_block, host_states
+from penstock.tiers.record import Record
+from penstock.tiers.worker import ColdTier, TierStats
+
+QUEUE_BLOCKS = 2
+"""Copies of blocks that wait to be written."""
+FILE_BLOCKS = 2
+"""Copies that are made while a file is: its bytes, and the buffer that they are written from."""
+PENDING_KEYS = 16_384
+"""Blocks that are known to be worth writing, and whose turn has not come."""
+TOKEN_BYTES = 4
+"""Of a token's number, which is in the file beside its KV."""
+PENDING_TURNS = 64
+"""Checkpoints whose turn has not come; of more, the oldest are not written."""
+KEY_BYTES = 80
+"""Of Python, for each."""
+WORTH_WRITING = 2.0
+"""A block that was asked for once is written if computing it takes so many times as long as
+reading it."""
+WORTH_READING = 2.0
+"""A block is read if computing it takes at least so many times as long."""
+LEAST_PATIENCE_SECONDS = 0.25
+LOOK_SECONDS = 0.005
+"""How long an engine that has nothing else to do waits for the disk before it looks around."""
+PRELOAD_SECONDS = 60.0
+"""How long the disk may take for a chain that is read ahead of all requests."""
+CLOSE_SECONDS = 30.0
+"""For what waits to be written when the engine ends."""
+
+
+@dataclass(eq=False, slots=True)
+class Restore:
+    """Consecutive blocks of a chain, or the checkpoint behind them, on the way from the disk."""
+
+    first: int
+    """Blocks in front of them."""
+    landing: Landing | StateLanding
+    answer: Future[int]
+    """How many of them are there, from the first on."""
+    paid: Reservation
+    """Of what is read."""
+    tier: EngineTier
+    """From which."""
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return self.landing.blocks
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Blocks of a chain, from `first` on, that are to be written; their KV is in the tree."""
+
+    keys: tuple[bytes, ...]
+    root: bytes
+    first: int
+
+
+class EngineTier:
+    """What the engine does with one of its cold tiers. Not thread-safe: the engine's thread.
+
+    Args:
+        open_tier: makes the tier, once it is told how many bytes of blocks may wait in it.
+        prefixes: of the engine.
+        forms: how blocks are held.
+        pace: what is known of the model's speed.
+        in_place: whether files can be read into MLX's arrays.
+        state_form: of what the model's recurrent layers keep; None if it has none.
+        buffer_bytes: what the store itself holds in memory, besides blocks that are written.
+        peers: who runs the same engine: what a tier answers counts when all have it.
+
+    Raises:
+        LedgerFull, NeverFits: there is no room for blocks that are being written.
+    """
+
+    def __init__(
+        self,
+        open_tier: Callable[[int], ColdTier],
+        prefixes: Prefixes[Segment],
+        forms: Forms,
+        pace: Pace,
+        *,
+        in_place: bool,
+        state_form: StateForm | None = None,
+        buffer_bytes: int = 0,
+        peers: Peers,
+    ) -> None:
+        self.pace = pace
+        self.read_pace = ReadPace(peers.mean(1 / FIRST_BYTES_PER_SECOND))
+        self._peers = peers
+        self._state_form = state_form
+        self._state_bytes = 0 if state_form is None else state_form.nbytes
+        self._prefixes = prefixes
+        self._forms = forms
+        self._in_place = in_place
+        self._most_block_bytes = forms.most_block_bytes + TOKEN_BYTES * prefixes.block_size
+        copies = (QUEUE_BLOCKS + FILE_BLOCKS) * self._most_block_bytes
+        copies += forms.coded_block_bytes  # of the one that is encoded for its file
+        copies += (1 + FILE_BLOCKS) * self._state_bytes + buffer_bytes
+        ledger = prefixes.ledger
+        self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_KEYS * KEY_BYTES)
+        self._pending: deque[_Pending] = deque()
+        self._pending_keys = 0
+        self._turns: deque[tuple[bytes, ...]] = deque(maxlen=PENDING_TURNS)
+        self._dropped = 0
+        self._restores: set[Restore] = set()
+        self._left: list[Restore] = []
+        self._read = (0, 0.0)
+        self.tier = open_tier(QUEUE_BLOCKS * self._most_block_bytes + self._state_bytes)
+
+    # ---- questions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held whatever happens: of blocks that are being written, and of the list of those
+        that are to be."""
+        return self._buffers.nbytes
+
+    @property
+    def paid_bytes(self) -> int:
+        """Bytes of segments that are being read."""
+        return sum(restore.paid.nbytes for restore in (*self._restores, *self._left))
+
+    def stats(self) -> TierStats:
+        """Return what the tier has done; what was given up before it came to it is dropped."""
+        found = self.tier.stats()
+        found.dropped_blocks += self._dropped
+        return found
+
+    @property
+    def is_written(self) -> bool:
+        """Whether nothing waits to be written, or was dropped in the end."""
+        return not (self.has_pending or self.tier.is_busy)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there are blocks or checkpoints whose turn to be written has not come."""
+        return bool(self._pending or self._turns)
+
+    def held(self, keys: Sequence[bytes]) -> Future[int]:
+        """Ask how many blocks of a chain, from its first one on, could be read."""
+        return self.tier.held(keys, resumable=self.has_states)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence goes on where a checkpoint is, and nowhere else."""
+        return self._state_form is not None
+
+    def saved_seconds(self, first: int, stop: int) -> float:
+        """Return how much sooner the blocks first..stop-1 of a chain are read, behind all that is
+        being read, than computed; 0 if that is not worth it."""
+        if stop <= first:
+            return 0.0
+        ahead = sum(restore.paid.nbytes for restore in self._restores)
+        nbytes = self._nbytes(first, stop) + self._state_bytes
+        seconds = self.read_pace.seconds(ahead + nbytes)
+        computed = self._prefill_seconds(stop - first)
+        return computed - seconds if WORTH_READING * seconds < computed else 0.0
+
+    def patience_seconds(self, first: int, stop: int) -> float:
+        """Return how long to wait for these blocks before computing them: longer than they should
+        take, and never longer than computing them does."""
+        expected = self.read_pace.seconds(self._nbytes(first, stop))
+        return min(self._prefill_seconds(stop - first), max(LEAST_PATIENCE_SECONDS, 4 * expected))
+
+    # ---- reading
+
+    def ask(self, keys: Sequence[bytes], known: int) -> Future[int]:
+        """Ask how many blocks of a chain, from its first one on, are there, for a request; they
+        are used, also the `known` first ones that are in the tree, and the others will be read.
+        Of a model with states no more than to the last checkpoint."""
+        return self._peers.answer(self.tier.prepare(keys, known, resumable=self.has_states))
+
+    def begin(self, keys: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
+        """Have the blocks of a chain read from block `first` on, some at a time.
+
+        Args:
+            keys: up to the last block to be read.
+            first: blocks in front.
+            own: counts the bytes of the segments, and passes them on.
+        """
+        at_once = max(1, MAX_MERGE_TOKENS // self._prefixes.block_size)
+        begun = []
+        while first < len(keys):
+            stop = self._forms.end(first, min(first + at_once, len(keys)))
+            paid = self._prefixes.ledger.reserve(Kind.TAILS, 0)
+            own.pass_on(paid, self._forms.nbytes(first, stop))
+            landing = Landing(
+                self._forms.of(first),
+                stop - first,
+                self._prefixes.block_size,
+                in_place=self._in_place,
+            )
+            answer = self._peers.answer(self.tier.restore(keys[first:stop], landing.targets))
+            begun.append(Restore(first, landing, answer, paid, self))
+            first = stop
+        self._restores.update(begun)
+        return begun
+
+    def begin_states(self, keys: Sequence[bytes]) -> Restore | None:
+        """Have the checkpoint read behind the last block of a chain; None if there is no room."""
+        assert self._state_form is not None
+        if not self._prefixes.make_room(self._state_bytes):
+            return None
+        paid = self._prefixes.ledger.reserve(Kind.TAILS, self._state_bytes)
+        landing = StateLanding(self._state_form, in_place=self._in_place)
+        answer = self._peers.answer(self.tier.restore([checkpoint_key(keys[-1])], landing.targets))
+        restore = Restore(len(keys), landing, answer, paid, self)
+        self._restores.add(restore)
+        return restore
+
+    def take_states(self, restore: Restore) -> States | None:
+        """Return the states of a restore that is done, if they are there. Their bytes are not
+        counted any more: the caller does, at once."""
+        self._restores.remove(restore)
+        restore.paid.release()
+        there = not restore.answer.exception() and restore.answer.result()
+        assert isinstance(restore.landing, StateLanding)
+        return restore.landing.states() if there else None
+
+    def take(self, restore: Restore, own: Reservation) -> int:
+        """Return how many blocks are there of a restore that is done; its bytes are `own`'s."""
+        self._restores.remove(restore)
+        restore.paid.pass_on(own, restore.paid.nbytes)
+        restore.paid.release()
+        counts = self.tier.stats().counts
+        nbytes, seconds = self._read
+        self._read = (counts.read_bytes, counts.read_seconds)
+        self.read_pace.restored(counts.read_bytes - nbytes, counts.read_seconds - seconds)
+        return 0 if restore.answer.exception() else restore.answer.result()
+
+    def cancel(self, restore: Restore, own: Reservation) -> bool:
+        """Take a restore back if it has not begun; its bytes are `own`'s. Tell whether it is."""
+        if not restore.answer.cancel():
+            return False
+        self._restores.remove(restore)
+        if isinstance(restore.landing, Landing):  # states are no part of the own
+            restore.paid.pass_on(own, restore.paid.nbytes)
+        restore.paid.release()
+        return True
+
+    def leave(self, restore: Restore) -> None:
+        """Let go of what nobody waits for any more, as soon as the store does."""
+        restore.answer.cancel()
+        self._restores.remove(restore)
+        self._left.append(restore)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Give back the bytes of what was left and is done."""
+        for restore in [each for each in self._left if each.answer.done()]:
+            self._left.remove(restore)
+            restore.paid.release()
+
+    def preload(self, checkpoints: Checkpoints | None = None) -> int:
+        """Read what is worth most, as long as there is free memory; nothing gives way for it. Of a
+        model with states each chain up to its last checkpoint, and that.
+
+        Args:
+            checkpoints: of the tree, for a model with states.
+
+        Returns:
+            How many tokens are in the tree more than before.
+        """
+        prefixes, ledger = self._prefixes, self._prefixes.ledger
+        before, size = prefixes.tree.tokens, prefixes.block_size
+        for keys in self.tier.chains(ledger.free_bytes).result(PRELOAD_SECONDS):
+            if self.has_states:
+                keys = keys[: self.held(keys).result(PRELOAD_SECONDS)]
+            match = prefixes.match(keys)
+            blocks = len(keys) - match.tokens // size
+            nbytes = self._forms.nbytes(match.tokens // size, len(keys))
+            # A node that ends inside is cut in two, which takes a copy of it.
+            cut = match.path[-1].segment.nbytes if match.ends_inside else 0
+            room = nbytes + cut + prefixes.index_bytes(blocks) + 2 * self._state_bytes
+            if room > ledger.free_bytes or not (blocks or (keys and self.has_states)):
+                continue
+            with prefixes.pin(match) as pin:
+                if blocks:
+                    with ledger.reserve(Kind.TAILS, nbytes) as own:
+                        self._preload(keys, pin, match.tokens // size, own)
+                if checkpoints is not None:
+                    self._preload_states(keys, pin, checkpoints)
+        return prefixes.tree.tokens - before
+
+    def _preload_states(
+        self, keys: Sequence[bytes], pin: Pin[Segment], checkpoints: Checkpoints
+    ) -> None:
+        """Read the checkpoint behind a chain that is in the tree, unless it is there."""
+        end = len(keys) * self._prefixes.block_size
+        held, _ = checkpoints.resume(pin.path, end)
+        if held == end or self._prefixes.match(keys).tokens < end:
+            return
+        restore = self.begin_states(keys)
+        if restore is None:
+            return
+        wait([restore.answer], PRELOAD_SECONDS)
+        if not restore.answer.done():
+            self.leave(restore)
+            return
+        states = self.take_states(restore)
+        if states is not None:
+            checkpoints.capture(pin.path, end, Live(states, own=True), turn_end=True)
+
+    def _preload(
+        self, keys: Sequence[bytes], pin: Pin[Segment], first: int, own: Reservation
+    ) -> None:
+        restores = self.begin(keys, first, own)
+        try:
+            while restores:
+                restores[0].answer.result(PRELOAD_SECONDS)
+                restore = restores.pop(0)
+                if self.take(restore, own) < restore.blocks:
+                    break
+                landing, end = restore.landing, restore.first + restore.blocks
+                assert isinstance(landing, Landing)
+                sealed = self._prefixes.insert(
+                    pin, restore.first, keys[:end], landing.tokens, landing.segment(), own
+                )
+                if sealed.refused is not None:
+                    break
+        finally:
+            for restore in restores:
+                self.leave(restore)
+
+    # ---- writing
+
+    def note(self, keys: Sequence[bytes], root: bytes, first: int, *, seen: bool = False) -> None:
+        """Note that the blocks of a chain from `first` on are in the tree, and perhaps not on the
+        disk; those that are worth it are written when there is time.
+
+        Args:
+            keys: the chain, up to the last of the blocks.
+            root: what the chain begins with.
+            first: blocks in front of them.
+            seen: whether they were asked for before.
+        """
+        if first >= len(keys) or not (seen or self._is_dear()):
+            return
+        self._pending.append(_Pending(tuple(keys), root, first))
+        self._pending_keys += len(keys)
+        while self._pending_keys > PENDING_KEYS:
+            self._give_up(self._pending[0])
+
+    def note_checkpoint(self, keys: Sequence[bytes], *, seen: bool = False) -> None:
+        """Note that there is a checkpoint behind the last block of a chain, at which a conversation
+        goes on: it is written behind the blocks, as they are."""
+        turn = tuple(keys)
+        if keys and turn not in self._turns and (seen or self._is_dear()):
+            self._turns.append(turn)
+
+    def offer_next(self) -> bool:
+        """Copy a block, or a checkpoint, and offer it, if there is one and the tier takes it; tell
+        whether that was done."""
+        self.sweep()
+        if self.tier.is_off:
+            self.forget()
+        if self._pending and self.tier.has_room(self._most_block_bytes):
+            self._offer(self._pending[0])
+            return True
+        if self._turns and not self._pending and self.tier.has_room(self._state_bytes):
+            self._offer_states(self._turns.popleft())
+            return True
+        return False
+
+    def waiting_nodes(self) -> set[int]:
+        """Return the nodes, by their ids, that have blocks which wait to be written."""
+        size = self._prefixes.block_size
+        return {
+            node.id
+            for pending in self._pending
+            for node in self._prefixes.match(pending.keys).path
+            if node.end > pending.first * size
+        }
+
+    def forget(self) -> None:
+        """Write nothing of what was noted so far."""
+        while self._pending:
+            self._give_up(self._pending[0])
+        self._turns.clear()
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Write what waits, as far as there is time, and end the tier."""
+        until = time.monotonic() + timeout_seconds
+        while self.has_pending and time.monotonic() < until:
+            if not self.offer_next():
+                self.tier.wait(LOOK_SECONDS)
+        self.forget()
+        self.tier.close(max(1.0, until - time.monotonic()))
+        for restore in list(self._restores):
+            self.leave(restore)
+        if not self._left:  # else the disk hangs, and its thread holds what it reads into
+            self._buffers.release()
+
+    # ---- parts
+
+    def _is_dear(self) -> bool:
+        """Tell whether a block takes so long to compute that it is worth writing at once."""
+        seconds = self.read_pace.seconds(self._most_block_bytes)
+        return self._prefill_seconds(1) > WORTH_WRITING * seconds
+
+    def _prefill_seconds(self, blocks: int) -> float:
+        return self.pace.prefill_seconds(blocks * self._prefixes.block_size)
+
+    def _nbytes(self, first: int, stop: int) -> int:
+        """Return the bytes of the blocks first..stop-1 in files."""
+        tokens = (stop - first) * self._prefixes.block_size
+        return self._forms.nbytes(first, stop) + TOKEN_BYTES * tokens
+
+    def _offer(self, pending: _Pending) -> None:
+        """Copy the next block out of the tree, if it is still there, and offer it, held as it is
+        to be: what waits in the tree to be held so is not waited for."""
+        keys, size, number = pending.keys, self._prefixes.block_size, pending.first
+        match = self._prefixes.match(keys[: number + 1])
+        if match.tokens < (number + 1) * size:  # nor would those behind it have a beginning
+            self._give_up(pending)
+            return
+        node = match.path[-1]
+        at = number * size - node.start
+        held = None
+        with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
+            held = self._forms.held(node.segment.part(at, at + size), number)
+        if held is None:  # nor would those behind it
+            self._give_up(pending)
+            return
+        self.tier.offer(
+            Record(
+                key=keys[number],
+                parent=keys[number - 1] if number else pending.root,
+                depth=number,
+                arrays=host_block(held, node.tokens[at : at + size]),
+            )
+        )
+        pending.first += 1
+        if pending.first == len(keys):
+            self._drop(pending)
+
+    def _offer_states(self, keys: Sequence[bytes]) -> None:
+        """Copy a checkpoint out of the tree, if it is still there, and offer it."""
+        match = self._prefixes.match(keys)
+        end = len(keys) * self._prefixes.block_size
+        if match.tokens < end:
+            return
+        node = match.path[-1]
+        for found in node.segment.checkpoints:
+            if node.start + found.at == end and StateForm.of(found.states) == self._state_form:
+                self.tier.offer(
+                    Record(
+                        key=checkpoint_key(keys[-1]),
+                        parent=keys[-1],
+                        depth=len(keys),
+                        arrays=host_states(found.states),
+                    )
+                )
+
+    def _give_up(self, pending: _Pending) -> None:
+        self._dropped += len(pending.keys) - pending.first
+        self._drop(pending)
+
+    def _drop(self, pending: _Pending) -> None:
+        self._pending.remove(pending)
+        self._pending_keys -= len(pending.keys)

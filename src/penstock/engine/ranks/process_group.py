@@ -1,0 +1,342 @@
+"""One engine over several processes: all of them run the same steps, and agree before each.
+
+A model may be divided among processes (`mlx_lm`'s `shard`), each with its part of every layer's
+weights, keys and values. Each, a *rank*, has a core of its own, with scheduler, tree, ledger and
+cold tier; they stay equal, because a core does nothing but what follows from the commands it is
+given, the time it is told, and a few things that only one process knows, on which all agree:
+
+    rank 0   enqueue, cancel, clear ──noted──┐
+                                             │  begin: one exchange in front of each step
+    rank 1   ────────────────────────────────┴─> the same commands, the same time
+    ...
+    tokens                 rank 0 chooses, the others are told
+    what is restored       as soon as every rank has it, and as much as the one that has least
+    memory                 the rank with the least room decides for all
+
+A rank that cannot compute a step ends, and with it the group: the others wait for it in the
+middle of a layer. `watch.Watch` sees to it that they do not wait for long.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import struct
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+from zlib import crc32
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.engine.model.sampling import Chosen
+from penstock.engine.offload.prefill_rate import Mean
+from penstock.errors import PenstockError, SettingError
+
+NUMBERS = 16
+"""Of 64 bits, that every rank tells the others in one exchange."""
+INLINE_BYTES = 1_024
+"""Of rank 0's message that go with them; the rest of a longer one comes in a second exchange."""
+NAME_BYTES = 64
+PENDING, FAILED = -1, -2
+"""What a rank says of an answer that it does not have, or that was an error."""
+_HEAD = struct.Struct(f"<{NUMBERS + 1}q")
+"""The numbers, and what the exchange is about."""
+
+
+class RanksBroken(PenstockError, RuntimeError):
+    """The ranks of a group cannot go on together; the group has ended."""
+
+    status = 503
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What was asked of rank 0 between two steps."""
+
+    name: str
+    arguments: dict[str, Any]
+    """As JSON has them, or a `Request`."""
+    now: float
+    """The time it was asked at, on rank 0's clock, in seconds."""
+
+
+class Peers(Protocol):
+    """Who runs the same engine, as its core sees them."""
+
+    rank: int
+    size: int
+
+    def clock(self) -> float:
+        """Return the seconds that all go by."""
+
+    def note(self, name: str, **arguments: Any) -> None:
+        """Note what was asked of rank 0, before it is done there."""
+
+    def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None:
+        """Agree before a step. The ranks but the first do what was asked of that one.
+
+        Args:
+            state: what must be equal everywhere, as it was after the step before.
+            do: does what a command says.
+
+        Raises:
+            RanksBroken: the ranks' states differ.
+        """
+
+    def least(self, number: int) -> int:
+        """Return the least of all ranks' numbers."""
+
+    def most(self, number: int) -> int:
+        """Return the largest of all ranks' numbers."""
+
+    def chosen(self, found: Sequence[Chosen | Exception]) -> list[Chosen | Exception]:
+        """Return what rank 0 has chosen of each row."""
+
+    def answer(self, own: Future[int]) -> Future[int]:
+        """Return an answer that is there when every rank has its own, and is the least of them."""
+
+    def mean(self, first: float) -> Mean:
+        """Return a running mean that is the same for all: of what rank 0 measures."""
+
+    def fault(self, doing: str, error: Exception) -> None:
+        """Take note that a step could not be computed here.
+
+        Raises:
+            RanksBroken: there are others, who wait for it.
+        """
+
+    def check_equal(self, what: str, told: object) -> None:
+        """Compare what must be the same on every rank.
+
+        Raises:
+            SettingError: it differs; on every rank.
+        """
+
+
+class Alone:
+    """The peers of an engine in one process: there is nobody to agree with."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+
+    def note(self, name: str, **arguments: Any) -> None: ...
+
+    def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None: ...
+
+    def least(self, number: int) -> int:
+        return number
+
+    def most(self, number: int) -> int:
+        return number
+
+    def chosen(self, found: Sequence[Chosen | Exception]) -> list[Chosen | Exception]:
+        return list(found)
+
+    def answer(self, own: Future[int]) -> Future[int]:
+        return own
+
+    def mean(self, first: float) -> Mean:
+        return Mean(first)
+
+    def fault(self, doing: str, error: Exception) -> None: ...
+
+    def check_equal(self, what: str, told: object) -> None: ...
+
+
+class AgreedMean(Mean):
+    """A running mean that changes between two steps only, to rank 0's own."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__(first)
+        self.own = Mean(first)
+        """Of what this rank has measured."""
+
+    def add(self, measured: float) -> None:
+        self.own.add(measured)
+
+
+class Ranks:
+    """The processes of a group of MLX's, each with a core over its part of one model.
+
+    Used by the thread that owns the arrays, in the same order on every rank.
+
+    Args:
+        group: of more than one process.
+        clock: rank 0's, in seconds.
+    """
+
+    def __init__(
+        self, group: mx.distributed.Group, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self._source = clock
+        self._now = 0.0
+        self._journal: list[Command] = []
+        self._answers: list[tuple[Future[int], Future[int]]] = []
+        """Each rank's own, and what all were given for it; in the same order everywhere."""
+        self._means: list[AgreedMean] = []
+        self.names = self._gather_names()
+        """Of the ranks, for people: number and machine."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, whose word counts."""
+        return self.rank == 0
+
+    def clock(self) -> float:
+        return self._now
+
+    def note(self, name: str, **arguments: Any) -> None:
+        if self.leads:
+            self._now = self._source()
+            self._journal.append(Command(name, arguments, self._now))
+
+    def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None:
+        digest = crc32(json.dumps(list(state)).encode())
+        open_answers = self._answers[: NUMBERS - 2]
+        told = [digest, len(open_answers), *(_reading(own) for own, _ in open_answers)]
+        rows, message = self._exchange("begin", told, self._words() if self.leads else b"")
+        self._check_same([row[0] for row in rows], state)
+        # What rank 0 was asked since the last step the others have not asked for yet.
+        common = min(row[1] for row in rows)
+        for column, (own, agreed) in enumerate(open_answers[:common], 2):
+            seen = [row[column] for row in rows]
+            if PENDING not in seen:
+                self._answers.remove((own, agreed))
+                agreed.set_result(0 if FAILED in seen else min(seen))
+        words = json.loads(message)
+        for command in () if self.leads else [Command(*each) for each in words["commands"]]:
+            self._now = command.now
+            do(command)
+        self._now = words["now"]
+        for mean, value in zip(self._means, words["means"], strict=True):
+            mean.value = value
+
+    def least(self, number: int) -> int:
+        return min(self._all("least", number))
+
+    def most(self, number: int) -> int:
+        return max(self._all("most", number))
+
+    def chosen(self, found: Sequence[Chosen | Exception]) -> list[Chosen | Exception]:
+        tokens = [FAILED if isinstance(each, Exception) else each.token for each in found]
+        message = struct.pack(f"<{len(tokens)}q", *tokens)
+        _, message = self._exchange("chosen", (), message if self.leads else b"")
+        if self.leads:
+            return list(found)
+        return [
+            RanksBroken("rank 0 could not choose its next token") if token < 0 else Chosen(token)
+            for (token,) in struct.iter_unpack("<q", message)
+        ]
+
+    def answer(self, own: Future[int]) -> Future[int]:
+        agreed: Future[int] = Future()
+        agreed.set_running_or_notify_cancel()  # nobody takes back what others wait for
+        self._answers.append((own, agreed))
+        return agreed
+
+    def mean(self, first: float) -> Mean:
+        self._means.append(AgreedMean(self._first(first)))
+        return self._means[-1]
+
+    def fault(self, doing: str, error: Exception) -> NoReturn:
+        text = str(error).strip().splitlines()
+        told = text[0] if text else type(error).__name__
+        raise RanksBroken(f"{self.names[self.rank]} failed while {doing}: {told}") from error
+
+    def check_equal(self, what: str, told: object) -> None:
+        digest = crc32(json.dumps(told, sort_keys=True, default=str).encode())
+        found = self._all("check_equal", digest)
+        others = [name for name, each in zip(self.names, found, strict=True) if each != found[0]]
+        if others:
+            raise SettingError(
+                f"{what} must be the same on every rank; {', '.join(others)} differ from "
+                f"{self.names[0]}"
+            )
+
+    def secret(self, own: bytes) -> bytes:
+        """Return rank 0's bytes, on every rank."""
+        return self._exchange("secret", (), own if self.leads else b"")[1]
+
+    # ---- parts
+
+    def _words(self) -> bytes:
+        """Return what rank 0 says in front of a step; what was noted is said once."""
+        commands, self._journal = self._journal, []
+        self._now = self._source()
+        means = [mean.own.value for mean in self._means]
+        told = [[c.name, c.arguments, c.now] for c in commands]
+        words = {"now": self._now, "means": means, "commands": told}
+        return json.dumps(words, default=lambda request: request.model_dump(mode="json")).encode()
+
+    def _first(self, number: float) -> float:
+        """Return rank 0's number."""
+        found: float = struct.unpack("<d", self.secret(struct.pack("<d", number)))[0]
+        return found
+
+    def _all(self, what: str, number: int) -> list[int]:
+        return [row[0] for row in self._exchange(what, (number,))[0]]
+
+    def _check_same(self, digests: Sequence[int], state: Sequence[object]) -> None:
+        others = [
+            self.names[rank] for rank, each in enumerate(digests) if each != digests[self.rank]
+        ]
+        if others:
+            raise RanksBroken(
+                f"{self.names[self.rank]} is not in the state of {', '.join(others)}: "
+                f"{list(state)}; this is a bug of penstock's, and no answer can be trusted"
+            )
+
+    def _gather_names(self) -> tuple[str, ...]:
+        own = platform.node().encode()[:NAME_BYTES].ljust(NAME_BYTES)
+        rows = self._gather(own)
+        return tuple(
+            f"rank {rank} ({bytes(row).decode(errors='replace').strip()})"
+            for rank, row in enumerate(rows)
+        )
+
+    def _exchange(
+        self, what: str, numbers: Sequence[int], message: bytes = b""
+    ) -> tuple[list[tuple[int, ...]], bytes]:
+        """Tell all ranks some numbers, and return those of each, with rank 0's message.
+
+        Raises:
+            RanksBroken: another rank is at another place, and talks of something else.
+        """
+        padded = (*numbers, *(0,) * (NUMBERS - len(numbers)), crc32(what.encode()))
+        size = len(message).to_bytes(8, "little")
+        inline = message[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
+        rows = [bytes(row) for row in self._gather(_HEAD.pack(*padded) + size + inline)]
+        heads = [_HEAD.unpack(row[: _HEAD.size]) for row in rows]
+        self._check_same([head[-1] for head in heads], [what])
+        first = rows[0][_HEAD.size :]
+        length = int.from_bytes(first[:8], "little")
+        text = first[8 : 8 + min(length, INLINE_BYTES)]
+        if length > INLINE_BYTES:
+            rest = message[INLINE_BYTES:] if self.leads else bytes(length - INLINE_BYTES)
+            summed = mx.distributed.all_sum(
+                mx.array(np.frombuffer(rest, np.uint8)), group=self.group
+            )
+            text += np.array(summed).tobytes()
+        return heads, text
+
+    def _gather(self, own: bytes) -> Any:
+        """Return the bytes of every rank, (ranks, bytes); all give as many."""
+        row = mx.array(np.frombuffer(own, np.uint8))[None]
+        return np.array(mx.distributed.all_gather(row, group=self.group))
+
+
+def _reading(own: Future[int]) -> int:
+    """Say what is known of an answer, in a number."""
+    if not own.done():
+        return PENDING
+    return FAILED if own.cancelled() or own.exception() else own.result()

@@ -1,0 +1,178 @@
+"""Sees that all processes of a group live: one that has gone would leave the others waiting for
+its part of a layer, for ever.
+
+    rank 1 ──┐  a beat a second, both ways
+    rank 2 ──┼──> rank 0: who is silent for 8 s, or has hung up, is named to all, and all end
+    ...    ──┘
+
+The connections are Python's (`multiprocessing.connection`), with a key that rank 0 draws and the
+group's own transport carries; bytes go over them, nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+
+from penstock.engine.ranks.process_group import Ranks, RanksBroken
+
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 8.0
+"""Who was not heard of for so long is taken for gone."""
+JOIN_SECONDS = 60.0
+"""For all ranks to call rank 0 at the start."""
+KEY_BYTES = 32
+MOST_BYTES = 1_024
+"""Of a message."""
+BEAT, END = b"beat", b"end"
+ANY = "0.0.0.0"
+
+
+class Watch:
+    """The heartbeats of one rank. Use it in a `with` block, which ends it in good order.
+
+    Args:
+        ranks: the group; made by all at the same time, since its key goes over the group.
+        gone: called once, in the watch's thread, with one line that names who is gone; it is to
+            end the process, whose other threads may never come back.
+        silent_seconds: how long somebody may be silent.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        gone: Callable[[str], None],
+        *,
+        silent_seconds: float = SILENT_SECONDS,
+    ) -> None:
+        self._ranks = ranks
+        self._gone = gone
+        self._silent_seconds = silent_seconds
+        self._closing = threading.Event()
+        self._peers = self._meet()
+        self._heard = dict.fromkeys(self._peers, time.monotonic())
+        self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell the others that this rank ends as it should, and hang up. Again does nothing."""
+        self._closing.set()
+        self._thread.join(2 * BEAT_SECONDS)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- the calls
+
+    def _meet(self) -> dict[int, Connection]:
+        """Return the connections: rank 0's to all others, or another's to rank 0."""
+        ranks = self._ranks
+        if ranks.leads:
+            key = secrets.token_bytes(KEY_BYTES)
+            host = _own_host()
+            bound = host if host.startswith("127.") else ANY
+            found: dict[int, Connection] = {}
+            with Listener((bound, 0), backlog=ranks.size, authkey=key) as listener:
+                port = listener.address[1]
+                ranks.secret(json.dumps([host, port, key.hex()]).encode())
+                accepting = threading.Thread(target=self._accept, args=(listener, found))
+                accepting.daemon = True  # a Listener has no timeout of its own
+                accepting.start()
+                accepting.join(JOIN_SECONDS)
+            missing = [ranks.names[rank] for rank in range(1, ranks.size) if rank not in found]
+            if missing:
+                raise RanksBroken(
+                    f"{', '.join(missing)} did not reach {ranks.names[0]} at {host} port {port} "
+                    f"within {JOIN_SECONDS:.0f} s"
+                )
+            return found
+        host, port, key_hex = json.loads(ranks.secret(b""))
+        connection = Client((host, port), authkey=bytes.fromhex(key_hex))
+        connection.send_bytes(str(ranks.rank).encode())
+        return {0: connection}
+
+    def _accept(self, listener: Listener, found: dict[int, Connection]) -> None:
+        """Take the calls of all others."""
+        while len(found) < self._ranks.size - 1:
+            try:
+                connection = listener.accept()
+                found[int(connection.recv_bytes(MOST_BYTES))] = connection
+            except (AuthenticationError, EOFError, ValueError):  # none of the group
+                continue
+            except OSError:  # the time is over
+                return
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        """Be the thread, which alone touches the connections."""
+        beat_at = 0.0
+        while not self._closing.is_set() and self._peers:
+            now = time.monotonic()
+            if now >= beat_at:
+                beat_at = now + BEAT_SECONDS
+                self._tell(BEAT)
+            for ready in wait(list(self._peers.values()), BEAT_SECONDS / 4):
+                rank = next(r for r, each in self._peers.items() if each is ready)
+                if not self._hear(rank):
+                    return
+            for rank, heard in self._heard.items():
+                silent = time.monotonic() - heard
+                if silent > self._silent_seconds:
+                    self._end(f"{self._ranks.names[rank]} has not been heard of for {silent:.0f} s")
+                    return
+        self._tell(END)
+        for connection in self._peers.values():
+            connection.close()
+
+    def _hear(self, rank: int) -> bool:
+        """Take what a rank has sent; False if that is the end."""
+        try:
+            told = self._peers[rank].recv_bytes(MOST_BYTES)
+        except (EOFError, OSError):
+            self._end(f"{self._ranks.names[rank]} has ended")
+            return False
+        self._heard[rank] = time.monotonic()
+        if told == END:  # it ends in good order, and so will this one
+            self._peers.pop(rank).close()
+            del self._heard[rank]
+        elif told != BEAT:
+            self._end(told.decode(errors="replace"))
+            return False
+        return True
+
+    def _tell(self, message: bytes) -> None:
+        """Send to all; who has hung up is found out where it is heard."""
+        for connection in self._peers.values():
+            with suppress(OSError):
+                connection.send_bytes(message)
+
+    def _end(self, why: str) -> None:
+        """Tell all others, and who made this."""
+        self._tell(why.encode()[:MOST_BYTES])
+        self._gone(why)
+
+
+def _own_host() -> str:
+    """Return where the others reach rank 0: where MLX does."""
+    file = os.environ.get("MLX_HOSTFILE")
+    if file and Path(file).is_file():
+        with suppress(ValueError, LookupError, TypeError):
+            first = json.loads(Path(file).read_text())[0]
+            address = first if isinstance(first, str) else first[0]
+            return str(address).rpartition(":")[0]
+    for name in ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR"):
+        if value := os.environ.get(name):
+            return value.rpartition(":")[0] or value
+    return "127.0.0.1"

@@ -1,0 +1,1 @@
+"""Retention of prefixes: window layers and the codecs of nodes."""

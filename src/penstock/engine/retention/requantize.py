@@ -1,0 +1,154 @@
+"""Which blocks are held in fewer bits, and when.
+
+    at-rest   finish  ──> changed ──> nodes that nobody reads ──> between two steps one is encoded
+                                      and takes the raw one's place
+    active    seal    ──> sealed: a whole block is encoded before it becomes part of a path
+
+The first tokens of prompts and unfinished blocks stay in full precision; what is coded is never
+widened again.
+
+At rest an answer reads in full precision what it computes, and codes where it meets blocks that an
+earlier one has left behind. With `active` a token reads as codes every whole block in front of its
+own, from the first that is coded on, and its own block raw, whatever was held before: what it reads
+is a function of its position and the settings. So a prompt is read block by block, and a hit ends
+where the block of the last token begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from penstock.config import EngineSettings
+from penstock.kv.block_format import Form
+from penstock.kv.quantization import Quantisation, piece_bytes
+from penstock.kv.segment import Segment
+from penstock.kv.tails import LayerShape
+from penstock.ledger import Kind
+from penstock.prefix.node import Node
+from penstock.prefix.prefixes import Prefixes
+
+Path = Sequence[Node[Segment]]
+
+
+class Quantiser:
+    """Holds nodes as a rule says. Not thread-safe: the engine's thread.
+
+    Args:
+        rule: which tokens and layers are held in which codecs.
+        prefixes: of the engine.
+        shapes: of one token in each layer.
+        limits: the engine's settings.
+
+    Raises:
+        LedgerFull: there is no room for what is encoded meanwhile.
+        SettingError: the scheme cannot hold this model's heads, or is not read as it lies.
+    """
+
+    def __init__(
+        self,
+        rule: Quantisation,
+        prefixes: Prefixes[Segment],
+        shapes: Sequence[LayerShape],
+        limits: EngineSettings,
+    ) -> None:
+        rule.check_in_place()
+        self.rule = rule
+        self._token_bits, left = rule.token_bits(shapes)
+        self.token_bytes = (self._token_bits + left) / 8
+        """Of one token in all layers, held so."""
+        self._form = Form.of(shapes, rule.scheme, rule.raw_layers)
+        self._prefixes = prefixes
+        self._first = rule.first_tokens
+        self.active = limits.kv_cache_quantize == "active"
+        """Whether blocks are encoded as soon as they are whole."""
+        self._due: deque[Node[Segment]] = deque()
+        self._looked = True
+        self._left: set[int] = set()
+        """Nodes of which something had to stay raw."""
+        self._awaited: set[int] = set()
+        """Nodes that answers read which have no place just now."""
+        block = Form.of(shapes).nbytes(prefixes.block_size) if self.active else 0
+        self._buffers = prefixes.ledger.reserve(Kind.BUFFERS, piece_bytes(shapes) + block)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes set aside for what is encoded."""
+        return self._buffers.nbytes
+
+    def changed(self) -> None:
+        """Note that nodes have come, or are no longer read."""
+        self._looked = False
+
+    def sealed(self, segment: Segment, start: int) -> Segment:
+        """Return a whole block as it is to be read by all tokens behind it: with `active`, coded.
+
+        Args:
+            segment: the block, in full precision; not changed.
+            start: its position.
+
+        Raises:
+            MemoryError, RuntimeError: MLX found no room.
+        """
+        return segment if not self.active or start < self._first else self.rule.encoded(segment)
+
+    def work(self, awaited: Iterable[Path]) -> Node[Segment] | None:
+        """Encode one node that is due and return it; None if there is none, or no room for both
+        its forms: it is tried again at the next step.
+
+        Args:
+            awaited: paths of answers that were parked, which read them again.
+
+        Raises:
+            MemoryError, RuntimeError: MLX found no room; the node stays as it is.
+        """
+        if not self._looked:
+            self._look(awaited)
+        while self._due:
+            node = self._due.popleft()
+            if not self._prefixes.tree.has(node) or not self._is_due(node):
+                continue
+            if not self._exchange(node):
+                self._looked = False  # who is due may be another one when there is room
+                return None
+            return node
+        return None
+
+    def release(self) -> None:
+        """Give back what was set aside."""
+        self._buffers.release()
+
+    # ---- parts
+
+    def _look(self, awaited: Iterable[Path]) -> None:
+        """Find the nodes that are due, each before those below it."""
+        self._looked = True
+        self._awaited = {node.id for path in awaited for node in path}
+        self._due = deque(node for node in self._prefixes.tree if self._is_due(node))
+        self._left &= {node.id for node in self._prefixes.tree}
+
+    def _is_due(self, node: Node[Segment]) -> bool:
+        if node.end <= self._first or node.id in self._left:
+            return False
+        if not self.active and (node.pins or node.id in self._awaited):
+            return False
+        return not self._form.holds(node.segment)
+
+    def _exchange(self, node: Node[Segment]) -> bool:
+        """Cut off the first tokens, which stay raw, and encode the rest; False without room."""
+        blocks = (self._first - node.start) // self._prefixes.block_size
+        try:
+            if blocks > 0 and not self._prefixes.cut(node, blocks):
+                return False
+            if not self._prefixes.exchange(node, self.rule.encoded, self._bytes_of(node)):
+                return False
+        except BaseException:
+            self._left.add(node.id)
+            raise
+        if not self._form.holds(node.segment):
+            self._left.add(node.id)
+        return True
+
+    def _bytes_of(self, node: Node[Segment]) -> int:
+        """Return what a node's new form takes, at most."""
+        return len(node.tokens) * self._token_bits // 8

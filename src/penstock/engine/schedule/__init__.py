@@ -1,0 +1,1 @@
+"""Decisions of the engine: sequences, admission, the memory budget and its estimates."""

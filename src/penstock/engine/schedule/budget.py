@@ -1,0 +1,270 @@
+"""What an engine's bytes are set aside for, and whether a sequence fits beside that.
+
+    open     ──> set_aside: weights, pool of tails, buffers of a step
+    submit   ──> check_fits: could it run though nobody else did?
+    admit    ──> reserve: all that it may come to hold, and what it adds to a step; or it waits
+    end      ──> release
+
+How much each of these is says `needs`; here it is held against the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mlx.utils import tree_flatten
+
+from penstock.config import EngineSettings
+from penstock.engine.largest_steps import check_largest_steps
+from penstock.engine.model.runner import Runner
+from penstock.engine.ranks.process_group import Peers
+from penstock.engine.schedule.costs import Needs
+from penstock.engine.schedule.sequence import Sequence
+from penstock.errors import LedgerFull, NeverFits
+from penstock.kv.segment import Segment
+from penstock.kv.tails import Tails
+from penstock.ledger import Kind, Ledger, Reservation
+from penstock.memory import format_bytes
+from penstock.prefix.prefixes import Prefixes
+
+TAIL_TOKENS = 8
+"""Least columns of a tail. More are copied out less often, and leave fewer parts to be read; fewer
+waste less."""
+MOST_TAIL_TOKENS = 32
+POOL_TOKENS = 64
+"""Columns that few places may share out among them: those of eight."""
+
+
+class Copying(Protocol):
+    """A part of an engine that sets bytes aside for what it copies."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes set aside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """What is reserved as long as an engine is open."""
+
+    weights: Reservation
+    pool: Reservation
+    """Of tails."""
+    step: Reservation
+    """The buffers of a step, as it was measured at the start."""
+    chunk: Reservation
+    """What a chunk of the longest sequence that was let in adds to them."""
+
+
+class Room:
+    """The bytes of an engine and of its sequences. Not thread-safe: the engine's thread.
+
+    Args:
+        aside: what was reserved when the engine was made.
+        needs: what sequences take.
+        prefixes: give way to sequences.
+        copying: what sets bytes aside for blocks that are written or encoded, and windows that are
+            copied.
+        token_bytes: of one token in all layers.
+    """
+
+    def __init__(
+        self,
+        aside: SetAside,
+        needs: Needs,
+        prefixes: Prefixes[Segment],
+        *,
+        copying: Items[Copying],
+        token_bytes: int,
+    ) -> None:
+        self.token_bytes = token_bytes
+        self._aside = aside
+        self._needs = needs
+        self._prefixes = prefixes
+        self._ledger = prefixes.ledger
+        self._copying = copying
+
+    # ---- questions
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self._aside.weights.nbytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a step's buffers, besides those of long sequences."""
+        return self._aside.step.nbytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that are set aside, whatever sequences come."""
+        kinds = (self._aside.weights, self._aside.pool, self._aside.step)
+        fixed = sum(kind.nbytes for kind in kinds) + self._prefixes.fixed_bytes
+        return fixed + self._copies_bytes
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Raise NeverFits if a sequence could not run though nobody else did."""
+        own = self._needs.own(sequence.most_tokens)
+        step = self._needs.step(sequence.most_tokens) + self._needs.chunk(sequence.most_tokens)
+        index = self._prefixes.index_bytes(len(sequence.keys) + 1)
+        fixed = self.fixed_bytes
+        limit = self._ledger.limit_bytes
+        if fixed + own + step + index <= limit:
+            return
+        room = max(0, limit - fixed)
+        raise NeverFits(
+            f"KV for {sequence.most_tokens + 1:,} tokens needs {format_bytes(own + step + index)}; "
+            f"the limit of {format_bytes(limit)} leaves {format_bytes(room)} beside weights, tails "
+            f"and buffers of {format_bytes(fixed)}. Lower max_tokens or max_kv_size, shorten the "
+            f"prompt, or raise memory_limit",
+            own + step + index,
+            room,
+            limit,
+        )
+
+    def check_limit(self, limit_bytes: int) -> None:
+        """Raise NeverFits if what is set aside is over a limit."""
+        fixed = self.fixed_bytes
+        if fixed > limit_bytes:
+            raise NeverFits(
+                f"weights, tails, buffers and index take {format_bytes(fixed)}; "
+                f"the limit cannot be {format_bytes(limit_bytes)}",
+                fixed,
+                limit_bytes,
+                limit_bytes,
+            )
+
+    def would_fit(self, sequence: Sequence, cut: int, others: Iterable[Sequence]) -> bool:
+        """Tell whether a sequence that reads `cut` tokens of a path would fit if all of the others
+        were parked."""
+        needed = self._needs.own(sequence.most_tokens) + self._needs.step(sequence.most_tokens)
+        needed += max(0, self._needs.chunk(sequence.most_tokens) - self._aside.chunk.nbytes)
+        freed = self._ledger.free_bytes + self._prefixes.evictable_bytes
+        for other in others:
+            held = [r.nbytes for r in (other.own, other.step) if r is not None]
+            path = other.pin.path if other.pin is not None else ()
+            freed += sum(held) + sum(n.segment.nbytes + n.index_bytes for n in path if n.pins == 1)
+        return needed - cut * self.token_bytes <= freed
+
+    def check(
+        self, sequences: Iterable[Sequence], tails: Tails, *, weights: int, reading: int
+    ) -> None:
+        """Raise AssertionError if the ledger counts something else than there is.
+
+        Args:
+            sequences: all that are open.
+            tails: the pool.
+            weights: bytes of the model's, counted again.
+            reading: bytes of what is being read from cold tiers.
+        """
+        reserved = [(s.own, s.step) for s in sequences]
+        promised = sum(own.nbytes for own, _ in reserved if own is not None)
+        steps = sum(step.nbytes for _, step in reserved if step is not None)
+        buffers = self._aside.step.nbytes + steps + self._aside.chunk.nbytes
+        self._ledger.check(
+            {
+                **self._prefixes.recount(),
+                Kind.WEIGHTS: weights,
+                Kind.TAILS: self._aside.pool.nbytes + promised + reading,
+                Kind.BUFFERS: buffers + self._copies_bytes,
+            }
+        )
+        pool = self._aside.pool.nbytes
+        if tails.nbytes not in (0, pool):
+            raise AssertionError(f"tails of {tails.nbytes} bytes, {pool} counted")
+
+    # ---- acts
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Reserve what a sequence may come to hold behind its cut, and what it adds to a step;
+        False, and nothing reserved, if there is no room."""
+        most = sequence.most_tokens
+        try:
+            own = self._prefixes.reserve(Kind.TAILS, self._needs.own(most, sequence.cut))
+        except (LedgerFull, NeverFits):
+            return False
+        try:
+            step = self._prefixes.reserve(Kind.BUFFERS, self._needs.step(most))
+        except (LedgerFull, NeverFits):
+            own.release()
+            return False
+        chunk = self._aside.chunk
+        more = self._needs.chunk(most) - chunk.nbytes
+        if more > 0 and not self._prefixes.make_room(more):
+            step.release()
+            own.release()
+            return False
+        chunk.resize(chunk.nbytes + max(0, more))
+        sequence.own, sequence.step = own, step
+        return True
+
+    def reserve_anew(self, sequence: Sequence) -> bool:
+        """Reserve what a sequence may come to hold behind its cut, after that was moved; False,
+        and nothing changed, if there is no room."""
+        assert sequence.own is not None
+        more = self._needs.own(sequence.most_tokens, sequence.cut) - sequence.own.nbytes
+        if more > 0 and not self._prefixes.make_room(more):
+            return False
+        sequence.own.resize(sequence.own.nbytes + more)
+        return True
+
+    def release(self, sequence: Sequence, sequences: Iterable[Sequence]) -> None:
+        """Give back what a sequence has reserved; the longest of those that remain says what a
+        chunk takes."""
+        for reservation in (sequence.own, sequence.step):
+            if reservation is not None:
+                reservation.release()
+        sequence.own = sequence.step = None
+        admitted = [other for other in sequences if other.own is not None]
+        chunks = (self._needs.chunk(other.most_tokens) for other in admitted)
+        self._aside.chunk.resize(max(chunks, default=0))
+
+    def close(self) -> None:
+        """Give back the pool and the buffers of a step; the weights stay counted."""
+        self._aside.pool.resize(0)
+        self._aside.step.resize(0)
+
+    # ---- parts
+
+    @property
+    def _copies_bytes(self) -> int:
+        """Bytes that are set aside, whatever happens, for blocks that are written or encoded, and
+        windows that are copied."""
+        return sum(part.nbytes for part in self._copying)
+
+
+def set_aside(
+    weights: Reservation,
+    ledger: Ledger,
+    limits: EngineSettings,
+    runner: Runner,
+    needs: Needs,
+    peers: Peers,
+) -> tuple[SetAside, Tails]:
+    """Make the pool of tails, after its bytes were reserved, and reserve what a step takes, as it
+    is measured then: the most that it takes any of the peers.
+
+    Raises:
+        LedgerFull, NeverFits: there is no room for that beside the weights.
+        StepTooLarge: nor for a fraction of it; nothing was taken.
+    """
+    slots, block_size = limits.max_batch_size, limits.block_size
+    columns = min(MOST_TAIL_TOKENS, POOL_TOKENS // slots, block_size // 2)
+    columns = min(max(TAIL_TOKENS, columns), block_size)
+    check_largest_steps(ledger, limits, runner, peers, columns)
+    pool = ledger.reserve(Kind.TAILS, slots * columns * runner.token_bytes)
+    tails = Tails(slots, columns, runner.shapes)
+    step = ledger.reserve(Kind.BUFFERS, peers.most(needs.measure_step(tails)))
+    tails.drop()  # until somebody decodes
+    chunk = ledger.reserve(Kind.BUFFERS, 0)
+    return SetAside(weights=weights, pool=pool, step=step, chunk=chunk), tails
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of a model's weights."""
+    arrays: Any = tree_flatten(model.parameters())
+    return sum(array.nbytes for _, array in arrays)

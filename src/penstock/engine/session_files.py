@@ -1,0 +1,141 @@
+"""Sessions: the keys and values of one prompt in a file, to go on with another day or elsewhere.
+
+    save   what is held of a prompt ──> the cold tier's folder ──> its blocks in one tar
+    load   tar ──> the folder, each block checked ──> found by the next request with that prompt
+
+A file is good for every engine of the same fingerprint. Any thread may call; neither waits for a
+step longer than the engine's other calls do.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.engine.core import Core
+from penstock.engine.engine import Engine
+from penstock.errors import SettingError
+from penstock.prefix.block_hashes import checkpoint_key
+from penstock.tiers.disk.archive import export_blocks, import_blocks, models_of
+from penstock.tiers.disk.folder import Folder
+
+WRITE_SECONDS = 60.0
+"""How long what a session needs may take to be written."""
+LOOK_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a file holds."""
+
+    tokens: int
+    """Of whole blocks, from the beginning of the prompt."""
+    nbytes: int
+    """Of the file."""
+
+
+def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = "") -> Session:
+    """Write what is held of a prompt, in memory or on the disk, into a file; one that is there is
+    replaced in the end.
+
+    Args:
+        engine: with a cold tier.
+        file: a tar, which only its owner may read.
+        tokens: the prompt, or a conversation with its answers.
+        salt: the tenant's.
+
+    Raises:
+        SettingError: the engine has no cold tier, nothing of the prompt is held, or it has tokens
+            that the model does not know.
+        TimeoutError: the disk is too slow.
+        OSError: a disk fails; the file is as it was.
+    """
+    about = _about(engine)
+    keys = engine.later(lambda core: _have_written(core, tokens, salt)).result(WRITE_SECONDS)
+    until = time.monotonic() + WRITE_SECONDS
+    while not engine.later(_is_written).result(WRITE_SECONDS):
+        if time.monotonic() >= until:
+            raise TimeoutError(f"the session was not written within {WRITE_SECONDS:.0f} s")
+        time.sleep(LOOK_SECONDS)
+    aside = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with Folder(about.folder) as opened:
+            held = keys[: opened.index.held(keys, about.fingerprint)]
+            wanted = {*held, *map(checkpoint_key, held)}
+            done = export_blocks(opened, aside, lambda _: None, keys=wanted)
+        if not done.blocks:
+            raise SettingError(
+                f"nothing is held of a prompt of {len(tokens):,} tokens; whole blocks of "
+                f"{about.block_size} tokens are, after it was asked"
+            )
+        nbytes = aside.stat().st_size
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
+    return Session(done.blocks * about.block_size, nbytes)
+
+
+def load_session(engine: Engine, file: Path) -> Session:
+    """Take the blocks of a file in, for the next request with that prompt.
+
+    Raises:
+        SettingError: the engine has no cold tier, the file is of another model or of other
+            settings, or a block is damaged or does not fit in the folder.
+        CacheFileError: the file is no session.
+        OSError: a disk fails.
+    """
+    about, found = _about(engine), models_of(file)
+    if others := found - {about.fingerprint}:
+        raise SettingError(
+            f"{file.name} is of another model, or of this one with other settings: its "
+            f"fingerprint is {min(others)[:12]}, the engine's {about.fingerprint[:12]}"
+        )
+    done = import_blocks(about.folder, file, about.limit_bytes, lambda _: None)
+    if not done.is_all:
+        why = done.broken or ", ".join([*done.refused, *(["damaged"] if done.damaged else [])])
+        raise SettingError(f"not all of {file.name} could be taken in: {why}")
+    return Session((done.blocks + done.known) * about.block_size, file.stat().st_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What is asked of an engine."""
+
+    folder: Path
+    limit_bytes: int
+    """Of the folder."""
+    block_size: int
+    fingerprint: str
+
+
+def _about(engine: Engine) -> _About:
+    def ask(core: Core) -> _About:
+        limits = core.limits
+        if limits.ssd_cache_dir is None:
+            raise SettingError("sessions need a cold tier: name a folder (ssd_cache_dir)")
+        return _About(
+            limits.ssd_cache_dir,
+            limits.ssd_cache_limit,
+            limits.block_size,
+            core.prefixes.fingerprint,
+        )
+
+    return engine.later(ask).result(WRITE_SECONDS)
+
+
+def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
+    """Have all blocks of a prompt written that are in memory; return the names of all."""
+    core.check_tokens(tokens)
+    keys = core.prefixes.keys(list(tokens), salt)
+    held = core.prefixes.match(keys).tokens // core.limits.block_size
+    assert core.cold is not None
+    core.cold.tiers["ssd"].note(keys[:held], core.prefixes.root(salt), 0, seen=True)
+    core.note_checkpoints(keys[:held])
+    return keys
+
+
+def _is_written(core: Core) -> bool:
+    return core.cold is None or core.cold.tiers["ssd"].is_written

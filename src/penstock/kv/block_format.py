@@ -1,0 +1,172 @@
+"""How the blocks of a chain are held: the first ones as the model computes them, the others as a
+scheme says. Known before any of them exists, so that files can be read into what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from penstock.kv.codecs import Codec, Coded, Scheme
+from penstock.kv.columns import Side
+from penstock.kv.quantization import Quantisation
+from penstock.kv.segment import Segment
+from penstock.kv.tails import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class SideForm:
+    """How one side of a layer is held."""
+
+    heads: int
+    dim: int
+    dtype: mx.Dtype
+    codec: Codec | None
+
+    @property
+    def token_bits(self) -> int:
+        """Bits of one token, all heads."""
+        if self.codec is None:
+            return self.heads * self.dim * self.dtype.size * 8
+        return self.heads * self.codec.token_bits(self.dim)
+
+    def arrays(self, tokens: int) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+        """Return the shapes and dtypes of the arrays of so many tokens, a multiple of the codec's
+        span."""
+        if self.codec is None:
+            return [((1, self.heads, tokens, self.dim), self.dtype)]
+        span = self.codec.span
+        # Never evaluated: MLX knows the shapes.
+        parts = self.codec.encode(mx.zeros((1, self.heads, span, self.dim), self.dtype)).parts
+        return [((1, self.heads, tokens // span, *part.shape[3:]), part.dtype) for part in parts]
+
+    def side(self, arrays: Sequence[mx.array]) -> Side:
+        """Return the side that these arrays are."""
+        if self.codec is None:
+            (array,) = arrays
+            return array
+        return Coded(self.codec, tuple(arrays), self.dim)
+
+    def holds(self, side: Side) -> bool:
+        """Tell whether a side is held so."""
+        return (side.codec if isinstance(side, Coded) else None) == self.codec
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How all layers are held: keys and values of each."""
+
+    layers: tuple[tuple[SideForm, SideForm], ...]
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Sequence[LayerShape],
+        scheme: Scheme | None = None,
+        raw_layers: Collection[int] = (),
+    ) -> Form:
+        """Return the form of a model's layers.
+
+        Args:
+            shapes: of one token in each layer.
+            scheme: of keys and values; None is as the model computes them.
+            raw_layers: numbers of layers that are as the model computes them all the same.
+        """
+
+        def layer(number: int, shape: LayerShape) -> tuple[SideForm, SideForm]:
+            keys, values = None, None
+            if scheme is not None and number not in raw_layers:
+                held = scheme.of_layer(number)
+                keys, values = held.keys, held.values
+            return (
+                SideForm(shape.kv_heads, shape.key_dim, shape.dtype, keys),
+                SideForm(shape.kv_heads, shape.value_dim, shape.dtype, values),
+            )
+
+        return cls(tuple(layer(number, shape) for number, shape in enumerate(shapes)))
+
+    def nbytes(self, tokens: int) -> int:
+        """Return the bytes of so many tokens, all layers."""
+        return tokens * sum(side.token_bits for layer in self.layers for side in layer) // 8
+
+    def blank(self, tokens: int) -> Segment:
+        """Return a segment of so many tokens that are nothing; not evaluated."""
+
+        def side(form: SideForm) -> Side:
+            return form.side([mx.zeros(shape, dtype) for shape, dtype in form.arrays(tokens)])
+
+        layers = tuple((side(keys), side(values)) for keys, values in self.layers)
+        return Segment(layers, length=tokens)
+
+    def holds(self, segment: Segment) -> bool:
+        """Tell whether all of a segment is held so."""
+        return all(
+            form.holds(side)
+            for forms, layer in zip(self.layers, segment.layers, strict=True)
+            for form, side in zip(forms, layer, strict=True)
+        )
+
+
+class Forms:
+    """How each block of a chain is held.
+
+    Args:
+        shapes: of one token in each layer.
+        block_size: tokens of a block.
+        rule: of what is held in codecs; None: all is as the model computes it.
+
+    """
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], block_size: int, rule: Quantisation | None = None
+    ) -> None:
+        self.block_size = block_size
+        self.rule = rule
+        self._raw = Form.of(shapes)
+        self._coded = self._raw
+        self._first = 0
+        """Blocks that are raw."""
+        if rule is not None:
+            self._coded = Form.of(shapes, rule.scheme, rule.raw_layers)
+            self._first = rule.first_tokens // block_size
+
+    @property
+    def coded(self) -> Form:
+        """The form of the blocks behind them."""
+        return self._coded
+
+    def of(self, block: int) -> Form:
+        """Return the form of one block."""
+        return self._raw if block < self._first else self._coded
+
+    def end(self, first: int, stop: int) -> int:
+        """Return up to which block, `stop` at most, all are held as block `first` is."""
+        return min(stop, self._first) if first < self._first else stop
+
+    def nbytes(self, first: int, stop: int) -> int:
+        """Return the bytes of the blocks first..stop-1."""
+        raw = max(0, min(stop, self._first) - first)
+        return self._raw.nbytes(raw * self.block_size) + self._coded.nbytes(
+            (stop - first - raw) * self.block_size
+        )
+
+    @property
+    def most_block_bytes(self) -> int:
+        """Bytes of a block, whichever."""
+        return max(form.nbytes(self.block_size) for form in (self._raw, self._coded))
+
+    @property
+    def coded_block_bytes(self) -> int:
+        """Bytes of a block that is encoded; 0 if none is."""
+        return 0 if self.rule is None else self._coded.nbytes(self.block_size)
+
+    def held(self, segment: Segment, block: int) -> Segment | None:
+        """Return a block as it is to be held, whatever it is held as; None if it cannot be: some
+        of its numbers are too large, or some layer does not hold it any more."""
+        if segment.missing:
+            return None
+        form = self.of(block)
+        if not form.holds(segment) and form is self._coded and self.rule is not None:
+            segment = self.rule.encoded(segment)
+        return segment if form.holds(segment) else None

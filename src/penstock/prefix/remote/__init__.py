@@ -1,6 +1,0 @@
-"""The remote tier: blocks in a store that many servers share."""
-
-from penstock.prefix.remote.objects import Objects, check_url, open_objects, shown
-from penstock.prefix.remote.store import RemoteStore
-
-__all__ = ["Objects", "RemoteStore", "check_url", "open_objects", "shown"]

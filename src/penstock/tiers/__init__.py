@@ -1,0 +1,1 @@
+"""Slower tiers that hold blocks evicted from memory: records, stores and their threads."""

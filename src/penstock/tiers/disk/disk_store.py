@@ -1,0 +1,524 @@
+"""Blocks in a folder: written once, read back checked, inside a limit that all who share it keep.
+
+    write   claim in the index (room is made) -> file aside -> sync -> rename -> written
+    read    index -> file -> straight to where it belongs -> hash, or a miss that is counted
+
+Whatever goes wrong with a record is a miss, and the record is gone afterwards. What goes wrong
+with the folder itself is an `OSError`, for whoever drives the store to switch it off.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import sqlite3
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from penstock.memory import format_bytes
+from penstock.prefix.block_hashes import checkpoint_key
+from penstock.tiers.disk.direct import Writer
+from penstock.tiers.disk.index import (
+    BUSY_SECONDS,
+    PAGE_ENTRIES,
+    Claim,
+    Entry,
+    Index,
+    end_writer,
+    is_alive,
+    is_damage,
+    new_writer,
+)
+from penstock.tiers.disk.limits import payload_bytes
+from penstock.tiers.record import (
+    FORMAT,
+    MOST_DEPTH,
+    MOST_HEAD_BYTES,
+    Damaged,
+    Record,
+    Target,
+    encode,
+    header,
+    read_into,
+)
+from penstock.tiers.store import Store
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "index.sqlite"
+BLOCKS_NAME = "blocks"
+ASIDE_NAME = "aside"
+LOCK_NAME = "lock"
+FLOOR_BYTES = 1_000_000_000
+"""Free bytes of the disk that are never gone below."""
+READ_SECONDS = 10.0
+"""How long a store that is closed waits for files that are being read."""
+SUFFIX = ".safetensors"
+LOCK_LOOK_SECONDS = 0.02
+
+Written: TypeAlias = Claim | Literal["disk"]
+"""What became of a write: as `Claim`, or `disk`: too little of it is free."""
+
+
+class SSDStore(Store):
+    """The folder of one model's blocks, which other processes and models may use as well.
+
+    Not thread-safe: one owner, the thread with the files.
+
+    Args:
+        folder: made if it is not there; only its owner may look into it.
+        limit_bytes: for everything in it, files that are being written and the index included.
+        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        floor_bytes: free bytes of the disk that are never gone below.
+        budget_bytes: what all who share the folder may write in a day together; None is no limit.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+        sqlite3.OperationalError: another process holds the index for too long.
+        ValueError: the limit has no room for an index.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int,
+        *,
+        fingerprint: str,
+        floor_bytes: int = FLOOR_BYTES,
+        budget_bytes: int | None = None,
+    ) -> None:
+        super().__init__(fingerprint, "ssd")
+        self.limit_bytes = limit_bytes
+        self.payload_bytes = payload_bytes(limit_bytes)
+        self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
+        self._folder = folder / FORMAT
+        self._blocks = self._folder / BLOCKS_NAME
+        self._aside = self._folder / ASIDE_NAME
+        for each in (folder, self._folder, self._blocks, self._aside):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._used: list[bytes] = []
+        self._writer = Writer()
+        self.index = self._open_index()
+        self._owner = new_writer()
+        self._has_space(0)
+
+    # ---- questions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of blocks, of all models, those that are being written included."""
+        return self.index.nbytes
+
+    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> int:
+        """Return how many keys of a chain, from its first on, could be read.
+
+        Args:
+            keys: of the blocks.
+            resumable: count no further than to the last one behind which a checkpoint is there.
+        """
+        count = self.index.held(keys, self.fingerprint)
+        if not resumable:
+            return count
+        checkpoints = [checkpoint_key(key) for key in keys[:count]]
+        last = self.index.deepest(checkpoints, self.fingerprint)
+        return 0 if last is None else last + 1
+
+    def chains(self, most_bytes: int) -> list[list[bytes]]:
+        """Return the keys of this model's chains that are worth most, each from its first block
+        on, as far as they fit into so many bytes of files."""
+        entries = [
+            entry
+            for entry in self.index.entries()
+            if entry.owner is None
+            and entry.fingerprint == self.fingerprint
+            and entry.key != checkpoint_key(entry.parent)
+        ]
+        by_key = {entry.key: entry for entry in entries}
+        found: list[list[bytes]] = []
+        covered: set[bytes] = set()
+        for entry in sorted(entries, key=lambda entry: (-entry.used, -entry.depth)):
+            if entry.key in covered:
+                continue
+            chain = [entry]
+            while (parent := by_key.get(chain[-1].parent)) is not None:
+                chain.append(parent)
+            most_bytes -= sum(each.nbytes for each in chain if each.key not in covered)
+            if most_bytes < 0:
+                break
+            covered.update(each.key for each in chain)
+            if chain[-1].depth == 0:  # else nobody could read it
+                found.append([each.key for each in reversed(chain)])
+        return found
+
+    # ---- acts
+
+    def write(self, record: Record) -> Written:
+        """Keep a block, unless it is there; what is worth least gives way.
+
+        Raises:
+            OSError: the disk or the folder fails; nothing of the block is left.
+        """
+        if self.index.get(record.key) is not None:
+            self.index.touch(record.key)
+            self.counts.known_blocks += 1
+            return "known"
+        return self._keep(record, encode(record, self.fingerprint), self.fingerprint)
+
+    def take(self, record: Record, raw: bytes, fingerprint: str) -> Written:
+        """Keep a block's file as it is, of whatever model, unless it is there; as `write`.
+
+        Args:
+            record: what the file holds; that it does was checked.
+            raw: the file.
+            fingerprint: as the file tells it.
+
+        Raises:
+            OSError: the disk or the folder fails; nothing of the block is left.
+        """
+        if self.index.get(record.key) is not None:
+            self.counts.known_blocks += 1
+            return "known"
+        return self._keep(record, raw, fingerprint)
+
+    def _keep(self, record: Record, raw: bytes, fingerprint: str) -> Written:
+        """Claim a block, and write its file."""
+        if not self.index.is_current:
+            raise OSError(f"the index of {self._folder} was removed or made anew by others")
+        if not self._has_space(len(raw)):
+            self.counts.refused_blocks += 1
+            return "disk"
+        entry = Entry(
+            key=record.key,
+            fingerprint=fingerprint,
+            parent=record.parent,
+            depth=record.depth,
+            nbytes=len(raw),
+            hits=0,
+            used=0,
+            written_seconds=time.time(),
+            owner=self._owner,
+        )
+        if len(raw) > self.payload_bytes:
+            claim: Claim = "full"
+        else:
+            claim = self.index.claim(entry, self.payload_bytes, self._unlink, self.budget_bytes)
+        if claim != "claimed":
+            self.counts.known_blocks += claim == "known"
+            self.counts.refused_blocks += claim != "known"
+            if claim == "budget" and self.budget_bytes is not None:
+                self.full = (
+                    f"the {format_bytes(self.budget_bytes)} that may be written in a day were "
+                    f"written today: raise --ssd-write-budget, or wait for midnight UTC"
+                )
+            return claim
+        try:
+            self._put(record.key, raw)
+        except BaseException:
+            with suppress(OSError, sqlite3.Error):
+                self._forget([record.key])
+            raise
+        self.index.written(record.key)
+        self.counts.written_blocks += 1
+        self.counts.written_bytes += len(raw)
+        return "claimed"
+
+    def prepare(self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False) -> int:
+        """Return how many keys of a chain, from its first on, could be read, as somebody asks for
+        them: they are used, wherever they are read from, which `note_uses` writes.
+
+        Args:
+            keys: of the blocks.
+            known: how many first ones need not be read; the system is told that the others will
+                be, so that it may read them ahead.
+            resumable: as of `held`.
+        """
+        count = self.held(keys, resumable=resumable)
+        ahead = list(keys[known:count])
+        self._used += keys[:count]
+        if resumable and count:
+            ahead.append(checkpoint_key(keys[count - 1]))
+            self._used.append(ahead[-1])
+        for key in ahead:
+            with suppress(OSError, Damaged), _opened(self._path(key)) as file:
+                _read_ahead(file)
+        return count
+
+    def note_uses(self) -> None:
+        """Write which blocks were used since the last time."""
+        if self._used:
+            used, self._used = self._used, []
+            self.index.use(used)
+
+    def clear(self, *, all_models: bool = True) -> int:
+        """Remove all blocks, or this model's, but those being written; return how many."""
+        keys = [
+            entry.key
+            for entry in self.index.entries()
+            if entry.owner is None and (all_models or entry.fingerprint == self.fingerprint)
+        ]
+        self._forget(keys)
+        return len(keys)
+
+    def reconcile(self) -> None:
+        """Bring index and files together: after a crash, or after somebody removed files."""
+        for _ in self.reconciling():
+            pass
+
+    def reconciling(self) -> Iterator[None]:
+        """Do as `reconcile`, and yield now and then: others may use the store in between."""
+        for page in self.index.pages():
+            for entry in page:
+                self._reconcile_entry(entry)
+            yield
+        for number, path in enumerate(self._files()):
+            self._reconcile_file(path)
+            if number % PAGE_ENTRIES == 0:
+                yield
+        self.index.shrink(self.payload_bytes, self._unlink)
+
+    def _reconcile_entry(self, entry: Entry) -> None:
+        """Remove an entry without a file, or with one of another length, and what a writer that was
+        killed has left half done."""
+        if entry.owner is not None:
+            gone = not is_alive(entry.owner)
+        else:  # unless somebody has just removed both, or written it again
+            size = _size(self._path(entry.key))
+            gone = size != entry.nbytes and self.index.get(entry.key) == entry
+            self.counts.missing_blocks += gone and size is None
+            self.counts.damaged_blocks += gone and size is not None
+        if gone:
+            self._forget([entry.key])
+
+    def _reconcile_file(self, path: Path) -> None:
+        """Remove what a dead writer has left; take in a block that nobody knows, or remove it."""
+        if path.parent == self._aside:
+            if not is_alive(path.name.partition(".")[2]):
+                _remove(path)
+        elif self._entry_of(path) is None:
+            self.index.adopt(entry for entry in _entries([path]) if path == self._path(entry.key))
+            if self._entry_of(path) is None:
+                _remove(path)
+
+    def close(self) -> None:
+        """Close the index."""
+        try:
+            self.note_uses()
+        finally:
+            self._end()
+
+    def give_up(self, error: Exception) -> None:
+        """Close after an error; an index that is damaged is removed, and will be made anew."""
+        self._end()
+        if is_damage(error) and self.index.is_current:
+            with suppress(OSError, sqlite3.Error), _alone(self._folder / LOCK_NAME):
+                self._remove_index(error)
+
+    def _end(self) -> None:
+        self._readers.close(READ_SECONDS)
+        self.index.close()
+        end_writer(self._owner)
+
+    # ---- parts
+
+    def _has_space(self, nbytes: int) -> bool:
+        """Tell whether a file of so many bytes leaves enough of the disk free; note it if not."""
+        free = shutil.disk_usage(self._folder).free
+        self.full = None
+        if free - nbytes < self.floor_bytes:
+            self.full = (
+                f"the disk of {self._folder.parent} has {format_bytes(free)} free, and "
+                f"{format_bytes(self.floor_bytes)} are always left free: free some space, or name "
+                f"another folder"
+            )
+        return self.full is None
+
+    def _open_index(self) -> Index:
+        """Open the index; one that is damaged is made anew from the headers of the files."""
+        file = self._folder / INDEX_NAME
+        old_mask = os.umask(0o077)  # SQLite makes its files as others would
+        try:
+            with _alone(self._folder / LOCK_NAME):
+                try:
+                    index = Index(file)
+                except sqlite3.DatabaseError as error:
+                    if not is_damage(error):
+                        raise
+                    self._remove_index(error)
+                    index = Index(file)
+                if not len(index):
+                    index.adopt(_entries(self._blocks.rglob(f"*{SUFFIX}")))
+                return index
+        finally:
+            os.umask(old_mask)
+
+    def _remove_index(self, error: Exception) -> None:
+        logger.warning("the index of %s is damaged and made anew: %s", self._folder, error)
+        for damaged in self._folder.glob(f"{INDEX_NAME}*"):
+            damaged.unlink(missing_ok=True)
+
+    def _path(self, key: bytes) -> Path:
+        return block_file(self._blocks, key)
+
+    def _files(self) -> Iterator[Path]:
+        for folder in (self._aside, self._blocks, *_listed(self._blocks)):
+            yield from (path for path in _listed(folder) if path.is_file())
+
+    def _entry_of(self, path: Path) -> Entry | None:
+        """Return the entry whose file this is."""
+        try:
+            key = bytes.fromhex(path.name.removesuffix(SUFFIX))
+        except ValueError:
+            return None
+        return self.index.get(key) if path == self._path(key) else None
+
+    def _unlink(self, key: bytes) -> None:
+        path = self._path(key)
+        try:
+            path.unlink(missing_ok=True)
+        except (IsADirectoryError, PermissionError):
+            if not path.is_dir():
+                raise
+            shutil.rmtree(path)  # somebody has put it where a block belongs
+        except NotADirectoryError:
+            return
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        self.index.remove(keys, self._unlink)
+
+    def _put(self, key: bytes, raw: bytes) -> None:
+        """Write a file aside, sync it, and give it its name."""
+        path = self._path(key)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        aside = self._aside / f"{key.hex()}.{self._owner}"
+        try:
+            self._writer.write(aside, raw)
+            aside.rename(path)
+        finally:
+            aside.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+
+    def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
+        """Read a block to where it belongs; return the bytes of its file. Any thread may; nothing
+        but the file is touched."""
+        with _opened(self._path(key)) as file:
+            words = read_into(file, targets)
+            self._check_is(words, key)
+            return os.fstat(file).st_size
+
+
+def block_file(blocks: Path, key: bytes) -> Path:
+    """Return where the file of a block lies in the folder of blocks."""
+    name = key.hex()
+    return blocks / name[:2] / (name + SUFFIX)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file for reading.
+
+    Raises:
+        FileNotFoundError: there is none.
+        Damaged: what stands there is no file; it is not waited for either, as for a pipe.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise Damaged(str(error)) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Damaged("it is no file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _size(path: Path) -> int | None:
+    """Return the bytes of a file; None if there is none."""
+    with suppress(FileNotFoundError, Damaged), _opened(path) as file:
+        return os.fstat(file).st_size
+    return None
+
+
+def _remove(path: Path) -> None:
+    """Remove a file that nobody needs, if it can be: what cannot is not ours."""
+    with suppress(OSError):
+        path.unlink()
+
+
+def _read_ahead(descriptor: int) -> None:
+    """Have the system read a file into its own memory, where it can be told to."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _listed(folder: Path) -> list[Path]:
+    """List a folder; one that is none, or is gone by now, is empty."""
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return []
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Be the only process that opens an index; wait for others as long as the index does."""
+    until = time.monotonic() + BUSY_SECONDS
+    with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise sqlite3.OperationalError("another process opens the index") from None
+                time.sleep(LOCK_LOOK_SECONDS)
+        yield
+
+
+def _entries(paths: Iterable[Path]) -> Iterator[Entry]:
+    """Read what the headers of files say; files that are no blocks are passed over."""
+    for path in paths:
+        try:
+            with _opened(path) as file:
+                found = os.fstat(file)
+                size = int.from_bytes(os.pread(file, 8, 0), "little")
+                words = header(os.pread(file, 8 + min(size, MOST_HEAD_BYTES), 0))
+            depth = int(words["depth"])
+            if not 0 <= depth < MOST_DEPTH:
+                raise ValueError(f"no block is {depth} deep")
+            yield Entry(
+                key=bytes.fromhex(words["key"]),
+                fingerprint=words["fingerprint"],
+                parent=bytes.fromhex(words["parent"]),
+                depth=depth,
+                nbytes=found.st_size,
+                hits=0,
+                used=0,
+                written_seconds=found.st_mtime,
+                owner=None,
+            )
+        except (OSError, KeyError, ValueError):
+            continue
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last, where folders can be synced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

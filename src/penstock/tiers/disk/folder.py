@@ -1,0 +1,301 @@
+"""A folder of blocks as tools see it: of all models, never made, and in use by others meanwhile.
+
+Acts are cut into short transactions: a server that shares the folder waits for none of them
+longer than it waits for another server.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from penstock.errors import CacheFileError, SettingError
+from penstock.tiers.disk.disk_store import (
+    ASIDE_NAME,
+    BLOCKS_NAME,
+    INDEX_NAME,
+    LOCK_NAME,
+    block_file,
+)
+from penstock.tiers.disk.index import DAY_SECONDS, PAGE_ENTRIES, Entry, Index, is_alive, is_damage
+from penstock.tiers.record import FORMAT
+
+FORMATS = "penstock-block-"
+"""How the folders of all versions of the format begin."""
+SHOWN_CHARACTERS = 12
+"""Of keys and fingerprints, which are longer."""
+Progress: TypeAlias = Callable[[int], None]
+"""Is told how many bytes more are done."""
+
+
+class IndexDamaged(CacheFileError):
+    """The index is lost, or cannot be read; the blocks themselves may be whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUsage:
+    """What the folder holds of one model."""
+
+    fingerprint: str
+    blocks: int
+    nbytes: int
+    """Of the files, those that are being written included."""
+    chains: int
+    """Blocks that no other follows: so many prefixes end here."""
+    hits: int
+    writing_blocks: int
+    """Of the blocks, those whose files are not there yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is in a folder. Bytes are those of files."""
+
+    models: tuple[ModelUsage, ...]
+    """The largest first."""
+    index_bytes: int
+    """Of the index and its log."""
+    written_today_bytes: int
+    """By all who share the folder, since midnight UTC; what is gone again included."""
+    writing_files: int
+    """Files aside, whose writers live."""
+    left_over_files: int
+    """Files aside of writers that were killed; who opens the folder next removes them."""
+    other_formats: tuple[str, ...]
+    """Folders of other versions, which are left alone."""
+    other_format_bytes: int
+    foreign: int
+    """Files and folders beside the blocks that are not ours, and are left alone."""
+    disk_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """What an act has removed."""
+
+    blocks: int
+    nbytes: int
+    """Of their files."""
+    held_bytes: int
+    """What the folder holds afterwards."""
+
+
+class Folder:
+    """The blocks of all models in a folder. Not thread-safe; a context manager.
+
+    Args:
+        path: as `--ssd-cache-dir` names it.
+
+    Raises:
+        SettingError: there is no such folder, or it is not one of the cold tier.
+        IndexDamaged: the index is lost or damaged.
+        OSError: the folder may not be looked into.
+        sqlite3.OperationalError: another process holds the index for too long.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_is_ours(path)
+        self.path = path
+        self.blocks = path / FORMAT / BLOCKS_NAME
+        self.aside = path / FORMAT / ASIDE_NAME
+        index = path / FORMAT / INDEX_NAME
+        remedy = "penstock cache verify --repair makes it anew"
+        if not index.is_file():  # to open it would make one
+            raise IndexDamaged(f"the index of {path} is lost; {remedy}")
+        try:
+            self.index = Index(index)
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            raise IndexDamaged(f"the index of {path} is damaged ({error}); {remedy}") from None
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.index.close()
+
+    # ---- questions
+
+    def file(self, key: bytes) -> Path:
+        """Return where the file of a block is, or would be."""
+        return block_file(self.blocks, key)
+
+    def files(self) -> Iterator[Path]:
+        """Yield every file in the folders of the blocks, whatever it is."""
+        for folder in _listed(self.blocks):
+            yield from (path for path in _listed(folder) if path.is_file())
+
+    def files_aside(self) -> Iterator[tuple[Path, bool]]:
+        """Yield the files that are being written, and whether their writers live."""
+        for path in _listed(self.aside):
+            yield path, is_alive(path.name.partition(".")[2])
+
+    def entries(self, fingerprint: str | None = None) -> list[Entry]:
+        """Return the blocks of one model, or of all, worth most first."""
+        found = self.index.entries()
+        return [entry for entry in found if fingerprint in (None, entry.fingerprint)]
+
+    def model(self, prefix: str) -> str:
+        """Return the one fingerprint that begins with `prefix`.
+
+        Raises:
+            SettingError: there is none, or more than one.
+        """
+        if not prefix:
+            raise SettingError("--model needs the beginning of a fingerprint; ls shows them")
+        known = {entry.fingerprint for entry in self.index.entries()}
+        found = sorted(one for one in known if one.startswith(prefix))
+        if not found:
+            names = ", ".join(map(shown, sorted(known))) or "none"
+            raise SettingError(f"--model {prefix}: no fingerprint begins so; there are: {names}")
+        if len(found) > 1:
+            names = ", ".join(shown(one, 2 * SHOWN_CHARACTERS) for one in found)
+            raise SettingError(f"--model {prefix}: more than one model begins so: {names}")
+        return found[0]
+
+    def usage(self) -> Usage:
+        """Count everything that is there."""
+        others, foreign = self._others()
+        aside = [alive for _, alive in self.files_aside()]
+        index = self.blocks.with_name(INDEX_NAME)
+        return Usage(
+            models=_models(self.entries()),
+            index_bytes=_sizes(index.parent.glob(f"{INDEX_NAME}*")),
+            written_today_bytes=self.index.written_bytes(int(time.time() // DAY_SECONDS)),
+            writing_files=sum(aside),
+            left_over_files=len(aside) - sum(aside),
+            other_formats=tuple(sorted(other.name for other in others)),
+            other_format_bytes=_sizes(path for other in others for path in other.rglob("*")),
+            foreign=foreign,
+            disk_free_bytes=shutil.disk_usage(self.path).free,
+        )
+
+    # ---- acts
+
+    def shrink(self, limit_bytes: int, progress: Progress) -> Freed:
+        """Remove what is worth least until all blocks together are within a limit.
+
+        What is being written stays, and what it follows on.
+        """
+        blocks = nbytes = 0
+
+        def unlink(key: bytes) -> None:
+            nonlocal blocks, nbytes
+            path = self.file(key)
+            with suppress(FileNotFoundError):
+                size = path.stat().st_size
+                path.unlink()
+                blocks, nbytes = blocks + 1, nbytes + size
+                progress(size)
+
+        while (held := self.index.nbytes) > limit_bytes:
+            step = PAGE_ENTRIES * held // max(len(self.index), 1)
+            if not self.index.shrink(max(limit_bytes, held - step), unlink):
+                break
+        return Freed(blocks, nbytes, self.index.nbytes)
+
+    def clear(self, progress: Progress, fingerprint: str | None = None) -> Freed:
+        """Remove all blocks, or one model's, but those being written; the ends of chains first."""
+        blocks = nbytes = 0
+        keys = [
+            entry.key
+            for entry in sorted(self.entries(fingerprint), key=lambda entry: -entry.depth)
+            if entry.owner is None
+        ]
+        for first in range(0, len(keys), PAGE_ENTRIES):
+            gone = self.index.remove_if(keys[first : first + PAGE_ENTRIES], _is_there, self.unlink)
+            size = sum(entry.nbytes for entry in gone)
+            blocks, nbytes = blocks + len(gone), nbytes + size
+            progress(size)
+        return Freed(blocks, nbytes, self.index.nbytes)
+
+    def unlink(self, key: bytes) -> None:
+        """Remove the file of a block, if it is there; the index knows nothing of it."""
+        self.file(key).unlink(missing_ok=True)
+
+    # ---- parts
+
+    def _others(self) -> tuple[list[Path], int]:
+        """Return the folders of other formats, and how much else is not ours."""
+        beside = [path for path in _listed(self.path) if path.name != FORMAT]
+        others = [path for path in beside if path.name.startswith(FORMATS) and path.is_dir()]
+        ours = {BLOCKS_NAME, ASIDE_NAME, LOCK_NAME}
+        inside = [
+            path
+            for path in _listed(self.path / FORMAT)
+            if path.name not in ours and not path.name.startswith(INDEX_NAME)
+        ]
+        return others, len(beside) - len(others) + len(inside)
+
+
+def check_is_ours(path: Path) -> None:
+    """Refuse a folder that is not one of the cold tier.
+
+    Raises:
+        SettingError: says why.
+        OSError: it may not be looked into.
+    """
+    if not path.is_dir():
+        raise SettingError(f"--ssd-cache-dir {path}: there is no such folder")
+    if not (path / FORMAT).is_dir():  # which is made first: what is in it may not be there yet
+        raise SettingError(f"--ssd-cache-dir {path}: this is no folder of penstock's blocks")
+
+
+def shown(fingerprint: str, length: int = SHOWN_CHARACTERS) -> str:
+    """Return the beginning of a fingerprint, safe to print: it comes from files.
+
+    >>> shown("0123456789abcdef"), shown("a" + chr(27) + "[2J")
+    ('0123456789ab', 'a?[2J')
+    """
+    return "".join(char if char.isprintable() else "?" for char in fingerprint[:length])
+
+
+def _models(entries: list[Entry]) -> tuple[ModelUsage, ...]:
+    followed = {entry.parent for entry in entries}
+    by_model: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_model.setdefault(entry.fingerprint, []).append(entry)
+    found = [
+        ModelUsage(
+            fingerprint=fingerprint,
+            blocks=len(some),
+            nbytes=sum(entry.nbytes for entry in some),
+            chains=sum(entry.key not in followed for entry in some),
+            hits=sum(entry.hits for entry in some),
+            writing_blocks=sum(entry.owner is not None for entry in some),
+        )
+        for fingerprint, some in by_model.items()
+    ]
+    return tuple(sorted(found, key=lambda model: (-model.nbytes, model.fingerprint)))
+
+
+def _is_there(entry: Entry) -> bool:
+    return entry.owner is None
+
+
+def _sizes(paths: Iterable[Path]) -> int:
+    total = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            total += path.lstat().st_size if path.is_file() else 0
+    return total
+
+
+def _listed(folder: Path) -> list[Path]:
+    """List a folder; one that is none, or is gone by now, is empty."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(folder.iterdir())
+    return []

@@ -1,0 +1,219 @@
+"""Whether every block of a folder is what was written, and index and files say the same."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from penstock.prefix.block_hashes import KEY_BYTES, checkpoint_key, is_key_of
+from penstock.tiers.disk.disk_store import SUFFIX, SSDStore
+from penstock.tiers.disk.folder import Folder, Progress
+from penstock.tiers.disk.index import Entry, is_alive
+from penstock.tiers.record import (
+    MOST_DEPTH,
+    TOKENS,
+    Damaged,
+    HostArray,
+    Record,
+    decode,
+    header,
+)
+
+UNBOUNDED_BYTES = 1 << 60
+"""A limit that nothing has to give way for."""
+NO_MODEL = ""
+"""The fingerprint of a store that is opened for all models."""
+FINGERPRINT_CHARACTERS = 256
+"""No fingerprint is longer."""
+
+Kind: TypeAlias = Literal["damaged", "missing", "unknown", "left over"]
+"""A block that is not what was written; one without a file; a file that the index does not know;
+what a writer that was killed has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that is wrong."""
+
+    kind: Kind
+    name: str
+    """Of the file, within the folder."""
+    what: str
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found."""
+
+    checked_blocks: int = 0
+    checked_bytes: int = 0
+    """Of files that were read."""
+    faults: list[Fault] = field(default_factory=list)
+    repaired: bool = False
+
+    def count(self, kind: Kind) -> int:
+        """Return how many faults are of a kind."""
+        return Counter(fault.kind for fault in self.faults)[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A block's file that is whole."""
+
+    record: Record
+    fingerprint: str
+
+
+def check_block(raw: bytes) -> Checked:
+    """Read a block's file, from wherever it comes.
+
+    Beyond what `decode` does, its key must be that of its parent and its tokens, or of its parent's
+    checkpoint, and its words within bounds. That the arrays are what the model computes from the
+    tokens, nobody can tell.
+
+    Raises:
+        Damaged: says what is wrong.
+    """
+    try:
+        record, fingerprint = decode(raw), header(raw)["fingerprint"]
+    except Damaged:
+        raise
+    # The header is JSON, of which somebody may have made anything.
+    except (KeyError, ValueError, RecursionError) as error:
+        raise Damaged(f"its header makes no sense: {error}") from None
+    if not fingerprint.isprintable() or not 0 < len(fingerprint) <= FINGERPRINT_CHARACTERS:
+        raise Damaged("its fingerprint is none")
+    if not 0 <= record.depth < MOST_DEPTH or len(record.parent) != KEY_BYTES:
+        raise Damaged(f"it cannot lie at depth {record.depth} behind {record.parent.hex()}")
+    is_checkpoint = record.key == checkpoint_key(record.parent)
+    tokens = None if is_checkpoint else _tokens(record.arrays.get(TOKENS))
+    if not is_key_of(record.key, record.parent, tokens):
+        raise Damaged("its key is not that of its tokens")
+    return Checked(record, fingerprint)
+
+
+def verify(folder: Folder, *, repair: bool, progress: Progress) -> Verdict:
+    """Read every block, and compare index and files; others may use the folder meanwhile.
+
+    Args:
+        folder: opened.
+        repair: remove what is damaged, missing or left over; take in whole blocks that the index
+            does not know, and remove other files from among the blocks.
+        progress: of the bytes of files.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    verdict = Verdict(repaired=repair)
+    for page in folder.index.pages():
+        for entry in page:
+            _check_entry(folder, entry, verdict)
+            progress(entry.nbytes)
+    for path in folder.files():
+        _check_file(folder, path, verdict)
+    for path, alive in folder.files_aside():
+        if not alive and path.exists():
+            verdict.faults.append(Fault("left over", _name(folder, path), "its writer is gone"))
+    if repair:
+        reconcile(folder.path)
+    return verdict
+
+
+def reconcile(path: Path) -> None:
+    """Bring index and files of all models together, whatever the folder's limit is."""
+    store = SSDStore(path, UNBOUNDED_BYTES, fingerprint=NO_MODEL)
+    try:
+        store.reconcile()
+    finally:
+        store.close()
+
+
+def make_index(path: Path) -> None:
+    """Make a lost or damaged index anew from the headers of the files.
+
+    A server that has the old one open sees it when it writes next, and opens this one.
+    """
+    SSDStore(path, UNBOUNDED_BYTES, fingerprint=NO_MODEL).close()
+
+
+def _check_entry(folder: Folder, entry: Entry, verdict: Verdict) -> None:
+    """Check one block. What seems wrong is looked at again while nobody changes anything: it may
+    just have been removed, or written again."""
+    found = _fault(folder, entry)
+    if found is None:
+        if entry.owner is None:
+            verdict.checked_blocks += 1
+            verdict.checked_bytes += entry.nbytes
+        return
+    faults: list[Fault] = []
+
+    def is_wrong(now: Entry) -> bool:
+        faults.extend(fault for fault in [_fault(folder, now)] if fault is not None)
+        return bool(faults) and verdict.repaired
+
+    folder.index.remove_if([entry.key], is_wrong, folder.unlink)
+    verdict.faults += faults
+
+
+def _fault(folder: Folder, entry: Entry) -> Fault | None:
+    """Say what is wrong with a block that the index knows."""
+    path = folder.file(entry.key)
+    name = _name(folder, path)
+    if entry.owner is not None:
+        return None if is_alive(entry.owner) else Fault("left over", name, "its writer is gone")
+    try:
+        raw = path.read_bytes()
+        found = check_block(raw)
+    except FileNotFoundError:
+        return Fault("missing", name, "there is no file")
+    except Damaged as error:
+        return Fault("damaged", name, str(error))
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return Fault("damaged", name, str(error))
+    record = found.record
+    if (record.key, found.fingerprint) != (entry.key, entry.fingerprint):
+        return Fault("damaged", name, "it is another block")
+    if (record.parent, record.depth, len(raw)) != (entry.parent, entry.depth, entry.nbytes):
+        return Fault("damaged", name, "the index tells another place or size of it")
+    return None
+
+
+def _check_file(folder: Folder, path: Path, verdict: Verdict) -> None:
+    """Report a file that the index does not know; a repair keeps it only if it is whole."""
+    name = path.name.removesuffix(SUFFIX)
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        key = b""
+    is_named = path == folder.file(key)
+    if is_named and (folder.index.get(key) is not None or not path.is_file()):
+        return  # or it was removed since it was listed
+    if is_named and folder.index.get(key) is not None:
+        return  # it was written since
+    try:
+        whole = is_named and check_block(path.read_bytes()).record.key == key
+    except FileNotFoundError:
+        return
+    except Damaged:
+        whole = False
+    what = "a whole block that the index does not know" if whole else "it is no block"
+    verdict.faults.append(Fault("unknown", _name(folder, path), what))
+    if verdict.repaired and not whole:
+        path.unlink(missing_ok=True)
+
+
+def _tokens(array: HostArray | None) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    if array is None or array.dtype != "uint32" or len(array.shape) != 1 or not array.shape[0]:
+        raise Damaged("it does not hold the tokens of a block")
+    return np.frombuffer(array.data.tobytes(), "<u4").astype(np.uint32)
+
+
+def _name(folder: Folder, path: Path) -> str:
+    return str(path.relative_to(folder.blocks.parent))

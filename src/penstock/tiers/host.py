@@ -1,0 +1,241 @@
+"""Between a segment's arrays and the bytes of its blocks in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.kv import columns as col
+from penstock.kv.block_format import Form
+from penstock.kv.segment import Segment
+from penstock.kv.states import StateForm, States, named
+from penstock.prefix.block_hashes import TokenArray
+from penstock.tiers.record import TOKENS, HostArray, Target
+
+_SIDES = ("keys", "values")
+_STATES = "states."
+_A = TypeVar("_A")
+_S = TypeVar("_S")
+
+
+def host_block(block: Segment, tokens: TokenArray) -> dict[str, HostArray]:
+    """Copy a block, its tokens and the arrays of all layers by name.
+
+    Names are `3.keys` for layer 3, and `3.keys.0`, `3.keys.1`, ... where a side is several arrays.
+    Only the thread that owns the segment may call this.
+
+    Args:
+        block: its KV, which may be a view.
+        tokens: of the block.
+    """
+    mx.eval([col.arrays(*layer) for layer in block.layers])
+    found = {TOKENS: _host(tokens.astype(np.uint32), "uint32")}
+    for number, layer in enumerate(block.layers):
+        for name, array in _named(number, layer, col.arrays):
+            found[name] = _host(*_seen(array))
+    return found
+
+
+def host_states(states: States) -> dict[str, HostArray]:
+    """Copy the states of one sequence by name, as `states.3.0`."""
+    mx.eval([array for _, array in named(states)])
+    return {_STATES + name: _host(*_seen(array)) for name, array in named(states)}
+
+
+class StateLanding:
+    """Memory for the states of one sequence, which is filled from a file; see `Landing`."""
+
+    blocks = 1
+
+    def __init__(self, form: StateForm, *, in_place: bool = True) -> None:
+        self._form = form
+        self._in_place = in_place
+        self._rooms: dict[str, _Room] = {}
+
+    def targets(self) -> list[dict[str, Target]]:
+        """Take the memory, if it is not taken, and return where the arrays go."""
+        if not self._rooms:
+            self._rooms = {
+                name: _Room.made(shape, dtype, in_place=self._in_place)
+                for name, shape, dtype in self._form.arrays
+            }
+            if self._in_place:
+                mx.eval([room.array for room in self._rooms.values()])
+        return [
+            {
+                _STATES + name: Target(
+                    room.dtype,
+                    tuple(room.array.shape),
+                    [np.asarray(room.array).reshape(-1).view(np.uint8)],
+                )
+                for name, room in self._rooms.items()
+            }
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of MLX's that were taken."""
+        return sum(room.nbytes for room in self._rooms.values())
+
+    def states(self) -> States:
+        """Return what was read."""
+        found = {name: room.read() for name, room in self._rooms.items()}
+        mx.eval(list(found.values()))
+        return self._form.states(found)
+
+
+class Landing:
+    """Memory for the KV of some blocks, which is filled from files and then is a segment.
+
+    Nothing is copied on the way: the arrays that the files are read into are the segment's. They
+    are made by `targets`, in the thread that reads: new memory can take as long as the files.
+
+    Args:
+        form: how the blocks are held, all alike.
+        blocks: how many.
+        block_size: tokens of a block.
+        in_place: whether files can be read into MLX's arrays. Where the device has memory of its
+            own they cannot, and are copied there afterwards.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        blocks: int,
+        block_size: int,
+        *,
+        in_place: bool = True,
+    ) -> None:
+        self.blocks = blocks
+        self.tokens = np.empty(blocks * block_size, np.uint32)
+        """Of the blocks, once they are read."""
+        self._block_size = block_size
+        self._tokens = blocks * block_size
+        self._in_place = in_place
+        self._form = form
+        self._layers: list[tuple[list[_Room], ...]] = []
+
+    def targets(self) -> list[dict[str, Target]]:
+        """Take the memory, if it is not taken, and return where the arrays of each block go."""
+        if not self._layers:
+            self._layers = [
+                tuple([self._made(*each) for each in side.arrays(self._tokens)] for side in layer)
+                for layer in self._form.layers
+            ]
+            if self._in_place:
+                mx.eval([room.array for layer in self._layers for side in layer for room in side])
+        rooms = [
+            (name, room, room.bytes())
+            for number, layer in enumerate(self._layers)
+            for name, room in _named(number, layer, lambda side: side)
+        ]
+        return [
+            {
+                TOKENS: Target("uint32", (self._block_size,), [self._tokens_of(block)]),
+                **{name: self._target(room, data, block) for name, room, data in rooms},
+            }
+            for block in range(self.blocks)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of MLX's that were taken."""
+        return sum(room.nbytes for layer in self._layers for side in layer for room in side)
+
+    def segment(self) -> Segment:
+        """Return what was read as a segment."""
+        segment = Segment(
+            tuple(
+                (
+                    forms[0].side([room.read() for room in keys]),
+                    forms[1].side([room.read() for room in values]),
+                )
+                for forms, (keys, values) in zip(self._form.layers, self._layers, strict=True)
+            ),
+            length=self._tokens,
+        )
+        mx.eval([col.arrays(*layer) for layer in segment.layers])
+        return segment
+
+    def _made(self, shape: tuple[int, ...], dtype: mx.Dtype) -> _Room:
+        return _Room.made(shape, dtype, in_place=self._in_place)
+
+    def _tokens_of(self, block: int) -> NDArray[np.uint8]:
+        size = self._block_size
+        return self.tokens[block * size : (block + 1) * size].view(np.uint8)
+
+    def _target(self, room: _Room, data: NDArray[np.uint8], block: int) -> Target:
+        _, heads, count, *rest = room.array.shape
+        count //= self.blocks  # of a block
+        return Target(
+            room.dtype,
+            (1, heads, count, *rest),
+            [each[block * count : (block + 1) * count].reshape(-1) for each in data],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """One array of a landing: MLX's own, or numpy's where MLX's is out of the host's reach."""
+
+    dtype: str
+    array: mx.array | NDArray[Any]
+
+    @classmethod
+    def made(cls, shape: tuple[int, ...], dtype: mx.Dtype, *, in_place: bool) -> _Room:
+        """Take the memory of one array, of MLX's or the host's."""
+        name = _name(dtype)
+        number = _number(name)
+        array = mx.empty(shape, getattr(mx, number)) if in_place else np.empty(shape, number)
+        return cls(name, array)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of MLX's."""
+        return self.array.nbytes if isinstance(self.array, mx.array) else 0
+
+    def bytes(self) -> NDArray[np.uint8]:
+        """Return its memory, (heads, tokens, bytes of a row)."""
+        _, heads, count, *_ = self.array.shape
+        rows = np.asarray(self.array).reshape(heads, count, -1)
+        seen: NDArray[np.uint8] = rows.view(np.uint8)
+        return seen
+
+    def read(self) -> mx.array:
+        """Return it as MLX has it."""
+        made = self.array if isinstance(self.array, mx.array) else mx.array(self.array)
+        return made.view(mx.bfloat16) if self.dtype == "bfloat16" else made
+
+
+def _named(
+    number: int, layer: Sequence[_S], arrays: Callable[[_S], Sequence[_A]]
+) -> Iterator[tuple[str, _A]]:
+    """Name the arrays of a layer: `3.keys`, or `3.keys.0`, `3.keys.1`, ... if a side has more."""
+    for name, side in zip(_SIDES, layer, strict=True):
+        parts = arrays(side)
+        for part, array in enumerate(parts):
+            yield f"{number}.{name}" + (f".{part}" if len(parts) > 1 else ""), array
+
+
+def _seen(array: mx.array) -> tuple[NDArray[np.generic], str]:
+    """Return an array as numpy sees it, without a copy where that can be, and its dtype."""
+    dtype = _name(array.dtype)
+    return np.asarray(array.view(mx.uint16) if dtype == "bfloat16" else array), dtype
+
+
+def _host(part: NDArray[np.generic], dtype: str) -> HostArray:
+    return HostArray(dtype, part.shape, np.frombuffer(part.tobytes(), np.uint8))
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def _number(dtype: str) -> str:
+    """Return the dtype as which numpy holds the same bytes: it knows no bfloat16."""
+    return "uint16" if dtype == "bfloat16" else dtype

@@ -1,0 +1,163 @@
+"""What is asked of a store of bytes under names, and which one a URL means.
+
+A further kind of store is one more file, its schemes in `PACKAGES` and its line in `open_objects`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from penstock.errors import SettingError
+
+PACKAGES = {
+    **dict.fromkeys(("redis", "rediss", "unix"), "redis"),
+    **dict.fromkeys(("s3", "gs", "az", "file"), "obstore"),
+}
+"""By scheme, what speaks to such a store."""
+MOST_WORDS = 300
+"""Characters of an error that are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some bytes of a value."""
+
+    nbytes: int
+    """Of the whole value."""
+    raw: bytes | memoryview
+    """Of the piece."""
+
+
+class Objects(Protocol):
+    """A store of bytes under names, which others use as well. Any thread may call.
+
+    Whatever goes wrong is an `OSError` that tells no secret, and comes in bounded time.
+    """
+
+    def get(self, name: str, at: int, nbytes: int) -> Piece | None:
+        """Return so many bytes of a value from `at` on, or those that there are; None if there is
+        no such value."""
+
+    def put(self, name: str, raw: bytes) -> bool:
+        """Keep a value, whole or not at all; False if the store takes none."""
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """Tell which values are there; these are used now, and kept for as long as new ones."""
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove values, if they are there."""
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+def open_objects(
+    url: str, *, ttl_seconds: int, timeout_seconds: float, put_seconds: float
+) -> Objects:
+    """Open the store that a URL names; nothing is asked of it yet.
+
+    Args:
+        url: see `check_url`.
+        ttl_seconds: for which a value is kept after its last use, where the store can be told.
+        timeout_seconds: for an answer.
+        put_seconds: for a value to be taken.
+
+    Raises:
+        SettingError: as of `check_url`.
+        OSError: it cannot be opened.
+    """
+    check_url(url)
+    seconds = {"timeout_seconds": timeout_seconds, "put_seconds": put_seconds}
+    # Imported only if used: neither package need be there.
+    if PACKAGES[urlsplit(url).scheme] == "redis":
+        from penstock.tiers.remote.redis_objects import RedisObjects
+
+        return RedisObjects(url, ttl_seconds=ttl_seconds, **seconds)
+    from penstock.tiers.remote.obstore_objects import ObstoreObjects
+
+    return ObstoreObjects(url, **seconds)
+
+
+def check_url(url: str) -> None:
+    """Refuse a URL that names no store, in words that repeat nothing of it that may be secret.
+
+    Raises:
+        SettingError: says what it should be.
+    """
+    problem = _problem(url)
+    if problem is not None:
+        raise SettingError(f"remote_cache (--remote-cache): {problem}")
+
+
+def _problem(url: str) -> str | None:
+    """Say what is wrong with a URL; None if nothing is."""
+    scheme = url.partition("://")[0]
+    if scheme not in PACKAGES or "://" not in url:
+        return f"the URL begins with none of {', '.join(f'{known}://' for known in PACKAGES)}"
+    package = PACKAGES[scheme]
+    try:
+        parts = urlsplit(url)
+        names_port = parts.port is not None
+    except ValueError:
+        return "the URL is none; a password is percent-encoded in it"
+    where = parts.path if scheme in ("unix", "file") else parts.hostname
+    if not where or parts.fragment:
+        return f"the URL names no store; write it as {_EXAMPLES[scheme]}"
+    if package == "obstore" and ("@" in parts.netloc or names_port or parts.query):
+        return (
+            f"{scheme}:// takes no password, port or option; they come from the environment, as "
+            "AWS_ACCESS_KEY_ID and AWS_ENDPOINT do"
+        )
+    if package == "redis":
+        known = all(name == "db" or name.startswith("ssl_") for name, _ in parse_qsl(parts.query))
+        if not known or (scheme != "unix" and not re.fullmatch(r"(/\d*)?", parts.path)):
+            return (
+                f"write the URL as {_EXAMPLES[scheme]}, with options ssl_... alone, and a password "
+                "percent-encoded"
+            )
+    if find_spec(package) is None:
+        return (
+            f"{scheme}:// needs the package {package}, which is not installed: "
+            "pip install 'penstock[remote]'"
+        )
+    return None
+
+
+_EXAMPLES = {
+    "redis": "redis://user:password@host:6379/0",
+    "rediss": "rediss://user:password@host:6379/0?ssl_ca_certs=/etc/ssl/ca.pem",
+    "unix": "unix:///run/valkey/valkey.sock",
+    "s3": "s3://bucket/folder",
+    "gs": "gs://bucket/folder",
+    "az": "az://account/container/folder",
+    "file": "file:///srv/penstock",
+}
+
+
+def shown(url: str) -> str:
+    """Return a URL that was checked without its user, password and options.
+
+    >>> shown("redis://somebody:secret@cache:6379/0?ssl_ca_certs=x")
+    'redis://cache:6379/0'
+    """
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def told(error: BaseException, url: str) -> str:
+    """Return what an error says, in one line, without the secrets of a URL.
+
+    >>> told(OSError("no entry for :se%20cret@cache, or se cret"), "redis://:se%20cret@cache")
+    'no entry for :***@cache, or ***'
+    """
+    words = str(error).partition("\n")[0]
+    password = urlsplit(url).password
+    for secret in filter(None, (password, unquote(password or ""))):
+        words = words.replace(secret, "***")
+    words = re.sub(r"(://[^\s?]*)\?\S*", r"\1", words)  # signatures are options of a request's URL
+    return words[:MOST_WORDS] or type(error).__name__

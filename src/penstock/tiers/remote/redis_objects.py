@@ -1,0 +1,84 @@
+"""Values in Valkey, Redis or whatever speaks as they do; the one file that imports `redis`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from penstock.tiers.remote.objects import Piece, told
+
+REFUSALS = (
+    redis.exceptions.OutOfMemoryError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.NoPermissionError,
+)
+"""Of a store that can still be read from."""
+MOST_CONNECTIONS = 4
+
+
+class RedisObjects:
+    """See `Objects`; each value expires on its own."""
+
+    def __init__(
+        self, url: str, *, ttl_seconds: int, timeout_seconds: float, put_seconds: float
+    ) -> None:
+        self._url = url
+        self._ttl_seconds = ttl_seconds
+        with self._in_words():
+            self._quick = self._client(timeout_seconds, timeout_seconds)
+            self._patient = self._client(put_seconds, timeout_seconds)
+
+    def _client(self, seconds: float, connect_seconds: float) -> Any:
+        return redis.Redis.from_url(
+            self._url,
+            socket_timeout=seconds,
+            socket_connect_timeout=connect_seconds,
+            max_connections=MOST_CONNECTIONS,
+            retry=Retry(NoBackoff(), 0),  # who fails is left alone for a while
+            protocol=2,  # what is asked is as old as that, and every server speaks it
+        )
+
+    def get(self, name: str, at: int, nbytes: int) -> Piece | None:
+        with self._in_words():
+            asked = self._quick.pipeline(transaction=False)
+            asked.strlen(name).getrange(name, at, at + nbytes - 1)
+            length, raw = asked.execute()
+        return Piece(length, raw) if length else None
+
+    def put(self, name: str, raw: bytes) -> bool:
+        with self._in_words():
+            try:
+                self._patient.set(name, raw, ex=self._ttl_seconds, nx=True)
+            except REFUSALS:
+                return False
+        return True
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        with self._in_words():
+            asked = self._quick.pipeline(transaction=False)
+            for name in names:
+                asked.expire(name, self._ttl_seconds)
+            return [bool(there) for there in asked.execute()]
+
+    def remove(self, names: Sequence[str]) -> None:
+        with self._in_words():
+            self._quick.unlink(*names)
+
+    def close(self) -> None:
+        for client in (self._quick, self._patient):
+            client.close()
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Let every error be one of the system's, without secrets and frames."""
+        try:
+            yield
+        except (redis.TimeoutError, TimeoutError) as error:
+            raise TimeoutError(told(error, self._url)) from None
+        except (redis.RedisError, OSError, ValueError, TypeError) as error:
+            raise ConnectionError(told(error, self._url)) from None

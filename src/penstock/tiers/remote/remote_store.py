@@ -1,0 +1,265 @@
+"""Blocks in a store that many servers share: the files of the SSD tier, each a value.
+
+    write   is it there? ──no──> one value, whole, for a time ──> known for a while
+    read    value ──in pieces──> straight to where it belongs ──> hash, fingerprint, tokens
+
+The store may be slow, gone, full, or have been written by somebody else: a record that is not what
+was asked for is a miss and removed, and a store that does not answer in time is an `OSError`. How
+much is kept for how long is its own policy; what is used is kept for as long as what is new.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.prefix.block_hashes import KEY_BYTES, checkpoint_key, is_key_of, root_key
+from penstock.tiers.record import (
+    FORMAT,
+    TOKENS,
+    Damaged,
+    Record,
+    Target,
+    encode,
+    read_from,
+)
+from penstock.tiers.remote.objects import Objects, Piece
+from penstock.tiers.store import READERS, Store
+
+PIECE_BYTES = 4_000_000
+"""Read at once of a value."""
+COPIES = 4
+"""Of a piece, while it arrives: the client's buffer, its answer, and what that was cut from."""
+SEEN_SECONDS = 600.0
+"""For so long a value that was seen is taken to be there, and not written again if it is not."""
+SEEN_KEYS = 16_384
+"""Values that are known to be there; of more, those seen longest ago are asked for again."""
+SEEN_KEY_BYTES = 200
+"""Of Python, for each."""
+FULL_SECONDS = 60.0
+"""For so long nothing is sent to a store that took no value."""
+FIRST_PAGE = 8
+MOST_PAGE = 512
+"""Values that are asked for at once: a prompt that nobody knows costs a short question."""
+CLOSE_SECONDS = 10.0
+"""How long a store that is closed waits for what is being read."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def buffer_bytes(piece_bytes: int) -> int:
+    """Return what a store holds in memory whatever happens: pieces that arrive, and names."""
+    return READERS * COPIES * piece_bytes + SEEN_KEYS * SEEN_KEY_BYTES
+
+
+class RemoteStore(Store):
+    """One model's blocks in a store that other servers use as well; see `Store`.
+
+    Args:
+        objects: the store; closed with this.
+        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        piece_bytes: read at once of a value.
+        timeout_seconds: after which an answer is too late.
+        ttl_seconds: for which a value is kept after its last use.
+
+    Raises:
+        OSError: it does not answer.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        *,
+        fingerprint: str,
+        piece_bytes: int = PIECE_BYTES,
+        timeout_seconds: float,
+        ttl_seconds: int,
+    ) -> None:
+        super().__init__(fingerprint, "remote")
+        self._objects = objects
+        self._folder = f"{FORMAT}/{root_key(fingerprint).hex()}"
+        self._piece_bytes = piece_bytes
+        self._timeout_seconds = timeout_seconds
+        self._seen_seconds = min(SEEN_SECONDS, ttl_seconds / 2)
+        self._seen: dict[bytes, float] = {}
+        self._full_until = 0.0
+        self._failed: str | None = None
+        try:
+            self._there([bytes(KEY_BYTES)])  # that it answers shows now, when nobody waits
+        except OSError:
+            objects.close()
+            raise
+
+    def name(self, key: bytes) -> str:
+        """Return the name of a block's value."""
+        return f"{self._folder}/{key.hex()}.safetensors"
+
+    # ---- questions
+
+    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> int:
+        count = self._first(keys)
+        if not resumable:
+            return count
+        return self._last([checkpoint_key(key) for key in keys[:count]])
+
+    def prepare(self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False) -> int:
+        return self.held(keys, resumable=resumable)
+
+    # ---- acts
+
+    def write(self, record: Record) -> str:
+        """Keep a block, unless it is there; return what became of it."""
+        if self._there([record.key])[0]:
+            self.counts.known_blocks += 1
+            return "known"
+        full = time.monotonic() < self._full_until
+        raw = b"" if full else encode(record, self.fingerprint)
+        if full or not self._objects.put(self.name(record.key), raw):
+            if not full:
+                self._full_until = time.monotonic() + FULL_SECONDS
+            self.counts.refused_blocks += 1
+            return "refused"
+        self._see(record.key)
+        self.counts.written_blocks += 1
+        self.counts.written_bytes += len(raw)
+        return "written"
+
+    def close(self) -> None:
+        self._readers.close(CLOSE_SECONDS)
+        self._objects.close()
+
+    def give_up(self, error: Exception) -> None:
+        self.close()
+
+    # ---- parts
+
+    def _first(self, keys: Sequence[bytes]) -> int:
+        """Return how many of some keys are there, from the first one on."""
+        count = 0
+        for page in _pages(keys):
+            there = self._there(page)
+            if not all(there):
+                return count + there.index(False)
+            count += len(page)
+        return count
+
+    def _last(self, keys: Sequence[bytes]) -> int:
+        """Return how many keys there are up to the last one that is there."""
+        count = len(keys)
+        for page in _pages(keys[::-1]):
+            there = self._there(page)
+            if any(there):
+                return count - there.index(True)
+            count -= len(page)
+        return 0
+
+    def _there(self, keys: Sequence[bytes]) -> list[bool]:
+        """Tell which values are there; who was seen lately is not asked for."""
+        since = time.monotonic() - self._seen_seconds
+        unsure = [key for key in keys if self._seen.get(key, since) <= since]
+        if unsure:
+            told = self._timed(self._objects.has, [self.name(key) for key in unsure])
+            for key, there in zip(unsure, told, strict=True):
+                self._seen.pop(key, None)
+                if there:
+                    self._see(key)
+        return [key in self._seen for key in keys]
+
+    def _see(self, key: bytes) -> None:
+        self._seen.pop(key, None)
+        self._seen[key] = time.monotonic()
+        while len(self._seen) > SEEN_KEYS:
+            del self._seen[next(iter(self._seen))]
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        self._seen.clear()  # where one is not what it was, others may not be: all are asked for
+        self._timed(self._objects.remove, [self.name(key) for key in keys])
+
+    def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
+        if self._failed is not None:  # once is enough: each would wait as long
+            raise ConnectionError(self._failed)
+        try:
+            value = _Value(
+                lambda at: self._timed(self._objects.get, self.name(key), at, self._piece_bytes)
+            )
+            words = read_from(value, targets)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            self._failed = str(error)
+            raise
+        self._check_is(words, key)
+        tokens = None
+        if TOKENS in targets:
+            tokens = np.concatenate(targets[TOKENS].pieces).view("<u4").astype(np.uint32)
+        try:
+            follows = is_key_of(key, bytes.fromhex(words["parent"]), tokens)
+        except (KeyError, ValueError):
+            follows = False
+        if not follows:  # a hash that anybody can make does not say who has
+            raise Damaged("its key is not that of its tokens")
+        return value.nbytes
+
+    def _timed(self, ask: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
+        """Ask, and refuse an answer that comes too late: the next would, too.
+
+        Raises:
+            TimeoutError: it came too late.
+        """
+        began = time.monotonic()
+        answer = ask(*arguments, **more)
+        took = time.monotonic() - began
+        if took > self._timeout_seconds:
+            raise TimeoutError(f"it took {took:.1f} s to answer, of {self._timeout_seconds:g} s")
+        return answer
+
+
+class _Value:
+    """The bytes of a value, of which one piece is here at a time; a `Source`."""
+
+    def __init__(self, get: Callable[[int], Piece | None]) -> None:
+        self._get = get
+        self._fetch(0)
+
+    def read(self, nbytes: int, at: int) -> bytes:
+        found = b""
+        while len(found) < nbytes and at < self.nbytes:
+            some = bytes(self._from(at)[: nbytes - len(found)])
+            found += some
+            at += len(some)
+        return found
+
+    def fill(self, pieces: Sequence[NDArray[np.uint8]], at: int) -> None:
+        for piece in pieces:
+            done = 0
+            while done < piece.nbytes:
+                some = self._from(at)[: piece.nbytes - done]
+                piece[done : done + len(some)] = some
+                done += len(some)
+                at += len(some)
+
+    def _from(self, at: int) -> memoryview:
+        """Return the bytes from `at` on that are here, fetched if none are."""
+        if not self._at <= at < self._at + len(self._raw):
+            self._fetch(at)
+        return self._raw[at - self._at :]
+
+    def _fetch(self, at: int) -> None:
+        self._raw = memoryview(b"")
+        found = self._get(at)
+        if found is None or (at and not found.raw):
+            raise FileNotFoundError("the value is not there")
+        self.nbytes, self._at, self._raw = found.nbytes, at, memoryview(found.raw)
+
+
+def _pages(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Cut a list into pages, each longer than the one before."""
+    at, size = 0, FIRST_PAGE
+    while at < len(keys):
+        yield keys[at : at + size]
+        at, size = at + size, min(8 * size, MOST_PAGE)

@@ -1,0 +1,208 @@
+"""What every store of blocks has in common, wherever it keeps them: how a chain is read.
+
+    held ──> read some at the same time, each straight to where it belongs ──> all before the first
+                                                                               that is not whole
+
+Whatever goes wrong with a record is a miss that is counted, and the record is forgotten. What goes
+wrong with the store itself is an `OSError`, for whoever drives it to switch it off.
+"""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+
+from penstock.tiers.readers import Readers
+from penstock.tiers.record import Damaged, Record, Target
+
+READERS = 2
+"""Records that are read at the same time: to read and to hash takes a core longer than most
+disks."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened. A store has its own from the start; who opens it again may go on with one."""
+
+    written_blocks: int = 0
+    written_bytes: int = 0
+    """Bytes of files: the wear of the disk."""
+    known_blocks: int = 0
+    """Writes that were not needed."""
+    refused_blocks: int = 0
+    """Writes for which there was no room, or whose beginning is not there."""
+    read_blocks: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    """Spent on `read_bytes`."""
+    damaged_blocks: int = 0
+    missing_blocks: int = 0
+    """Were taken to be there, and are not."""
+
+
+class Store(ABC):
+    """Blocks of one model. Not thread-safe: one owner, a tier's thread.
+
+    Args:
+        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        name: of the threads that read.
+    """
+
+    limit_bytes: int = 0
+    """Of all that is kept; 0 if that is for others to say."""
+    full: str | None = None
+    """Why no new blocks are taken for now; those that are there are read all the same."""
+
+    def __init__(self, fingerprint: str, name: str) -> None:
+        self.fingerprint = fingerprint
+        self.counts = Counts()
+        self._readers = Readers(READERS, f"penstock-{name}-read")
+
+    # ---- questions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept, as far as that can be told."""
+        return 0
+
+    @abstractmethod
+    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> int:
+        """Return how many keys of a chain, from its first on, could be read.
+
+        Args:
+            keys: of the blocks.
+            resumable: count no further than to the last one behind which a checkpoint is there.
+        """
+
+    def chains(self, most_bytes: int) -> list[list[bytes]]:
+        """Return the keys of this model's chains that are worth most, each from its first block
+        on, as far as they fit into so many bytes of files."""
+        return []
+
+    # ---- acts
+
+    @abstractmethod
+    def write(self, record: Record) -> object:
+        """Keep a block, unless it is there.
+
+        Raises:
+            OSError: the store fails; nothing of the block is left.
+            ValueError: the block has no form in a file.
+        """
+
+    def restore(
+        self,
+        keys: Sequence[bytes],
+        targets: Sequence[Mapping[str, Target]],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> int:
+        """Read a chain's first keys to where they belong; return how many, as far as all is well.
+
+        Some records are read at the same time; all are done with when this returns.
+
+        Args:
+            keys: of the blocks.
+            targets: of each block, for all of its arrays.
+            meanwhile: is called while the records are read.
+
+        Raises:
+            OSError: the store fails; a record that is not there is only a miss.
+        """
+        began = time.perf_counter()
+        whole = list(zip(keys[: self.held(keys)], targets, strict=False))
+        reads = [self._readers.submit(self._read_into, key, places) for key, places in whole]
+        try:
+            meanwhile()
+        finally:
+            wait(reads)
+        count = 0
+        for (key, _), read in zip(whole, reads, strict=True):
+            if not self._is_whole(key, read):
+                break
+            count += 1
+        self.counts.read_seconds += time.perf_counter() - began
+        return count
+
+    @abstractmethod
+    def prepare(self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False) -> int:
+        """Return how many keys of a chain, from its first on, could be read, as somebody asks for
+        them: they are used, wherever they are read from.
+
+        Args:
+            keys: of the blocks.
+            known: how many first ones need not be read.
+            resumable: as of `held`.
+        """
+
+    def note_uses(self) -> None:  # noqa: B027 - not every store needs to
+        """Write which blocks were used since the last time."""
+
+    def clear(self, *, all_models: bool = True) -> int:
+        """Remove all blocks, or this model's, as far as they are ours to remove; return how
+        many."""
+        return 0
+
+    def reconciling(self) -> Iterator[None]:
+        """Put in order what can be, and yield now and then: others may use the store meanwhile."""
+        yield from ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End."""
+
+    @abstractmethod
+    def give_up(self, error: Exception) -> None:
+        """Close after an error."""
+
+    # ---- parts
+
+    @abstractmethod
+    def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
+        """Read a block to where it belongs; return the bytes of its file. Any thread may.
+
+        Raises:
+            Damaged: it is not what was written.
+            FileNotFoundError: it is not there.
+            OSError: the store fails.
+        """
+
+    @abstractmethod
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        """Remove blocks, or what is left of them."""
+
+    def _is_whole(self, key: bytes, read: Future[int]) -> bool:
+        """Tell whether a block was read; one that is damaged or gone is a miss, and removed.
+
+        Raises:
+            OSError: the store fails; a block that a disk could not read is removed, too.
+        """
+        try:
+            nbytes = read.result()
+        except (OSError, Damaged) as error:
+            # A future keeps its error, whose frames would keep the memory that was read into.
+            error.__traceback__ = None
+            if isinstance(error, FileNotFoundError):
+                self.counts.missing_blocks += 1
+            elif isinstance(error, Damaged):
+                self.counts.damaged_blocks += 1
+            else:
+                if error.errno == errno.EIO:  # of a file that cannot be read, once is enough
+                    with suppress(OSError, sqlite3.Error):
+                        self._forget([key])
+                raise type(error)(*error.args) from None
+            self._forget([key])
+            return False
+        self.counts.read_blocks += 1
+        self.counts.read_bytes += nbytes
+        return True
+
+    def _check_is(self, words: Mapping[str, str], key: bytes) -> None:
+        """Raise Damaged if the words of a record are another's."""
+        if (words.get("key"), words.get("fingerprint")) != (key.hex(), self.fingerprint):
+            raise Damaged("it is another block")

@@ -1,0 +1,367 @@
+"""A cold tier's thread: it alone touches its store, writes behind requests and reads ahead of them.
+
+    offer    ──> queue, bounded in bytes ──> Store.write      dropped when the store is too slow
+    prepare  ──> before all writes       ──> Store.prepare    a future: how much is there
+    restore  ──> before all writes       ──> Store.restore    a future; 0 when switched off
+
+A store that fails switches the tier off with one message; serving goes on, and after a while the
+thread tries it again. Nobody waits for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.tiers.record import Record, Target
+from penstock.tiers.store import Counts, Store
+
+logger = logging.getLogger(__name__)
+
+QUEUE_BYTES = 256_000_000
+"""Bytes of blocks that may wait to be written."""
+RETRY_SECONDS = 30.0
+"""How long a store that has failed is left alone."""
+CLOSE_SECONDS = 30.0
+FAULTS = (OSError, sqlite3.Error)
+
+
+@dataclass(slots=True)
+class TierStats:
+    """What the tier has done. Bytes are those of files."""
+
+    off: str | None = None
+    """Why it is switched off."""
+    full: str | None = None
+    """Why no new blocks are written for now, while those that are there are read."""
+    queued_bytes: int = 0
+    dropped_blocks: int = 0
+    """Not written: the queue was full, the tier off, or the block gone from memory by then."""
+    held_bytes: int = 0
+    limit_bytes: int = 0
+    """Of the folder; of what others keep, nothing is known."""
+    faults: int = 0
+    """How often the store has failed."""
+    counts: Counts = field(default_factory=Counts)
+    """The store's, of all times it was opened."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """What somebody waits for."""
+
+    run: Callable[[Store], Any]
+    otherwise: Any
+    """The answer of a tier that is off."""
+    prepare: Callable[[], object] | None
+    """What may be done before its turn, in the thread."""
+    answer: Future[Any] = field(default_factory=Future)
+    begun: bool = False
+
+    def begin(self) -> bool:
+        """Tell whether it is still wanted; from then on it cannot be cancelled."""
+        if not self.begun and not self.answer.cancelled():
+            self.begun = self.answer.set_running_or_notify_cancel()
+        return self.begun
+
+
+class ColdTier:
+    """A store, and the thread that owns it. Any thread may call.
+
+    Args:
+        make: opens the store, in the thread; it may raise `OSError` or `sqlite3.Error`, now or
+            when it is called again after a fault.
+        queue_bytes: of blocks that may wait to be written.
+        name: of the store, in messages; nothing that is to stay secret.
+        retry_seconds: how long a store that has failed is left alone.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Store],
+        *,
+        queue_bytes: int = QUEUE_BYTES,
+        name: str = "SSD cache",
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        self._make = make
+        self._queue_bytes = queue_bytes
+        self._name = name
+        self._retry_seconds = retry_seconds
+        self._stats = TierStats()
+        self._calls: deque[_Call] = deque()
+        self._writes: deque[Record] = deque()
+        self._changed = threading.Condition()
+        self._told_full = False
+        self._chores: Iterator[None] | None = None
+        """What is done when there is nothing else to do."""
+        self._closing = False
+        self._busy = False
+        thread_name = f"penstock-{name.split()[0].lower()}"
+        self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
+        self._thread.start()
+
+    # ---- for everybody
+
+    def offer(self, record: Record) -> bool:
+        """Have a block written when there is time; False if it is dropped. Never waits."""
+        with self._changed:
+            if not self._takes(record.nbytes) or self.is_off:
+                self._stats.dropped_blocks += 1
+                return False
+            self._writes.append(record)
+            self._stats.queued_bytes += record.nbytes
+            self._changed.notify_all()
+        return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether a block of so many bytes would be taken now."""
+        with self._changed:
+            return not self.is_off and self._takes(nbytes)
+
+    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> Future[int]:
+        """Count how many first keys of a chain could be read; see `Store.held`."""
+        return self._call(lambda store: store.held(keys, resumable=resumable), 0)
+
+    def prepare(
+        self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False
+    ) -> Future[int]:
+        """Count how many first keys of a chain could be read, all of which are used now, and have
+        the system read those ahead that are behind the `known` ones; see `Store.prepare`."""
+        return self._call(lambda store: store.prepare(keys, known, resumable=resumable), 0)
+
+    def restore(
+        self, keys: Sequence[bytes], make_targets: Callable[[], Sequence[Mapping[str, Target]]]
+    ) -> Future[int]:
+        """Read the first keys of a chain to where they belong; how many, as far as all is well.
+
+        Args:
+            keys: of the blocks.
+            make_targets: returns where each block goes, always the same. The thread calls it when
+                it begins to read, or while it reads for somebody else; the memory is the thread's
+                until the future is done.
+        """
+        return self._call(
+            lambda store: store.restore(keys, make_targets(), self._look_ahead), 0, make_targets
+        )
+
+    def chains(self, most_bytes: int) -> Future[list[list[bytes]]]:
+        """Return the keys of the chains that are worth most, within so many bytes of files."""
+        return self._call(lambda store: store.chains(most_bytes), [])
+
+    def clear(self, *, all_models: bool = True) -> Future[int]:
+        """Remove all blocks, or this model's; returns how many."""
+        with self._changed:
+            self._drop_writes()
+        return self._call(lambda store: store.clear(all_models=all_models), 0)
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait until something was done, or the time is over."""
+        with self._changed:
+            if self.is_busy:
+                self._changed.wait(timeout_seconds)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something that was asked for and is not done."""
+        return bool(self._writes or self._calls or self._busy)
+
+    def stats(self) -> TierStats:
+        """Return what was done so far."""
+        with self._changed:
+            return replace(self._stats, counts=replace(self._stats.counts))
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything that was offered is written or dropped; tell whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.is_busy, timeout_seconds)
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Write what waits, as far as there is time, and end the thread. Again does nothing."""
+        self.flush(timeout_seconds)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_seconds)
+
+    # ---- the thread
+
+    def _call(
+        self,
+        run: Callable[[Store], Any],
+        otherwise: Any,
+        prepare: Callable[[], object] | None = None,
+    ) -> Future[Any]:
+        call = _Call(run, otherwise, prepare)
+        with self._changed:
+            if not self.is_off:
+                self._calls.append(call)
+                self._changed.notify_all()
+                return call.answer
+        call.answer.set_result(otherwise)
+        return call.answer
+
+    def _look_ahead(self) -> None:
+        """Take the memory of the next call that reads, while the files of this one are read."""
+        with self._changed:
+            following = self._calls[0] if self._calls else None
+        if following is not None and following.prepare is not None and following.begin():
+            # A boundary: what is wrong with it is told when it is its turn.
+            with suppress(Exception):
+                following.prepare()
+
+    def _takes(self, nbytes: int) -> bool:
+        return self._stats.queued_bytes + nbytes <= self._queue_bytes
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is taken: it has ended, or the store has failed and is not there yet."""
+        return self._stats.off is not None or self._closing
+
+    def _run(self) -> None:
+        """Be the thread. Whatever ends it, nobody waits for it afterwards."""
+        try:
+            self._serve()
+        finally:
+            with self._changed:
+                self._closing = True
+                self._drop_writes()
+                self._busy = False
+                self._changed.notify_all()
+            self._refuse()
+            # What a landing is made in; a stream whose thread is gone aborts the process later.
+            mx.clear_streams()
+
+    def _serve(self) -> None:
+        store: Store | None = None
+        working = True
+        while working:
+            try:
+                if store is None:
+                    store = self._make()
+                    store.counts = self._stats.counts
+                    self._chores = store.reconciling()
+                    self._stats.held_bytes = store.nbytes
+                    self._stats.limit_bytes = store.limit_bytes
+                    self._switch(None)
+                    self._note_full(store.full)
+                working = self._wait() and self._work(store)
+            except FAULTS as error:
+                self._chores = None
+                if store is not None:
+                    store.give_up(error)
+                    store = None
+                self._switch(f"{type(error).__name__}: {error}")
+                working = self._rest()
+        if store is not None:
+            with suppress(*FAULTS):
+                store.close()
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False at the end."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._writes or self._calls or self._chores or self._closing
+            )
+            self._busy = bool(self._writes or self._calls)
+            return not (self._closing and not self._calls)
+
+    def _rest(self) -> bool:
+        """Leave a store that has failed alone for a while; False at the end."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            return not self._changed.wait_for(lambda: self._closing, self._retry_seconds)
+
+    def _work(self, store: Store) -> bool:
+        """Do one thing."""
+        with self._changed:
+            called = self._calls.popleft() if self._calls else None
+            record = self._writes.popleft() if called is None and self._writes else None
+        try:
+            if called is not None:
+                if called.begin():
+                    try:
+                        called.answer.set_result(called.run(store))
+                    except FAULTS:
+                        called.answer.set_result(called.otherwise)
+                        raise
+                    # A boundary: what is wrong with one call is its caller's.
+                    except Exception as error:
+                        logger.exception("the %s has failed a request", self._name)
+                        # Its frames would keep the call, and what was to be read into.
+                        called.answer.set_exception(error.with_traceback(None))
+            elif record is not None:
+                self._write(store, record)
+            elif self._chores is not None and next(self._chores, "done") == "done":
+                self._chores = None
+            if called is not None and not self._calls:  # else they need not wait for it
+                store.note_uses()
+        finally:
+            with self._changed:
+                if record is not None:
+                    self._stats.queued_bytes -= record.nbytes
+        held = store.nbytes  # asked before anybody has to wait for the answer
+        with self._changed:
+            self._stats.held_bytes = held
+        self._note_full(store.full)
+        return True
+
+    def _note_full(self, full: str | None) -> None:
+        """Note why the store takes no new blocks, if it does not; the first time, say so."""
+        with self._changed:
+            self._stats.full = full
+        if full is not None and not self._told_full:
+            self._told_full = True
+            logger.warning("the %s writes nothing for now: %s", self._name, full)
+
+    def _write(self, store: Store, record: Record) -> None:
+        try:
+            store.write(record)
+        except ValueError as error:  # it has no form in a file; the others may
+            logger.error("a block is not written: %s", error)
+            with self._changed:
+                self._stats.dropped_blocks += 1
+
+    def _switch(self, off: str | None) -> None:
+        """Switch off, or on again, and say so once."""
+        with self._changed:
+            before, self._stats.off = self._stats.off, off
+            if off is not None:
+                self._stats.faults += 1
+                self._stats.dropped_blocks += len(self._writes)
+                self._drop_writes()
+        if off is not None and before is None:
+            logger.warning(
+                "the %s is switched off, and tried again in %.0f s: %s",
+                self._name,
+                self._retry_seconds,
+                off,
+            )
+        if off is not None:
+            self._refuse()
+        elif before is not None:
+            logger.warning("the %s is there again", self._name)
+
+    def _drop_writes(self) -> None:
+        self._stats.queued_bytes -= sum(record.nbytes for record in self._writes)
+        self._writes.clear()
+
+    def _refuse(self) -> None:
+        """Answer who waits: nothing is there."""
+        with self._changed:
+            while self._calls:
+                call = self._calls.popleft()
+                if call.begin():
+                    call.answer.set_result(call.otherwise)

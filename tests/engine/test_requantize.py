@@ -1,0 +1,444 @@
+"""The engine with its nodes in codecs: smaller, bounded, and near what full precision says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tiny_families import build, uncompiled
+
+from penstock.bench.key_forms import KeyForm, reform
+from penstock.bench.models import Choice, LlamaShape, bench_model
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.model.runner import Runner
+from penstock.engine.request import Request, Sampling
+from penstock.engine.schedule.costs import _peak
+from penstock.errors import NeverFits, SettingError
+from penstock.kv.codecs import Coded, parse_scheme
+from penstock.kv.segment import Segment
+from penstock.ledger import Kind
+
+SHAPE = LlamaShape(
+    layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64
+)
+BLOCK = 64
+SMALL: dict[str, Any] = {
+    "block_size": BLOCK,
+    "prefill_chunk": 128,
+    "max_batch_size": 4,
+    "max_kv_size": 4_096,
+    "memory_limit": "400MB",
+    "kv_cache_min_quantize_tokens": 64,
+    "kv_cache_quantize": "active",
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return bench_model(Choice.RANDOM, SHAPE).model
+
+
+@pytest.fixture(scope="module")
+def large() -> Any:
+    """The same model with large channels in its keys."""
+    made = bench_model(Choice.RANDOM, SHAPE).model
+    reform(made, KeyForm.OUTLIERS)
+    return made
+
+
+def covered(core: Core) -> dict[bool, tuple[int, int]]:
+    """Return which tokens of one path are raw and which are coded, each from where to where."""
+    found: dict[bool, tuple[int, int]] = {}
+    for start, end, whole in coded(core):
+        before = found.get(whole, (start, start))
+        assert before[1] == start, "raw and coded nodes in turn"
+        found[whole] = (before[0], end)
+    return found
+
+
+def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(512) for _ in range(tokens))
+
+
+@contextmanager
+def running(model: Any, codec: str | None, **settings: Any) -> Iterator[Core]:
+    core = Core(model, **{**SMALL, "kv_cache_quantization": codec, **settings})
+    try:
+        yield core
+        core.check()
+    finally:
+        core.close()
+        core.check()
+
+
+def submit(core: Core, tokens: Sequence[int], **more: Any) -> Handle:
+    return core.submit(
+        Request(prompt=tuple(tokens), **{"max_tokens": 16, "ignore_eos": True, **more})
+    )
+
+
+def drain(core: Core) -> None:
+    while core.step():
+        core.check()
+        assert core.ledger.used_bytes <= core.ledger.limit_bytes
+
+
+def ask(core: Core, tokens: Sequence[int], **more: Any) -> list[int]:
+    handle = submit(core, tokens, **more)
+    drain(core)
+    return said(handle)
+
+
+def said(handle: Handle) -> list[int]:
+    (found,) = handle.result(0.0)
+    assert found.finish is not None and found.finish.reason == "length", found
+    return list(found.tokens)
+
+
+def coded(core: Core) -> list[tuple[int, int, bool]]:
+    """Return of every node where it begins and ends, and whether all of it is coded."""
+    return sorted(
+        (node.start, node.end, all(isinstance(s, Coded) for kv in node.segment.layers for s in kv))
+        for node in core.prefixes.tree
+    )
+
+
+def likely(core: Core, tokens: Sequence[int]) -> dict[int, float]:
+    """Return the log-probabilities of the tokens that may come next."""
+    handle = submit(core, tokens, max_tokens=1, sampling=Sampling(logprobs=True, top_logprobs=20))
+    drain(core)
+    (token,) = handle.result(0.0)[0].logprobs
+    return dict(token.top)
+
+
+def apart(model: Any, codec: str, least: int = 10) -> float:
+    """Return by how much a prompt that is held in a codec makes tokens more or less likely."""
+    asked = prompt(700)
+    with running(model, None) as core:
+        expected = likely(core, asked)
+    with running(model, codec) as core:
+        likely(core, asked)
+        found = likely(core, asked)
+        assert core.stats().hit_tokens == 640
+    both = expected.keys() & found.keys()
+    assert len(both) >= least
+    return max(abs(expected[token] - found[token]) for token in both)
+
+
+@pytest.mark.parametrize("codec", ["8", "turbo8", "kivi8/turbo8", "k8v8"])
+def test_eight_bits_are_near_full_precision(codec: str, model: Any) -> None:
+    assert apart(model, codec) < 0.05
+
+
+def test_the_comparison_sees_four_bits(model: Any) -> None:
+    """A negative control: the codes are read, and not what they were made of."""
+    assert 0.05 < apart(model, "4") < 0.5
+
+
+@pytest.mark.parametrize("codec", ["8", "k8v4", "turbo8", "kivi8/turbo6"])
+def test_it_says_the_same_cold_warm_and_in_a_batch(codec: str, model: Any) -> None:
+    asked = prompt(700)
+    with running(model, codec) as core:
+        expected = ask(core, asked)
+        assert ask(core, asked) == expected
+        assert core.stats().hit_tokens == 640
+        handles = [submit(core, asked), submit(core, prompt(300, 1)), submit(core, asked)]
+        drain(core)
+        assert said(handles[0]) == said(handles[2]) == expected
+
+
+@pytest.mark.parametrize("codec", ["4", "k8v4", "turbo2.5", "kivi4/turbo3"])
+def test_nodes_take_what_the_formula_says(codec: str, model: Any) -> None:
+    """The originals are gone once the quantised node stands, in the ledger and in memory."""
+    with running(model, codec) as core:
+        mx.set_cache_limit(0)  # it hands out larger buffers than were asked for
+        before = mx.get_active_memory() - core.held_bytes
+        ask(core, prompt(700))
+        assert covered(core) == {False: (0, 64), True: (64, 704)}
+        bits = parse_scheme(codec).token_bits(64, 64, 32)
+        wide = 2 * 64 * 32
+        nodes = 3 * 2 * (64 * wide + 640 * bits) // 8
+        assert core.ledger.by_class()[Kind.NODES] == nodes
+        assert mx.get_active_memory() - core.held_bytes == before
+
+
+def test_the_limit_holds_at_every_moment(model: Any) -> None:
+    with running(model, "kivi4/turbo3.5", memory_limit="45MB") as core:
+        others = mx.get_active_memory() - core.held_bytes
+        handles = [submit(core, prompt(1_200, seed), max_tokens=20) for seed in range(4)]
+        while True:
+            mx.reset_peak_memory()
+            if not core.step():
+                break
+            core.check()
+            taken = mx.get_peak_memory() - others + core.ledger.by_class()[Kind.INDEX]
+            assert taken <= core.ledger.limit_bytes
+        assert all(len(said(handle)) == 20 for handle in handles)
+
+
+def test_at_rest_is_when_nobody_reads_it(model: Any) -> None:
+    asked = prompt(500)
+    with running(model, None) as core:
+        expected = ask(core, asked)
+    with running(model, "turbo3", kv_cache_quantize="at-rest") as core:
+        handle = submit(core, asked)
+        while not handle.ends:
+            assert not any(whole for _, _, whole in coded(core)), "it is being read"
+            core.step()
+        assert said(handle) == expected, "the first answer is that of full precision"
+        drain(core)
+        assert covered(core) == {False: (0, 64), True: (64, 512)}
+
+
+def test_an_answer_that_was_parked_has_full_precision(model: Any) -> None:
+    """What it reads again when it has a place again is not encoded meanwhile."""
+    asked = prompt(500)
+    with running(model, None) as core:
+        expected = ask(core, asked)
+    with running(model, "turbo2", kv_cache_quantize="at-rest", max_batch_size=1) as core:
+        handle = submit(core, asked)
+        while not any(s.generated_tokens > 3 for s in core.places.sequences.values()):
+            assert core.step()
+        urgent = submit(core, prompt(300, 1), priority=1, max_tokens=60)
+        drain(core)
+        assert core.stats().parkings == 1
+        assert len(said(urgent)) == 60
+        assert said(handle) == expected
+        assert core.stats().prefilled_tokens < 2 * 500 + 300, "it found its path"
+
+
+def test_layers_that_are_skipped_stay(model: Any) -> None:
+    with running(model, "4", kv_cache_skip_layers=(0, 2)) as core:
+        ask(core, prompt(300))
+        (node,) = (node for node in core.prefixes.tree if node.start == 64)
+        assert [isinstance(keys, Coded) for keys, _ in node.segment.layers] == [False, True, False]
+
+
+def test_a_short_prompt_is_left_alone(model: Any) -> None:
+    with running(model, "4", kv_cache_min_quantize_tokens=256) as core:
+        ask(core, prompt(250))
+        assert not any(whole for _, _, whole in coded(core))
+
+
+def test_who_keeps_tokens_keeps_them_whole(model: Any) -> None:
+    with running(model, "4", keep=130) as core:
+        ask(core, prompt(500))
+        assert covered(core) == {False: (0, 192), True: (192, 512)}
+
+
+def test_branches_of_coded_and_raw_nodes(model: Any) -> None:
+    common = prompt(300)
+    branches = [(*common, *prompt(200, seed)) for seed in (1, 2, 3)]
+    with running(model, "8") as core:
+        expected = [ask(core, branch) for branch in branches]
+    with running(model, "8") as core:
+        handles = [submit(core, branch) for branch in branches]
+        drain(core)
+        assert [said(handle) for handle in handles] == expected
+        assert core.stats().hit_tokens >= 2 * 256
+
+
+def test_no_room_for_both_forms_leaves_it_raw(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = prompt(700)
+    with running(model, None) as core:
+        expected = ask(core, asked)
+    with running(model, "turbo2", kv_cache_quantize="at-rest") as core:
+        monkeypatch.setattr(core.prefixes, "exchange", lambda *_: False)
+        assert ask(core, asked) == expected
+        assert ask(core, asked) == expected
+        assert core.stats().hit_tokens > 0
+
+
+def test_what_found_no_room_is_tried_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(model, "4", kv_cache_quantize="at-rest") as core:
+        real, asked = core.prefixes.exchange, []
+
+        def exchange(*given: Any) -> bool:
+            asked.append(given)
+            return len(asked) > 3 and real(*given)
+
+        monkeypatch.setattr(core.prefixes, "exchange", exchange)
+        for _ in range(4):  # tried again whenever an answer ends
+            ask(core, prompt(700), max_tokens=1)
+        assert len(asked) > 3
+        assert covered(core) == {False: (0, 64), True: (64, 640)}
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_no_room_in_mlx_harms_nobody(
+    error: type[Exception], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompt(700)
+    with running(model, None) as core:
+        expected = ask(core, asked)
+    with running(model, "turbo2") as core:
+
+        def fails(*_: Any) -> None:
+            raise error("no room")
+
+        monkeypatch.setattr(Segment, "encoded", fails)
+        assert ask(core, asked) == expected
+        assert core.stats().out_of_memory > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_cache_quantization": "turbo4c"}, "there to be compared with"),
+        ({"kv_cache_quantization": "q4"}, "is no codec; there are raw"),
+        ({"kv_cache_quantization": "kivi4", "block_size": 32}, "do not divide a block_size of 32"),
+        ({"kv_cache_quantization": "4g128"}, "layer 0: affine4g128 holds 128"),
+        ({"kv_cache_quantization": "4", "kv_cache_skip_layers": (3,)}, "others, are 0 to 2"),
+        ({"kv_cache_quantization": "4", "kv_cache_min_quantize_tokens": -1}, "greater than or"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(
+    settings: dict[str, Any], words: str, model: Any
+) -> None:
+    with pytest.raises(SettingError, match=words):
+        Core(model, **{**SMALL, **settings})
+
+
+@pytest.mark.parametrize(("codec", "share"), [("raw", 0.95), ("k8v4", 0.7), ("auto5x", 0.7)])
+def test_as_long_a_prompt_is_let_in(model: Any, codec: str, share: float) -> None:
+    """Codes are widened some tokens at a time where a chunk reads them: half as long a prompt was
+    let in when it was a layer at a time."""
+
+    def longest(codec: str | None) -> int:
+        with running(model, codec, memory_limit="35MB") as core:
+            with pytest.raises(NeverFits) as caught:
+                core.submit(Request(prompt=prompt(8_000), max_tokens=1))
+            return 8_000 * caught.value.room_bytes // caught.value.needed_bytes
+
+    assert longest(codec) >= share * longest(None)
+
+
+def test_raw_is_none(model: Any) -> None:
+    with running(model, "raw") as core:
+        assert core.quantiser is None
+
+
+# ---- scales of the keys' channels
+
+
+def scales(core: Core) -> tuple[Any, ...]:
+    assert core.quantiser is not None
+    return core.quantiser.rule.scheme.scales
+
+
+def test_large_channels_are_found_and_change_nothing(
+    model: Any, large: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(model, "turbo4") as core:
+        ordinary = scales(core)
+    with running(large, "turbo4") as core:
+        found = scales(core)
+    assert not any(ordinary)
+    large_channels = [sorted(power for head in layer for power in head if power) for layer in found]
+    assert large_channels == [[4] * 8] * 3, "four of each head, by 16"
+    plain = apart(model, "turbo4")
+    assert apart(large, "turbo4") == pytest.approx(plain, abs=1e-3), "the codes are the same"
+    monkeypatch.setattr(Runner, "key_scales", lambda _: ())
+    assert abs(apart(large, "turbo4", least=5) - plain) > 1e-2, (
+        "a negative control: others without scales"
+    )
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "turbo2.5", "k8v4"])
+def test_scaled_keys_say_the_same_cold_warm_and_in_a_batch(codec: str, large: Any) -> None:
+    asked = prompt(700)
+    with running(large, codec) as core:
+        assert scales(core)
+        expected = ask(core, asked)
+        assert ask(core, asked) == expected
+        assert core.stats().hit_tokens == 640
+        handles = [submit(core, asked), submit(core, prompt(300, 1)), submit(core, asked)]
+        drain(core)
+        assert said(handles[0]) == said(handles[2]) == expected
+
+
+@pytest.mark.parametrize("codec", [None, "8", "kivi4/turbo4", "raw/turbo4"])
+def test_nothing_is_measured_for_codecs_without_scales(
+    codec: str | None, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(_: Runner) -> tuple[Any, ...]:
+        raise AssertionError("nobody needs that")
+
+    monkeypatch.setattr(Runner, "key_scales", measured)
+    with running(model, codec) as core:
+        ask(core, prompt(100))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "starts"),
+    [
+        ({"max_position_embeddings": 1_024}, [0, 256, 512, 768]),
+        ({"n_positions": 100, "max_position_embeddings": 1_024}, [0, 25, 50, 75]),
+        ({"text_config": SimpleNamespace(max_position_embeddings=400)}, [0, 100, 200, 300]),
+        ({}, [0, 64, 128, 192]),
+    ],
+    ids=str,
+)
+def test_scales_are_measured_all_over_the_positions_of_a_model(
+    arguments: dict[str, Any], starts: list[int], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(model, None) as core:
+        real, asked = core.runner._chunk_reads, []
+
+        def caches(parts: Any, position: int, way: Any) -> Any:
+            asked.append(position)
+            return real(parts, position, way)
+
+        monkeypatch.setattr(core.runner, "_chunk_reads", caches)
+        arguments["tie_word_embeddings"] = model.args.tie_word_embeddings
+        monkeypatch.setattr(model, "args", SimpleNamespace(**arguments))
+        core.runner.key_scales()
+        assert asked == starts
+
+
+def test_layers_that_attend_have_scales_and_others_have_none() -> None:
+    model = build("qwen3_next")
+    for layer in model.layers:
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.k_norm.weight = layer.self_attn.k_norm.weight.at[0].multiply(64.0)
+    with uncompiled():
+        runner = Runner(model, max_kv_size=256, keep=0)
+        found = runner.key_scales()
+    assert len(found) == len(runner.shapes) < len(model.layers)
+    assert all(head[0] >= 2 for layer in found for head in layer)
+
+
+def test_models_that_attend_by_themselves_have_none(large: Any) -> None:
+    runner = Runner(large, max_kv_size=256, keep=0)
+    assert all(runner.key_scales())
+    runner.fitness = replace(runner.fitness, way="joined")
+    assert runner.key_scales() == ()
+
+
+def test_measuring_is_the_same_each_time_and_within_what_a_step_takes(large: Any) -> None:
+    with running(large, "turbo4") as core:
+        taken = _peak(core.runner.key_scales)
+        assert taken <= core.room.step_bytes
+        assert core.runner.key_scales() == scales(core)
+
+
+def test_codes_are_merged_to_as_many_bytes_as_raw_nodes(model: Any) -> None:
+    """So that who reads them reads fewer parts; an engine without codes merges as before."""
+    asked = prompt(1_200)
+    for codec, longest in (("affine8", 448), (None, 128)):
+        with running(model, codec, kv_cache_quantize="at-rest") as core:
+            tree, each = core.prefixes.tree, core.runner.token_bytes
+            assert tree.max_merge_bytes == (2_048 * each if codec else 0)
+            tree.max_merge_tokens, tree.max_merge_bytes = 128, 128 * each if codec else 0
+            ask(core, asked)
+            found = [node for node in tree if node.end <= 1_152]
+            assert max(len(node.tokens) for node in found) == longest
+            assert max(node.segment.nbytes for node in found) <= 128 * each

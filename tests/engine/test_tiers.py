@@ -1,0 +1,540 @@
+"""The cold tier under the engine: what was read once is read back, and no text ever changes."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from cold_engine import BLOCK, SOON, ask, files, running, said, settle, ssd, submit
+
+from penstock.engine.core import Core
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring as restoring_module
+from penstock.errors import SettingError
+from penstock.ledger import Kind
+from penstock.tiers.disk import SSDStore
+from penstock.tiers.disk import disk_store as store_module
+from penstock.tiers.disk import index as index_module
+
+
+@pytest.fixture(autouse=True)
+def a_loaded_machine_is_no_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested here is what is read, not how long others take the processor."""
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+
+
+def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(512) for _ in range(tokens))
+
+
+def cold_text(tokens: Sequence[int], family: str = "llama", **settings: Any) -> tuple[int, ...]:
+    """Return the answer of an engine that knows nothing."""
+    with running(None, family, **settings) as core:
+        return ask(core, tokens)
+
+
+# ---- right, whatever the way
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_text_is_the_same_cold_in_ram_and_after_a_restart(family: str, tmp_path: Path) -> None:
+    asked = prompt(200)
+    expected = cold_text(asked, family)
+    with running(tmp_path, family) as core:
+        assert ask(core, asked) == expected
+        assert ask(core, asked) == expected
+        assert core.stats().hit_tokens == 192
+        assert core.stats().restored_tokens == 0
+    assert len(files(tmp_path)) == 207 // BLOCK
+    with running(tmp_path, family) as core:
+        assert ask(core, asked) == expected
+        stats = core.stats()
+        assert (stats.restored_tokens, stats.hit_tokens, stats.prefilled_tokens) == (192, 192, 7)
+        assert ssd(core).counts.written_blocks == 0, "what is there is not written again"
+        assert ask(core, asked) == expected
+        assert core.stats().restored_tokens == 192, "the second time it is in RAM"
+
+
+def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
+    """A negative control: the comparison sees what is read, and would see wrong bytes."""
+    asked = prompt(200)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        landing = tier_module.Landing
+
+        class Wrong(landing):  # type: ignore[misc, valid-type]
+            def segment(self) -> Any:
+                found = super().segment()
+                layers = tuple((keys * 0.5, values * -1.0) for keys, values in found.layers)
+                mx.eval(layers)
+                return type(found)(layers)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tier_module, "Landing", Wrong)
+            assert ask(core, asked) != expected
+
+
+@pytest.mark.parametrize("tokens", [15, 16, 17, 160, 161, 175])
+def test_at_the_edges_of_blocks(tokens: int, tmp_path: Path) -> None:
+    asked = prompt(tokens)
+    expected = cold_text(asked)
+    for _ in range(3):
+        with running(tmp_path) as core:
+            assert ask(core, asked) == expected
+    # The last token is computed in any case; its block is read for those before it.
+    assert len(files(tmp_path)) == (tokens + 7) // BLOCK
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_blocks_of_any_size_are_read_back(family: str, block_size: int, tmp_path: Path) -> None:
+    """A prompt that is wholly on the disk, one that ends within a block, and the next turn."""
+    asked = prompt(42)
+    turn = (*asked, *cold_text(asked, family), *prompt(5, 1))
+    prompts = (asked, asked[:41], turn)
+    expected = [cold_text(tokens, family) for tokens in prompts]
+    for restarted in (False, True, True):
+        with running(tmp_path, family, block_size=block_size, prefill_chunk=16) as core:
+            assert [ask(core, tokens) for tokens in prompts] == expected
+            assert core.stats().failed == 0
+            if restarted:
+                whole = [len(tokens) // block_size * block_size for tokens in prompts]
+                assert core.stats().restored_tokens >= min(whole[0], len(asked) - 1)
+                core.prefixes.clear()
+                assert ask(core, turn) == expected[-1]
+
+
+def test_what_is_answered_from_ram_stays_on_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks in daily use are those that a restart needs; the disk sees that they are used."""
+    monkeypatch.setattr(index_module, "WORTH_OF_A_HIT", 0.0)  # recency alone
+    daily, others = prompt(150), [prompt(150, seed) for seed in range(1, 6)]
+    with running(tmp_path) as core:
+        ask(core, daily)
+    # Room for the daily prompt and two of the others.
+    limit = 8_000_000 + 3 * sum(file.stat().st_size for file in files(tmp_path))
+    with running(tmp_path, ssd_cache_limit=limit) as core:
+        for other in others:
+            ask(core, other)
+            ask(core, daily)
+        assert core.stats().restored_tokens == 144, "read once, then it was in RAM"
+        assert ssd(core).counts.written_blocks == 5 * 9, "the daily ones never had to go"
+    with running(tmp_path, ssd_cache_limit=limit) as core:
+        ask(core, daily)
+        assert core.stats().restored_tokens == 144
+        ask(core, others[0])
+        assert core.stats().restored_tokens == 144, "there was no room for all"
+
+
+def test_files_of_what_is_in_ram_are_not_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[int] = []
+    monkeypatch.setattr(store_module, "_read_ahead", ahead.append)
+    asked = prompt(160)
+    with running(tmp_path) as core:
+        ask(core, asked[:80])
+    with running(tmp_path) as core:
+        ask(core, asked[:80])
+        assert len(ahead) == 5
+        ask(core, asked)
+        ask(core, asked)
+        assert len(ahead) == 5
+        core.explain(asked)
+        core.prefixes.clear()
+        ask(core, asked)
+        assert len(ahead) == 5 + 10
+
+
+def test_what_was_evicted_is_read_back(tmp_path: Path) -> None:
+    asked = prompt(300)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        assert ask(core, asked) == expected
+        core.prefixes.clear()
+        assert ask(core, asked) == expected
+        assert core.stats().restored_tokens == 288
+
+
+def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """Answers are written too: the next turn begins with them."""
+    turn = list(prompt(100))
+    with running(tmp_path) as core:
+        turn += ask(core, turn, max_tokens=60)
+    turn += prompt(20, seed=1)
+    expected = cold_text(turn)
+    with running(tmp_path) as core:
+        assert ask(core, turn) == expected
+        assert core.stats().restored_tokens == 144, "of 160, but for the last token's block"
+
+
+def test_branches_share_what_they_have_in_common(tmp_path: Path) -> None:
+    common = prompt(128)
+    branches = [common + prompt(64, seed) for seed in (1, 2, 3)]
+    expected = [cold_text(branch) for branch in branches]
+    with running(tmp_path) as core:
+        assert [ask(core, branch) for branch in branches] == expected
+    assert len(files(tmp_path)) == 8 + 3 * 4
+    with running(tmp_path) as core:
+        assert ask(core, branches[1]) == expected[1]
+        before = ssd(core).counts.read_blocks
+        assert ask(core, branches[2]) == expected[2]
+        assert ssd(core).counts.read_blocks == before + 4, "the common part is in RAM"
+        other = common + prompt(64, 9)
+        assert ask(core, other) == cold_text(other)
+
+
+def test_simultaneous_requests_read_the_disk_once(tmp_path: Path) -> None:
+    asked = [prompt(200) + prompt(10, seed) for seed in range(1, 5)]
+    expected = [cold_text(tokens) for tokens in asked]
+    with running(tmp_path) as core:
+        ask(core, asked[0])
+    with running(tmp_path) as core:
+        handles = [submit(core, tokens) for tokens in asked]
+        settle(core)
+        assert [said(handle) for handle in handles] == expected
+        assert ssd(core).counts.read_blocks == 13, "12 in common, and the first one's own"
+        assert core.stats().hit_tokens == 192 * 4 + 16
+
+
+def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
+    asked = prompt(200)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        handle = submit(core, asked, n=3)
+        settle(core)
+        assert [tuple(found.tokens) for found in handle.result(0.0)] == [expected] * 3
+        assert ssd(core).counts.read_blocks == 12
+
+
+def test_tenants_do_not_meet_on_the_disk(tmp_path: Path) -> None:
+    asked = prompt(200)
+    with running(tmp_path) as core:
+        ask(core, asked, salt="a")
+    with running(tmp_path) as core:
+        ask(core, asked, salt="b")
+        assert core.stats().hit_tokens == 0
+        ask(core, asked, salt="a")
+        assert core.stats().hit_tokens == 192
+
+
+def test_another_model_under_the_same_name_finds_nothing(tmp_path: Path) -> None:
+    asked = prompt(200)
+    with running(tmp_path, "llama") as core:
+        ask(core, asked)
+    expected = cold_text(asked, "gemma2")
+    with running(tmp_path, "gemma2") as core:
+        assert ask(core, asked) == expected
+        assert core.stats().hit_tokens == 0
+    with running(tmp_path, "llama", max_kv_size=512) as core:
+        ask(core, asked)
+        assert core.stats().hit_tokens == 0, "another window is another fingerprint"
+
+
+# ---- bounded
+
+
+def test_others_decode_while_the_disk_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, other = prompt(300), prompt(40, 7)
+    expected = [cold_text(asked), cold_text(other)]
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        with stalled(core):
+            slow = submit(core, asked)
+            for _ in range(3):
+                core.step()
+            assert core.stats().restoring == 1
+            monkeypatch.setattr(restoring_module, "ASK_SECONDS", 0.02)  # nobody answers now
+            quick = submit(core, other)
+            while not quick.ends:
+                core.step()
+                core.check()
+            assert said(quick) == expected[1]
+            assert core.stats().restoring == 1
+            held = core.stats().by_kind[Kind.TAILS.value]
+            assert held > 288 * core.runner.token_bytes, "counted before it is there"
+        settle(core)
+        assert said(slow) == expected[0]
+
+
+def test_a_disk_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 0.01)
+    asked = prompt(300)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        with stalled(core):
+            handle = submit(core, asked)
+            while not handle.ends:
+                core.step()
+                core.check()
+            assert said(handle) == expected
+            assert core.stats().restored_tokens == 0
+            assert core.cold is not None
+            assert core.cold.paid_bytes == 288 * core.runner.token_bytes, "it is there still"
+        settle(core)
+        assert core.cold.paid_bytes == 0
+
+
+def test_who_leaves_while_the_disk_is_read_leaves_nothing_behind(tmp_path: Path) -> None:
+    asked = prompt(300)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        before = core.ledger.used_bytes
+        with stalled(core):
+            handle = submit(core, asked)
+            for _ in range(3):
+                core.step()
+            assert core.stats().restoring == 1
+            handle.cancel()
+            core.check()
+        settle(core)
+        assert core.ledger.used_bytes == before
+
+
+def test_memory_of_a_restore_is_what_is_restored(tmp_path: Path) -> None:
+    asked = prompt(900)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        assert core.restoring is not None
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        handle = submit(core, asked, max_tokens=1)
+        core.places.admit()
+        until = time.monotonic() + SOON
+        while core.stats().restored_tokens < 896:  # a step without the model's part
+            assert time.monotonic() < until
+            core.restoring.take()
+            core.restoring.begin()
+        restored = 896 * core.runner.token_bytes
+        assert mx.get_peak_memory() - before <= 1.1 * restored
+        handle.cancel()
+
+
+def test_room_is_made_for_what_is_restored(tmp_path: Path) -> None:
+    """With room for one prompt only, each evicts the other, and comes back from the disk."""
+    asked = [prompt(300, seed) for seed in range(3)]
+    expected = [cold_text(tokens) for tokens in asked]
+    with running(tmp_path) as core:
+        core.set_limit(core.room.fixed_bytes + 340 * core.runner.token_bytes + 400_000)
+        for turn in range(3):
+            assert [ask(core, tokens) for tokens in asked] == expected, turn
+        assert core.prefixes.counts.evicted_nodes > 0
+        assert core.stats().restored_tokens > 0
+
+
+# ---- on bad days
+
+
+@pytest.mark.parametrize("block", [0, 5, 11])
+def test_a_damaged_record_costs_itself_alone(block: int, tmp_path: Path) -> None:
+    asked = prompt(200)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+        keys = core.prefixes.keys(asked)
+    path = next(path for path in files(tmp_path) if keys[block].hex() in path.name)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+    with running(tmp_path) as core:
+        assert ask(core, asked) == expected
+        assert core.stats().restored_tokens == block * BLOCK
+        assert ssd(core).counts.damaged_blocks == 1
+    with running(tmp_path) as core:
+        assert ask(core, asked) == expected
+        assert core.stats().restored_tokens == 192, "it was computed, and written again"
+
+
+def test_a_folder_that_cannot_be_used_costs_nobody_anything(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("no folder")
+    asked = prompt(200)
+    expected = cold_text(asked)
+    with running(occupied) as core:
+        assert ask(core, asked) == expected
+        assert ssd(core).off is not None
+
+
+def test_an_abort_in_mid_prefill_keeps_finished_blocks(tmp_path: Path) -> None:
+    asked = prompt(300)
+    with running(tmp_path) as core:
+        handle = submit(core, asked)
+        while core.stats().prefilled_tokens < 128:
+            core.step()
+        handle.cancel()
+        settle(core)
+    assert len(files(tmp_path)) == 8
+    with running(tmp_path) as core:
+        assert ask(core, asked) == cold_text(asked)
+        assert core.stats().restored_tokens == 128
+
+
+def test_cheap_blocks_are_written_when_they_are_asked_for_again(tmp_path: Path) -> None:
+    asked = prompt(200)
+    with running(tmp_path) as core:
+        core.pace.prefill_seconds = lambda tokens: 0.0  # type: ignore[method-assign]
+        ask(core, asked)
+        assert not files(tmp_path)
+        ask(core, asked)
+        assert len(files(tmp_path)) == 12
+
+
+def test_a_write_budget_is_kept_over_restarts(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        ask(core, prompt(200))
+        each = ssd(core).counts.written_bytes // 12
+    budget = 18 * each + each // 2  # 12 of them are spent
+    for seed in (1, 2):
+        with running(tmp_path, ssd_write_budget=budget) as core:
+            ask(core, prompt(200, seed))
+            assert ssd(core).counts.written_blocks == (6 if seed == 1 else 0)
+            assert ssd(core).counts.refused_blocks > 0
+
+
+def test_clear_empties_the_disk_too(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        ask(core, prompt(200))
+        core.clear()
+        settle(core)
+        assert not files(tmp_path)
+        ask(core, prompt(200))
+        assert core.stats().hit_tokens == 0
+
+
+def test_clear_while_the_disk_is_read_changes_no_text(tmp_path: Path) -> None:
+    asked = prompt(300)
+    expected = cold_text(asked)
+    with running(tmp_path) as core:
+        ask(core, asked)
+    with running(tmp_path) as core:
+        with stalled(core):
+            handle = submit(core, asked)
+            while core.stats().restoring == 0:
+                core.step()
+            core.clear()
+        settle(core)
+        assert said(handle) == expected
+        core.clear()
+        settle(core)
+        assert not files(tmp_path)
+
+
+def test_what_is_worth_most_is_read_ahead_of_all_requests(tmp_path: Path) -> None:
+    common = prompt(128)
+    branches = [common + prompt(64, seed) for seed in (1, 2)]
+    expected = [cold_text(branch) for branch in branches]
+    with running(tmp_path) as core:
+        for branch in branches:
+            ask(core, branch)
+        ask(core, prompt(300, 5))
+        core.prefixes.clear()
+        ask(core, branches[0])  # is used last
+    with running(tmp_path) as core:
+        assert core.preload() == 192 + 64 + 304, "and answers are there, too"
+        core.check()
+        reads = ssd(core).counts.read_blocks
+        assert [ask(core, branch) for branch in branches] == expected
+        assert ssd(core).counts.read_blocks == reads
+        assert core.stats().hit_tokens == 2 * 191
+    with running(tmp_path) as core:
+        core.set_limit(core.room.fixed_bytes + 240 * core.runner.token_bytes)
+        assert core.preload() == 192, "the one that was used last; nothing gives way for others"
+        core.check()
+        core.set_limit(200_000_000)
+    with running(None) as core:
+        assert core.preload() == 0
+
+
+def test_what_is_on_the_disk_is_explained(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        ask(core, prompt(200))
+        core.prefixes.clear()
+        found = core.explain(prompt(200), ask_disk=True)
+        assert (found.held_tokens, found.on_disk_tokens) == (0, 192)
+        assert "192 tokens are on the disk" in found.reason
+        assert core.explain(prompt(200)).on_disk_tokens is None, "nobody asked"
+        assert core.explain(prompt(200, 9), ask_disk=True).on_disk_tokens == 0
+
+
+def test_a_hit_in_memory_allocates_nothing_and_evicting_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The arrays that are stored are those that are read."""
+    caplog.set_level(logging.DEBUG, "penstock")
+    with running(None, hot_cache_only=True) as core:
+        ask(core, prompt(200))
+        before = {id(node.segment.layers[0][0]) for node in core.prefixes.tree}
+        copied = core.stats().copied_bytes
+        ask(core, prompt(200))
+        after = {id(node.segment.layers[0][0]) for node in core.prefixes.tree}
+        assert before == after
+        assert core.stats().copied_bytes == copied
+        core.prefixes.clear()
+    assert "tokens is given up" in caplog.text
+
+
+def test_hot_cache_only_means_it(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with running(None, hot_cache_only=True) as core:
+        ask(core, prompt(200))
+        ask(core, prompt(200))
+        assert core.cold is None
+        assert core.stats().ssd is None
+        assert threading.active_count() == threads
+    with (
+        pytest.raises(SettingError, match="hot_cache_only"),
+        running(tmp_path, hot_cache_only=True),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_that_is_too_small_says_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SettingError, match="ssd_cache_limit"),
+        running(tmp_path, ssd_cache_limit="1MB"),
+    ):
+        pass
+
+
+@contextmanager
+def stalled(core: Core) -> Iterator[None]:
+    """Let the cold tier read nothing until the block ends; to be asked is no reading."""
+    assert core.cold is not None
+    go = threading.Event()
+    whole = SSDStore.restore
+
+    def waits(self: SSDStore, *arguments: Any) -> int:
+        assert go.wait(SOON)
+        return whole(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SSDStore, "restore", waits)
+        try:
+            yield
+        finally:
+            go.set()

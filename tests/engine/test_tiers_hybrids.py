@@ -1,0 +1,200 @@
+"""The cold tier with recurrent layers: checkpoints are records of their own, and never trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cold_engine import BLOCK, SETTINGS, SOON, ask, running, said, settle, submit
+from engine_faults import VOCABULARY_TOKENS, model_of
+
+from penstock.engine.core import Core
+from penstock.engine.engine import Engine
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring as restoring_module
+from penstock.engine.session_files import load_session, save_session
+from penstock.kv.states import StateForm
+from penstock.prefix.block_hashes import checkpoint_key
+from penstock.tiers.disk.disk_store import BLOCKS_NAME, block_file
+from penstock.tiers.record import FORMAT
+
+FAMILY = "falcon_h1"
+PROMPT = tuple((7 * i + 3) % VOCABULARY_TOKENS for i in range(70))
+"""Four whole blocks and six tokens."""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder in which the prompt, and the end of an answer to it, were kept."""
+    with running(tmp_path / "cold", FAMILY) as core:
+        ask(core, PROMPT)
+    return tmp_path / "cold"
+
+
+def fresh() -> tuple[int, ...]:
+    """Return what is said without a disk."""
+    with running(None, FAMILY) as core:
+        return ask(core, PROMPT)
+
+
+def checkpoint_file(folder: Path, core: Core, blocks: int) -> Path:
+    key = core.prefixes.keys(PROMPT)[blocks - 1]
+    return block_file(folder / FORMAT / BLOCKS_NAME, checkpoint_key(key))
+
+
+def restored(folder: Path) -> tuple[int, tuple[int, ...]]:
+    with running(folder, FAMILY) as core:
+        answer = ask(core, PROMPT)
+        return core.stats().restored_tokens, answer
+
+
+def test_a_prompt_goes_on_after_a_restart(folder: Path) -> None:
+    assert restored(folder) == (64, fresh())
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 7, 64])
+def test_blocks_of_any_size_are_read_back(block_size: int, tmp_path: Path) -> None:
+    expected, boundary = fresh(), (len(PROMPT) - 1) // block_size * block_size
+    for restored in (0, boundary, boundary):
+        with running(tmp_path, FAMILY, block_size=block_size) as core:
+            assert ask(core, PROMPT) == expected
+            assert core.stats().restored_tokens == restored
+            assert ask(core, PROMPT) == expected
+
+
+def test_a_flipped_bit_is_a_miss_and_nothing_else(folder: Path) -> None:
+    expected = fresh()
+    with running(folder, FAMILY) as core:
+        file = checkpoint_file(folder, core, 4)
+    raw = bytearray(file.read_bytes())
+    raw[-100] ^= 4
+    file.write_bytes(raw)
+    assert restored(folder) == (0, expected)
+    assert restored(folder) == (64, expected), "it was written again"
+
+
+def test_a_checkpoint_that_is_gone_is_a_miss(folder: Path) -> None:
+    with running(folder, FAMILY) as core:
+        checkpoint_file(folder, core, 4).unlink()
+    assert restored(folder) == (0, fresh())
+
+
+def test_blocks_in_memory_need_the_checkpoint_alone(folder: Path) -> None:
+    """Who parts from what is held goes on from a checkpoint on the disk behind blocks in RAM."""
+    with running(folder, FAMILY) as core:
+        first = ask(core, PROMPT)
+        assert core.checkpoints is not None
+        for node in list(core.prefixes.tree):
+            core.checkpoints._replace(node, [], range(1_000))
+        read = core.stats().ssd
+        assert read is not None
+        handle = submit(core, PROMPT)
+        settle(core)
+        assert said(handle) == first
+        after = core.stats().ssd
+        assert after is not None
+        assert after.counts.read_blocks - read.counts.read_blocks == 1
+        assert core.stats().restored_tokens == 128
+
+
+def test_what_is_worth_most_is_read_ahead_with_its_checkpoint(folder: Path) -> None:
+    other = tuple(reversed(PROMPT))
+    branch = (*PROMPT[:32], *other[:40])  # parts in the middle of what is there
+    with running(folder, FAMILY) as core:
+        expected = [ask(core, prompt) for prompt in (other, branch, PROMPT)]
+    with running(folder, FAMILY) as core:
+        assert core.preload() == 64 + 64 + 32
+        core.check()
+        held = [each.at for node in core.prefixes.tree for each in node.segment.checkpoints]
+        assert len(held) == 3
+        read = core.stats().ssd
+        assert read is not None
+        assert [ask(core, prompt) for prompt in (other, branch, PROMPT)] == expected
+        assert core.stats().hit_tokens == 3 * 64
+        after = core.stats().ssd
+        assert after is not None
+        assert after.counts.read_blocks == read.counts.read_blocks
+    with running(folder, FAMILY) as core:
+        assert core.preload() == 160
+        assert core.preload() == 0, "all is there"
+
+
+def test_nothing_gives_way_for_what_is_read_ahead(folder: Path) -> None:
+    with running(folder, FAMILY) as core:
+        core.set_limit(core.room.fixed_bytes + 70 * core.runner.token_bytes)
+        assert core.preload() == 0, "the states have no room"
+        core.check()
+        core.set_limit(200_000_000)
+        assert core.preload() == 64
+
+
+def test_a_checkpoint_that_is_damaged_is_not_read_ahead(folder: Path) -> None:
+    with running(folder, FAMILY) as core:
+        file = checkpoint_file(folder, core, 4)
+    raw = bytearray(file.read_bytes())
+    raw[-100] ^= 4
+    file.write_bytes(raw)
+    with running(folder, FAMILY) as core:
+        core.preload()
+        core.check()
+        assert ask(core, PROMPT) == fresh()
+
+
+def test_the_folder_is_whole_and_counted(folder: Path) -> None:
+    from penstock.tiers.disk.folder import Folder
+    from penstock.tiers.disk.integrity import verify
+
+    with Folder(folder) as opened:
+        verdict = verify(opened, repair=False, progress=lambda _: None)
+        assert verdict.faults == []
+        keys = {entry.key: entry for entry in opened.index.entries()}
+        kept = [entry for entry in keys.values() if entry.key == checkpoint_key(entry.parent)]
+        assert kept and all(entry.parent in keys for entry in kept)
+        assert verdict.checked_blocks == len(keys)
+
+
+def test_nothing_is_written_without_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with running(None, FAMILY, hot_cache_only=True) as core:
+        ask(core, PROMPT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_states_of_another_form_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: then nothing is restored, for nobody could go on."""
+    with running(tmp_path / "cold", FAMILY) as core:
+        assert core.cold is not None
+        core.cold.tiers["ssd"]._state_form = StateForm.of(())
+        ask(core, PROMPT)
+    assert restored(tmp_path / "cold")[0] == 0
+
+
+def test_a_session_takes_its_checkpoints_along(tmp_path: Path) -> None:
+    model: Any = model_of(FAMILY)
+    settings = {**SETTINGS, "ssd_write_budget": None}
+    file = tmp_path / "session.tar"
+    for name in ("one", "other"):
+        with Engine(model, None, ssd_cache_dir=tmp_path / name, **settings) as engine:
+            engine.later(_everything_is_worth_the_disk).result()
+            if name == "one":
+                answer = engine.later(lambda core: submit(core, PROMPT)).result().result(SOON)
+                saved = save_session(engine, file, PROMPT)
+                assert saved.tokens == 4 * BLOCK
+                continue
+            assert load_session(engine, file).tokens == saved.tokens
+            again = engine.later(lambda core: submit(core, PROMPT)).result().result(SOON)
+            assert again[0].tokens == answer[0].tokens
+            assert engine.stats().restored_tokens == 64
+
+
+def _everything_is_worth_the_disk(core: Core) -> None:
+    core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]

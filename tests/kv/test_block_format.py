@@ -1,0 +1,69 @@
+"""How blocks are held is known before they exist."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from penstock.kv.block_format import Forms
+from penstock.kv.quantization import Quantisation
+from penstock.kv.segment import Segment
+from penstock.kv.tails import LayerShape
+
+SHAPES = [LayerShape(2, 64, 64, mx.float32)] * 2
+BLOCK = 64
+
+
+def forms(name: str, raw_tokens: int = 0, raw_layers: frozenset[int] = frozenset()) -> Forms:
+    rule = Quantisation.of(name, block_size=BLOCK, first_tokens=raw_tokens, skip_layers=raw_layers)
+    return Forms(SHAPES, BLOCK, rule)
+
+
+def block(largest: float = 1.0) -> Segment:
+    def side() -> mx.array:
+        return mx.random.normal((1, 2, BLOCK, 64)) * largest
+
+    return Segment(tuple((side(), side()) for _ in SHAPES))
+
+
+def test_the_first_blocks_stay_as_they_are() -> None:
+    found = forms("turbo4", raw_tokens=100)
+    assert [found.of(number) is found.coded for number in range(4)] == [False, False, True, True]
+    assert (found.end(0, 9), found.end(1, 2), found.end(2, 9)) == (2, 2, 9)
+    raw, coded = found.nbytes(0, 1), found.nbytes(2, 3)
+    assert raw == block().nbytes
+    assert 32 * coded == 4.25 * raw  # bits a number: 4, and 16 / 64 of a scale
+    assert found.nbytes(0, 5) == 2 * raw + 3 * coded
+    assert found.nbytes(3, 5) == 2 * coded
+    assert (found.most_block_bytes, found.coded_block_bytes) == (raw, coded)
+    assert Forms(SHAPES, BLOCK).coded_block_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["4", "turbo2.5", "kivi4", "raw/turbo3"])
+def test_a_block_is_held_as_its_number_says(name: str) -> None:
+    found, given = forms(name, raw_tokens=64, raw_layers=frozenset([1])), block()
+    assert found.held(given, 0) is given
+    held = found.held(given, 1)
+    assert held is not None
+    assert held.nbytes == found.nbytes(1, 2) < given.nbytes
+    assert held.layers[1] == given.layers[1]
+    assert found.held(held, 1) is held
+    assert found.held(held, 0) is None, "it cannot be widened again"
+
+
+def test_what_a_codec_cannot_hold_is_not_held_otherwise() -> None:
+    assert forms("4").held(block(1e6), 0) is None
+
+
+def test_identities_differ_where_bits_do() -> None:
+    names = [
+        each.rule.identity
+        for each in (
+            forms("4"),
+            forms("turbo4"),
+            forms("4", raw_tokens=64),
+            forms("4", raw_layers=frozenset([1])),
+        )
+        if each.rule is not None
+    ]
+    assert len(set(names)) == 4

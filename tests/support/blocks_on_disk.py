@@ -1,0 +1,45 @@
+"""Blocks of a folder as a request has them read, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from penstock.tiers.disk import Record, SSDStore
+from penstock.tiers.record import Target
+
+
+def keys_of(records: Sequence[Record]) -> list[bytes]:
+    return [record.key for record in records]
+
+
+def read(store: SSDStore, records: Sequence[Record]) -> list[dict[str, bytes]]:
+    """Ask for blocks as a request does; return the arrays of those that are there."""
+    rooms = [
+        {name: np.empty(array.data.nbytes, np.uint8) for name, array in record.arrays.items()}
+        for record in records
+    ]
+    targets = [
+        {
+            name: Target(array.dtype, array.shape, [room[name]])
+            for name, array in record.arrays.items()
+        }
+        for record, room in zip(records, rooms, strict=True)
+    ]
+    keys = keys_of(records)
+    store.prepare(keys)
+    count = store.restore(keys, targets)
+    store.note_uses()
+    return [{name: room.tobytes() for name, room in each.items()} for each in rooms[:count]]
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files in a folder, at this moment."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # it has just been renamed or removed
+            total += path.stat().st_size if path.is_file() else 0
+    return total

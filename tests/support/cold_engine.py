@@ -1,0 +1,83 @@
+"""An engine with a folder on a disk, for which everything is worth the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine_faults import model_of
+
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+
+BLOCK = 16
+SAID = 8
+"""Tokens of an answer."""
+SOON = 5.0
+SETTINGS: dict[str, Any] = {
+    "memory_limit": "200MB",
+    "block_size": BLOCK,
+    "prefill_chunk": 64,
+    "max_batch_size": 4,
+    "max_kv_size": 1_024,
+    "ssd_cache_limit": "1GB",
+}
+
+
+@contextmanager
+def running(
+    folder: Path | None, family: str = "llama", model: Any = None, **settings: Any
+) -> Iterator[Core]:
+    """Run a core, of a model or of a small one of a family; whatever is done to it, its account
+    is right at the end."""
+    model = model_of(family) if model is None else model
+    core = Core(model, ssd_cache_dir=folder, **{**SETTINGS, **settings})
+    if core.cold is not None:
+        core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+    try:
+        yield core
+        settle(core)
+        core.check()
+    finally:
+        core.close()
+        core.check()
+
+
+def settle(core: Core) -> None:
+    """Let the core do what there is to do, and the disk too."""
+    while core.step():
+        core.check()
+        assert core.ledger.used_bytes <= core.ledger.limit_bytes
+    if core.cold is not None:
+        assert core.cold.flush(SOON)
+
+
+def submit(core: Core, tokens: Sequence[int], **more: Any) -> Handle:
+    asked = {"max_tokens": SAID, "ignore_eos": True, **more}
+    return core.submit(Request(prompt=tuple(tokens), **asked))
+
+
+def said(handle: Handle) -> tuple[int, ...]:
+    (found,) = handle.result(0.0)
+    assert found.finish is not None and found.finish.reason == "length", found
+    return tuple(found.tokens)
+
+
+def ask(core: Core, tokens: Sequence[int], **more: Any) -> tuple[int, ...]:
+    """Return the answer, once all that is to be written is written."""
+    handle = submit(core, tokens, **more)
+    settle(core)
+    return said(handle)
+
+
+def ssd(core: Core) -> Any:
+    found = core.stats().ssd
+    assert found is not None
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))

@@ -1,0 +1,56 @@
+"""A store of the remote tier that needs neither a server nor a package; see `Objects`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from penstock.tiers.remote.objects import Piece
+
+MOST_SECONDS = 20.0
+"""For which it hangs."""
+
+
+class InMemory:
+    """Values in this process' memory; notes what it is asked, and is slow or hangs if told to."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.asked: list[int] = []
+        self.pieces: list[int] = []
+        self.puts = 0
+        self.takes = True
+        self.seconds = 0.0
+        self.closed = 0
+        self.go = threading.Event()
+        self.go.set()
+
+    def wait(self) -> None:
+        time.sleep(self.seconds)
+        if not self.go.wait(MOST_SECONDS):
+            raise TimeoutError("it hangs")
+
+    def get(self, name: str, at: int, nbytes: int) -> Piece | None:
+        self.wait()
+        self.pieces.append(nbytes)
+        raw = self.values.get(name)
+        return None if raw is None else Piece(len(raw), raw[at : at + nbytes])
+
+    def put(self, name: str, raw: bytes) -> bool:
+        self.puts += 1
+        if self.takes:
+            self.values[name] = raw
+        return self.takes
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        self.wait()
+        self.asked.append(len(names))
+        return [name in self.values for name in names]
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.values.pop(name, None)
+
+    def close(self) -> None:
+        self.closed += 1

@@ -1,0 +1,88 @@
+"""Files that are written past the system's pages are those that were to be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.tiers.disk import direct
+from penstock.tiers.disk.direct import ALIGNED_BYTES, Writer
+
+SIZES = [0, 1, ALIGNED_BYTES - 1, ALIGNED_BYTES, ALIGNED_BYTES + 1, 3 * ALIGNED_BYTES + 17, 5 << 20]
+
+
+def numbers(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_file_has_the_bytes_and_belongs_to_its_owner_alone(
+    nbytes: int, is_direct: bool, tmp_path: Path
+) -> None:
+    writer, path = Writer(), tmp_path / "file"
+    writer._direct = writer._direct and is_direct
+    writer.write(path, numbers(nbytes))
+    assert path.read_bytes() == numbers(nbytes)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_one_writer_writes_files_of_all_sizes_in_any_order(tmp_path: Path) -> None:
+    """Its buffer holds what was written before."""
+    writer = Writer()
+    for number, nbytes in enumerate([*reversed(SIZES), *SIZES]):
+        path = tmp_path / str(number)
+        writer.write(path, numbers(nbytes, number))
+        assert path.read_bytes() == numbers(nbytes, number)
+
+
+def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        Writer().write(path, numbers(ALIGNED_BYTES))
+    assert path.read_bytes() == b"mine"
+
+
+@pytest.mark.skipif(not direct.DIRECT, reason="the system keeps all files in its pages")
+@pytest.mark.parametrize("refuses", ["open", "write"])
+def test_a_file_system_that_cannot_do_it_gets_plain_files(
+    refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some do that live in memory or in a network: when the file is opened, or later."""
+    asked: list[str] = []
+    true = {"open": os.open, "write": os.write}
+
+    def refusing(name: str) -> Any:
+        def call(first: Any, second: Any, *rest: Any) -> Any:
+            wants = second & direct.DIRECT if name == "open" else name == refuses
+            if wants and not asked and name == refuses:
+                asked.append(name)
+                raise OSError(errno.EINVAL, "not here")
+            return true[name](first, second, *rest)
+
+        return call
+
+    for name in true:
+        monkeypatch.setattr(direct.os, name, refusing(name))
+    writer = Writer()
+    for number in range(2):
+        writer.write(tmp_path / str(number), numbers(ALIGNED_BYTES + 1, number))
+        assert (tmp_path / str(number)).read_bytes() == numbers(ALIGNED_BYTES + 1, number)
+    assert asked == [refuses], "asked once, not for each file"
+    assert not writer._direct
+
+
+def test_a_disk_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(direct.os, "fsync", fails)
+    with pytest.raises(OSError, match="broken"):
+        Writer().write(tmp_path / "file", numbers(10))

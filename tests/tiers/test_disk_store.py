@@ -1,0 +1,474 @@
+"""A folder of blocks: real files, real processes, real faults."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blocks_on_disk import keys_of, read, size_of
+
+from penstock.prefix.block_hashes import block_keys, root_key
+from penstock.tiers.disk import HostArray, Record, SSDStore
+from penstock.tiers.disk import disk_store as ssd_store
+from penstock.tiers.record import FORMAT, encode
+
+FINGERPRINT = "a model"
+ROOT = root_key(FINGERPRINT)
+BLOCK = 4
+INDEX_BYTES = 8_000_000
+NUMBERS = 1_000
+
+
+def chain(blocks: int, seed: int = 0) -> list[Record]:
+    """Return the blocks of a prompt, each with numbers of its own."""
+    tokens = np.random.default_rng(seed).integers(0, 1_000, blocks * BLOCK)
+    keys = block_keys(tokens, BLOCK, ROOT)
+    parents = [ROOT, *keys]
+    return [
+        Record(key, parents[i], i, {"0.keys": numbers(seed, i), "0.values": numbers(seed, -i)})
+        for i, key in enumerate(keys)
+    ]
+
+
+def numbers(seed: int, block: int) -> HostArray:
+    raw = np.random.default_rng((seed, block % 1_000)).bytes(4 * NUMBERS)
+    return HostArray("float32", (1, 1, NUMBERS, 1), np.frombuffer(raw, np.uint8))
+
+
+FILE_BYTES = len(encode(chain(1)[0], FINGERPRINT))
+
+
+@contextmanager
+def opened(folder: Path, blocks: int = 100, **more: Any) -> Iterator[SSDStore]:
+    """Open a store with room for so many blocks."""
+    limit = INDEX_BYTES + blocks * FILE_BYTES
+    store = SSDStore(folder, limit, **{"fingerprint": FINGERPRINT, "floor_bytes": 0, **more})
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def write(store: SSDStore, records: list[Record]) -> list[str]:
+    return [store.write(record) for record in records]
+
+
+def assert_reads(store: SSDStore, records: list[Record]) -> None:
+    wanted = [
+        {name: array.data.tobytes() for name, array in record.arrays.items()} for record in records
+    ]
+    assert read(store, records) == wanted
+    for record in records:
+        entry = store.index.get(record.key)
+        assert entry is not None
+        assert (entry.parent, entry.depth) == (record.parent, record.depth)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.safetensors"))
+
+
+# ---- what comes back
+
+
+def test_blocks_are_there_after_a_restart(tmp_path: Path) -> None:
+    records = chain(5)
+    with opened(tmp_path) as store:
+        assert write(store, records) == ["claimed"] * 5
+        assert store.held(keys_of(records)) == 5
+    with opened(tmp_path) as store:
+        assert store.held(keys_of(records)) == 5
+        assert_reads(store, records)
+        assert store.counts.read_blocks == 5
+        assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
+
+
+def test_a_chain_is_held_up_to_its_first_gap(tmp_path: Path) -> None:
+    records = chain(1_200)
+    with opened(tmp_path, blocks=2_000) as store:
+        write(store, records)
+        store.index.remove([records[700].key], store._unlink)
+        assert store.held(keys_of(records)) == 700
+        assert len(read(store, records[690:])) == 10
+        assert store.held([]) == 0
+        assert store.held(keys_of(chain(3, seed=9))) == 0
+
+
+def test_a_block_is_written_once(tmp_path: Path) -> None:
+    records = chain(3)
+    with opened(tmp_path) as store, opened(tmp_path) as other:
+        write(store, records)
+        assert write(other, records) == ["known"] * 3
+        assert (other.counts.written_bytes, other.counts.known_blocks) == (0, 3)
+
+
+def test_a_block_that_another_store_was_quicker_to_write_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look at the index and the claim."""
+    (record,) = chain(1)
+    with opened(tmp_path) as store, opened(tmp_path) as other:
+
+        def slow(*arguments: Any) -> bytes:
+            monkeypatch.undo()
+            assert other.write(record) == "claimed"
+            return encode(*arguments)
+
+        monkeypatch.setattr(ssd_store, "encode", slow)
+        assert store.write(record) == "known"
+        assert (store.counts.known_blocks, store.counts.written_blocks) == (1, 0)
+        assert store.counts.refused_blocks == store.counts.written_bytes == 0
+        assert (other.counts.known_blocks, other.counts.written_blocks) == (0, 1)
+        assert store.take(record, encode(record, FINGERPRINT), FINGERPRINT) == "known"
+        assert store.counts.known_blocks == 2
+        assert_reads(store, [record])
+
+
+def test_another_model_finds_nothing_and_shares_the_limit(tmp_path: Path) -> None:
+    mine, theirs = chain(4), chain(4, seed=1)
+    with opened(tmp_path, blocks=6) as store, opened(tmp_path, blocks=6, fingerprint="b") as other:
+        write(store, mine)
+        assert (other.held(keys_of(mine)), read(other, mine)) == (0, [])
+        write(other, theirs)
+        assert len(files(tmp_path)) == 6
+        assert other.nbytes == store.nbytes <= 6 * FILE_BYTES + 100
+
+
+def test_nobody_else_may_look_into_it(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with opened(folder) as store:
+        write(store, chain(2))
+        for path in (folder, *folder.rglob("*")):
+            wanted = 0o700 if path.is_dir() else 0o600
+            assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+# ---- the limit
+
+
+def test_what_was_used_least_recently_goes_first_also_after_a_restart(tmp_path: Path) -> None:
+    first, second, third = (chain(2, seed=i) for i in range(3))
+    with opened(tmp_path, blocks=4) as store:
+        write(store, first), write(store, second)
+    with opened(tmp_path, blocks=4) as store:
+        read(store, first)
+        write(store, third)
+        assert [store.held(keys_of(one)) for one in (first, second, third)] == [2, 0, 2]
+
+
+def test_writing_again_only_makes_it_recent(tmp_path: Path) -> None:
+    first, second, third = (chain(2, seed=i) for i in range(3))
+    with opened(tmp_path, blocks=4) as store:
+        write(store, first), write(store, second), write(store, first)
+        write(store, third)
+        assert [store.held(keys_of(one)) for one in (first, second, third)] == [2, 0, 2]
+        assert store.index.get(first[0].key).hits == 0  # type: ignore[union-attr]
+
+
+def test_a_block_that_is_hit_often_outlives_newer_ones(tmp_path: Path) -> None:
+    often = chain(1)
+    with opened(tmp_path, blocks=4) as store:
+        write(store, often)
+        for _ in range(3):
+            read(store, often)
+        for seed in range(1, 100):
+            write(store, chain(1, seed=seed))
+        assert store.held(keys_of(often)) == 1
+        for seed in range(100, 900):
+            write(store, chain(1, seed=seed))
+        assert store.held(keys_of(often)) == 0, "and not for ever"
+
+
+def test_the_end_of_a_chain_goes_before_its_beginning(tmp_path: Path) -> None:
+    records = chain(4)
+    with opened(tmp_path, blocks=4) as store:
+        write(store, records)  # the first one least recently
+        write(store, chain(2, seed=1))
+        assert store.held(keys_of(records)) == 2
+        assert store.held(keys_of(chain(2, seed=1))) == 2
+
+
+def test_a_chain_that_is_longer_than_the_limit_keeps_its_beginning(tmp_path: Path) -> None:
+    records = chain(7)
+    with opened(tmp_path, blocks=4) as store:
+        assert write(store, records) == ["claimed"] * 4 + ["full"] + ["orphan"] * 2
+        assert store.held(keys_of(records)) == 4
+
+
+@pytest.mark.parametrize("room", [0.9, 0.1])
+def test_a_block_over_the_limit_costs_nobody_anything(tmp_path: Path, room: float) -> None:
+    small = chain(1)[0]
+    with opened(tmp_path, blocks=1) as store:
+        write(store, [small])
+    limit = INDEX_BYTES + int(room * FILE_BYTES)
+    store = SSDStore(tmp_path, limit, fingerprint=FINGERPRINT, floor_bytes=0)
+    assert write(store, chain(1, seed=2)) == ["full"]
+    assert store.counts.refused_blocks == 1
+    assert store.held([small.key]) == 1
+    store.close()
+
+
+def test_a_limit_without_room_for_an_index_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no room beside the index"):
+        SSDStore(tmp_path, INDEX_BYTES, fingerprint=FINGERPRINT)
+
+
+def test_the_folder_is_within_the_limit_at_every_moment(tmp_path: Path) -> None:
+    with opened(tmp_path, blocks=8) as store:
+        most, done = 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal most
+            while not done.is_set():
+                most = max(most, size_of(tmp_path))
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        for seed in range(150):
+            write(store, chain(2, seed=seed))
+        done.set()
+        watching.join()
+        assert 8 * FILE_BYTES < most <= store.limit_bytes
+        assert len(files(tmp_path)) == 8
+
+
+def test_a_disk_that_is_nearly_full_is_left_alone(tmp_path: Path) -> None:
+    with opened(tmp_path, floor_bytes=1 << 60) as store:
+        assert write(store, chain(1)) == ["disk"]
+        assert (store.counts.refused_blocks, files(tmp_path)) == (1, [])
+        assert store.full is not None and "are always left free" in store.full
+
+
+def test_why_nothing_is_written_is_known_from_the_start_until_it_is_over(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        assert store.full is None
+        write(store, chain(1))
+    with opened(tmp_path, floor_bytes=1 << 60) as store:
+        assert store.full is not None
+        store.floor_bytes = 0
+        assert write(store, chain(2))[-1] == "claimed"
+        assert store.full is None
+    with opened(tmp_path, budget_bytes=1) as store:
+        assert write(store, chain(3))[-1] == "budget"
+        assert store.full is not None and "--ssd-write-budget" in store.full
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "other", "gone"])
+def test_a_damaged_record_is_a_miss_and_the_others_are_not(tmp_path: Path, damage: str) -> None:
+    records = chain(4)
+    with opened(tmp_path) as store:
+        write(store, records)
+        paths = {path.name: path for path in files(tmp_path)}
+        path, other = (paths[f"{records[i].key.hex()}.safetensors"] for i in (2, 1))
+        raw = bytearray(path.read_bytes())
+        if damage == "flip":
+            raw[-1] ^= 1
+            path.write_bytes(raw)
+        elif damage == "cut":
+            path.write_bytes(raw[:-1])
+        elif damage == "empty":
+            path.write_bytes(b"")
+        elif damage == "other":
+            path.write_bytes(other.read_bytes())
+        else:
+            path.unlink()
+        assert_reads(store, records[:2])
+        assert len(read(store, records)) == 2
+        assert (store.counts.damaged_blocks, store.counts.missing_blocks) == (
+            (0, 1) if damage == "gone" else (1, 0)
+        )
+        assert not path.exists()
+        assert store.held(keys_of(records)) == 2
+        assert write(store, records[2:3]) == ["claimed"]
+        assert_reads(store, records)
+
+
+def test_files_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
+    """A real failure of the system: files may not grow over a few kilobytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    records = chain(2)
+    with opened(tmp_path, blocks=1_000) as store:
+        write(store, records[:1])
+        big = Record(records[1].key, ROOT, 0, {f"{i}.keys": numbers(7, i) for i in range(900)})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, before[1]))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                store.write(big)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert len(files(tmp_path)) == 1
+        assert store.nbytes == files(tmp_path)[0].stat().st_size
+        assert list((tmp_path / FORMAT / "aside").iterdir()) == []
+        assert write(store, records[1:]) == ["claimed"]
+
+
+def test_a_folder_that_has_vanished_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with opened(tmp_path / "cache") as store:
+        write(store, chain(1))
+        for path in sorted((tmp_path / "cache").rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        with pytest.raises((OSError, sqlite3.Error)):
+            store.write(chain(1, seed=1)[0])
+
+
+def test_files_that_nobody_knows_are_taken_in_or_removed(tmp_path: Path) -> None:
+    records = chain(3)
+    with opened(tmp_path) as store:
+        write(store, records)
+        store.index.remove([records[1].key], lambda key: None)  # its file stays
+        files(tmp_path)[0].with_name("ab.safetensors").write_bytes(b"nothing")
+        files(tmp_path)[0].with_name("notes").write_bytes(b"nothing")
+        store.reconcile()
+        assert_reads(store, records)
+        assert {path.stat().st_size for path in (tmp_path / FORMAT / "blocks").rglob("*.*")} == {
+            path.stat().st_size for path in files(tmp_path)
+        }
+        assert len(files(tmp_path)) == 3
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    foreign = [tmp_path / "notes.txt", tmp_path / "penstock-block-0" / "blocks" / "x.safetensors"]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("not ours")
+    with opened(tmp_path, blocks=2) as store:
+        for seed in range(5):
+            write(store, chain(2, seed=seed))
+        store.clear()
+        store.reconcile()
+        assert store.nbytes == 0
+    assert all(path.read_text() == "not ours" for path in foreign)
+
+
+@pytest.mark.parametrize("damage", ["noise", "middle", "empty"])
+def test_an_index_that_is_damaged_is_made_anew(tmp_path: Path, damage: str) -> None:
+    records = chain(300)
+    with opened(tmp_path, blocks=400) as store:
+        write(store, records)
+    index = tmp_path / FORMAT / "index.sqlite"
+    raw = bytearray(index.read_bytes())
+    if damage == "noise":
+        raw = bytearray(os.urandom(len(raw)))
+    elif damage == "middle":
+        raw[len(raw) // 3 : len(raw) // 2] = os.urandom(len(raw) // 2 - len(raw) // 3)
+    else:
+        raw.clear()
+    index.write_bytes(raw)
+    with opened(tmp_path, blocks=400) as store:
+        store.reconcile()
+        assert store.held(keys_of(records)) == 300
+        assert_reads(store, records)
+        assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
+
+
+# ---- several processes
+
+WRITER = """
+import os, sys
+sys.path[:0] = [sys.argv[3], f"{os.path.dirname(sys.argv[3])}/support"]
+from pathlib import Path
+from test_disk_store import chain, opened
+step, skip = sys.argv[2].split(":")
+skip = int(skip)
+real = {"fsync": os.fsync, "rename": Path.rename, "open": os.open, "unlink": Path.unlink}
+def dying(name):
+    def call(*arguments, **more):
+        global skip
+        skip -= 1
+        if skip < 0:
+            os.kill(os.getpid(), 9)
+        return real[name](*arguments, **more)
+    return call
+if step in ("fsync", "open"):
+    setattr(os, step, dying(step))
+elif step:
+    setattr(Path, step, dying(step))
+with opened(Path(sys.argv[1]), blocks=8) as store:
+    for seed in range(6):
+        for record in chain(4, seed=seed):
+            store.write(record)
+    print(store.counts.written_blocks)
+"""
+
+
+def run_writer(folder: Path, step: str = ":0") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(folder), step, str(Path(__file__).parent)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_write_no_block_twice(tmp_path: Path) -> None:
+    with opened(tmp_path, blocks=100):
+        pass  # the schema is there
+    running = [run_writer(tmp_path) for _ in range(3)]
+    written = [int(process.communicate(timeout=60)[0]) for process in running]
+    assert [process.returncode for process in running] == [0] * 3
+    with opened(tmp_path, blocks=8) as store:
+        assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
+        assert len(files(tmp_path)) == 8
+        assert sum(written) >= 24
+        for seed in range(6):
+            records = chain(4, seed=seed)
+            assert_reads(store, records[: store.held(keys_of(records))])
+
+
+@pytest.mark.parametrize("step", ["open", "fsync", "rename", "unlink"])
+@pytest.mark.parametrize("skip", [0, 1, 5, 12])
+def test_a_writer_that_is_killed_loses_at_most_its_block(
+    tmp_path: Path, step: str, skip: int
+) -> None:
+    process = run_writer(tmp_path, f"{step}:{skip}")
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    with opened(tmp_path, blocks=8) as store:
+        assert size_of(tmp_path) <= store.limit_bytes
+        store.reconcile()
+        assert store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
+        assert list((tmp_path / FORMAT / "aside").iterdir()) == []
+        assert {path.name.removesuffix(".safetensors") for path in files(tmp_path)} == {
+            entry.key.hex() for entry in store.index.entries()
+        }
+        for seed in range(6):
+            records = chain(4, seed=seed)
+            held = store.held(keys_of(records))
+            assert_reads(store, records[:held])
+        assert store.counts.damaged_blocks == 0
+        assert "claimed" in write(store, chain(4, seed=77))
+
+
+def test_who_is_writing_is_not_taken_for_dead(tmp_path: Path) -> None:
+    """The negative control of `reconcile`: a living writer's claim and file stay."""
+    record = chain(1)[0]
+    with opened(tmp_path) as store, opened(tmp_path) as other:
+        store.write(record)
+        with sqlite3.connect(tmp_path / FORMAT / "index.sqlite") as db:
+            db.execute("UPDATE blocks SET owner = ?", (store._owner,))
+        aside = tmp_path / FORMAT / "aside" / f"{record.key.hex()}.{store._owner}"
+        aside.write_bytes(b"half")
+        other.reconcile()
+        assert aside.exists()
+        assert other.index.get(record.key) is not None
+        assert other.write(record) == "known"
+        assert other.held([record.key]) == 0, "it is not there yet"
+        with sqlite3.connect(tmp_path / FORMAT / "index.sqlite") as db:
+            db.execute("UPDATE blocks SET owner = ?", (f"{os.getpid()}@1.00",))
+        aside.rename(aside.with_name(f"{record.key.hex()}.{os.getpid()}@1.00"))
+        other.reconcile()
+        assert not list(aside.parent.iterdir())
+        assert other.index.get(record.key) is None

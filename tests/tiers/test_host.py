@@ -1,0 +1,151 @@
+"""Arrays to bytes and back: the very numbers, in every dtype and shape."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from penstock.kv import columns as col
+from penstock.kv.block_format import Form
+from penstock.kv.codecs import parse_scheme
+from penstock.kv.segment import Segment
+from penstock.kv.tails import LayerShape
+from penstock.tiers.host import TOKENS, Landing, host_block
+from penstock.tiers.record import HostArray
+
+BLOCK = 64
+
+
+def segment(tokens: int, dtype: mx.Dtype = mx.float32, layers: int = 3) -> Segment:
+    key = mx.random.key(7)
+
+    def side(heads: int, width: int) -> mx.array:
+        return mx.random.normal((1, heads, tokens, width), key=key).astype(dtype)
+
+    made = Segment(tuple((side(2, 16), side(2, 8)) for _ in range(layers)))
+    mx.eval([col.arrays(*layer) for layer in made.layers])
+    return made
+
+
+def quantized(tokens: int) -> Segment:
+    wide = segment(tokens, layers=2)
+    made = Segment(
+        tuple(
+            tuple(mx.quantize(mx.concatenate([side] * 4, axis=-1), 32, 8) for side in layer)  # type: ignore[misc]
+            for layer in wide.layers
+        )
+    )
+    mx.eval([col.arrays(*layer) for layer in made.layers])
+    return made
+
+
+def equal(a: Segment, b: Segment) -> bool:
+    def arrays(one: Segment) -> list[mx.array]:
+        return [array for layer in one.layers for array in col.arrays(*layer)]
+
+    return len(arrays(a)) == len(arrays(b)) and all(
+        x.dtype == y.dtype and x.shape == y.shape and mx.array_equal(x, y).item()
+        for x, y in zip(arrays(a), arrays(b), strict=True)
+    )
+
+
+def blocks_of(whole: Segment) -> list[dict[str, HostArray]]:
+    tokens = np.arange(whole.tokens)
+    starts = range(0, whole.tokens, BLOCK)
+    return [
+        host_block(Segment.views(whole.layers, start, start + BLOCK), tokens[start : start + BLOCK])
+        for start in starts
+    ]
+
+
+def form(dtype: mx.Dtype = mx.float32) -> Form:
+    return Form.of([LayerShape(2, 16, 8, dtype)] * 3)
+
+
+def landed(blocks: list[dict[str, HostArray]], form: Form, **more: bool) -> Landing:
+    """Put the bytes of blocks where they belong, as if they were read from files."""
+    landing = Landing(form, len(blocks), BLOCK, **more)
+    for block, targets in zip(blocks, landing.targets(), strict=True):
+        assert block.keys() == targets.keys()
+        for name, target in targets.items():
+            assert (block[name].dtype, block[name].shape) == (target.dtype, target.shape)
+            raw = block[name].data
+            for piece in target.pieces:
+                piece[:] = raw[: len(piece)]
+                raw = raw[len(piece) :]
+            assert not len(raw)
+    return landing
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_blocks_are_the_segment_again(dtype: mx.Dtype, in_place: bool) -> None:
+    whole = segment(4 * BLOCK, dtype)
+    blocks = blocks_of(whole)
+    assert set(blocks[0]) == {
+        *(f"{i}.{side}" for i in range(3) for side in ("keys", "values")),
+        TOKENS,
+    }
+    landing = landed(blocks, form(dtype), in_place=in_place)
+    assert equal(landing.segment(), whole)
+    assert list(landing.tokens) == list(range(4 * BLOCK))
+    part = whole.split(BLOCK)[1].split(2 * BLOCK)[0]
+    assert equal(landed(blocks[1:3], form(dtype), in_place=in_place).segment(), part)
+
+
+def test_values_whose_layout_is_another_come_back_too() -> None:
+    """What a model computes is often a view with its heads behind its tokens."""
+
+    def side(width: int) -> mx.array:
+        return mx.random.normal((1, 2 * BLOCK, 2, width)).transpose(0, 2, 1, 3)
+
+    whole = Segment(tuple((side(16), side(8)) for _ in range(3)))
+    assert equal(landed(blocks_of(whole), form()).segment(), whole)
+
+
+def test_a_landing_is_the_segment_and_not_copied_to_it() -> None:
+    shapes = [LayerShape(2, 64, 64, mx.bfloat16)] * 2
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    landing = Landing(Form.of(shapes), 64, BLOCK)
+    landing.targets()
+    made = landing.segment()
+    assert mx.get_active_memory() - before == made.nbytes
+    assert mx.get_peak_memory() - before < made.nbytes + 1_000
+
+
+def test_a_side_of_several_arrays_has_a_name_for_each() -> None:
+    (block, _) = blocks_of(quantized(2 * BLOCK))
+    assert {"0.keys.0", "0.keys.1", "0.keys.2"} <= set(block)
+
+
+def test_bytes_are_the_caller_s_own() -> None:
+    whole = segment(BLOCK)
+    (block,) = blocks_of(whole)
+    before = block["0.keys"].data.copy()
+    del whole
+    mx.eval(mx.zeros((1 << 20,)))
+    assert np.array_equal(block["0.keys"].data, before)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["8", "rot3", "turbo4", "turbo2.5", "turbo3c", "kivi4/turbo3.5", "k8v4", "raw/4", "5g32"],
+)
+def test_what_a_codec_holds_comes_back_to_the_bit(name: str, in_place: bool) -> None:
+    """Also of heads whose sizes differ, with a layer that stays as it is."""
+    scheme = parse_scheme(name)
+    shapes = [LayerShape(2, 128, 64, mx.bfloat16)] * 3
+    held = Form.of(shapes, scheme, [1])
+    layers = [
+        tuple(mx.random.normal((1, 2, 4 * BLOCK, dim)).astype(mx.bfloat16) for dim in (128, 64))
+        for _ in shapes
+    ]
+    whole = Segment(tuple((keys, values) for keys, values in layers)).encoded(scheme, [1])
+    assert held.holds(whole)
+    assert held.nbytes(whole.tokens) == whole.nbytes
+    made = landed(blocks_of(whole), held, in_place=in_place).segment()
+    assert equal(made, whole)
+    assert held.holds(made)

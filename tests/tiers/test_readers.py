@@ -1,0 +1,92 @@
+"""Threads that read: what is asked is done, side by side, and no process waits for a hung disk."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import wait
+
+import pytest
+
+from penstock.tiers.readers import Readers
+
+SOON = 10.0
+
+
+class Room:
+    """What something is read into."""
+
+
+def test_answers_and_errors_come_back() -> None:
+    readers = Readers(2, "test")
+    good, bad = readers.submit(divmod, 7, 2), readers.submit(divmod, 7, 0)
+    assert good.result(SOON) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        bad.result(SOON)
+    assert readers.submit(divmod, 9, 2).result(SOON) == (4, 1), "an error ends no thread"
+    readers.close(SOON)
+    readers.close(SOON)
+
+
+def test_two_are_read_at_the_same_time() -> None:
+    readers, both = Readers(2, "test"), threading.Barrier(2)
+    calls = [readers.submit(both.wait, SOON) for _ in range(2)]
+    assert sorted(call.result(SOON) for call in calls) == [0, 1]
+    readers.close(SOON)
+
+
+def test_threads_begin_with_the_first_call_and_end() -> None:
+    def mine() -> list[str]:
+        return [each.name for each in threading.enumerate() if each.name.startswith("mine")]
+
+    readers = Readers(2, "mine")
+    assert mine() == []
+    readers.submit(len, "").result(SOON)
+    assert sorted(mine()) == ["mine-0", "mine-1"]
+    readers.close(SOON)
+    assert mine() == []
+
+
+def test_nothing_of_a_call_is_kept_until_the_next_one() -> None:
+    readers, room = Readers(1, "test"), Room()
+    kept = weakref.ref(room)
+    wait([readers.submit(id, room)], SOON)
+    readers.submit(id, 0).result(SOON)  # the thread is behind the first one
+    del room
+    gc.collect()
+    assert kept() is None
+    readers.close(SOON)
+
+
+def test_what_was_to_be_read_into_is_let_go_when_it_fails_though_nobody_asks() -> None:
+    def fails(_: Room) -> None:
+        try:
+            raise KeyError("what it is about")
+        except KeyError as error:  # its frames know who has called them
+            raise OSError("gone") from error
+
+    readers, room = Readers(1, "test"), Room()
+    kept = weakref.ref(room)
+    gc.disable()
+    try:
+        wait([readers.submit(fails, room)], SOON)
+        readers.submit(id, 0).result(SOON)
+        del room
+        assert kept() is None
+    finally:
+        gc.enable()
+    readers.close(SOON)
+
+
+HANGS = """
+import threading
+from penstock.tiers.readers import Readers
+Readers(2, "test").submit(threading.Event().wait)
+"""
+
+
+def test_a_process_ends_while_a_disk_hangs() -> None:
+    subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=30)

@@ -1,0 +1,148 @@
+"""The file of a block: what was written comes back to the bit, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.tiers.record import (
+    DTYPES,
+    Damaged,
+    HostArray,
+    Record,
+    Target,
+    decode,
+    encode,
+    read_into,
+)
+
+KEY, PARENT = bytes(range(16)), bytes(range(16, 32))
+
+
+def host(dtype: str, *shape: int, seed: int = 0) -> HostArray:
+    width = int(dtype.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
+    raw = np.random.default_rng(seed).bytes(int(np.prod(shape)) * width)
+    return HostArray(dtype, shape, np.frombuffer(raw, np.uint8))
+
+
+def record(*dtypes: str) -> Record:
+    arrays = {
+        f"{i}.{side}": host(dtype, 1, 2, 3, 4, seed=2 * i + j)
+        for i, dtype in enumerate(dtypes)
+        for j, side in enumerate(("keys", "values"))
+    }
+    return Record(KEY, PARENT, 7, arrays)
+
+
+def same(a: Record, b: Record) -> bool:
+    return (a.key, a.parent, a.depth) == (b.key, b.parent, b.depth) and {
+        name: (x.dtype, x.shape, x.data.tobytes()) for name, x in a.arrays.items()
+    } == {name: (x.dtype, x.shape, x.data.tobytes()) for name, x in b.arrays.items()}
+
+
+def placed(raw: bytes, *dtypes: str) -> Record:
+    """Read a file of such layers to where they belong, each array in three pieces."""
+    found = {
+        name: HostArray(array.dtype, array.shape, np.zeros_like(array.data))
+        for name, array in record(*dtypes).arrays.items()
+    }
+    targets = {
+        name: Target(array.dtype, array.shape, np.split(array.data, (5, 11)))
+        for name, array in found.items()
+    }
+    with TemporaryFile() as file:
+        file.write(raw)
+        file.flush()
+        words = read_into(file.fileno(), targets)
+    assert words["fingerprint"] == "m"
+    return Record(
+        bytes.fromhex(words["key"]), bytes.fromhex(words["parent"]), int(words["depth"]), found
+    )
+
+
+def whole(raw: bytes, *_: str) -> Record:
+    """Read a file at once."""
+    return decode(raw)
+
+
+WAYS = pytest.mark.parametrize("read", [whole, placed])
+Read = Callable[..., Record]
+
+
+@WAYS
+def test_what_was_written_comes_back(read: Read) -> None:
+    written = record(*DTYPES.values())
+    found = read(encode(written, "m"), *DTYPES.values())
+    assert same(found, written)
+    assert found.nbytes == written.nbytes > 0
+
+
+@WAYS
+def test_every_byte_counts(read: Read) -> None:
+    """Each byte flipped in turn, in every bit: the record is refused, or the same."""
+    written = record("float16")
+    raw = encode(written, "m")
+    refused = 0
+    for at in range(len(raw)):
+        for bit in range(8):
+            broken = bytearray(raw)
+            broken[at] ^= 1 << bit
+            try:
+                found = read(bytes(broken), "float16")
+            except Damaged:
+                refused += 1
+            else:
+                assert same(found, written), f"byte {at}, bit {bit}"
+    assert refused > 0.95 * 8 * len(raw), "hardly anything was seen"
+
+
+@WAYS
+def test_cut_short_at_every_length_or_made_longer_it_is_refused(read: Read) -> None:
+    raw = encode(record("bfloat16"), "m")
+    for length in range(len(raw)):
+        with pytest.raises(Damaged):
+            read(raw[:length], "bfloat16")
+    with pytest.raises(Damaged):
+        read(raw + b"\0", "bfloat16")
+
+
+@WAYS
+@given(raw=st.binary(max_size=200))
+def test_bytes_that_are_no_record_are_refused(read: Read, raw: bytes) -> None:
+    with pytest.raises(Damaged):
+        read(raw, "float16")
+
+
+@pytest.mark.parametrize("off", [{"more": True}, {"less": True}, {"dtype": "bfloat16"}])
+def test_other_arrays_than_were_asked_for_are_refused(off: dict[str, Any], tmp_path: Path) -> None:
+    written = record("float16")
+    path = tmp_path / "file"
+    path.write_bytes(encode(written, "m"))
+    targets = {
+        name: Target(off.get("dtype", array.dtype), array.shape, [np.zeros_like(array.data)])
+        for name, array in written.arrays.items()
+    }
+    if "more" in off:
+        targets["1.keys"] = targets["0.keys"]
+    if "less" in off:
+        del targets["0.keys"]
+    with path.open("rb") as file, pytest.raises(Damaged, match="asked for"):
+        read_into(file.fileno(), targets)
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [({"dtype": "float64"}, "float64; a block holds"), ({"shape": (1, 2, 3, 5)}, "cannot be")],
+)
+def test_what_cannot_be_read_back_is_not_written(broken: dict[str, Any], says: str) -> None:
+    arrays = {"0.keys": replace(host("float32", 1, 2, 3, 4), **broken)}
+    with pytest.raises(ValueError, match=says):
+        encode(Record(KEY, PARENT, 0, arrays), "m")

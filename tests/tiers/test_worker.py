@@ -1,0 +1,223 @@
+"""The cold tier's thread: it holds nobody up, and is off while its folder fails."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from test_disk_store import FILE_BYTES, FINGERPRINT, INDEX_BYTES, chain, keys_of
+
+from penstock.tiers.disk import Record, SSDStore
+from penstock.tiers.record import Target
+from penstock.tiers.worker import ColdTier
+
+SOON = 20.0
+
+
+def opener(folder: Path, blocks: int = 100) -> Callable[[], SSDStore]:
+    limit = INDEX_BYTES + blocks * FILE_BYTES
+    return lambda: SSDStore(folder, limit, fingerprint=FINGERPRINT, floor_bytes=0)
+
+
+@contextmanager
+def running(folder: Path, **more: Any) -> Iterator[ColdTier]:
+    tier = ColdTier(opener(folder), **more)
+    try:
+        yield tier
+    finally:
+        tier.close(SOON)
+        assert not tier._thread.is_alive()
+
+
+@contextmanager
+def stalled(tier: ColdTier) -> Iterator[None]:
+    """Keep the thread busy."""
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(store: SSDStore) -> None:
+        begun.set()
+        assert go.wait(SOON)
+
+    answer = tier._call(wait, None)
+    assert begun.wait(SOON)
+    try:
+        yield
+    finally:
+        go.set()
+        answer.result(SOON)
+
+
+def places(records: Sequence[Record]) -> tuple[list[NDArray[np.uint8]], list[dict[str, Target]]]:
+    """Return memory for the keys of each record, and where all of its arrays go."""
+    made = [
+        {name: np.zeros_like(array.data) for name, array in record.arrays.items()}
+        for record in records
+    ]
+    targets = [
+        {name: Target(a.dtype, a.shape, [room[name]]) for name, a in record.arrays.items()}
+        for record, room in zip(records, made, strict=True)
+    ]
+    return [room["0.keys"] for room in made], targets
+
+
+def test_what_was_offered_is_there_for_the_next_process(tmp_path: Path) -> None:
+    records = chain(6)
+    with running(tmp_path) as tier:
+        assert all(tier.offer(record) for record in records)
+    with running(tmp_path) as tier:
+        assert tier.prepare(keys_of(records)).result(SOON) == 6
+        found, targets = places(records)
+        assert tier.restore(keys_of(records), lambda: targets).result(SOON) == 6
+        assert [room.tobytes() for room in found] == [
+            record.arrays["0.keys"].data.tobytes() for record in records
+        ]
+        stats = tier.stats()
+        assert (stats.counts.read_blocks, stats.counts.written_blocks, stats.off) == (6, 0, None)
+        assert stats.held_bytes == sum(
+            path.stat().st_size for path in tmp_path.rglob("*.safetensors")
+        )
+
+
+def test_a_disk_with_no_space_is_said_once_and_read_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = chain(4)
+    with running(tmp_path) as tier:
+        assert all(tier.offer(record) for record in records[:2]) and tier.flush(SOON)
+        assert tier.stats().full is None
+
+    def no_space() -> SSDStore:
+        store = opener(tmp_path)()
+        store.floor_bytes = 1 << 60
+        store._has_space(0)
+        return store
+
+    tier = ColdTier(no_space)
+    try:
+        assert tier.held([]).result(SOON) == 0
+        told = tier.stats().full
+        assert told is not None and "free some space" in told
+        assert all(tier.offer(record) for record in records) and tier.flush(SOON)
+        stats = tier.stats()
+        assert (stats.counts.written_blocks, stats.counts.refused_blocks) == (0, 2)
+        assert stats.off is None and stats.full is not None
+        _, targets = places(records[:2])
+        assert tier.restore([r.key for r in records[:2]], lambda: targets).result(SOON) == 2
+    finally:
+        tier.close(SOON)
+    assert [line for line in caplog.messages if "writes nothing for now" in line] == [
+        f"the SSD cache writes nothing for now: {told}"
+    ]
+
+
+def test_a_slow_disk_drops_writes_and_holds_nobody(tmp_path: Path) -> None:
+    records = chain(10)
+    room = 3 * records[0].nbytes
+    with running(tmp_path, queue_bytes=room) as tier:
+        with stalled(tier):
+            started = time.monotonic()
+            taken = [tier.offer(record) for record in records]
+            assert time.monotonic() - started < 1
+            assert taken == [True] * 3 + [False] * 7
+            assert tier.stats().queued_bytes == room
+        assert tier.flush(SOON)
+        stats = tier.stats()
+        assert (stats.counts.written_blocks, stats.dropped_blocks, stats.queued_bytes) == (3, 7, 0)
+
+
+def test_reads_go_before_writes(tmp_path: Path) -> None:
+    records = chain(20)
+    with running(tmp_path) as tier:
+        tier.offer(records[0])
+        assert tier.flush(SOON)
+        with stalled(tier):
+            for record in records[1:]:
+                tier.offer(record)
+            restored = tier.restore(keys_of(records), lambda: places(records)[1])
+        assert restored.result(SOON) == 1, "the writes came first"
+
+
+def test_a_folder_that_fails_switches_it_off_and_on_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    folder = tmp_path / "cache"
+    records = chain(4)
+    with running(folder, retry_seconds=0.3) as tier:
+        tier.offer(records[0])
+        assert tier.flush(SOON)
+        shutil.rmtree(folder)
+        folder.write_text("a file stands where the folder was")
+        tier.offer(records[1])
+        assert tier.flush(SOON)
+        assert "cache" in str(tier.stats().off)
+        assert tier.restore(keys_of(records), lambda: places(records)[1]).result(SOON) == 0
+        assert not tier.offer(records[2])
+        time.sleep(0.4)
+        assert tier.prepare(keys_of(records)).result(SOON) == 0, "tried again, and it fails again"
+        assert len([r for r in caplog.records if "switched off" in r.message]) == 1
+        folder.unlink()
+        time.sleep(0.4)
+        tier.prepare(keys_of(records)).result(SOON)
+        assert tier.stats().off is None
+        assert "there again" in caplog.text
+        assert all(tier.offer(record) for record in records)
+        assert tier.flush(SOON)
+        assert tier.prepare(keys_of(records)).result(SOON) == 4
+        assert tier.stats().faults >= 2
+
+
+def test_a_folder_that_cannot_be_made_costs_nobody_anything(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with running(tmp_path / "file" / "cache") as tier:
+        assert tier.prepare(keys_of(chain(2))).result(SOON) == 0
+        assert "file" in str(tier.stats().off)
+        assert not tier.offer(chain(1)[0])
+
+
+def test_clear_forgets_what_waits_too(tmp_path: Path) -> None:
+    records = chain(5)
+    with running(tmp_path) as tier:
+        tier.offer(records[0])
+        assert tier.flush(SOON)
+        with stalled(tier):
+            for record in records[1:]:
+                tier.offer(record)
+            cleared = tier.clear()
+        assert cleared.result(SOON) == 1
+        assert tier.flush(SOON)
+        assert tier.prepare(keys_of(records)).result(SOON) == 0
+        assert tier.stats().queued_bytes == 0
+
+
+def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None:
+    with running(tmp_path) as tier:
+        pass
+    tier.close()
+    assert not tier.offer(chain(1)[0])
+    assert tier.prepare(keys_of(chain(1))).result(1) == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """A store that cannot be made for a reason that is no fault of the folder."""
+
+    def wrong() -> SSDStore:
+        raise ValueError("a limit without room")
+
+    tier = ColdTier(wrong)
+    assert tier.prepare(keys_of(chain(2))).result(SOON) == 0
+    tier._thread.join(SOON)
+    assert not tier._thread.is_alive()
+    assert not tier.offer(chain(1)[0])
+    assert tier.flush(SOON)
+    tier.close()
