@@ -89,8 +89,8 @@ bench: $(VENV)/.dev
 	$(BIN)/penstock bench ragged --save bench/results
 	for data in gauss outliers biased; do \
 		$(BIN)/penstock bench-kv-cache --layers 8 --data $$data --save bench/results || exit 1; done
-	$(BIN)/penstock bench quantised --codec kivi8 --longest 4096 --save bench/results \
-		--plot docs/quantised.png
+	$(BIN)/penstock bench quantized --codec kivi8 --longest 4096 --save bench/results \
+		--plot docs/quantized.png
 
 peers: $(VENV)/.dev
 	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)")

@@ -29,7 +29,7 @@ def product_error(a: mx.array, b: mx.array) -> float:
 
 
 def assert_same_codes(found: mx.array, wanted: mx.array, bits: int, group_size: int) -> None:
-    """Raise unless two sides, widened, are what nearly equal numbers are in `bits` a number.
+    """Raise unless two sides, dequantized, are what nearly equal numbers are in `bits` a number.
 
     Of a group the scale may be rounded otherwise, and with it each number by so much; a number in
     the middle between two codes may have either of them. The first is seldom, the second hardly

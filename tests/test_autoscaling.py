@@ -19,7 +19,7 @@ from penstock.serve_ray.autoscaling import CLAIMED, MOST_CLAIMED, desired, polic
         (1, 4.0, [MOST_CLAIMED], 1),
         (1, 4.0, [MOST_CLAIMED + 0.01], 2),
         (1, 4.0, [1.0, 1.0, 1.0], 4),
-        (0, 4.0, [0.0, 0.0, 0.0], 1),  # what is held and could be given up keeps no replica alive
+        (0, 4.0, [0.0, 0.0, 0.0], 1),  # what is held and could be evicted keeps no replica alive
     ],
 )
 def test_the_larger_of_both_needs_counts(

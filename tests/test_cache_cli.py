@@ -25,12 +25,12 @@ from blocks_on_disk import read
 from penstock import Engine, Request
 from penstock.cli import main
 from penstock.models.mlx_lm import load_all
-from penstock.prefix.block_hashes import block_keys, root_key
+from penstock.prefix.block_hashes import hash_blocks, root_hash
 from penstock.recall import MODEL_PATH
 from penstock.tiers.disk import HostArray, Record, SSDStore
 from penstock.tiers.disk.archive import import_blocks
 from penstock.tiers.record import FORMAT, encode
-from penstock.tiers.store import Counts
+from penstock.tiers.store import TierCounts
 
 A, B = "aaaa" * 8, "bbbb" * 8
 USES = 256
@@ -55,8 +55,8 @@ def numbers(seed: int, count: int = 500) -> HostArray:
 def chain(blocks: int, seed: int = 0, model: str = A) -> list[Record]:
     """Return the blocks of a prompt as the engine makes them: with their tokens."""
     tokens = np.random.default_rng(seed).integers(0, 1_000, blocks * BLOCK).astype(np.uint32)
-    root = root_key(model)
-    keys = block_keys(tokens, BLOCK, root)
+    root = root_hash(model)
+    keys = hash_blocks(tokens, BLOCK, root)
     return [
         Record(
             key,
@@ -808,7 +808,7 @@ def test_what_an_engine_wrote_is_read_by_another_from_an_imported_folder(
     assert (read.written_blocks, read.read_blocks) == (0, 4)
 
 
-def ask_engine(folder: Path) -> Counts:
+def ask_engine(folder: Path) -> TierCounts:
     """Have an engine read a prompt twice, and return what its cold tier did."""
     model = load_all(MODEL_PATH).model
     sizes: dict[str, Any] = {"memory_limit": "200MB", "block_size": 64, "ssd_cache_limit": "50MB"}

@@ -71,7 +71,7 @@ def test_any_server_will_do(capsys: pytest.CaptureFixture[str]) -> None:
     with stand_in(key="secret") as other:
         done = chat(
             "--url", f"{other.url}/v1", "--api-key", "secret", "--system", "Be brief.",
-            "--temp", "0.5", "--seed", "7", stdin="Hello!\nAgain!\n/stats\n",
+            "--temperature", "0.5", "--seed", "7", stdin="Hello!\nAgain!\n/stats\n",
         )  # fmt: skip
     assert done.stdout.splitlines()[:2] == ["message 2", "message 4"]
     assert "prompt 20 tokens, 15 cached (75%); answer 2 tokens" in done.stdout

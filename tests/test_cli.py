@@ -394,7 +394,7 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
         (["generate", "x", "--kv-bits", "7"], "--kv-bits 7"),
         (["generate", "x", "--kv-cache-quantization", "q4"], "'q4' is no codec; there are raw"),
         (["chat", "--kv-bits", "4", "--kv-cache-quantization", "4"], "are two ways; name one"),
-        (["generate", "x", "--temp", "nan"], "--temp"),
+        (["generate", "x", "--temperature", "nan"], "--temperature"),
         (["generate", "x", "--seed", "-1"], "--seed"),
         (["generate", "x", "--max-kv-size", "64", "--keep-kv-size", "64"], "leaves no room"),
         (["chat", "--max-kv-size", "64", "--keep-kv-size", "65"], "leaves no room"),

@@ -42,9 +42,9 @@ def test_the_default_keep_fits_a_small_window() -> None:
     ("name", "value"),
     [
         ("max_tokens", 0),
-        ("temp", -0.1),
-        ("temp", float("nan")),
-        ("temp", float("inf")),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("seed", -1),

@@ -213,7 +213,7 @@ def test_a_seed_repeats_the_answer(recall: Loaded) -> None:
     prompt = render(recall.tokenizer, [{"role": "user", "content": "Hello!"}])
 
     def sampled(seed: int) -> list[int]:
-        sampling = SamplingSettings(max_tokens=12, temp=100.0, seed=seed)
+        sampling = SamplingSettings(max_tokens=12, temperature=100.0, seed=seed)
         caches = make_caches(recall, KVSettings())
         return [p.token for p in stream(recall, prompt, caches=caches, sampling=sampling)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cli.crowd import Line, common_tokens, judged, write_scripts
+from penstock.cli.crowd import AgentLine, common_tokens, judged, write_scripts
 from penstock.recall import Fact, Message, Question, count_tokens
 
 
@@ -44,7 +44,7 @@ def test_agents_ask_for_what_they_were_told_and_for_nothing_else() -> None:
 
 
 def test_the_same_seed_writes_the_same() -> None:
-    def written(seed: int) -> tuple[Message, list[list[Line]]]:
+    def written(seed: int) -> tuple[Message, list[list[AgentLine]]]:
         return write_scripts(seed, 2, 200, count_tokens)
 
     assert written(1) == written(1) != written(2)

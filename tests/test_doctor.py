@@ -21,14 +21,14 @@ from small_models import BASE, build
 
 from penstock.blas import Blas
 from penstock.cli import doctor, main
-from penstock.cli.doctor import Machine, find_misfits, find_problems
+from penstock.cli.doctor import MachineReport, find_misfits, find_problems
 from penstock.cli.fitness import Layers, try_model
 from penstock.memory import MachineMemory
 from penstock.models.mlx_lm import Loaded, load_all
 from penstock.recall import MODEL_PATH
 
 MEMORY = MachineMemory(64_000_000_000, 32_000_000_000, 64_000_000_000, 51_200_000_000, 0.9)
-HEALTHY = Machine(
+HEALTHY = MachineReport(
     back_end="metal",
     device="made up",
     nvidia=False,
@@ -39,7 +39,7 @@ HEALTHY = Machine(
 )
 
 
-def whats(machine: Machine) -> list[str]:
+def whats(machine: MachineReport) -> list[str]:
     return [problem.what for problem in find_problems(machine)]
 
 

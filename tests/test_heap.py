@@ -42,7 +42,7 @@ def test_memory_that_was_freed_is_not_mapped_anew() -> None:
     assert page_faults("kept") < by_default / 100
 
 
-# Half of what is freed lies below memory that is still held, as nodes that were given up do.
+# Half of what is freed lies below memory that is still held, as nodes that were evicted do.
 GIVING_BACK = """
 import psutil
 import penstock

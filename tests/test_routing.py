@@ -9,26 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.prefix import block_keys, root_key
+from penstock.prefix import hash_blocks, root_hash
 from penstock.routing import (
     COMMON,
     MOST_ASKED,
     POLICIES,
     RECENT,
     WORTH,
-    Prompt,
+    RoutedPrompt,
     Router,
     Summary,
     short,
 )
 
-ROOT = root_key("model")
+ROOT = root_hash("model")
 NAMES = tuple(f"replica {i}" for i in range(4))
 
 
-def keys(*tokens: int) -> list[bytes]:
+def block_hashes(*tokens: int) -> list[bytes]:
     """Return the keys of a prompt of one token a block."""
-    return block_keys(tokens, 1, ROOT)
+    return hash_blocks(tokens, 1, ROOT)
 
 
 def router_of(policy: str, names: tuple[str, ...] = NAMES, seed: int = 0) -> Router:
@@ -56,8 +56,8 @@ def test_torn_bytes_are_no_summary() -> None:
 
 def test_blocks_that_are_not_held_are_seldom_seen() -> None:
     """200,000 blocks among which 200,000 others are looked for: 9.3 false ones are expected."""
-    held = Summary.of(keys(*range(200_000))).blocks
-    others = block_keys(range(200_000), 1, root_key("another"))
+    held = Summary.of(block_hashes(*range(200_000))).blocks
+    others = hash_blocks(range(200_000), 1, root_hash("another"))
     assert sum(short(key) in held for key in others) < 40
 
 
@@ -83,7 +83,7 @@ def test_what_is_known_is_what_was_told_and_sent_lately(
     told: dict[str, set[bytes]] = {name: set() for name in NAMES}
     sent: dict[str, list[set[bytes]]] = {name: [set(), set()] for name in NAMES}
     for act, name, paths in acts:
-        named = {key for path in paths for key in keys(*path)}
+        named = {key for path in paths for key in block_hashes(*path)}
         if act == "leave":
             router.leave(name)
             router.join(name)
@@ -92,11 +92,11 @@ def test_what_is_known_is_what_was_told_and_sent_lately(
             router.tell(name, Summary.of(named))
             told[name], sent[name] = named, [set(), sent[name][0] - named]
         else:
-            router.sent(name, keys(*paths[0]))
+            router.sent(name, block_hashes(*paths[0]))
             sent[name][0] |= named - told[name]
         router.check()
     for path in asked:
-        wanted = keys(*path)
+        wanted = block_hashes(*path)
         expected = {}
         for name in NAMES:
             held = told[name] | sent[name][0] | sent[name][1]
@@ -104,15 +104,15 @@ def test_what_is_known_is_what_was_told_and_sent_lately(
             if known:
                 expected[name] = known
         assert router.known(wanted) == expected
-        routed = router.choose(Prompt(wanted), {})
+        routed = router.choose(RoutedPrompt(wanted), {})
         assert routed.known_blocks == expected.get(routed.replica, 0)
 
 
 def test_check_sees_an_index_that_is_wrong() -> None:
     router = router_of("prefix")
-    router.tell(NAMES[0], Summary.of(keys(1, 2)))
+    router.tell(NAMES[0], Summary.of(block_hashes(1, 2)))
     router.check()
-    router._index.pop(short(keys(1)[0]))
+    router._index.pop(short(block_hashes(1)[0]))
     with pytest.raises(AssertionError, match="1 blocks indexed, 2 are held"):
         router.check()
 
@@ -131,40 +131,44 @@ def test_prefix_and_load_takes_the_one_with_least_to_do(
 ) -> None:
     router = router_of("prefix+load")
     for name, paths in zip(NAMES, held, strict=True):
-        router.tell(name, Summary.of(key for one in paths for key in keys(*one)))
-    wanted = keys(*path)
+        router.tell(name, Summary.of(key for one in paths for key in block_hashes(*one)))
+    wanted = block_hashes(*path)
     known = router.known(wanted)
     by_name = dict(zip(NAMES, map(float, loads), strict=True))
     cost = {name: by_name[name] + WORTH * (len(wanted) - known.get(name, 0)) for name in NAMES}
-    routed = router.choose(Prompt(wanted), by_name)
+    routed = router.choose(RoutedPrompt(wanted), by_name)
     assert cost[routed.replica] == min(cost.values())
 
 
 def test_a_conversation_stays_and_a_system_prompt_spreads() -> None:
     """Of the same length, and with the same load where they are known."""
-    system, own = keys(*range(10)), keys(*range(100, 110))
+    system, own = block_hashes(*range(10)), block_hashes(*range(100, 110))
     loads = {NAMES[0]: 5 * WORTH}
     places = {}
     for what, wanted in (("system", system), ("own", own)):
         router = router_of("prefix+load", NAMES[:2])
         for number in range(RECENT):  # all of its prompts begin so, or one of them does
-            others = [*wanted, *keys(number)] if what == "system" else keys(1_000 + number)
+            others = (
+                [*wanted, *block_hashes(number)]
+                if what == "system"
+                else block_hashes(1_000 + number)
+            )
             router.sent(NAMES[0], others if number else wanted)
         router.tell(NAMES[0], Summary.of(wanted))
-        places[what] = router.choose(Prompt(wanted), loads).replica
+        places[what] = router.choose(RoutedPrompt(wanted), loads).replica
         router.check()
     assert places == {"system": NAMES[1], "own": NAMES[0]}
 
 
 def test_what_is_common_is_forgotten_with_its_prompts() -> None:
-    router, common = router_of("prefix+load"), keys(1)
+    router, common = router_of("prefix+load"), block_hashes(1)
     for _ in range(COMMON - 1):
         router.sent(NAMES[0], common)
     assert router.prices(common) == [WORTH, 0.0]
     router.sent(NAMES[0], common)
     assert router.prices(common) == [1.0, 0.0]
     for number in range(RECENT - 1):
-        router.sent(NAMES[0], keys(10 + number))
+        router.sent(NAMES[0], block_hashes(10 + number))
         assert len(router._uses) <= RECENT + 1
     assert router.prices(common) == [WORTH, 0.0]
 
@@ -176,11 +180,11 @@ def test_prefix_takes_one_that_knows_most_whatever_its_load(
 ) -> None:
     router = router_of("prefix")
     for name, paths in zip(NAMES, held, strict=True):
-        router.tell(name, Summary.of(key for one in paths for key in keys(*one)))
-    known = router.known(keys(*path))
-    routed = router.choose(Prompt(keys(*path)), dict.fromkeys(NAMES, 1e9))
+        router.tell(name, Summary.of(key for one in paths for key in block_hashes(*one)))
+    known = router.known(block_hashes(*path))
+    routed = router.choose(RoutedPrompt(block_hashes(*path)), dict.fromkeys(NAMES, 1e9))
     assert routed.known_blocks == max(known.values(), default=0)
-    assert routed == router.choose(Prompt(keys(*path)), {})  # nothing is drawn
+    assert routed == router.choose(RoutedPrompt(block_hashes(*path)), {})  # nothing is drawn
 
 
 @settings(deadline=None)
@@ -190,7 +194,7 @@ def test_a_hash_moves_no_other_prompt_when_a_replica_leaves(
 ) -> None:
     names = tuple(f"r{i}" for i in range(count))
     router, other = router_of("hash", names), router_of("hash", names[::-1], seed=1)
-    prompt = Prompt(keys(1, 2, 3), cache_key)
+    prompt = RoutedPrompt(block_hashes(1, 2, 3), cache_key)
     first = router.choose(prompt, {}).replica
     assert other.choose(prompt, {}).replica == first  # routers agree, in whatever order they heard
     gone = data.draw(st.sampled_from(names))
@@ -202,7 +206,7 @@ def test_a_hash_moves_no_other_prompt_when_a_replica_leaves(
 
 def test_a_hash_spreads_keys_evenly() -> None:
     router = router_of("hash")
-    drawn = Counter(router.choose(Prompt([], f"user {i}"), {}).replica for i in range(4_000))
+    drawn = Counter(router.choose(RoutedPrompt([], f"user {i}"), {}).replica for i in range(4_000))
     assert len(drawn) == 4
     assert min(drawn.values()) > 850  # 5 standard deviations
 
@@ -211,14 +215,17 @@ def test_a_prompt_without_a_cache_key_is_known_by_its_first_blocks() -> None:
     router = Router("hash", hash_blocks=2)
     for name in NAMES:
         router.join(name)
-    places = {router.choose(Prompt(keys(1, 2, i)), {}).replica for i in range(50)}
+    places = {router.choose(RoutedPrompt(block_hashes(1, 2, i)), {}).replica for i in range(50)}
     assert len(places) == 1
-    assert len({router.choose(Prompt(keys(1, i, 2)), {}).replica for i in range(50)}) == 4
+    assert (
+        len({router.choose(RoutedPrompt(block_hashes(1, i, 2)), {}).replica for i in range(50)})
+        == 4
+    )
 
 
 def test_round_robin_takes_turns() -> None:
     router = router_of("round-robin")
-    drawn = [router.choose(Prompt(keys(1)), {}).replica for _ in range(8)]
+    drawn = [router.choose(RoutedPrompt(block_hashes(1)), {}).replica for _ in range(8)]
     assert drawn == [*NAMES, *NAMES]
 
 
@@ -227,7 +234,10 @@ def test_of_many_that_know_nothing_the_less_busy_of_two_is_asked() -> None:
     router = router_of("prefix+load", names)
     loads = {name: float(i) for i, name in enumerate(names)}
     rng = random.Random(1)
-    drawn = [router.choose(Prompt(keys(rng.randrange(10**6))), loads).replica for _ in range(2_000)]
+    drawn = [
+        router.choose(RoutedPrompt(block_hashes(rng.randrange(10**6))), loads).replica
+        for _ in range(2_000)
+    ]
     mean = sum(loads[name] for name in drawn) / len(drawn)
     # The less of two uniform draws is a third of the way up; one draw would be a half.
     assert mean == pytest.approx(len(names) / 3, rel=0.08)
@@ -235,16 +245,18 @@ def test_of_many_that_know_nothing_the_less_busy_of_two_is_asked() -> None:
 
 def test_equals_are_told_apart_by_what_they_hold() -> None:
     router = router_of("prefix+load", NAMES[:2])
-    router.tell(NAMES[0], Summary.of(keys(*range(50))))
-    assert {router.choose(Prompt(keys(99)), {}).replica for _ in range(20)} == {NAMES[1]}
+    router.tell(NAMES[0], Summary.of(block_hashes(*range(50))))
+    assert {router.choose(RoutedPrompt(block_hashes(99)), {}).replica for _ in range(20)} == {
+        NAMES[1]
+    }
 
 
 def test_a_router_with_nobody_says_so() -> None:
     router = Router("prefix")
     with pytest.raises(LookupError, match="no replica"):
-        router.choose(Prompt(keys(1)), {})
+        router.choose(RoutedPrompt(block_hashes(1)), {})
     with pytest.raises(KeyError):
-        router.tell("nobody", Summary.of(keys(1)))
+        router.tell("nobody", Summary.of(block_hashes(1)))
     with pytest.raises(ValueError, match="round-robin, hash"):
         Router("best")  # type: ignore[arg-type]
     router.leave("nobody")
@@ -252,12 +264,12 @@ def test_a_router_with_nobody_says_so() -> None:
 
 def test_who_leaves_is_forgotten_and_its_place_taken_again() -> None:
     router = router_of("prefix")
-    router.tell(NAMES[1], Summary.of(keys(1, 2)))
+    router.tell(NAMES[1], Summary.of(block_hashes(1, 2)))
     router.leave(NAMES[1])
-    assert router.known(keys(1, 2)) == {}
+    assert router.known(block_hashes(1, 2)) == {}
     assert NAMES[1] not in router.replicas
     router.join("new")
-    assert router.known(keys(1, 2)) == {}
-    router.tell("new", Summary.of(keys(1)))
-    assert router.known(keys(1, 2)) == {"new": 1}
+    assert router.known(block_hashes(1, 2)) == {}
+    router.tell("new", Summary.of(block_hashes(1)))
+    assert router.known(block_hashes(1, 2)) == {"new": 1}
     router.check()

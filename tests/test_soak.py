@@ -28,7 +28,7 @@ def soak() -> ModuleType:
 
 
 def run(soak: Any, requests: int = 60) -> Any:
-    """Of prompts that are short, in a limit that still has some given up."""
+    """Of prompts that are short, in a limit that still has some evicted."""
     return soak.soak(requests, memory_limit=42_000_000, looks=3, shortest=126)
 
 

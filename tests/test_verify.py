@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from penstock.cli import main
-from penstock.cli.replay import Answer, Verdict
+from penstock.cli.replay import ReplayedAnswer, ReplayVerdict
 from penstock.engine.offload import engine_tier as tier_module
 
 
@@ -43,7 +43,7 @@ def test_wrong_bytes_are_seen(
             mx.eval(layers)
             return type(found)(layers)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tier_module, "Landing", Wrong)
+    monkeypatch.setattr(tier_module, "RestoreBuffer", Wrong)
     code, found = verified(capsys)
     assert code == 1 and not found["same"]
 
@@ -73,11 +73,14 @@ def test_a_wrong_file_is_one_line(
 
 
 def test_what_differs_is_told() -> None:
-    cold = Answer((1, 2, 3), (-0.1, -0.2, -0.3), 0)
-    near, far = Answer((1, 2, 3), (-0.1, -0.21, -0.3), 2), Answer((1, 2, 4), (-0.1, -0.5, 0.0), 2)
-    assert Verdict(3, {"cold": cold, "memory": near}).is_within(0.02)
-    assert not Verdict(3, {"cold": cold, "memory": near}).is_within(0.001)
-    found = Verdict(3, {"cold": cold, "memory": near, "disk": far})
+    cold = ReplayedAnswer((1, 2, 3), (-0.1, -0.2, -0.3), 0)
+    near, far = (
+        ReplayedAnswer((1, 2, 3), (-0.1, -0.21, -0.3), 2),
+        ReplayedAnswer((1, 2, 4), (-0.1, -0.5, 0.0), 2),
+    )
+    assert ReplayVerdict(3, {"cold": cold, "memory": near}).is_within(0.02)
+    assert not ReplayVerdict(3, {"cold": cold, "memory": near}).is_within(0.001)
+    found = ReplayVerdict(3, {"cold": cold, "memory": near, "disk": far})
     assert not found.is_within(1.0)
     assert found.difference == pytest.approx(0.3), "up to the first other token"
     assert found.fault(1.0) == "OTHER TOKENS"

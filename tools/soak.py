@@ -4,8 +4,8 @@
 
 A seeded crowd asks the embedded model: long system prompts that many share, answers that are
 cancelled, several answers to one prompt, seeded sampling, penalties, stop strings, timeouts, and
-requests that must be refused. The memory limit is so low that prefixes are given up all the
-time. From time to time the engine is left to run dry, all prefixes are given up, and then:
+requests that must be refused. The memory limit is so low that prefixes are evicted all the
+time. From time to time the engine is left to run dry, all prefixes are evicted, and then:
 
 - what MLX has allocated, and what the ledger counts, are the same to the byte as the first time;
 - a recount from the arrays agrees with the ledger;
@@ -47,7 +47,7 @@ SHORTEST = 300
 IN_FLIGHT = 24
 """Requests that are open at the same time: some run, some wait."""
 SETTLED_REQUESTS = 1_000
-"""By then the engine remembers as much of what it gave up, and when, as it ever does: Python's
+"""By then the engine remembers as much of what it evicted, and when, as it ever does: Python's
 objects are counted from there. A shorter soak counts them from its first look."""
 STRAY_OBJECTS = 200
 """Python objects that may be added after that, whatever the number of requests."""
@@ -81,7 +81,7 @@ class Outcome:
     hit_tokens: int = 0
     prompt_tokens: int = 0
     evicted_nodes: int = 0
-    parkings: int = 0
+    preemptions: int = 0
     looks: list[Look] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -129,7 +129,7 @@ class Crowd:
         return name, Request(prompt=prompt, **more)  # type: ignore[arg-type]
 
     def cancels_after(self) -> int | None:
-        """Return after how many events the next request is given up; None: it is not."""
+        """Return after how many events the next request is evicted; None: it is not."""
         return self._draw.randrange(3) if self._draw.random() < 0.1 else None
 
     def _prompt(self, told: int, question: int) -> tuple[int, ...]:
@@ -294,7 +294,7 @@ def soak(
         run.drain()
         stats = engine.stats()
         outcome.hit_tokens, outcome.prompt_tokens = stats.hit_tokens, stats.prompt_tokens
-        outcome.evicted_nodes, outcome.parkings = stats.evicted_nodes, stats.parkings
+        outcome.evicted_nodes, outcome.preemptions = stats.evicted_nodes, stats.preemptions
     outcome.seconds = round(time.monotonic() - began, 1)
     judge(outcome, may_differ=1e-3 if hybrid else 0.0)
     return outcome
@@ -303,7 +303,7 @@ def soak(
 def main(
     requests: Annotated[int, typer.Option(help="How many.", min=1)] = 10_000,
     memory_limit: Annotated[
-        str, typer.Option(help="Memory for everything; less gives up more.", metavar="BYTES")
+        str, typer.Option(help="Memory for everything; less evicts more.", metavar="BYTES")
     ] = "60MB",
     seed: Annotated[int, typer.Option(help="Seed of the crowd.")] = 1,
     hybrid: Annotated[
@@ -327,7 +327,7 @@ def main(
         print(f"{outcome.repeated:,} answers compared with an earlier one to the same request")
         print(
             f"{outcome.hit_tokens:,} of {outcome.prompt_tokens:,} prompt tokens served from the "
-            f"cache; {outcome.evicted_nodes:,} nodes given up, {outcome.parkings:,} parkings"
+            f"cache; {outcome.evicted_nodes:,} nodes evicted, {outcome.preemptions:,} preemptions"
         )
         print(
             f"MLX: {first.active_bytes:,} bytes at the first look, {last.active_bytes:,} at the "

@@ -97,7 +97,7 @@ class SamplingSettings(Settings):
 
     max_tokens: int = Field(MAX_TOKENS, ge=1)
     """Tokens."""
-    temp: float = Field(TEMP, ge=0.0, allow_inf_nan=False)
+    temperature: float = Field(TEMP, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(TOP_P, gt=0.0, le=1.0)
     seed: int | None = Field(None, ge=0, lt=2**64)
     """None draws a new one each time."""
@@ -146,7 +146,7 @@ class EngineSettings(Settings):
     `keep` that is named counts instead if it is more."""
     kv_cache_skip_layers: tuple[int, ...] = ()
     """Numbers of layers that stay as they are, counted among those with keys and values."""
-    kv_cache_quantize: Literal["active", "at-rest"] = "at-rest"
+    kv_cache_quantize_when: Literal["active", "at-rest"] = "at-rest"
     """When: at rest, once nobody who runs reads a block, so that the answer which computes it has
     full precision, and one that finds it reads codes; or as soon as it is whole, so that an answer
     is the same whatever was held, and differs from that of full precision by the codec's error."""

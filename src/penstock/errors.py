@@ -109,7 +109,7 @@ class LedgerFull(PenstockError, MemoryError):
 
 
 class NeverFits(PenstockError, ValueError):
-    """Bytes that would not fit under the memory limit if all else were given up."""
+    """Bytes that would not fit under the memory limit if all else were evicted."""
 
     status = 413
 

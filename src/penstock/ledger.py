@@ -123,7 +123,7 @@ class Ledger:
         """Count `nbytes` as held, before they are allocated: all of them or none.
 
         Raises:
-            NeverFits: they would not fit if everything but the weights were given up.
+            NeverFits: they would not fit if everything but the weights were evicted.
             LedgerFull: they do not fit now.
             ValueError: `nbytes` is negative.
         """

@@ -10,7 +10,7 @@ what runs.
 A summary is the first 32 bits of the key of every block that a replica holds: 4 bytes a block.
 A replica with n blocks seems to hold a block that it does not with a probability of n / 2^32:
 2 in a million at 10,000 blocks, 2 in 10,000 at a million. A Bloom filter of 10 bits a block is
-wrong in 1 of 100 and cannot forget a block that was given up; this can be sent as what changed.
+wrong in 1 of 100 and cannot forget a block that was evicted; this can be sent as what changed.
 A false block costs one prompt a worse place, and never a wrong answer: the replica looks its
 own tree up by whole keys.
 """
@@ -59,9 +59,9 @@ class Summary:
     blocks: frozenset[int]
 
     @classmethod
-    def of(cls, keys: Iterable[bytes]) -> Summary:
+    def of(cls, block_hashes: Iterable[bytes]) -> Summary:
         """Sum up block keys, in any order."""
-        return cls(frozenset(short(key) for key in keys))
+        return cls(frozenset(short(key) for key in block_hashes))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Summary:
@@ -92,11 +92,11 @@ def short(key: bytes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RoutedPrompt:
     """What a router knows of a prompt."""
 
-    keys: Sequence[bytes]
-    """Of its whole blocks, as `block_keys` names them."""
+    block_hashes: Sequence[bytes]
+    """Of its whole blocks, as `hash_blocks` names them."""
     cache_key: str | None = None
     """The client's `prompt_cache_key`, if it gave one."""
 
@@ -107,7 +107,9 @@ class Prompt:
         """
         if self.cache_key is not None:
             return self.cache_key.encode()
-        return self.keys[min(blocks, len(self.keys)) - 1] if self.keys else b""
+        return (
+            self.block_hashes[min(blocks, len(self.block_hashes)) - 1] if self.block_hashes else b""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,20 +215,22 @@ class Router:
             sys.getsizeof(block) + sys.getsizeof(mask) for block, mask in self._index.items()
         )
 
-    def known(self, keys: Sequence[bytes]) -> dict[str, int]:
+    def known(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
         """Return how many of a prompt's first blocks each replica seems to hold; zeros left out."""
         found: dict[str, int] = {}
-        for blocks, mask in self._levels(keys):
+        for blocks, mask in self._levels(block_hashes):
             for name in self._named(mask):
                 found.setdefault(name, blocks)
         return found
 
-    def prices(self, keys: Sequence[bytes]) -> list[float]:
+    def prices(self, block_hashes: Sequence[bytes]) -> list[float]:
         """Return what the blocks behind the first 0, 1, 2, ... count if they are computed."""
-        each = [1.0 if self._uses.get(short(key), 0) >= COMMON else self._worth for key in keys]
+        each = [
+            1.0 if self._uses.get(short(key), 0) >= COMMON else self._worth for key in block_hashes
+        ]
         return [*accumulate(reversed(each), initial=0.0)][::-1]
 
-    def choose(self, prompt: Prompt, loads: Mapping[str, float]) -> Routed:
+    def choose(self, prompt: RoutedPrompt, loads: Mapping[str, float]) -> Routed:
         """Choose who gets a prompt. `round-robin` and what is drawn go on from here; what was
         told does not change.
 
@@ -300,14 +304,14 @@ class Router:
         for block in added | removed | forgotten:
             self._mark(block, place.bit, held=place.holds(block))
 
-    def sent(self, replica: str, keys: Sequence[bytes]) -> None:
+    def sent(self, replica: str, block_hashes: Sequence[bytes]) -> None:
         """Believe that a replica will soon hold a prompt that was sent there.
 
         Raises:
             KeyError: it has not joined.
         """
         place = self._places[replica]
-        blocks = [short(key) for key in keys]
+        blocks = [short(key) for key in block_hashes]
         self._use(blocks)
         new = set(blocks) - place.told  # what it holds it will say when it gives it up
         for block in new:
@@ -349,14 +353,14 @@ class Router:
         self._replicas = tuple(self._places)
         self._seeds = np.array([place.seed for place in self._places.values()], np.uint64)
 
-    def _levels(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+    def _levels(self, block_hashes: Sequence[bytes]) -> list[tuple[int, int]]:
         """Return (blocks known, mask of who knows just these), the most blocks first.
 
         Trees hold whole paths, so who lacks a block lacks what comes behind it.
         """
         levels: list[tuple[int, int]] = []
         mask = (1 << len(self._names)) - 1
-        for blocks, key in enumerate(keys):
+        for blocks, key in enumerate(block_hashes):
             further = self._index.get(short(key), 0) & mask
             if blocks and further != mask:
                 levels.append((blocks, mask & ~further))
@@ -364,8 +368,8 @@ class Router:
             if not mask:
                 break
         else:
-            if keys:
-                levels.append((len(keys), mask))
+            if block_hashes:
+                levels.append((len(block_hashes), mask))
         return levels[::-1]
 
     def _named(self, mask: int) -> Iterator[str]:
@@ -385,7 +389,7 @@ class Router:
                 drawn.append(self._names[bit])
         return drawn
 
-    def _hashed(self, prompt: Prompt, among: Sequence[str] | None = None) -> str:
+    def _hashed(self, prompt: RoutedPrompt, among: Sequence[str] | None = None) -> str:
         """Return the replica whose hash together with the prompt's is the highest."""
         names = self.replicas if among is None else among
         seeds = self._seeds
@@ -395,16 +399,16 @@ class Router:
         scores = _mixed(seeds ^ np.uint64(int.from_bytes(name, "little")))
         return names[int(scores.argmax())]
 
-    def _longest(self, prompt: Prompt) -> Routed:
-        levels = self._levels(prompt.keys)
+    def _longest(self, prompt: RoutedPrompt) -> Routed:
+        levels = self._levels(prompt.block_hashes)
         if not levels:
             return Routed(self._hashed(prompt), 0)
         blocks, mask = levels[0]
         return Routed(self._hashed(prompt, list(self._named(mask))), blocks)
 
-    def _soonest(self, prompt: Prompt, loads: Mapping[str, float]) -> Routed:
+    def _soonest(self, prompt: RoutedPrompt, loads: Mapping[str, float]) -> Routed:
         """Return who has the least to do up to this prompt's first token."""
-        levels, prices = self._levels(prompt.keys), self.prices(prompt.keys)
+        levels, prices = self._levels(prompt.block_hashes), self.prices(prompt.block_hashes)
         knowing = 0
         for _, mask in levels:
             knowing |= mask
@@ -426,10 +430,10 @@ class Router:
         """Order replicas that know the same: by load, by what they hold, by chance."""
         return loads.get(name, 0.0), self._places[name].size, self._random.random()
 
-    def _routed(self, prompt: Prompt, name: str) -> Routed:
+    def _routed(self, prompt: RoutedPrompt, name: str) -> Routed:
         place = self._places[name]
         known = 0
-        for key in prompt.keys:
+        for key in prompt.block_hashes:
             if not place.holds(short(key)):
                 break
             known += 1

@@ -34,7 +34,7 @@ from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, R
 from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.bench.report import publish
 from penstock.cli import main
-from penstock.engine.offload.prefill_rate import Pace
+from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.errors import SettingError
 from penstock.models.rivals import Batched, Solo, random_llama
 from penstock.prefix.checkpoints import Checkpoints
@@ -93,7 +93,7 @@ def hits() -> Any:
 def restored() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # So small a model computes a prompt as quickly as it is read; then either may be done.
-        patch.setattr(Pace, "prefill_seconds", lambda pace, tokens: 1.0 * tokens)
+        patch.setattr(PrefillRate, "prefill_seconds", lambda pace, tokens: 1.0 * tokens)
         return restore.measure(RESTORE)
 
 
@@ -522,7 +522,7 @@ def test_forms_that_take_as_much_are_seen() -> None:
 def test_a_prompt_that_is_sooner_computed_than_read_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Pace, "prefill_seconds", lambda pace, tokens: 1e-9 * tokens)
+    monkeypatch.setattr(PrefillRate, "prefill_seconds", lambda pace, tokens: 1e-9 * tokens)
     with pytest.raises(SettingError, match="--tokens 512: so many are sooner computed"):
         restore.measure(replace(RESTORE, restarts=1))
 

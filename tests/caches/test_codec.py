@@ -82,7 +82,7 @@ def step(cache: Any, seed: int, rows: int = 1) -> tuple[mx.array, mx.array]:
 @codecs
 def test_it_attends_to_what_the_codes_stand_for(codec: str) -> None:
     cache = fed(TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=64), 200, 70, 1)
-    for seed in range(130):  # the tail is sealed twice
+    for seed in range(130):  # the tail is committed twice
         found, wanted = step(cache, seed)
         assert off(found, wanted) < 1e-5
     assert (cache.offset, cache.head.offset, cache.codes.offset) == (401, 64, 320)
@@ -435,7 +435,7 @@ def test_a_file_with_an_unknown_codec_is_refused(tmp_path: Path) -> None:
     [
         ("turbo9", {}, SettingError, "'turbo9' is no codec"),
         ("raw", {}, SettingError, "raw is no codec; use KVCache"),
-        ("turbo3c", {}, SettingError, "turbo3c is widened whenever"),
+        ("turbo3c", {}, SettingError, "turbo3c is dequantized whenever"),
         ("4", {"min_quantize_tokens": -1}, SettingError, "must be at least 0, not -1"),
         ("4", {"max_size": 127}, ValueError, "max_size must be at least 128, not 127"),
         ("4", {"max_size": 128, "keep": 128}, ValueError, r"keep must lie in 0\.\.127, not 128"),
@@ -478,7 +478,7 @@ def test_heads_rows_and_numbers_that_cannot_be() -> None:
 
 
 def roundtrip(side: mx.array, codec: Any) -> mx.array:
-    return codec.encode(side).widen().astype(side.dtype)
+    return codec.encode(side).dequantize().astype(side.dtype)
 
 
 def forms(cache: TurboQuantKVCache, whole: tuple[mx.array, mx.array], codec: str) -> str:

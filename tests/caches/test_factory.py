@@ -229,7 +229,7 @@ def test_without_keep_it_is_the_plain_ring() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_quantised_and_bounded(family: str) -> None:
+def test_quantized_and_bounded(family: str) -> None:
     model = model_of(family, **FAMILIES[family])
     cache = make_kv_cache(model, max_kv_size=32, keep=4, kv_bits=8, kv_group_size=32)
     assert {type(layer) for layer in cache} == {QuantizedRotatingKVCache}

@@ -44,17 +44,17 @@ CACHES = {
     "empty": KVCache,
     "ring": lambda: fed(RotatingKVCache(8), 5, 20, 1, 1),
     "ring, kept": lambda: fed(RotatingKVCache(8, keep=3), 5, 20, 1, 1),
-    "ring, in sight": lambda: fed(SinkRotatingKVCache(8, keep=3), 5, 20, 1, 1),
-    "quantised": lambda: fed(QuantizedKVCache(bits=5), 5, 1),
-    "quantised ring": lambda: fed(QuantizedRotatingKVCache(8, 2, bits=3), 5, 20, 1),
+    "ring, in attention_window": lambda: fed(SinkRotatingKVCache(8, keep=3), 5, 20, 1, 1),
+    "quantized": lambda: fed(QuantizedKVCache(bits=5), 5, 1),
+    "quantized ring": lambda: fed(QuantizedRotatingKVCache(8, 2, bits=3), 5, 20, 1),
     "codes": lambda: fed(
         TurboQuantKVCache("turbo4", min_quantize_tokens=0, raw_first_tokens=64), 200, 1
     ),
     "batch": lambda: batch_of(KVCache, 5, 2),
     "batch of rings": lambda: batch_of(lambda: RotatingKVCache(8), 30, 2),
     "batch of kept rings": lambda: batch_of(lambda: RotatingKVCache(8, keep=2), 30, 2),
-    "batch, quantised": lambda: batch_of(QuantizedKVCache, 5, 2),
-    "batch of quantised rings": lambda: batch_of(lambda: QuantizedRotatingKVCache(8, 2), 30, 2),
+    "batch, quantized": lambda: batch_of(QuantizedKVCache, 5, 2),
+    "batch of quantized rings": lambda: batch_of(lambda: QuantizedRotatingKVCache(8, 2), 30, 2),
 }
 
 

@@ -312,7 +312,7 @@ def test_whole_numbers_of_numpy_count() -> None:
     assert RotatingKVCache(np.int64(8), keep=np.int32(2)).max_size == 8
 
 
-def test_quantising_is_an_allocation() -> None:
+def test_quantizing_is_an_allocation() -> None:
     cache = KVCache()
     feed(cache, 250)
     quantized = cache.to_quantized(bits=8)

@@ -19,7 +19,7 @@ from mlx_lm.models import cache as theirs
 
 from penstock import KVCache, PrefixCache, QuantizedKVCache, RotatingKVCache, make_kv_cache
 from penstock.errors import SettingError
-from penstock.prefix import Counts
+from penstock.prefix import PrefixCounts
 from penstock.recall import MODEL_PATH, dialogue
 
 BLOCK = 16
@@ -46,7 +46,7 @@ FORMS = {
     "mlx-lm's": theirs.make_prompt_cache,
     "growing": lambda model: [KVCache() for _ in model.layers],
     "windows": lambda model: make_kv_cache(model, max_kv_size=2_048, keep=16, capacity=500),
-    "quantised windows": lambda model: make_kv_cache(model, 2_048, 16, kv_bits=8),
+    "quantized windows": lambda model: make_kv_cache(model, 2_048, 16, kv_bits=8),
 }
 
 
@@ -148,12 +148,12 @@ def test_what_was_asked_found_and_stored_is_counted() -> None:
     prefix.store(prompt, marked(prompt))
     prefix.fetch(prompt[:50])
     prefix.store(prompt, [KVCache()])
-    assert prefix.counts == Counts(
+    assert prefix.counts == PrefixCounts(
         fetches=2, hits=1, fetched_tokens=48, asked_tokens=150, stored_tokens=96, refused=1
     )
     prefix.clear()
     assert (prefix.counts.evicted_nodes, prefix.counts.evicted_bytes) == (1, 96 * TOKEN_BYTES)
-    assert Counts() == Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert PrefixCounts() == PrefixCounts(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def test_the_limit_holds_for_what_mlx_holds() -> None:

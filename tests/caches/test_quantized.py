@@ -1,4 +1,4 @@
-"""Quantised caches: right at every width, pre-allocated, bounded, in batches."""
+"""Quantized caches: right at every width, pre-allocated, bounded, in batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wide(cache: Any, side: Any) -> mx.array:
 
 
 def direct(array: mx.array, bits: int, group_size: int = 64) -> mx.array:
-    """What quantising the whole array at once gives."""
+    """What quantizing the whole array at once gives."""
     return mx.dequantize(
         *mx.quantize(array, group_size=group_size, bits=bits), group_size=group_size, bits=bits
     )
@@ -40,7 +40,7 @@ def direct(array: mx.array, bits: int, group_size: int = 64) -> mx.array:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group_size", [32, 64])
-def test_every_width_holds_what_quantising_at_once_gives(bits: int, group_size: int) -> None:
+def test_every_width_holds_what_quantizing_at_once_gives(bits: int, group_size: int) -> None:
     cache = QuantizedKVCache(group_size=group_size, bits=bits, capacity=64)
     keys, values = noise(41)
     for start, stop in ((0, 7), (7, 8), (8, 40), (40, 41)):
@@ -74,7 +74,7 @@ def test_merge_extend_filter_extract(bits: int) -> None:
             assert mx.array_equal(wide(single, side), direct(whole, bits))
 
 
-def test_quantising_a_ring_keeps_its_bound_and_its_tokens() -> None:
+def test_quantizing_a_ring_keeps_its_bound_and_its_tokens() -> None:
     ring = RotatingKVCache(max_size=32, keep=4)
     keys, values = noise(50)
     ring.update_and_fetch(keys, values)
@@ -92,7 +92,7 @@ def test_quantising_a_ring_keeps_its_bound_and_its_tokens() -> None:
     assert batch.extract(1).bits == 8
 
 
-def test_quantising_keeps_the_capacity_and_one_wide_copy() -> None:
+def test_quantizing_keeps_the_capacity_and_one_wide_copy() -> None:
     layers = [KVCache(capacity=2_048) for _ in range(8)]
     for cache in layers:
         cache.update_and_fetch(*kv(2_000))

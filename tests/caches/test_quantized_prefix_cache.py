@@ -60,7 +60,7 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
     return [draw.randrange(512) for _ in range(tokens)]
 
 
-def quantised(codec: str | None, limit: int | str = "200MB", **settings: Any) -> PrefixCache:
+def quantized(codec: str | None, limit: int | str = "200MB", **settings: Any) -> PrefixCache:
     settings = {
         "kv_cache_min_quantize_tokens": 0,
         "kv_cache_raw_first_tokens": FIRST,
@@ -122,7 +122,7 @@ def test_eight_bits_say_the_same(codec: str) -> None:
         list(tokenizer.apply_chat_template(told.ask(asked), add_generation_prompt=True))
         for asked in told.questions[:4]
     )
-    prefix = quantised(codec)
+    prefix = quantized(codec)
     caches = theirs.make_prompt_cache(model)
     more = [*text(model, first, caches), *prompt_of(150)]
     text(model, more, caches)
@@ -145,7 +145,7 @@ def test_what_may_come_next_is_near(codec: str, least: float, most: float, model
     prompt = prompt_of(700)
     caches = theirs.make_prompt_cache(model)
     wanted = chances(model, prompt, caches)
-    prefix = quantised(codec)
+    prefix = quantized(codec)
     prefix.store(prompt, caches)
     caches, rest = prefix.fetch(prompt)
     found = chances(model, rest, caches or [])
@@ -159,7 +159,7 @@ def test_codes_that_are_widened_to_be_read_do_here(model: Any) -> None:
     prompt = prompt_of(400)
     caches = theirs.make_prompt_cache(model)
     wanted = chances(model, prompt, caches)
-    prefix = quantised("turbo4c")
+    prefix = quantized("turbo4c")
     prefix.store(prompt, caches)
     caches, rest = prefix.fetch(prompt)
     assert float(mx.abs(mx.exp(wanted) - mx.exp(chances(model, rest, caches or []))).max()) < 0.05
@@ -171,7 +171,7 @@ def test_codes_that_are_widened_to_be_read_do_here(model: Any) -> None:
 @pytest.mark.parametrize("codec", ["4", "k8v4", "turbo2.5", "turbo3c", "kivi4/turbo3", "raw/4"])
 def test_bytes_are_those_of_the_formula_and_nothing_wide_is_left(codec: str) -> None:
     caches = noise(1_000)
-    prefix = quantised(codec)
+    prefix = quantized(codec)
     gc.collect()
     before = mx.get_active_memory()
     stored = prefix.store(range(1_000), caches)
@@ -186,22 +186,22 @@ def test_bytes_are_those_of_the_formula_and_nothing_wide_is_left(codec: str) -> 
 
 
 def test_the_first_tokens_stay_as_they_are() -> None:
-    prefix = quantised("4", kv_cache_raw_first_tokens=100)
+    prefix = quantized("4", kv_cache_raw_first_tokens=100)
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 128, {mx.array}), (128, 256, {Coded})]
-    prefix = quantised("4", kv_cache_raw_first_tokens=300)
+    prefix = quantized("4", kv_cache_raw_first_tokens=300)
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 256, {mx.array})]
     prefix.store(range(600), noise(600))
     assert forms(prefix) == [(0, 256, {mx.array}), (256, 320, {mx.array}), (320, 576, {Coded})]
-    prefix = quantised("4", kv_cache_raw_first_tokens=0)
+    prefix = quantized("4", kv_cache_raw_first_tokens=0)
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 256, {Coded})]
     prefix.check()
 
 
 def test_only_what_is_used_is_encoded_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = quantised("4")
+    prefix = quantized("4")
     encoded: list[int] = []
     encode = type(parse_scheme("4").keys).encode  # type: ignore[arg-type]
 
@@ -221,7 +221,7 @@ def test_only_what_is_used_is_encoded_and_only_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_layers_can_be_skipped() -> None:
-    prefix = quantised("4", kv_cache_skip_layers=(1,))
+    prefix = quantized("4", kv_cache_skip_layers=(1,))
     prefix.store(range(400), noise(400, layers=3))
     (node,) = (node for node in prefix.tree if node.start)
     assert [type(keys) for keys, _ in node.segment.layers] == [Coded, mx.array, Coded]
@@ -234,7 +234,7 @@ def test_layers_can_be_skipped() -> None:
 def test_what_is_too_large_for_a_scale_stays_and_is_counted() -> None:
     caches = noise(400, layers=2)
     caches[1].keys[0, 0, 300, 5] = 1e6
-    prefix = quantised("turbo4")
+    prefix = quantized("turbo4")
     assert prefix.store(range(400), caches).refused is None
     side = HEADS * DIM * (384 - FIRST)
     wanted = 2 * FIRST * HEADS * 2 * DIM * 4 + coded_bytes("turbo4", 384 - FIRST, 2)
@@ -254,12 +254,12 @@ def test_what_stays_because_it_is_too_large_needs_room() -> None:
         caches = noise(tokens, layers=2)
         for cache in caches:
             cache.keys[0, 0, 300, 5] = cache.values[0, 0, 300, 5] = 1e6
-        prefix = quantised("turbo4", limit)
+        prefix = quantized("turbo4", limit)
         refused = prefix.store(range(tokens), caches).refused
         assert (refused is None) == fits
         assert kv_bytes(prefix) == (as_is if fits else 0)
         prefix.check()
-        assert quantised("turbo4", limit).store(range(tokens), noise(tokens, layers=2)).new_tokens
+        assert quantized("turbo4", limit).store(range(tokens), noise(tokens, layers=2)).new_tokens
 
 
 def limit_for(kv_bytes: int) -> int:
@@ -270,7 +270,7 @@ def limit_for(kv_bytes: int) -> int:
 def test_what_is_given_up_counts_its_true_bytes() -> None:
     one = FIRST * WIDE + coded_bytes("4", 960 - FIRST)
     limit = limit_for(3 * one + 3 * 10_000)
-    prefix = quantised("4", limit)
+    prefix = quantized("4", limit)
     for start in range(0, 6_000, 1_000):
         assert prefix.store(range(start, start + 1_000), noise(1_000)).refused is None
         prefix.check()
@@ -283,9 +283,9 @@ def test_a_prompt_fits_by_its_coded_bytes() -> None:
     """In full precision it would not, and nothing of the wide form is asked for."""
     limit = limit_for(FIRST * WIDE + coded_bytes("4", 1_984 - FIRST) + 12_000)
     assert limit < 1_984 * WIDE
-    assert quantised(None, limit).store(range(2_000), noise(2_000)).refused is not None
-    assert quantised("4", limit).store(range(2_000), noise(2_000)).new_tokens == 1_984
-    short = quantised("4", limit - 6_000)
+    assert quantized(None, limit).store(range(2_000), noise(2_000)).refused is not None
+    assert quantized("4", limit).store(range(2_000), noise(2_000)).new_tokens == 1_984
+    short = quantized("4", limit - 6_000)
     assert short.store(range(2_000), noise(2_000)).refused is not None
     assert len(short) == 0
     short.check()
@@ -294,7 +294,7 @@ def test_a_prompt_fits_by_its_coded_bytes() -> None:
 @pytest.mark.parametrize("codec", ["4", "8", "turbo4", "kivi4"])
 def test_storing_takes_little_more_than_what_is_stored(codec: str) -> None:
     caches = noise(4_096)
-    prefix = quantised(codec)
+    prefix = quantized(codec)
     gc.collect()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -307,7 +307,7 @@ def test_storing_takes_little_more_than_what_is_stored(codec: str) -> None:
 
 
 def test_it_is_widened_a_piece_at_a_time_and_may_be_written_to() -> None:
-    prefix = quantised("4")
+    prefix = quantized("4")
     prefix.store(range(4_096), noise(4_096))
     gc.collect()
     before = mx.get_active_memory()
@@ -325,7 +325,7 @@ def test_it_is_widened_a_piece_at_a_time_and_may_be_written_to() -> None:
 
 
 def test_only_what_matched_is_widened() -> None:
-    prefix = quantised("kivi4")
+    prefix = quantized("kivi4")
     prefix.store(range(2_048), noise(2_048))
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -335,7 +335,7 @@ def test_only_what_matched_is_widened() -> None:
     assert mx.get_peak_memory() - before <= 452 * WIDE + piece_bytes([SHAPE_OF_NOISE])
     codec = parse_scheme("kivi4").keys
     assert codec is not None
-    wanted = codec.encode(noise(2_048, layers=1)[0].keys[:, :, FIRST:448]).widen()
+    wanted = codec.encode(noise(2_048, layers=1)[0].keys[:, :, FIRST:448]).dequantize()
     found = (caches or [])[0].keys[:, :, FIRST:448]
     assert mx.array_equal(found, wanted)
 
@@ -343,7 +343,7 @@ def test_only_what_matched_is_widened() -> None:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("kind", [KVCache, theirs.KVCache, lambda: RotatingKVCache(2_048, 16)])
 def test_it_comes_back_in_its_class_and_type(kind: Any, dtype: mx.Dtype) -> None:
-    prefix = quantised("8", kv_cache_raw_first_tokens=0)
+    prefix = quantized("8", kv_cache_raw_first_tokens=0)
     stored = noise(300, kind, 2, dtype)
     assert prefix.store(range(300), stored).refused is None
     caches, rest = prefix.fetch(range(300), capacity=400)
@@ -362,7 +362,7 @@ def test_it_comes_back_in_its_class_and_type(kind: Any, dtype: mx.Dtype) -> None
 
 def test_tenants_may_have_models_of_other_shapes() -> None:
     """As in mlx-lm's server, which names the model by the salt."""
-    prefix = quantised("4", kv_cache_raw_first_tokens=0)
+    prefix = quantized("4", kv_cache_raw_first_tokens=0)
     prefix.store(range(256), noise(256, layers=2), salt="a")
     prefix.store(range(256), noise(256, layers=3, dtype=mx.float16), salt="b")
     assert kv_bytes(prefix) == coded_bytes("4", 256, 2) + coded_bytes("4", 256, 3)
@@ -376,7 +376,7 @@ def test_tenants_may_have_models_of_other_shapes() -> None:
 
 @pytest.mark.parametrize("codec", ["turbo4", "k8v4", "kivi5/turbo3.5", "raw/4"])
 def test_it_is_fetched_without_being_widened(codec: str) -> None:
-    prefix = quantised(codec)
+    prefix = quantized(codec)
     prefix.store(range(2_000), noise(2_000))
     gc.collect()
     before = mx.get_active_memory()
@@ -405,7 +405,7 @@ def test_it_is_fetched_without_being_widened(codec: str) -> None:
 
 
 def test_only_what_matched_is_fetched_in_codes() -> None:
-    prefix = quantised("kivi4")
+    prefix = quantized("kivi4")
     prefix.store(range(1_024), noise(1_024))
     for asked, head, codes in (([*range(450), 1], 128, 320), ([*range(100), 1], 64, 0)):
         caches, _ = prefix.fetch(asked, dequantize=False)
@@ -417,8 +417,8 @@ def test_only_what_matched_is_fetched_in_codes() -> None:
 
 
 def test_codes_are_stored_again_as_they_are() -> None:
-    """A conversation that is never widened: each turn is encoded once, and held once."""
-    prefix, whole = quantised("turbo4"), noise(1_000, layers=2)
+    """A conversation that is never dequantized: each turn is encoded once, and held once."""
+    prefix, whole = quantized("turbo4"), noise(1_000, layers=2)
 
     def read(caches: list[Any], start: int, stop: int) -> list[Any]:
         for cache, plain in zip(caches, whole, strict=True):
@@ -439,7 +439,7 @@ def test_codes_are_stored_again_as_they_are() -> None:
     assert prefix.store(range(1_000), caches or []).new_tokens == 960 - 448
     assert kv_bytes(prefix) == FIRST * 2 * HEADS * 2 * DIM * 4 + coded_bytes("turbo4", 832, 2)
     prefix.check()
-    plainly = quantised("turbo4")
+    plainly = quantized("turbo4")
     plainly.store(range(1_000), whole)
     for one, other in ((False, True), (True, False)):
         found, _ = prefix.fetch(range(1_000), dequantize=one)
@@ -465,7 +465,7 @@ def test_first_tokens_in_the_tail_are_stored_as_they_are(
     codec: str, read: int, gone: int, more: int
 ) -> None:
     """Single tokens wait in the tail, those included that are to stay raw."""
-    prefix, plainly, whole = quantised(codec), quantised(codec), noise(400, layers=2)
+    prefix, plainly, whole = quantized(codec), quantized(codec), noise(400, layers=2)
     total = read - gone + more
     caches = [
         TurboQuantKVCache(codec, min_quantize_tokens=0, raw_first_tokens=FIRST) for _ in whole
@@ -497,7 +497,7 @@ def test_first_tokens_in_the_tail_are_stored_as_they_are(
 def test_numbers_too_large_in_a_tail_are_refused() -> None:
     """A cache of codes cannot go on with them either; what is held does not suffer."""
     prefix, cache = (
-        quantised("4"),
+        quantized("4"),
         TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST),
     )
     cache.update_and_fetch(*(mx.ones((1, HEADS, 128, DIM)) for _ in range(2)))
@@ -513,7 +513,7 @@ def test_numbers_too_large_in_a_tail_are_refused() -> None:
 
 
 def test_codes_in_a_layer_that_is_skipped_are_refused() -> None:
-    prefix = quantised("4", kv_cache_skip_layers=(1,))
+    prefix = quantized("4", kv_cache_skip_layers=(1,))
     made = noise(
         300, lambda: TurboQuantKVCache("4", min_quantize_tokens=0, raw_first_tokens=FIRST), 2
     )
@@ -533,17 +533,17 @@ def test_first_tokens_in_one_piece_take_nothing_besides() -> None:
         FIRST * HEADS * 2 * DIM * 4,
     )
     cache.update_and_fetch(*(mx.ones((1, HEADS, FIRST, DIM)) for _ in range(2)))
-    assert quantised("4", 2 * raw - 1).store(range(FIRST), [cache]).new_tokens == FIRST
+    assert quantized("4", 2 * raw - 1).store(range(FIRST), [cache]).new_tokens == FIRST
     cache.trim(28)
     for _ in range(28):
         cache.update_and_fetch(*(mx.ones((1, HEADS, 1, DIM)) for _ in range(2)))
-    assert "do not fit" in str(quantised("4", 2 * raw - 1).store(range(FIRST), [cache]).refused)
-    assert quantised("4", 2 * raw + 20_000).store(range(FIRST), [cache]).new_tokens == FIRST
+    assert "do not fit" in str(quantized("4", 2 * raw - 1).store(range(FIRST), [cache]).refused)
+    assert quantized("4", 2 * raw + 20_000).store(range(FIRST), [cache]).new_tokens == FIRST
 
 
 def test_turns_of_prefill_stay_in_codes(model: Any) -> None:
     attach(model)
-    prefix, prompt = quantised("4"), prompt_of(1_600)
+    prefix, prompt = quantized("4"), prompt_of(1_600)
 
     def make() -> list[Any]:
         return [
@@ -559,7 +559,7 @@ def test_turns_of_prefill_stay_in_codes(model: Any) -> None:
         assert len(rest) == (end - 1) % BLOCK + 1
     one = held[1][0] * parse_scheme("4").token_bits(64, 64, 32) * 2 * SHAPE.layers // 8
     assert held[1][1] < 2 * one, "full precision takes seven times as much"
-    wide = quantised("4")
+    wide = quantized("4")
     wide.prefill(model, prompt, lambda: [KVCache() for _ in model.layers])
     sides = [(each.fetch(prompt)[0] or [])[0].keys_and_values() for each in (prefix, wide)]
     for found, wanted in zip(*sides, strict=True):
@@ -578,7 +578,7 @@ def test_text_is_that_of_what_the_codes_stand_for(codec: str, model: Any) -> Non
         for _ in model.layers
     ]
     text(model, prompt, made)
-    prefix = quantised(codec)
+    prefix = quantized(codec)
     prefix.store(prompt, made)
     said = []
     for dequantize in (False, True):
@@ -590,7 +590,7 @@ def test_text_is_that_of_what_the_codes_stand_for(codec: str, model: Any) -> Non
 
 
 def test_layers_that_are_not_in_codes_come_back_as_they_were() -> None:
-    prefix = quantised("4", kv_cache_skip_layers=(0,))
+    prefix = quantized("4", kv_cache_skip_layers=(0,))
     stored = noise(400, layers=3)
     stored[2].keys[0, 0, 300, 5] = 1e6
     prefix.store(range(400), stored)
@@ -598,7 +598,7 @@ def test_layers_that_are_not_in_codes_come_back_as_they_were() -> None:
     kinds = [type(cache) for cache in caches or []]
     assert kinds == [KVCache, TurboQuantKVCache, KVCache]
     assert prefix.store([*range(384), *range(100)], noise(484, layers=3)).refused is None
-    windows = quantised("4")
+    windows = quantized("4")
     windows.store(range(400), noise(400, lambda: RotatingKVCache(2_048), 1))
     caches, _ = windows.fetch(range(400), dequantize=False)
     assert type((caches or [])[0]) is RotatingKVCache
@@ -621,17 +621,17 @@ def test_layers_that_are_not_in_codes_come_back_as_they_were() -> None:
     ],
 )
 def test_codes_of_another_kind_are_refused(cache: Any, words: str) -> None:
-    for prefix in (quantised("4"), quantised(None)):
+    for prefix in (quantized("4"), quantized(None)):
         refused = prefix.store(range(300), noise(300, cache, 1)).refused
         assert refused is not None
         assert words in refused or ("behind" in refused and prefix._rule is None)
 
 
 def test_codes_that_cannot_be_read_in_place_are_not_given_out() -> None:
-    with pytest.raises(SettingError, match="turbo3c is widened whenever"):
-        quantised("turbo3c").fetch(range(300), dequantize=False)
+    with pytest.raises(SettingError, match="turbo3c is dequantized whenever"):
+        quantized("turbo3c").fetch(range(300), dequantize=False)
     with pytest.raises(SettingError, match="nothing is held in codes"):
-        quantised(None).fetch(range(300), dequantize=False)
+        quantized(None).fetch(range(300), dequantize=False)
 
 
 # ---- what is refused
@@ -656,16 +656,16 @@ def test_settings_that_cannot_be_are_named_at_once(settings: dict[str, Any], wor
 
 def test_settings_that_do_not_fit_the_model_are_named() -> None:
     with pytest.raises(SettingError, match=r"affine4g128: layer 0: .* do not divide a head of 64"):
-        quantised("4g128").store(range(300), noise(300, layers=1))
+        quantized("4g128").store(range(300), noise(300, layers=1))
     with pytest.raises(SettingError, match=r"kv_cache_skip_layers \[2\]: .* are 0 to 1"):
-        quantised("4", kv_cache_skip_layers=[2]).store(range(300), noise(300, layers=2))
+        quantized("4", kv_cache_skip_layers=[2]).store(range(300), noise(300, layers=2))
 
 
 def test_raw_is_no_codec_and_codes_are_not_encoded_again() -> None:
-    prefix = quantised("raw")
+    prefix = quantized("raw")
     prefix.store(range(300), noise(300))
     assert forms(prefix) == [(0, 256, {mx.array})]
-    refused = quantised("4").store(range(300), noise(300, QuantizedKVCache, 1)).refused
+    refused = quantized("4").store(range(300), noise(300, QuantizedKVCache, 1)).refused
     assert refused is not None and "QuantizedKVCache holds codes of its own" in refused
 
 
@@ -688,7 +688,7 @@ def test_a_short_prompt_is_held_as_it_is_until_a_longer_one_goes_on(
 ) -> None:
     """The bytes and the bits are then those of the longer one alone."""
     rules = {"kv_cache_min_quantize_tokens": least, "kv_cache_raw_first_tokens": 0}
-    prefix, fresh = (quantised(codec, **rules) for _ in range(2))
+    prefix, fresh = (quantized(codec, **rules) for _ in range(2))
     prompt, made = prompt_of(600), noise(600, layers=3)
     begin = noise(short, layers=3)
     for few, many in zip(begin, made, strict=True):  # as the longer one begins
@@ -714,8 +714,8 @@ def test_a_short_prompt_is_held_as_it_is_until_a_longer_one_goes_on(
 def test_a_conversation_that_becomes_long_goes_on_in_codes(
     turns: tuple[int, ...], first: int
 ) -> None:
-    """Stored after each turn, from what was fetched without widening: never refused."""
-    prefix = quantised("turbo4", kv_cache_min_quantize_tokens=256, kv_cache_raw_first_tokens=first)
+    """Stored after each turn, from what was fetched without dequantizing: never refused."""
+    prefix = quantized("turbo4", kv_cache_min_quantize_tokens=256, kv_cache_raw_first_tokens=first)
     whole = noise(700, layers=3)
     prompt, at = prompt_of(700), 0
     for end in turns:
@@ -749,7 +749,7 @@ def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
 
 
 def test_the_limit_holds_while_a_short_prompt_is_encoded() -> None:
-    prefix = quantised("turbo4", 40_000_000, kv_cache_min_quantize_tokens=256)
+    prefix = quantized("turbo4", 40_000_000, kv_cache_min_quantize_tokens=256)
     made = noise(600)
     for seed in range(4):
         prompt = prompt_of(600, seed)

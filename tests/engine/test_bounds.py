@@ -25,7 +25,7 @@ from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule import costs as needs_module
-from penstock.engine.schedule.costs import Needs
+from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.errors import NeverFits
 from penstock.kv import attention
 from penstock.kv.tails import Tails
@@ -110,12 +110,12 @@ CASES = [
     Case(
         "embedded, in codes",
         3_000,
-        settings=(("kv_cache_quantization", "kivi8/turbo4"), ("kv_cache_quantize", "active")),
+        settings=(("kv_cache_quantization", "kivi8/turbo4"), ("kv_cache_quantize_when", "active")),
     ),
     Case(
         "embedded, in codes at rest",
         2_000,
-        settings=(("kv_cache_quantization", "8"), ("kv_cache_quantize", "at-rest")),
+        settings=(("kv_cache_quantization", "8"), ("kv_cache_quantize_when", "at-rest")),
     ),
     case("llama", 1_500, num_key_value_heads=4),
     case("llama, bfloat16", 1_000, torch_dtype="bfloat16", num_attention_heads=8),
@@ -292,8 +292,8 @@ def test_what_is_let_go_behind_the_kept_tokens_is_free() -> None:
         handle = core.submit(CROSSED[-1].request(0))
         while not core.stats().running:
             watch.step()
-        (sequence,) = core.places.sequences.values()
-        assert [(run.start, run.end) for run in sequence.runs] == [(0, 16), (384, 449)]
+        (sequence,) = core.admission.sequences.values()
+        assert [(run.start, run.end) for run in sequence.own_spans] == [(0, 16), (384, 449)]
         watch.drain()
         assert finished([handle])
 
@@ -307,7 +307,7 @@ def test_nothing_of_a_recurrent_model_outlives_its_engine() -> None:
     before = mx.get_active_memory()
     with watched(case) as watch:
         core = watch.core
-        assert mx.get_active_memory() - before == core.held_bytes - core.room.weights_bytes
+        assert mx.get_active_memory() - before == core.held_bytes - core.budget.weights_bytes
         handle = core.submit(case.request(0))
         watch.drain()
         assert finished([handle])
@@ -344,7 +344,7 @@ def test_the_limit_holds_when_it_is_lowered_on_the_way() -> None:
         watch.core.set_limit(least)
         watch.drain()
         assert finished(handles)
-        assert watch.core.tally.parkings
+        assert watch.core.counters.preemptions
 
 
 def test_the_limit_holds_with_half_precision_and_one_key_head() -> None:
@@ -406,7 +406,7 @@ def test_eight_conversations_hold_their_prompt_once() -> None:
     with watched(case, max_batch_size=8) as watch:
         core = watch.core
         token_bytes = core.runner.token_bytes
-        beside = core.room.weights_bytes + core.tails.nbytes
+        beside = core.budget.weights_bytes + core.tails.nbytes
         prompt = prompt_of(shared, 0)
         handles = [
             core.submit(
@@ -418,7 +418,7 @@ def test_eight_conversations_hold_their_prompt_once() -> None:
         found = []
         while watch.step():
             if core.stats().running == 8:
-                ends = [sequence.sealed_end for sequence in core.places.sequences.values()]
+                ends = [sequence.committed_end for sequence in core.admission.sequences.values()]
                 ideal = whole + sum(end - whole for end in ends)
                 active = mx.get_active_memory() - watch.others - beside
                 found.append(active / (ideal * token_bytes))
@@ -455,9 +455,9 @@ def test_answers_that_wait_share_their_prompt_and_then_have_their_own() -> None:
             prompt=prompt_of(500, 0), max_tokens=6, n=6, sampling=hot, ignore_eos=True
         )
         handle = core.submit(request)
-        sequences = list(core.places.sequences.values())
+        sequences = list(core.admission.sequences.values())
         assert len({id(sequence.tokens) for sequence in sequences}) == 1
-        assert len({id(sequence.keys) for sequence in sequences}) == 1
+        assert len({id(sequence.block_hashes) for sequence in sequences}) == 1
         watch.drain()
         answers = [tuple(choice.tokens) for choice in handle.result(0)]
         assert [len(answer) for answer in answers] == [6] * 6
@@ -467,7 +467,7 @@ def test_answers_that_wait_share_their_prompt_and_then_have_their_own() -> None:
 # ---- negative controls
 
 
-class MeasuresHalf(Needs):
+class MeasuresHalf(MemoryEstimator):
     """Thinks that a step takes half of what it does."""
 
     def measure_step(self, tails: Tails) -> int:
@@ -484,7 +484,7 @@ class CountsHalfTheTree(Core):
 
 @pytest.mark.parametrize("case", CASES[:2], ids=["greedy", "sampling"])
 def test_a_step_that_is_not_counted_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "Needs", MeasuresHalf)
+    monkeypatch.setattr(core_module, "MemoryEstimator", MeasuresHalf)
     with watched(case) as watch:
         watch.tighten(case.request(0))
         watch.core.submit(case.request(0))

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: alone, among others, drawn, cut, parked, and refused."""
+"""Answers that follow a grammar: alone, among others, drawn, cut, preempted, and refused."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_an_answer_goes_on_in_its_grammar_after_it_was_parked(embedded: Any) -> 
         core.step()
     other = ask(core, "Animals are good company.", priority=1)
     (found, _) = run(core, handle, other)
-    assert core.tally.parkings == 1
+    assert core.counters.preemptions == 1
     assert found.tokens == alone.tokens
     core.close()
 

@@ -30,7 +30,7 @@ class Held:
         small: dict[str, Any] = {"block_size": BLOCK, "prefill_chunk": 64, "max_batch_size": 2}
         small |= {"max_kv_size": 512, **settings}
         self.core = Core(model_of("llama"), memory_limit="40MB", clock=lambda: self.now, **small)
-        self.core.set_limit(self.core.room.fixed_bytes + 500_000)
+        self.core.set_limit(self.core.budget.fixed_bytes + 500_000)
 
     def ask(self, tokens: tuple[int, ...], **settings: Any) -> Handle:
         handle = self.core.submit(Request(prompt=tokens, **{"max_tokens": 4, **settings}))

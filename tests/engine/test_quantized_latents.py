@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "prefill_chunk": BLOCK,
     "max_batch_size": 4,
     "kv_cache_min_quantize_tokens": BLOCK,
-    "kv_cache_quantize": "active",
+    "kv_cache_quantize_when": "active",
 }
 PROMPT = prompt_of(300, seed=1)
 
@@ -145,7 +145,7 @@ def test_a_latent_of_the_size_of_real_ones(codec: str, monkeypatch: pytest.Monke
         drain(core)
         assert tokens(first) == tokens(again)
         assert coded(core) == 3 * BLOCK
-        assert core.quantiser is not None
+        assert core.requantizer is not None
         nodes = [n for n in core.prefixes.tree if isinstance(n.segment.layers[0][0], Coded)]
         held = sum(node.segment.nbytes for node in nodes)
-        assert held == pytest.approx(3 * BLOCK * core.quantiser.token_bytes)
+        assert held == pytest.approx(3 * BLOCK * core.requantizer.token_bytes)

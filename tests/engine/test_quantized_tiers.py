@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
     "memory_limit": "400MB",
     "ssd_cache_limit": "1GB",
     "kv_cache_min_quantize_tokens": RAW_BLOCKS * BLOCK,
-    "kv_cache_quantize": "active",
+    "kv_cache_quantize_when": "active",
 }
 CODECS = ["8", "turbo4", "turbo2.5", "kivi4/turbo3.5", "k8v4", "raw/3"]
 
@@ -78,7 +78,7 @@ def ask(core: Core, tokens: list[int]) -> tuple[tuple[int, ...], int]:
 
 
 def path(core: Core, tokens: list[int]) -> list[Node[Segment]]:
-    return list(core.prefixes.match(core.prefixes.keys(tokens)).path)
+    return list(core.prefixes.match(core.prefixes.block_hashes(tokens)).path)
 
 
 def whole(core: Core, tokens: list[int]) -> list[list[bytes]]:
@@ -140,11 +140,11 @@ def test_files_are_as_small_as_what_is_held(model: Any, tmp_path: Path, codec: s
 
 
 def test_what_is_still_raw_is_written_as_it_will_be_held(model: Any, tmp_path: Path) -> None:
-    asked, settings = prompt(), {"kv_cache_quantize": "at-rest"}
+    asked, settings = prompt(), {"kv_cache_quantize_when": "at-rest"}
     with running(model, tmp_path, "turbo4", **settings) as core:
         handle = submit(core, asked, max_tokens=200)
-        assert core.cold is not None
-        while core.cold.tiers["ssd"].tier.stats().counts.written_blocks < 10:
+        assert core.tiers is not None
+        while core.tiers.tiers["ssd"].tier.stats().counts.written_blocks < 10:
             assert core.step()
         assert not handle.done, "all blocks are written while their reader runs"
         settle(core)

@@ -91,15 +91,15 @@ def test_each_tier_gives_the_other_what_it_lacks(
 def test_the_sooner_one_is_read(tmp_path: Path) -> None:
     with shared(tmp_path) as core:
         ask(core, PROMPT)
-        assert core.cold is not None
-        tiers = core.cold.tiers
+        assert core.tiers is not None
+        tiers = core.tiers.tiers
         for slow, quick in (("ssd", "remote"), ("remote", "ssd")):
             tiers[slow].read_pace.seconds = lambda nbytes: 2e-9 * nbytes  # type: ignore[method-assign]
             tiers[quick].read_pace.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
             found = dict.fromkeys(tiers.values(), 12)
-            assert core.cold.fastest(found, 0) == (tiers[quick], 12)
-            assert core.cold.fastest({**found, tiers[slow]: 13}, 0) == (tiers[slow], 13)
-            assert core.cold.fastest(found, 12) is None
+            assert core.tiers.fastest(found, 0) == (tiers[quick], 12)
+            assert core.tiers.fastest({**found, tiers[slow]: 13}, 0) == (tiers[slow], 13)
+            assert core.tiers.fastest(found, 12) is None
 
 
 def test_a_store_that_hangs_costs_no_hit_of_the_folder(values: InMemory, tmp_path: Path) -> None:
@@ -148,12 +148,12 @@ def test_a_store_that_hangs_is_waited_for_once(
 
 def test_what_arrives_is_in_the_ledger() -> None:
     with shared() as core:
-        assert core.cold is not None
-        pieces = READERS * COPIES * core.cold.tiers["remote"]._most_block_bytes
-        assert core.cold.nbytes > pieces + SEEN_KEYS * SEEN_KEY_BYTES
+        assert core.tiers is not None
+        pieces = READERS * COPIES * core.tiers.tiers["remote"]._most_block_bytes
+        assert core.tiers.nbytes > pieces + SEEN_KEYS * SEEN_KEY_BYTES
         core.check()  # of which that is a part
         with pytest.raises(AssertionError), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(core.cold.tiers["remote"]._buffers, "nbytes", 0)
+            patch.setattr(core.tiers.tiers["remote"]._buffers, "nbytes", 0)
             core.check()
 
 
@@ -170,5 +170,5 @@ def test_both_are_told_of(tmp_path: Path) -> None:
         ask(core, PROMPT)
         core.prefixes.clear()
         found = core.explain(PROMPT, ask_disk=True)
-        assert found.on_disk_tokens == WHOLE
+        assert found.tier_tokens == WHOLE
         assert "192 tokens are on the disk or in the remote cache" in found.reason

@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
     "max_kv_size": 4_096,
     "memory_limit": "400MB",
     "kv_cache_min_quantize_tokens": 64,
-    "kv_cache_quantize": "active",
+    "kv_cache_quantize_when": "active",
 }
 
 
@@ -157,7 +157,7 @@ def test_it_says_the_same_cold_warm_and_in_a_batch(codec: str, model: Any) -> No
 
 @pytest.mark.parametrize("codec", ["4", "k8v4", "turbo2.5", "kivi4/turbo3"])
 def test_nodes_take_what_the_formula_says(codec: str, model: Any) -> None:
-    """The originals are gone once the quantised node stands, in the ledger and in memory."""
+    """The originals are gone once the quantized node stands, in the ledger and in memory."""
     with running(model, codec) as core:
         mx.set_cache_limit(0)  # it hands out larger buffers than were asked for
         before = mx.get_active_memory() - core.held_bytes
@@ -188,7 +188,7 @@ def test_at_rest_is_when_nobody_reads_it(model: Any) -> None:
     asked = prompt(500)
     with running(model, None) as core:
         expected = ask(core, asked)
-    with running(model, "turbo3", kv_cache_quantize="at-rest") as core:
+    with running(model, "turbo3", kv_cache_quantize_when="at-rest") as core:
         handle = submit(core, asked)
         while not handle.ends:
             assert not any(whole for _, _, whole in coded(core)), "it is being read"
@@ -198,18 +198,18 @@ def test_at_rest_is_when_nobody_reads_it(model: Any) -> None:
         assert covered(core) == {False: (0, 64), True: (64, 512)}
 
 
-def test_an_answer_that_was_parked_has_full_precision(model: Any) -> None:
+def test_an_answer_that_was_preempted_has_full_precision(model: Any) -> None:
     """What it reads again when it has a place again is not encoded meanwhile."""
     asked = prompt(500)
     with running(model, None) as core:
         expected = ask(core, asked)
-    with running(model, "turbo2", kv_cache_quantize="at-rest", max_batch_size=1) as core:
+    with running(model, "turbo2", kv_cache_quantize_when="at-rest", max_batch_size=1) as core:
         handle = submit(core, asked)
-        while not any(s.generated_tokens > 3 for s in core.places.sequences.values()):
+        while not any(s.generated_tokens > 3 for s in core.admission.sequences.values()):
             assert core.step()
         urgent = submit(core, prompt(300, 1), priority=1, max_tokens=60)
         drain(core)
-        assert core.stats().parkings == 1
+        assert core.stats().preemptions == 1
         assert len(said(urgent)) == 60
         assert said(handle) == expected
         assert core.stats().prefilled_tokens < 2 * 500 + 300, "it found its path"
@@ -250,7 +250,7 @@ def test_no_room_for_both_forms_leaves_it_raw(model: Any, monkeypatch: pytest.Mo
     asked = prompt(700)
     with running(model, None) as core:
         expected = ask(core, asked)
-    with running(model, "turbo2", kv_cache_quantize="at-rest") as core:
+    with running(model, "turbo2", kv_cache_quantize_when="at-rest") as core:
         monkeypatch.setattr(core.prefixes, "exchange", lambda *_: False)
         assert ask(core, asked) == expected
         assert ask(core, asked) == expected
@@ -258,7 +258,7 @@ def test_no_room_for_both_forms_leaves_it_raw(model: Any, monkeypatch: pytest.Mo
 
 
 def test_what_found_no_room_is_tried_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(model, "4", kv_cache_quantize="at-rest") as core:
+    with running(model, "4", kv_cache_quantize_when="at-rest") as core:
         real, asked = core.prefixes.exchange, []
 
         def exchange(*given: Any) -> bool:
@@ -309,8 +309,8 @@ def test_what_cannot_be_is_refused_with_the_reason(
 
 @pytest.mark.parametrize(("codec", "share"), [("raw", 0.95), ("k8v4", 0.7), ("auto5x", 0.7)])
 def test_as_long_a_prompt_is_let_in(model: Any, codec: str, share: float) -> None:
-    """Codes are widened some tokens at a time where a chunk reads them: half as long a prompt was
-    let in when it was a layer at a time."""
+    """Codes are dequantized some tokens at a time where a chunk reads them: half as long a prompt
+    was let in when it was a layer at a time."""
 
     def longest(codec: str | None) -> int:
         with running(model, codec, memory_limit="35MB") as core:
@@ -323,15 +323,15 @@ def test_as_long_a_prompt_is_let_in(model: Any, codec: str, share: float) -> Non
 
 def test_raw_is_none(model: Any) -> None:
     with running(model, "raw") as core:
-        assert core.quantiser is None
+        assert core.requantizer is None
 
 
 # ---- scales of the keys' channels
 
 
 def scales(core: Core) -> tuple[Any, ...]:
-    assert core.quantiser is not None
-    return core.quantiser.rule.scheme.scales
+    assert core.requantizer is not None
+    return core.requantizer.rule.scheme.scales
 
 
 def test_large_channels_are_found_and_change_nothing(
@@ -426,7 +426,7 @@ def test_models_that_attend_by_themselves_have_none(large: Any) -> None:
 def test_measuring_is_the_same_each_time_and_within_what_a_step_takes(large: Any) -> None:
     with running(large, "turbo4") as core:
         taken = _peak(core.runner.key_scales)
-        assert taken <= core.room.step_bytes
+        assert taken <= core.budget.step_bytes
         assert core.runner.key_scales() == scales(core)
 
 
@@ -434,7 +434,7 @@ def test_codes_are_merged_to_as_many_bytes_as_raw_nodes(model: Any) -> None:
     """So that who reads them reads fewer parts; an engine without codes merges as before."""
     asked = prompt(1_200)
     for codec, longest in (("affine8", 448), (None, 128)):
-        with running(model, codec, kv_cache_quantize="at-rest") as core:
+        with running(model, codec, kv_cache_quantize_when="at-rest") as core:
             tree, each = core.prefixes.tree, core.runner.token_bytes
             assert tree.max_merge_bytes == (2_048 * each if codec else 0)
             tree.max_merge_tokens, tree.max_merge_bytes = 128, 128 * each if codec else 0

@@ -18,14 +18,14 @@ from mlx_lm import sample_utils
 
 from penstock.engine.model import sampling as module
 from penstock.engine.model.sampling import (
-    Chooser,
-    Chosen,
+    SampledToken,
+    TokenSampler,
     apply_min_p,
     apply_top_k,
     apply_top_p,
-    choose_all,
     greedy_only,
     likeliest,
+    sample_all,
     without_frames,
 )
 from penstock.engine.request import Sampling
@@ -44,12 +44,12 @@ def log_softmax(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def chooser(prompt: Sequence[int] = (), choice: int = 0, **values: Any) -> Chooser:
-    return Chooser(Sampling(**values), prompt, choice)
+def sampler(prompt: Sequence[int] = (), choice: int = 0, **values: Any) -> TokenSampler:
+    return TokenSampler(Sampling(**values), prompt, choice)
 
 
-def token_of(chosen: Chosen | Exception) -> int:
-    assert isinstance(chosen, Chosen), chosen
+def token_of(chosen: SampledToken | Exception) -> int:
+    assert isinstance(chosen, SampledToken), chosen
     return chosen.token
 
 
@@ -112,7 +112,7 @@ def test_filters_with_ties(logits: list[int], top_p: float, min_p: float) -> Non
 )
 def test_a_draw_is_one_from_mlx_lms_distribution_by_our_key(values: dict[str, Any]) -> None:
     logits = random_logits(50, 300)
-    ours = chooser(temperature=0.8, seed=11, **values)
+    ours = sampler(temperature=0.8, seed=11, **values)
     for step, row in enumerate(logits):
         kept = log_softmax(row)
         if "top_p" in values:
@@ -129,10 +129,10 @@ def test_the_filters_are_in_mlx_lms_order() -> None:
     """With these weights every other order of the filters leaves other tokens."""
     logits = mx.log(mx.array([30.0, 20.0, 18.0, 12.0, 8.0, 7.0, 5.0]))
     values = {"top_p": 0.65, "min_p": 0.61, "top_k": 2}
-    theirs = sample_utils.make_sampler(temp=2.0, **values)
+    theirs = sample_utils.make_sampler(temperature=2.0, **values)
     mx.random.seed(0)
     drawn = {theirs(log_softmax(logits)[None]).item() for _ in range(60)}
-    ours = chooser(temperature=2.0, seed=0, **values)
+    ours = sampler(temperature=2.0, seed=0, **values)
     assert {ours.choose(logits, [0] * step).token for step in range(60)} == drawn
 
 
@@ -143,7 +143,7 @@ def test_top_p_of_a_large_vocabulary(scale: float) -> None:
     logits = random_logits(3, size, scale=scale)
     _, enough = module._nucleus(logits[0] - mx.max(logits[0]), 0.9, module.NUCLEUS_TOKENS)
     assert enough.item() == (scale > 1)
-    ours = chooser(temperature=1.0, top_p=0.9, seed=3)
+    ours = sampler(temperature=1.0, top_p=0.9, seed=3)
     for row in logits:
         kept = sample_utils.apply_top_p(log_softmax(row), 0.9)
         for step in range(20):
@@ -179,14 +179,14 @@ ANSWER = [9, 9, 9, 1, 60, 2]
 def test_the_repetition_penalty_is_mlx_lms_over_prompt_and_answer(penalty: float) -> None:
     logits = random_logits(64)
     theirs = processed(mx.array(logits), PROMPT + ANSWER, repetition_penalty=penalty)
-    ours = chooser(PROMPT, repetition_penalty=penalty).penalised(logits, ANSWER)
+    ours = sampler(PROMPT, repetition_penalty=penalty).penalised(logits, ANSWER)
     assert mx.array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("context", [1, 3, 6, 7, 11, 12, 13, 1000])
 def test_the_repetition_penalty_looks_at_the_last_tokens(context: int) -> None:
     logits = random_logits(64)
-    ours = chooser(PROMPT, repetition_penalty=1.5, repetition_context=context)
+    ours = sampler(PROMPT, repetition_penalty=1.5, repetition_context=context)
     for end in range(len(ANSWER) + 1):
         theirs = sample_utils.make_repetition_penalty(1.5, context)(
             mx.array(PROMPT + ANSWER[:end]), mx.array(logits)[None]
@@ -202,7 +202,7 @@ def test_presence_and_frequency_are_mlx_lms_over_the_answer_alone(
     logits = random_logits(64)
     theirs = processed(mx.array(logits), ANSWER, **{name: penalty})
     for prompt in (PROMPT, ()):
-        ours = chooser(prompt, **{name: penalty}).penalised(logits, ANSWER)
+        ours = sampler(prompt, **{name: penalty}).penalised(logits, ANSWER)
         assert mx.allclose(ours, theirs, atol=1e-6)
         assert not mx.allclose(ours, logits, atol=1e-2)
 
@@ -217,12 +217,12 @@ def test_all_of_them_are_in_mlx_lms_order() -> None:
         "frequency_penalty": 0.25,
     }
     theirs = processed(mx.array(logits), ANSWER, **values)
-    assert mx.allclose(chooser(**values).penalised(logits, ANSWER), theirs, atol=1e-6)
+    assert mx.allclose(sampler(**values).penalised(logits, ANSWER), theirs, atol=1e-6)
 
 
 def test_penalties_change_what_is_chosen_and_nothing_of_the_input() -> None:
     logits = mx.array([1.0, 3.0, 2.0])
-    ours = chooser(frequency_penalty=0.75)
+    ours = sampler(frequency_penalty=0.75)
     answer: list[int] = []
     for _ in range(5):
         answer.append(ours.choose(logits, answer).token)
@@ -232,9 +232,9 @@ def test_penalties_change_what_is_chosen_and_nothing_of_the_input() -> None:
 
 def test_an_answer_that_was_cut_short_is_counted_anew() -> None:
     logits = random_logits(64)
-    ours = chooser(PROMPT, repetition_penalty=2.0, repetition_context=4, frequency_penalty=1.0)
+    ours = sampler(PROMPT, repetition_penalty=2.0, repetition_context=4, frequency_penalty=1.0)
     for answer in (ANSWER, ANSWER[:2], [*ANSWER[:2], 7, 7], []):
-        fresh = Chooser(ours.sampling, PROMPT)
+        fresh = TokenSampler(ours.sampling, PROMPT)
         assert mx.array_equal(ours.penalised(logits, answer), fresh.penalised(logits, answer))
 
 
@@ -259,20 +259,20 @@ def test_occurrences_are_kept_up(
 
 def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
     sampling = Sampling(logit_bias={3: 1.0, 64: 1.0})
-    Chooser(sampling, (), vocabulary_size=65)
+    TokenSampler(sampling, (), vocabulary_size=65)
     with pytest.raises(SettingError, match="names token 64; the model has the 64 tokens"):
-        Chooser(sampling, (), vocabulary_size=64)
-    assert Chooser(sampling, ()).choice == 0
+        TokenSampler(sampling, (), vocabulary_size=64)
+    assert TokenSampler(sampling, ()).choice == 0
     with pytest.raises(SettingError, match="names token 64"):
-        Chooser(sampling, ()).choose(random_logits(64), [])
+        TokenSampler(sampling, ()).choose(random_logits(64), [])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_bias_can_forbid_and_force(temperature: float) -> None:
     logits = random_logits(32)
     best = int(mx.argmax(logits).item())
-    forbid = chooser(temperature=temperature, seed=1, logit_bias={best: -1e30})
-    force = chooser(temperature=temperature, seed=1, logit_bias={7: 1e30})
+    forbid = sampler(temperature=temperature, seed=1, logit_bias={best: -1e30})
+    force = sampler(temperature=temperature, seed=1, logit_bias={7: 1e30})
     for step in range(20):
         assert forbid.choose(logits, [0] * step).token != best
         assert force.choose(logits, [0] * step).token == 7
@@ -281,7 +281,7 @@ def test_a_bias_can_forbid_and_force(temperature: float) -> None:
 # Draws.
 
 
-def drawn(ours: Chooser, logits: mx.array, count: int) -> list[int]:
+def drawn(ours: TokenSampler, logits: mx.array, count: int) -> list[int]:
     answer: list[int] = []
     for _ in range(count):
         answer.append(ours.choose(logits, answer).token)
@@ -290,23 +290,23 @@ def drawn(ours: Chooser, logits: mx.array, count: int) -> list[int]:
 
 def test_the_same_seed_draws_the_same_and_every_part_of_it_counts() -> None:
     logits = mx.zeros(1000)
-    same = drawn(chooser(temperature=1.0, seed=5), logits, 12)
-    assert drawn(chooser([1, 2, 3], temperature=1.0, seed=5), logits, 12) == same
-    assert drawn(chooser(temperature=1.0, seed=6), logits, 12) != same
-    assert drawn(chooser(choice=1, temperature=1.0, seed=5), logits, 12) != same
-    assert drawn(chooser(temperature=1.0, seed=-5), logits, 12) != same
+    same = drawn(sampler(temperature=1.0, seed=5), logits, 12)
+    assert drawn(sampler([1, 2, 3], temperature=1.0, seed=5), logits, 12) == same
+    assert drawn(sampler(temperature=1.0, seed=6), logits, 12) != same
+    assert drawn(sampler(choice=1, temperature=1.0, seed=5), logits, 12) != same
+    assert drawn(sampler(temperature=1.0, seed=-5), logits, 12) != same
     assert len(set(same)) > 6
 
 
 def test_without_a_seed_two_choosers_draw_differently() -> None:
     logits = mx.zeros(1000)
-    one, two = (drawn(chooser(temperature=1.0), logits, 12) for _ in range(2))
+    one, two = (drawn(sampler(temperature=1.0), logits, 12) for _ in range(2))
     assert one != two
 
 
 def test_the_global_generator_is_neither_read_nor_moved() -> None:
     logits = random_logits(500)
-    ours = chooser(temperature=1.0, top_p=0.9, seed=5)
+    ours = sampler(temperature=1.0, top_p=0.9, seed=5)
     mx.random.seed(1)
     before = [state.tolist() for state in mx.random.state]
     first = drawn(ours, logits, 8)
@@ -319,7 +319,7 @@ def test_the_global_generator_is_neither_read_nor_moved() -> None:
 def test_draws_follow_the_distribution(temperature: float) -> None:
     """Chi squared of 4,000 draws over 8 tokens; 24.3 is passed once in a thousand seeds."""
     logits, count = random_logits(8, scale=1.0), 4000
-    ours = chooser(temperature=temperature, seed=9)
+    ours = sampler(temperature=temperature, seed=9)
     tokens = [token_of(ours.choose(logits, range(step))) for step in range(count)]
     wanted = np.array(mx.softmax(logits / temperature)) * count
     seen = np.bincount(tokens, minlength=8)
@@ -329,10 +329,10 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
 def test_neighbouring_draws_do_not_depend_on_each_other() -> None:
     """Of two tokens: pairs of neighbours, of seeds and of choices are equally frequent."""
     logits, count = mx.zeros(2), 1500
-    base = [chooser(temperature=1.0, seed=1).choose(logits, range(i)).token for i in range(count)]
-    seed = [chooser(temperature=1.0, seed=2).choose(logits, range(i)).token for i in range(count)]
+    base = [sampler(temperature=1.0, seed=1).choose(logits, range(i)).token for i in range(count)]
+    seed = [sampler(temperature=1.0, seed=2).choose(logits, range(i)).token for i in range(count)]
     other = [
-        chooser(choice=1, temperature=1.0, seed=1).choose(logits, range(i)).token
+        sampler(choice=1, temperature=1.0, seed=1).choose(logits, range(i)).token
         for i in range(count)
     ]
     for one, two in ((base, base[1:]), (base, seed), (base, other)):
@@ -345,7 +345,7 @@ def test_neighbouring_draws_do_not_depend_on_each_other() -> None:
 @pytest.mark.parametrize("temperature", [2e-5, 1e-3, 1e6])
 def test_extreme_temperatures(temperature: float) -> None:
     logits = 1000 * random_logits(64)
-    tokens = set(drawn(chooser(temperature=temperature, seed=1), logits, 40))
+    tokens = set(drawn(sampler(temperature=temperature, seed=1), logits, 40))
     assert tokens == {int(mx.argmax(logits).item())} or (temperature > 1 and len(tokens) > 20)
 
 
@@ -357,7 +357,7 @@ def test_logprobs_are_the_models_own(dtype: mx.Dtype) -> None:
     logits = random_logits(500).astype(dtype)
     exact = np.array(logits.astype(mx.float32)).astype(np.float64)
     exact -= np.log(np.exp(exact).sum())
-    ours = chooser(
+    ours = sampler(
         [1, 2, 3],
         temperature=0.7,
         top_p=0.9,
@@ -376,22 +376,22 @@ def test_logprobs_are_the_models_own(dtype: mx.Dtype) -> None:
 
 def test_logprobs_of_a_greedy_choice_and_of_none_asked() -> None:
     logits = random_logits(64)
-    plain = chooser().choose(logits, [])
-    asked = chooser(logprobs=True).choose(logits, [])
+    plain = sampler().choose(logits, [])
+    asked = sampler(logprobs=True).choose(logits, [])
     assert (plain.token, plain.logprob, plain.top) == (asked.token, None, ())
     assert asked.logprob == pytest.approx(float(mx.max(log_softmax(logits)).item()), abs=1e-5)
     assert asked.top == ()
 
 
 def test_more_top_logprobs_than_tokens() -> None:
-    chosen = chooser(logprobs=True, top_logprobs=20).choose(mx.zeros(3), [])
+    chosen = sampler(logprobs=True, top_logprobs=20).choose(mx.zeros(3), [])
     assert [token for token, _ in chosen.top] == [0, 1, 2]
 
 
 # A whole step.
 
 
-def company() -> list[Chooser]:
+def company() -> list[TokenSampler]:
     """Return choosers of every kind, each with its own seed."""
     kinds: list[dict[str, Any]] = [
         {},
@@ -403,7 +403,7 @@ def company() -> list[Chooser]:
         {"temperature": 1.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
         {"logit_bias": {3: 5.0}},
     ]
-    return [chooser([1, 2, 3], choice=row, seed=row, **kind) for row, kind in enumerate(kinds)]
+    return [sampler([1, 2, 3], choice=row, seed=row, **kind) for row, kind in enumerate(kinds)]
 
 
 def test_every_row_is_what_it_is_alone() -> None:
@@ -414,8 +414,8 @@ def test_every_row_is_what_it_is_alone() -> None:
     for step in range(12):
         logits = random_logits(len(alone) + 1, 200, seed=step)
         rows = [int(row) for row in order.permutation(len(alone) + 1)]
-        everybody = [*together, chooser(logit_bias={200: 1.0})]
-        chosen = choose_all(
+        everybody = [*together, sampler(logit_bias={200: 1.0})]
+        chosen = sample_all(
             logits[mx.array(rows)],
             [everybody[row] for row in rows],
             [[*answers, []][row] for row in rows],
@@ -431,14 +431,14 @@ def test_every_row_is_what_it_is_alone() -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_greedy_rows_are_the_places_of_the_largest(dtype: mx.Dtype) -> None:
     logits = random_logits(5, 3025).astype(dtype)
-    choosers = [chooser() for _ in range(5)]
-    assert greedy_only(choosers)
+    samplers = [sampler() for _ in range(5)]
+    assert greedy_only(samplers)
     expected = mx.argmax(logits, axis=-1).tolist()
-    assert [token_of(one) for one in choose_all(logits, choosers, [[]] * 5)] == expected
+    assert [token_of(one) for one in sample_all(logits, samplers, [[]] * 5)] == expected
     best = likeliest(logits)
     mx.eval(best.tokens, best.values, logits + 1)
     assert [token_of(one) for one in best.read()] == expected
-    assert not greedy_only([*choosers, chooser(temperature=1.0)])
+    assert not greedy_only([*samplers, sampler(temperature=1.0)])
     assert greedy_only([])
 
 
@@ -448,12 +448,12 @@ def test_a_row_of_logits_that_are_no_numbers_fails_alone(bad: float, mixed: bool
     logits = random_logits(8, 200)
     logits[2] = bad
     logits[4] = bad
-    choosers = company() if mixed else [chooser() for _ in range(8)]
-    chosen = choose_all(logits, choosers, [[]] * 8)
+    samplers = company() if mixed else [sampler() for _ in range(8)]
+    chosen = sample_all(logits, samplers, [[]] * 8)
     for row, one in enumerate(chosen):
         assert isinstance(one, PenstockError) == (row in (2, 4))
         if row not in (2, 4):
-            assert one == choosers[row].choose(logits[row], [])
+            assert one == samplers[row].choose(logits[row], [])
 
 
 class Unreadable(list[int]):
@@ -465,18 +465,18 @@ class Unreadable(list[int]):
 
 def test_an_error_of_one_row_touches_no_other() -> None:
     logits = random_logits(8, 200)
-    sound = choose_all(logits, company(), [[]] * 8)
+    sound = sample_all(logits, company(), [[]] * 8)
     for row in (1, 2, 5, 6):
         answers: list[list[int]] = [[] for _ in range(8)]
         answers[row] = Unreadable()
-        chosen = choose_all(logits, company(), answers)
+        chosen = sample_all(logits, company(), answers)
         assert isinstance(chosen[row], RuntimeError)
         assert [one for at, one in enumerate(chosen) if at != row] == [
             one for at, one in enumerate(sound) if at != row
         ]
 
 
-class Unsure(Chooser):
+class Unsure(TokenSampler):
     """A chooser that fails where its row is computed, not where it is prepared."""
 
     folder: Path
@@ -498,12 +498,12 @@ def failing(folder: Path, *shape: int) -> mx.array:
 
 def test_an_error_in_computing_one_row_touches_no_other(tmp_path: Path) -> None:
     logits = random_logits(8, 200)
-    sound = choose_all(logits, company(), [[]] * 8)
+    sound = sample_all(logits, company(), [[]] * 8)
     for row in (0, 1, 7):
-        choosers = company()
-        choosers[row] = unsure = Unsure(Sampling(logprobs=True), ())
+        samplers = company()
+        samplers[row] = unsure = Unsure(Sampling(logprobs=True), ())
         unsure.folder = tmp_path
-        chosen = choose_all(logits, choosers, [[]] * 8)
+        chosen = sample_all(logits, samplers, [[]] * 8)
         assert isinstance(chosen[row], RuntimeError)
         del chosen[row]
         assert chosen == [one for at, one in enumerate(sound) if at != row]
@@ -511,33 +511,33 @@ def test_an_error_in_computing_one_row_touches_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["greedy", "mixed"])
 def test_logits_that_cannot_be_computed_fail_the_step(tmp_path: Path, mixed: bool) -> None:
-    choosers = company() if mixed else [chooser() for _ in range(8)]
+    samplers = company() if mixed else [sampler() for _ in range(8)]
     with pytest.raises(RuntimeError, match="Unable to read"):
-        choose_all(failing(tmp_path, 8, 200) + 1, choosers, [[]] * 8)
+        sample_all(failing(tmp_path, 8, 200) + 1, samplers, [[]] * 8)
 
 
 def test_rows_and_choosers_must_be_as_many() -> None:
     with pytest.raises(ValueError, match="3 rows for 2 choosers"):
-        choose_all(random_logits(3, 8), [chooser(), chooser()], [[], []])
+        sample_all(random_logits(3, 8), [sampler(), sampler()], [[], []])
 
 
 def test_one_row_and_one_token() -> None:
-    for one in (chooser(), chooser(temperature=1.0, top_p=0.5, top_k=1, min_p=0.5)):
-        assert token_of(choose_all(mx.zeros((1, 1)), [one], [[]])[0]) == 0
+    for one in (sampler(), sampler(temperature=1.0, top_p=0.5, top_k=1, min_p=0.5)):
+        assert token_of(sample_all(mx.zeros((1, 1)), [one], [[]])[0]) == 0
 
 
 def test_a_chooser_made_here_chooses_there() -> None:
     """Streams belong to threads: nothing lazy may be made in the constructor."""
-    choosers, found = company(), []
+    samplers, found = company(), []
 
     def work() -> None:
         with mx.stream(mx.new_thread_local_stream(mx.default_device())):
-            found.extend(choose_all(random_logits(8, 200), choosers, [[]] * 8))
+            found.extend(sample_all(random_logits(8, 200), samplers, [[]] * 8))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == choose_all(random_logits(8, 200), company(), [[]] * 8)
+    assert found == sample_all(random_logits(8, 200), company(), [[]] * 8)
 
 
 # What an error keeps.
@@ -555,7 +555,7 @@ def no_collector() -> Iterator[None]:
 def test_a_kept_error_keeps_no_array() -> None:
     before = mx.get_active_memory()
     logits = random_logits(2, 100_000)
-    chosen = choose_all(logits, [chooser(logit_bias={100_000: 1.0}), chooser()], [[], []])
+    chosen = sample_all(logits, [sampler(logit_bias={100_000: 1.0}), sampler()], [[], []])
     error = chosen[0]
     assert mx.get_active_memory() - before >= 800_000
     del logits, chosen

@@ -30,12 +30,12 @@ from penstock.config import EngineSettings
 from penstock.engine.schedule import scheduler as module
 from penstock.engine.schedule.scheduler import (
     NEXT,
-    Chunk,
     Event,
     Job,
-    Plan,
+    PrefillChunk,
     Scheduler,
     State,
+    StepPlan,
     next_state,
 )
 from penstock.errors import PenstockError, QueueFull, UnknownSequence
@@ -49,7 +49,7 @@ QUICK = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-EVENTS: tuple[Event, ...] = ("admit", "read", "park", "finish")
+EVENTS: tuple[Event, ...] = ("admit", "prefilled", "preempt", "finish")
 
 
 def make(
@@ -70,17 +70,17 @@ def admitted(scheduler: Scheduler, *jobs: Job) -> None:
         scheduler.act(job.id, "admit")
 
 
-def read(scheduler: Scheduler, plan: Plan) -> None:
+def read(scheduler: Scheduler, plan: StepPlan) -> None:
     """Report that the plan was run, as far as prefill goes, and that nothing is shared."""
     for chunk in plan.prefill:
         job = scheduler.job(chunk.id)
         position, left = job.position + chunk.tokens, job.left - chunk.tokens
         scheduler.progress(job.id, position=position, left=left, served_tokens=chunk.tokens)
         if not left:
-            scheduler.act(job.id, "read")
+            scheduler.act(job.id, "prefilled")
 
 
-def shares(plan: Plan) -> dict[int, int]:
+def shares(plan: StepPlan) -> dict[int, int]:
     return {chunk.id: chunk.tokens for chunk in plan.prefill}
 
 
@@ -101,15 +101,15 @@ def test_every_event_is_in_the_table_or_refused_by_name() -> None:
 
 
 def test_the_table_says_what_the_picture_shows() -> None:
-    lives = {
-        "admit read finish": State.DONE,
-        "admit read park admit read": State.RUNNING,
-        "admit park admit": State.PREFILLING,
-        "admit park finish": State.DONE,
+    recurrent_states = {
+        "admit prefilled finish": State.DONE,
+        "admit prefilled preempt admit prefilled": State.RUNNING,
+        "admit preempt admit": State.PREFILLING,
+        "admit preempt finish": State.DONE,
         "admit finish": State.DONE,
         "finish": State.DONE,
     }
-    for life, end in lives.items():
+    for life, end in recurrent_states.items():
         state = State.WAITING
         for event in life.split():
             state = next_state(state, event)  # type: ignore[arg-type]
@@ -125,8 +125,8 @@ def test_a_job_passes_through_its_life_and_is_forgotten() -> None:
     assert scheduler.act(7, "admit") is State.PREFILLING
     assert (scheduler.jobs(State.WAITING), scheduler.jobs(State.PREFILLING)) == ([], [job])
     scheduler.progress(7, position=100, left=0, served_tokens=100)
-    assert scheduler.act(7, "read") is State.RUNNING
-    assert scheduler.act(7, "park") is State.PARKED
+    assert scheduler.act(7, "prefilled") is State.RUNNING
+    assert scheduler.act(7, "preempt") is State.PREEMPTED
     assert scheduler.candidates() == [job]
     assert scheduler.act(7, "admit") is State.PREFILLING
     assert scheduler.act(7, "finish") is State.DONE
@@ -140,12 +140,12 @@ def test_a_job_passes_through_its_life_and_is_forgotten() -> None:
 def test_nothing_left_to_prefill_goes_straight_on() -> None:
     scheduler = make()
     admitted(scheduler, Job(1, position=64))
-    assert scheduler.plan() == Plan((), ())
-    scheduler.act(1, "read")
-    assert scheduler.plan() == Plan((1,), ())
+    assert scheduler.plan() == StepPlan((), ())
+    scheduler.act(1, "prefilled")
+    assert scheduler.plan() == StepPlan((1,), ())
 
 
-@pytest.mark.parametrize("event", ["read", "park"])
+@pytest.mark.parametrize("event", ["prefilled", "preempt"])
 def test_an_illegal_event_changes_nothing(event: Event) -> None:
     scheduler, job = make(), Job(1)
     scheduler.add(job)
@@ -159,12 +159,12 @@ def test_reading_ends_when_nothing_is_left() -> None:
     scheduler = make()
     admitted(scheduler, Job(1, left=1))
     with pytest.raises(ValueError, match="job 1 has 1 tokens left"):
-        scheduler.act(1, "read")
+        scheduler.act(1, "prefilled")
     scheduler.progress(1, position=1, left=0)
-    scheduler.act(1, "read")
+    scheduler.act(1, "prefilled")
     with pytest.raises(ValueError, match="running and cannot have 5 tokens"):
         scheduler.progress(1, position=0, left=5)
-    scheduler.act(1, "park")
+    scheduler.act(1, "preempt")
     scheduler.progress(1, position=0, left=5)
     scheduler.check()
 
@@ -172,7 +172,7 @@ def test_reading_ends_when_nothing_is_left() -> None:
 def test_no_more_places_than_there_are() -> None:
     scheduler = make(max_batch_size=2)
     admitted(scheduler, Job(1), Job(2))
-    scheduler.act(2, "read")
+    scheduler.act(2, "prefilled")
     late = Job(3, priority=9)
     scheduler.add(late)
     assert (scheduler.free_places, scheduler.candidates(), scheduler.in_line()) == (0, [], [late])
@@ -180,7 +180,7 @@ def test_no_more_places_than_there_are() -> None:
         scheduler.act(3, "admit")
     assert late.state is State.WAITING
     scheduler.check()
-    scheduler.act(1, "park")
+    scheduler.act(1, "preempt")
     scheduler.act(3, "admit")
     scheduler.check()
 
@@ -199,9 +199,9 @@ def test_the_queue_may_be_filled_and_not_further() -> None:
     assert e.value.status == 429
     assert isinstance(e.value, PenstockError)
     assert len(scheduler) == 3
-    scheduler.act(0, "park")
+    scheduler.act(0, "preempt")
     scheduler.act(1, "admit")
-    scheduler.add(Job(3))  # the parked one is in line, and not in the queue
+    scheduler.add(Job(3))  # the preempted one is in line, and not in the queue
     scheduler.check()
 
 
@@ -242,23 +242,29 @@ def test_impossible_numbers_are_refused() -> None:
         Scheduler(4, 63, 64, 1)
 
 
-def test_priority_goes_first_then_the_parked_then_the_earlier() -> None:
+def test_priority_goes_first_then_the_preempted_then_the_earlier() -> None:
     scheduler = make(max_batch_size=3)
     scheduler.add(Job(1, arrived=1), Job(2, arrived=2), Job(3, priority=-1, arrived=3))
     for job_id in (2, 3):
         scheduler.act(job_id, "admit")
-        scheduler.act(job_id, "park")
+        scheduler.act(job_id, "preempt")
     scheduler.add(Job(4, priority=5, arrived=4), Job(6, arrived=5), Job(5, arrived=5))
     assert ids(scheduler.candidates()) == [4, 2, 1, 5, 6, 3]
     assert ids(scheduler.jobs(State.WAITING)) == [4, 1, 5, 6]
-    assert ids(scheduler.jobs(State.PARKED)) == [2, 3]
+    assert ids(scheduler.jobs(State.PREEMPTED)) == [2, 3]
     scheduler.candidates().clear()
     assert len(scheduler.in_line()) == 6
 
 
 def test_overdue_from_the_deadline_on_in_any_state_but_done() -> None:
     scheduler = make(max_batch_size=4)
-    states: list[list[Event]] = [[], ["admit"], ["admit", "read"], ["admit", "park"], ["finish"]]
+    states: list[list[Event]] = [
+        [],
+        ["admit"],
+        ["admit", "prefilled"],
+        ["admit", "preempt"],
+        ["finish"],
+    ]
     for job_id, events in enumerate(states):
         scheduler.add(Job(job_id, deadline_seconds=10.0 + job_id))
         for event in events:
@@ -270,16 +276,16 @@ def test_overdue_from_the_deadline_on_in_any_state_but_done() -> None:
     assert scheduler.overdue(1e9) == [0, 1, 2, 3]
 
 
-def test_who_is_parked_for_whom() -> None:
+def test_who_is_preempted_for_whom() -> None:
     scheduler = make(max_batch_size=6)
     low = [Job(1, 0, 1), Job(2, -1, 2), Job(3, 0, 3), Job(4, -1, 0)]
     admitted(scheduler, *low, Job(5, 1, 5))
-    scheduler.act(3, "read")
+    scheduler.act(3, "prefilled")
     scheduler.add(Job(6, -5, 6))
-    assert scheduler.to_park(Job(7, priority=1)) == [2, 4, 3, 1]
-    assert scheduler.to_park(Job(7, priority=0)) == [2, 4]
-    assert scheduler.to_park(Job(7, priority=-1)) == []
-    assert scheduler.to_park(Job(7, priority=2)) == [2, 4, 3, 1, 5]
+    assert scheduler.to_preempt(Job(7, priority=1)) == [2, 4, 3, 1]
+    assert scheduler.to_preempt(Job(7, priority=0)) == [2, 4]
+    assert scheduler.to_preempt(Job(7, priority=-1)) == []
+    assert scheduler.to_preempt(Job(7, priority=2)) == [2, 4, 3, 1, 5]
 
 
 # ---- what a step reads
@@ -288,14 +294,16 @@ def test_who_is_parked_for_whom() -> None:
 def test_all_that_run_decode_and_a_prompt_alone_has_the_budget() -> None:
     scheduler = make()
     admitted(scheduler, Job(1, arrived=1), Job(2, arrived=2), Job(3, arrived=3, left=1_000))
-    scheduler.act(2, "read")
-    assert scheduler.plan() == Plan((2,), (Chunk(3, 512),))
-    scheduler.act(1, "read")
-    assert scheduler.plan() == Plan((1, 2), (Chunk(3, 512),))
+    scheduler.act(2, "prefilled")
+    assert scheduler.plan() == StepPlan((2,), (PrefillChunk(3, 512),))
+    scheduler.act(1, "prefilled")
+    assert scheduler.plan() == StepPlan((1, 2), (PrefillChunk(3, 512),))
     read(scheduler, scheduler.plan())
-    assert scheduler.plan() == Plan((1, 2), (Chunk(3, 488),))  # its last: it may end anywhere
+    assert scheduler.plan() == StepPlan(
+        (1, 2), (PrefillChunk(3, 488),)
+    )  # its last: it may end anywhere
     read(scheduler, scheduler.plan())
-    assert scheduler.plan() == Plan((1, 2, 3), ())
+    assert scheduler.plan() == StepPlan((1, 2, 3), ())
 
 
 def test_chunks_end_on_blocks_wherever_they_begin() -> None:
@@ -357,15 +365,15 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones() -> None:
 
 def test_of_equal_prompts_one_is_read() -> None:
     scheduler = make()
-    equal = [Job(i, arrived=i, left=640, next_key=b"a") for i in range(3)]
-    admitted(scheduler, *equal, Job(7, arrived=7, left=64, next_key=b"b"))
+    equal = [Job(i, arrived=i, left=640, next_block_hash=b"a") for i in range(3)]
+    admitted(scheduler, *equal, Job(7, arrived=7, left=64, next_block_hash=b"b"))
     assert shares(scheduler.plan()) == {0: 448, 7: 64}
-    scheduler.act(0, "park")
+    scheduler.act(0, "preempt")
     assert shares(scheduler.plan()) == {1: 448, 7: 64}
-    scheduler.progress(2, position=64, left=576, next_key=b"c")
+    scheduler.progress(2, position=64, left=576, next_block_hash=b"c")
     assert shares(scheduler.plan()) == {1: 256, 2: 256}
     for job in (1, 2):
-        scheduler.progress(job, position=576, left=64, next_key=None)
+        scheduler.progress(job, position=576, left=64, next_block_hash=None)
     assert shares(scheduler.plan()) == {1: 64, 2: 64, 7: 64}
 
 
@@ -409,10 +417,10 @@ def test_whoever_reads_for_the_overlooked_goes_first_too() -> None:
         admitted(scheduler, Job(step, arrived=step, left=256))
         read(scheduler, scheduler.plan())
         scheduler.act(step, "finish")
-    scheduler.progress(1, position=0, left=9_000, next_key=b"a")
+    scheduler.progress(1, position=0, left=9_000, next_block_hash=b"a")
     admitted(scheduler, Job(6, arrived=6, left=256))
     assert set(shares(scheduler.plan())) == {0, 1}
-    equal = Job(7, priority=0, arrived=0, left=9_000, served=90_000, next_key=b"a")
+    equal = Job(7, priority=0, arrived=0, left=9_000, served=90_000, next_block_hash=b"a")
     admitted(scheduler, equal)
     assert set(shares(scheduler.plan())) == {0, 7}
 
@@ -444,18 +452,18 @@ def test_it_knows_no_array_clock_or_thread() -> None:
 # ---- the rules, told once more
 
 
-def faults(plan: Plan, jobs: Sequence[Job], budget_tokens: int, block_size: int) -> list[str]:
+def faults(plan: StepPlan, jobs: Sequence[Job], budget_tokens: int, block_size: int) -> list[str]:
     """List what is wrong with a plan for these jobs, whatever was planned before."""
     by_id = {job.id: job for job in jobs}
     readers = sorted(
         (job for job in jobs if job.state is State.PREFILLING and job.left),
         key=lambda job: (-job.priority, job.arrived, job.id),
     )
-    keys = [job.next_key for job in readers]
+    block_hashes = [job.next_block_hash for job in readers]
     first = [
         job
         for index, job in enumerate(readers)
-        if job.next_key is None or job.next_key not in keys[:index]
+        if job.next_block_hash is None or job.next_block_hash not in block_hashes[:index]
     ]
     tokens = shares(plan)
     unspent = budget_tokens - sum(tokens.values())
@@ -487,7 +495,7 @@ def faults(plan: Plan, jobs: Sequence[Job], budget_tokens: int, block_size: int)
     return found
 
 
-def short_of_half(plan: Plan, first: Job, budget_tokens: int) -> bool:
+def short_of_half(plan: StepPlan, first: Job, budget_tokens: int) -> bool:
     """Tell whether the first reader has less than half the budget, and is not at its end."""
     own = shares(plan).get(first.id, 0)
     return own < min(first.left, (budget_tokens + 1) // 2)
@@ -545,9 +553,9 @@ class Simulation:
     def of(self, *states: State) -> list[int]:
         return [job_id for job_id, state in self.states.items() if state in states]
 
-    def park(self, job_id: int) -> None:
-        """Take everything from a sequence but what it has sealed."""
-        self.act(job_id, "park")
+    def preempt(self, job_id: int) -> None:
+        """Take everything from a sequence but what it has committed."""
+        self.act(job_id, "preempt")
         self.look_up(job_id, 0, 0)
 
     def look_up(self, job_id: int, position: int, served_tokens: int) -> None:
@@ -561,7 +569,7 @@ class Simulation:
             job_id,
             position=position,
             left=len(prompt) - position,
-            next_key=repr(prompt[:end]).encode() if whole else None,
+            next_block_hash=repr(prompt[:end]).encode() if whole else None,
             served_tokens=served_tokens,
         )
         if position > before:
@@ -569,10 +577,10 @@ class Simulation:
 
     def admit(self) -> None:
         expected = sorted(
-            (self.jobs[job_id] for job_id in self.of(State.WAITING, State.PARKED)),
+            (self.jobs[job_id] for job_id in self.of(State.WAITING, State.PREEMPTED)),
             key=lambda job: (
                 -job.priority,
-                self.states[job.id] is not State.PARKED,
+                self.states[job.id] is not State.PREEMPTED,
                 job.arrived,
                 job.id,
             ),
@@ -590,9 +598,9 @@ class Simulation:
 
     def go_on(self, job_id: int) -> None:
         if not self.scheduler.job(job_id).left:
-            self.act(job_id, "read")
+            self.act(job_id, "prefilled")
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         """Admit, plan, look at the plan, run it."""
         self.admit()
         plan = self.scheduler.plan()
@@ -601,7 +609,7 @@ class Simulation:
         assert wrong == []
         self.look_at_half(plan)
         for chunk in plan.prefill:
-            self.seal(chunk)
+            self.commit(chunk)
         for job_id in self.of(State.PREFILLING):
             if job_id not in shares(plan):
                 self.look_up(job_id, self.scheduler.job(job_id).position, 0)
@@ -613,7 +621,7 @@ class Simulation:
         self.look_at_waits()
         return plan
 
-    def seal(self, chunk: Chunk) -> None:
+    def commit(self, chunk: PrefillChunk) -> None:
         job, prompt = self.scheduler.job(chunk.id), self.prompts[chunk.id]
         end, size = job.position + chunk.tokens, self.scheduler.block_size
         new = {prompt[:at] for at in range(size, end + 1, size) if at > job.position}
@@ -623,7 +631,7 @@ class Simulation:
         self.look_up(chunk.id, end, chunk.tokens)
         self.go_on(chunk.id)
 
-    def look_at_half(self, plan: Plan) -> None:
+    def look_at_half(self, plan: StepPlan) -> None:
         """Half of the budget for the first reader, or in every second step at least."""
         readers = [self.jobs[job_id] for job_id in self.of(State.PREFILLING)]
         if not readers:
@@ -723,9 +731,9 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.simulation.of(State.PREFILLING, State.RUNNING))
     @rule(data=st.data())
-    def park(self, data: st.DataObject) -> None:
+    def preempt(self, data: st.DataObject) -> None:
         placed = self.simulation.of(State.PREFILLING, State.RUNNING)
-        self.simulation.park(data.draw(st.sampled_from(placed)))
+        self.simulation.preempt(data.draw(st.sampled_from(placed)))
 
     @precondition(lambda self: self.simulation.scheduler.in_line())
     @rule()
@@ -735,11 +743,11 @@ class Machine(RuleBasedStateMachine):
         job = simulation.scheduler.in_line()[0]
         placed = [simulation.jobs[i] for i in simulation.of(State.PREFILLING, State.RUNNING)]
         lower = [other for other in placed if other.priority < job.priority]
-        found = simulation.scheduler.to_park(job)
+        found = simulation.scheduler.to_preempt(job)
         cheapest = sorted(lower, key=lambda j: (j.priority, -j.arrived, -j.id))
         assert found == ids(cheapest)
         for job_id in found[:1]:
-            simulation.park(job_id)
+            simulation.preempt(job_id)
 
     @precondition(lambda self: self.started)
     @rule(data=st.data(), event=st.sampled_from(EVENTS))
@@ -754,7 +762,7 @@ class Machine(RuleBasedStateMachine):
         state = simulation.states[job_id]
         placed = simulation.of(State.PREFILLING, State.RUNNING)
         full = event == "admit" and len(placed) >= simulation.scheduler.max_batch_size
-        unread = event == "read" and simulation.jobs[job_id].left
+        unread = event == "prefilled" and simulation.jobs[job_id].left
         if (state, event) not in NEXT or full or unread:
             with pytest.raises(ValueError):
                 simulation.scheduler.act(job_id, event)
@@ -848,8 +856,10 @@ def test_n_answers_read_their_prompt_once() -> None:
 
 
 class PassesTheBudget(Scheduler):
-    def _prefill(self, readers: list[module._Reader]) -> tuple[Chunk, ...]:
-        return tuple(Chunk(r.job.id, self._whole(r.job, self.budget_tokens)) for r in readers)
+    def _prefill(self, readers: list[module._Reader]) -> tuple[PrefillChunk, ...]:
+        return tuple(
+            PrefillChunk(r.job.id, self._whole(r.job, self.budget_tokens)) for r in readers
+        )
 
 
 class CutsBlocks(Scheduler):
@@ -889,14 +899,14 @@ class TakesNoTurns(Scheduler):
 
 
 class ForgetsOneThatRuns(Scheduler):
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         plan = super().plan()
-        return Plan(plan.decode[:3], plan.prefill)
+        return StepPlan(plan.decode[:3], plan.prefill)
 
 
 class ForgetsTheParked(Scheduler):
     def _enter(self, job: Job) -> None:
-        if job.state is not State.PARKED:
+        if job.state is not State.PREEMPTED:
             super()._enter(job)
 
 
@@ -1009,7 +1019,7 @@ def test_check_notices_what_is_lost_doubled_or_too_many() -> None:
             broken(how)
     scheduler = make()
     admitted(scheduler, Job(1, left=0))
-    scheduler.act(1, "read")
+    scheduler.act(1, "prefilled")
     scheduler.job(1).left = 3
     with pytest.raises(AssertionError, match="left: 3"):
         scheduler.check()
@@ -1018,23 +1028,26 @@ def test_check_notices_what_is_lost_doubled_or_too_many() -> None:
 @pytest.mark.parametrize(
     ("plan", "fault"),
     [
-        (Plan((), (Chunk(2, 8), Chunk(3, 8))), "not all that run"),
-        (Plan((1, 1), (Chunk(2, 8), Chunk(3, 8))), "not all that run"),
-        (Plan((1,), (Chunk(2, 4), Chunk(2, 4), Chunk(3, 8))), "two chunks"),
-        (Plan((1,), (Chunk(2, 12), Chunk(3, 8))), "more than the budget"),
-        (Plan((1,), (Chunk(1, 4), Chunk(2, 8))), "nothing to read"),
-        (Plan((1,), (Chunk(2, 8), Chunk(4, 8))), "read twice"),
-        (Plan((1,), (Chunk(2, 8), Chunk(3, 0))), "empty"),
-        (Plan((1,), (Chunk(2, 12), Chunk(3, 3))), "inside a block"),
-        (Plan((1,), (Chunk(2, 8), Chunk(3, 4))), "somebody could use"),
+        (StepPlan((), (PrefillChunk(2, 8), PrefillChunk(3, 8))), "not all that run"),
+        (StepPlan((1, 1), (PrefillChunk(2, 8), PrefillChunk(3, 8))), "not all that run"),
+        (
+            StepPlan((1,), (PrefillChunk(2, 4), PrefillChunk(2, 4), PrefillChunk(3, 8))),
+            "two chunks",
+        ),
+        (StepPlan((1,), (PrefillChunk(2, 12), PrefillChunk(3, 8))), "more than the budget"),
+        (StepPlan((1,), (PrefillChunk(1, 4), PrefillChunk(2, 8))), "nothing to read"),
+        (StepPlan((1,), (PrefillChunk(2, 8), PrefillChunk(4, 8))), "read twice"),
+        (StepPlan((1,), (PrefillChunk(2, 8), PrefillChunk(3, 0))), "empty"),
+        (StepPlan((1,), (PrefillChunk(2, 12), PrefillChunk(3, 3))), "inside a block"),
+        (StepPlan((1,), (PrefillChunk(2, 8), PrefillChunk(3, 4))), "somebody could use"),
     ],
 )
-def test_the_rules_notice_a_broken_plan(plan: Plan, fault: str) -> None:
+def test_the_rules_notice_a_broken_plan(plan: StepPlan, fault: str) -> None:
     jobs = [
         Job(1, state=State.RUNNING),
-        Job(2, left=40, next_key=b"a", state=State.PREFILLING),
+        Job(2, left=40, next_block_hash=b"a", state=State.PREFILLING),
         Job(3, left=10, state=State.PREFILLING),
-        Job(4, left=40, next_key=b"a", state=State.PREFILLING),
+        Job(4, left=40, next_block_hash=b"a", state=State.PREFILLING),
     ]
-    assert faults(Plan((1,), (Chunk(2, 8), Chunk(3, 8))), jobs, 16, 4) == []
+    assert faults(StepPlan((1,), (PrefillChunk(2, 8), PrefillChunk(3, 8))), jobs, 16, 4) == []
     assert any(fault in each for each in faults(plan, jobs, 16, 4))

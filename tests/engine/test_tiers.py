@@ -82,7 +82,7 @@ def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
                 return type(found)(layers)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tier_module, "Landing", Wrong)
+            patch.setattr(tier_module, "RestoreBuffer", Wrong)
             assert ask(core, asked) != expected
 
 
@@ -291,10 +291,10 @@ def test_a_disk_that_hangs_is_not_waited_for(
                 core.check()
             assert said(handle) == expected
             assert core.stats().restored_tokens == 0
-            assert core.cold is not None
-            assert core.cold.paid_bytes == 288 * core.runner.token_bytes, "it is there still"
+            assert core.tiers is not None
+            assert core.tiers.paid_bytes == 288 * core.runner.token_bytes, "it is there still"
         settle(core)
-        assert core.cold.paid_bytes == 0
+        assert core.tiers.paid_bytes == 0
 
 
 def test_who_leaves_while_the_disk_is_read_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_memory_of_a_restore_is_what_is_restored(tmp_path: Path) -> None:
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         handle = submit(core, asked, max_tokens=1)
-        core.places.admit()
+        core.admission.admit()
         until = time.monotonic() + SOON
         while core.stats().restored_tokens < 896:  # a step without the model's part
             assert time.monotonic() < until
@@ -339,7 +339,7 @@ def test_room_is_made_for_what_is_restored(tmp_path: Path) -> None:
     asked = [prompt(300, seed) for seed in range(3)]
     expected = [cold_text(tokens) for tokens in asked]
     with running(tmp_path) as core:
-        core.set_limit(core.room.fixed_bytes + 340 * core.runner.token_bytes + 400_000)
+        core.set_limit(core.budget.fixed_bytes + 340 * core.runner.token_bytes + 400_000)
         for turn in range(3):
             assert [ask(core, tokens) for tokens in asked] == expected, turn
         assert core.prefixes.counts.evicted_nodes > 0
@@ -355,7 +355,7 @@ def test_a_damaged_record_costs_itself_alone(block: int, tmp_path: Path) -> None
     expected = cold_text(asked)
     with running(tmp_path) as core:
         ask(core, asked)
-        keys = core.prefixes.keys(asked)
+        keys = core.prefixes.block_hashes(asked)
     path = next(path for path in files(tmp_path) if keys[block].hex() in path.name)
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 4
@@ -396,7 +396,7 @@ def test_an_abort_in_mid_prefill_keeps_finished_blocks(tmp_path: Path) -> None:
 def test_cheap_blocks_are_written_when_they_are_asked_for_again(tmp_path: Path) -> None:
     asked = prompt(200)
     with running(tmp_path) as core:
-        core.pace.prefill_seconds = lambda tokens: 0.0  # type: ignore[method-assign]
+        core.prefill_rate.prefill_seconds = lambda tokens: 0.0  # type: ignore[method-assign]
         ask(core, asked)
         assert not files(tmp_path)
         ask(core, asked)
@@ -461,7 +461,7 @@ def test_what_is_worth_most_is_read_ahead_of_all_requests(tmp_path: Path) -> Non
         assert ssd(core).counts.read_blocks == reads
         assert core.stats().hit_tokens == 2 * 191
     with running(tmp_path) as core:
-        core.set_limit(core.room.fixed_bytes + 240 * core.runner.token_bytes)
+        core.set_limit(core.budget.fixed_bytes + 240 * core.runner.token_bytes)
         assert core.preload() == 192, "the one that was used last; nothing gives way for others"
         core.check()
         core.set_limit(200_000_000)
@@ -474,10 +474,10 @@ def test_what_is_on_the_disk_is_explained(tmp_path: Path) -> None:
         ask(core, prompt(200))
         core.prefixes.clear()
         found = core.explain(prompt(200), ask_disk=True)
-        assert (found.held_tokens, found.on_disk_tokens) == (0, 192)
+        assert (found.held_tokens, found.tier_tokens) == (0, 192)
         assert "192 tokens are on the disk" in found.reason
-        assert core.explain(prompt(200)).on_disk_tokens is None, "nobody asked"
-        assert core.explain(prompt(200, 9), ask_disk=True).on_disk_tokens == 0
+        assert core.explain(prompt(200)).tier_tokens is None, "nobody asked"
+        assert core.explain(prompt(200, 9), ask_disk=True).tier_tokens == 0
 
 
 def test_a_hit_in_memory_allocates_nothing_and_evicting_is_told(
@@ -494,7 +494,7 @@ def test_a_hit_in_memory_allocates_nothing_and_evicting_is_told(
         assert before == after
         assert core.stats().copied_bytes == copied
         core.prefixes.clear()
-    assert "tokens is given up" in caplog.text
+    assert "tokens is evicted" in caplog.text
 
 
 def test_hot_cache_only_means_it(tmp_path: Path) -> None:
@@ -502,7 +502,7 @@ def test_hot_cache_only_means_it(tmp_path: Path) -> None:
     with running(None, hot_cache_only=True) as core:
         ask(core, prompt(200))
         ask(core, prompt(200))
-        assert core.cold is None
+        assert core.tiers is None
         assert core.stats().ssd is None
         assert threading.active_count() == threads
     with (
@@ -524,7 +524,7 @@ def test_a_limit_that_is_too_small_says_so(tmp_path: Path) -> None:
 @contextmanager
 def stalled(core: Core) -> Iterator[None]:
     """Let the cold tier read nothing until the block ends; to be asked is no reading."""
-    assert core.cold is not None
+    assert core.tiers is not None
     go = threading.Event()
     whole = SSDStore.restore
 

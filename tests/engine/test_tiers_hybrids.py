@@ -15,7 +15,7 @@ from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring as restoring_module
 from penstock.engine.session_files import load_session, save_session
 from penstock.kv.states import StateForm
-from penstock.prefix.block_hashes import checkpoint_key
+from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.disk.disk_store import BLOCKS_NAME, block_file
 from penstock.tiers.record import FORMAT
 
@@ -45,8 +45,8 @@ def fresh() -> tuple[int, ...]:
 
 
 def checkpoint_file(folder: Path, core: Core, blocks: int) -> Path:
-    key = core.prefixes.keys(PROMPT)[blocks - 1]
-    return block_file(folder / FORMAT / BLOCKS_NAME, checkpoint_key(key))
+    key = core.prefixes.block_hashes(PROMPT)[blocks - 1]
+    return block_file(folder / FORMAT / BLOCKS_NAME, checkpoint_hash(key))
 
 
 def restored(folder: Path) -> tuple[int, tuple[int, ...]]:
@@ -128,7 +128,7 @@ def test_what_is_worth_most_is_read_ahead_with_its_checkpoint(folder: Path) -> N
 
 def test_nothing_gives_way_for_what_is_read_ahead(folder: Path) -> None:
     with running(folder, FAMILY) as core:
-        core.set_limit(core.room.fixed_bytes + 70 * core.runner.token_bytes)
+        core.set_limit(core.budget.fixed_bytes + 70 * core.runner.token_bytes)
         assert core.preload() == 0, "the states have no room"
         core.check()
         core.set_limit(200_000_000)
@@ -155,7 +155,7 @@ def test_the_folder_is_whole_and_counted(folder: Path) -> None:
         verdict = verify(opened, repair=False, progress=lambda _: None)
         assert verdict.faults == []
         keys = {entry.key: entry for entry in opened.index.entries()}
-        kept = [entry for entry in keys.values() if entry.key == checkpoint_key(entry.parent)]
+        kept = [entry for entry in keys.values() if entry.key == checkpoint_hash(entry.parent)]
         assert kept and all(entry.parent in keys for entry in kept)
         assert verdict.checked_blocks == len(keys)
 
@@ -172,8 +172,8 @@ def test_states_of_another_form_are_not_written(
 ) -> None:
     """Negative control: then nothing is restored, for nobody could go on."""
     with running(tmp_path / "cold", FAMILY) as core:
-        assert core.cold is not None
-        core.cold.tiers["ssd"]._state_form = StateForm.of(())
+        assert core.tiers is not None
+        core.tiers.tiers["ssd"]._state_form = StateForm.of(())
         ask(core, PROMPT)
     assert restored(tmp_path / "cold")[0] == 0
 
@@ -197,4 +197,4 @@ def test_a_session_takes_its_checkpoints_along(tmp_path: Path) -> None:
 
 
 def _everything_is_worth_the_disk(core: Core) -> None:
-    core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+    core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]

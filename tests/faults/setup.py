@@ -102,7 +102,7 @@ class Setup:
 
     def sequence(self, handle: Handle) -> Sequence:
         """Return the last answer's inside."""
-        return [s for s in self.core.places.sequences.values() if s.handle is handle][-1]
+        return [s for s in self.core.admission.sequences.values() if s.handle is handle][-1]
 
     def state(self, handle: Handle) -> State:
         if handle.events() or handle.done:
@@ -163,4 +163,4 @@ def made(**settings: Any) -> Iterator[Setup]:
         gc.enable()
         core.close()
         mx.set_cache_limit(setup.cache_limit)
-    assert mx.get_active_memory() - setup.others == core.room.weights_bytes
+    assert mx.get_active_memory() - setup.others == core.budget.weights_bytes

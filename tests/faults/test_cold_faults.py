@@ -75,7 +75,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keys(core: Core) -> list[str]:
-    return [key.hex() for key in core.prefixes.keys(PROMPT)]
+    return [key.hex() for key in core.prefixes.block_hashes(PROMPT)]
 
 
 def path_of(folder: Path, key: str) -> Path:
@@ -277,15 +277,15 @@ def test_what_others_have_put_there_is_in_nobodys_way(folder: Path, patient: Non
         core.prefixes.clear()
         assert assert_right(core) == WHOLE
         assert (ssd(core).off, ssd(core).faults) == (None, 0)
-        assert core.cold is not None and core.cold.tiers["ssd"].tier._thread.is_alive()
+        assert core.tiers is not None and core.tiers.tiers["ssd"].tier._thread.is_alive()
     assert (folder / "a folder" / "notes.txt").read_text() == "mine"
     assert (folder / ".DS_Store").exists()
 
 
 def wait_for_chores(core: Core) -> None:
     """Wait until index and files were compared."""
-    assert core.cold is not None
-    tier, until = core.cold.tiers["ssd"].tier, time.monotonic() + SOON
+    assert core.tiers is not None
+    tier, until = core.tiers.tiers["ssd"].tier, time.monotonic() + SOON
     while tier._chores is not None and tier._thread.is_alive():
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -531,7 +531,7 @@ def test_a_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bad spot of a disk: what lies there is given up, and all else is read again."""
+    """A bad spot of a disk: what lies there is evicted, and all else is read again."""
     bad = files(folder)[3].stat()
     real = os.preadv
 
@@ -549,8 +549,8 @@ def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
             core.prefixes.clear()
             until = time.monotonic() + SOON
             while ssd(core).off is not None:
-                assert core.cold is not None
-                core.cold.tiers["ssd"].tier.held([b"anything"]).result(SOON)
+                assert core.tiers is not None
+                core.tiers.tiers["ssd"].tier.held([b"anything"]).result(SOON)
                 assert time.monotonic() < until
             assert_right(core)
         assert ssd(core).faults == 1

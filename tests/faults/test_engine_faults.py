@@ -191,7 +191,7 @@ def test_an_error_that_somebody_keeps_keeps_no_arrays(how: Fault, only: Any) -> 
 
 def breaks_the_sampler(setup: Setup, handle: Handle) -> None:
     sequence = setup.sequence(handle)
-    sequence.chooser = Broken(sequence.chooser, sequence.generated_tokens + 1)
+    sequence.sampler = Broken(sequence.sampler, sequence.generated_tokens + 1)
 
 
 def breaks_the_stops(setup: Setup, handle: Handle) -> None:
@@ -292,9 +292,9 @@ def test_out_of_memory_shrinks_the_cache_tries_again_and_then_fails_one(
             assert 0 < after.evicted_nodes - before.evicted_nodes < held, "half of it goes"
         handles = [*running, prefilling, waiting]
         failed = [handle for handle in handles if end_of(handle).error is not None]
-        # A chunk is tried again at once; a step is when all of it was parked and let in again.
+        # A chunk is tried again at once; a step is when all of it was preempted and let in again.
         assert len(failed) == after.failed == (times // 2 if only is reads_a_chunk else times - 1)
-        # Of a prompt that is given up, the second time is not counted.
+        # Of a prompt that is evicted, the second time is not counted.
         assert after.out_of_memory in (times, times - len(failed))
         for handle in failed:
             error = error_of(handle)
@@ -482,14 +482,14 @@ def in_state(setup: Setup, state: State, **settings: Any) -> tuple[Handle, list[
         return setup.ask(SHORT, **settings), others
     handle = setup.ask(BLOCK + 3, 30, **settings)
     setup.step(7)
-    if state is not State.PARKED:
+    if state is not State.PREEMPTED:
         return handle, []
     others = [setup.ask(SHORT, priority=1) for _ in range(3)]
     setup.step()
     return handle, others
 
 
-OPEN = [State.WAITING, State.PREFILLING, State.RUNNING, State.PARKED]
+OPEN = [State.WAITING, State.PREFILLING, State.RUNNING, State.PREEMPTED]
 
 
 @pytest.mark.parametrize("state", OPEN)
@@ -502,7 +502,7 @@ def test_cancel_gives_everything_back_at_once(state: State) -> None:
         assert (finish.reason, finish.error) == ("cancelled", None)
         assert_begins_right(handle)
         assert handle.choices[0].text == spell(handle.choices[0].tokens), "said, and not told"
-        assert (len(handle.choices[0].tokens) > 0) == (state in (State.RUNNING, State.PARKED))
+        assert (len(handle.choices[0].tokens) > 0) == (state in (State.RUNNING, State.PREEMPTED))
         setup.check()
         handle.cancel()  # again does nothing
         assert handle.events() == []
@@ -560,24 +560,24 @@ def test_time_is_up_in_any_state(state: State) -> None:
 # ---- priorities
 
 
-def test_a_higher_priority_parks_the_latest_of_the_lowest() -> None:
+def test_a_higher_priority_preempts_the_latest_of_the_lowest() -> None:
     with made() as setup:
         low = [setup.ask(BLOCK + i, 25, priority=p) for i, p in enumerate((0, 1, 0))]
         setup.step(6)
         high = setup.ask(SHORT, priority=2)
         setup.step()
         states = [setup.state(handle) for handle in low]
-        assert states == [State.RUNNING, State.RUNNING, State.PARKED]
+        assert states == [State.RUNNING, State.RUNNING, State.PREEMPTED]
         setup.until(high, State.DONE)
         assert [handle.done for handle in low] == [False] * 3
         setup.drain()
         for handle in (*low, high):
             assert_right(handle)
-        assert setup.core.stats().parkings == 1
+        assert setup.core.stats().preemptions == 1
         assert end_of(low[2]).usage.cached_tokens == 0, "its own work is no hit"
 
 
-def test_parked_again_and_again_an_answer_stays_right() -> None:
+def test_preempted_again_and_again_an_answer_stays_right() -> None:
     with made(max_batch_size=1) as setup:
         low = setup.ask(BLOCK + 5, 40)
         high = []
@@ -585,23 +585,23 @@ def test_parked_again_and_again_an_answer_stays_right() -> None:
             setup.step(4)
             high.append(setup.ask(SHORT, 2, priority=1))
         setup.drain()
-        assert setup.core.stats().parkings == 10
+        assert setup.core.stats().preemptions == 10
         for handle in (low, *high):
             assert_right(handle)
 
 
-def test_parked_while_prefilling() -> None:
+def test_preempted_while_prefilling() -> None:
     with made() as setup:
         long = setup.ask(LONG)
         setup.step(2)
         high = [setup.ask(SHORT, 3, priority=1) for _ in range(3)]
         setup.step()
-        assert setup.state(long) is State.PARKED
+        assert setup.state(long) is State.PREEMPTED
         setup.drain()
         for handle in (long, *high):
             assert_right(handle)
         stats = setup.core.stats()
-        assert (stats.parkings, stats.hit_tokens) == (1, 0)
+        assert (stats.preemptions, stats.hit_tokens) == (1, 0)
         assert stats.prompt_tokens == LONG + 3 * SHORT
         assert stats.prefilled_tokens == LONG - 1 + 3 * (SHORT - 1), "what was read is read again"
 
@@ -614,7 +614,7 @@ def test_equal_priorities_wait_for_their_turn() -> None:
         setup.step()
         assert setup.state(later) is State.WAITING
         setup.drain()
-        assert setup.core.stats().parkings == 0
+        assert setup.core.stats().preemptions == 0
         for handle in (*first, later):
             assert_right(handle)
 
@@ -702,7 +702,9 @@ def test_what_is_let_go_of_is_free_without_the_garbage_collector() -> None:
                 assert_right(handle)
             setup.core.prefixes.clear()
             setup.check()
-            assert setup.core.held_bytes == setup.core.room.weights_bytes + setup.core.tails.nbytes
+            assert (
+                setup.core.held_bytes == setup.core.budget.weights_bytes + setup.core.tails.nbytes
+            )
 
 
 def test_no_cycle_holds_an_array() -> None:
@@ -729,7 +731,7 @@ def test_close_counts_only_weights_and_the_empty_index() -> None:
             assert end_of(handle).reason == "cancelled"
             assert_begins_right(handle)
         left = {kind: n for kind, n in setup.core.ledger.by_class().items() if n}
-        weights, index = setup.core.room.weights_bytes, setup.core.prefixes.fixed_bytes
+        weights, index = setup.core.budget.weights_bytes, setup.core.prefixes.fixed_bytes
         assert left == {Kind.WEIGHTS: weights, Kind.INDEX: index}
         assert setup.core.idle
         setup.fixed = weights + index

@@ -17,8 +17,8 @@ from penstock.kv.attention import (
     LOG2_E,
     MASKED,
     POLYNOMIAL_FROM,
+    AttentionWindow,
     Partial,
-    Sight,
     attend_chunk,
     attend_parts,
     exp2,
@@ -28,7 +28,7 @@ from penstock.kv.attention import (
     ungrouped,
     weigh,
 )
-from penstock.kv.reads import DecodeStep, Part, Row, in_order
+from penstock.kv.reads import DecodeRow, DecodeStep, KVSpan, in_order
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 
@@ -48,10 +48,12 @@ def segment(tokens: int, seed: int, dtype: mx.Dtype) -> Segment:
     return Segment(((keys, values),))
 
 
-def decode(rows: list[Row], tails: Tails, sight: Sight, dtype: mx.Dtype) -> mx.array:
+def decode(
+    rows: list[DecodeRow], tails: Tails, attention_window: AttentionWindow, dtype: mx.Dtype
+) -> mx.array:
     """Let rows, in the order of `in_order`, attend once with random queries; (b, 2, 1, WIDTH)."""
     ordered = [rows[i] for i in in_order(rows)]
-    (reads,) = DecodeStep.of(ordered, tails).caches([sight])
+    (reads,) = DecodeStep.of(ordered, tails).caches([attention_window])
     new = normal(len(rows), 1, 1, WIDTH, seed=9, dtype=dtype)
     queries = normal(len(rows), 2, 1, WIDTH, seed=10, dtype=dtype)
     given = reads.update_and_fetch(new, -new)
@@ -65,12 +67,12 @@ def all_finite(x: mx.array) -> bool:
 @dtypes
 def test_a_row_whose_window_has_left_a_shared_part(dtype: mx.Dtype) -> None:
     """Its neighbour still sees the part, so both are scored against it; one sees nothing of it."""
-    shared = Part(segment(16, 1, dtype), 0, 16)
-    own = Part(segment(32, 3, dtype), 16, 32)
+    shared = KVSpan(segment(16, 1, dtype), 0, 16)
+    own = KVSpan(segment(32, 3, dtype), 16, 32)
     tails = Tails(2, 4, [LayerShape(1, WIDTH, WIDTH, dtype)])
     tails.ready()
-    rows = [Row((shared,), 16, 0, 0), Row((shared, own), 48, 1, 0)]
-    assert all_finite(decode(rows, tails, Sight(window=20), dtype))
+    rows = [DecodeRow((shared,), 16, 0, 0), DecodeRow((shared, own), 48, 1, 0)]
+    assert all_finite(decode(rows, tails, AttentionWindow(window=20), dtype))
 
 
 @dtypes
@@ -89,7 +91,7 @@ def test_many_columns_of_equal_score(dtype: mx.Dtype, columns: int, value: float
             columns=None,
             start=columns - 2,
             scale=1.0,
-            sight=Sight(),
+            attention_window=AttentionWindow(),
         )
     )
     for result in found:
@@ -103,37 +105,39 @@ def test_what_a_slot_held_before_is_of_no_account(stale: float) -> None:
     tails.ready()
     bad = mx.full((1, 1, 1, WIDTH), stale)
     tails.write_block(0, 0, 1, bad, bad)
-    rows = [Row((), 0, 0, 0), Row((), 2, 1, 2)]
-    assert not all_finite(decode(rows, tails, Sight(), mx.float32))  # the wipe is needed
+    rows = [DecodeRow((), 0, 0, 0), DecodeRow((), 2, 1, 2)]
+    assert not all_finite(decode(rows, tails, AttentionWindow(), mx.float32))  # the wipe is needed
     tails.wipe(0)
-    assert all_finite(decode(rows, tails, Sight(), mx.float32))
+    assert all_finite(decode(rows, tails, AttentionWindow(), mx.float32))
 
 
 # ---- sight
 
 
-sights = st.builds(Sight, st.none() | st.integers(1, 12), st.integers(0, 6))
+attention_windows = st.builds(AttentionWindow, st.none() | st.integers(1, 12), st.integers(0, 6))
 
 
-@given(sights, st.integers(0, 30))
-def test_what_is_said_of_a_sight_is_what_its_mask_shows(sight: Sight, position: int) -> None:
+@given(attention_windows, st.integers(0, 30))
+def test_what_is_said_of_a_sight_is_what_its_mask_shows(
+    attention_window: AttentionWindow, position: int
+) -> None:
     columns = range(position + 3)
-    (mask,) = sight.mask(mx.array([position]), mx.arange(len(columns))).tolist()
-    assert mask == [reference.sees(sight, position, column) for column in columns]
-    start = sight.starts_at(position)
+    (mask,) = attention_window.mask(mx.array([position]), mx.arange(len(columns))).tolist()
+    assert mask == [reference.sees(attention_window, position, column) for column in columns]
+    start = attention_window.starts_at(position)
     assert all(mask[start : position + 1])
-    assert not any(mask[sight.keep : start])
-    assert sight.sees_all(position) == all(mask[: position + 1])
+    assert not any(mask[attention_window.keep : start])
+    assert attention_window.sees_all(position) == all(mask[: position + 1])
 
 
-@given(sights, st.none() | st.integers(1, 12), st.integers(0, 30))
+@given(attention_windows, st.none() | st.integers(1, 12), st.integers(0, 30))
 def test_a_narrower_window_hides_the_kept_tokens(
-    sight: Sight, window: int | None, position: int
+    attention_window: AttentionWindow, window: int | None, position: int
 ) -> None:
     columns = mx.arange(position + 1)
-    (both,) = sight.within(window).mask(mx.array([position]), columns).tolist()
-    (seen,) = sight.mask(mx.array([position]), columns).tolist()
-    if window is not None and (sight.window is None or window < sight.window):
+    (both,) = attention_window.within(window).mask(mx.array([position]), columns).tolist()
+    (seen,) = attention_window.mask(mx.array([position]), columns).tolist()
+    if window is not None and (attention_window.window is None or window < attention_window.window):
         seen = [column > position - window for column in range(position + 1)]
     assert both == seen
 
@@ -197,12 +201,12 @@ HEADS, KV_HEADS, VALUE_WIDTH = 4, 2, 6
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 """Largest error of a mix of values of about 1."""
 FORMS = {
-    "everything": Sight(),
-    "window": Sight(window=5),
-    "window of 1": Sight(window=1),
-    "window and kept": Sight(window=5, keep=3),
+    "everything": AttentionWindow(),
+    "window": AttentionWindow(window=5),
+    "window of 1": AttentionWindow(window=1),
+    "window and kept": AttentionWindow(window=5, keep=3),
 }
-forms = pytest.mark.parametrize("sight", FORMS.values(), ids=FORMS)
+forms = pytest.mark.parametrize("attention_window", FORMS.values(), ids=FORMS)
 sinks_or_not = pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 
 
@@ -223,7 +227,7 @@ def test_grouping_can_be_undone_and_puts_heads_beside_their_key_head() -> None:
 @sinks_or_not
 @pytest.mark.parametrize("cuts", [(), (4,), (1, 2, 9), (3, 3 + 6, 14)], ids=str)
 def test_parts_merged(
-    dtype: mx.Dtype, sight: Sight, with_sinks: bool, cuts: tuple[int, ...]
+    dtype: mx.Dtype, attention_window: AttentionWindow, with_sinks: bool, cuts: tuple[int, ...]
 ) -> None:
     """One query a head at position 15; some parts hide all that they have."""
     tokens, position = 16, 15
@@ -234,7 +238,7 @@ def test_parts_merged(
     stacked = grouped(in_base_2(queries, 0.3), KV_HEADS)
     parts = []
     for start, stop in pairwise((0, *cuts, tokens)):
-        seen = sight.mask(mx.array([position]), mx.arange(start, stop))
+        seen = attention_window.mask(mx.array([position]), mx.arange(start, stop))
         half = (start + stop) // 2  # each in two pieces, under one softmax
         spans = [slice(start, half), slice(half, stop)]
         pieces = [[side[:, span] for span in spans] for side in (keys, values)]
@@ -248,7 +252,7 @@ def test_parts_merged(
         numbers(values),
         queries_at=[position],
         columns_at=range(tokens),
-        sight=sight,
+        attention_window=attention_window,
         scale=0.3,
         sinks=None if sinks is None else numbers(sinks),
     )
@@ -301,7 +305,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
 @pytest.mark.parametrize("past", [0, 12], ids="{} before".format)
 def test_a_chunk(
     dtype: mx.Dtype,
-    sight: Sight,
+    attention_window: AttentionWindow,
     with_sinks: bool,
     scores_at_once: int,
     past: int,
@@ -309,7 +313,7 @@ def test_a_chunk(
 ) -> None:
     """Seven queries: all together, by threes, and one by one."""
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", scores_at_once)
-    check_chunk(dtype, sight, with_sinks, list(range(past + 7)), past)
+    check_chunk(dtype, attention_window, with_sinks, list(range(past + 7)), past)
 
 
 @dtypes
@@ -320,11 +324,15 @@ def test_a_chunk_behind_a_gap(
 ) -> None:
     """Kept tokens, then what the window sees: the columns' positions are told."""
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", scores_at_once)
-    check_chunk(dtype, Sight(window=4, keep=3), with_sinks, [0, 1, 2, *range(27, 37)], 30)
+    check_chunk(dtype, AttentionWindow(window=4, keep=3), with_sinks, [0, 1, 2, *range(27, 37)], 30)
 
 
 def check_chunk(
-    dtype: mx.Dtype, sight: Sight, with_sinks: bool, columns: list[int], start: int
+    dtype: mx.Dtype,
+    attention_window: AttentionWindow,
+    with_sinks: bool,
+    columns: list[int],
+    start: int,
 ) -> None:
     """Let queries at `start` and behind read the columns at these positions."""
     n, m = columns[-1] + 1 - start, len(columns)
@@ -339,7 +347,7 @@ def check_chunk(
         columns=None if columns == list(range(m)) else mx.array(columns),
         start=start,
         scale=0.3,
-        sight=sight,
+        attention_window=attention_window,
         sinks=sinks,
     )
     assert ours.dtype == dtype
@@ -349,22 +357,24 @@ def check_chunk(
         numbers(values[0]),
         queries_at=range(start, start + n),
         columns_at=columns,
-        sight=sight,
+        attention_window=attention_window,
         scale=0.3,
         sinks=None if sinks is None else numbers(sinks),
     )
     assert_close(ours[0], true, dtype)
 
 
-def sees_the_next_one(sight: Sight, queries: mx.array, columns: mx.array) -> mx.array:
+def sees_the_next_one(
+    attention_window: AttentionWindow, queries: mx.array, columns: mx.array
+) -> mx.array:
     return columns[None] <= queries[:, None] + 1
 
 
 def test_the_comparison_sees_one_column_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_chunk(mx.float32, Sight(window=5), False, list(range(19)), 12)
-    monkeypatch.setattr(Sight, "mask", sees_the_next_one)
+    check_chunk(mx.float32, AttentionWindow(window=5), False, list(range(19)), 12)
+    monkeypatch.setattr(AttentionWindow, "mask", sees_the_next_one)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        check_chunk(mx.float32, Sight(window=5), False, list(range(19)), 12)
+        check_chunk(mx.float32, AttentionWindow(window=5), False, list(range(19)), 12)
 
 
 def test_the_comparison_sees_parts_that_are_not_weighed_against_each_other() -> None:

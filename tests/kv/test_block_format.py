@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from penstock.kv.block_format import Forms
-from penstock.kv.quantization import Quantisation
+from penstock.kv.block_format import BlockFormats
+from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
@@ -14,9 +14,11 @@ SHAPES = [LayerShape(2, 64, 64, mx.float32)] * 2
 BLOCK = 64
 
 
-def forms(name: str, raw_tokens: int = 0, raw_layers: frozenset[int] = frozenset()) -> Forms:
-    rule = Quantisation.of(name, block_size=BLOCK, first_tokens=raw_tokens, skip_layers=raw_layers)
-    return Forms(SHAPES, BLOCK, rule)
+def forms(name: str, raw_tokens: int = 0, raw_layers: frozenset[int] = frozenset()) -> BlockFormats:
+    rule = QuantizationRule.of(
+        name, block_size=BLOCK, first_tokens=raw_tokens, skip_layers=raw_layers
+    )
+    return BlockFormats(SHAPES, BLOCK, rule)
 
 
 def block(largest: float = 1.0) -> Segment:
@@ -36,7 +38,7 @@ def test_the_first_blocks_stay_as_they_are() -> None:
     assert found.nbytes(0, 5) == 2 * raw + 3 * coded
     assert found.nbytes(3, 5) == 2 * coded
     assert (found.most_block_bytes, found.coded_block_bytes) == (raw, coded)
-    assert Forms(SHAPES, BLOCK).coded_block_bytes == 0
+    assert BlockFormats(SHAPES, BLOCK).coded_block_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["4", "turbo2.5", "kivi4", "raw/turbo3"])
@@ -48,7 +50,7 @@ def test_a_block_is_held_as_its_number_says(name: str) -> None:
     assert held.nbytes == found.nbytes(1, 2) < given.nbytes
     assert held.layers[1] == given.layers[1]
     assert found.held(held, 1) is held
-    assert found.held(held, 0) is None, "it cannot be widened again"
+    assert found.held(held, 0) is None, "it cannot be dequantized again"
 
 
 def test_what_a_codec_cannot_hold_is_not_held_otherwise() -> None:

@@ -64,7 +64,7 @@ def test_it_takes_what_the_formula_says_and_is_read_as_what_it_stands_for(
     coded = codec.encode(x)
     assert 8 * coded.nbytes == codec.token_bits(dim) * HEADS * TOKENS
     assert coded.tokens == TOKENS
-    wide = coded.widen()
+    wide = coded.dequantize()
     assert wide.shape == x.shape
     assert wide.dtype == mx.float32
     queries = normal(HEADS, 3, dim, seed=1)
@@ -101,7 +101,7 @@ def test_every_way_encodes_a_vector_to_the_same_bits(codec: Codec, dim: int) -> 
 def test_the_codebook_loses_what_theory_says(name: str, least: float, dim: int) -> None:
     """Of normal numbers; a vector's own length is known besides, which is one number of `dim`."""
     x = normal(1, 16, 512, dim)
-    lost = x - side(name, keys=False).encode(x).widen()
+    lost = x - side(name, keys=False).encode(x).dequantize()
     error = float((lost * lost).sum() / (x * x).sum())
     assert 0.96 * least * (1 - 2 / dim) <= error <= 1.02 * least
 
@@ -111,14 +111,14 @@ def test_the_codebook_loses_what_theory_says(name: str, least: float, dim: int) 
 )
 def test_the_even_grid_loses_little_more(name: str, most: float) -> None:
     x = normal(1, 16, 1_024, 128)
-    lost = x - side(name, keys=False).encode(x).widen()
+    lost = x - side(name, keys=False).encode(x).dequantize()
     assert float((lost * lost).sum() / (x * x).sum()) < most
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("turbo")])
 def test_products_of_keys_with_themselves_are_right(name: str) -> None:
     x = normal(1, 16, 1_024, 128)
-    wide = side(name).encode(x).widen()
+    wide = side(name).encode(x).dequantize()
     along = (x * wide).sum(axis=-1) / (x * x).sum(axis=-1)
     assert abs(float(along.mean()) - 1) < 0.002
     assert off(along, mx.ones(along.shape)) < 0.01
@@ -139,7 +139,7 @@ def test_zeros_stay_zeros(name: str) -> None:
     for keys in (True, False):
         coded = side(name, keys=keys).encode(mx.zeros((1, HEADS, TOKENS, 64)))
         assert coded.is_finite()
-        assert off(coded.widen(), mx.zeros((1, HEADS, TOKENS, 64))) == 0
+        assert off(coded.dequantize(), mx.zeros((1, HEADS, TOKENS, 64))) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -378,11 +378,11 @@ def test_few_codes_are_floats_at_the_same_time(name: str, tokens: int) -> None:
 def test_a_rotation_keeps_products_and_is_undone(dim: int) -> None:
     x, y = normal(5, dim), normal(7, dim, seed=1)
     for width in (dim, -(-dim // 32) * 32):
-        turned = rotate(x, width)
-        assert turned.shape == (5, width)
+        transform_query = rotate(x, width)
+        assert transform_query.shape == (5, width)
         also = rotate(y, width).T
-        assert off(turned @ also, x @ y.T) < product_error(turned, also)
-        assert off(rotate_back(turned, dim), x) < 1e-5
+        assert off(transform_query @ also, x @ y.T) < product_error(transform_query, also)
+        assert off(rotate_back(transform_query, dim), x) < 1e-5
 
 
 def test_a_rotation_spreads_what_is_large() -> None:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from penstock.kv import columns as col
-from penstock.kv.attention import Sight
+from penstock.kv.attention import AttentionWindow
 from penstock.kv.codecs import Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
 from penstock.kv.reads import (
     ChunkReads,
     DecodeReads,
+    DecodeRow,
     DecodeStep,
     JoinedReads,
-    Part,
-    Row,
+    KVSpan,
     join_parts,
 )
 from penstock.kv.segment import Segment
@@ -31,7 +31,7 @@ SCHEMES = (
     *("affine4", "k8v4", "turbo3", "turbo2.5", "turbo4c", "kivi4", "kivi5/turbo3.5", "raw/4"),
     *(f"{name}{SCALED}" for name in ("turbo4", "turbo2.5", "k8v4")),
 )
-SIGHTS = (Sight(), Sight(100, 8), Sight(70))
+SIGHTS = (AttentionWindow(), AttentionWindow(100, 8), AttentionWindow(70))
 
 
 def normal(*shape: int, seed: int = 0) -> mx.array:
@@ -52,9 +52,9 @@ def parsed(name: str) -> Scheme:
     return scheme.scaled(lambda: (tuple(head.tobytes() for head in exponents),))
 
 
-def widened(found: Segment) -> Segment:
+def dequantized(found: Segment) -> Segment:
     def wide(side: Side) -> Side:
-        return side.widen() if isinstance(side, Coded) else side
+        return side.dequantize() if isinstance(side, Coded) else side
 
     return Segment(tuple((wide(keys), wide(values)) for keys, values in found.layers))
 
@@ -65,15 +65,15 @@ def tree(scheme: str) -> list[Segment]:
     return [runs[0], runs[1].encoded(parsed(scheme)), runs[2].encoded(parse_scheme("8"))]
 
 
-def rows(runs: list[Segment]) -> list[Row]:
+def rows(runs: list[Segment]) -> list[DecodeRow]:
     """Return three rows: the second shares two runs with the first, the third the first one."""
     starts = [0, 64, 192]
-    parts = [Part(run, start, run.tokens) for run, start in zip(runs, starts, strict=True)]
-    cut = Part(runs[1], 64, 100)
+    parts = [KVSpan(run, start, run.tokens) for run, start in zip(runs, starts, strict=True)]
+    cut = KVSpan(runs[1], 64, 100)
     return [
-        Row(tuple(parts), 384 + 2, 0, 2),
-        Row(tuple(parts[:2]), 192 + 1, 1, 1),
-        Row((parts[0], cut), 164 + 3, 2, 3),
+        DecodeRow(tuple(parts), 384 + 2, 0, 2),
+        DecodeRow(tuple(parts[:2]), 192 + 1, 1, 1),
+        DecodeRow((parts[0], cut), 164 + 3, 2, 3),
     ]
 
 
@@ -87,9 +87,9 @@ def tails() -> Tails:
     return made
 
 
-def decoded(chosen: list[Row], sight: Sight) -> mx.array:
+def decoded(chosen: list[DecodeRow], attention_window: AttentionWindow) -> mx.array:
     step = DecodeStep.of(chosen, tails())
-    reads = DecodeReads(step, 0, sight)
+    reads = DecodeReads(step, 0, attention_window)
     own = [normal(3, KV_HEADS, 1, DIM, seed=900 + i) for i in range(2)]
     slots = mx.array([row.slot for row in chosen])
     keys, values = reads.update_and_fetch(own[0][slots], own[1][slots])
@@ -101,42 +101,44 @@ def off(found: mx.array, wanted: mx.array) -> float:
     return float(mx.abs(found - wanted).max())
 
 
-@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+@pytest.mark.parametrize("attention_window", SIGHTS, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_step_reads_what_the_codes_stand_for(scheme: str, sight: Sight) -> None:
+def test_a_step_reads_what_the_codes_stand_for(
+    scheme: str, attention_window: AttentionWindow
+) -> None:
     coded = tree(scheme)
-    wide = [widened(run) for run in coded]
-    together = decoded(rows(coded), sight)
-    assert off(together, decoded(rows(wide), sight)) < 1e-5
+    wide = [dequantized(run) for run in coded]
+    together = decoded(rows(coded), attention_window)
+    assert off(together, decoded(rows(wide), attention_window)) < 1e-5
     for i in range(3):
-        alone = decoded([rows(coded)[i]], sight)
+        alone = decoded([rows(coded)[i]], attention_window)
         assert off(alone, together[i : i + 1]) < 1e-5, "a batch says what each says alone"
 
 
-@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+@pytest.mark.parametrize("attention_window", SIGHTS, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_chunk_reads_them_too(scheme: str, sight: Sight) -> None:
+def test_a_chunk_reads_them_too(scheme: str, attention_window: AttentionWindow) -> None:
     def attended(runs: list[Segment]) -> mx.array:
         parts = rows(runs)[0].parts
-        reads = ChunkReads(0, sight, parts, 384)
+        reads = ChunkReads(0, attention_window, parts, 384)
         own = [normal(1, KV_HEADS, 16, DIM, seed=30 + i) for i in range(2)]
         keys, values = reads.update_and_fetch(own[0], own[1])
         queries = normal(1, HEADS, 16, DIM, seed=9)
         return reads.attend(queries, keys, values, SCALE, reads.make_mask(16))
 
     coded = tree(scheme)
-    assert off(attended(coded), attended([widened(run) for run in coded])) < 1e-5
+    assert off(attended(coded), attended([dequantized(run) for run in coded])) < 1e-5
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_models_that_need_joined_kv_get_it_wide(scheme: str) -> None:
     def joined(runs: list[Segment]) -> tuple[mx.array, mx.array]:
-        reads = JoinedReads(0, Sight(), rows(runs)[0].parts, 384)
+        reads = JoinedReads(0, AttentionWindow(), rows(runs)[0].parts, 384)
         own = [normal(1, KV_HEADS, 4, DIM, seed=60 + i) for i in range(2)]
         return reads.update_and_fetch(own[0], own[1])
 
     coded = tree(scheme)
-    for found, wanted in zip(joined(coded), joined([widened(r) for r in coded]), strict=True):
+    for found, wanted in zip(joined(coded), joined([dequantized(r) for r in coded]), strict=True):
         assert found.dtype == mx.float32
         assert mx.array_equal(found, wanted)
 
@@ -144,7 +146,9 @@ def test_models_that_need_joined_kv_get_it_wide(scheme: str) -> None:
 def test_another_codec_is_seen() -> None:
     """A negative control: the comparison would see codes that are read wrongly."""
     coded, other = tree("turbo3"), tree("turbo4")
-    assert off(decoded(rows(coded), Sight()), decoded(rows(other), Sight())) > 1e-3
+    assert (
+        off(decoded(rows(coded), AttentionWindow()), decoded(rows(other), AttentionWindow())) > 1e-3
+    )
 
 
 def test_scales_that_the_query_does_not_have_are_seen() -> None:
@@ -155,8 +159,8 @@ def test_scales_that_the_query_does_not_have_are_seen() -> None:
     bare = parse_scheme("turbo4").keys
     assert bare is not None
     forgotten = Segment(((Coded(bare, keys.parts, keys.dim), values),))
-    found = decoded(rows([scaled[0], forgotten, scaled[2]]), Sight())
-    assert off(found, decoded(rows(scaled), Sight())) > 1e-2
+    found = decoded(rows([scaled[0], forgotten, scaled[2]]), AttentionWindow())
+    assert off(found, decoded(rows(scaled), AttentionWindow())) > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -172,7 +176,7 @@ def test_half_precision_beside_codes(scheme: str, dtype: mx.Dtype) -> None:
         made = Tails(3, TAIL, [LayerShape(KV_HEADS, DIM, DIM, kind)])
         made.ready()
         step = DecodeStep.of(rows(runs), made)
-        reads = DecodeReads(step, 0, Sight())
+        reads = DecodeReads(step, 0, AttentionWindow())
         own = [normal(3, KV_HEADS, 1, DIM, seed=900 + i).astype(kind) for i in range(2)]
         keys, values = reads.update_and_fetch(own[0], own[1])
         queries = normal(3, HEADS, 1, DIM, seed=77).astype(kind)
@@ -249,9 +253,11 @@ def test_encoding_takes_little_more_than_it_makes() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("scheme", ["kivi4/turbo4", "k8v4", "4"])
-@pytest.mark.parametrize("sight", [Sight(), Sight(100), Sight(130, 40)])
+@pytest.mark.parametrize(
+    "attention_window", [AttentionWindow(), AttentionWindow(100), AttentionWindow(130, 40)]
+)
 def test_what_a_chunk_joins_piece_by_piece_is_what_it_joins_at_once(
-    sight: Sight, scheme: str, dtype: mx.Dtype
+    attention_window: AttentionWindow, scheme: str, dtype: mx.Dtype
 ) -> None:
     """In the model's type, and to the bit: a window may begin within a span of tokens."""
     runs = [
@@ -259,12 +265,12 @@ def test_what_a_chunk_joins_piece_by_piece_is_what_it_joins_at_once(
         for run in (segment(64, 1), segment(2_048, 2))
     ]
     coded = Segment(runs[1].layers).encoded(parse_scheme(scheme))
-    parts = (Part(runs[0], 0, 64), Part(coded, 64, 2_048))
+    parts = (KVSpan(runs[0], 0, 64), KVSpan(coded, 64, 2_048))
     keys, values = (normal(1, KV_HEADS, 5, DIM, seed=i).astype(dtype) for i in (7, 8))
     for position in (2_112, 128):
-        seen = parts if position == 2_112 else (parts[0], Part(coded, 64, 64))
+        seen = parts if position == 2_112 else (parts[0], KVSpan(coded, 64, 64))
         pieces, at_once = (
-            join_parts(seen, 0, sight, position, (keys, values), lazily=lazily)
+            join_parts(seen, 0, attention_window, position, (keys, values), lazily=lazily)
             for lazily in (False, True)
         )
         for one, other in zip(pieces[:2], at_once[:2], strict=True):

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv.compressed import CompressedReads, RowReads, Rows, completed
-from penstock.kv.reads import Part
+from penstock.kv.reads import KVSpan
 from penstock.kv.segment import Segment
-from penstock.kv.states import Live
+from penstock.kv.states import RecurrentState
 
 RATIO = 4
 
@@ -59,7 +59,7 @@ class Kept:
 
 
 def step(
-    parts: list[Part], position: int, new: int, loose: mx.array | None, *, chunk: bool
+    parts: list[KVSpan], position: int, new: int, loose: mx.array | None, *, chunk: bool
 ) -> tuple[Segment, tuple[mx.array | None, ...], mx.array | None]:
     """Run a step that adds `new` rows, numbered on, as a model would; return the columns of
     twelve tokens, the state that is left, and the rows that the model was given."""
@@ -78,37 +78,37 @@ def step(
 def test_a_chunk_that_begins_with_a_group_has_its_rows_in_its_columns() -> None:
     first, state, _ = step([], 0, 3, None, chunk=True)
     assert state == (None, None, None, None)
-    _, _, found = step([Part(first, 0, 12)], 12, 0, None, chunk=True)
+    _, _, found = step([KVSpan(first, 0, 12)], 12, 0, None, chunk=True)
     assert found is not None
     assert mx.array_equal(found, numbers(3, 16))
 
 
 def test_what_a_decode_step_makes_is_loose_until_the_block_is_full() -> None:
     first, _, _ = step([], 0, 1, None, chunk=True)  # six tokens: a row, and two that wait
-    parts = [Part(first, 0, 6)]
+    parts = [KVSpan(first, 0, 6)]
     _, state, found = step(parts, 7, 1, None, chunk=False)
     assert found is not None and found.shape[1] == 1
     _, state, found = step(parts, 11, 1, state[3], chunk=False)
     assert found is not None and mx.array_equal(found, numbers(2, 16))
     loose = state[3]
     assert loose is not None and mx.array_equal(loose, numbers(2, 16, 1))
-    live = Live((tuple(state),), own=True)
+    live = RecurrentState((tuple(state),), own=True)
     whole, left = completed(first, live, {0: rows_of()})
     assert left.states == ((None, None, None, None),)
-    _, _, found = step([Part(whole, 0, 12)], 12, 0, None, chunk=True)
+    _, _, found = step([KVSpan(whole, 0, 12)], 12, 0, None, chunk=True)
     assert found is not None and mx.array_equal(found, numbers(3, 16))
 
 
 def test_a_chunk_that_begins_within_a_group_leaves_its_rows_loose() -> None:
     first, _, _ = step([], 0, 0, None, chunk=True)  # two tokens
-    _, state, found = step([Part(first, 0, 2)], 2, 2, None, chunk=True)
+    _, state, found = step([KVSpan(first, 0, 2)], 2, 2, None, chunk=True)
     assert found is None
     assert state[3] is not None and state[3].shape[1] == 2
 
 
 def test_more_loose_rows_than_a_segment_has_tokens_for_are_an_error() -> None:
     segment, _, _ = step([], 0, 0, None, chunk=True)
-    live = Live(((None, None, None, numbers(4, 16)),), own=True)
+    live = RecurrentState(((None, None, None, numbers(4, 16)),), own=True)
     with pytest.raises(AssertionError, match="4 loose rows of 12 tokens"):
         completed(segment, live, {0: rows_of()})
 

@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kv import reads as reads_module
-from penstock.kv.attention import Sight
+from penstock.kv.attention import AttentionWindow
 from penstock.kv.reads import (
+    AttentionPlan,
     ChunkReads,
     DecodeReads,
+    DecodeRow,
     DecodeStep,
     JoinedReads,
-    Layout,
-    Part,
-    Row,
+    KVSpan,
     in_order,
-    lay_out,
+    plan_attention,
 )
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
@@ -51,11 +51,11 @@ class Node:
 class Scene:
     """Rows of one step, in the order of `in_order`, over segments of random numbers."""
 
-    sight: Sight
+    attention_window: AttentionWindow
     heads: int
     kv_heads: int
     seed: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[DecodeRow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
@@ -81,7 +81,14 @@ class Scene:
                 tails.write_block(0, slot, column, *self.sides(1, 1))
         return tails
 
-    def answer(self, queries: mx.array, held: Held, position: int, sight: Sight, sinks: Any) -> Any:
+    def answer(
+        self,
+        queries: mx.array,
+        held: Held,
+        position: int,
+        attention_window: AttentionWindow,
+        sinks: Any,
+    ) -> Any:
         """Return what queries (1, heads, n, d) at `position` and behind make of what is held."""
         return reference.attention(
             numbers(queries[0]),
@@ -89,7 +96,7 @@ class Scene:
             np.concatenate(held.values, axis=1),
             queries_at=range(position, position + queries.shape[2]),
             columns_at=held.positions,
-            sight=sight,
+            attention_window=attention_window,
             scale=SCALE,
             sinks=None if sinks is None else numbers(sinks),
         )
@@ -98,7 +105,7 @@ class Scene:
 class Held:
     """All that a row could see, copied together."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[KVSpan]) -> None:
         self.positions: list[int] = []
         self.keys: list[Numbers] = []
         self.values: list[Numbers] = []
@@ -116,10 +123,10 @@ class Held:
 def scenes(draw: st.DrawFn, *, tail: int = TAIL - 1) -> Scene:
     """Draw a tree, rows that end anywhere in it, runs of their own, tails, and a sight."""
     window = draw(st.none() | st.integers(1, 20))
-    sight = Sight(window, 0 if window is None else draw(st.integers(0, 8)))
+    attention_window = AttentionWindow(window, 0 if window is None else draw(st.integers(0, 8)))
     kv_heads = draw(st.integers(1, 2))
     heads = kv_heads * draw(st.integers(1, 3))
-    scene = Scene(sight, heads, kv_heads, draw(st.integers(0, 99)))
+    scene = Scene(attention_window, heads, kv_heads, draw(st.integers(0, 99)))
     paths: list[list[Node]] = [[]]
     for _ in range(draw(st.integers(0, 4))):
         above = draw(st.sampled_from(paths))
@@ -132,33 +139,33 @@ def scenes(draw: st.DrawFn, *, tail: int = TAIL - 1) -> Scene:
     return scene
 
 
-def _row(draw: st.DrawFn, scene: Scene, path: list[Node], slot: int, most: int) -> Row:
-    parts = [Part(node.segment, node.start, node.segment.tokens) for node in path]
+def _row(draw: st.DrawFn, scene: Scene, path: list[Node], slot: int, most: int) -> DecodeRow:
+    parts = [KVSpan(node.segment, node.start, node.segment.tokens) for node in path]
     if parts:  # the last node may go on behind what this row reads of it
         last = parts.pop()
-        parts.append(Part(last.segment, last.start, draw(st.integers(1, last.columns))))
-    runs: list[Part] = []
+        parts.append(KVSpan(last.segment, last.start, draw(st.integers(1, last.columns))))
+    runs: list[KVSpan] = []
     end = parts[-1].end if parts else 0
     for tokens in draw(st.lists(st.integers(1, 6), max_size=2)):
-        runs.append(Part(scene.segment(tokens), end, tokens))
+        runs.append(KVSpan(scene.segment(tokens), end, tokens))
         end += tokens
     if runs and draw(st.booleans()):
-        parts, runs = _without_unseen(parts, runs, scene.sight, end)
+        parts, runs = _without_unseen(parts, runs, scene.attention_window, end)
     tail = draw(st.integers(0, most))
-    return Row((*parts, *runs), end + tail, slot, tail)
+    return DecodeRow((*parts, *runs), end + tail, slot, tail)
 
 
 def _without_unseen(
-    path: list[Part], runs: list[Part], sight: Sight, end: int
-) -> tuple[list[Part], list[Part]]:
+    path: list[KVSpan], runs: list[KVSpan], attention_window: AttentionWindow, end: int
+) -> tuple[list[KVSpan], list[KVSpan]]:
     """Drop what no query from `end` on sees, as the engine does."""
-    nearest = sight.starts_at(end)
-    if nearest <= sight.keep:
+    nearest = attention_window.starts_at(end)
+    if nearest <= attention_window.keep:
         return path, runs
     if path and path[-1].end <= nearest:
-        path = [part for part in path if part.start < sight.keep]
+        path = [part for part in path if part.start < attention_window.keep]
     *others, last = runs
-    return path, [*(r for r in others if r.end > nearest or r.start < sight.keep), last]
+    return path, [*(r for r in others if r.end > nearest or r.start < attention_window.keep), last]
 
 
 def check_decode(scene: Scene, window: int | None = None, with_sinks: bool = False) -> None:
@@ -169,7 +176,7 @@ def check_decode(scene: Scene, window: int | None = None, with_sinks: bool = Fal
         held.append(Held(row.parts))
         if row.tail:
             held[-1].add(row.position - row.tail, *tails.read_block(0, row.slot, 1, row.tail))
-    (reads,) = DecodeStep.of(scene.rows, tails).caches([scene.sight])
+    (reads,) = DecodeStep.of(scene.rows, tails).caches([scene.attention_window])
     assert mx.array(reads.offset).reshape(-1).tolist() == [row.position for row in scene.rows]
     keys, values = scene.sides(b, 1)
     queries = scene.normal(b, scene.heads, 1, KEY_WIDTH)
@@ -181,7 +188,7 @@ def check_decode(scene: Scene, window: int | None = None, with_sinks: bool = Fal
     for i, row in enumerate(scene.rows):
         held[i].add(row.position, keys[i : i + 1], values[i : i + 1])
         true = scene.answer(
-            queries[i : i + 1], held[i], row.position, scene.sight.within(window), sinks
+            queries[i : i + 1], held[i], row.position, scene.attention_window.within(window), sinks
         )
         np.testing.assert_allclose(numbers(found[i]), true, atol=3e-6, err_msg=f"row {i}: {row}")
         # What was written is there for the next step.
@@ -206,12 +213,12 @@ def test_chunks(scene: Scene, n: int, window: int | None, with_sinks: bool) -> N
     keys, values = scene.sides(1, n)
     queries = scene.normal(1, scene.heads, n, KEY_WIDTH)
     sinks = scene.normal(scene.heads) if with_sinks else None
-    reads = ChunkReads(0, scene.sight, row.parts, row.position)
+    reads = ChunkReads(0, scene.attention_window, row.parts, row.position)
     mask = reads.make_mask(n, window_size=window)
     found = reads.attend(queries, *reads.update_and_fetch(keys, values), SCALE, mask, sinks)
     held = Held(row.parts)
     held.add(row.position, keys, values)
-    true = scene.answer(queries, held, row.position, scene.sight.within(window), sinks)
+    true = scene.answer(queries, held, row.position, scene.attention_window.within(window), sinks)
     np.testing.assert_allclose(numbers(found[0]), true, atol=3e-6)
     assert reads.keys is not None and mx.array_equal(reads.keys, keys)
 
@@ -226,7 +233,7 @@ def test_joined(scene: Scene, n: int, window: int | None, as_array: bool) -> Non
         n = 1
         held.add(row.position - row.tail, *tails.read_block(0, row.slot, 1, row.tail))
     tail = (tails, row.slot, row.tail) if n == 1 else None
-    reads = JoinedReads(0, scene.sight, row.parts, row.position, tail)
+    reads = JoinedReads(0, scene.attention_window, row.parts, row.position, tail)
     assert reads.empty() == (row.position == 0)
     mask = reads.make_mask(n, as_array, window)
     new = scene.sides(1, n)
@@ -237,14 +244,14 @@ def test_joined(scene: Scene, n: int, window: int | None, as_array: bool) -> Non
     queries = scene.normal(1, scene.heads, n, KEY_WIDTH)
     found = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask=mask)
     held.add(row.position, *new)
-    true = scene.answer(queries, held, row.position, scene.sight.within(window), None)
+    true = scene.answer(queries, held, row.position, scene.attention_window.within(window), None)
     np.testing.assert_allclose(numbers(found[0]), true, atol=3e-6)
 
 
 # ---- a shared part is read once
 
 
-def times_read(layout: Layout) -> Counter[int]:
+def times_read(layout: AttentionPlan) -> Counter[int]:
     """Count the units in which each segment is read."""
     units = [unit for level in layout.levels for unit in level]
     return Counter(
@@ -255,7 +262,7 @@ def times_read(layout: Layout) -> Counter[int]:
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(scenes())
 def test_every_part_is_read_once_for_all(scene: Scene) -> None:
-    layout = lay_out(scene.rows, scene.sight)
+    layout = plan_attention(scene.rows, scene.attention_window)
     assert all(times == 1 for times in times_read(layout).values())
     for level in layout.levels:
         rows = [row for unit in level for row in range(unit.first, unit.last)]
@@ -265,25 +272,25 @@ def test_every_part_is_read_once_for_all(scene: Scene) -> None:
 
 def family() -> Scene:
     """Two rows in each of two branches of a common part, one branch cut inside."""
-    scene = Scene(Sight(window=14, keep=3), 4, 2, seed=1)
+    scene = Scene(AttentionWindow(window=14, keep=3), 4, 2, seed=1)
     common, left, right = scene.segment(8), scene.segment(6), scene.segment(5)
-    run = Part(scene.segment(3), 12, 3)
+    run = KVSpan(scene.segment(3), 12, 3)
 
-    def row(slot: int, tail: int, *parts: Part) -> Row:
-        return Row((Part(common, 0, 8), *parts), parts[-1].end + tail, slot, tail)
+    def row(slot: int, tail: int, *parts: KVSpan) -> DecodeRow:
+        return DecodeRow((KVSpan(common, 0, 8), *parts), parts[-1].end + tail, slot, tail)
 
     rows = [
-        row(0, 1, Part(left, 8, 6)),
-        row(1, 0, Part(right, 8, 5)),
-        row(2, 2, Part(left, 8, 4), run),
-        row(3, 3, Part(right, 8, 5)),
+        row(0, 1, KVSpan(left, 8, 6)),
+        row(1, 0, KVSpan(right, 8, 5)),
+        row(2, 2, KVSpan(left, 8, 4), run),
+        row(3, 3, KVSpan(right, 8, 5)),
     ]
     scene.rows = [rows[i] for i in in_order(rows)]
     return scene
 
 
 def test_branches_are_units_of_one_level() -> None:
-    layout = lay_out(family().rows, Sight())
+    layout = plan_attention(family().rows, AttentionWindow())
     assert [[(u.first, u.last, len(u.pieces)) for u in level] for level in layout.levels[:2]] == [
         [(0, 4, 1)],
         [(0, 2, 1), (2, 4, 1)],
@@ -296,13 +303,13 @@ def test_rows_that_end_far_apart_in_a_segment_read_it_apart(
 ) -> None:
     """Else the short ones would be scored for all that the long one sees."""
     monkeypatch.setattr(reads_module, "APART", 4)
-    scene = Scene(Sight(), 4, 2, seed=1)
+    scene = Scene(AttentionWindow(), 4, 2, seed=1)
     long, behind = scene.segment(12), scene.segment(3)
     ends = (12, 3, 11, 4, 12)
-    rows = [Row((Part(long, 0, end),), end, slot, 0) for slot, end in enumerate(ends[:4])]
-    rows.append(Row((Part(long, 0, 12), Part(behind, 12, 3)), 15, 4, 0))
+    rows = [DecodeRow((KVSpan(long, 0, end),), end, slot, 0) for slot, end in enumerate(ends[:4])]
+    rows.append(DecodeRow((KVSpan(long, 0, 12), KVSpan(behind, 12, 3)), 15, 4, 0))
     scene.rows = [rows[i] for i in in_order(rows)]
-    layout = lay_out(scene.rows, scene.sight)
+    layout = plan_attention(scene.rows, scene.attention_window)
     assert sorted(stop for unit in layout.levels[0] for *_, stop in unit.pieces) == [4, 12]
     check_decode(scene)
 
@@ -310,38 +317,44 @@ def test_rows_that_end_far_apart_in_a_segment_read_it_apart(
 def test_the_count_sees_rows_out_of_order() -> None:
     """Negative control: neighbours that share nothing read a shared part one by one."""
     rows = family().rows
-    layout = lay_out([rows[0], rows[2], rows[1], rows[3]], Sight())
+    layout = plan_attention([rows[0], rows[2], rows[1], rows[3]], AttentionWindow())
     assert max(times_read(layout).values()) == 2
 
 
 def test_nothing_shared_beside_what_is() -> None:
     """A row that reads no part at all among those that do."""
     scene = family()
-    scene.rows = [Row((), 2, 4, 2), *scene.rows]
+    scene.rows = [DecodeRow((), 2, 4, 2), *scene.rows]
     check_decode(scene)
 
 
 # ---- negative controls of the comparison
 
 
-def one_too_many(sight: Sight, queries: mx.array, columns: mx.array) -> mx.array:
-    near = columns[None] > queries[:, None] - sight.window - 1
-    return (columns[None] <= queries[:, None]) & (near | (columns[None] < sight.keep))
+def one_too_many(
+    attention_window: AttentionWindow, queries: mx.array, columns: mx.array
+) -> mx.array:
+    near = columns[None] > queries[:, None] - attention_window.window - 1
+    return (columns[None] <= queries[:, None]) & (near | (columns[None] < attention_window.keep))
 
 
-def without_keep(sight: Sight, queries: mx.array, columns: mx.array) -> mx.array:
-    near = columns[None] > queries[:, None] - sight.window
+def without_keep(
+    attention_window: AttentionWindow, queries: mx.array, columns: mx.array
+) -> mx.array:
+    near = columns[None] > queries[:, None] - attention_window.window
     return (columns[None] <= queries[:, None]) & near
 
 
-def unshared_ends(sight: Sight, queries: mx.array, columns: mx.array) -> mx.array:
+def unshared_ends(
+    attention_window: AttentionWindow, queries: mx.array, columns: mx.array
+) -> mx.array:
     return mx.ones((queries.size, columns.size), mx.bool_)
 
 
 @pytest.mark.parametrize("wrong", [one_too_many, without_keep, unshared_ends])
 def test_the_comparison_sees_a_wrong_mask(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_decode(family())
-    monkeypatch.setattr(Sight, "mask", wrong)
+    monkeypatch.setattr(AttentionWindow, "mask", wrong)
     with pytest.raises(AssertionError, match="row"):
         check_decode(family())
 
@@ -362,7 +375,7 @@ def test_the_comparison_sees_a_tail_that_is_not_read(monkeypatch: pytest.MonkeyP
 def test_a_model_that_uses_what_it_was_given_otherwise_is_refused() -> None:
     """So that it is served joined keys and values, and never a wrong answer."""
     scene = family()
-    (reads,) = DecodeStep.of(scene.rows, scene.tails()).caches([scene.sight])
+    (reads,) = DecodeStep.of(scene.rows, scene.tails()).caches([scene.attention_window])
     queries = scene.normal(4, scene.heads, 1, KEY_WIDTH)
     keys, values = scene.sides(4, 1)
     mask = reads.make_mask(1)

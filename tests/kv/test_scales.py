@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from penstock.kv.attention import attend_parts, merged
-from penstock.kv.block_format import Form
+from penstock.kv.block_format import BlockFormat
 from penstock.kv.codecs import Codec, Scales, Scheme, parse_scheme
 from penstock.kv.codecs.scales import Squares, digest
-from penstock.kv.quantization import Quantisation
+from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 from rounding import product_error
@@ -125,14 +125,14 @@ def test_scores_are_those_of_what_the_codes_stand_for(name: str) -> None:
     keys, queries = outliers()
     held = codec(name).scaled(measured(keys, queries))
     coded = held.encode(keys)
-    wide = coded.widen()[0]
+    wide = coded.dequantize()[0]
     columns = wide.swapaxes(-1, -2)
     assert off(coded.score(queries), queries @ columns) < product_error(queries, columns)
     weights = mx.softmax(normal(HEADS, 3, TOKENS, seed=2), axis=-1)
     assert off(coded.mix(weights), weights @ wide) < product_error(weights, wide)
     for start, stop in ((0, 2), (2, 4), (1, 2)):
         some = coded.of_heads(start, stop)
-        assert mx.array_equal(some.widen()[0], wide[start:stop])
+        assert mx.array_equal(some.dequantize()[0], wide[start:stop])
         assert off(some.score(queries[start:stop]), coded.score(queries)[start:stop]) < 1e-5
 
 
@@ -142,7 +142,9 @@ def test_attention_by_codes_is_that_by_what_they_stand_for() -> None:
     values = normal(HEADS, TOKENS, DIM, seed=3)
     found = merged([attend_parts(queries, [held], [values])])
     # In float64: scores of 40 have an error of 1e-5 in float32 already.
-    wide, asked, mixed = (np.array(each, np.float64) for each in (held.widen()[0], queries, values))
+    wide, asked, mixed = (
+        np.array(each, np.float64) for each in (held.dequantize()[0], queries, values)
+    )
     scores = asked @ wide.swapaxes(-1, -2)
     weights = np.exp2(scores - scores.max(axis=-1, keepdims=True))
     wanted = weights @ mixed / weights.sum(axis=-1, keepdims=True)
@@ -234,12 +236,12 @@ def test_only_what_has_the_same_scales_is_joined() -> None:
     assert not held.joins(segment().encoded(parse_scheme("turbo4")))
     assert not held.joins(segment().encoded(layered(some, some)))
     shapes = [LayerShape(HEADS, DIM, DIM, mx.float32)] * 2
-    assert Form.of(shapes, layered((), some)).holds(held)
-    assert not Form.of(shapes, parse_scheme("turbo4")).holds(held)
+    assert BlockFormat.of(shapes, layered((), some)).holds(held)
+    assert not BlockFormat.of(shapes, parse_scheme("turbo4")).holds(held)
 
 
 def test_identities_differ_where_scales_do() -> None:
-    rule = Quantisation.of("turbo4", block_size=64, first_tokens=0)
+    rule = QuantizationRule.of("turbo4", block_size=64, first_tokens=0)
     assert rule is not None
     some = measured(*outliers())
     found = [

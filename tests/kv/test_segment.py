@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.block_format import Forms
+from penstock.kv.block_format import BlockFormats
 from penstock.kv.codecs import parse_scheme
 from penstock.kv.columns import arrays, columns
 from penstock.kv.quantization import piece_bytes
 from penstock.kv.reads import _sides
-from penstock.kv.segment import Segment, widened
+from penstock.kv.segment import Segment, dequantized
 from penstock.kv.states import Checkpoint
 from penstock.kv.tails import LayerShape
 
@@ -190,8 +190,8 @@ def test_codes_of_some_tokens_are_held_alike(name: str) -> None:
 def test_a_block_that_is_not_whole_is_not_written() -> None:
     shapes = [LayerShape(1, 1, 1, mx.float32)] * 2
     thin = numbered(0, 16).thinned(gone(0, 8))
-    assert Forms(shapes, 8).held(thin.part(0, 8), 0) is None
-    assert Forms(shapes, 8).held(thin.part(8, 16), 1) is not None
+    assert BlockFormats(shapes, 8).held(thin.part(0, 8), 0) is None
+    assert BlockFormats(shapes, 8).held(thin.part(8, 16), 1) is not None
 
 
 SIZES = [
@@ -264,5 +264,5 @@ def test_a_layer_that_holds_nothing_is_encoded_and_widened_beside_others(name: s
     sides = [mx.random.normal((1, 2, tokens, 64), key=mx.random.key(1)) for tokens in (0, 64)]
     scheme = parse_scheme(name)
     parts = [Segment(((side, side),)).encoded(scheme).layers[0][0] for side in sides]
-    wide = widened([(0, 0, parts[0]), (0, 0, parts[1])], 1, 64, mx.float32)
-    assert mx.array_equal(wide, parts[1].widen())
+    wide = dequantized([(0, 0, parts[0]), (0, 0, parts[1])], 1, 64, mx.float32)
+    assert mx.array_equal(wide, parts[1].dequantize())

@@ -97,7 +97,7 @@ def examine(family: str, *, whole: bool = True) -> Row:
             _check_restart(family, model)
         if whole and not any(map(_picks_columns, theirs.make_prompt_cache(model))):
             _check_window(family, model)
-    way = core.runner.fitness.way if core.runner.sights else "-"
+    way = core.runner.fitness.way if core.runner.attention_windows else "-"
     walks = core.runner.is_recurrent
     why = "goes on where states were kept" if walks else ""
     if way == "joined":
@@ -268,8 +268,12 @@ def _layers(model: Any) -> str:
     except ModelError:
         return "of its own kind"
     kinds = Counter(
-        "compressed" if number in layout.rows else "full" if sight.window is None else "window"
-        for number, sight in enumerate(layout.sights)
+        "compressed"
+        if number in layout.rows
+        else "full"
+        if attention_window.window is None
+        else "window"
+        for number, attention_window in enumerate(layout.attention_windows)
     )
     kinds["recurrent"] = len(layout.state_sizes)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)

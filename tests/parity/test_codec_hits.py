@@ -87,7 +87,7 @@ def engine(case: Case, folder: Path | None = None, **settings: Any) -> Iterator[
         "prefill_chunk": case.chunk,
         "kv_cache_quantization": case.codec,
         "kv_cache_min_quantize_tokens": case.first_tokens,
-        "kv_cache_quantize": "active",
+        "kv_cache_quantize_when": "active",
         **settings,
     }
     with cold_engine.running(folder, model=model(), **given) as core:
@@ -130,7 +130,7 @@ def same(found: Said, expected: Said, within: float = SUMS) -> None:
 def blocks(core: Core, tokens: Sequence[int]) -> list[list[bytes]]:
     """Return the bytes of every whole block in front of a prompt's last token."""
     size, found = core.limits.block_size, []
-    for node in core.prefixes.match(core.prefixes.keys(list(tokens))).path:
+    for node in core.prefixes.match(core.prefixes.block_hashes(list(tokens))).path:
         for at in range(0, len(node.tokens), size):
             layers = Segment.views(node.segment.layers, at, at + size).layers
             found.append([bytes(mx.contiguous(a)) for pair in layers for a in col.arrays(*pair)])
@@ -164,7 +164,7 @@ def test_it_is_the_same_cold_warm_restored_and_after_damage(case: Case, tmp_path
         same(ask(core, ASKED), expected)
         assert blocks(core, ASKED) == held
         assert core.stats().restored_tokens == len(held) * case.block_size
-        key = core.prefixes.keys(list(ASKED))[len(held) // 2]
+        key = core.prefixes.block_hashes(list(ASKED))[len(held) // 2]
     (damaged,) = [file for file in files(tmp_path) if key.hex() in file.name]
     raw = bytearray(damaged.read_bytes())
     raw[-50] ^= 1

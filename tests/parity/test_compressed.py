@@ -23,7 +23,7 @@ from penstock.engine.offload import restoring as restoring_module
 from penstock.engine.schedule import committing as sealing_module
 from penstock.errors import NeverFits, SettingError
 from penstock.kv.segment import Segment
-from penstock.kv.states import Live, StateForm
+from penstock.kv.states import RecurrentState, StateForm
 from penstock.ledger import Kind
 from penstock.models import mlx_lm as seam
 
@@ -120,13 +120,13 @@ def test_sequences_that_join_and_leave_say_what_each_says_alone() -> None:
             said(handle)
 
 
-def test_a_parked_sequence_says_the_same() -> None:
+def test_a_preempted_sequence_says_the_same() -> None:
     with engine(max_batch_size=1) as core:
         first = ask(core, BASE, 40)
         drain(core, 12)  # in the middle of a block, with loose rows
         urgent = ask(core, prompt_of(30, seed=5), priority=1)
         drain(core)
-        assert core.tally.parkings == 1
+        assert core.counters.preemptions == 1
         said(first)
         said(urgent)
 
@@ -196,7 +196,7 @@ def test_states_take_no_more_than_is_promised() -> None:
 def test_nothing_is_dropped_past_the_window_and_all_is_reserved_before() -> None:
     with engine(max_kv_size=32, keep=4) as core:
         handle = ask(core, BASE, 30)
-        needed = core.needs.own(len(BASE) + 29)
+        needed = core.estimator.sequence_bytes(len(BASE) + 29)
         assert needed >= 99 * core.runner.token_bytes
         drain(core)
         said(handle)
@@ -214,11 +214,13 @@ def test_what_does_not_suit_it_is_refused_with_the_reason() -> None:
 def test_rows_that_do_not_reach_their_block_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
 
-    def forgotten(segment: Segment, live: Live, rows: Any) -> tuple[Segment, Live]:
+    def forgotten(
+        segment: Segment, live: RecurrentState, rows: Any
+    ) -> tuple[Segment, RecurrentState]:
         states = [list(state) for state in live.states]
         for each in rows.values():
             states[each.state][each.place] = None
-        return segment, Live(tuple(map(tuple, states)), own=live.own)
+        return segment, RecurrentState(tuple(map(tuple, states)), own=live.own)
 
     monkeypatch.setattr(sealing_module, "completed", forgotten)
     with engine() as core:

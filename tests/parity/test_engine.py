@@ -27,19 +27,19 @@ from parity_models import (
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.model.sampling import Chooser
+from penstock.engine.model.sampling import TokenSampler
 from penstock.engine.request import Sampling
-from penstock.engine.schedule.admission import Places
+from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.scheduler import State
 from penstock.errors import PenstockError
 from penstock.kv import attention
-from penstock.kv.attention import Sight
-from penstock.kv.reads import DecodeStep, Part
+from penstock.kv.attention import AttentionWindow
+from penstock.kv.reads import DecodeStep, KVSpan
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 from penstock.models.mlx_lm import attach
 from penstock.prefix import prefixes
-from penstock.prefix.prefixes import Sealed
+from penstock.prefix.prefixes import InsertResult
 from penstock.prefix.tree import PrefixTree
 
 FAMILIES = (*SHARED_FAMILIES, *JOINED_FAMILIES)
@@ -109,7 +109,7 @@ def test_cold_and_warm_and_the_next_turn(family: str) -> None:
             check(family, handle)
             assert cached(handle) == hits
             assert core.stats().prefilled_tokens - before == computed
-        # What was generated was sealed, too: 70 + 11 tokens have five whole blocks.
+        # What was generated was committed, too: 70 + 11 tokens have five whole blocks.
         turn = ask(core, (*BASE, *answer(handle), *prompt_of(4)), 12)
         drain(core)
         check(family, turn)
@@ -176,7 +176,7 @@ def test_simultaneous_requests_compute_what_they_share_once(family: str) -> None
 
 @every_kind
 def test_joined_while_the_prompt_is_being_read(family: str) -> None:
-    """It shares what is sealed by then, and follows what is sealed after."""
+    """It shares what is committed by then, and follows what is committed after."""
     with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
         first = ask(core, BASE, 20)
         drain(core, 3)
@@ -282,7 +282,7 @@ def test_after_parking(family: str, steps: int) -> None:
         high = ask(core, (*BASE[:40], *prompt_of(9, 3)), 10, priority=1)
         drain(core)
         check(family, low, high)
-        assert core.stats().parkings == 1
+        assert core.stats().preemptions == 1
         assert cached(low) == 0, "its own work was counted as a hit"
 
 
@@ -344,7 +344,7 @@ def guests(dice: random.Random, count: int) -> list[Guest]:
 def receive(
     core: Core, dice: random.Random, count: int, reference: Callable[[Guest], list[Step]]
 ) -> None:
-    """Let guests come and go, and park some on the way; compare what each was told."""
+    """Let guests come and go, and preempt some on the way; compare what each was told."""
     coming, here, now = guests(dice, count), [], 0
     while coming or not core.idle:
         while coming and coming[-1].arrives <= now:
@@ -357,7 +357,7 @@ def receive(
         recount(core)
         for job in core.scheduler.jobs(State.RUNNING):
             if dice.random() < 0.02:
-                core.places.park(core.places.sequences[job.id])
+                core.admission.preempt(core.admission.sequences[job.id])
         now += 1
         assert now < 2_000, "somebody waits for ever"
     for guest, handle in here:
@@ -395,7 +395,8 @@ def test_a_crowd(family: str, places: int, counts: tuple[int, ...]) -> None:
 def bounded_text(
     family: str, prompt: tuple[int, ...], tokens: int, max_size: int, keep: int
 ) -> list[Step]:
-    """Generate in mlx-lm's loop over windows of the same rule of sight, token by token."""
+    """Generate in mlx-lm's loop over windows of the same rule of attention_window, token by
+    token."""
 
     def caches() -> list[Any]:
         return [
@@ -412,7 +413,7 @@ def bounded_text(
     ("family", "block_size", "prompt_tokens"), pairs(("llama", "gemma3"), (8, 32, 64), (10, 100))
 )
 def test_a_window_with_kept_tokens(family: str, block_size: int, prompt_tokens: int) -> None:
-    """Also where a block is longer than the window, so that nothing can be sealed."""
+    """Also where a block is longer than the window, so that nothing can be committed."""
     prompt = tuple(prompt_of(prompt_tokens))
     reference = bounded_text(family, prompt, 60, 24, 8)
     settings = {"max_kv_size": 24, "keep": 8, "block_size": block_size, "prefill_chunk": 64}
@@ -428,11 +429,11 @@ def test_a_window_whose_kept_tokens_could_not_be_sealed(monkeypatch: pytest.Monk
     reference = bounded_text("llama", prompt, 40, 48, 12)
     settings = {"max_kv_size": 48, "keep": 12, "block_size": 8, "prefill_chunk": 16}
     with engine(model_of("llama"), **settings) as core:
-        refused = lambda pin, blocks_done, *_: Sealed(blocks_done, 0, "no room")  # noqa: E731
+        refused = lambda pin, blocks_done, *_: InsertResult(blocks_done, 0, "no room")  # noqa: E731
         monkeypatch.setattr(core.prefixes, "insert", refused)
         handle = ask(core, prompt, 40)
         drain(core)
-        assert_same(answer(handle), reference, "nothing sealed")
+        assert_same(answer(handle), reference, "nothing committed")
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
@@ -462,7 +463,7 @@ def test_a_crowd_in_windows(family: str) -> None:
 
 
 def test_a_crowd_in_windows_with_little_memory() -> None:
-    """Blocks cannot be sealed for want of room, and cold ones give way all the time."""
+    """Blocks cannot be committed for want of room, and cold ones give way all the time."""
 
     def reference(guest: Guest) -> list[Step]:
         return bounded_text("llama", guest.prompt, guest.tokens, 48, 12)
@@ -496,17 +497,17 @@ def drawn_text(family: str, prompt: tuple[int, ...], way: str, choice: int = 0) 
     """Draw 20 tokens in a plain loop on mlx-lm's caches, by the same rule."""
     model, sampling = model_of(family), WAYS[way]
     caches = theirs.make_prompt_cache(model)
-    chooser, drawn = Chooser(sampling, prompt, choice), list[int]()
+    sampler, drawn = TokenSampler(sampling, prompt, choice), list[int]()
     logits = model(mx.array([prompt]), cache=caches)[0, -1]
     while len(drawn) < 20:
-        drawn.append(chooser.choose(logits, drawn).token)
+        drawn.append(sampler.choose(logits, drawn).token)
         logits = model(mx.array([drawn[-1:]]), cache=caches)[0, -1]
     return drawn
 
 
 @pytest.mark.parametrize(("way", "family"), each(tuple(WAYS), ("llama", "gemma3", "gemma2")))
 def test_draws_do_not_depend_on_company_or_cache(family: str, way: str) -> None:
-    """Alone and cold; warm; in a batch that reads the same; and after parking."""
+    """Alone and cold; warm; in a batch that reads the same; and after preempting."""
     sampling = WAYS[way]
     expected = drawn_text(family, BASE, way)
     with engine(model_of(family), **SMALL) as core:
@@ -519,7 +520,7 @@ def test_draws_do_not_depend_on_company_or_cache(family: str, way: str) -> None:
         others.append(ask(core, BASE, 20, sampling=Sampling(temperature=1.0, seed=1)))
         drain(core, 8)
         for job in core.scheduler.jobs(State.RUNNING):
-            core.places.park(core.places.sequences[job.id])
+            core.admission.preempt(core.admission.sequences[job.id])
         drain(core)
         assert answer(within) == expected
         check(family, *others[:3])
@@ -591,7 +592,7 @@ def test_a_plain_loop_beside_an_engine_at_work(family: str) -> None:
 def test_other_salts_and_fingerprints_share_nothing() -> None:
     with engine(model_of("llama"), **SMALL) as core:
         check_salts(core)
-    assert prefixes.root_key("model") != prefixes.root_key("another")
+    assert prefixes.root_hash("model") != prefixes.root_hash("another")
 
 
 def check_salts(core: Core) -> None:
@@ -626,15 +627,19 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def one_column_too_many(patch: pytest.MonkeyPatch) -> None:
-    def mask(sight: Sight, queries: mx.array, columns: mx.array) -> mx.array:
-        near = columns[None] > queries[:, None] - (sight.window or 10**6) - 1
+    def mask(attention_window: AttentionWindow, queries: mx.array, columns: mx.array) -> mx.array:
+        near = columns[None] > queries[:, None] - (attention_window.window or 10**6) - 1
         return (columns[None] <= queries[:, None]) & near
 
-    patch.setattr(Sight, "mask", mask)
+    patch.setattr(AttentionWindow, "mask", mask)
 
 
 def a_window_too_long_by_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sight, "starts_at", lambda sight, p: max(0, p - (sight.window or 10**6)))
+    patch.setattr(
+        AttentionWindow,
+        "starts_at",
+        lambda attention_window, p: max(0, p - (attention_window.window or 10**6)),
+    )
 
 
 def the_tail_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -659,7 +664,7 @@ def the_tail_dropped_when_it_is_full(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_part_one_token_short(patch: pytest.MonkeyPatch) -> None:
-    def pieces(part: Part, nearest: int, keep: int) -> list[tuple[int, int]]:
+    def pieces(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int]]:
         return [(part.start, part.end - 1)]
 
     patch.setattr("penstock.kv.reads._pieces", pieces)
@@ -694,8 +699,8 @@ def a_key_that_leaves_out_a_token(patch: pytest.MonkeyPatch) -> None:
             blurred[last] = 0
         return real(blurred, block_size, root)
 
-    real = prefixes.block_keys
-    patch.setattr(prefixes, "block_keys", keys)
+    real = prefixes.hash_blocks
+    patch.setattr(prefixes, "hash_blocks", keys)
     patch.setattr(PrefixTree, "check", lambda tree: None)
 
 
@@ -707,8 +712,8 @@ def keys_without_what_is_in_front(patch: pytest.MonkeyPatch) -> None:
         blocks = [list(tokens[at : at + block_size]) for at in starts]
         return [real(block, block_size, bytes(16))[0] for block in blocks]
 
-    real = prefixes.block_keys
-    patch.setattr(prefixes, "block_keys", keys)
+    real = prefixes.hash_blocks
+    patch.setattr(prefixes, "hash_blocks", keys)
     patch.setattr(PrefixTree, "check", lambda tree: None)
 
 
@@ -753,8 +758,8 @@ def test_the_tree_sees_keys_that_do_not_name_its_tokens(monkeypatch: pytest.Monk
 
 
 def test_the_comparison_sees_salts_that_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = prefixes.root_key
-    monkeypatch.setattr(prefixes, "root_key", lambda fingerprint, salt: real(fingerprint))
+    real = prefixes.root_hash
+    monkeypatch.setattr(prefixes, "root_hash", lambda fingerprint, salt: real(fingerprint))
     core = Core(model_of("llama"), memory_limit="400MB", **SMALL)
     with pytest.raises(AssertionError, match=r"\[0, 64, 64\]"):
         check_salts(core)
@@ -762,6 +767,6 @@ def test_the_comparison_sees_salts_that_are_ignored(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_count_sees_prompts_that_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Places, "catch_up", lambda self: None)
+    monkeypatch.setattr(Admission, "catch_up", lambda self: None)
     with pytest.raises(AssertionError):
         test_simultaneous_requests_compute_what_they_share_once("llama")

@@ -18,7 +18,7 @@ from parity_models import (
 )
 
 from penstock.caches.prefix_cache import PrefixCache
-from penstock.kv.states import Live, blank
+from penstock.kv.states import RecurrentState, blank
 from penstock.ledger import Kind
 from penstock.prefix.checkpoints import Checkpoints
 
@@ -106,8 +106,8 @@ def test_a_state_that_is_not_the_boundarys_is_noticed(monkeypatch: pytest.Monkey
     """Negative control: the text is another one."""
     real = Checkpoints.capture
 
-    def wrong(self: Any, path: Any, position: int, live: Live, **more: Any) -> bool:
-        return real(self, path, position, Live(blank(live.owned())), **more)
+    def wrong(self: Any, path: Any, position: int, live: RecurrentState, **more: Any) -> bool:
+        return real(self, path, position, RecurrentState(blank(live.owned())), **more)
 
     monkeypatch.setattr(Checkpoints, "capture", wrong)
     model, cache = model_of("qwen3_next"), PrefixCache("100MB", block_size=BLOCK)

@@ -25,7 +25,7 @@ from parity_models import (
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.errors import SettingError
-from penstock.kv.states import Live, blank
+from penstock.kv.states import RecurrentState, blank
 from penstock.ledger import Kind
 from penstock.prefix import checkpoints
 from penstock.prefix.checkpoints import Checkpoints
@@ -126,7 +126,7 @@ def test_who_asks_for_the_same_at_once_waits_for_one(family: str) -> None:
 
 
 @every_family
-def test_parked_cancelled_and_failed_ones_leave_nothing(family: str) -> None:
+def test_preempted_cancelled_and_failed_ones_leave_nothing(family: str) -> None:
     with engine(model_of(family), max_batch_size=2) as core:
         slow = [ask(core, BASE, 30), ask(core, prompt_of(40, seed=5), 30)]
         drain(core, 8)
@@ -136,14 +136,18 @@ def test_parked_cancelled_and_failed_ones_leave_nothing(family: str) -> None:
         gone.cancel()
         drain(core)
         check(family, *slow, urgent)
-        assert core.stats().parkings > 0
+        assert core.stats().preemptions > 0
 
 
 @every_family
 def test_little_memory(family: str) -> None:
     """Checkpoints give way with their nodes, and their bytes are in the ledger at all times."""
     with engine(model_of(family)) as core:
-        need = core.needs.own(118) + core.needs.step(118) + core.needs.chunk(118)
+        need = (
+            core.estimator.sequence_bytes(118)
+            + core.estimator.decode_bytes(118)
+            + core.estimator.prefill_bytes(118)
+        )
         room = need + 6 * core.runner.state_bytes + 20_000
         core.set_limit(core.ledger.used_bytes + room)
         handles = []
@@ -158,8 +162,8 @@ def test_a_state_of_another_boundary_is_noticed(monkeypatch: pytest.MonkeyPatch)
     """Negative control: the state of one place under the name of another gives another text."""
     real = Checkpoints.capture
 
-    def stale(self: Any, path: Any, position: int, live: Live, **more: Any) -> bool:
-        return real(self, path, position, Live(blank(live.owned()), own=True), **more)
+    def stale(self: Any, path: Any, position: int, live: RecurrentState, **more: Any) -> bool:
+        return real(self, path, position, RecurrentState(blank(live.owned()), own=True), **more)
 
     monkeypatch.setattr(Checkpoints, "capture", stale)
     with engine(model_of("qwen3_next")) as core:
@@ -213,9 +217,9 @@ def test_the_states_of_a_step_are_not_copied_for_the_next(monkeypatch: pytest.Mo
     given: list[bool] = []
     real = runner.stacked
 
-    def counted(lives: Sequence[Live]) -> Any:
-        made = real(lives)
-        given.append(made is lives[0].states)
+    def counted(recurrent_states: Sequence[RecurrentState]) -> Any:
+        made = real(recurrent_states)
+        given.append(made is recurrent_states[0].states)
         return made
 
     monkeypatch.setattr(runner, "stacked", counted)
@@ -227,7 +231,7 @@ def test_the_states_of_a_step_are_not_copied_for_the_next(monkeypatch: pytest.Mo
 
 
 def test_numbers_of_a_state_are_numbers() -> None:
-    live = Live(((mx.array([[1.0, float("inf")]]), None),))
+    live = RecurrentState(((mx.array([[1.0, float("inf")]]), None),))
     with engine(model_of("mamba2")) as core:
         ask(core, BASE, 2)
         drain(core)

@@ -12,7 +12,7 @@ import tiny_families
 from combinations import SOAK, pairs
 from model_matrix import BLOCK, Differs, examine, examine_window
 
-from penstock.engine.model.runner import Chunk, Runner
+from penstock.engine.model.runner import PrefillOutput, Runner
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 FAMILIES = tiny_families.families()
@@ -70,7 +70,7 @@ def test_what_was_not_computed_is_noticed(family: str, monkeypatch: pytest.Monke
     """Negative control: of the first chunk a hundredth more is kept than was computed."""
     real = Runner.prefill
 
-    def louder(self: Runner, tokens: Any, parts: Any, position: int, *more: Any) -> Chunk:
+    def louder(self: Runner, tokens: Any, parts: Any, position: int, *more: Any) -> PrefillOutput:
         chunk = real(self, tokens, parts, position, *more)
         if position:
             return chunk
@@ -79,7 +79,7 @@ def test_what_was_not_computed_is_noticed(family: str, monkeypatch: pytest.Monke
             tuple(None if array is None else array * 1.01 for array in state)
             for state in chunk.states
         )
-        return Chunk(replace(chunk.segment, layers=layers), states)
+        return PrefillOutput(replace(chunk.segment, layers=layers), states)
 
     monkeypatch.setattr(Runner, "prefill", louder)
     with pytest.raises(Differs):

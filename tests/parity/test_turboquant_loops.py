@@ -1,4 +1,5 @@
-"""TurboQuantKVCache under mlx-lm's loops: in place or widened, alone or in a batch, the same."""
+"""TurboQuantKVCache under mlx-lm's loops: in place or dequantized, alone or in a batch, the
+same."""
 
 from __future__ import annotations
 
@@ -56,9 +57,9 @@ def made(model: Any, codec: str = "turbo4", first: int = 64) -> list[TurboQuantK
 @pytest.mark.parametrize("codec", ["turbo4", "k8v4"])
 def test_widened_or_in_place_it_says_the_same(family: str, codec: str, unseamed: None) -> None:
     model, prompt = model_of(family), prompt_of(150)
-    widened = made(model, codec)
-    reference = generate(model, prompt, widened, 80, 40)
-    assert not widened[0]._in_place
+    dequantized = made(model, codec)
+    reference = generate(model, prompt, dequantized, 80, 40)
+    assert not dequantized[0]._in_place
     assert attach(model)
     caches = made(model, codec)
     assert_same(tokens_of(generate(model, prompt, caches, 80, 40)), reference, family)

@@ -97,7 +97,7 @@ def test_many_at_once_and_again() -> None:
         assert core.ledger.by_class()[Kind.NODES] == 0
 
 
-def test_a_parked_sequence_says_the_same() -> None:
+def test_a_preempted_sequence_says_the_same() -> None:
     """Its prompt is read again as before, and its answer token by token."""
     for steps in (2, 20):
         with engine(max_batch_size=1) as core:
@@ -105,7 +105,7 @@ def test_a_parked_sequence_says_the_same() -> None:
             drain(core, steps)
             urgent = ask(core, prompt_of(30, seed=5), priority=1)
             drain(core)
-            assert core.tally.parkings == 1
+            assert core.counters.preemptions == 1
             check(first, urgent)
 
 

@@ -36,10 +36,10 @@ from test_engine import (
 
 from penstock.engine.core import Core
 from penstock.engine.offload import engine_tier as tier_module
-from penstock.engine.offload.tier_group import Cold
+from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.windows import Windows, resume, windows_of
 from penstock.errors import PenstockError
-from penstock.kv.attention import Sight
+from penstock.kv.attention import AttentionWindow
 from penstock.kv.segment import Segment
 
 FAMILIES = ("gemma3", "gpt_oss", "gear")
@@ -104,7 +104,7 @@ def test_the_next_turn_goes_on_and_the_same_prompt_is_read_again(family: str) ->
 @every_family
 def test_the_last_turn_can_be_said_again_while_there_is_room_for_that(family: str) -> None:
     """Another answer, or a next turn that leaves out some of this one: where the newest prompt of
-    a branch ends is given up after all else, and before a node is."""
+    a branch ends is evicted after all else, and before a node is."""
     with engine(model_of(family), **SMALL) as core:
         assert core.windows is not None
         first = ask(core, BASE, 40)
@@ -138,7 +138,7 @@ def test_a_branch_that_parts_where_windows_were_dropped_fills_what_it_reads_agai
         drain(core)
         assert cached(fork) == 0
         thin(core)  # but where the two part is a place to go on, now
-        assert core.prefixes.match(core.prefixes.keys(list(BASE))).tokens == 64
+        assert core.prefixes.match(core.prefixes.block_hashes(list(BASE))).tokens == 64
         third = ask(core, (*BASE[:48], *prompt_of(20, 8)), 12)
         long = ask(core, (*BASE, *answer(first), *prompt_of(4)), 12)
         drain(core)
@@ -197,7 +197,11 @@ def test_a_crowd_while_everything_is_dropped_all_the_time(
 @every_family
 def test_a_crowd_with_little_memory(family: str) -> None:
     with engine(model_of(family), **SMALL, max_batch_size=4, max_kv_size=256) as core:
-        room = core.needs.own(120) + core.needs.step(120) + core.needs.chunk(120)
+        room = (
+            core.estimator.sequence_bytes(120)
+            + core.estimator.decode_bytes(120)
+            + core.estimator.prefill_bytes(120)
+        )
         core.set_limit(core.stats().used_bytes + room + 120 * core.runner.token_bytes)
         receive(core, random.Random(5), 16, crowd_reference(family))
         assert core.stats().evicted_nodes > 0
@@ -264,7 +268,7 @@ def test_what_runs_gives_way_to_who_waits() -> None:
         first = ask(core, prompts[0], 20)
         drain(core, 7)
         assert core.stats().running == 1
-        own = core.needs.own(159) + core.needs.step(159)
+        own = core.estimator.sequence_bytes(159) + core.estimator.decode_bytes(159)
         frees = core.windows.pinned_bytes
         assert frees > 100 * core.runner.token_bytes / 3
         core.set_limit(core.ledger.used_bytes + own - frees // 2)
@@ -331,11 +335,11 @@ def test_in_codecs(scheme: str) -> None:
         "block_size": 64,
         "prefill_chunk": 64,
         "kv_cache_quantization": scheme,
-        "kv_cache_quantize": "active",
+        "kv_cache_quantize_when": "active",
     }
     prompt = (*prompt_of(200, 7), *BASE)
     with engine(model_of("gemma3"), **settings, kv_cache_min_quantize_tokens=64) as core:
-        assert core.quantiser is not None
+        assert core.requantizer is not None
 
         def said(prompt: Sequence[int], hits: int) -> list[int]:
             handle = ask(core, prompt, 24)
@@ -410,23 +414,23 @@ def test_what_waits_to_be_written_is_dropped_last(
     """Though it is unused for longest; negative control: else it is dropped, and not written."""
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
     if not waits:
-        monkeypatch.setattr(Cold, "waiting_nodes", lambda self: set())
+        monkeypatch.setattr(TierGroup, "waiting_nodes", lambda self: set())
     model, other = model_of("gemma3"), tuple(reversed(BASE))
     with with_disk(model, tmp_path) as core:
-        assert core.cold is not None and core.windows is not None
+        assert core.tiers is not None and core.windows is not None
         ask(core, other, 24)
         drain(core)
-        work = core.cold.work
-        core.cold.work = lambda *, busy: False  # type: ignore[method-assign]
+        work = core.tiers.work
+        core.tiers.work = lambda *, busy: False  # type: ignore[method-assign]
         ask(core, BASE, 24)
         drain(core)
         ask(core, other, 24)  # is used last, and written
         drain(core)
         assert core.windows.relieve(1)
         thinned = [node for node in core.prefixes.tree if node.segment.missing]
-        keys = core.prefixes.match(core.prefixes.keys(BASE)).path
+        keys = core.prefixes.match(core.prefixes.block_hashes(BASE)).path
         assert any(node in keys for node in thinned) is not waits
-        core.cold.work = work  # type: ignore[method-assign]
+        core.tiers.work = work  # type: ignore[method-assign]
         drain(core)
     with with_disk(model, tmp_path) as core:
         after = ask(core, BASE, 24)
@@ -438,13 +442,13 @@ def test_what_waits_to_be_written_is_dropped_last(
 @every_family
 def test_what_was_dropped_before_it_was_written(family: str, tmp_path: Path) -> None:
     with with_disk(model_of(family), tmp_path) as core:
-        assert core.cold is not None
-        work = core.cold.work
-        core.cold.work = lambda *, busy: False  # type: ignore[method-assign]
+        assert core.tiers is not None
+        work = core.tiers.work
+        core.tiers.work = lambda *, busy: False  # type: ignore[method-assign]
         ask(core, BASE, 24)
         drain(core)
         thin(core)
-        core.cold.work = work  # type: ignore[method-assign]
+        core.tiers.work = work  # type: ignore[method-assign]
         again = ask(core, (*BASE[:66], 7), 12)
         drain(core)
         check(family, again)
@@ -510,8 +514,15 @@ def test_the_deepest_place_is_found(data: st.DataObject) -> None:
 
 
 def test_windows_of_layers() -> None:
-    sights = [Sight(4), Sight(100, 4), Sight(8), Sight(104), Sight(4, 2), Sight()]
-    assert windows_of(sights, 104) == {0: 4, 2: 8}
+    attention_windows = [
+        AttentionWindow(4),
+        AttentionWindow(100, 4),
+        AttentionWindow(8),
+        AttentionWindow(104),
+        AttentionWindow(4, 2),
+        AttentionWindow(),
+    ]
+    assert windows_of(attention_windows, 104) == {0: 4, 2: 8}
 
 
 # ---- negative controls

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.prefix import as_tokens, block_keys, root_key
+from penstock.prefix import as_tokens, hash_blocks, root_hash
 
-ROOT = root_key("model")
+ROOT = root_hash("model")
 
 
 def test_a_chain_is_what_the_docs_say() -> None:
@@ -19,10 +19,10 @@ def test_a_chain_is_what_the_docs_say() -> None:
     raw = np.array([7, 8, 9, 10], "<u4").tobytes()
     first = blake2b(ROOT + raw[:8], digest_size=16).digest()
     second = blake2b(first + raw[8:], digest_size=16).digest()
-    assert block_keys([7, 8, 9, 10], 2, ROOT) == [first, second]
-    assert root_key("model", "tenant").hex() == "559d29e10eedf58de8effdebe3ce1442"
+    assert hash_blocks([7, 8, 9, 10], 2, ROOT) == [first, second]
+    assert root_hash("model", "tenant").hex() == "559d29e10eedf58de8effdebe3ce1442"
     assert (
-        block_keys([1, 2], 2, root_key("model", "tenant"))[0].hex()
+        hash_blocks([1, 2], 2, root_hash("model", "tenant"))[0].hex()
         == "85f74ef1b7cbf8607603da68841440a3"
     )
 
@@ -37,7 +37,7 @@ def test_keys_agree_exactly_as_far_as_whole_blocks_do(
     size = data.draw(st.integers(1, 5))
     if data.draw(st.booleans()):
         b = a[: data.draw(st.integers(0, len(a)))] + b
-    ours, theirs = block_keys(a, size, ROOT), block_keys(b, size, ROOT)
+    ours, theirs = hash_blocks(a, size, ROOT), hash_blocks(b, size, ROOT)
     assert len(ours) == len(a) // size
     for i, (x, y) in enumerate(zip(ours, theirs, strict=False), 1):
         assert (x == y) == (a[: i * size] == b[: i * size])
@@ -48,20 +48,20 @@ def test_keys_agree_exactly_as_far_as_whole_blocks_do(
 
 def test_a_chain_goes_on_from_its_last_key() -> None:
     tokens = list(range(20))
-    whole = block_keys(tokens, 4, ROOT)
-    assert block_keys(tokens[8:], 4, whole[1]) == whole[2:]
+    whole = hash_blocks(tokens, 4, ROOT)
+    assert hash_blocks(tokens[8:], 4, whole[1]) == whole[2:]
 
 
 def test_lists_and_arrays_of_any_integer_type_name_the_same() -> None:
     tokens = [0, 1, 2**31, 2**32 - 1]
-    wanted = block_keys(tokens, 2, ROOT)
+    wanted = hash_blocks(tokens, 2, ROOT)
     for dtype in (np.uint32, np.int64, np.uint64, ">u4", ">i8"):
-        assert block_keys(np.array(tokens, dtype), 2, ROOT) == wanted
-    assert block_keys(tuple(tokens), 2, ROOT) == wanted
-    assert block_keys([np.int64(t) for t in tokens], 2, ROOT) == wanted
+        assert hash_blocks(np.array(tokens, dtype), 2, ROOT) == wanted
+    assert hash_blocks(tuple(tokens), 2, ROOT) == wanted
+    assert hash_blocks([np.int64(t) for t in tokens], 2, ROOT) == wanted
     every_second = np.repeat(np.array(tokens, np.uint32), 2)[::2]
-    assert block_keys(every_second, 2, ROOT) == wanted
-    assert block_keys([], 2, ROOT) == block_keys(np.array([], np.int32), 2, ROOT) == []
+    assert hash_blocks(every_second, 2, ROOT) == wanted
+    assert hash_blocks([], 2, ROOT) == hash_blocks(np.array([], np.int32), 2, ROOT) == []
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**32], np.array([-1]), np.array([2**32])])
@@ -79,15 +79,17 @@ def test_what_is_not_a_row_of_integers_is_refused(tokens: object) -> None:
 
 
 def test_roots_differ_in_fingerprint_and_salt_and_where_one_ends() -> None:
-    roots = [root_key(a, b) for a, b in [("m", ""), ("m", "a"), ("ma", ""), ("", "ma"), ("n", "a")]]
+    roots = [
+        root_hash(a, b) for a, b in [("m", ""), ("m", "a"), ("ma", ""), ("", "ma"), ("n", "a")]
+    ]
     assert len(set(roots)) == len(roots)
-    assert root_key("m", "a") == root_key(b"m", b"a")
-    first = [block_keys([1, 2, 3], 3, root)[0] for root in roots]
+    assert root_hash("m", "a") == root_hash(b"m", b"a")
+    first = [hash_blocks([1, 2, 3], 3, root)[0] for root in roots]
     assert len(set(first)) == len(first)
 
 
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="block_size"):
-        block_keys([1], 0, ROOT)
+        hash_blocks([1], 0, ROOT)
     with pytest.raises(ValueError, match="16 bytes"):
-        block_keys([1], 1, b"short")
+        hash_blocks([1], 1, b"short")

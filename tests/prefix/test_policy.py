@@ -15,7 +15,7 @@ from penstock.prefix.policy import COLD
 
 
 def pressed(half_life: float, **more: int) -> HalfLife:
-    """Return a policy of a small cache: a node was given up right after its use."""
+    """Return a policy of a small cache: a node was evicted right after its use."""
     policy = HalfLife(half_life, **more)
     policy.used(COLD, 0.0)
     policy.forget(b"any", 0.0, 0.0)

@@ -26,8 +26,8 @@ from penstock.errors import LedgerFull, NeverFits
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
-from penstock.prefix import Match, Pin, Prefixes, Sealed
-from penstock.prefix.explanation import Departures, GivenUp, Why
+from penstock.prefix import InsertResult, Match, Pin, Prefixes
+from penstock.prefix.explanation import Eviction, EvictionLog, Why
 
 SIZE = 4
 TOKEN_BYTES = 100
@@ -73,16 +73,16 @@ def make(limit_bytes: int = 1_000_000, **settings: Any) -> Prefixes[Text]:
     return Prefixes(Ledger(limit_bytes), block_size=SIZE, **settings)
 
 
-def seal(
+def commit(
     prefixes: Prefixes[Text], pin: Pin[Text], tokens: Sequence[int], start: int, stop: int
-) -> Sealed:
+) -> InsertResult:
     """Insert the blocks start..stop-1, paid for as a sequence's own."""
     own = tuple(tokens[start * SIZE : stop * SIZE])
     with prefixes.reserve(Kind.TAILS, TOKEN_BYTES * len(own)) as paid:
-        sealed = prefixes.insert(pin, start, prefixes.keys(tokens), own, Text(own), paid)
+        committed = prefixes.insert(pin, start, prefixes.block_hashes(tokens), own, Text(own), paid)
         prefixes.check()
         prefixes.ledger.check({**prefixes.ledger.by_class(), **prefixes.recount()})
-    return sealed
+    return committed
 
 
 def put(prefixes: Prefixes[Text], tokens: Sequence[int]) -> Pin[Text]:
@@ -91,7 +91,7 @@ def put(prefixes: Prefixes[Text], tokens: Sequence[int]) -> Pin[Text]:
     pin = prefixes.pin(match)
     if len(tokens) // SIZE > match.tokens // SIZE:
         assert (
-            seal(prefixes, pin, tokens, match.tokens // SIZE, len(tokens) // SIZE).refused is None
+            commit(prefixes, pin, tokens, match.tokens // SIZE, len(tokens) // SIZE).refused is None
         )
     return pin
 
@@ -103,13 +103,13 @@ def spelled(pin: Pin[Text]) -> list[int]:
 # ---- reading and writing
 
 
-def test_what_is_sealed_is_found_at_once() -> None:
+def test_what_is_committed_is_found_at_once() -> None:
     prefixes = make()
     tokens = list(range(20))
     pin = prefixes.pin(prefixes.find(tokens))
-    assert seal(prefixes, pin, tokens, 0, 2) == Sealed(2, 8)
+    assert commit(prefixes, pin, tokens, 0, 2) == InsertResult(2, 8)
     assert prefixes.find(tokens).tokens == 8
-    assert seal(prefixes, pin, tokens, 2, 5) == Sealed(5, 12)
+    assert commit(prefixes, pin, tokens, 2, 5) == InsertResult(5, 12)
     assert spelled(pin) == tokens
     assert (prefixes.tree.pins, prefixes.counts.stored_tokens) == (1, 20)
     assert prefixes.find(tokens, salt="another tenant").tokens == 0
@@ -125,9 +125,9 @@ def test_the_memory_of_what_was_given_up_is_a_small_part_of_the_limit() -> None:
 def test_a_chain_goes_on_behind_its_last_key() -> None:
     prefixes = make()
     tokens = list(range(20))
-    first = prefixes.keys(tokens[:8], "tenant")
-    more = prefixes.keys(tokens[8:], after=first[-1])
-    assert [*first, *more] == prefixes.keys(tokens, "tenant")
+    first = prefixes.block_hashes(tokens[:8], "tenant")
+    more = prefixes.block_hashes(tokens[8:], after=first[-1])
+    assert [*first, *more] == prefixes.block_hashes(tokens, "tenant")
 
 
 def test_the_segments_bytes_move_from_who_paid_to_the_nodes() -> None:
@@ -136,28 +136,28 @@ def test_the_segments_bytes_move_from_who_paid_to_the_nodes() -> None:
     pin = prefixes.pin(prefixes.find(tokens))
     paid = prefixes.reserve(Kind.TAILS, 1_500)
     before = prefixes.ledger.used_bytes
-    prefixes.insert(pin, 0, prefixes.keys(tokens), tokens, Text(tuple(tokens)), paid)
+    prefixes.insert(pin, 0, prefixes.block_hashes(tokens), tokens, Text(tuple(tokens)), paid)
     held = prefixes.ledger.by_class()
     assert (paid.nbytes, held[Kind.TAILS], held[Kind.NODES]) == (300, 300, 1_200)
     assert prefixes.ledger.used_bytes == before + prefixes.index_bytes(3)
 
 
-def test_what_others_seal_meanwhile_is_followed() -> None:
-    """Two read the same prompt; the second takes over what the first has sealed."""
+def test_what_others_commit_meanwhile_is_followed() -> None:
+    """Two read the same prompt; the second takes over what the first has committed."""
     prefixes = make()
     tokens = list(range(20))
-    keys = prefixes.keys(tokens)
+    block_hashes = prefixes.block_hashes(tokens)
     first, second = prefixes.pin(prefixes.find(tokens)), prefixes.pin(prefixes.find(tokens))
-    assert prefixes.follow(second, keys, 0) == 0
-    seal(prefixes, first, tokens, 0, 2)
-    assert prefixes.follow(second, keys, 0) == 2
-    seal(prefixes, first, tokens, 2, 4)
-    assert prefixes.follow(second, keys[:3], 2) == 3
-    assert prefixes.follow(second, keys, 3) == 4
+    assert prefixes.follow(second, block_hashes, 0) == 0
+    commit(prefixes, first, tokens, 0, 2)
+    assert prefixes.follow(second, block_hashes, 0) == 2
+    commit(prefixes, first, tokens, 2, 4)
+    assert prefixes.follow(second, block_hashes[:3], 2) == 3
+    assert prefixes.follow(second, block_hashes, 3) == 4
     assert [node.pins for node in second.path] == [2, 2]
     assert [node.hits for node in second.path] == [1, 1]
-    assert seal(prefixes, second, tokens, 4, 5) == Sealed(5, 4)
-    assert prefixes.follow(first, keys, 4) == 5
+    assert commit(prefixes, second, tokens, 4, 5) == InsertResult(5, 4)
+    assert prefixes.follow(first, block_hashes, 4) == 5
     assert spelled(first) == spelled(second) == tokens
 
 
@@ -166,10 +166,12 @@ def test_the_same_blocks_are_inserted_once() -> None:
     prefixes = make()
     tokens = list(range(12))
     first, second = prefixes.pin(prefixes.find(tokens)), prefixes.pin(prefixes.find(tokens))
-    seal(prefixes, first, tokens, 0, 3)
+    commit(prefixes, first, tokens, 0, 3)
     paid = prefixes.reserve(Kind.TAILS, 1_200)
-    sealed = prefixes.insert(second, 0, prefixes.keys(tokens), tokens, Text(tuple(tokens)), paid)
-    assert sealed == Sealed(3, 0)
+    committed = prefixes.insert(
+        second, 0, prefixes.block_hashes(tokens), tokens, Text(tuple(tokens)), paid
+    )
+    assert committed == InsertResult(3, 0)
     assert paid.nbytes == 1_200
     assert len(prefixes.tree) == 1
     assert spelled(second) == tokens
@@ -180,8 +182,8 @@ def test_of_blocks_known_in_part_the_others_are_inserted() -> None:
     prefixes = make()
     tokens = list(range(20))
     first, second = prefixes.pin(prefixes.find(tokens)), prefixes.pin(prefixes.find(tokens))
-    seal(prefixes, first, tokens, 0, 2)
-    assert seal(prefixes, second, tokens, 0, 5) == Sealed(5, 12)
+    commit(prefixes, first, tokens, 0, 2)
+    assert commit(prefixes, second, tokens, 0, 5) == InsertResult(5, 12)
     assert [node.end for node in second.path] == [8, 20]
     assert spelled(second) == tokens
     assert prefixes.tree.tokens == 20
@@ -194,7 +196,7 @@ def test_a_path_that_ends_inside_a_node_splits_it_when_it_leaves() -> None:
     long = put(prefixes, tokens)
     pin = prefixes.pin(prefixes.find(other))
     assert [node.end for node in pin.path] == [20], "nothing is split for a reader"
-    assert seal(prefixes, pin, other, 2, 5) == Sealed(5, 12)
+    assert commit(prefixes, pin, other, 2, 5) == InsertResult(5, 12)
     assert ([node.end for node in pin.path], spelled(pin)) == ([8, 20], other)
     assert ([node.end for node in long.path], spelled(long)) == ([8, 20], tokens)
     assert [node.pins for node in long.path] == [2, 1]
@@ -206,10 +208,10 @@ def test_a_path_follows_a_branch_that_somebody_else_opened() -> None:
     prefixes = make()
     other = [*range(8), *range(50, 62)]
     put(prefixes, list(range(20))).release()
-    keys = prefixes.keys(other)
+    block_hashes = prefixes.block_hashes(other)
     waiting = prefixes.pin(prefixes.find(other))
     put(prefixes, other)
-    assert prefixes.follow(waiting, keys, 2) == 5
+    assert prefixes.follow(waiting, block_hashes, 2) == 5
     assert spelled(waiting) == other
     assert [node.pins for node in waiting.path] == [2, 2]
     (rest,) = [node for node in prefixes.tree if node not in waiting.path]
@@ -224,26 +226,26 @@ def test_following_lets_go_of_what_is_not_read() -> None:
     pin = prefixes.pin(prefixes.find(tokens[:8]))
     put(prefixes, [*range(8), *range(50, 62)]).release()
     assert [node.end for node in pin.path] == [8, 20]
-    assert prefixes.follow(pin, prefixes.keys(tokens[:8]), 2) == 2
+    assert prefixes.follow(pin, prefixes.block_hashes(tokens[:8]), 2) == 2
     assert [node.end for node in pin.path] == [8]
 
 
 def test_contradictions_are_refused_and_nothing_changes() -> None:
     prefixes = make()
     tokens = list(range(20))
-    keys = prefixes.keys(tokens)
+    block_hashes = prefixes.block_hashes(tokens)
     pin = put(prefixes, tokens[:8])
     own = tuple(tokens[8:16])
     paid = prefixes.reserve(Kind.TAILS, 800)
     poor = prefixes.reserve(Kind.TAILS, 799)
-    other = prefixes.keys(list(range(50, 70)))
+    other = prefixes.block_hashes(list(range(50, 70)))
     for blocks, chain, values, segment, pays, message in [
-        (2, keys, own[:4], Text(own), paid, "do not make blocks"),
-        (2, keys, own, Text(own[:7]), paid, "do not make blocks"),
-        (2, keys, (), Text(()), paid, "do not make blocks"),
-        (2, keys[:3], own, Text(own), paid, "do not make blocks"),
-        (2, keys, own, Text(own), poor, "does not count the segment's 800"),
-        (3, keys, own, Text(own), paid, "^2 blocks of the chain are held"),
+        (2, block_hashes, own[:4], Text(own), paid, "do not make blocks"),
+        (2, block_hashes, own, Text(own[:7]), paid, "do not make blocks"),
+        (2, block_hashes, (), Text(()), paid, "do not make blocks"),
+        (2, block_hashes[:3], own, Text(own), paid, "do not make blocks"),
+        (2, block_hashes, own, Text(own), poor, "does not count the segment's 800"),
+        (3, block_hashes, own, Text(own), paid, "^2 blocks of the chain are held"),
         (2, other, own, Text(own), paid, "^0 blocks of the chain are held"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -252,7 +254,7 @@ def test_contradictions_are_refused_and_nothing_changes() -> None:
         prefixes.follow(pin, other, 1)
     pin.release()
     with pytest.raises(ValueError, match="not on the path"):
-        prefixes.insert(pin, 2, keys, own, Text(own), paid)
+        prefixes.insert(pin, 2, block_hashes, own, Text(own), paid)
     assert (len(prefixes.tree), prefixes.tree.tokens, paid.nbytes) == (1, 8, 800)
     prefixes.check()
 
@@ -318,8 +320,8 @@ def test_nodes_of_two_forms_are_not_merged() -> None:
     prefixes = make()
     tokens = list(range(24))
     pin = prefixes.pin(prefixes.find(tokens))
-    seal(prefixes, pin, tokens, 0, 2)
-    seal(prefixes, pin, tokens, 2, 4)
+    commit(prefixes, pin, tokens, 0, 2)
+    commit(prefixes, pin, tokens, 2, 4)
     first, second = pin.path
     assert prefixes.exchange(first, small, 200)
     assert prefixes.tidy(pin) == 0
@@ -343,11 +345,11 @@ class BreaksApart(Text):
 def test_a_copy_that_fails_leaves_the_account_exact() -> None:
     prefixes = make()
     tokens = list(range(24))
-    keys = prefixes.keys(tokens)
+    block_hashes = prefixes.block_hashes(tokens)
     pin = prefixes.pin(prefixes.find(tokens))
     with prefixes.reserve(Kind.TAILS, 800) as paid:
-        prefixes.insert(pin, 0, keys, tokens[:8], BreaksApart(tuple(tokens[:8])), paid)
-    seal(prefixes, pin, tokens, 2, 6)
+        prefixes.insert(pin, 0, block_hashes, tokens[:8], BreaksApart(tuple(tokens[:8])), paid)
+    commit(prefixes, pin, tokens, 2, 6)
     with pytest.raises(MemoryError):
         prefixes.tidy(pin)
     other = [*range(4), *range(50, 58)]
@@ -490,7 +492,7 @@ def test_held_and_not_held_are_not_merged_and_a_split_holds_both() -> None:
     tokens = list(range(40))
     pin = put(prefixes, tokens[:16])
     prefixes.hold(pin, 9, 100.0)  # inside the node: all of it
-    assert seal(prefixes, pin, tokens, 4, 10).refused is None
+    assert commit(prefixes, pin, tokens, 4, 10).refused is None
     assert prefixes.tidy(pin) == 0
     pin.release()
     put(prefixes, [*tokens[:8], 99, 99, 99, 99]).release()  # cuts the held node
@@ -509,7 +511,7 @@ def test_what_is_merged_of_two_held_ones_is_held_to_the_later_end() -> None:
     tokens = list(range(40))
     pin = put(prefixes, tokens[:16])
     prefixes.hold(pin, 16, 100.0)
-    seal(prefixes, pin, tokens, 4, 10)
+    commit(prefixes, pin, tokens, 4, 10)
     prefixes.hold(pin, 40, 50.0)
     assert prefixes.tidy(pin) == 1
     prefixes.check()
@@ -556,24 +558,24 @@ def test_an_insert_without_room_is_refused_with_the_numbers() -> None:
     prefixes = make(10 * NODE, remembered=0)
     fill(prefixes, 9)
     tokens = list(range(50_000, 50_000 + SIZE))
-    keys = prefixes.keys(tokens)
+    block_hashes = prefixes.block_hashes(tokens)
     pin = prefixes.pin(prefixes.find(tokens))
     other = prefixes.ledger.reserve(Kind.WEIGHTS, 1)
     with prefixes.ledger.reserve(Kind.TAILS, 400) as paid:
         index = prefixes.index_bytes(1)
-        sealed = prefixes.insert(pin, 0, keys, tokens, Text(tuple(tokens)), paid)
-        assert (sealed.blocks_readable, sealed.new_tokens) == (0, 0)
-        assert f"{format_bytes(index)} do not fit in the limit" in str(sealed.refused)
+        committed = prefixes.insert(pin, 0, block_hashes, tokens, Text(tuple(tokens)), paid)
+        assert (committed.blocks_readable, committed.new_tokens) == (0, 0)
+        assert f"{format_bytes(index)} do not fit in the limit" in str(committed.refused)
         assert (paid.nbytes, prefixes.counts.refused) == (400, 1)
         prefixes.check()
         other.release()
-        sealed = prefixes.insert(pin, 0, keys, tokens, Text(tuple(tokens)), paid)
-        assert sealed == Sealed(1, SIZE)
+        committed = prefixes.insert(pin, 0, block_hashes, tokens, Text(tuple(tokens)), paid)
+        assert committed == InsertResult(1, SIZE)
     assert prefixes.ledger.free_bytes == 0
 
 
 def test_a_refusal_keeps_nothing_that_is_not_read() -> None:
-    """What others have sealed further on is let go of, for it could not be used."""
+    """What others have committed further on is let go of, for it could not be used."""
     prefixes = make(1_000_000)
     tokens = list(range(24))
     pin = put(prefixes, tokens[:8])
@@ -581,10 +583,10 @@ def test_a_refusal_keeps_nothing_that_is_not_read() -> None:
     own = tuple(tokens[8:])
     with prefixes.ledger.reserve(Kind.TAILS, 1_600) as paid:
         with prefixes.ledger.reserve(Kind.WEIGHTS, prefixes.ledger.free_bytes):
-            keys = prefixes.keys(tokens)
-            sealed = prefixes.insert(pin, 2, keys, own, Text(own), paid)
-        assert sealed.blocks_readable == 2
-        assert "do not fit" in str(sealed.refused)
+            block_hashes = prefixes.block_hashes(tokens)
+            committed = prefixes.insert(pin, 2, block_hashes, own, Text(own), paid)
+        assert committed.blocks_readable == 2
+        assert "do not fit" in str(committed.refused)
     assert [node.end for node in pin.path] == [8]
     assert prefixes.find(tokens).tokens == 16
     assert prefixes.counts.evicted_nodes == 0
@@ -667,7 +669,7 @@ def test_a_sequence_that_grows_block_by_block_leaves_few_nodes_and_copies_little
     pin = prefixes.pin(prefixes.find(tokens))
     most = 0
     for i in range(blocks):
-        assert seal(prefixes, pin, tokens, i, i + 1).refused is None
+        assert commit(prefixes, pin, tokens, i, i + 1).refused is None
         prefixes.tidy(pin)
         most = max(most, len(pin.path))
     assert most <= log2(blocks) + 1
@@ -684,13 +686,13 @@ def grown(prefixes: Prefixes[Text], *sizes: int) -> Pin[Text]:
     pin = prefixes.pin(prefixes.find(tokens))
     at = 0
     for blocks in sizes:
-        seal(prefixes, pin, tokens, at, at + blocks)
+        commit(prefixes, pin, tokens, at, at + blocks)
         at += blocks
     return pin
 
 
 def blocks_of(pin: Pin[Text]) -> list[int]:
-    return [len(node.keys) for node in pin.path]
+    return [len(node.block_hashes) for node in pin.path]
 
 
 @pytest.mark.parametrize(
@@ -760,7 +762,7 @@ def test_explain_tells_what_was_given_up_when_and_why() -> None:
     acts: dict[Why, tuple[str, Callable[[], object]]] = {
         "limit": ("raise memory_limit", lambda: prefixes.reserve(Kind.TAILS, most).release()),
         "pressure": ("short of memory", lambda: prefixes.shrink(1)),
-        "cleared": ("all was to be given up", prefixes.clear),
+        "cleared": ("all was to be evicted", prefixes.clear),
     }
     for why, (words, act) in acts.items():
         put(prefixes, tokens).release()
@@ -770,12 +772,12 @@ def test_explain_tells_what_was_given_up_when_and_why() -> None:
         clock.now += 30
         told = prefixes.explain([*tokens, 1])
         assert (told.held_tokens, told.given_up_for, told.given_up_seconds_ago) == (0, why, 30.0)
-        assert re.search(f"given up 30 s ago .*{words}", told.reason)
+        assert re.search(f"evicted 30 s ago .*{words}", told.reason)
         assert prefixes.explain([*tokens, 1], "other").reason == "nothing is held"
     prefixes.ledger.check(prefixes.recount())
 
 
-def test_explain_knows_every_block_of_a_run_that_was_given_up() -> None:
+def test_explain_knows_every_block_of_a_run_that_was_evicted() -> None:
     """A shorter prompt comes back; behind it, the rest of the longer one is missing."""
     prefixes = make()
     put(prefixes, range(20)).release()
@@ -789,33 +791,33 @@ def test_explain_knows_every_block_of_a_run_that_was_given_up() -> None:
 
 
 def test_departures_are_bounded_and_the_latest_is_told() -> None:
-    departures = Departures(4)
-    keys = [bytes([i]) * 16 for i in range(12)]
-    departures.note(keys[:3], 1.0, "limit")
-    departures.note(keys[4:7], 2.0, "cleared")
-    known = [i for i in range(12) if departures.find(keys[i])]
+    evictions = EvictionLog(4)
+    block_hashes = [bytes([i]) * 16 for i in range(12)]
+    evictions.note(block_hashes[:3], 1.0, "limit")
+    evictions.note(block_hashes[4:7], 2.0, "cleared")
+    known = [i for i in range(12) if evictions.find(block_hashes[i])]
     assert known == [0, 4, 5, 6], "of a run, its first block is forgotten last"
-    departures.note(keys[:1], 3.0, "pressure")
-    assert departures.find(keys[0]) == GivenUp(3.0, "pressure")
-    departures.note(keys, 4.0, "limit")
-    assert [i for i in range(12) if departures.find(keys[i])] == [0, 1, 2, 3]
-    nothing = Departures(0)
-    nothing.note(keys, 1.0, "limit")
-    assert (nothing.nbytes, nothing.find(keys[0])) == (0, None)
+    evictions.note(block_hashes[:1], 3.0, "pressure")
+    assert evictions.find(block_hashes[0]) == Eviction(3.0, "pressure")
+    evictions.note(block_hashes, 4.0, "limit")
+    assert [i for i in range(12) if evictions.find(block_hashes[i])] == [0, 1, 2, 3]
+    nothing = EvictionLog(0)
+    nothing.note(block_hashes, 1.0, "limit")
+    assert (nothing.nbytes, nothing.find(block_hashes[0])) == (0, None)
 
 
 @pytest.mark.parametrize("run", [1, 32])
 def test_departures_cost_what_they_say(run: int) -> None:
     gc.collect()
     tracemalloc.start()
-    departures = Departures(5_000)
+    evictions = EvictionLog(5_000)
     for i in range(0, 12_000, run):
-        keys = [(i + j).to_bytes(16, "little") for j in range(run)]
-        departures.note(keys, i + 0.5, "limit")
+        block_hashes = [(i + j).to_bytes(16, "little") for j in range(run)]
+        evictions.note(block_hashes, i + 0.5, "limit")
     gc.collect()
     measured = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert 0.4 * departures.nbytes < measured <= departures.nbytes
+    assert 0.4 * evictions.nbytes < measured <= evictions.nbytes
 
 
 # ---- arrays
@@ -829,7 +831,7 @@ def columns(first: int, count: int) -> Segment:
 
 
 def test_the_limit_holds_for_what_mlx_holds() -> None:
-    """Seal, branch inside nodes, tidy and evict, and ask MLX for the peak."""
+    """Commit, branch inside nodes, tidy and evict, and ask MLX for the peak."""
     limit = 3_000_000
     prefixes: Prefixes[Segment] = Prefixes(Ledger(limit), block_size=16, max_merge_tokens=256)
     bytes_per_token = columns(0, 16).nbytes // 16
@@ -844,19 +846,21 @@ def test_the_limit_holds_for_what_mlx_holds() -> None:
             *range(90_000 + 512 * round_, 10**6),
         ]
         tokens = tokens[:512]
-        keys = prefixes.keys(tokens)
+        block_hashes = prefixes.block_hashes(tokens)
         match = prefixes.find(tokens)
         done = match.tokens // 16
         with prefixes.pin(match) as pin:
             del match
-            while done < len(keys):
-                blocks = min(3, len(keys) - done)
+            while done < len(block_hashes):
+                blocks = min(3, len(block_hashes) - done)
                 # Three times: `columns` builds what it cuts the segment from.
                 with prefixes.reserve(Kind.TAILS, 3 * blocks * 16 * bytes_per_token) as paid:
                     own = tokens[done * 16 : (done + blocks) * 16]
                     segment = columns(own[0], len(own))
                     paid.resize(segment.nbytes)
-                    assert prefixes.insert(pin, done, keys, own, segment, paid).refused is None
+                    assert (
+                        prefixes.insert(pin, done, block_hashes, own, segment, paid).refused is None
+                    )
                     del segment
                 done += blocks
                 prefixes.tidy(pin)
@@ -908,7 +912,7 @@ class Sequence_:
     """One that reads a prompt: `done` blocks from the tree, and a run of its own behind them."""
 
     prompt: tuple[int, ...]
-    keys: list[bytes]
+    block_hashes: list[bytes]
     pin: Pin[Live]
     done: int
     paid: Reservation
@@ -934,7 +938,7 @@ def fours(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 
 
 class Machine(RuleBasedStateMachine):
-    """Four sequences that read, seal, follow, leave and begin anew, inside one ledger."""
+    """Four sequences that read, commit, follow, leave and begin anew, inside one ledger."""
 
     make: ClassVar[type[Prefixes]] = Prefixes
 
@@ -950,17 +954,17 @@ class Machine(RuleBasedStateMachine):
 
     def begin(self, prompt: tuple[int, ...]) -> Sequence_:
         self.clock.now += 1
-        keys = self.prefixes.keys(prompt)
-        match = self.prefixes.match(keys)
+        block_hashes = self.prefixes.block_hashes(prompt)
+        match = self.prefixes.match(block_hashes)
         told = self.prefixes.explain(prompt)
         assert told.held_tokens == match.tokens
         pin = self.prefixes.pin(match)
         paid = self.ledger.reserve(Kind.TAILS, 0)
-        return Sequence_(prompt, keys, pin, match.tokens // BLOCK, paid)
+        return Sequence_(prompt, block_hashes, pin, match.tokens // BLOCK, paid)
 
     @rule(at=st.integers(0, 3), prompt=prompts)
     def begin_anew(self, at: int, prompt: tuple[int, ...]) -> None:
-        """Finished, aborted or parked: what was sealed stays."""
+        """Finished, aborted or preempted: what was committed stays."""
         self.leave(self.sequences[at])
         self.sequences[at] = self.begin(prompt)
 
@@ -969,10 +973,11 @@ class Machine(RuleBasedStateMachine):
         one.run = None
         one.paid.release()
 
-    @rule(blocks=fours(st.integers(0, 4)), seal=fours(st.booleans()), left=crowds)
-    def step(self, blocks: list[int], seal: list[bool], left: int) -> None:
-        """Take over what others have sealed, compute some blocks, and seal them now or later."""
-        for one, count, at_once in zip(self.sequences, blocks, seal, strict=True):
+    @rule(blocks=fours(st.integers(0, 4)), commit=fours(st.booleans()), left=crowds)
+    def step(self, blocks: list[int], commit: list[bool], left: int) -> None:
+        """Take over what others have committed, compute some blocks, and commit them now or
+        later."""
+        for one, count, at_once in zip(self.sequences, blocks, commit, strict=True):
             if one.run is None:
                 self._follow(one)
                 own = one.prompt[one.done * BLOCK : (one.done + count) * BLOCK]
@@ -1001,24 +1006,26 @@ class Machine(RuleBasedStateMachine):
             return
         run, counts = one.run, self.prefixes.counts
         before = self.prefixes.tree.tokens, counts.evicted_nodes
-        known = self.prefixes.match(one.keys).tokens // BLOCK
-        sealed = self.prefixes.insert(one.pin, one.done, one.keys, run.content, run, one.paid)
+        known = self.prefixes.match(one.block_hashes).tokens // BLOCK
+        committed = self.prefixes.insert(
+            one.pin, one.done, one.block_hashes, run.content, run, one.paid
+        )
         end = one.done + run.tokens // BLOCK
-        if sealed.refused is not None:
-            assert (sealed.blocks_readable, sealed.new_tokens) == (one.done, 0)
+        if committed.refused is not None:
+            assert (committed.blocks_readable, committed.new_tokens) == (one.done, 0)
             assert (self.prefixes.tree.tokens, counts.evicted_nodes) == before
             assert one.paid.nbytes == run.nbytes
             return
-        assert sealed.blocks_readable == end
-        assert sealed.new_tokens == max(0, end - known) * BLOCK
+        assert committed.blocks_readable == end
+        assert committed.new_tokens == max(0, end - known) * BLOCK
         assert one.paid.nbytes == (run.nbytes if known > one.done else 0)
         one.done, one.run = end, None
         del run
         one.paid.resize(0)
 
     def _follow(self, one: Sequence_) -> None:
-        known = self.prefixes.match(one.keys).tokens // BLOCK
-        one.done = self.prefixes.follow(one.pin, one.keys, one.done)
+        known = self.prefixes.match(one.block_hashes).tokens // BLOCK
+        one.done = self.prefixes.follow(one.pin, one.block_hashes, one.done)
         assert one.done == known
         start = one.pin.node.start if one.pin.node else -1
         assert start < one.done * BLOCK, "a node that is not read is pinned"
@@ -1122,7 +1129,7 @@ class CopiesWithoutRoom(Prefixes):
 
 
 class EvictsInVain(Prefixes):
-    """Gives up nodes before it knows whether that helps."""
+    """Evicts nodes before it knows whether that helps."""
 
     def make_room(self, nbytes: int, why: Any = "limit") -> bool:
         short = self.ledger.used_bytes + nbytes - self.ledger.limit_bytes
@@ -1135,7 +1142,7 @@ class StopsOneByteEarly(Prefixes):
 
 
 class ForgetsToSettle(Prefixes):
-    """Gives up nodes and goes on counting them."""
+    """Evicts nodes and goes on counting them."""
 
     def _evict(self, node: Any, why: Any) -> int:
         self.tree.remove(node)
@@ -1145,9 +1152,11 @@ class ForgetsToSettle(Prefixes):
 class TakesPaymentTwice(Prefixes):
     """Leaves the segment's bytes with the sequence, too."""
 
-    def _hang(self, pin: Any, keys: Any, values: Any, segment: Any, paid: Reservation) -> None:
+    def _hang(
+        self, pin: Any, block_hashes: Any, values: Any, segment: Any, paid: Reservation
+    ) -> None:
         before = paid.nbytes
-        super()._hang(pin, keys, values, segment, paid)
+        super()._hang(pin, block_hashes, values, segment, paid)
         paid.resize(before)
 
 
@@ -1162,16 +1171,18 @@ class FollowsToTheEnd(Prefixes):
 class FollowsTooFar(Prefixes):
     """Counts the whole last node as read."""
 
-    def follow(self, pin: Any, keys: Any, blocks_done: int) -> int:
-        super().follow(pin, keys, blocks_done)
+    def follow(self, pin: Any, block_hashes: Any, blocks_done: int) -> int:
+        super().follow(pin, block_hashes, blocks_done)
         return int(pin.node.end // self.block_size) if pin.node else 0
 
 
 class InsertsAllOfIt(Prefixes):
-    """Does not look at what others have sealed meanwhile."""
+    """Does not look at what others have committed meanwhile."""
 
-    def _match_at_least(self, keys: Any, blocks: int) -> Match[Any]:
-        return super()._match_at_least(keys[:blocks] if len(keys) < 9 else keys, blocks)
+    def _match_at_least(self, block_hashes: Any, blocks: int) -> Match[Any]:
+        return super()._match_at_least(
+            block_hashes[:blocks] if len(block_hashes) < 9 else block_hashes, blocks
+        )
 
 
 class HoldsForEver(Prefixes):

@@ -11,24 +11,26 @@ import numpy as np
 import pytest
 
 from penstock.bench.blank import Blank
-from penstock.prefix import HalfLife, Node, PrefixTree, block_keys, root_key
+from penstock.prefix import HalfLife, Node, PrefixTree, hash_blocks, root_hash
 
-ROOT = root_key("model")
+ROOT = root_hash("model")
 SIZE = 4
 
 
-def keys(tokens: Sequence[int]) -> list[bytes]:
-    return block_keys(tokens, SIZE, ROOT)
+def block_hashes(tokens: Sequence[int]) -> list[bytes]:
+    return hash_blocks(tokens, SIZE, ROOT)
 
 
 def put(tree: PrefixTree[Blank], tokens: Sequence[int], now: float = 0.0) -> Node[Blank]:
     """Store a prompt as one more node."""
-    match = tree.match(keys(tokens))
+    match = tree.match(block_hashes(tokens))
     parent = match.path[-1] if match.path else None
     if parent is not None and match.ends_inside:
         parent = tree.split(parent, match.blocks_in_last)
     own = list(tokens[match.tokens : len(tokens) - len(tokens) % SIZE])
-    return tree.insert(parent, keys(tokens)[match.tokens // SIZE :], own, Blank(len(own)), now)
+    return tree.insert(
+        parent, block_hashes(tokens)[match.tokens // SIZE :], own, Blank(len(own)), now
+    )
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def tree() -> PrefixTree[Blank]:
 
 
 def test_an_empty_tree_knows_nothing(tree: PrefixTree[Blank]) -> None:
-    match = tree.match(keys(range(8)))
+    match = tree.match(block_hashes(range(8)))
     assert (match.path, match.tokens, match.blocks_in_last, match.ends_inside) == ((), 0, 0, False)
     assert tree.victim() is None
     assert (len(tree), tree.tokens, tree.nbytes, tree.index_bytes, tree.pins) == (0,) * 5
@@ -61,7 +63,7 @@ def test_a_match_is_the_longest_prefix_of_whole_blocks(
     tree: PrefixTree[Blank], prompt: Sequence[int], tokens: int, inside: bool
 ) -> None:
     put(tree, range(12))
-    match = tree.match(keys(prompt))
+    match = tree.match(block_hashes(prompt))
     assert (match.tokens, match.ends_inside) == (tokens, inside)
     assert match.blocks_in_last == tokens // SIZE
 
@@ -73,7 +75,7 @@ def test_a_match_ends_inside_a_node_at_every_block(tree: PrefixTree[Blank]) -> N
         put(tree, tokens)
         for common in range(1, blocks + 1):
             other = [*tokens[: common * SIZE], *range(5 * SIZE)]
-            assert tree.match(keys(other)).tokens == common * SIZE
+            assert tree.match(block_hashes(other)).tokens == common * SIZE
 
 
 def test_a_second_branch_splits_the_node_it_leaves(tree: PrefixTree[Blank]) -> None:
@@ -91,12 +93,12 @@ def test_a_second_branch_splits_the_node_it_leaves(tree: PrefixTree[Blank]) -> N
 
 def test_tenants_with_different_salts_share_nothing(tree: PrefixTree[Blank]) -> None:
     put(tree, range(12))
-    assert tree.match(block_keys(range(12), SIZE, root_key("model", "other"))).tokens == 0
+    assert tree.match(hash_blocks(range(12), SIZE, root_hash("model", "other"))).tokens == 0
 
 
 def test_tokens_are_copied(tree: PrefixTree[Blank]) -> None:
     mine = np.arange(1_000, dtype=np.uint32)
-    node = tree.insert(None, keys(range(8)), mine[:8], Blank(8), 0.0)
+    node = tree.insert(None, block_hashes(range(8)), mine[:8], Blank(8), 0.0)
     mine[:] = 0
     assert node.tokens.tolist() == list(range(8))
     tree.check()
@@ -104,7 +106,7 @@ def test_tokens_are_copied(tree: PrefixTree[Blank]) -> None:
 
 def test_inserts_that_contradict_themselves_are_refused(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(8))
-    good = keys(range(100, 108))
+    good = block_hashes(range(100, 108))
     for own, tokens, segment in [
         (good, list(range(100, 107)), Blank(8)),
         (good, list(range(100, 108)), Blank(7)),
@@ -114,7 +116,7 @@ def test_inserts_that_contradict_themselves_are_refused(tree: PrefixTree[Blank])
         with pytest.raises(ValueError, match="do not make a node"):
             tree.insert(None, own, tokens, segment, 0.0)
     with pytest.raises(ValueError, match="there already"):
-        tree.insert(None, keys(range(8)), list(range(8)), Blank(8), 0.0)
+        tree.insert(None, block_hashes(range(8)), list(range(8)), Blank(8), 0.0)
     tree.remove(node)
     with pytest.raises(ValueError, match="not in the tree"):
         tree.insert(node, good, list(range(100, 108)), Blank(8), 0.0)
@@ -159,7 +161,7 @@ def test_a_node_is_merged_when_all_who_read_it_read_its_child(tree: PrefixTree[B
     tree.check()
 
 
-def test_what_a_pin_withdraws_from_may_be_given_up(tree: PrefixTree[Blank]) -> None:
+def test_what_a_pin_withdraws_from_may_be_evicted(tree: PrefixTree[Blank]) -> None:
     put(tree, range(4))
     node = put(tree, range(8))
     top = node.path()[0]
@@ -174,7 +176,7 @@ def test_what_a_pin_withdraws_from_may_be_given_up(tree: PrefixTree[Blank]) -> N
         pin.withdraw(None)
 
 
-def test_what_others_sealed_is_used_when_it_is_read(tree: PrefixTree[Blank]) -> None:
+def test_what_others_committed_is_used_when_it_is_read(tree: PrefixTree[Blank]) -> None:
     node = put(tree, range(4), 1.0)
     with tree.pin(None, 2.0) as pin:
         pin.extend(node, 3.0)
@@ -244,8 +246,8 @@ class EndsHeavily(Blank):
 
 
 def test_what_a_split_makes_worth_less_goes_earlier(tree: PrefixTree[Blank]) -> None:
-    heavy = tree.insert(None, keys(range(40)), list(range(40)), EndsHeavily(40), 0.0)
-    other = tree.insert(None, keys(range(50, 58)), list(range(50, 58)), Blank(8), 0.0)
+    heavy = tree.insert(None, block_hashes(range(40)), list(range(40)), EndsHeavily(40), 0.0)
+    other = tree.insert(None, block_hashes(range(50, 58)), list(range(50, 58)), Blank(8), 0.0)
     other.segment = EndsHeavily(300)  # between the heavy node and its end
     tree._offer(other)
     assert tree.worth(other) < tree.worth(heavy)
@@ -274,7 +276,7 @@ def test_merging_gives_the_longer_run_and_keeps_the_children(tree: PrefixTree[Bl
     assert middle.last_used_seconds == 2.0
     assert leaf.path() == (middle, leaf)
     tree.check()
-    assert tree.match(keys(range(16))).tokens == 16
+    assert tree.match(block_hashes(range(16))).tokens == 16
     assert tree.merge(middle) is leaf
     assert len(tree) == 1
     tree.check()
@@ -303,7 +305,7 @@ def test_nodes_of_few_bytes_are_not_merged_without_end() -> None:
         tree: PrefixTree[Blank] = PrefixTree(SIZE, max_merge_tokens=8, max_merge_bytes=nbytes)
         node = None
         for end in range(SIZE, 65, SIZE):
-            new = keys(range(end))[end // SIZE - 1 :]
+            new = block_hashes(range(end))[end // SIZE - 1 :]
             node = tree.insert(node, new, range(end - SIZE, end), Empty(SIZE), 0.0)
             if node.parent is not None and tree.can_merge(node.parent):
                 node = tree.merge(node.parent)
@@ -349,7 +351,7 @@ def test_what_was_removed_is_not_known_any_more(tree: PrefixTree[Blank]) -> None
     ):
         with pytest.raises(ValueError, match="not in the tree"):
             act()
-    assert tree.match(keys(range(8))).tokens == 0
+    assert tree.match(block_hashes(range(8))).tokens == 0
 
 
 class BreaksApart(Blank):
@@ -364,7 +366,7 @@ class BreaksApart(Blank):
 
 def test_an_act_that_fails_changes_nothing() -> None:
     tree: PrefixTree[Blank] = PrefixTree(SIZE)
-    tree.insert(None, keys(range(8)), list(range(8)), BreaksApart(8), 0.0)
+    tree.insert(None, block_hashes(range(8)), list(range(8)), BreaksApart(8), 0.0)
     node = put(tree, range(12))
     for act in (lambda: tree.split(node.path()[0], 1), lambda: tree.merge(node.path()[0])):
         with pytest.raises(MemoryError):
@@ -379,13 +381,13 @@ def test_check_notices_what_is_wrong(tree: PrefixTree[Blank]) -> None:
     for name, wrong in [
         ("pins", 1),
         ("start", 4),
-        ("keys", keys(range(8))),
+        ("block_hashes", block_hashes(range(8))),
         ("tokens", np.arange(9, 17, dtype=np.uint32)),
         ("tokens", np.arange(20, dtype=np.uint32)[8:16]),
         ("segment", Blank(4)),
         ("parent", None),
         ("heat", float("-inf")),
-        ("children", {keys(range(8))[0]: node}),
+        ("children", {block_hashes(range(8))[0]: node}),
     ]:
         right = getattr(node, name)
         setattr(node, name, wrong)
@@ -419,7 +421,7 @@ def test_the_index_costs_what_it_says(held: bool) -> None:
         parent = None
         for i in range(500):
             tokens = np.full(blocks * SIZE, i, np.uint32)
-            own = block_keys(tokens, SIZE, parent.keys[-1] if parent else ROOT)
+            own = hash_blocks(tokens, SIZE, parent.block_hashes[-1] if parent else ROOT)
             parent = tree.insert(parent, own, tokens, Blank(len(tokens)), i + 0.5)
             if held:
                 tree.hold(parent, i + 100.5)
@@ -433,7 +435,7 @@ def test_looking_up_is_linear_in_the_prompt() -> None:
     """Ten times the goal is allowed here; `penstock bench lookup` measures."""
     tree: PrefixTree[Blank] = PrefixTree(64)
     prompt = np.random.default_rng(0).integers(0, 150_000, 131_072).tolist()
-    names = block_keys(prompt, 64, ROOT)
+    names = hash_blocks(prompt, 64, ROOT)
     node = None
     for i in range(0, len(names), 2):
         own = prompt[64 * i : 64 * (i + 2)]
@@ -441,6 +443,6 @@ def test_looking_up_is_linear_in_the_prompt() -> None:
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
-        assert tree.match(block_keys(prompt, 64, ROOT)).tokens == len(prompt)
+        assert tree.match(hash_blocks(prompt, 64, ROOT)).tokens == len(prompt)
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < 0.1

@@ -29,7 +29,7 @@ import penstock.engine.core as core_module
 import penstock.engine.model.executor as passes_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.ranks.process_group import Alone, Ranks
+from penstock.engine.ranks.process_group import RankGroup, SingleProcess
 from penstock.engine.ranks.watch import Watch
 from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule.budget import weight_bytes
@@ -50,7 +50,7 @@ SOON = 10.0
 
 def main(scenario: str, told: dict[str, Any]) -> None:
     group = mx.distributed.init()
-    ranks = Ranks(group) if group.size() > 1 else None
+    ranks = RankGroup(group) if group.size() > 1 else None
     watch = None if ranks is None else Watch(ranks, gone)
     model = made(told.get("family", "llama"))
     if ranks is not None:
@@ -62,9 +62,9 @@ def main(scenario: str, told: dict[str, Any]) -> None:
         settings["ssd_cache_dir"] = str(Path(told["folder"]) / str(rank))
     settings["memory_limit"] = told.get("limits", {}).get(str(rank), settings["memory_limit"])
     core_module.PRESSURE_SECONDS = 0.0  # all look as often
-    core = Core(model, peers=ranks or Alone(), **settings)
-    if core.cold is not None:
-        core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+    core = Core(model, group=ranks or SingleProcess(), **settings)
+    if core.tiers is not None:
+        core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
     if told.get("on_rank", -1) == rank:
         HARMS[told["harm"]](core)
     found: dict[str, Any] = {"rank": rank}
@@ -117,10 +117,10 @@ def held(core: Core) -> dict[str, Any]:
         "node_bytes": by_kind[Kind.NODES],
         "tokens": core.prefixes.tree.tokens,
         "limit_bytes": core.ledger.limit_bytes,
-        "hit_tokens": core.tally.hit_tokens,
-        "restored_tokens": core.tally.restored_tokens,
+        "hit_tokens": core.counters.hit_tokens,
+        "restored_tokens": core.counters.restored_tokens,
         "evicted_nodes": core.prefixes.counts.evicted_nodes,
-        "parkings": core.tally.parkings,
+        "preemptions": core.counters.preemptions,
     }
 
 
@@ -135,8 +135,8 @@ def ask(core: Core, prompt: list[int], **more: Any) -> Handle:
 def run(core: Core) -> None:
     while core.step() or not core.idle:
         core.check()
-    if core.cold is not None:
-        assert core.cold.flush(SOON)
+    if core.tiers is not None:
+        assert core.tiers.flush(SOON)
 
 
 def answer(handle: Handle) -> list[list[int]]:
@@ -251,19 +251,19 @@ def short_of_memory(core: Core) -> None:
 
 def cannot_choose(core: Core) -> None:
     """Its sampler has a bug."""
-    choose, count = passes_module.choose_all, iter(range(1_000_000))
+    choose, count = passes_module.sample_all, iter(range(1_000_000))
 
-    def failing(logits: Any, choosers: Any, *rest: Any) -> Any:
-        found = choose(logits, choosers, *rest)
+    def failing(logits: Any, samplers: Any, *rest: Any) -> Any:
+        found = choose(logits, samplers, *rest)
         return [ValueError("a bug"), *found[1:]] if next(count) == 1 else found
 
-    passes_module.choose_all = failing
+    passes_module.sample_all = failing
 
 
 def no_disk(core: Core) -> None:
     """It has no block of those that it had."""
-    assert core.cold is not None
-    core.cold.tiers["ssd"].tier.clear().result(SOON)
+    assert core.tiers is not None
+    core.tiers.tiers["ssd"].tier.clear().result(SOON)
 
 
 def cannot_compute(core: Core) -> None:

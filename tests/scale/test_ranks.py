@@ -72,7 +72,7 @@ def test_stages_read_codes(codec: str) -> None:
     coded = {
         "kv_cache_quantization": codec,
         "kv_cache_min_quantize_tokens": 0,
-        "kv_cache_quantize": "active",
+        "kv_cache_quantize_when": "active",
     }
     one = results(1, "texts", family="qwen2", settings=coded)
     two = results(2, "texts", family="qwen2", settings=coded, pipeline=True)

@@ -30,7 +30,7 @@ from penstock.engine.core import Core
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring as restoring_module
 from penstock.errors import SettingError
-from penstock.prefix.block_hashes import checkpoint_key, root_key
+from penstock.prefix.block_hashes import checkpoint_hash, root_hash
 from penstock.tiers.disk import HostArray
 from penstock.tiers.record import FORMAT, TOKENS, Record, decode, encode, header
 from penstock.tiers.remote import Objects, open_objects
@@ -106,11 +106,11 @@ def remote(core: Core) -> TierStats:
 
 def name_of(core: Core, block: int) -> str:
     """Return the name of a block's value."""
-    return name(core, core.prefixes.keys(PROMPT)[block])
+    return name(core, core.prefixes.block_hashes(PROMPT)[block])
 
 
 def name(core: Core, key: bytes) -> str:
-    return f"{FORMAT}/{root_key(core.prefixes.fingerprint).hex()}/{key.hex()}.safetensors"
+    return f"{FORMAT}/{root_hash(core.prefixes.fingerprint).hex()}/{key.hex()}.safetensors"
 
 
 def changed(raw: bytes, change: Callable[[str, Bytes], Bytes]) -> bytes:
@@ -324,8 +324,8 @@ def test_a_hybrid_without_a_whole_checkpoint_computes(store: RedisServer) -> Non
     expected = alone("falcon_h1")
     write(store.url, "falcon_h1")
     with running(store.url, "falcon_h1") as core:
-        keys = core.prefixes.keys(PROMPT)
-        checkpoint = name(core, checkpoint_key(keys[-1]))
+        keys = core.prefixes.block_hashes(PROMPT)
+        checkpoint = name(core, checkpoint_hash(keys[-1]))
         place = store.client.strlen(checkpoint) - 100
         (byte,) = store.client.getrange(checkpoint, place, place)
         store.client.setrange(checkpoint, place, bytes([byte ^ 4]))
@@ -475,7 +475,7 @@ def test_where_it_is_is_explained(store: RedisServer) -> None:
     write(store.url)
     with running(store.url) as core:
         found = core.explain(PROMPT, ask_disk=True)
-        assert (found.held_tokens, found.on_disk_tokens) == (0, WHOLE)
+        assert (found.held_tokens, found.tier_tokens) == (0, WHOLE)
         assert "192 tokens are in the remote cache" in found.reason
 
 

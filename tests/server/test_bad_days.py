@@ -71,7 +71,7 @@ def kind(answer: httpx.Response) -> str:
 def at_rest(running: Running) -> bool:
     """Tell whether no request is open, in the engine and in the server."""
     stats = running.service.engine.stats()
-    sequences = stats.waiting + stats.prefilling + stats.running + stats.parked
+    sequences = stats.waiting + stats.prefilling + stats.running + stats.preempted
     return sequences == 0 and running.service.open_requests == 0
 
 
@@ -254,7 +254,7 @@ def reader_that_does_not_read(running: Running) -> Iterator[None]:
 
 
 def test_a_slow_reader_is_cancelled() -> None:
-    """By what waits for it, long before its connection is given up."""
+    """By what waits for it, long before its connection is evicted."""
     with serving(max_unread=50, send_timeout_seconds=300.0) as running, unchanged(running):
         stats = running.service.engine.stats
         with reader_that_does_not_read(running):
@@ -266,7 +266,7 @@ def test_a_slow_reader_is_cancelled() -> None:
         assert post(running, "/v1/completions").status_code == 200
 
 
-def test_a_reader_that_has_stopped_is_given_up() -> None:
+def test_a_reader_that_has_stopped_is_evicted() -> None:
     """By its connection, however much may wait for it."""
     with serving(max_unread=1_000_000, send_timeout_seconds=1.0) as running, unchanged(running):
         with reader_that_does_not_read(running):
@@ -287,7 +287,7 @@ def test_who_reads_in_time_is_not_cancelled() -> None:
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Running]:
-    """A server that gives up every answer at once."""
+    """A server that evicts every answer at once."""
     with serving(request_timeout_seconds=0.001) as running:
         yield running
 

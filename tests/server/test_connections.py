@@ -114,13 +114,13 @@ def test_idle_connections_leave_the_engine_alive_and_a_place_for_health(
 ) -> None:
     """Each takes an open file: without a cap none is left to look at the machine's memory."""
     with process(files=files) as server, ExitStack() as stack:
-        peers = [stack.enter_context(connect(server.port)) for _ in range(2_100)]
+        group = [stack.enter_context(connect(server.port)) for _ in range(2_100)]
         until = time.monotonic() + 4.0  # it looks once a second
         while time.monotonic() < until:
             assert healthy(server.port)
             assert server.popen.poll() is None
             time.sleep(0.2)
-        open_now = sum(map(is_open, peers))
+        open_now = sum(map(is_open, group))
         assert 0 < open_now <= min(1_000, files[1]) + SPARE_PLACES
         assert psutil.Process(server.popen.pid).num_fds() < files[1] - 30
 
@@ -347,12 +347,12 @@ def test_the_default_bounds_hold_in_a_process(alone: Process) -> None:
         "idle": (HEALTH.replace(b"close", b"keep-alive"), 6.0),
     }
     with ExitStack() as stack:
-        peers = {
+        group = {
             name: stack.enter_context(connect(alone.port, sent))
             for name, (sent, _) in begun.items()
         }
         began = time.monotonic()
         for name, (_, seconds) in sorted(begun.items(), key=lambda item: item[1][1]):
-            peers[name].settimeout(SOON)
-            read(peers[name])
+            group[name].settimeout(SOON)
+            read(group[name])
             assert seconds - 1.0 < time.monotonic() - began < seconds + 3.0, name

@@ -23,7 +23,7 @@ from servers import Running, serving, wait_until
 
 from penstock.errors import EngineStopped
 from penstock.server.anthropic_forms import CountRequest, MessagesRequest
-from penstock.server.cache_routes import Question
+from penstock.server.cache_routes import ExplainRequest
 from penstock.server.forms import ChatRequest, CompletionRequest
 from penstock.server.problems import problem_of
 from penstock.server.responses import ResponsesRequest
@@ -313,7 +313,7 @@ BODIES: dict[str, list[Any]] = {
     "/v1/completions": [CompletionRequest],
     "/v1/responses": [ResponsesRequest],
     "/v1/messages": [MessagesRequest, CountRequest],
-    "/v1/cache/explain": [Question],
+    "/v1/cache/explain": [ExplainRequest],
 }
 
 

@@ -151,8 +151,8 @@ def test_the_command_line_of_vllm_mlx_serves() -> None:
         (("--kv-cache-quantization", "8", "--kv-cache-skip-layers", "2"), "others, are 0 to 1"),
         (("--kv-cache-skip-layers", "one"), "'one' is no number"),
         (
-            ("--kv-cache-skip-layers", "1", "--kv-cache-quantize", "active"),
-            "--kv-cache-skip-layers, --kv-cache-quantize: nothing is held in a codec",
+            ("--kv-cache-skip-layers", "1", "--kv-cache-quantize-when", "active"),
+            "--kv-cache-skip-layers, --kv-cache-quantize-when: nothing is held in a codec",
         ),
         (("--kv-cache-min-quantize-tokens", "-1"), "--kv-cache-min-quantize-tokens"),
         (("--host", "0.0.0.0"), "api-key"),
@@ -313,7 +313,7 @@ def test_a_disk_with_no_space_says_so_everywhere(
     with little_disk(tmp_path / "little") as folder:
         given = {"ssd_cache_dir": folder, "block_size": 64}
         with make_engine(load_all(MODEL_PATH), **given) as engine:
-            opened = engine.later(lambda core: core.cold.tiers["ssd"].held([])).result()
+            opened = engine.later(lambda core: core.tiers.tiers["ssd"].held([])).result()
             assert opened.result(30.0) == 0
             assert "nothing is written: the disk of" in banner(engine, "r", settings(), 1)[3]
         with serving(engine=given) as running:

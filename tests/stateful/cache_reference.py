@@ -63,7 +63,7 @@ def spell(
 ) -> tuple[mx.array, mx.array]:
     """Return keys and values (batch, heads, tokens, width) for rows of token numbers.
 
-    Constant along the width, so that a quantiser keeps them; different in each head, and
+    Constant along the width, so that a quantizer keeps them; different in each head, and
     different as key and as value, so that neither can stand for the other.
     """
     numbers = np.array(tokens, np.float32)[:, None, :, None]

@@ -51,15 +51,15 @@ class ColdMachine(EngineMachine):
     def open_core(self) -> None:
         super().open_core()
         # Of such a small model nothing is worth the disk.
-        self.core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+        self.core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
         self.cold.read_pace.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
         self.cold.tier._retry_seconds = 0.0
         self.rest()
 
     @property
     def cold(self) -> tier_module.EngineTier:
-        assert self.core.cold is not None
-        return self.core.cold.tiers["ssd"]
+        assert self.core.tiers is not None
+        return self.core.tiers.tiers["ssd"]
 
     def hanging(self, restore: Callable[..., int]) -> Callable[..., int]:
         def hangs(store: SSDStore, *rest: Any) -> int:
@@ -150,7 +150,7 @@ class ColdMachine(EngineMachine):
 
     @rule()
     def fail(self) -> None:
-        """Let the folder fail once: it is given up, and opened again."""
+        """Let the folder fail once: it is evicted, and opened again."""
 
         def fails(store: SSDStore) -> None:
             raise OSError("a disk's bad day")

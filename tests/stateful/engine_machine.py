@@ -247,14 +247,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(pick=picks)
     def outrank(self, pick: int) -> None:
-        """Ask for so many answers, and with such a priority, that everybody else is parked."""
+        """Ask for so many answers, and with such a priority, that everybody else is preempted."""
         if not self.core.stats().running:
             return
         prompt = self.kind.pieces[pick % 3][:3]
         asked = self.ask(Request(prompt=prompt, n=self.kind.places, max_tokens=2, priority=9))
         self.run_step()
         if asked is not None and self.core.ledger.limit_bytes == self.fixed + ROOMS[-1]:
-            assert self.core.stats().parked, "lower priorities go on in the way of higher ones"
+            assert self.core.stats().preempted, "lower priorities go on in the way of higher ones"
 
     def ask(self, request: Request, fault: str | None = None, at: int = 0) -> Asked | None:
         core = self.core
@@ -275,8 +275,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.tokenizer.breaks.clear()
         assert opened + request.n <= MAX_QUEUE
         if fault == "sampler":
-            last = [s for s in core.places.sequences.values() if s.handle is handle][-1]
-            last.chooser = Broken(last.chooser, at)
+            last = [s for s in core.admission.sequences.values() if s.handle is handle][-1]
+            last.sampler = Broken(last.sampler, at)
         timeout = request.timeout_seconds
         deadline = None if timeout is None else self.now + timeout
         self.asked.append(Asked(request, handle, deadline, fault, at))
@@ -356,7 +356,7 @@ class EngineMachine(RuleBasedStateMachine):
         before = self.failed
         while self.faulty.times and not self.core.idle:
             self.run_step()
-        while self.core.passes.failed_in_a_row and not self.core.idle:
+        while self.core.executor.failed_in_a_row and not self.core.idle:
             self.run_step()  # to the end of what began with these calls
         rows, self.faulty.times = self.faulty.rows, 0
         failed = self.failed - before
@@ -402,7 +402,7 @@ class EngineMachine(RuleBasedStateMachine):
         if nbytes is None:
             prefixes.clear()
             path = {
-                node for s in self.core.places.sequences.values() if s.pin for node in s.pin.path
+                node for s in self.core.admission.sequences.values() if s.pin for node in s.pin.path
             }
             assert set(prefixes.tree) == path
         else:
@@ -518,7 +518,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         core = self.core
-        owners = {id(s.pin) for s in core.places.sequences.values() if s.pin is not None}
+        owners = {id(s.pin) for s in core.admission.sequences.values() if s.pin is not None}
         assert owners == set(map(id, core.prefixes.tree._pins)), "a pin without an owner"
         reached, families = set(), [core.prefixes.tree._tops]
         while families:
@@ -530,8 +530,8 @@ class EngineMachine(RuleBasedStateMachine):
         stats = core.stats()
         open_choices = sum(a.request.n - len(a.ended) for a in self.asked)
         placed = stats.prefilling + stats.restoring + stats.running
-        assert stats.waiting + placed + stats.parked == open_choices
-        assert len(core.places.sequences) == open_choices
+        assert stats.waiting + placed + stats.preempted == open_choices
+        assert len(core.admission.sequences) == open_choices
 
     def close_core(self) -> None:
         """Everything is given back, to the byte."""
@@ -540,7 +540,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.account_is_right()
         assert core.ledger.used_bytes == self.fixed
         assert len(core.prefixes.tree) == 0
-        weights = core.room.weights_bytes
+        weights = core.budget.weights_bytes
         core.close()
         assert settled_memory() == self.before, "something outlives the engine"
         left = {kind: n for kind, n in core.ledger.by_class().items() if n}

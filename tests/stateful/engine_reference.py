@@ -19,10 +19,10 @@ from small_models import BASE
 
 from penstock import caches
 from penstock.config import EngineSettings
-from penstock.engine.model.sampling import Chooser
+from penstock.engine.model.sampling import TokenSampler
 from penstock.engine.request import Request, Sampling
 from penstock.errors import SettingError
-from penstock.kv.quantization import Quantisation
+from penstock.kv.quantization import QuantizationRule
 
 MOST_NEW = 14
 """Tokens of the longest answer."""
@@ -73,7 +73,7 @@ class Kind:
             "max_batch_size": self.places,
             "kv_cache_quantization": self.codec,
             "kv_cache_min_quantize_tokens": self.block_size,
-            "kv_cache_quantize": self.quantize,
+            "kv_cache_quantize_when": self.quantize,
         }
 
     def caches(self) -> list[Any]:
@@ -114,7 +114,7 @@ def possible(kind: Kind) -> bool:
     """Tell whether an engine takes such settings together, whatever the model."""
     try:
         settings = EngineSettings(memory_limit=1, **kind.settings)
-        Quantisation.of(kind.codec, block_size=kind.block_size, first_tokens=0)
+        QuantizationRule.of(kind.codec, block_size=kind.block_size, first_tokens=0)
     except (ValueError, SettingError):
         return False
     return settings.keep_tokens < settings.max_kv_size
@@ -150,14 +150,16 @@ def solo(
 ) -> tuple[Step, ...]:
     """Generate `MOST_NEW` tokens alone; with a seed, drawn at temperature 1."""
     model, caches = kind.model, kind.caches()
-    chooser = None if seed is None else Chooser(Sampling(temperature=1.0, seed=seed), (), choice)
+    sampler = (
+        None if seed is None else TokenSampler(Sampling(temperature=1.0, seed=seed), (), choice)
+    )
     steps: list[Step] = []
     read: Sequence[int] = prompt
     while len(steps) < MOST_NEW:
         scores = model(mx.array([read]), cache=caches)[0, -1]
-        if chooser is not None:
+        if sampler is not None:
             scores = scores - mx.max(scores)
-            scores = scores + mx.random.gumbel(scores.shape, key=chooser.key(len(steps)))
+            scores = scores + mx.random.gumbel(scores.shape, key=sampler.key(len(steps)))
         second, best = mx.sort(mx.topk(scores, 2)).tolist()
         steps.append(Step(int(mx.argmax(scores)), best - second))
         read = (steps[-1].token,)

@@ -49,7 +49,7 @@ def rule_of(cache: Any) -> Visible:
 
 
 def numbers(cache: Any, side: Any) -> mx.array:
-    """Return one side of what `update_and_fetch` gave as an array, quantised or not."""
+    """Return one side of what `update_and_fetch` gave as an array, quantized or not."""
     if isinstance(side, mx.array):
         return side
     if side[0].shape[2] == 0:  # which MLX dequantizes to none that can be read

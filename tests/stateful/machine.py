@@ -256,7 +256,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     @rule(data=st.data(), tokens=st.integers(1, 12), bits=st.sampled_from([4, 8]))
     def quantize_aside(self, data: st.DataObject, tokens: int, bits: int) -> None:
-        """Quantise a sequence and read on with that; the sequence itself is left as it was."""
+        """Quantize a sequence and read on with that; the sequence itself is left as it was."""
         single = data.draw(st.sampled_from(self.singles))
         quantized = single.cache.to_quantized(group_size=GROUP, bits=bits)
         aside = Single(quantized, list(single.row))

@@ -14,11 +14,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_machines import causes
 
 from penstock.engine.core import Core
-from penstock.engine.model.executor import Passes
-from penstock.engine.retention.requantize import Quantiser
-from penstock.engine.schedule.admission import Places
+from penstock.engine.model.executor import ModelExecutor
+from penstock.engine.retention.requantize import Requantizer
+from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.committing import Sealing
-from penstock.engine.schedule.costs import Needs
+from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import StepFailed
 
@@ -52,7 +52,7 @@ def test_engine_does_so_whatever_its_settings_are_together() -> None:
 # ---- negative controls: each class below is wrong in one way
 
 
-class ForgetsAPin(Places):
+class ForgetsAPin(Admission):
     """Lets a path be forgotten by who read it, and pinned for ever."""
 
     def _release(self, sequence: Sequence) -> None:
@@ -60,14 +60,14 @@ class ForgetsAPin(Places):
         super()._release(sequence)
 
 
-class CountsNoRuns(Needs):
+class CountsNoRuns(MemoryEstimator):
     """Reserves nothing for what a sequence computes."""
 
     def own(self, tokens: int, cut: int = 0) -> int:
         return 0
 
 
-class KeepsASlot(Places):
+class KeepsASlot(Admission):
     """Never gives a slot back."""
 
     def _release(self, sequence: Sequence) -> None:
@@ -75,11 +75,11 @@ class KeepsASlot(Places):
         super()._release(sequence)
 
 
-class KeepsWhatItReleased(Places):
+class KeepsWhatItReleased(Admission):
     """Goes on holding the runs of those who have left."""
 
     def _release(self, sequence: Sequence) -> None:
-        self.__dict__.setdefault("kept", []).append(list(sequence.runs))
+        self.__dict__.setdefault("kept", []).append(list(sequence.own_spans))
         super()._release(sequence)
 
 
@@ -97,29 +97,35 @@ class SharesBetweenSalts(Core):
 class DrawsTheSameForAll(Core):
     """Gives every answer of a request the draws of the first."""
 
-    def _sequence(self, handle: Any, choice: int, chooser: Any, *rest: Any) -> Sequence:
-        chooser.choice = 0
-        return super()._sequence(handle, choice, chooser, *rest)
+    def _sequence(self, handle: Any, choice: int, sampler: Any, *rest: Any) -> Sequence:
+        sampler.choice = 0
+        return super()._sequence(handle, choice, sampler, *rest)
 
 
-class CutsOneTooMany(Places):
+class CutsOneTooMany(Admission):
     """Lets a sequence read one token more of the path than its prompt has in common."""
 
     def _take(self, sequence: Sequence, matched: int) -> bool:
         taken = super()._take(sequence, matched)
-        if taken and sequence.pin is not None and 0 < sequence.cut < len(sequence.tokens) - 1:
-            sequence.cut += sequence.pin.node is not None and sequence.pin.node.end > sequence.cut
+        if (
+            taken
+            and sequence.pin is not None
+            and 0 < sequence.num_cached_tokens < len(sequence.tokens) - 1
+        ):
+            sequence.num_cached_tokens += (
+                sequence.pin.node is not None and sequence.pin.node.end > sequence.num_cached_tokens
+            )
         return taken
 
 
-class ServesFromNowhere(Places):
+class ServesFromNowhere(Admission):
     """Counts what was computed as found."""
 
     def count_hit(self, sequence: Sequence, tokens: int) -> None:
         super().count_hit(sequence, tokens + self._scheduler.block_size)
 
 
-class SharesNothing(Places):
+class SharesNothing(Admission):
     """Never looks what is held."""
 
     def _take(self, sequence: Sequence, matched: int) -> bool:
@@ -138,14 +144,14 @@ class KeepsTheRoom(Core):
         self.ledger.set_limit(limit_bytes)
 
 
-class ForgetsTheTime(Places):
+class ForgetsTheTime(Admission):
     """Lets everybody go on for ever."""
 
     def drop_overdue(self, now_seconds: float) -> None:
         pass
 
 
-class EndsAllForOne(Places):
+class EndsAllForOne(Admission):
     """Fails everybody for the bug of one."""
 
     def fail(self, sequence: Sequence, error: Any) -> None:
@@ -154,7 +160,7 @@ class EndsAllForOne(Places):
             super().fail(each, error)
 
 
-class TriesOnce(Passes):
+class TriesOnce(ModelExecutor):
     """Fails a prompt when MLX first runs out of memory."""
 
     def _shrink_after(self, error: Exception) -> bool:
@@ -162,19 +168,19 @@ class TriesOnce(Passes):
         return False
 
 
-class ForgetsWhoFailed(Passes):
+class ForgetsWhoFailed(ModelExecutor):
     """Takes the step's sequences up again after a bug, as if it had been memory."""
 
     def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
         super()._decode_failed(sequences, MemoryError(str(error)))
 
 
-class ParksWithATail(Places):
-    """Thinks that a parked sequence's tail is still there."""
+class ParksWithATail(Admission):
+    """Thinks that a preempted sequence's tail is still there."""
 
-    def park(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         tail = sequence.tail
-        super().park(sequence)
+        super().preempt(sequence)
         sequence.tail = tail
 
 
@@ -183,24 +189,24 @@ class ForgetsTheUnfinishedBlock(Sealing):
 
     def _fold(self, sequence: Sequence) -> None:
         super()._fold(sequence)
-        if len(sequence.runs) == 1 and sequence.runs[0].end % self._size:
-            sequence.cut, sequence.runs = sequence.runs[0].end, []
+        if len(sequence.own_spans) == 1 and sequence.own_spans[0].end % self._size:
+            sequence.num_cached_tokens, sequence.own_spans = sequence.own_spans[0].end, []
 
 
 class SealsWithoutASegment(Sealing):
-    """Says it has sealed what it has not."""
+    """Says it has committed what it has not."""
 
     def insert(self, sequence: Sequence, segment: Any) -> bool:
-        sequence.cut += segment.tokens
+        sequence.num_cached_tokens += segment.tokens
         return True
 
 
 class KeepsTheOriginals(Core):
     """Goes on holding what was encoded."""
 
-    def _quantise(self, quantiser: Quantiser) -> bool:
+    def _quantize(self, requantizer: Requantizer) -> bool:
         before = [node.segment for node in self.prefixes.tree]
-        found = super()._quantise(quantiser)
+        found = super()._quantize(requantizer)
         if found:
             self.__dict__.setdefault("kept", []).append(before)
         return found
@@ -211,16 +217,19 @@ class FilesAnOldState(Sealing):
 
     def capture(self, sequence: Sequence, *, turn_end: bool = False) -> None:
         known = self.__dict__.setdefault("known", {})
-        live, sequence.live = sequence.live, known.get(sequence.id, sequence.live)
+        live, sequence.recurrent_state = (
+            sequence.recurrent_state,
+            known.get(sequence.id, sequence.recurrent_state),
+        )
         super().capture(sequence, turn_end=turn_end)
-        sequence.live = known[sequence.id] = live
+        sequence.recurrent_state = known[sequence.id] = live
 
 
-class KeepsStates(Places):
+class KeepsStates(Admission):
     """Goes on holding the states of those who have left."""
 
     def _release(self, sequence: Sequence) -> None:
-        self.__dict__.setdefault("kept", []).append(sequence.live)
+        self.__dict__.setdefault("kept", []).append(sequence.recurrent_state)
         super()._release(sequence)
 
 
@@ -231,7 +240,7 @@ HUNT = settings(
     phases=[Phase.generate],
     print_blob=False,
 )
-PARTS: Items[type] = (Core, Needs, Passes, Places, Sealing)
+PARTS: Items[type] = (Core, MemoryEstimator, ModelExecutor, Admission, Sealing)
 BROKEN: Items[type] = [
     c for part in PARTS for c in part.__subclasses__() if c.__module__ == __name__
 ]

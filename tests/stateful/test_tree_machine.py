@@ -73,7 +73,7 @@ class RemovesInNameOnly(PrefixTree):
 
 
 class KeepsWhatItRemoved(PrefixTree):
-    """Gives up a node and goes on holding its segment."""
+    """Evicts a node and goes on holding its segment."""
 
     def remove(self, node: Node) -> Any:
         self.__dict__.setdefault("kept", []).append(node.segment)
@@ -88,7 +88,7 @@ class EvictsThePinned(PrefixTree):
 
 
 class EvictsTheFirst(PrefixTree):
-    """Gives up any leaf."""
+    """Evicts any leaf."""
 
     def victim(self) -> Any:
         return next((leaf for leaf in self.leaves() if not leaf.pins), None)

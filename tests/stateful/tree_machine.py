@@ -22,9 +22,9 @@ from tree_reference import (
     wanted,
 )
 
-from penstock.prefix import HalfLife, Node, Pin, PrefillCost, PrefixTree, block_keys, root_key
+from penstock.prefix import HalfLife, Node, Pin, PrefillCost, PrefixTree, hash_blocks, root_hash
 
-ROOT = root_key("model", "tenant")
+ROOT = root_hash("model", "tenant")
 
 # Few kinds of blocks, so that prompts meet; a few tokens over, which have no block.
 blocks = st.lists(st.sampled_from([(0, 0), (0, 1), (2, 0)]), max_size=7)
@@ -49,7 +49,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.held: list[Pin[Text]] = []
 
     def node(self, end: Prefix) -> Node[Text]:
-        node = self.tree.match(block_keys(end, BLOCK, ROOT)).path[-1]
+        node = self.tree.match(hash_blocks(end, BLOCK, ROOT)).path[-1]
         assert node.end == len(end)
         return node
 
@@ -61,22 +61,22 @@ class TreeMachine(RuleBasedStateMachine):
     def look(self, prompt: Prefix) -> None:
         """Ask, and see that asking changes nothing."""
         before = table(self.tree)
-        match = self.tree.match(block_keys(prompt, BLOCK, ROOT))
+        match = self.tree.match(hash_blocks(prompt, BLOCK, ROOT))
         assert match.tokens == self.reference.known(prompt)
         spelled = tuple(t for node in match.path for t in node.segment.content)
         assert spelled[: match.tokens] == prompt[: match.tokens]
         assert match.ends_inside == (match.tokens < len(spelled))
-        assert self.tree.match(block_keys(prompt, BLOCK, root_key("model", "other"))).tokens == 0
+        assert self.tree.match(hash_blocks(prompt, BLOCK, root_hash("model", "other"))).tokens == 0
         assert table(self.tree) == before
 
     @rule(prompt=prompts, chunk=st.integers(1, 4), stay=st.booleans())
     def read(self, prompt: Prefix, chunk: int, stay: bool) -> None:
-        """Pin what is known of a prompt and seal the rest in chunks, as prefill does."""
+        """Pin what is known of a prompt and commit the rest in chunks, as prefill does."""
         pin, at = self._pin(prompt)
         whole = len(prompt) - len(prompt) % BLOCK
         while at < whole:
             end = min(whole, at + chunk * BLOCK)
-            keys = block_keys(prompt[:end], BLOCK, ROOT)[at // BLOCK :]
+            keys = hash_blocks(prompt[:end], BLOCK, ROOT)[at // BLOCK :]
             new = prompt[at:end]
             node = self.tree.insert(pin.node, keys, new, Text(new), self.reference.now)
             self.reference.insert(prompt[:end], at)
@@ -96,7 +96,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.held.append(self._pin(prompt)[0])
 
     def _pin(self, prompt: Prefix) -> tuple[Pin[Text], int]:
-        match = self.tree.match(block_keys(prompt, BLOCK, ROOT))
+        match = self.tree.match(hash_blocks(prompt, BLOCK, ROOT))
         last = match.path[-1] if match.path else None
         if last is not None and match.ends_inside:
             (end,) = [e for e, r in self.reference.runs.items() if self.node(e) is last]
@@ -117,7 +117,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.reference.pins.pop(at)
 
     def _follow(self, at: int, data: st.DataObject) -> None:
-        """Let go of the end of a path, and read on in what somebody else has sealed."""
+        """Let go of the end of a path, and read on in what somebody else has committed."""
         end = data.draw(st.sampled_from([(), *self.reference.path(self.reference.pins[at])]))
         self.held[at].withdraw(self.node(end) if end else None)
         for child in sorted(self.reference.children(end))[:1]:
@@ -131,9 +131,9 @@ class TreeMachine(RuleBasedStateMachine):
     def split(self, data: st.DataObject) -> None:
         end = data.draw(st.sampled_from(sorted(self.reference.runs)))
         node = self.node(end)
-        if len(node.keys) < 2:
+        if len(node.block_hashes) < 2:
             return
-        at = data.draw(st.integers(1, len(node.keys) - 1))
+        at = data.draw(st.integers(1, len(node.block_hashes) - 1))
         head = self.tree.split(node, at)
         self.reference.split(end, head.end)
 
@@ -158,7 +158,7 @@ class TreeMachine(RuleBasedStateMachine):
             self._evict()
 
     def _evict(self) -> None:
-        """Give up what is worth least, and see that its segment is gone from memory."""
+        """Evict what is worth least, and see that its segment is gone from memory."""
         victim = self.tree.victim()
         candidates = self.reference.evictable()
         assert (victim is None) == (not candidates)

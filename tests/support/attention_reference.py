@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kv.attention import Sight
+from penstock.kv.attention import AttentionWindow
 
 Numbers = npt.NDArray[np.float64]
 
@@ -18,11 +18,15 @@ def numbers(array: mx.array) -> Numbers:
     return np.array(array.astype(mx.float32), np.float64)
 
 
-def sees(sight: Sight, query: int, column: int) -> bool:
+def sees(attention_window: AttentionWindow, query: int, column: int) -> bool:
     """Tell whether the query at a position sees the column at another."""
     if column > query:
         return False
-    return sight.window is None or column > query - sight.window or column < sight.keep
+    return (
+        attention_window.window is None
+        or column > query - attention_window.window
+        or column < attention_window.keep
+    )
 
 
 def attention(
@@ -32,7 +36,7 @@ def attention(
     *,
     queries_at: Sequence[int],
     columns_at: Sequence[int],
-    sight: Sight,
+    attention_window: AttentionWindow,
     scale: float,
     sinks: Numbers | None = None,
 ) -> Numbers:
@@ -41,7 +45,7 @@ def attention(
     r = heads // keys.shape[0]
     result = np.zeros((heads, n, values.shape[-1]))
     for row, query in enumerate(queries_at):
-        seen = [i for i, column in enumerate(columns_at) if sees(sight, query, column)]
+        seen = [i for i, column in enumerate(columns_at) if sees(attention_window, query, column)]
         for head in range(heads):
             scores: Any = scale * (keys[head // r, seen] @ queries[head, row])
             sink = -np.inf if sinks is None else sinks[head]

@@ -35,8 +35,8 @@ def running(
     is right at the end."""
     model = model_of(family) if model is None else model
     core = Core(model, ssd_cache_dir=folder, **{**SETTINGS, **settings})
-    if core.cold is not None:
-        core.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+    if core.tiers is not None:
+        core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
     try:
         yield core
         settle(core)
@@ -51,8 +51,8 @@ def settle(core: Core) -> None:
     while core.step():
         core.check()
         assert core.ledger.used_bytes <= core.ledger.limit_bytes
-    if core.cold is not None:
-        assert core.cold.flush(SOON)
+    if core.tiers is not None:
+        assert core.tiers.flush(SOON)
 
 
 def submit(core: Core, tokens: Sequence[int], **more: Any) -> Handle:

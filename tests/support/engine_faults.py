@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from small_models import BASE, build
 
-from penstock.engine.model.sampling import Chooser
+from penstock.engine.model.sampling import TokenSampler
 
 VOCABULARY_TOKENS = 512
 LOUDER = {"llama": 4.0, "gemma2": 8.0, "falcon_h1": 1.0}
@@ -95,10 +95,10 @@ class Alphabet:
         return spell(tokens)
 
 
-class Broken(Chooser):
+class Broken(TokenSampler):
     """A sampler that fails after so many tokens."""
 
-    def __init__(self, like: Chooser, at: int) -> None:
+    def __init__(self, like: TokenSampler, at: int) -> None:
         self.__dict__.update(like.__dict__)
         self.at = at
         self.plain = False  # rows that are plain are chosen together, without asking anyone

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from penstock.tiers.remote.objects import Piece
+from penstock.tiers.remote.objects import ObjectPiece
 
 MOST_SECONDS = 20.0
 """For which it hangs."""
@@ -31,11 +31,11 @@ class InMemory:
         if not self.go.wait(MOST_SECONDS):
             raise TimeoutError("it hangs")
 
-    def get(self, name: str, at: int, nbytes: int) -> Piece | None:
+    def get(self, name: str, at: int, nbytes: int) -> ObjectPiece | None:
         self.wait()
         self.pieces.append(nbytes)
         raw = self.values.get(name)
-        return None if raw is None else Piece(len(raw), raw[at : at + nbytes])
+        return None if raw is None else ObjectPiece(len(raw), raw[at : at + nbytes])
 
     def put(self, name: str, raw: bytes) -> bool:
         self.puts += 1

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from blocks_on_disk import keys_of, read, size_of
 
-from penstock.prefix.block_hashes import block_keys, root_key
+from penstock.prefix.block_hashes import hash_blocks, root_hash
 from penstock.tiers.disk import HostArray, Record, SSDStore
 from penstock.tiers.disk import disk_store as ssd_store
 from penstock.tiers.record import FORMAT, encode
 
 FINGERPRINT = "a model"
-ROOT = root_key(FINGERPRINT)
+ROOT = root_hash(FINGERPRINT)
 BLOCK = 4
 INDEX_BYTES = 8_000_000
 NUMBERS = 1_000
@@ -34,11 +34,11 @@ NUMBERS = 1_000
 def chain(blocks: int, seed: int = 0) -> list[Record]:
     """Return the blocks of a prompt, each with numbers of its own."""
     tokens = np.random.default_rng(seed).integers(0, 1_000, blocks * BLOCK)
-    keys = block_keys(tokens, BLOCK, ROOT)
-    parents = [ROOT, *keys]
+    block_hashes = hash_blocks(tokens, BLOCK, ROOT)
+    parents = [ROOT, *block_hashes]
     return [
         Record(key, parents[i], i, {"0.keys": numbers(seed, i), "0.values": numbers(seed, -i)})
-        for i, key in enumerate(keys)
+        for i, key in enumerate(block_hashes)
     ]
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from penstock.kv import columns as col
-from penstock.kv.block_format import Form
+from penstock.kv.block_format import BlockFormat
 from penstock.kv.codecs import parse_scheme
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
-from penstock.tiers.host import TOKENS, Landing, host_block
+from penstock.tiers.host import TOKENS, RestoreBuffer, host_block
 from penstock.tiers.record import HostArray
 
 BLOCK = 64
@@ -59,13 +59,13 @@ def blocks_of(whole: Segment) -> list[dict[str, HostArray]]:
     ]
 
 
-def form(dtype: mx.Dtype = mx.float32) -> Form:
-    return Form.of([LayerShape(2, 16, 8, dtype)] * 3)
+def form(dtype: mx.Dtype = mx.float32) -> BlockFormat:
+    return BlockFormat.of([LayerShape(2, 16, 8, dtype)] * 3)
 
 
-def landed(blocks: list[dict[str, HostArray]], form: Form, **more: bool) -> Landing:
+def landed(blocks: list[dict[str, HostArray]], form: BlockFormat, **more: bool) -> RestoreBuffer:
     """Put the bytes of blocks where they belong, as if they were read from files."""
-    landing = Landing(form, len(blocks), BLOCK, **more)
+    landing = RestoreBuffer(form, len(blocks), BLOCK, **more)
     for block, targets in zip(blocks, landing.targets(), strict=True):
         assert block.keys() == targets.keys()
         for name, target in targets.items():
@@ -108,7 +108,7 @@ def test_a_landing_is_the_segment_and_not_copied_to_it() -> None:
     shapes = [LayerShape(2, 64, 64, mx.bfloat16)] * 2
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    landing = Landing(Form.of(shapes), 64, BLOCK)
+    landing = RestoreBuffer(BlockFormat.of(shapes), 64, BLOCK)
     landing.targets()
     made = landing.segment()
     assert mx.get_active_memory() - before == made.nbytes
@@ -138,12 +138,14 @@ def test_what_a_codec_holds_comes_back_to_the_bit(name: str, in_place: bool) -> 
     """Also of heads whose sizes differ, with a layer that stays as it is."""
     scheme = parse_scheme(name)
     shapes = [LayerShape(2, 128, 64, mx.bfloat16)] * 3
-    held = Form.of(shapes, scheme, [1])
+    held = BlockFormat.of(shapes, scheme, [1])
     layers = [
         tuple(mx.random.normal((1, 2, 4 * BLOCK, dim)).astype(mx.bfloat16) for dim in (128, 64))
         for _ in shapes
     ]
-    whole = Segment(tuple((keys, values) for keys, values in layers)).encoded(scheme, [1])
+    whole = Segment(tuple((block_hashes, values) for block_hashes, values in layers)).encoded(
+        scheme, [1]
+    )
     assert held.holds(whole)
     assert held.nbytes(whole.tokens) == whole.nbytes
     made = landed(blocks_of(whole), held, in_place=in_place).segment()

@@ -12,7 +12,7 @@ from objects_in_memory import InMemory
 from test_disk_store import chain, keys_of
 
 from penstock.errors import SettingError
-from penstock.prefix.block_hashes import block_keys, checkpoint_key, root_key
+from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, root_hash
 from penstock.tiers.disk import HostArray, Record
 from penstock.tiers.record import TOKENS, Target, decode, encode
 from penstock.tiers.remote import RemoteStore, check_url, objects, shown
@@ -30,12 +30,12 @@ def opened(values: InMemory, **more: object) -> RemoteStore:
 def blocks(count: int, seed: int = 0) -> list[Record]:
     """Return the blocks of a prompt with their tokens, as the engine has them."""
     tokens = np.random.default_rng(seed).integers(0, 1_000, count * BLOCK).astype(np.uint32)
-    keys = block_keys(tokens, BLOCK, root_key(FINGERPRINT))
+    block_hashes = hash_blocks(tokens, BLOCK, root_hash(FINGERPRINT))
     found = []
     for i, record in enumerate(chain(count, seed)):
         of = HostArray("uint32", (BLOCK,), tokens[i * BLOCK :][:BLOCK].view(np.uint8))
-        parent = keys[i - 1] if i else root_key(FINGERPRINT)
-        found.append(Record(keys[i], parent, i, {TOKENS: of, **record.arrays}))
+        parent = block_hashes[i - 1] if i else root_hash(FINGERPRINT)
+        found.append(Record(block_hashes[i], parent, i, {TOKENS: of, **record.arrays}))
     return found
 
 
@@ -144,7 +144,7 @@ def test_states_are_looked_for_from_the_end(at: int) -> None:
     assert store.held(keys_of(records), resumable=True) == 0
     states = {"states.0": HostArray("uint8", (4,), np.zeros(4, np.uint8))}
     key = records[at].key
-    checkpoint = Record(checkpoint_key(key), key, at + 1, states)
+    checkpoint = Record(checkpoint_hash(key), key, at + 1, states)
     store.write(checkpoint)
     assert opened(values).held(keys_of(records), resumable=True) == at + 1
     assert read(store, [checkpoint]) == 1

@@ -47,7 +47,7 @@ class BlankPrefixes:
     Args:
         capacity_blocks: the ledger's limit.
         policy: which leaf goes first.
-        node_blocks: blocks of a node at most: what one eviction gives up.
+        node_blocks: blocks of a node at most: what one eviction evicts.
     """
 
     def __init__(self, capacity_blocks: int, policy: Policy, node_blocks: int) -> None:
@@ -57,27 +57,29 @@ class BlankPrefixes:
         self._ledger = Ledger(capacity_blocks)
         self._held = self._ledger.reserve(Kind.NODES, 0)
         self.on_change: Callable[[Sequence[bytes], bool], None] | None = None
-        """Told the keys of blocks that have come (True) or were given up (False)."""
+        """Told the keys of blocks that have come (True) or were evicted (False)."""
 
-    def serve(self, blocks: Sequence[int], keys: Sequence[bytes], now_seconds: float) -> int:
+    def serve(
+        self, blocks: Sequence[int], block_hashes: Sequence[bytes], now_seconds: float
+    ) -> int:
         """Match, pin and complete one prompt, and return the blocks that were there.
 
         Args:
             blocks: the prompt's blocks as tokens.
             keys: their keys, in blocks of one token.
         """
-        match = self.tree.match(keys)
+        match = self.tree.match(block_hashes)
         last: Node[Blank] | None = match.path[-1] if match.path else None
         if last is not None and match.ends_inside:
             last = self.tree.split(last, match.blocks_in_last)
         at = match.tokens
         with self.tree.pin(last, now_seconds) as pin:
-            while at < len(keys):
+            while at < len(block_hashes):
                 # Nodes end at multiples of their size: what returns is known by the same key.
-                end = min(len(keys), at - at % self._node_blocks + self._node_blocks)
+                end = min(len(block_hashes), at - at % self._node_blocks + self._node_blocks)
                 if not self._make_room(end - at):
                     break
-                new = keys[at:end]
+                new = block_hashes[at:end]
                 node = self.tree.insert(pin.node, new, blocks[at:end], Blank(end - at), now_seconds)
                 pin.extend(node)
                 self._tell(new, held=True)
@@ -98,10 +100,10 @@ class BlankPrefixes:
             self.tree.remove(victim)
             self._held.resize(self.tree.nbytes)
             self.evictions += 1
-            self._tell(victim.keys, held=False)
+            self._tell(victim.block_hashes, held=False)
         self._held.resize(self._held.nbytes + nbytes)
         return True
 
-    def _tell(self, keys: Sequence[bytes], *, held: bool) -> None:
+    def _tell(self, block_hashes: Sequence[bytes], *, held: bool) -> None:
         if self.on_change is not None:
-            self.on_change(keys, held)
+            self.on_change(block_hashes, held)

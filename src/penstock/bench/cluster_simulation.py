@@ -15,8 +15,8 @@ from itertools import count, islice
 
 from penstock.bench.blank import BlankPrefixes
 from penstock.bench.trace import Trace, Visit
-from penstock.prefix import HalfLife, block_keys, root_key
-from penstock.routing import SHORT_BYTES, WORTH, Prompt, Router, RoutingPolicy, short
+from penstock.prefix import HalfLife, hash_blocks, root_hash
+from penstock.routing import SHORT_BYTES, WORTH, RoutedPrompt, Router, RoutingPolicy, short
 
 COMMON_SHARE = 0.05
 """A block in so many of a trace's requests is the service's own (a system prompt), and the same
@@ -25,7 +25,7 @@ GOLDEN = 0.6180339887
 SHIFT_SECONDS = 60.0
 """Copies of a trace begin up to so much later than the first, evenly spread."""
 NODE_BLOCKS = 4
-ROOT = root_key("trace")
+ROOT = root_hash("trace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ def one_large(trace: Trace, arrivals: Sequence[Arrival], machine: Machine, repli
     held = BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS)
     hit_tokens = prompt_tokens = 0
     for arrival in arrivals:
-        keys = block_keys(arrival.blocks, 1, ROOT)
-        matched = held.serve(arrival.blocks, keys, arrival.seconds)
+        block_hashes = hash_blocks(arrival.blocks, 1, ROOT)
+        matched = held.serve(arrival.blocks, block_hashes, arrival.seconds)
         hit_tokens += trace.tokens_of(arrival.visit, matched)
         prompt_tokens += arrival.visit.input_tokens
     held.check()
@@ -172,7 +172,7 @@ class _Job:
     """A request on its way through a replica."""
 
     arrival: Arrival
-    keys: list[bytes]
+    block_hashes: list[bytes]
     expected_blocks: float
     """That the router expects to be computed."""
 
@@ -191,10 +191,10 @@ class _Replica:
     """Short keys that have come or gone since the last gossip."""
     held_blocks: int = 0
 
-    def note(self, keys: Sequence[bytes], held: bool) -> None:
+    def note(self, block_hashes: Sequence[bytes], held: bool) -> None:
         """Take note of what has come or gone."""
-        self.held_blocks += len(keys) if held else -len(keys)
-        self.changed.update((short(key), held) for key in keys)
+        self.held_blocks += len(block_hashes) if held else -len(block_hashes)
+        self.changed.update((short(key), held) for key in block_hashes)
 
 
 class _Simulation:
@@ -254,12 +254,12 @@ class _Simulation:
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
         router = self._routers[number % len(self._routers)]
-        keys = block_keys(arrival.blocks, 1, ROOT)
-        routed = router.choose(Prompt(keys), self._loads)
+        block_hashes = hash_blocks(arrival.blocks, 1, ROOT)
+        routed = router.choose(RoutedPrompt(block_hashes), self._loads)
         if self._gossips:
-            router.sent(routed.replica, keys)
+            router.sent(routed.replica, block_hashes)
         replica = self._replicas[routed.replica]
-        job = _Job(arrival, keys, len(keys) - routed.known_blocks)
+        job = _Job(arrival, block_hashes, len(block_hashes) - routed.known_blocks)
         self._loads[replica.name] += job.expected_blocks
         replica.waiting.append(job)
         self._begin(replica, arrival.seconds)
@@ -273,7 +273,7 @@ class _Simulation:
         job = replica.reading = replica.waiting.popleft()
         visit = job.arrival.visit
         self._queued.append(now - job.arrival.seconds)
-        found = replica.held.tree.match(job.keys).tokens
+        found = replica.held.tree.match(job.block_hashes).tokens
         hit_tokens = min(self._trace.tokens_of(visit, found), visit.input_tokens - 1)
         seconds = (visit.input_tokens - hit_tokens) / self._machine.prefill_rate
         replica.busy_seconds += seconds
@@ -284,7 +284,7 @@ class _Simulation:
     def _read(self, replica: _Replica, job: _Job, now: float) -> None:
         """A prompt has been read: its blocks are held, its answer begins."""
         self._waits.append(now - job.arrival.seconds)
-        replica.held.serve(job.arrival.blocks, job.keys, now)
+        replica.held.serve(job.arrival.blocks, job.block_hashes, now)
         replica.reading = None
         replica.answering += 1
         self._loads[replica.name] = max(0.0, self._loads[replica.name] - job.expected_blocks)

@@ -114,7 +114,7 @@ class Row:
     attend_ms: float
     """One query a head, with keys and values."""
     peak_bytes: int
-    """Above what was there, while one layer after the other is quantised."""
+    """Above what was there, while one layer after the other is quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +271,10 @@ def _text(tokenizer: Any, tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One layer, held: how it is read and widened again."""
+    """One layer, held: how it is read and dequantized again."""
 
     nbytes: int
-    widen: Callable[[], tuple[mx.array, mx.array]]
+    dequantize: Callable[[], tuple[mx.array, mx.array]]
     attend: Callable[[mx.array], mx.array]
     """Queries (heads, 1, dim), scaled: (heads, 1, dim)."""
     arrays: list[mx.array]
@@ -297,22 +297,24 @@ def ours(scheme: Scheme) -> Hold:
                 return values.mix(weights)
             return weights.astype(values.dtype) @ values[0]
 
-        def widen() -> tuple[mx.array, mx.array]:
-            wide = [side.widen() if isinstance(side, Coded) else side for side in (keys, values)]
+        def dequantize() -> tuple[mx.array, mx.array]:
+            wide = [
+                side.dequantize() if isinstance(side, Coded) else side for side in (keys, values)
+            ]
             return wide[0], wide[1]
 
-        return Held(sum(part.nbytes for part in parts), widen, attend, parts)
+        return Held(sum(part.nbytes for part in parts), dequantize, attend, parts)
 
     return hold
 
 
 def rival(name: str, bits: int, group_size: int) -> Hold:
     """Hold layers as one of the rivals does, with its own attention; vllm-mlx's is that of the
-    model, to what was widened."""
+    model, to what was dequantized."""
 
     def hold(sides: Sides) -> Held:
         held = RIVALS[name](sides.keys, sides.values, bits=bits, group_size=group_size)
-        return Held(held.nbytes, held.widen, held.attend, held.arrays)
+        return Held(held.nbytes, held.dequantize, held.attend, held.arrays)
 
     return hold
 
@@ -426,7 +428,7 @@ def _row(name: str, hold: Hold, shape: Shape, layers: Sequence[Sides]) -> Row:
         top_1=mean("top_1"),
         output_error=mean("output"),
         quantize_ms=quantize,
-        dequantize_ms=_median_ms([each.widen for each in held], shape.rounds),
+        dequantize_ms=_median_ms([each.dequantize for each in held], shape.rounds),
         attend_ms=_median_ms(
             [partial(each.attend, q) for each, q in zip(held, one, strict=True)], shape.rounds
         ),
@@ -463,7 +465,7 @@ def _median_ms(layers: Sequence[Callable[[], Any]], rounds: int) -> float:
 
 def _errors(held: Held, sides: Sides) -> dict[str, float]:
     wide = [side.astype(mx.float32) for side in (sides.keys, sides.values)]
-    read = [side.astype(mx.float32) for side in held.widen()]
+    read = [side.astype(mx.float32) for side in held.dequantize()]
     lost = [mx.abs(a - b) for a, b in zip(wide, read, strict=True)]
     queries = sides.queries / math.sqrt(sides.queries.shape[-1])
     right, found = (

@@ -24,7 +24,7 @@ def draw_codecs(table: Table, file: Path) -> None:
             row.name, (row.ratio, kl), xytext=(4, 3), textcoords="offset points", fontsize=8
         )
     pane.set(
-        title=f"Attention with quantised keys and values, {table.data}: lower right is better",
+        title=f"Attention with quantized keys and values, {table.data}: lower right is better",
         xlabel=f"times less memory than {table.shape.dtype}",
         ylabel="KL of the attention weights, nats",
         yscale="log",

@@ -108,7 +108,7 @@ def draw_restore(report: Report, file: Path) -> None:
     _save(figure, file)
 
 
-def draw_quantised(report: Report, file: Path) -> None:
+def draw_quantized(report: Report, file: Path) -> None:
     """Draw the peak, and the speed of decoding, by the prompt's length: both forms of each."""
     figure = Figure(figsize=(11, 3.8))
     panes = zip(
@@ -138,7 +138,7 @@ DRAWINGS: dict[str, Callable[[Report, Path], None]] = {
     "ragged": draw_ragged,
     "single": draw_single,
     "restore": draw_restore,
-    "quantised": draw_quantised,
+    "quantized": draw_quantized,
 }
 
 

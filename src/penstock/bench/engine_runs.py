@@ -17,7 +17,7 @@ from penstock.bench.models import BenchModel
 from penstock.bench.report import Line
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.model.runner import Chunk, Runner
+from penstock.engine.model.runner import PrefillOutput, Runner
 from penstock.engine.request import Event, Request, Token
 
 OURS = "penstock"
@@ -101,7 +101,7 @@ class Stopwatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def prefill(self, *args: Any) -> Chunk:
+    def prefill(self, *args: Any) -> PrefillOutput:
         """Run the prefill, whose result is computed when it returns."""
         began = time.perf_counter()
         chunk = self._runner.prefill(*args)
@@ -125,19 +125,19 @@ class Ours:
             **{**shape.codec_settings, **settings},
         )
         self._model = Stopwatch(self._core.runner)
-        self._core.passes.runner = self._model  # type: ignore[assignment]  # passes everything on
+        self._core.executor.runner = self._model  # type: ignore[assignment]  # passes everything on
         self._handles: list[Handle] = []
         self._hits_before = self._prefilled_before = 0
 
     @property
     def prompt_read(self) -> int:
         """Hits and prefilled tokens; a prompt's last token is read by its first decode step."""
-        return self.cached_tokens + self._core.tally.prefilled_tokens - self._prefilled_before
+        return self.cached_tokens + self._core.counters.prefilled_tokens - self._prefilled_before
 
     @property
     def cached_tokens(self) -> int:
         """Hits since the submission."""
-        return self._core.tally.hit_tokens - self._hits_before
+        return self._core.counters.hit_tokens - self._hits_before
 
     @property
     def model_seconds(self) -> float:
@@ -145,8 +145,8 @@ class Ours:
 
         The rest is the machinery: names of blocks, tree, ledger, scheduler, copies of KV, text.
         """
-        decode = self._core.tally.decode_seconds
-        if len(decode) != self._core.tally.decode_steps:
+        decode = self._core.counters.decode_seconds
+        if len(decode) != self._core.counters.decode_steps:
             raise AssertionError(f"the engine remembers only {len(decode)} decode steps")
         return self._model.prefill_seconds + sum(decode)
 
@@ -159,8 +159,8 @@ class Ours:
 
     def submit(self, prompts: Prompts, max_tokens: int) -> None:
         """Submit one request a prompt."""
-        self._hits_before = self._core.tally.hit_tokens
-        self._prefilled_before = self._core.tally.prefilled_tokens
+        self._hits_before = self._core.counters.hit_tokens
+        self._prefilled_before = self._core.counters.prefilled_tokens
         self._handles = [
             self._core.submit(Request(prompt=tuple(prompt), max_tokens=max_tokens, ignore_eos=True))
             for prompt in prompts

@@ -32,11 +32,11 @@ from penstock.engine.request import Request
 from penstock.engine.settings import checked
 from penstock.errors import SettingError
 from penstock.kv.codecs import Scheme, parse_scheme
-from penstock.kv.reads import Part
+from penstock.kv.reads import KVSpan
 from penstock.models.mlx_lm import encode, load, render
 from penstock.recall import END, MODEL_PATH, ROLES, dialogue
 
-CLAIM = "Recall with quantised keys and values is that of raw ones"
+CLAIM = "Recall with quantized keys and values is that of raw ones"
 RAW = "raw"
 FIRST_SEED = 10_000_000
 """Of dialogues; the embedded model was trained on others."""
@@ -124,7 +124,7 @@ class Load:
             "max_batch_size": self.per_dialogue,
             "kv_cache_quantization": setting.codec,
             "kv_cache_min_quantize_tokens": self.raw_first_tokens,
-            "kv_cache_quantize": "active",
+            "kv_cache_quantize_when": "active",
         }
 
 
@@ -416,7 +416,7 @@ class Reading:
         self._scheme = way.scheme
         self._first = -(-way.limits.raw_first_tokens // size) * size
         self._size = size
-        self.parts: list[Part] = []
+        self.parts: list[KVSpan] = []
 
     @property
     def position(self) -> int:
@@ -437,7 +437,7 @@ class Reading:
         segment = chunk.segment
         if start >= self._first and len(tokens) == self._size:
             segment = segment.encoded(self._scheme)
-        self.parts.append(Part(segment, start, len(tokens)))
+        self.parts.append(KVSpan(segment, start, len(tokens)))
         wide = logits.astype(mx.float32)
         return wide - mx.logsumexp(wide, axis=-1, keepdims=True)
 

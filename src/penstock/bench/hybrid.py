@@ -98,9 +98,9 @@ def _ours(
         said = _answer(side, load.answer_tokens)
         ledger = side._core.ledger.by_class()
         found.kv_bytes, found.checkpoint_bytes = ledger[Kind.NODES], ledger[Kind.CHECKPOINTS]
-        before = side._core.tally.prefilled_tokens
+        before = side._core.counters.prefilled_tokens
         _time(found.next_seconds, OURS, side, [*prompt, *said, *new[0]])
-        found.computed_tokens.append(side._core.tally.prefilled_tokens - before)
+        found.computed_tokens.append(side._core.counters.prefilled_tokens - before)
         _time(found.other_seconds, OURS, side, [*prompt[: -load.new_tokens], *new[1]])
     finally:
         side.close()

@@ -1,4 +1,4 @@
-"""Forms of a model that compute the same function with keys that are harder to quantise.
+"""Forms of a model that compute the same function with keys that are harder to quantize.
 
 Two things in the keys of real models break codecs: a few channels that are large in every token,
 and a constant. Both can be put into a llama without changing what it computes, so that whatever
@@ -112,5 +112,5 @@ class BiasedRoPE(nn.Module):
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         """Turn (batch, heads, tokens, dim); add the constant to keys."""
-        turned: mx.array = self.rope(x, offset=offset)
-        return turned + self.bias if x.shape[1] == self.bias.shape[0] else turned
+        transform_query: mx.array = self.rope(x, offset=offset)
+        return transform_query + self.bias if x.shape[1] == self.bias.shape[0] else transform_query

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.bench.blank import Blank
 from penstock.bench.report import Line, Report
 from penstock.models.mlx_lm import rival_caches
-from penstock.prefix import Node, PrefixTree, block_keys, root_key
+from penstock.prefix import Node, PrefixTree, hash_blocks, root_hash
 
 CLAIM = "A look-up is linear in the prompt, whatever the tree looks like"
 RIVAL = "mlx-lm"
@@ -43,7 +43,7 @@ class Shape:
     name: str
     stored: Sequence[list[int]]
     piece_tokens: int
-    """Tokens of a node at most, as many prefills would have sealed them."""
+    """Tokens of a node at most, as many prefills would have committed them."""
     wanted: list[int]
     known_tokens: int
     """How many of `wanted` were stored."""
@@ -109,21 +109,21 @@ def shapes(load: Load, seed: int = 0) -> list[Shape]:
 
 def our_lookup(shape: Shape, block_size: int) -> Callable[[], int]:
     """Store the shape in a tree; return the look-up, which says how many tokens are known."""
-    root = root_key("lookup")
+    root = root_hash("lookup")
     tree: PrefixTree[Blank] = PrefixTree(block_size)
     for tokens in shape.stored:
-        keys = block_keys(tokens, block_size, root)
-        match = tree.match(keys)
+        block_hashes = hash_blocks(tokens, block_size, root)
+        match = tree.match(block_hashes)
         node: Node[Blank] | None = match.path[-1] if match.path else None
         if node is not None and match.ends_inside:
             node = tree.split(node, match.blocks_in_last)
-        for start in range(match.tokens, len(keys) * block_size, shape.piece_tokens):
-            end = min(start + shape.piece_tokens, len(keys) * block_size)
-            own = keys[start // block_size : end // block_size]
+        for start in range(match.tokens, len(block_hashes) * block_size, shape.piece_tokens):
+            end = min(start + shape.piece_tokens, len(block_hashes) * block_size)
+            own = block_hashes[start // block_size : end // block_size]
             node = tree.insert(node, own, tokens[start:end], Blank(end - start), 0.0)
 
     def look_up() -> int:
-        return tree.match(block_keys(shape.wanted, block_size, root)).tokens
+        return tree.match(hash_blocks(shape.wanted, block_size, root)).tokens
 
     return look_up
 

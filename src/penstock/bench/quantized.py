@@ -1,4 +1,4 @@
-"""`penstock bench quantised`: held in fewer bits, a run takes less at its peak, not only at rest.
+"""`penstock bench quantized`: held in fewer bits, a run takes less at its peak, not only at rest.
 
 Every ratio is of the coded form over full precision, of the same engine.
 """
@@ -30,7 +30,7 @@ CLAIM = "Held in fewer bits, a run takes less memory at its peak too, and decode
 RAW = "raw"
 RIVAL_BITS = 4
 RIVAL_CODED = f"{RIVAL_BITS} bits"
-"""mlx-lm's own quantised cache."""
+"""mlx-lm's own quantized cache."""
 DECODE_SPEED = 0.9
 """Goal: times the speed of full precision, at `DECODE_TOKENS` tokens."""
 DECODE_TOKENS = 4_096
@@ -56,7 +56,7 @@ class Load:
         coded = replace(self.engine, kv_cache_quantization=self.codec)
         return {
             RAW: lambda: Ours(model, 1, self.engine),
-            self.codec: lambda: Ours(model, 1, coded, kv_cache_quantize="active"),
+            self.codec: lambda: Ours(model, 1, coded, kv_cache_quantize_when="active"),
             RIVAL: lambda: Solo(model.model),
             f"{RIVAL} {RIVAL_CODED}": lambda: Solo(model.model, kv_bits=RIVAL_BITS),
         }
@@ -84,7 +84,7 @@ def report(load: Load, model: BenchModel, found: Mapping[int, Found]) -> Report:
     for name in ("decode_speed", "held_memory", "peak_memory"):
         ratio[name] = min(_ratios(pair)[name] for pair in ours.values())
     return Report(
-        name="quantised",
+        name="quantized",
         claim=f"{CLAIM}: raw > {load.codec}; {RIVAL}: raw > {RIVAL_CODED}",
         rival=RIVAL,
         penstock={str(tokens): pair for tokens, pair in ours.items()},

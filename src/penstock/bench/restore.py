@@ -151,7 +151,7 @@ def _restart(
         found.restored_seconds[files].append(seconds)
         stats = core.stats()
         assert stats.ssd is not None
-        token_bytes = (core.quantiser or core.runner).token_bytes
+        token_bytes = (core.requantizer or core.runner).token_bytes
         found.restored_bytes = round(stats.restored_tokens * token_bytes)
         found.file_bytes = stats.ssd.counts.read_bytes
     if load.engine.exact:
@@ -215,7 +215,7 @@ def _core(load: Load, model: BenchModel, folder: Path | None) -> Iterator[Core]:
         ssd_cache_dir=folder,
     )
     try:
-        if core.cold is not None and not core.cold.flush(FLUSH_SECONDS):
+        if core.tiers is not None and not core.tiers.flush(FLUSH_SECONDS):
             raise AssertionError("the folder was not opened in time")
         yield core
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.bench.blank import BlankPrefixes
 from penstock.bench.report import Line, Report
 from penstock.errors import SettingError
-from penstock.prefix import HalfLife, Policy, block_keys, root_key
+from penstock.prefix import HalfLife, Policy, hash_blocks, root_hash
 
 CLAIM = "What a bounded cache keeps is worth more than what was used last"
 RIVAL = "lru"
@@ -55,7 +55,7 @@ class Load:
     shares: Sequence[float] = (0.01, 0.02, 0.05, 0.10, 0.25, 0.50)
     """Capacities, as shares of the trace's unique blocks."""
     node_blocks: int = 4
-    """Blocks of a node at most: what one eviction gives up."""
+    """Blocks of a node at most: what one eviction evicts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +147,11 @@ def replay(trace: Trace, capacity_blocks: int, policy: Policy, node_blocks: int)
     The trace's names of blocks are hashed as tokens are.
     """
     held = BlankPrefixes(capacity_blocks, policy, node_blocks)
-    root = root_key("trace")
+    root = root_hash("trace")
     hit_tokens = 0
     began = time.perf_counter()
     for visit in trace.visits:
-        matched = held.serve(visit.blocks, block_keys(visit.blocks, 1, root), visit.seconds)
+        matched = held.serve(visit.blocks, hash_blocks(visit.blocks, 1, root), visit.seconds)
         hit_tokens += trace.tokens_of(visit, matched)
     seconds = time.perf_counter() - began
     held.check()
@@ -165,7 +165,7 @@ def replay(trace: Trace, capacity_blocks: int, policy: Policy, node_blocks: int)
 
 
 def optimum(trace: Trace, capacity_blocks: int) -> float:
-    """Return the hit rate of one who knows the future: gives up what is needed last.
+    """Return the hit rate of one who knows the future: evicts what is needed last.
 
     Blocks never needed again are not kept at all. A block's parent is needed no later than the
     block itself, so what is kept is made of whole paths where it matters.

@@ -5,10 +5,10 @@
 A sequence that is shorter than `min_quantize_tokens` is all in the head and the tail. Once it is
 not, the head is encoded as well, but for the first tokens that are to stay.
 
-A chunk attends to itself in full precision, and to what was before it widened, one layer at a
+A chunk attends to itself in full precision, and to what was before it dequantized, one layer at a
 time; it is encoded as soon as it is taken in. A single token is written to the tail. Where
-`penstock.attach(model)` was called it reads the codes as they lie; elsewhere they are widened for
-it, which is as right, and slower.
+`penstock.attach(model)` was called it reads the codes as they lie; elsewhere they are dequantized
+for it, which is as right, and slower.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import ModelError, SettingError
 from penstock.kv import attention
 from penstock.kv import columns as col
-from penstock.kv.attention import Held
+from penstock.kv.attention import KVData
 from penstock.kv.checks import chosen_rows, ints, positive, whole
 from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
 from penstock.kv.lanes import lane
-from penstock.kv.quantization import FORMAT, Quantisation
-from penstock.kv.segment import PIECE_TOKENS, Layer, widened
+from penstock.kv.quantization import FORMAT, QuantizationRule
+from penstock.kv.segment import PIECE_TOKENS, Layer, dequantized
 
 BLOCK_TOKENS = 64
 """Encoded together; a multiple of every codec's span."""
@@ -114,7 +114,8 @@ class TurboQuant(LayerCache):
     """What the cache of one sequence and that of a batch share: who reads them, and how."""
 
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
-    """What the model is to attend to now; it alone keeps that alive, which may be all, widened."""
+    """What the model is to attend to now; it alone keeps that alive, which may be all,
+    dequantized."""
     _in_place = False
     """Whether a single token was seen to attend by `attend`."""
 
@@ -122,7 +123,7 @@ class TurboQuant(LayerCache):
         return {name: value for name, value in super().__getstate__().items() if name != "_given"}
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all that is held, widened: (batch, kv_heads, columns, dim); not evaluated."""
+        """Return all that is held, dequantized: (batch, kv_heads, columns, dim); not evaluated."""
         raise NotImplementedError
 
     def attend(
@@ -157,7 +158,7 @@ class TurboQuant(LayerCache):
     def _give(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return what the model hands to its attention for a single token.
 
-        As long as nobody is seen to read in place, all that is held, widened if it is used.
+        As long as nobody is seen to read in place, all that is held, dequantized if it is used.
         """
         given = (keys, values) if self._in_place else self.keys_and_values()
         self._given = ref(given[0]), ref(given[1])
@@ -197,7 +198,7 @@ class TurboQuantKVCache(TurboQuant):
         capacity: tokens the request can use: so many columns are allocated, once.
 
     Raises:
-        SettingError: there is no such codec, or it is widened whenever it is read.
+        SettingError: there is no such codec, or it is dequantized whenever it is read.
         TypeError, ValueError: a size that is no integer, or out of range.
 
     >>> cache = TurboQuantKVCache("turbo4", min_quantize_tokens=0)
@@ -219,7 +220,7 @@ class TurboQuantKVCache(TurboQuant):
         keep: int = 0,
         capacity: int | None = None,
     ) -> None:
-        rule = Quantisation.of(
+        rule = QuantizationRule.of(
             codec,
             block_size=BLOCK_TOKENS,
             first_tokens=raw_first_tokens,
@@ -360,7 +361,7 @@ class TurboQuantKVCache(TurboQuant):
     def past(self, *, alone: bool) -> int:
         """Return how many columns the next tokens will have in front of them.
 
-        alone: whether it is a single one, in front of which a full tail is sealed.
+        alone: whether it is a single one, in front of which a full tail is committed.
         """
         most, held = self.codes.most, self.size()
         if most is None or not alone or self.tail.offset < BLOCK_TOKENS:
@@ -375,17 +376,17 @@ class TurboQuantKVCache(TurboQuant):
         return mx.concatenate([mx.arange(kept), behind])
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all that is held, widened: (1, kv_heads, columns, dim); not evaluated."""
+        """Return all that is held, dequantized: (1, kv_heads, columns, dim); not evaluated."""
         wide = []
         for sides, own in zip(self.sides(), col.arrays(*self.tail._held()), strict=True):
             parts = [
-                side.widen().astype(own.dtype) if isinstance(side, Coded) else side
+                side.dequantize().astype(own.dtype) if isinstance(side, Coded) else side
                 for side in sides
             ]
             wide.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
         return wide[0], wide[1]
 
-    def sides(self) -> tuple[list[Held], list[Held]]:
+    def sides(self) -> tuple[list[KVData], list[KVData]]:
         """Return keys and values as they are held, in order: (1, kv_heads, n, dim), or coded."""
         held = [store.keys_and_values() for store in self._stores if store.offset]
         return [_one(keys) for keys, _ in held], [_one(values) for _, values in held]
@@ -473,7 +474,8 @@ class TurboQuantKVCache(TurboQuant):
     # ---- acts
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take tokens in and return all there are, these as they are and what was before widened.
+        """Take tokens in and return all there are, these as they are and what was before
+        dequantized.
 
         keys, values: (1, kv_heads, tokens, dim). To a single token whose model was seen to read
         in place, itself alone.
@@ -490,7 +492,7 @@ class TurboQuantKVCache(TurboQuant):
         fetched = [keys, values]
         if past := self.size():
             fetched = [
-                widened(
+                dequantized(
                     [(0, at, side) for at, side in col.spread(0, [*sides, new])],
                     1,
                     past + new.shape[2],
@@ -502,7 +504,7 @@ class TurboQuantKVCache(TurboQuant):
         return fetched[0], fetched[1]
 
     def write(self, keys: mx.array, values: mx.array) -> None:
-        """Write one token to the tail, which is sealed first if it is full."""
+        """Write one token to the tail, which is committed first if it is full."""
         if self.tail.offset == BLOCK_TOKENS:
             self._seal(*self._emptied())
         self.tail.update_and_fetch(keys, values)
@@ -523,7 +525,7 @@ class TurboQuantKVCache(TurboQuant):
         """Forget the last `n` tokens, or as many as there are; return how many.
 
         0 if something was dropped. A codec that encodes several tokens together is cut where it
-        can be; what is left of the last ones is widened, and encoded again later.
+        can be; what is left of the last ones is dequantized, and encoded again later.
         """
         if not self.is_trimmable():
             return 0
@@ -606,7 +608,7 @@ class TurboQuantKVCache(TurboQuant):
             rest = []
             for side, dtype in zip(self.codes.keys_and_values(), dtypes, strict=True):
                 some = col.take(side, start, start + span)
-                wide = some.widen().astype(dtype) if isinstance(some, Coded) else some
+                wide = some.dequantize().astype(dtype) if isinstance(some, Coded) else some
                 rest.append(col.take(wide, 0, tokens - start))
             self.tail.update_and_fetch(*(col.arrays(*rest)))
         self.codes.offset = start
@@ -705,7 +707,8 @@ class BatchTurboQuantKVCache(TurboQuant):
         """Take one chunk in for every row and return all there is, padded on the left.
 
         keys, values: (batch, kv_heads, tokens, dim). As with one sequence, each row's chunk as it
-        is and what was before widened; to single tokens that are read in place, themselves alone.
+        is and what was before dequantized; to single tokens that are read in place, themselves
+        alone.
 
         Raises:
             TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
@@ -725,7 +728,7 @@ class BatchTurboQuantKVCache(TurboQuant):
                 for i, row in enumerate(self.rows)
                 for at, side in col.spread(past - row.size(), [*parts[i][number], new[i : i + 1]])
             ]
-            fetched.append(widened(placed, len(self.rows), past + tokens, new.dtype))
+            fetched.append(dequantized(placed, len(self.rows), past + tokens, new.dtype))
         for i, row in enumerate(self.rows):
             count = tokens if self._ends is None else min(tokens, self._ends[i] - row.offset)
             if count > 0:
@@ -733,7 +736,7 @@ class BatchTurboQuantKVCache(TurboQuant):
         return fetched[0], fetched[1]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all that is held, widened, zeros in front of shorter rows; not evaluated."""
+        """Return all that is held, dequantized, zeros in front of shorter rows; not evaluated."""
         count = self.size()
         wide = [row.keys_and_values() for row in self.rows]
 
@@ -842,7 +845,7 @@ def _dim(side: Side) -> int:
     return side.dim if isinstance(side, Coded) else col.arrays(side)[0].shape[3]
 
 
-def _one(side: Side) -> Held:
+def _one(side: Side) -> KVData:
     assert not isinstance(side, tuple)
     return side
 

@@ -15,7 +15,7 @@ from penstock.caches.sinks import SinkRotatingKVCache
 from penstock.config import KEEP, MAX_KV_SIZE, MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import SettingError
 from penstock.kv.checks import positive, whole
-from penstock.kv.quantization import Quantisation
+from penstock.kv.quantization import QuantizationRule
 
 
 def make_kv_cache(
@@ -40,13 +40,13 @@ def make_kv_cache(
             layers (Llama 4) get no larger; recurrent layers, which do not grow, stay.
         keep: The first tokens that a full-attention layer never drops, fewer than `max_kv_size`.
             None is 4,096, or half of a window that has no room for them.
-        kv_bits: Quantise keys and values to 2, 3, 4, 5, 6 or 8 bits; None leaves them.
+        kv_bits: Quantize keys and values to 2, 3, 4, 5, 6 or 8 bits; None leaves them.
         capacity: Columns that the first write allocates. A number: tokens the request can use,
             prompt and answer. None, the default, starts with 256 and grows by a quarter at a
             time: a short request takes little, a long one copies. "window" allocates the whole
             window of each layer at once: nothing
             ever grows, and a short request takes as much as a long one.
-        kv_group_size: Neighbours that share a scale when quantised: 32, 64 or 128.
+        kv_group_size: Neighbours that share a scale when quantized: 32, 64 or 128.
         kv_cache_quantization: The codec of full-attention layers, as `turbo4`: they become
             `TurboQuantKVCache`s. Sliding layers stay in full precision.
         kv_cache_min_quantize_tokens: A sequence of fewer tokens stays in full precision; a longer
@@ -58,7 +58,7 @@ def make_kv_cache(
         SettingError: `keep` leaves no room in the window; a layer's cache is of a kind that cannot
             be bounded; there is no such codec, or it cannot be used here.
     """
-    rule = Quantisation.of(
+    rule = QuantizationRule.of(
         kv_cache_quantization,
         block_size=BLOCK_TOKENS,
         first_tokens=kv_cache_raw_first_tokens,

@@ -66,7 +66,7 @@ class LayerForm:
 
     def revive(self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int) -> Any:
         """Make a cache that holds copies of these consecutive parts, with `room` columns; what is
-        coded is widened."""
+        coded is dequantized."""
         settings = self.settings
         if self.max_size is not None:
             keep, size, _, *rest = settings

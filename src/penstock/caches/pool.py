@@ -44,7 +44,7 @@ class KVCacheManager:
     """Pre-allocated keys and values of up to `max_batch_size` sequences.
 
     A step appends to every layer, in any order, and then advances once: `append_kv` writes
-    behind the visible end, `advance_seq_len` moves the end. A step that is given up half
+    behind the visible end, `advance_seq_len` moves the end. A step that is evicted half
     way leaves the sequence as it was.
 
     Every slot is `max_seq_len` tokens long whatever a sequence's own `max_len`, so

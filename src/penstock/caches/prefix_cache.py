@@ -19,11 +19,19 @@ from penstock.caches.layer_form import LayerForm
 from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import SettingError
 from penstock.kv import columns as col
-from penstock.kv.block_format import Form
+from penstock.kv.block_format import BlockFormat
 from penstock.kv.checks import positive
-from penstock.kv.quantization import Quantisation, piece_bytes
+from penstock.kv.quantization import QuantizationRule, piece_bytes
 from penstock.kv.segment import Layer, Segment, bytes_per_token
-from penstock.kv.states import Live, Place, States, arrays, copied, put_together, taken_apart
+from penstock.kv.states import (
+    Place,
+    RecurrentState,
+    States,
+    arrays,
+    copied,
+    put_together,
+    taken_apart,
+)
 from penstock.kv.states import nbytes as nbytes_of
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind, Ledger, Reservation
@@ -63,7 +71,7 @@ class _Run:
     """Of their KV, as it will be held."""
     meanwhile: int = 0
     """Bytes that are taken besides while they are encoded."""
-    rule: Quantisation | None = None
+    rule: QuantizationRule | None = None
     """None: they are held as they are."""
 
 
@@ -168,7 +176,7 @@ class PrefixCache:
         kv_cache_raw_first_tokens: int = RAW_FIRST_TOKENS,
         kv_cache_skip_layers: Sequence[int] = (),
     ) -> None:
-        self._rule = Quantisation.of(
+        self._rule = QuantizationRule.of(
             kv_cache_quantization,
             block_size=block_size,
             first_tokens=kv_cache_raw_first_tokens,
@@ -203,7 +211,7 @@ class PrefixCache:
 
         At least one token is left to be read. The caches are of the classes that were stored
         (a `KVCache` for a `TurboQuantKVCache`), with buffers for `capacity` tokens (prompt and
-        answer), and the caller's own; what is held in a codec is widened. Without a match the
+        answer), and the caller's own; what is held in a codec is dequantized. Without a match the
         first is None and all tokens are left.
 
         Args:
@@ -215,7 +223,7 @@ class PrefixCache:
 
         Raises:
             SettingError: `dequantize` is False, and nothing is held in a codec, or in one that is
-                widened whenever it is read.
+                dequantized whenever it is read.
         """
         if not dequantize:
             if self._rule is None:
@@ -224,7 +232,7 @@ class PrefixCache:
                 )
             self._rule.check_in_place()
         values = as_tokens(tokens)
-        keys = self.prefixes.keys(values[:-1], salt)
+        keys = self.prefixes.block_hashes(values[:-1], salt)
         match = self.prefixes.match(keys)
         self.counts.fetches += 1
         self.counts.asked_tokens += len(values)
@@ -341,7 +349,7 @@ class PrefixCache:
         return replace(found, resume_tokens=resume(match.path, match.tokens)[0])
 
     def clear(self) -> None:
-        """Give up everything that nobody is reading."""
+        """Evict everything that nobody is reading."""
         self.prefixes.clear()
 
     def check(self) -> None:
@@ -373,7 +381,7 @@ class PrefixCache:
         return len(self.tree)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Give up what is worth least until at most so many runs, or bytes, are held."""
+        """Evict what is worth least until at most so many runs, or bytes, are held."""
         if n_bytes is not None:
             self.prefixes.shrink(self.nbytes - max(0, n_bytes), "limit")
         if n_sequences is not None:
@@ -468,7 +476,7 @@ class PrefixCache:
         self, values: TokenArray, sources: list[_Source], salt: str, states: States
     ) -> Stored:
         """Make room, cut the new blocks out of the caches and hang them below the match."""
-        keys = self.prefixes.keys(values, salt)
+        keys = self.prefixes.block_hashes(values, salt)
         self._encode_short(self.prefixes.match(keys), sources, len(values))
         match = self.prefixes.match(keys)
         start, stop = match.tokens, len(keys) * self.tree.block_size
@@ -506,7 +514,7 @@ class PrefixCache:
         if rule is None or not rule.first_tokens < rule.least_tokens <= tokens:
             return
         shapes = [LayerShape.of(*col.arrays(*source.sample)) for source in sources]
-        form = Form.of(shapes, rule.scheme, rule.raw_layers)
+        form = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
         due = [
             node
             for node in match.path
@@ -533,7 +541,7 @@ class PrefixCache:
         room."""
         if states and at and at % self.tree.block_size == 0:
             checkpoints = Checkpoints(self.prefixes, nbytes_of(states))
-            checkpoints.capture(pin.path, at, Live(states), turn_end=True)
+            checkpoints.capture(pin.path, at, RecurrentState(states), turn_end=True)
 
     def _runs(self, sources: list[_Source], start: int, stop: int, tokens: int) -> list[_Run]:
         """Return which tokens become a node each, and what they take: raw ones, then coded; of a

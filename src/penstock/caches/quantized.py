@@ -1,4 +1,4 @@
-"""Caches that hold affine-quantised numbers (`mx.quantize`) and are read as they lie."""
+"""Caches that hold affine-quantized numbers (`mx.quantize`) and are read as they lie."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Quantized(LayerCache):
         super()._restore(plain)
 
     def _take_over(self, cache: Growing | Ring) -> None:
-        """Hold the columns of a plain cache, quantised, in buffers of the same size.
+        """Hold the columns of a plain cache, quantized, in buffers of the same size.
 
         Keys first, then values, each evaluated: never more than one wide copy is alive.
         """
@@ -86,7 +86,7 @@ class Quantized(LayerCache):
 
 
 class QuantizedKVCache(Quantized, Growing):
-    """One sequence, every token kept, quantised; drops in for mlx-lm's `QuantizedKVCache`.
+    """One sequence, every token kept, quantized; drops in for mlx-lm's `QuantizedKVCache`.
 
     bits: 2, 3, 4, 5, 6 or 8; group_size: 32, 64 or 128, a divisor of the head size.
     """
@@ -99,7 +99,7 @@ class QuantizedKVCache(Quantized, Growing):
 
     @classmethod
     def holding(cls, cache: Growing, group_size: int, bits: int) -> QuantizedKVCache:
-        """Return the tokens of `cache` quantised, with its capacity."""
+        """Return the tokens of `cache` quantized, with its capacity."""
         quantized = cls(group_size, bits, cache._capacity)
         if not cache.empty():
             quantized._take_over(cache)
@@ -108,7 +108,7 @@ class QuantizedKVCache(Quantized, Growing):
 
 
 class BatchQuantizedKVCache(Quantized, BatchGrowing):
-    """A left-padded batch, every token kept, quantised; what merging `QuantizedKVCache`s gives."""
+    """A left-padded batch, every token kept, quantized; what merging `QuantizedKVCache`s gives."""
 
     carried: ClassVar[tuple[str, ...]] = ("group_size", "bits")
 
@@ -124,7 +124,7 @@ class BatchQuantizedKVCache(Quantized, BatchGrowing):
 
 
 class QuantizedRotatingKVCache(Quantized, SinkRing):
-    """A bounded window of one sequence, quantised; what `RotatingKVCache.to_quantized` returns.
+    """A bounded window of one sequence, quantized; what `RotatingKVCache.to_quantized` returns.
 
     The first `keep` tokens are visible to every query, as in `SinkRotatingKVCache`.
     """
@@ -144,7 +144,7 @@ class QuantizedRotatingKVCache(Quantized, SinkRing):
 
     @classmethod
     def holding(cls, cache: Ring, group_size: int, bits: int) -> QuantizedRotatingKVCache:
-        """Return the tokens of `cache` quantised, with its window, keep and capacity."""
+        """Return the tokens of `cache` quantized, with its window, keep and capacity."""
         quantized = cls(cache.max_size, cache.keep, group_size, bits, cache._capacity)
         if not cache.empty():
             quantized._take_over(cache)
@@ -154,7 +154,7 @@ class QuantizedRotatingKVCache(Quantized, SinkRing):
 
 
 class BatchQuantizedRotatingKVCache(Quantized, BatchSinkRing):
-    """Bounded windows of a batch, quantised; what merging `QuantizedRotatingKVCache`s gives."""
+    """Bounded windows of a batch, quantized; what merging `QuantizedRotatingKVCache`s gives."""
 
     carried: ClassVar[tuple[str, ...]] = (*Ring.carried, "group_size", "bits")
     row_classes = (QuantizedRotatingKVCache,)

@@ -18,7 +18,7 @@ from penstock.memory import format_bytes
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
-    from penstock.cli.crowd import Account, Crowd, Figures, Report
+    from penstock.cli.crowd import Account, AgentsReport, Crowd, Figures
 
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 1.0
@@ -104,7 +104,7 @@ def _watch(crowd: Crowd, console: Console) -> None:
         crowd.run(draw, LIVE_SECONDS)
 
 
-def _show(report: Report, console: Console) -> None:
+def _show(report: AgentsReport, console: Console) -> None:
     said = Table(box=None, pad_edge=False)
     for title in ("agent", "asked", "fact", "answered", ""):
         said.add_column(title, overflow="fold")
@@ -124,7 +124,7 @@ def _show(report: Report, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _figures_table(report: Report) -> Table:
+def _figures_table(report: AgentsReport) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("agent")
     for title in ("right", "tokens", "holds", "plain cache", "hit rate", "prefill avoided"):
@@ -157,7 +157,7 @@ def _right(account: Account) -> str:
     return f"{sum(answer.right for answer in account.answers)}/{len(account.answers)}"
 
 
-def _summary(report: Report) -> list[str]:
+def _summary(report: AgentsReport) -> list[str]:
     return [
         f"Prefilled {report.prefilled_tokens:,} tokens; agents with caches of their own would "
         f"have prefilled {report.plain_prefilled_tokens:,}.",

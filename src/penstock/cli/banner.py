@@ -12,7 +12,7 @@ from penstock.memory import format_bytes
 if TYPE_CHECKING:
     from penstock.engine.core import Core
     from penstock.engine.engine import Engine
-    from penstock.engine.ranks.process_group import Ranks
+    from penstock.engine.ranks.process_group import RankGroup
     from penstock.tiers.worker import TierStats
 
 SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
@@ -25,7 +25,7 @@ def banner(
     name: str,
     settings: config.ServerSettings,
     port: int,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
 ) -> list[str]:
     """Say what is served where, inside which limits, and how to ask it."""
     room = engine.later(_room).result()
@@ -45,7 +45,7 @@ def banner(
     ]
 
 
-def _ranks(ranks: Ranks) -> str:
+def _ranks(ranks: RankGroup) -> str:
     """Say who computes the model, and what the figures below count."""
     return (
         f"ranks    {', '.join(ranks.names)}: each holds 1/{ranks.size} of all layers; bytes are "
@@ -90,9 +90,9 @@ def _room(core: Core) -> list[str]:
     fitting = [f"{count:,} of {length:,}" for length in lengths if (count := fit(length))]
     tokens = free * SHOWN_LENGTHS[0] // sequence_bytes(core, SHOWN_LENGTHS[0])[0]
     held = ""
-    if core.quantiser is not None:
-        more = round(tokens * core.runner.token_bytes / core.quantiser.token_bytes)
-        held = f", {more:,} held as {core.quantiser.rule.scheme.name}"
+    if core.requantizer is not None:
+        more = round(tokens * core.runner.token_bytes / core.requantizer.token_bytes)
+        held = f", {more:,} held as {core.requantizer.rule.scheme.name}"
     weights = stats.by_kind.get("weights", 0)
     machine_bytes = memory.read_machine_memory({}).total_bytes
     over = stats.limit_bytes > machine_bytes

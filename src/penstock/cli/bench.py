@@ -186,7 +186,7 @@ def trace(
         ),
     ],
     node_blocks: Annotated[
-        int, typer.Option(help="Blocks that one eviction gives up, at most.", min=1)
+        int, typer.Option(help="Blocks that one eviction evicts, at most.", min=1)
     ] = 4,
     as_json: options.Json = False,
     save: Save = None,
@@ -499,7 +499,7 @@ def single(
 
 
 @app.command()
-def quantised(
+def quantized(
     codec: Annotated[
         str,
         typer.Option(
@@ -519,7 +519,7 @@ def quantised(
     save: Save = None,
     plot: Plot = None,
 ) -> None:
-    """One sequence held in a codec and as it is: peak and speed, beside mlx-lm's quantised cache.
+    """One sequence held in a codec and as it is: peak and speed, beside mlx-lm's quantized cache.
 
     Exits with 1 if a goal is not met.
     """

@@ -23,9 +23,9 @@ from penstock.memory import format_bytes
 
 if TYPE_CHECKING:
     from penstock.tiers.disk.archive import Exported, Imported
-    from penstock.tiers.disk.folder import Folder, Freed, Progress, Usage
+    from penstock.tiers.disk.folder import Folder, FolderUsage, Freed, Progress
     from penstock.tiers.disk.index import Entry
-    from penstock.tiers.disk.integrity import Verdict
+    from penstock.tiers.disk.integrity import IntegrityReport
 
 SHOWN_FAULTS = 20
 REASONS = {
@@ -361,12 +361,12 @@ def _age(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
-def _total(usage: Usage) -> dict[str, int]:
+def _total(usage: FolderUsage) -> dict[str, int]:
     names = ("blocks", "nbytes", "chains", "hits", "writing_blocks")
     return {name: sum(getattr(model, name) for model in usage.models) for name in names}
 
 
-def _show_usage(usage: Usage) -> None:
+def _show_usage(usage: FolderUsage) -> None:
     from penstock.tiers.disk.folder import shown
 
     table = Table(box=None, pad_edge=False)
@@ -392,7 +392,7 @@ def _show_usage(usage: Usage) -> None:
         console.print(f"{name:<14}{value}", soft_wrap=True)
 
 
-def _show_verdict(verdict: Verdict, is_made_anew: bool) -> None:
+def _show_verdict(verdict: IntegrityReport, is_made_anew: bool) -> None:
     if is_made_anew:
         _say("the index was damaged, and is made anew")
     for fault in verdict.faults[:SHOWN_FAULTS]:

@@ -28,7 +28,7 @@ LOCAL_FLAGS = ("max_kv_size", "keep_kv_size", "kv_bits", "kv_cache_quantization"
 """What a server decides for itself."""
 
 
-class Piece(Protocol):
+class ChatPiece(Protocol):
     """Some text of an answer."""
 
     @property
@@ -39,7 +39,7 @@ class Piece(Protocol):
 class Partner(Protocol):
     """Who answers: a model in this process, or a server."""
 
-    def answer(self, text: str, sampling: config.SamplingSettings) -> Generator[Piece]:
+    def answer(self, text: str, sampling: config.SamplingSettings) -> Generator[ChatPiece]:
         """Yield the answer piece by piece; a turn that is broken off is forgotten."""
 
     def reset(self) -> None:
@@ -73,7 +73,7 @@ def chat(
     kv_cache_quantization: options.KVCacheQuantization = None,
     kv_cache_min_quantize_tokens: options.KVCacheMinTokens = config.MIN_QUANTIZE_TOKENS,
     kv_cache_raw_first_tokens: options.KVCacheRawFirstTokens = config.RAW_FIRST_TOKENS,
-    temp: options.Temp = config.TEMP,
+    temperature: options.Temp = config.TEMP,
     top_p: options.TopP = config.TOP_P,
     seed: options.Seed = None,
     history: Annotated[
@@ -102,7 +102,11 @@ def chat(
         kv_cache_raw_first_tokens=kv_cache_raw_first_tokens,
     )
     sampling = config.parse(
-        config.SamplingSettings, max_tokens=max_tokens, temp=temp, top_p=top_p, seed=seed
+        config.SamplingSettings,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
     )
     options.check_text("--system", system or "")
     options.lenient_input()

@@ -14,7 +14,7 @@ from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import SettingError
 from penstock.kv.codecs import parse_scheme
 from penstock.memory import format_bytes, group_size_for, read_model_spec
-from penstock.models.mlx_lm import Loaded, Piece, attach, render, stream
+from penstock.models.mlx_lm import Loaded, TextPiece, attach, render, stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +116,17 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
-        self.last: Piece | None = None
+        self.last: TextPiece | None = None
         self._empty_caches()
 
-    def answer(self, text: str, sampling: SamplingSettings) -> Generator[Piece]:
+    def answer(self, text: str, sampling: SamplingSettings) -> Generator[TextPiece]:
         """Yield the answer to `text` piece by piece.
 
         A turn counts once its last piece was taken; one that is broken off is forgotten.
         """
         said = [*self.messages, {"role": "user", "content": text}]
         prompt = self._read_from(render(self.loaded.tokenizer, said))
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         try:
             for piece in stream(self.loaded, prompt, caches=self.caches, sampling=sampling):
                 pieces.append(piece)
@@ -165,7 +165,7 @@ class Conversation:
         self.held: list[int] = []
 
 
-def figures_line(last: Piece, use: KVUse) -> str:
+def figures_line(last: TextPiece, use: KVUse) -> str:
     """Say in one line what an answer took: tokens, speeds, memory."""
     return (
         f"prompt {last.prompt_tokens:,} tokens, {last.prompt_tokens_per_second:,.0f} tokens/s; "
@@ -175,7 +175,7 @@ def figures_line(last: Piece, use: KVUse) -> str:
     )
 
 
-def figures_record(answer: str, last: Piece, use: KVUse) -> dict[str, object]:
+def figures_record(answer: str, last: TextPiece, use: KVUse) -> dict[str, object]:
     """Return the same as an object for --json, with the answer's text."""
     figures = {**asdict(last), "text": answer}
     del figures["token"]

@@ -35,7 +35,7 @@ LEAST_TOKENS_A_FACT = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class AgentLine:
     """What an agent says; nothing is asked where it tells a fact."""
 
     text: str
@@ -45,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AgentAnswer:
     """A question, what came back, and what is known to be true."""
 
     question: str
@@ -60,7 +60,7 @@ class Account:
     """What one agent took in all."""
 
     agent: int
-    answers: tuple[Answer, ...]
+    answers: tuple[AgentAnswer, ...]
     conversation_tokens: int
     prompt_tokens: int
     """Of all its requests; each sends the conversation so far."""
@@ -74,7 +74,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AgentsReport:
     """What all agents together took, and what they would have taken each for itself."""
 
     model_type: str
@@ -114,9 +114,9 @@ class Agent:
     """One conversation while it goes on."""
 
     number: int
-    lines: list[Line]
+    lines: list[AgentLine]
     messages: list[Message]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[AgentAnswer] = field(default_factory=list)
     conversation: tuple[int, ...] = ()
     """The last prompt that was answered, and the answer."""
     tokens: int = 0
@@ -137,7 +137,7 @@ class Figures:
     def line(self) -> str:
         """Say it in one line."""
         stats = self.stats
-        waiting = stats.waiting + stats.parked
+        waiting = stats.waiting + stats.preempted
         kinds = ", ".join(
             f"{kind} {memory.format_bytes(nbytes)}"
             for kind, nbytes in stats.by_kind.items()
@@ -221,7 +221,7 @@ class Crowd:
         seconds = time.perf_counter() - self._started_seconds
         return Figures(self.engine.stats(), sum(map(self._plain_bytes, self.agents)), seconds)
 
-    def report(self) -> Report:
+    def report(self) -> AgentsReport:
         """Sum up; every agent has said everything."""
         figures = self.figures()
         stats = figures.stats
@@ -230,7 +230,7 @@ class Crowd:
         answers = [answer for account in accounts for answer in account.answers]
         conversation_tokens = sum(account.conversation_tokens for account in accounts)
         generated = sum(agent.generated_tokens for agent in self.agents)
-        return Report(
+        return AgentsReport(
             model_type=str(self.loaded.config.get("model_type")),
             agents=accounts,
             asked=len(answers),
@@ -319,7 +319,7 @@ class Crowd:
 
 def write_scripts(
     seed: int, agents: int, prompt_tokens: int, length: Callable[[list[Message]], int]
-) -> tuple[Message, list[list[Line]]]:
+) -> tuple[Message, list[list[AgentLine]]]:
     """Write the system prompt and every agent's lines; the same seed writes the same.
 
     Args:
@@ -347,22 +347,22 @@ def write_scripts(
             (middle, above) if length([system(middle)]) <= prompt_tokens else (fits, middle)
         )
     rng = Random(f"agents {seed}")
-    scripts: list[list[Line]] = [[] for _ in range(agents)]
+    scripts: list[list[AgentLine]] = [[] for _ in range(agents)]
     for index, (question, telling) in enumerate(zip(own, tellings_of_own, strict=True)):
         shared = rng.choice(told.questions[:fits])
         scripts[index % agents] += [
-            Line(telling),
-            Line(shared.text, shared, shared=True),
-            Line(question.text, question),
+            AgentLine(telling),
+            AgentLine(shared.text, shared, shared=True),
+            AgentLine(question.text, question),
         ]
     return system(fits), scripts
 
 
-def judged(question: Question, text: str, *, shared: bool) -> Answer:
+def judged(question: Question, text: str, *, shared: bool) -> AgentAnswer:
     """Compare an answer with the fact: right if it has the value in it, as a word."""
     value = question.fact.value
     right = re.search(rf"\b{re.escape(value)}\b", text, re.IGNORECASE) is not None
-    return Answer(question.text, text, value, right, shared)
+    return AgentAnswer(question.text, text, value, right, shared)
 
 
 def common_tokens(prompts: Sequence[Sequence[int]]) -> int:
@@ -375,7 +375,7 @@ def common_tokens(prompts: Sequence[Sequence[int]]) -> int:
     return sum(1 for _ in alike)
 
 
-def _said(line: Line) -> Message:
+def _said(line: AgentLine) -> Message:
     return {"role": "user", "content": line.text}
 
 

@@ -24,7 +24,7 @@ from penstock.config import MLX_LM_MINOR
 from penstock.memory import MachineMemory, format_bytes, read_machine_memory
 
 if TYPE_CHECKING:
-    from penstock.cli.fitness import Fit
+    from penstock.cli.fitness import FitnessReport
 
 PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "numpy")
 DTYPES = ("float32", "float16")
@@ -35,7 +35,7 @@ MEASURE_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class DoctorProblem:
     """Something that makes penstock slow or keeps it from working."""
 
     what: str
@@ -43,7 +43,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineReport:
     """What was found."""
 
     back_end: str
@@ -88,7 +88,7 @@ def doctor(
     raise typer.Exit(1 if problems else 0)
 
 
-def examine() -> Machine:
+def examine() -> MachineReport:
     """Look at the machine and measure its matrix products."""
     blas, nvidia = load_blas(), nvidia_device()
     versions = {"python": platform.python_version(), "penstock": __version__}
@@ -97,50 +97,54 @@ def examine() -> Machine:
         import mlx.core as mx
     except ImportError as error:
         reason = f"MLX cannot be imported: {error}"
-        return Machine("none", reason, nvidia, blas, {}, read_machine_memory({}), versions)
+        return MachineReport("none", reason, nvidia, blas, {}, read_machine_memory({}), versions)
     gpus = (("metal", mx.metal), ("cuda", mx.cuda))
     back_end = next((name for name, gpu in gpus if gpu.is_available()), "cpu")
     info = mx.device_info()
     gflops = {name: _measure(name, 512 if back_end == "cpu" else 4096) for name in DTYPES}
     device = str(info["device_name"])
-    return Machine(back_end, device, nvidia, blas, gflops, read_machine_memory(info), versions)
+    return MachineReport(
+        back_end, device, nvidia, blas, gflops, read_machine_memory(info), versions
+    )
 
 
-def find_problems(machine: Machine) -> list[Problem]:
+def find_problems(machine: MachineReport) -> list[DoctorProblem]:
     """List what is wrong, the gravest first. Pure: it only reads `machine`."""
     problems = []
     versions = machine.versions
     cuda = [name for name in CUDA_PACKAGES if name in versions]
     if machine.back_end == "none":
         remedy = "install one back end: pip install 'penstock[cpu]' or 'penstock[cuda]'"
-        problems.append(Problem(machine.device, remedy))
+        problems.append(DoctorProblem(machine.device, remedy))
     if "mlx-cpu" in versions and cuda:
         both = f"mlx-cpu and {cuda[0]} are both installed and overwrite each other's libmlx.so"
         remedy = f"pip uninstall mlx-cpu {cuda[0]}, then install one of them again"
-        problems.append(Problem(both, remedy))
+        problems.append(DoctorProblem(both, remedy))
     supported = ".".join(map(str, MLX_LM_MINOR))
     mlx_lm = versions.get("mlx-lm", "missing")
     if not mlx_lm.startswith(f"{supported}."):
         remedy = f"pip install 'mlx-lm=={supported}.*'"
-        problems.append(Problem(f"mlx-lm is {mlx_lm}; penstock is tested with {supported}", remedy))
+        problems.append(
+            DoctorProblem(f"mlx-lm is {mlx_lm}; penstock is tested with {supported}", remedy)
+        )
     if machine.back_end == "cpu":
         problems += _cpu_problems(machine)
     if machine.memory.available_bytes < LITTLE_MEMORY_BYTES:
         left = format_bytes(machine.memory.available_bytes)
         remedy = "close other programs or lower --max-kv-size"
-        problems.append(Problem(f"only {left} of memory are available", remedy))
+        problems.append(DoctorProblem(f"only {left} of memory are available", remedy))
     return problems
 
 
-def find_misfits(fit: Fit) -> list[Problem]:
+def find_misfits(fit: FitnessReport) -> list[DoctorProblem]:
     """List what keeps the engine from running a model."""
     if fit.way is not None:
         return []
     remedy = "use it with penstock generate or penstock chat; the engine needs another model"
-    return [Problem(f"{fit.model}: {fit.why}", remedy)]
+    return [DoctorProblem(f"{fit.model}: {fit.why}", remedy)]
 
 
-def _try_model(model: str) -> Fit:
+def _try_model(model: str) -> FitnessReport:
     """Load a model and try it on the engine."""
     # mlx-lm takes a second to import, which a look at the machine need not wait for.
     from penstock.cli.fitness import try_model
@@ -149,18 +153,18 @@ def _try_model(model: str) -> Fit:
     return try_model(model, load_all(model))
 
 
-def _cpu_problems(machine: Machine) -> list[Problem]:
+def _cpu_problems(machine: MachineReport) -> list[DoctorProblem]:
     problems = []
     speed = machine.gflops["float32"]
     if machine.blas.advice is not None:
-        problems.append(Problem(machine.blas.why, machine.blas.advice))
+        problems.append(DoctorProblem(machine.blas.why, machine.blas.advice))
     elif speed < SLOW_GFLOPS:
         slow = f"float32 runs at {speed:.0f} GFLOPS with {machine.blas.name} ({machine.blas.why})"
-        problems.append(Problem(slow, f"install a fast BLAS: {install_hint()}"))
+        problems.append(DoctorProblem(slow, f"install a fast BLAS: {install_hint()}"))
     if machine.nvidia:
         idle = "an NVIDIA device is present, but MLX's CPU back end is installed"
         remedy = "pip uninstall mlx-cpu, then pip install 'penstock[cuda]'"
-        problems.append(Problem(idle, remedy))
+        problems.append(DoctorProblem(idle, remedy))
     return problems
 
 
@@ -178,7 +182,7 @@ def _measure(dtype: str, size: int) -> float:
     return round(2 * size**3 / best_seconds / 1e9, 1)
 
 
-def _show(machine: Machine, fit: Fit | None, problems: list[Problem]) -> None:
+def _show(machine: MachineReport, fit: FitnessReport | None, problems: list[DoctorProblem]) -> None:
     console = Console(highlight=False)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -204,7 +208,7 @@ def _show(machine: Machine, fit: Fit | None, problems: list[Problem]) -> None:
         console.print("Nothing is wrong.")
 
 
-def _add_fit(table: Table, fit: Fit) -> None:
+def _add_fit(table: Table, fit: FitnessReport) -> None:
     """Add a model's rows; what comes from outside is text, whatever brackets are in it."""
     table.add_row("model", Text(f"{fit.model} ({fit.model_type})"))
     table.add_row("  layers", ", ".join(map(str, fit.layers)))

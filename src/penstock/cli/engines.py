@@ -55,8 +55,8 @@ def _needed(core: Core) -> tuple[str, int]:
 def sequence_bytes(core: Core, tokens: int) -> tuple[int, int]:
     """Return what a sequence of so many tokens needs, and what such ones need together, once."""
     index = core.prefixes.index_bytes(-(-tokens // core.limits.block_size) + 1)
-    each = core.needs.own(tokens) + core.needs.step(tokens) + index
-    return each, core.needs.chunk(tokens)
+    each = core.estimator.sequence_bytes(tokens) + core.estimator.decode_bytes(tokens) + index
+    return each, core.estimator.prefill_bytes(tokens)
 
 
 def round_up(size_bytes: int) -> str:

@@ -31,7 +31,7 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FitnessReport:
     """A model, and which way the engine reads its KV."""
 
     model: str
@@ -46,7 +46,7 @@ class Fit:
     """Modules of mlx-lm in which the name of its attention is bound to the engine's."""
 
 
-def try_model(name: str, loaded: Loaded) -> Fit:
+def try_model(name: str, loaded: Loaded) -> FitnessReport:
     """Try a model on the engine's ways of reading KV.
 
     Raises:
@@ -58,7 +58,7 @@ def try_model(name: str, loaded: Loaded) -> Fit:
         runner = Runner(loaded.model, max_kv_size=config.MAX_KV_SIZE, keep=config.KEEP)
     except ModelError as error:
         spec = memory.read_model_spec(loaded.config)
-        return Fit(
+        return FitnessReport(
             model=name,
             model_type=model_type,
             layers=tuple(
@@ -71,7 +71,7 @@ def try_model(name: str, loaded: Loaded) -> Fit:
             modules=(),
         )
     fitness = runner.fitness
-    return Fit(
+    return FitnessReport(
         model=name,
         model_type=model_type,
         layers=layers,
@@ -85,11 +85,20 @@ def try_model(name: str, loaded: Loaded) -> Fit:
 def _seen_layers(model: Any) -> tuple[Layers, ...]:
     layout = seam.layout(model)
     states, rows = len(layout.state_sizes), len(layout.rows)
-    sights = Counter(sight for at, sight in enumerate(layout.sights) if at not in layout.rows)
+    attention_windows = Counter(
+        attention_window
+        for at, attention_window in enumerate(layout.attention_windows)
+        if at not in layout.rows
+    )
     return (
         *(
-            Layers(count, "full" if sight.window is None else "window", sight.window, sight.keep)
-            for sight, count in sights.items()
+            Layers(
+                count,
+                "full" if attention_window.window is None else "window",
+                attention_window.window,
+                attention_window.keep,
+            )
+            for attention_window, count in attention_windows.items()
         ),
         *([Layers(rows, "compressed")] if rows else []),
         *([Layers(states, "recurrent")] if states else []),

@@ -16,7 +16,7 @@ from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
-    from penstock.models.mlx_lm import Piece
+    from penstock.models.mlx_lm import TextPiece
 
 
 def generate(
@@ -33,7 +33,7 @@ def generate(
     kv_cache_quantization: options.KVCacheQuantization = None,
     kv_cache_min_quantize_tokens: options.KVCacheMinTokens = config.MIN_QUANTIZE_TOKENS,
     kv_cache_raw_first_tokens: options.KVCacheRawFirstTokens = config.RAW_FIRST_TOKENS,
-    temp: options.Temp = config.TEMP,
+    temperature: options.Temp = config.TEMP,
     top_p: options.TopP = config.TOP_P,
     seed: options.Seed = None,
     as_json: options.Json = False,
@@ -51,7 +51,11 @@ def generate(
         kv_cache_raw_first_tokens=kv_cache_raw_first_tokens,
     )
     sampling = config.parse(
-        config.SamplingSettings, max_tokens=max_tokens, temp=temp, top_p=top_p, seed=seed
+        config.SamplingSettings,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
     )
     options.lenient_input()
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -81,7 +85,7 @@ def generate(
         print(figures_line(last, use), file=sys.stderr)
 
 
-def _take(pieces: Iterable[Piece], *, show: bool) -> tuple[str, Piece]:
+def _take(pieces: Iterable[TextPiece], *, show: bool) -> tuple[str, TextPiece]:
     """Print the pieces as they come if `show`; return the whole text and the last piece."""
     parts = []
     for piece in pieces:

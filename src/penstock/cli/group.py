@@ -15,7 +15,7 @@ from penstock import __version__
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
-    from penstock.engine.ranks.process_group import Ranks
+    from penstock.engine.ranks.process_group import RankGroup
 
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Set by whoever starts the processes of a group."""
@@ -24,7 +24,7 @@ OWN = frozenset({"memory_limit", "memory_threshold", "ssd_cache_dir", "ssd_cache
 
 
 @contextmanager
-def joined() -> Iterator[Ranks | None]:
+def joined() -> Iterator[RankGroup | None]:
     """Join the group that this process was started in; None if it was started alone.
 
     Raises:
@@ -36,7 +36,7 @@ def joined() -> Iterator[Ranks | None]:
         return
     import mlx.core as mx
 
-    from penstock.engine.ranks.process_group import Ranks
+    from penstock.engine.ranks.process_group import RankGroup
     from penstock.engine.ranks.watch import Watch
 
     try:
@@ -46,7 +46,7 @@ def joined() -> Iterator[Ranks | None]:
     if group.size() == 1:
         yield None
         return
-    ranks = Ranks(group)
+    ranks = RankGroup(group)
     if not ranks.leads:  # it ends when rank 0 does, which lets open answers end first
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -54,7 +54,7 @@ def joined() -> Iterator[Ranks | None]:
         yield ranks
 
 
-def check_same(ranks: Ranks, model: dict[str, Any], limits: dict[str, Any]) -> None:
+def check_same(ranks: RankGroup, model: dict[str, Any], limits: dict[str, Any]) -> None:
     """Refuse a group whose processes would not do the same.
 
     Raises:

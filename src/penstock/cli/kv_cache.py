@@ -59,11 +59,11 @@ def bench_kv_cache(
     plot: Plot = None,
     as_json: options.Json = False,
 ) -> None:
-    """Hold the same keys and values in every codec, mlx-lm's quantised cache beside them, and
+    """Hold the same keys and values in every codec, mlx-lm's quantized cache beside them, and
     vllm-mlx's where it is installed.
 
     Reports true bytes, errors of the numbers and of attention (queries that look for one token
-    each), and what it takes to quantise, to widen and to attend.
+    each), and what it takes to quantize, to dequantize and to attend.
     """
     from penstock.bench import codecs as bench
     from penstock.kv.codecs import parse_scheme
@@ -122,7 +122,7 @@ def _print(found: Table) -> None:
     losses = _drawn(
         "what it loses", "bytes", "ratio", "MSE K", "MSE V", "mean", "max", "KL", "top 1"
     )
-    costs = _drawn("what it costs, ms", "quantise", "widen", "attend", "peak")
+    costs = _drawn("what it costs, ms", "quantize", "dequantize", "attend", "peak")
     for row in found.rows:
         losses.add_row(
             row.name,

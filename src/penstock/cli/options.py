@@ -132,7 +132,7 @@ Temp: TypeAlias = Annotated[
     float,
     typer.Option(
         help="Sampling temperature; 0 takes the likeliest token.",
-        envvar="PENSTOCK_TEMP",
+        envvar="PENSTOCK_TEMPERATURE",
         metavar="NUMBER",
         min=0.0,
     ),

@@ -19,7 +19,7 @@ from penstock.recall import MODEL_PATH
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """One precision of the caches; `impossible` says why MLX cannot store it, or is None."""
 
     kv_bits: int
@@ -35,7 +35,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """A model, a memory limit and a batch, worked out for every precision.
 
     `chosen` is the row asked for. `weight_bytes` is None where they are unknown; they then
@@ -54,8 +54,8 @@ class Plan:
     batch: int
     layers: dict[str, int]
     state_bytes_per_sequence: int
-    rows: tuple[Row, ...]
-    chosen: Row
+    rows: tuple[PlanRow, ...]
+    chosen: PlanRow
     arithmetic: tuple[str, ...]
     fits: bool
     advice: str | None
@@ -142,7 +142,7 @@ def make_plan(
     keep_kv_size: int | None = None,
     kv_bits: int | None = None,
     batch: int = 1,
-) -> Plan:
+) -> MemoryPlan:
     """Work out every precision of a model's caches within `memory_bytes`.
 
     Raises:
@@ -167,7 +167,7 @@ def make_plan(
     if spec.max_tokens and window > spec.max_tokens:
         notes.append(f"the model was made for {spec.max_tokens:,} tokens, fewer than the window")
     free = memory_bytes - (spec.weight_bytes or 0)
-    return Plan(
+    return MemoryPlan(
         model=spec.name,
         model_type=spec.model_type,
         dtype=spec.dtype,
@@ -192,16 +192,16 @@ def make_plan(
     )
 
 
-def _row(spec: ModelSpec, bits: int | None, memory_bytes: int, window: int, batch: int) -> Row:
+def _row(spec: ModelSpec, bits: int | None, memory_bytes: int, window: int, batch: int) -> PlanRow:
     label = 8 * spec.scalar_bytes if bits is None else bits
     try:
         group = 64 if bits is None else memory.group_size_for(spec)
     except SettingError as error:
-        return Row(label, True, 0, 0, 0, 0, 0, None, 0, str(error))
+        return PlanRow(label, True, 0, 0, 0, 0, 0, None, 0, str(error))
     fit = memory.what_fits(
         spec, memory_bytes, max_kv_size=window, batch=batch, kv_bits=bits, group_size=group
     )
-    return Row(
+    return PlanRow(
         kv_bits=label,
         quantized=bits is not None,
         full_bytes_per_token=memory.bytes_per_token(
@@ -218,7 +218,9 @@ def _row(spec: ModelSpec, bits: int | None, memory_bytes: int, window: int, batc
     )
 
 
-def _arithmetic(spec: ModelSpec, row: Row, memory_bytes: int, window: int, batch: int) -> list[str]:
+def _arithmetic(
+    spec: ModelSpec, row: PlanRow, memory_bytes: int, window: int, batch: int
+) -> list[str]:
     """Write the chosen row's sums in words, so that a reader can redo them."""
     bits = row.kv_bits if row.quantized else None
     group = memory.group_size_for(spec) if row.quantized else 64
@@ -263,7 +265,7 @@ def _arithmetic(spec: ModelSpec, row: Row, memory_bytes: int, window: int, batch
     return lines
 
 
-def _advice(chosen: Row, rows: tuple[Row, ...], free: int, batch: int) -> str:
+def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], free: int, batch: int) -> str:
     """Say by how much the chosen row does not fit, and which single change would help."""
     short = format_bytes(chosen.missing_bytes)
     if free <= 0:
@@ -286,7 +288,7 @@ def _advice(chosen: Row, rows: tuple[Row, ...], free: int, batch: int) -> str:
     )
 
 
-def _show(made: Plan, console: Console) -> None:
+def _show(made: MemoryPlan, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
 

@@ -35,7 +35,7 @@ class RemotePiece:
 
 
 @dataclass(slots=True)
-class Usage:
+class RemoteUsage:
     """What answers took, as the server counts it, in tokens; and as the client times it."""
 
     prompt_tokens: int = 0
@@ -101,7 +101,7 @@ class Remote:
         self.messages: list[dict[str, str]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
-        self.last: Usage | None = None
+        self.last: RemoteUsage | None = None
         self.turns = 0
 
     def answer(self, text: str, sampling: SamplingSettings) -> Generator[RemotePiece]:
@@ -118,14 +118,14 @@ class Remote:
             "model": self.model,
             "messages": said,
             "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temp,
+            "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed
-        reply, usage = "", Usage()
+        reply, usage = "", RemoteUsage()
         began = time.perf_counter()
         first = began
         for chunk in self._chunks(body):
@@ -213,7 +213,7 @@ def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _count(found: dict[str, Any] | None, usage: Usage) -> None:
+def _count(found: dict[str, Any] | None, usage: RemoteUsage) -> None:
     if not found:
         return
     usage.prompt_tokens = found.get("prompt_tokens", 0)

@@ -20,7 +20,7 @@ LOGPROBS = Sampling(logprobs=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReplayedAnswer:
     """What came of a prompt one way."""
 
     tokens: tuple[int, ...]
@@ -29,11 +29,11 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Verdict:
+class ReplayVerdict:
     """The answers to one prompt, by way."""
 
     prompt_tokens: int
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, ReplayedAnswer] = field(default_factory=dict)
 
     @property
     def cached(self) -> dict[str, int]:
@@ -83,7 +83,7 @@ def replay(
     max_tokens: int,
     tell: Callable[[int, int], None],
     **settings: Any,
-) -> list[Verdict]:
+) -> list[ReplayVerdict]:
     """Ask all prompts each way: computed, from memory, from the disk after a restart.
 
     Args:
@@ -93,7 +93,7 @@ def replay(
         tell: is told how many answers there are so far, and how many there will be.
         settings: of the engines.
     """
-    verdicts = [Verdict(len(prompt)) for prompt in prompts]
+    verdicts = [ReplayVerdict(len(prompt)) for prompt in prompts]
     done, of = 0, (len(WAYS) + 1) * len(prompts)
 
     def ask(engine: Engine, way: str | None) -> None:
@@ -120,11 +120,11 @@ def replay(
     return verdicts
 
 
-def _answer(engine: Engine, prompt: Sequence[int], max_tokens: int) -> Answer:
+def _answer(engine: Engine, prompt: Sequence[int], max_tokens: int) -> ReplayedAnswer:
     request = Request(prompt=tuple(prompt), max_tokens=max_tokens, sampling=LOGPROBS)
     (found,) = engine.submit(request).result(ANSWER_SECONDS)
     assert found.finish is not None
     if found.finish.error is not None:
         raise found.finish.error
     logprobs = tuple(float(token.logprob or 0.0) for token in found.logprobs)
-    return Answer(tuple(found.tokens), logprobs, found.finish.usage.cached_tokens)
+    return ReplayedAnswer(tuple(found.tokens), logprobs, found.finish.usage.cached_tokens)

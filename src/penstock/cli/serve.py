@@ -26,7 +26,7 @@ from penstock.errors import ModelError, SettingError
 from penstock.recall import MODEL_PATH
 
 if TYPE_CHECKING:
-    from penstock.engine.ranks.process_group import Ranks
+    from penstock.engine.ranks.process_group import RankGroup
     from penstock.models.mlx_lm import Loaded
 
 ALONE = (
@@ -71,7 +71,7 @@ def serve(
     kv_cache_quantization: options.KVCacheQuantization = None,
     kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
     kv_cache_skip_layers: flags.KVCacheSkipLayers = "",
-    kv_cache_quantize: flags.KVCacheQuantize = "at-rest",
+    kv_cache_quantize_when: flags.KVCacheQuantize = "at-rest",
     pipeline: flags.Pipeline = False,
     in_ray: flags.InRay = False,
     replicas: flags.Replicas = 1,
@@ -124,7 +124,7 @@ def serve(
         "kv_cache_quantization": kv_cache_quantization,
         "kv_cache_min_quantize_tokens": kv_cache_min_quantize_tokens,
         "kv_cache_skip_layers": options.numbers("--kv-cache-skip-layers", kv_cache_skip_layers),
-        "kv_cache_quantize": kv_cache_quantize,
+        "kv_cache_quantize_when": kv_cache_quantize_when,
     }
     options.check_codec_settings(limits)
     # Both say in the words of the flags what the engine would say in its own, and sooner.
@@ -176,7 +176,7 @@ def _check_alone(**flags: object) -> None:
             )
 
 
-def _follow(load: Callable[[], Loaded], limits: dict[str, Any], ranks: Ranks) -> None:
+def _follow(load: Callable[[], Loaded], limits: dict[str, Any], ranks: RankGroup) -> None:
     """Be a rank but the first: it has no socket, and ends when rank 0 does."""
     from penstock.engine.engine import follow
 
@@ -185,7 +185,7 @@ def _follow(load: Callable[[], Loaded], limits: dict[str, Any], ranks: Ranks) ->
 
 
 def _load(
-    model: str, name: str, limits: dict[str, Any], ranks: Ranks | None, pipeline: bool
+    model: str, name: str, limits: dict[str, Any], ranks: RankGroup | None, pipeline: bool
 ) -> Loaded:
     """Load a model, or this rank's part of it."""
     from penstock.models.mlx_lm import load_all, load_part
@@ -284,7 +284,7 @@ def _run(
     settings: config.ServerSettings,
     limits: dict[str, Any],
     listener: socket.socket,
-    ranks: Ranks | None,
+    ranks: RankGroup | None,
     *,
     preload: bool,
 ) -> None:
@@ -299,7 +299,7 @@ def _run(
     waiting = console.status(f"loading {name} ...") if console.is_terminal else nullcontext()
     with waiting:
         loaded = load()
-        engine = make_engine(loaded, peers=ranks, **limits)
+        engine = make_engine(loaded, group=ranks, **limits)
         if preload:
             engine.preload()
     with engine:

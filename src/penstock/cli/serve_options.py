@@ -78,7 +78,7 @@ CORSOrigins: TypeAlias = Annotated[
 MemoryThreshold: TypeAlias = Annotated[
     float | None,
     typer.Option(
-        help="Give up cold prefixes while the machine as a whole uses more than this share "
+        help="Evict cold prefixes while the machine as a whole uses more than this share "
         "of its memory; at 1 the own limit alone counts.",
         envvar="PENSTOCK_MEMORY_THRESHOLD",
         metavar="SHARE",
@@ -253,7 +253,7 @@ KVCacheQuantize: TypeAlias = Annotated[
         "computes them has full precision, later ones read codes. active: as soon as they are "
         "whole; an answer is the same cold and from the cache, and prompts are read a block at a "
         "time.",
-        envvar="PENSTOCK_KV_CACHE_QUANTIZE",
+        envvar="PENSTOCK_KV_CACHE_QUANTIZE_WHEN",
     ),
 ]
 Pipeline: TypeAlias = Annotated[

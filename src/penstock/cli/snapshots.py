@@ -71,7 +71,7 @@ def line(snapshot: Snapshot) -> str:
     stats = snapshot["stats"]
     return (
         f"{stats['prefilling'] + stats['restoring'] + stats['running']} running, "
-        f"{stats['waiting'] + stats['parked']} waiting; {_used(stats)}; "
+        f"{stats['waiting'] + stats['preempted']} waiting; {_used(stats)}; "
         f"hit rate {snapshot['hit_rate']:.0%}; "
         f"{snapshot['generated_per_second']:,.0f} tokens/s, "
         f"{snapshot['prefilled_per_second']:,.0f} read"
@@ -107,7 +107,7 @@ def _figures(snapshot: Snapshot) -> Table:
         "cache",
         f"hit rate {snapshot['hit_rate']:.0%}: {stats['hit_tokens']:,} of "
         f"{stats['prompt_tokens']:,} prompt tokens; {stats['held_tokens']:,} tokens held, "
-        f"{format_bytes(stats['evicted_bytes'])} given up",
+        f"{format_bytes(stats['evicted_bytes'])} evicted",
     )
     if (ssd := stats.get("ssd")) is not None:
         table.add_row("disk", _disk(ssd, stats["restored_tokens"]))
@@ -122,7 +122,7 @@ def _figures(snapshot: Snapshot) -> Table:
         "queue",
         f"{stats['running']} running, {stats['prefilling']} reading, "
         f"{stats['restoring']} restoring, {stats['waiting']} waiting, "
-        f"{stats['parked']} parked; at most {snapshot['max_batch_size']} at once",
+        f"{stats['preempted']} preempted; at most {snapshot['max_batch_size']} at once",
     )
     return table
 

@@ -18,7 +18,7 @@ from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH, dialogue
 
 if TYPE_CHECKING:
-    from penstock.cli.replay import Verdict
+    from penstock.cli.replay import ReplayVerdict
 
 OWN_PROMPTS = 4
 """Conversations that the embedded model is asked about if no file is named."""
@@ -120,7 +120,7 @@ def _prompt(where: str, line: str) -> Any:
     raise SettingError(f"{where} has neither messages nor a prompt")
 
 
-def _print(verdicts: list[Verdict], tolerance: float) -> None:
+def _print(verdicts: list[ReplayVerdict], tolerance: float) -> None:
     table = Table(box=None, pad_edge=False, header_style="bright_black")
     for title in ("prompt", "tokens", "from memory", "from disk", "difference", ""):
         table.add_column(title, justify="right")

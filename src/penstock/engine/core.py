@@ -3,12 +3,13 @@
     submit ──> scheduler ──admit: a path is pinned, bytes are reserved, a slot is taken
                  │
     step:   decode all that run ──> choose ──> say; a full tail becomes a run, a full block a node
-            prefill some chunks ──> seal at once, so that others share them meanwhile
+            prefill some chunks ──> commit at once, so that others share them meanwhile
 
 A step that fails changes nothing that counts: what it wrote lies behind the visible ends.
 
 Here an engine is made, asked and told when to do the next step. What a step does is elsewhere:
-`places` lets in and takes out, `passes` runs the model, `sealing` makes nodes of what was computed,
+`admission` lets in and takes out, `executor` runs the model, `committing` makes nodes of what was
+computed,
 `restoring` reads from the disk; `paths` says what a sequence reads, and `room` what it may take.
 """
 
@@ -28,30 +29,30 @@ import mlx.core as mx
 from penstock.engine.handle import Handle
 from penstock.engine.memory_pressure import bytes_over, give_back, has_own_memory, share_mlx_cache
 from penstock.engine.model.constraint import Grammars
-from penstock.engine.model.executor import Passes
+from penstock.engine.model.executor import ModelExecutor
 from penstock.engine.model.runner import Runner
-from penstock.engine.model.sampling import Chooser, Rule
+from penstock.engine.model.sampling import Rule, TokenSampler
 from penstock.engine.model.text import Detokenizer, TextStream
-from penstock.engine.offload.prefill_rate import Pace
+from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.offload.restoring import Restoring
-from penstock.engine.offload.tier_group import Cold, open_cold
-from penstock.engine.ranks.process_group import Alone, Command, Peers
+from penstock.engine.offload.tier_group import TierGroup, open_tiers
+from penstock.engine.ranks.process_group import Command, ProcessGroup, SingleProcess
 from penstock.engine.reasoning import ReasoningLimit
 from penstock.engine.request import Request
-from penstock.engine.retention.requantize import Quantiser
+from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.retention.windows import Reader, Windows, windows_of
-from penstock.engine.schedule.admission import Places
-from penstock.engine.schedule.budget import Room, set_aside, weight_bytes
+from penstock.engine.schedule.admission import Admission
+from penstock.engine.schedule.budget import MemoryBudget, reserve_fixed, weight_bytes
 from penstock.engine.schedule.committing import Sealing
-from penstock.engine.schedule.costs import Needs
-from penstock.engine.schedule.paths import Paths, Stores
+from penstock.engine.schedule.costs import MemoryEstimator
+from penstock.engine.schedule.paths import KVStores, Paths
 from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.settings import checked, fitting, identity
-from penstock.engine.stats import Stats, StepTimes, Tally
+from penstock.engine.stats import Counters, Stats, StepTimes
 from penstock.errors import EngineStopped, LedgerFull, NeverFits, PenstockError, SettingError
 from penstock.heap import keep_freed_memory
-from penstock.kv.block_format import Forms
+from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
 from penstock.kv.states import nbytes
 from penstock.ledger import Kind, Ledger
@@ -88,18 +89,18 @@ class Core:
         tokenizer: Any = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        peers: Peers | None = None,
+        group: ProcessGroup | None = None,
         fingerprint: str = "",
         **settings: Any,
     ) -> None:
         self.limits = checked(settings)
-        self.peers = Alone(clock) if peers is None else peers
+        self.group = SingleProcess(clock) if group is None else group
         if mx.default_device() == mx.cpu:
             keep_freed_memory(self.limits.memory_limit)
         self.tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
-        self.clock = self.peers.clock
-        self.tally = Tally()
+        self.clock = self.group.clock
+        self.counters = Counters()
         self.ledger = Ledger(self.limits.memory_limit)
         try:
             self._make(model, fingerprint)
@@ -123,54 +124,54 @@ class Core:
         self.grammars = (
             None if tokenizer is None else Grammars(tokenizer, self.runner.vocabulary_size)
         )
-        share_mlx_cache(id(self), self.room.step_bytes)
+        share_mlx_cache(id(self), self.budget.step_bytes)
         finalize(self, share_mlx_cache, id(self), None)  # also of a core that nobody closed
 
     # ---- making it
 
     def _make(self, model: Any, fingerprint: str) -> None:
         """Make what takes memory, each part after its bytes were reserved."""
-        self.cold: Cold | None = None
+        self.tiers: TierGroup | None = None
         weights = weight_bytes(model)
         # Who has the least room decides for all, who hold the same beside their weights.
-        room = self.peers.least(self.limits.memory_limit - weights)
+        room = self.group.least(self.limits.memory_limit - weights)
         self.ledger.set_limit(max(0, weights + room))
         counted = self.ledger.reserve(Kind.WEIGHTS, weights)
         self.runner = Runner(
             model,
             max_kv_size=self.limits.max_kv_size,
             keep=self.limits.keep_tokens,
-            ranks=self.peers.size,
+            ranks=self.group.size,
         )
-        self.peers.check_equal("what the layers of a part keep of a token", self.runner.keeps)
+        self.group.check_equal("what the layers of a part keep of a token", self.runner.keeps)
         self.limits = fitting(self.limits, self.runner)
-        self.needs = Needs(self.runner, self.limits)
-        aside, self.tails = set_aside(
-            counted, self.ledger, self.limits, self.runner, self.needs, self.peers
+        self.estimator = MemoryEstimator(self.runner, self.limits)
+        aside, self.tails = reserve_fixed(
+            counted, self.ledger, self.limits, self.runner, self.estimator, self.group
         )
         rule, fingerprint = identity(
-            model, self.limits, self.runner, self.peers, fingerprint=fingerprint
+            model, self.limits, self.runner, self.group, fingerprint=fingerprint
         )
         self._make_tree(fingerprint)
-        self.quantiser = (
+        self.requantizer = (
             None
             if rule is None
-            else Quantiser(rule, self.prefixes, self.runner.shapes, self.limits)
+            else Requantizer(rule, self.prefixes, self.runner.shapes, self.limits)
         )
-        self.pace = Pace(self.peers.mean(self.needs.prefill_token_seconds))
-        self.cold = open_cold(
+        self.prefill_rate = PrefillRate(self.group.mean(self.estimator.prefill_token_seconds))
+        self.tiers = open_tiers(
             self.limits,
             self.prefixes,
-            Forms(self.runner.shapes, self.limits.block_size, rule),
-            self.pace,
+            BlockFormats(self.runner.shapes, self.limits.block_size, rule),
+            self.prefill_rate,
             in_place=not has_own_memory(),
             state_form=self.runner.state_form if self.runner.is_recurrent else None,
-            peers=self.peers,
+            group=self.group,
         )
-        parts = (self.cold, self.quantiser, self.windows)
-        self.room = Room(
+        parts = (self.tiers, self.requantizer, self.windows)
+        self.budget = MemoryBudget(
             aside,
-            self.needs,
+            self.estimator,
             self.prefixes,
             copying=[part for part in parts if part is not None],
             token_bytes=self.runner.token_bytes,
@@ -185,7 +186,7 @@ class Core:
             fingerprint=fingerprint,
             clock=self.clock,
             # Ranks whose weights differ have limits that do.
-            remembered=remembered_nodes(self.peers.least(self.ledger.limit_bytes)),
+            remembered=remembered_nodes(self.group.least(self.ledger.limit_bytes)),
             # Of codes, more tokens: what takes time is the number of parts that are read.
             max_merge_bytes=MAX_MERGE_TOKENS * self.runner.token_bytes if coded else 0,
         )
@@ -194,7 +195,7 @@ class Core:
             if self.runner.is_recurrent
             else None
         )
-        windows = windows_of(self.runner.sights, self.limits.max_kv_size)
+        windows = windows_of(self.runner.attention_windows, self.limits.max_kv_size)
         self.windows = None
         if windows:
             self.windows = Windows(
@@ -204,62 +205,62 @@ class Core:
 
     def _connect(self) -> None:
         """Make what runs sequences on the parts that there are."""
-        held = Stores(
+        held = KVStores(
             prefixes=self.prefixes,
             checkpoints=self.checkpoints,
             windows=self.windows,
-            quantiser=self.quantiser,
-            cold=self.cold,
+            requantizer=self.requantizer,
+            tiers=self.tiers,
         )
         size, most = self.limits.block_size, self.limits.max_kv_size
         self.scheduler = Scheduler(
             self.limits.max_batch_size, self.limits.step_tokens, size, self.limits.max_queue
         )
         shared = 0 if self.runner.fitness.whole else most // size * size
-        self.paths = Paths(held, shared_tokens=shared, tally=self.tally)
-        self.sealing = Sealing(held, self.paths, self.runner, self.tails)
-        self.places = Places(
+        self.paths = Paths(held, shared_tokens=shared, counters=self.counters)
+        self.committing = Sealing(held, self.paths, self.runner, self.tails)
+        self.admission = Admission(
             self.scheduler,
-            room=self.room,
+            budget=self.budget,
             paths=self.paths,
-            sealing=self.sealing,
+            committing=self.committing,
             tails=self.tails,
-            cold=self.cold,
-            tally=self.tally,
+            tiers=self.tiers,
+            counters=self.counters,
         )
-        self.passes = Passes(
+        self.executor = ModelExecutor(
             self.runner,
             self.tails,
-            places=self.places,
-            sealing=self.sealing,
+            admission=self.admission,
+            committing=self.committing,
             prefixes=self.prefixes,
-            peers=self.peers,
-            pace=self.pace,
-            tally=self.tally,
+            group=self.group,
+            prefill_rate=self.prefill_rate,
+            counters=self.counters,
             ends=frozenset(() if self.tokenizer is None else self.tokenizer.eos_token_ids),
             by_block=self.paths.by_block,
         )
         self.restoring = None
-        if self.cold is not None:
+        if self.tiers is not None:
             self.restoring = Restoring(
-                self.cold,
+                self.tiers,
                 self.prefixes,
                 self.scheduler,
-                places=self.places,
+                admission=self.admission,
                 paths=self.paths,
-                sealing=self.sealing,
-                room=self.room,
+                committing=self.committing,
+                budget=self.budget,
                 clock=self.clock,
             )
 
     def _readers(self) -> Iterator[Reader]:
         """Yield what is read of which paths."""
-        yield from self.places.readers()
+        yield from self.admission.readers()
 
     def _waiting_nodes(self) -> set[int]:
         """Return the nodes, by their ids, that have blocks which wait to be written; none where
         there are other ranks, who write at a pace of their own."""
-        return set() if self.cold is None or self.peers.size > 1 else self.cold.waiting_nodes()
+        return set() if self.tiers is None or self.group.size > 1 else self.tiers.waiting_nodes()
 
     # ---- requests
 
@@ -278,7 +279,7 @@ class Core:
 
     def enqueue(self, handle: Handle) -> None:
         """Take in the request of a handle; raises as `submit` does."""
-        self.peers.note("enqueue", request=handle.request)
+        self.group.note("enqueue", request=handle.request)
         if self._draining:
             raise EngineStopped("the engine is shutting down and takes no more requests")
         request = handle.request
@@ -288,26 +289,29 @@ class Core:
         now = self.clock()
         begun = handle.constraint or self.constraint(request)
 
-        def chooser(choice: int) -> Chooser:
+        def sampler(choice: int) -> TokenSampler:
             constraint = None if begun is None else begun.copy()
-            return Chooser(sampling, request.prompt, choice, size, constraint=constraint)
+            return TokenSampler(sampling, request.prompt, choice, size, constraint=constraint)
 
-        first = self._sequence(handle, 0, chooser(0), list(request.prompt), [])
-        self.paths.name_blocks(first)
-        self.room.check_fits(first)
+        first = self._sequence(handle, 0, sampler(0), list(request.prompt), [])
+        self.paths.hash_blocks(first)
+        self.budget.check_fits(first)
         self.scheduler.check_room(request.n)
         others = range(1, request.n)  # they share tokens and names until they are let in
         sequences = [
             first,
-            *(self._sequence(handle, i, chooser(i), first.tokens, first.keys) for i in others),
+            *(
+                self._sequence(handle, i, sampler(i), first.tokens, first.block_hashes)
+                for i in others
+            ),
         ]
         deadline = None if request.timeout_seconds is None else now + request.timeout_seconds
-        self.places.add(sequences, deadline)
-        if self.cold is not None and first.keys:
-            on_disk = self.cold.ask(first.keys)
+        self.admission.add(sequences, deadline)
+        if self.tiers is not None and first.block_hashes:
+            on_disk = self.tiers.ask(first.block_hashes)
             for sequence in sequences:
-                sequence.on_disk = on_disk
-        self.tally.requests += len(sequences)
+                sequence.tier_lookup = on_disk
+        self.counters.requests += len(sequences)
 
     def check_tokens(self, tokens: Items[int]) -> None:
         """Raise SettingError if the model does not know all of these tokens."""
@@ -339,16 +343,18 @@ class Core:
 
     def cancel(self, handle: Handle) -> None:
         """End a request's answers that have not ended; what was computed stays in the tree."""
-        self._cancel([s.id for s in self.places.sequences.values() if s.handle is handle])
+        self._cancel([s.id for s in self.admission.sequences.values() if s.handle is handle])
 
     def _cancel(self, ids: Items[int]) -> None:
-        self.peers.note("cancel", ids=list(ids))
+        self.group.note("cancel", ids=list(ids))
         for sequence_id in ids:
-            self.places.finish(self.places.sequences[sequence_id], lambda s: s.end("cancelled"))
+            self.admission.finish(
+                self.admission.sequences[sequence_id], lambda s: s.end("cancelled")
+            )
 
     def drain(self) -> None:
         """Take no more requests in; those that are open go on to their end."""
-        self.peers.note("drain")
+        self.group.note("drain")
         self._draining = True
 
     def close(self, error: PenstockError | None = None) -> None:
@@ -358,26 +364,26 @@ class Core:
             error: what open answers end with, if they were not cancelled but lost.
         """
         if error is None and not self._closed:  # else the end of this process tells the others
-            self.peers.note("close")
+            self.group.note("close")
             self._begin()
         self._let_go(error)
 
     def _let_go(self, error: PenstockError | None) -> None:
         self._closed = True
-        for sequence in list(self.places.sequences.values()):
+        for sequence in list(self.admission.sequences.values()):
             if error is None:
-                self.places.finish(sequence, lambda s: s.end("cancelled"))
+                self.admission.finish(sequence, lambda s: s.end("cancelled"))
             else:
-                self.places.fail(sequence, error)
-        if self.cold is not None:
-            self.cold.close()
-        if self.quantiser is not None:
-            self.quantiser.release()
+                self.admission.fail(sequence, error)
+        if self.tiers is not None:
+            self.tiers.close()
+        if self.requantizer is not None:
+            self.requantizer.release()
         if self.windows is not None:
             self.windows.release()
         self.prefixes.clear()
         self.tails.drop()
-        self.room.close()
+        self.budget.close()
         share_mlx_cache(id(self), None)
 
     # ---- the step
@@ -391,14 +397,14 @@ class Core:
             return self._step()
         finally:
             self._settled = (
-                self.ledger.used_bytes - self.room.weights_bytes,
+                self.ledger.used_bytes - self.budget.weights_bytes,
                 self._next_id,
-                len(self.places.sequences),
+                len(self.admission.sequences),
                 self.prefixes.tree.tokens,
             )
 
     def _begin(self) -> None:
-        self.peers.begin(self._settled, self._do)
+        self.group.begin(self._settled, self._do)
 
     def _do(self, command: Command) -> None:
         """Do what was asked of rank 0."""
@@ -414,37 +420,39 @@ class Core:
             {"drain": self.drain, "clear": self.clear}[command.name]()
 
     def _step(self) -> bool:
-        self.places.drop_overdue(self.clock())
+        self.admission.drop_overdue(self.clock())
         self._yield_to_others()
-        self.places.admit()
+        self.admission.admit()
         if self.restoring is not None:
             self.restoring.take()
-        self.places.catch_up()
+        self.admission.catch_up()
         if self.restoring is not None:
             self.restoring.begin()
-        plan, sequences = self.scheduler.plan(), self.places.sequences
+        plan, sequences = self.scheduler.plan(), self.admission.sequences
         if plan.decode:
-            self.passes.decode([sequences[job_id] for job_id in plan.decode])
+            self.executor.decode([sequences[job_id] for job_id in plan.decode])
         for chunk in plan.prefill:
-            # A decode step that ran out of memory parks everybody.
+            # A decode step that ran out of memory preempts everybody.
             if chunk.id in sequences and self.scheduler.job(chunk.id).state is State.PREFILLING:
-                self.passes.prefill(sequences[chunk.id], chunk.tokens)
+                self.executor.prefill(sequences[chunk.id], chunk.tokens)
         busy = bool(plan.decode or plan.prefill)
-        if self.quantiser is not None:
-            busy = self._quantise(self.quantiser) or busy
-        if self.cold is None:
+        if self.requantizer is not None:
+            busy = self._quantize(self.requantizer) or busy
+        if self.tiers is None:
             return busy
         # Who is told something by the disk just now is not let go on before the next step.
         restoring = bool(self.scheduler.jobs(State.RESTORING))
-        return self.cold.work(busy=busy) or busy or restoring
+        return self.tiers.work(busy=busy) or busy or restoring
 
-    def _quantise(self, quantiser: Quantiser) -> bool:
+    def _quantize(self, requantizer: Requantizer) -> bool:
         """Hold a node in fewer bits that is due: one a step, so that nobody waits for more."""
-        parked = (s for s in self.places.sequences.values() if s.was_parked and s.pin is None)
+        preempted = (
+            s for s in self.admission.sequences.values() if s.was_preempted and s.pin is None
+        )
         try:
-            node = quantiser.work(self.prefixes.match(s.keys).path for s in parked)
+            node = requantizer.work(self.prefixes.match(s.block_hashes).path for s in preempted)
         except (MemoryError, RuntimeError):  # MLX found no room for the codes
-            self.tally.out_of_memory += 1
+            self.counters.out_of_memory += 1
             return True
         self.paths.tidy(node)
         return node is not None
@@ -457,22 +465,22 @@ class Core:
     @property
     def idle(self) -> bool:
         """Whether no request is open."""
-        return not self.places.sequences
+        return not self.admission.sequences
 
     def preload(self) -> int:
         """Read from the disk what is worth most, as long as there is free memory; nothing gives
         way for it. Returns the tokens that are held more than before."""
-        if self.cold is None or self.peers.size > 1:  # each rank would wait for its own disk
+        if self.tiers is None or self.group.size > 1:  # each rank would wait for its own disk
             return 0
-        return self.cold.preload(self.checkpoints)
+        return self.tiers.preload(self.checkpoints)
 
     # ---- questions
 
     def stats(self) -> Stats:
         """Return what there is to tell, in O(open sequences)."""
-        tally, tree, counts = self.tally, self.prefixes.tree, self.prefixes.counts
+        counters, tree, counts = self.counters, self.prefixes.tree, self.prefixes.counts
         states = {state: len(self.scheduler.jobs(state)) for state in State}
-        tiers = {} if self.cold is None else self.cold.stats()
+        tiers = {} if self.tiers is None else self.tiers.stats()
         return Stats(
             limit_bytes=self.ledger.limit_bytes,
             used_bytes=self.ledger.used_bytes,
@@ -483,24 +491,24 @@ class Core:
             prefilling=states[State.PREFILLING],
             restoring=states[State.RESTORING],
             running=states[State.RUNNING],
-            parked=states[State.PARKED],
-            requests=tally.requests,
-            finished=tally.finished,
-            failed=tally.failed,
-            prompt_tokens=tally.prompt_tokens,
-            hit_tokens=tally.hit_tokens,
-            restored_tokens=tally.restored_tokens,
-            prefilled_tokens=tally.prefilled_tokens,
-            generated_tokens=tally.generated_tokens,
+            preempted=states[State.PREEMPTED],
+            requests=counters.requests,
+            finished=counters.finished,
+            failed=counters.failed,
+            prompt_tokens=counters.prompt_tokens,
+            hit_tokens=counters.hit_tokens,
+            restored_tokens=counters.restored_tokens,
+            prefilled_tokens=counters.prefilled_tokens,
+            generated_tokens=counters.generated_tokens,
             nodes=len(tree),
             held_tokens=tree.tokens,
             evicted_nodes=counts.evicted_nodes,
             evicted_bytes=counts.evicted_bytes,
-            parkings=tally.parkings,
-            out_of_memory=tally.out_of_memory,
+            preemptions=counters.preemptions,
+            out_of_memory=counters.out_of_memory,
             copied_bytes=counts.copied_bytes,
-            decode=StepTimes.of(tally.decode_steps, tally.decode_seconds),
-            prefill=StepTimes.of(tally.prefill_steps, tally.prefill_seconds),
+            decode=StepTimes.of(counters.decode_steps, counters.decode_seconds),
+            prefill=StepTimes.of(counters.prefill_steps, counters.prefill_seconds),
             ssd=tiers.get("ssd"),
             remote=tiers.get("remote"),
         )
@@ -508,16 +516,22 @@ class Core:
     @property
     def held_bytes(self) -> int:
         """Bytes in arrays between two steps: weights, nodes, runs and the pool of tails."""
-        runs = sum(run.segment.nbytes for s in self.places.sequences.values() for run in s.runs)
-        held = self.room.weights_bytes + self.prefixes.tree.nbytes + runs + self.tails.nbytes
+        own_spans = sum(
+            run.segment.nbytes for s in self.admission.sequences.values() for run in s.own_spans
+        )
+        held = self.budget.weights_bytes + self.prefixes.tree.nbytes + own_spans + self.tails.nbytes
         return held + self._live_bytes()
 
     def _live_bytes(self) -> int:
         """Return the bytes of running sequences' states, but for those that are a checkpoint's."""
-        lives = [s.live.states for s in self.places.sequences.values() if s.live is not None]
-        if not lives:
+        recurrent_states = [
+            s.recurrent_state.states
+            for s in self.admission.sequences.values()
+            if s.recurrent_state is not None
+        ]
+        if not recurrent_states:
             return 0
-        found = {id(states): nbytes(states) for states in lives}
+        found = {id(states): nbytes(states) for states in recurrent_states}
         for node in self.prefixes.tree:
             for each in node.segment.checkpoints:
                 found.pop(id(each.states), None)
@@ -534,7 +548,7 @@ class Core:
         found = self.prefixes.explain(list(tokens), salt)
         on_disk = None
         if ask_disk and self.restoring is not None:
-            on_disk = self.restoring.on_disk(self.prefixes.keys(list(tokens), salt))
+            on_disk = self.restoring.on_disk(self.prefixes.block_hashes(list(tokens), salt))
         reason = found.reason
         if self.runner.fitness.whole:
             reason = (
@@ -543,30 +557,30 @@ class Core:
             )
         resumes, why = self.paths.explain(list(tokens), salt)
         reason += why
-        if self.cold is not None and on_disk is not None and on_disk > found.held_tokens:
-            where = self.cold.where
+        if self.tiers is not None and on_disk is not None and on_disk > found.held_tokens:
+            where = self.tiers.where
             reason += f"; {on_disk:,} tokens are {where}, from where they would be read back"
-        for name, tier in ({} if self.cold is None else self.cold.stats()).items():
+        for name, tier in ({} if self.tiers is None else self.tiers.stats()).items():
             if tier.full is not None:
                 reason += f"; the {name} cache writes no new blocks: {tier.full}"
         return replace(
             found,
             reason=reason,
             resume_tokens=resumes,
-            on_disk_tokens=on_disk,
+            tier_tokens=on_disk,
             held_text=self._text(found.held_token),
             given_text=self._text(found.given_token),
         )
 
-    def note_checkpoints(self, keys: Items[bytes]) -> None:
+    def note_checkpoints(self, block_hashes: Items[bytes]) -> None:
         """Have the checkpoints of a chain written, if there is a cold tier."""
-        if self.cold is None or self.checkpoints is None:
+        if self.tiers is None or self.checkpoints is None:
             return
-        for node in self.prefixes.match(keys).path:
+        for node in self.prefixes.match(block_hashes).path:
             for found in node.segment.checkpoints:
                 blocks = (node.start + found.at) // self.limits.block_size
-                if blocks <= len(keys):
-                    self.cold.note_checkpoint(keys[:blocks], seen=True)
+                if blocks <= len(block_hashes):
+                    self.tiers.note_checkpoint(block_hashes[:blocks], seen=True)
 
     def tree(self) -> list[NodeView]:
         """Show every node of the tree, parents before their children. O(nodes)."""
@@ -578,58 +592,63 @@ class Core:
         return str(self.tokenizer.decode([token]))
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the memory limit; what is over it goes at once: cold nodes, then parked work.
+        """Change the memory limit; what is over it goes at once: cold nodes, then preempted work.
 
         Raises:
             NeverFits: weights, tails and buffers alone are over it; nothing is changed then.
             SettingError: the model is divided among several processes.
         """
-        if self.peers.size > 1:
+        if self.group.size > 1:
             raise SettingError("the memory limit of a model on several machines stays as it is")
-        self.room.check_limit(limit_bytes)
+        self.budget.check_limit(limit_bytes)
         over = self.ledger.set_limit(limit_bytes)
         over -= self.prefixes.shrink(over, "limit")
         for job in [job for state in PLACED for job in self.scheduler.jobs(state)[::-1]]:
             over = self.ledger.used_bytes - limit_bytes
             if over <= 0:
                 break
-            self.places.park(self.places.sequences[job.id])
+            self.admission.preempt(self.admission.sequences[job.id])
             self.prefixes.shrink(self.ledger.used_bytes - limit_bytes, "limit")
-        for job in [*self.scheduler.jobs(State.WAITING), *self.scheduler.jobs(State.PARKED)]:
-            sequence = self.places.sequences[job.id]
+        for job in [*self.scheduler.jobs(State.WAITING), *self.scheduler.jobs(State.PREEMPTED)]:
+            sequence = self.admission.sequences[job.id]
             try:
-                self.room.check_fits(sequence)
+                self.budget.check_fits(sequence)
             except NeverFits as error:
-                self.places.fail(sequence, error)
+                self.admission.fail(sequence, error)
         give_back()
 
     def clear(self) -> None:
-        """Give up all prefixes that nobody reads, on the disk too, and their memory to the system.
+        """Evict all prefixes that nobody reads, on the disk too, and their memory to the system.
 
         Those on the disk go when the cold tier's thread comes to it.
         """
-        self.peers.note("clear")
+        self.group.note("clear")
         self.prefixes.clear()
-        if self.cold is not None:
-            self.cold.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
         give_back()
 
     def check(self) -> None:
         """Recount everything from the arrays and raise AssertionError if something differs."""
         self.prefixes.check()
         self.scheduler.check()
-        self.room.check(
-            self.places.sequences.values(),
+        self.budget.check(
+            self.admission.sequences.values(),
             self.tails,
             weights=weight_bytes(self.runner.model),
-            reading=0 if self.cold is None else self.cold.paid_bytes,
+            reading=0 if self.tiers is None else self.tiers.paid_bytes,
         )
-        self.places.check()
+        self.admission.check()
 
     # ---- parts
 
     def _sequence(
-        self, handle: Handle, choice: int, chooser: Chooser, tokens: list[int], keys: list[bytes]
+        self,
+        handle: Handle,
+        choice: int,
+        sampler: TokenSampler,
+        tokens: list[int],
+        block_hashes: list[bytes],
     ) -> Sequence:
         request = handle.request
         text = None
@@ -640,10 +659,10 @@ class Core:
             request=request,
             choice=choice,
             handle=handle,
-            chooser=chooser,
+            sampler=sampler,
             text=text,
             tokens=tokens,
-            keys=keys,
+            block_hashes=block_hashes,
         )
         self._next_id += 1
         return sequence
@@ -658,11 +677,11 @@ class Core:
         return made
 
     def _yield_to_others(self) -> None:
-        """Give up cold nodes while the whole machine uses more memory than it should."""
+        """Evict cold nodes while the whole machine uses more memory than it should."""
         now = self.clock()
         if now - self._looked_seconds < PRESSURE_SECONDS:
             return
         self._looked_seconds = now
-        over = self.peers.most(bytes_over(self.limits.memory_threshold))
+        over = self.group.most(bytes_over(self.limits.memory_threshold))
         if over > 0 and self.prefixes.shrink(over, "pressure"):
             give_back()

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.ranks.process_group import Peers
+from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.request import Request
 from penstock.engine.stats import Stats
 from penstock.errors import EngineStopped
@@ -109,7 +109,7 @@ class Engine:
         """Return a handle whose request is not taken in yet.
 
         For who must not wait: `engine.later(lambda core: core.enqueue(handle))` takes it in.
-        Who gives up waiting for that cancels the handle. A grammar is compiled here, which may
+        Who evicts waiting for that cancels the handle. A grammar is compiled here, which may
         take a second the first time: nothing for an event loop's own thread.
 
         Raises:
@@ -168,7 +168,7 @@ class Engine:
         self._ask(lambda core: core.set_limit(limit_bytes))
 
     def clear(self) -> None:
-        """Give up all prefixes that nobody reads."""
+        """Evict all prefixes that nobody reads."""
         self._ask(lambda core: core.clear())
 
     def preload(self) -> int:
@@ -269,7 +269,7 @@ class Engine:
                 answer.set_exception(EngineStopped("the engine is closed"))
 
 
-def follow(model: Any, tokenizer: Any, peers: Peers, **settings: Any) -> None:
+def follow(model: Any, tokenizer: Any, group: ProcessGroup, **settings: Any) -> None:
     """Be a rank of a group but the first: run the steps that rank 0 runs, until it closes.
 
     Args:
@@ -281,7 +281,7 @@ def follow(model: Any, tokenizer: Any, peers: Peers, **settings: Any) -> None:
     Raises:
         RanksBroken: this rank cannot go on; the process must end, for the others wait for it.
     """
-    core = Core(model, tokenizer, peers=peers, **settings)
+    core = Core(model, tokenizer, group=group, **settings)
     try:
         while not core.closed:
             core.step()

@@ -78,7 +78,7 @@ class Handle:
         """
         self._listener = callback
         if self.unread:
-            tell([self])
+            notify([self])
 
     def cancel(self) -> None:
         """Ask for the end: within a step all bytes are given back. Again does nothing."""
@@ -117,7 +117,7 @@ class Handle:
         return self.choices
 
     def post(self, event: Event) -> None:
-        """Add an event; the engine's thread calls this, and `tell` when it has added all."""
+        """Add an event; the engine's thread calls this, and `notify` when it has added all."""
         self._ends += isinstance(event, Finish)
         self._events.put(event)
 
@@ -146,7 +146,7 @@ class Handle:
         return event
 
 
-def tell(handles: Iterable[Handle]) -> None:
+def notify(handles: Iterable[Handle]) -> None:
     """Call who listens to any of the handles, each once; the engine's thread does after a step."""
     listening: dict[Callable[[], object], list[Handle]] = {}
     for handle in handles:

@@ -141,8 +141,9 @@ class Request(_Asked):
 
     >>> Request(prompt=[])
     Traceback (most recent call last):
-    penstock.errors.SettingError: prompt []: Tuple should have at least 1 item after validation, not 0
-    """  # noqa: E501 - the line is the example's
+    penstock.errors.SettingError: prompt []: Tuple should have at least 1 item after validation, not
+    0
+    """
 
     prompt: tuple[TokenId, ...] = Field(min_length=1)
     max_tokens: int = Field(default=MAX_TOKENS, ge=1)
@@ -168,7 +169,7 @@ class Request(_Asked):
     reasoning: ReasoningBudget | None = None
     """Bounds the reasoning; not beside a grammar, which leaves no room for any."""
     hold_seconds: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """For so long after this request what it read stays held: it is given up only when nothing
+    """For so long after this request what it read stays held: it is evicted only when nothing
     else can be. A preference, never a claim: it takes no room from what runs."""
     hold_tokens: int | None = Field(default=None, ge=0)
     """First tokens of the prompt that are held, in whole nodes; None is all of them."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.errors import SettingError
-from penstock.prefix.block_hashes import checkpoint_key
+from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.disk.archive import export_blocks, import_blocks, models_of
 from penstock.tiers.disk.folder import Folder
 
@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class SavedSession:
     """What a file holds."""
 
     tokens: int
@@ -37,7 +37,7 @@ class Session:
     """Of the file."""
 
 
-def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = "") -> Session:
+def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = "") -> SavedSession:
     """Write what is held of a prompt, in memory or on the disk, into a file; one that is there is
     replaced in the end.
 
@@ -54,7 +54,9 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         OSError: a disk fails; the file is as it was.
     """
     about = _about(engine)
-    keys = engine.later(lambda core: _have_written(core, tokens, salt)).result(WRITE_SECONDS)
+    block_hashes = engine.later(lambda core: _have_written(core, tokens, salt)).result(
+        WRITE_SECONDS
+    )
     until = time.monotonic() + WRITE_SECONDS
     while not engine.later(_is_written).result(WRITE_SECONDS):
         if time.monotonic() >= until:
@@ -63,9 +65,9 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
     aside = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
         with Folder(about.folder) as opened:
-            held = keys[: opened.index.held(keys, about.fingerprint)]
-            wanted = {*held, *map(checkpoint_key, held)}
-            done = export_blocks(opened, aside, lambda _: None, keys=wanted)
+            held = block_hashes[: opened.index.held(block_hashes, about.fingerprint)]
+            wanted = {*held, *map(checkpoint_hash, held)}
+            done = export_blocks(opened, aside, lambda _: None, block_hashes=wanted)
         if not done.blocks:
             raise SettingError(
                 f"nothing is held of a prompt of {len(tokens):,} tokens; whole blocks of "
@@ -75,10 +77,10 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         aside.replace(file)
     finally:
         aside.unlink(missing_ok=True)
-    return Session(done.blocks * about.block_size, nbytes)
+    return SavedSession(done.blocks * about.block_size, nbytes)
 
 
-def load_session(engine: Engine, file: Path) -> Session:
+def load_session(engine: Engine, file: Path) -> SavedSession:
     """Take the blocks of a file in, for the next request with that prompt.
 
     Raises:
@@ -97,7 +99,7 @@ def load_session(engine: Engine, file: Path) -> Session:
     if not done.is_all:
         why = done.broken or ", ".join([*done.refused, *(["damaged"] if done.damaged else [])])
         raise SettingError(f"not all of {file.name} could be taken in: {why}")
-    return Session((done.blocks + done.known) * about.block_size, file.stat().st_size)
+    return SavedSession((done.blocks + done.known) * about.block_size, file.stat().st_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,13 @@ def _about(engine: Engine) -> _About:
 def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     """Have all blocks of a prompt written that are in memory; return the names of all."""
     core.check_tokens(tokens)
-    keys = core.prefixes.keys(list(tokens), salt)
-    held = core.prefixes.match(keys).tokens // core.limits.block_size
-    assert core.cold is not None
-    core.cold.tiers["ssd"].note(keys[:held], core.prefixes.root(salt), 0, seen=True)
-    core.note_checkpoints(keys[:held])
-    return keys
+    block_hashes = core.prefixes.block_hashes(list(tokens), salt)
+    held = core.prefixes.match(block_hashes).tokens // core.limits.block_size
+    assert core.tiers is not None
+    core.tiers.tiers["ssd"].note(block_hashes[:held], core.prefixes.root(salt), 0, seen=True)
+    core.note_checkpoints(block_hashes[:held])
+    return block_hashes
 
 
 def _is_written(core: Core) -> bool:
-    return core.cold is None or core.cold.tiers["ssd"].is_written
+    return core.tiers is None or core.tiers.tiers["ssd"].is_written

@@ -11,10 +11,10 @@ import mlx.core as mx
 from penstock import config
 from penstock.engine.memory_pressure import has_own_memory
 from penstock.engine.model.runner import Runner
-from penstock.engine.ranks.process_group import Peers
+from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.sequence import WHOLE_CHUNK
 from penstock.errors import SettingError
-from penstock.kv.quantization import Quantisation
+from penstock.kv.quantization import QuantizationRule
 from penstock.memory import parse_bytes
 from penstock.memory.machine import read_machine_memory
 from penstock.models.fingerprint import fingerprint as fingerprint_of
@@ -71,8 +71,13 @@ def fitting(limits: config.EngineSettings, runner: Runner) -> config.EngineSetti
 
 
 def identity(
-    model: Any, limits: config.EngineSettings, runner: Runner, peers: Peers, *, fingerprint: str
-) -> tuple[Quantisation | None, str]:
+    model: Any,
+    limits: config.EngineSettings,
+    runner: Runner,
+    group: ProcessGroup,
+    *,
+    fingerprint: str,
+) -> tuple[QuantizationRule | None, str]:
     """Return which tokens and layers are held in which codecs, None if all are raw; and what must
     be equal for KV to be reusable.
 
@@ -85,10 +90,10 @@ def identity(
     """
     if limits.has_cold_tier and not fingerprint:
         fingerprint = fingerprint_of(model, keep=limits.keep_tokens, window=limits.max_kv_size)
-        if peers.size > 1:
-            part = f"{peers.rank} of {peers.size}{runner.divided}"
+        if group.size > 1:
+            part = f"{group.rank} of {group.size}{runner.divided}"
             fingerprint = with_settings(fingerprint, part=part)
-    rule = Quantisation.of(
+    rule = QuantizationRule.of(
         limits.kv_cache_quantization,
         block_size=limits.block_size,
         first_tokens=limits.raw_first_tokens,
@@ -96,6 +101,6 @@ def identity(
     )
     if rule is not None:
         rule = rule.scaled(runner.key_scales)
-        codec = f"{rule.identity}:{limits.kv_cache_quantize}"
+        codec = f"{rule.identity}:{limits.kv_cache_quantize_when}"
         fingerprint = with_settings(fingerprint, codec=codec)
     return rule, fingerprint

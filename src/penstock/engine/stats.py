@@ -49,7 +49,7 @@ class Stats:
     prefilling: int
     restoring: int
     running: int
-    parked: int
+    preempted: int
     """Sequences in each state."""
     requests: int
     finished: int
@@ -68,7 +68,7 @@ class Stats:
     """Tokens in the prefix tree."""
     evicted_nodes: int
     evicted_bytes: int
-    parkings: int
+    preemptions: int
     out_of_memory: int
     copied_bytes: int
     """KV copied since the start by splits and merges of nodes."""
@@ -86,7 +86,7 @@ class Stats:
 
 
 @dataclass(slots=True)
-class Tally:
+class Counters:
     """What is counted while the engine runs."""
 
     requests: int = 0
@@ -97,7 +97,7 @@ class Tally:
     restored_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
-    parkings: int = 0
+    preemptions: int = 0
     out_of_memory: int = 0
     decode_steps: int = 0
     prefill_steps: int = 0

@@ -24,7 +24,7 @@ import mlx.core as mx
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.lanes import has_lanes, lane
 
-Held: TypeAlias = "mx.array | Coded"
+KVData: TypeAlias = "mx.array | Coded"
 """Keys or values of consecutive columns of one sequence: (kv_heads, n, dim), or coded."""
 LOG2_E = log2(2.718281828459045)
 MASKED = -1e30
@@ -34,7 +34,8 @@ SCORES_AT_ONCE = 2**19
 SCORE_BUFFERS = 8
 """Arrays of float32 that are alive together while scores become weights: 7.7 at most, measured."""
 HALF_SCORE_BUFFERS = 10
-"""The same where keys are of half precision, which is widened and narrowed again: 9.5 at most."""
+"""The same where keys are of half precision, which is dequantized and narrowed again: 9.5 at
+most."""
 LANES_FROM = 2**16
 """Scores from which it pays to divide them between two streams."""
 CODED_LANES_FROM = 2**12
@@ -50,7 +51,7 @@ _ROUND = 1.5 * 2**23  # adding it leaves the nearest integer in the low bits of 
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionWindow:
     """Which columns a query at `position` sees: none behind it, the last `window`, the first
     `keep`.
 
@@ -68,14 +69,14 @@ class Sight:
         """Tell whether a query at `position` sees every column in front of it."""
         return self.starts_at(position) <= self.keep
 
-    def within(self, window: int | None) -> Sight:
+    def within(self, window: int | None) -> AttentionWindow:
         """Return this sight, narrowed by the window of a mask that the model asked for.
 
         A narrower window hides the kept tokens, too, as in the rings of `penstock.kv`.
         """
         if window is None or (self.window is not None and self.window <= window):
             return self
-        return Sight(window)
+        return AttentionWindow(window)
 
     def mask(self, queries: mx.array, columns: mx.array) -> mx.array:
         """Return what is seen: positions (n,) and columns (m,) give (n, m) booleans."""
@@ -89,7 +90,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Attention over some of the columns, unnormalised, in float32.
+    """Attention over some of the columns, unnormalized, in float32.
 
     top: (..., 1), the largest score; total: (..., 1), the sum of 2^(score - top);
     mixed: (..., value_dim), the values weighted by the same.
@@ -161,21 +162,21 @@ def _largest(scores: mx.array) -> mx.array:
     return mx.max(scores, axis=-1, keepdims=True)
 
 
-def score(stacked: mx.array, parts: Sequence[Held], after: mx.array | None = None) -> mx.array:
+def score(stacked: mx.array, parts: Sequence[KVData], after: mx.array | None = None) -> mx.array:
     """Score queries (..., m, d) against keys (..., n_i, d): (..., m, sum n_i), float32, base 2.
 
     In half precision the matrix product is the last that is rounded; the softmax is not. Codes
     are read one part after the other, and after `after`.
     """
     products: list[mx.array] = []
-    codec, turned = None, stacked
+    codec, transform_query = None, stacked
     for keys in parts:
         if not isinstance(keys, Coded):
             products.append(stacked @ keys.swapaxes(-1, -2))
             continue
         if keys.codec != codec:
-            codec, turned = keys.codec, keys.codec.turned(stacked)
-        after = keys.codec.score(turned, keys if after is None else keys.after(after))
+            codec, transform_query = keys.codec, keys.codec.transform_query(stacked)
+        after = keys.codec.score(transform_query, keys if after is None else keys.after(after))
         products.append(after)
     if len({product.dtype for product in products}) > 1:
         products = [product.astype(mx.float32) for product in products]
@@ -185,14 +186,14 @@ def score(stacked: mx.array, parts: Sequence[Held], after: mx.array | None = Non
     return scores if stacked.dtype == mx.float32 else scores * LOG2_E
 
 
-def mix(weights: mx.array, total: mx.array, parts: Sequence[Held]) -> mx.array:
+def mix(weights: mx.array, total: mx.array, parts: Sequence[KVData]) -> mx.array:
     """Mix values (..., n_i, d) by float32 weights (..., m, sum n_i): (..., m, d), float32.
 
     total: the weights' sums. Weights of float16 values are divided by them for the product,
     which would overflow otherwise.
     """
     sums: list[mx.array] = []
-    codec, turned, dim = None, None, 0
+    codec, transform_query, dim = None, None, 0
     start = 0
     for values in parts:
         stop = start + _columns(values)
@@ -201,19 +202,21 @@ def mix(weights: mx.array, total: mx.array, parts: Sequence[Held]) -> mx.array:
         if not isinstance(values, Coded):
             sums.append(_mix(some, total, values))
             continue
-        found = values.codec.mix(some, values.after(total if turned is None else turned))
+        found = values.codec.mix(
+            some, values.after(total if transform_query is None else transform_query)
+        )
         found = found.astype(mx.float32)
-        if codec is not None and turned is not None and values.codec != codec:
-            sums.append(codec.turned_back(turned, dim))
-            turned = None
+        if codec is not None and transform_query is not None and values.codec != codec:
+            sums.append(codec.inverse_transform(transform_query, dim))
+            transform_query = None
         codec, dim = values.codec, values.dim
-        turned = found if turned is None else turned + found
-    if codec is not None and turned is not None:
-        sums.append(codec.turned_back(turned, dim))
+        transform_query = found if transform_query is None else transform_query + found
+    if codec is not None and transform_query is not None:
+        sums.append(codec.inverse_transform(transform_query, dim))
     return sum(sums[1:], start=sums[0])
 
 
-def _columns(side: Held) -> int:
+def _columns(side: KVData) -> int:
     return side.tokens if isinstance(side, Coded) else side.shape[-2]
 
 
@@ -225,13 +228,13 @@ def _mix(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
     return (weights.astype(values.dtype) @ values).astype(mx.float32)
 
 
-def mostly_coded(sides: Sequence[Held]) -> bool:
+def mostly_coded(sides: Sequence[KVData]) -> bool:
     """Tell whether more than half of the columns are coded."""
     coded = sum(side.tokens for side in sides if isinstance(side, Coded))
     return coded > 0 and 2 * coded > sum(map(_columns, sides))
 
 
-def _heads(sides: Sequence[Held], start: int, stop: int) -> list[Held]:
+def _heads(sides: Sequence[KVData], start: int, stop: int) -> list[KVData]:
     return [
         side.of_heads(start, stop) if isinstance(side, Coded) else side[start:stop]
         for side in sides
@@ -240,8 +243,8 @@ def _heads(sides: Sequence[Held], start: int, stop: int) -> list[Held]:
 
 def attend_parts(
     stacked: mx.array,
-    keys: Sequence[Held],
-    values: Sequence[Held],
+    keys: Sequence[KVData],
+    values: Sequence[KVData],
     seen: mx.array | None = None,
     after: mx.array | None = None,
 ) -> Partial:
@@ -275,8 +278,8 @@ def attend_parts(
 
 def _attend(
     stacked: mx.array,
-    keys: Sequence[Held],
-    values: Sequence[Held],
+    keys: Sequence[KVData],
+    values: Sequence[KVData],
     seen: mx.array | None,
     after: mx.array | None,
 ) -> Partial:
@@ -317,7 +320,7 @@ def attend_chunk(
     columns: mx.array | None,
     start: int,
     scale: float,
-    sight: Sight,
+    attention_window: AttentionWindow,
     sinks: mx.array | None = None,
     eager: bool = False,
 ) -> mx.array:
@@ -339,8 +342,8 @@ def attend_chunk(
     n, m = queries.shape[2], keys.shape[2]
     if mx.default_device() != mx.cpu:
         mask: mx.array | str = "causal"
-        if columns is not None or not sight.sees_all(start + n - 1):
-            mask = _seen(sight, start, n, m, columns)
+        if columns is not None or not attention_window.sees_all(start + n - 1):
+            mask = _seen(attention_window, start, n, m, columns)
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
@@ -356,14 +359,16 @@ def attend_chunk(
         at = None if columns is None else columns[:reach]
         scores = score(grouped(queries[:, :, first : first + some], kv_heads), [keys[:, :reach]])
         scores = scores.reshape(kv_heads, heads // kv_heads, some, reach)
-        if at is None and sight.sees_all(start + first + some - 1):
+        if at is None and attention_window.sees_all(start + first + some - 1):
             own = mx.where(mx.tri(some, some, 0, mx.bool_), scores[..., reach - some :], MASKED)
             if some < reach:
                 scores = mx.concatenate([scores[..., : reach - some], own], axis=-1)
             else:
                 scores = own
         else:
-            scores = mx.where(_seen(sight, start + first, some, reach, at), scores, MASKED)
+            scores = mx.where(
+                _seen(attention_window, start + first, some, reach, at), scores, MASKED
+            )
         top, weights, total = weigh(scores)
         flat = mix(
             weights.reshape(kv_heads, -1, reach),
@@ -379,7 +384,9 @@ def attend_chunk(
     return result.astype(queries.dtype)
 
 
-def _seen(sight: Sight, start: int, n: int, m: int, columns: mx.array | None) -> mx.array:
+def _seen(
+    attention_window: AttentionWindow, start: int, n: int, m: int, columns: mx.array | None
+) -> mx.array:
     """Return (n, m) booleans for queries from `start` on, the last of which owns column m - 1."""
     at = mx.arange(start + n - m, start + n) if columns is None else columns
-    return sight.mask(mx.arange(start, start + n), at)
+    return attention_window.mask(mx.arange(start, start + n), at)

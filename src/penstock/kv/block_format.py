@@ -10,13 +10,13 @@ import mlx.core as mx
 
 from penstock.kv.codecs import Codec, Coded, Scheme
 from penstock.kv.columns import Side
-from penstock.kv.quantization import Quantisation
+from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 
 
 @dataclass(frozen=True, slots=True)
-class SideForm:
+class ArrayFormat:
     """How one side of a layer is held."""
 
     heads: int
@@ -54,10 +54,10 @@ class SideForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class BlockFormat:
     """How all layers are held: keys and values of each."""
 
-    layers: tuple[tuple[SideForm, SideForm], ...]
+    layers: tuple[tuple[ArrayFormat, ArrayFormat], ...]
 
     @classmethod
     def of(
@@ -65,7 +65,7 @@ class Form:
         shapes: Sequence[LayerShape],
         scheme: Scheme | None = None,
         raw_layers: Collection[int] = (),
-    ) -> Form:
+    ) -> BlockFormat:
         """Return the form of a model's layers.
 
         Args:
@@ -74,14 +74,14 @@ class Form:
             raw_layers: numbers of layers that are as the model computes them all the same.
         """
 
-        def layer(number: int, shape: LayerShape) -> tuple[SideForm, SideForm]:
+        def layer(number: int, shape: LayerShape) -> tuple[ArrayFormat, ArrayFormat]:
             keys, values = None, None
             if scheme is not None and number not in raw_layers:
                 held = scheme.of_layer(number)
                 keys, values = held.keys, held.values
             return (
-                SideForm(shape.kv_heads, shape.key_dim, shape.dtype, keys),
-                SideForm(shape.kv_heads, shape.value_dim, shape.dtype, values),
+                ArrayFormat(shape.kv_heads, shape.key_dim, shape.dtype, keys),
+                ArrayFormat(shape.kv_heads, shape.value_dim, shape.dtype, values),
             )
 
         return cls(tuple(layer(number, shape) for number, shape in enumerate(shapes)))
@@ -93,7 +93,7 @@ class Form:
     def blank(self, tokens: int) -> Segment:
         """Return a segment of so many tokens that are nothing; not evaluated."""
 
-        def side(form: SideForm) -> Side:
+        def side(form: ArrayFormat) -> Side:
             return form.side([mx.zeros(shape, dtype) for shape, dtype in form.arrays(tokens)])
 
         layers = tuple((side(keys), side(values)) for keys, values in self.layers)
@@ -108,7 +108,7 @@ class Form:
         )
 
 
-class Forms:
+class BlockFormats:
     """How each block of a chain is held.
 
     Args:
@@ -119,24 +119,24 @@ class Forms:
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], block_size: int, rule: Quantisation | None = None
+        self, shapes: Sequence[LayerShape], block_size: int, rule: QuantizationRule | None = None
     ) -> None:
         self.block_size = block_size
         self.rule = rule
-        self._raw = Form.of(shapes)
+        self._raw = BlockFormat.of(shapes)
         self._coded = self._raw
         self._first = 0
         """Blocks that are raw."""
         if rule is not None:
-            self._coded = Form.of(shapes, rule.scheme, rule.raw_layers)
+            self._coded = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
             self._first = rule.first_tokens // block_size
 
     @property
-    def coded(self) -> Form:
+    def coded(self) -> BlockFormat:
         """The form of the blocks behind them."""
         return self._coded
 
-    def of(self, block: int) -> Form:
+    def of(self, block: int) -> BlockFormat:
         """Return the form of one block."""
         return self._raw if block < self._first else self._coded
 

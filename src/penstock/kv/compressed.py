@@ -20,9 +20,9 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.kv import columns as col
-from penstock.kv.reads import Part
+from penstock.kv.reads import KVSpan
 from penstock.kv.segment import Segment
-from penstock.kv.states import Live, State
+from penstock.kv.states import RecurrentState, State
 from penstock.kv.tails import LayerShape
 
 POINTS = ("window", "pending_kv", "pending_gate")
@@ -80,7 +80,7 @@ class RowReads:
     """Such rows of one layer in one sequence's step, behind the parts it reads."""
 
     def __init__(
-        self, rows: Rows, layer: int, parts: Sequence[Part], position: int, *, chunk: bool
+        self, rows: Rows, layer: int, parts: Sequence[KVSpan], position: int, *, chunk: bool
     ) -> None:
         """`chunk`: what the step makes goes into columns of its own, if its first token begins a
         group; else it is loose, and kept in the state."""
@@ -171,7 +171,9 @@ class Compressed:
         return CompressedReads(self.window_tokens, *inner)
 
 
-def completed(segment: Segment, live: Live, rows: Mapping[int, Rows]) -> tuple[Segment, Live]:
+def completed(
+    segment: Segment, live: RecurrentState, rows: Mapping[int, Rows]
+) -> tuple[Segment, RecurrentState]:
     """Put the loose rows of a state into the last columns of a segment that ends where a group
     does; copies of those layers, evaluated.
 
@@ -194,7 +196,9 @@ def completed(segment: Segment, live: Live, rows: Mapping[int, Rows]) -> tuple[S
         keys, values = (col.take(side, 0, behind) for side in segment.layers[layer])
         layers[layer] = col.join(keys, new_keys), col.join(values, new_values)
     mx.eval([col.arrays(*layer) for layer in layers])
-    return replace(segment, layers=tuple(layers)), Live(tuple(map(tuple, states)), own=live.own)
+    return replace(segment, layers=tuple(layers)), RecurrentState(
+        tuple(map(tuple, states)), own=live.own
+    )
 
 
 def _length(rows: mx.array | None) -> int:

@@ -21,7 +21,7 @@ PIECE_BUFFERS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation:
+class QuantizationRule:
     """The rule by which prompts are held in a scheme."""
 
     scheme: Scheme
@@ -41,7 +41,7 @@ class Quantisation:
         first_tokens: int,
         skip_layers: Collection[int] = (),
         least_tokens: int = 0,
-    ) -> Quantisation | None:
+    ) -> QuantizationRule | None:
         """Return what the settings ask for; None if all stays as it is.
 
         Args:
@@ -82,7 +82,7 @@ class Quantisation:
         first = -(-first_tokens // block_size) * block_size
         return cls(scheme, first, frozenset(skip_layers), least_tokens)
 
-    def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> Quantisation:
+    def scaled(self, measure: Callable[[], tuple[Scales, ...]]) -> QuantizationRule:
         """Return it with scales for the keys' channels; see `Scheme.scaled`."""
         return replace(self, scheme=self.scheme.scaled(measure))
 
@@ -102,8 +102,8 @@ class Quantisation:
         for codec in self.scheme.codecs:
             if not codec.in_place:
                 raise SettingError(
-                    f"kv_cache_quantization {self.scheme.name}: {codec.name} is widened whenever "
-                    f"it is read, and is there to be compared with; name one without a c"
+                    f"kv_cache_quantization {self.scheme.name}: {codec.name} is dequantized "
+                    f"whenever it is read, and is there to be compared with; name one without a c"
                 )
 
     def token_bits(self, shapes: Sequence[LayerShape]) -> tuple[int, int]:
@@ -139,6 +139,6 @@ class Quantisation:
 
 
 def piece_bytes(shapes: Sequence[LayerShape]) -> int:
-    """Return what is taken, at most, while a piece of one side is encoded or widened."""
+    """Return what is taken, at most, while a piece of one side is encoded or dequantized."""
     numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
     return LANES * PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS

@@ -18,12 +18,12 @@ import mlx.core as mx
 
 from penstock.kv import attention
 from penstock.kv import columns as col
-from penstock.kv.attention import MASKED, Held, Partial, Sight
+from penstock.kv.attention import MASKED, AttentionWindow, KVData, Partial
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.columns import Side
 from penstock.kv.lanes import LANES, lane
-from penstock.kv.segment import Segment, widened
+from penstock.kv.segment import Segment, dequantized
 from penstock.kv.tails import Tails
 
 APART = 2_048
@@ -31,7 +31,7 @@ APART = 2_048
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class KVSpan:
     """The first `columns` columns of a segment, which begin at position `start`."""
 
     segment: Segment
@@ -45,14 +45,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DecodeRow:
     """One sequence of a decode step: what it reads, and where its new token goes.
 
     The parts cover the positions in front of the tail; the tail's `tail` tokens end in front of
     `position`, which is the new token's.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[KVSpan, ...]
     position: int
     slot: int
     tail: int
@@ -68,33 +68,33 @@ class MaskRequest:
     window: int | None
 
 
-Piece = tuple[Segment, int, int]
+ColumnRange = tuple[Segment, int, int]
 """Columns start..stop-1 of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SharedRead:
     """Consecutive pieces that the rows first..last-1 read together, and which of them is seen."""
 
     first: int
     last: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ColumnRange, ...]
     seen: mx.array | None
     """(rows, columns) booleans; None if every row sees all of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AttentionPlan:
     """How the rows of a step read their parts, for one sight: the same in all of its layers."""
 
-    levels: tuple[tuple[Unit, ...], ...]
+    levels: tuple[tuple[SharedRead, ...], ...]
     """Units of a level are in order and have no row in common."""
     tail_seen: mx.array | None
     """(b, 1, 1, columns) booleans; None if every row sees all columns."""
     tail_columns: int
 
 
-def in_order(rows: Sequence[Row]) -> list[int]:
+def in_order(rows: Sequence[DecodeRow]) -> list[int]:
     """Return the rows' indices in an order in which those that share parts are neighbours.
 
     Beyond that they are in the order of their slots, which often makes one slice of them.
@@ -107,22 +107,24 @@ def in_order(rows: Sequence[Row]) -> list[int]:
     return sorted(by_slot, key=lambda i: [rank[_key(part)] for part in rows[i].parts])
 
 
-def lay_out(rows: Sequence[Row], sight: Sight) -> Layout:
+def plan_attention(rows: Sequence[DecodeRow], attention_window: AttentionWindow) -> AttentionPlan:
     """Group what rows in order (see `in_order`) read, so that a shared part is read once."""
-    levels: list[list[Unit]] = []
-    _descend(rows, 0, len(rows), 0, 0, sight, levels)
+    levels: list[list[SharedRead]] = []
+    _descend(rows, 0, len(rows), 0, 0, attention_window, levels)
     columns = max(row.tail for row in rows) + 1
-    return Layout(tuple(map(tuple, levels)), _tail_seen(rows, columns, sight), columns)
+    return AttentionPlan(
+        tuple(map(tuple, levels)), _tail_seen(rows, columns, attention_window), columns
+    )
 
 
 def _descend(
-    rows: Sequence[Row],
+    rows: Sequence[DecodeRow],
     first: int,
     last: int,
     depth: int,
     level: int,
-    sight: Sight,
-    levels: list[list[Unit]],
+    attention_window: AttentionWindow,
+    levels: list[list[SharedRead]],
 ) -> None:
     """Lay out the rows first..last-1, which share their first `depth` parts, from `level` on.
 
@@ -139,54 +141,59 @@ def _descend(
                 rows[stop - 1], end
             ):
                 end += 1
-            unit = _unit(rows, start, stop, depth, end, sight)
+            unit = _unit(rows, start, stop, depth, end, attention_window)
             if unit is not None:
                 if level == len(levels):
                     levels.append([])
                 levels[level].append(unit)
-            _descend(rows, start, stop, end, level + (unit is not None), sight, levels)
+            _descend(rows, start, stop, end, level + (unit is not None), attention_window, levels)
         start = stop
 
 
-def _key(part: Part) -> tuple[int, int]:
+def _key(part: KVSpan) -> tuple[int, int]:
     """Return what is equal for parts that are read together: of one segment, to ends that are not
     far apart, for rows that see less are scored for all that the others see."""
     return id(part.segment), (part.columns - 1) // APART
 
 
-def _key_at(row: Row, depth: int) -> tuple[int, int] | None:
+def _key_at(row: DecodeRow, depth: int) -> tuple[int, int] | None:
     return _key(row.parts[depth]) if depth < len(row.parts) else None
 
 
 def _unit(
-    rows: Sequence[Row], first: int, last: int, depth: int, end: int, sight: Sight
-) -> Unit | None:
+    rows: Sequence[DecodeRow],
+    first: int,
+    last: int,
+    depth: int,
+    end: int,
+    attention_window: AttentionWindow,
+) -> SharedRead | None:
     """Return what these rows read of their parts depth..end-1; None if they see none of it."""
     members = rows[first:last]
-    nearest = min(sight.starts_at(row.position) for row in members)
-    pieces: list[Piece] = []
+    nearest = min(attention_window.starts_at(row.position) for row in members)
+    pieces: list[ColumnRange] = []
     columns: list[tuple[int, int]] = []
     for depth_at in range(depth, end):
         part = max((row.parts[depth_at] for row in members), key=lambda part: part.columns)
-        for start, stop in _pieces(part, nearest, sight.keep):
+        for start, stop in _pieces(part, nearest, attention_window.keep):
             pieces.append((part.segment, start - part.start, stop - part.start))
             columns.append((start, stop))
     if not pieces:
         return None
     ends = [row.parts[end - 1].end for row in members]
-    furthest = max(sight.starts_at(row.position) for row in members)
+    furthest = max(attention_window.starts_at(row.position) for row in members)
     whole = min(ends) == max(ends) and all(
-        start >= furthest or stop <= sight.keep for start, stop in columns
+        start >= furthest or stop <= attention_window.keep for start, stop in columns
     )
     seen = None
     if not whole:
         at = mx.concatenate([mx.arange(start, stop) for start, stop in columns])
-        seen = sight.mask(mx.array([row.position for row in members]), at)
+        seen = attention_window.mask(mx.array([row.position for row in members]), at)
         seen = seen & (at[None] < mx.array(ends)[:, None])
-    return Unit(first, last, tuple(pieces), seen)
+    return SharedRead(first, last, tuple(pieces), seen)
 
 
-def _pieces(part: Part, nearest: int, keep: int) -> list[tuple[int, int]]:
+def _pieces(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int]]:
     """Return the positions of a part that are seen by a window from `nearest` on and a keep."""
     if nearest <= max(keep, part.start):
         return [(part.start, part.end)]
@@ -194,18 +201,21 @@ def _pieces(part: Part, nearest: int, keep: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in spans if start < stop]
 
 
-def _tail_seen(rows: Sequence[Row], columns: int, sight: Sight) -> mx.array | None:
+def _tail_seen(
+    rows: Sequence[DecodeRow], columns: int, attention_window: AttentionWindow
+) -> mx.array | None:
     if all(
         row.tail + 1 == columns
-        and max(sight.starts_at(row.position), 0) <= max(row.position - row.tail, sight.keep)
+        and max(attention_window.starts_at(row.position), 0)
+        <= max(row.position - row.tail, attention_window.keep)
         for row in rows
     ):
         return None
     positions = mx.array([row.position for row in rows])[:, None]
     at = positions - mx.array([row.tail for row in rows])[:, None] + mx.arange(columns)[None]
     seen = at <= positions
-    if sight.window is not None:
-        seen = seen & ((at > positions - sight.window) | (at < sight.keep))
+    if attention_window.window is not None:
+        seen = seen & ((at > positions - attention_window.window) | (at < attention_window.keep))
     return seen[:, None, None]
 
 
@@ -213,7 +223,7 @@ def _tail_seen(rows: Sequence[Row], columns: int, sight: Sight) -> mx.array | No
 class DecodeStep:
     """One decode step over rows in order: what all layers of it have in common."""
 
-    rows: Sequence[Row]
+    rows: Sequence[DecodeRow]
     tails: Tails
     slots: mx.array
     columns: mx.array
@@ -226,10 +236,10 @@ class DecodeStep:
     """Whether a layer is computed while Python still builds the next ones. A row alone on a CPU
     would wait for Python in a third of its step; several rows keep both cores busy, and must
     have BLAS on one thread first."""
-    layouts: dict[Sight, Layout]
+    layouts: dict[AttentionWindow, AttentionPlan]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], tails: Tails) -> DecodeStep:
+    def of(cls, rows: Sequence[DecodeRow], tails: Tails) -> DecodeStep:
         """Prepare a step; nothing is computed yet."""
         positions = [row.position for row in rows]
         neighbours = all(row.slot == rows[0].slot + i for i, row in enumerate(rows))
@@ -245,28 +255,31 @@ class DecodeStep:
             {},
         )
 
-    def layout(self, sight: Sight) -> Layout:
+    def layout(self, attention_window: AttentionWindow) -> AttentionPlan:
         """Return how the rows read under this sight."""
-        if sight not in self.layouts:
-            self.layouts[sight] = lay_out(self.rows, sight)
-        return self.layouts[sight]
+        if attention_window not in self.layouts:
+            self.layouts[attention_window] = plan_attention(self.rows, attention_window)
+        return self.layouts[attention_window]
 
-    def caches(self, sights: Sequence[Sight]) -> list[DecodeReads]:
+    def caches(self, attention_windows: Sequence[AttentionWindow]) -> list[DecodeReads]:
         """Return what the model is handed, one a layer."""
-        return [DecodeReads(self, layer, sight) for layer, sight in enumerate(sights)]
+        return [
+            DecodeReads(self, layer, attention_window)
+            for layer, attention_window in enumerate(attention_windows)
+        ]
 
 
 class Reads:
-    """One layer of one step, read where it lies: what the seam recognises."""
+    """One layer of one step, read where it lies: what the seam recognizes."""
 
     offset: mx.array | int
     keys: mx.array | None = None
     """Of the new tokens. A model whose next layers are another process's replaces them by the same
     ones, that what it sends is computed with them."""
 
-    def __init__(self, layer: int, sight: Sight) -> None:
+    def __init__(self, layer: int, attention_window: AttentionWindow) -> None:
         self.layer = layer
-        self.sight = sight
+        self.attention_window = attention_window
         self._given: tuple[Any, Any] | None = None
 
     def make_mask(
@@ -293,20 +306,20 @@ class Reads:
         """
         raise NotImplementedError
 
-    def check_given(self, keys: object, values: object, mask: object) -> Sight:
+    def check_given(self, keys: object, values: object, mask: object) -> AttentionWindow:
         """Raise TypeError unless keys, values and mask are what this object gave out."""
         if self._given is None or keys is not self._given[0] or values is not self._given[1]:
             raise TypeError("this model changes keys or values after they were cached")
         if not isinstance(mask, MaskRequest):
             raise TypeError("this model makes its own masks")
-        return self.sight.within(mask.window)
+        return self.attention_window.within(mask.window)
 
 
 class DecodeReads(Reads):
     """One layer of a decode step: every row adds one token to its tail."""
 
-    def __init__(self, step: DecodeStep, layer: int, sight: Sight) -> None:
-        super().__init__(layer, sight)
+    def __init__(self, step: DecodeStep, layer: int, attention_window: AttentionWindow) -> None:
+        super().__init__(layer, attention_window)
         self.step = step
         self.offset = step.offset
 
@@ -344,7 +357,9 @@ class DecodeReads(Reads):
             mx.async_eval(result)  # type: ignore[no-untyped-call]
         return result
 
-    def _attend_alone(self, queries: mx.array, layout: Layout, sinks: mx.array | None) -> mx.array:
+    def _attend_alone(
+        self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None
+    ) -> mx.array:
         """Read all parts and the tail under one softmax."""
         row = self.step.rows[0]
         heads = queries.shape[1]
@@ -363,7 +378,7 @@ class DecodeReads(Reads):
         return attention.ungrouped(attention.merged([part], sunk), 1, heads)
 
     def _attend_together(
-        self, queries: mx.array, layout: Layout, sinks: mx.array | None
+        self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None
     ) -> mx.array:
         """Read shared parts once, own ones row by row, and all tails in one product."""
         b, heads = queries.shape[:2]
@@ -402,7 +417,9 @@ class DecodeReads(Reads):
             sunk = each.reshape(kv_heads, b * r, 1)
         return attention.ungrouped(attention.merged(partials, sunk), b, heads)
 
-    def _unit_partial(self, stacked: mx.array, unit: Unit, r: int, after: mx.array) -> Partial:
+    def _unit_partial(
+        self, stacked: mx.array, unit: SharedRead, r: int, after: mx.array
+    ) -> Partial:
         keys, values = _sides(unit.pieces, self.layer)
         seen = None if unit.seen is None else mx.repeat(unit.seen, r, axis=0)[None]
         rows = stacked
@@ -411,7 +428,7 @@ class DecodeReads(Reads):
         return attention.attend_parts(rows, keys, values, seen, after)
 
     def _tail_partial(
-        self, queries: mx.array, keys: mx.array, values: mx.array, layout: Layout
+        self, queries: mx.array, keys: mx.array, values: mx.array, layout: AttentionPlan
     ) -> Partial:
         b, heads, _, d = queries.shape
         kv_heads = keys.shape[1]
@@ -428,9 +445,9 @@ class DecodeReads(Reads):
         return Partial(rows_last(top), rows_last(total), rows_last(mixed))
 
 
-def _sides(pieces: Sequence[Piece], layer: int) -> tuple[list[Held], list[Held]]:
+def _sides(pieces: Sequence[ColumnRange], layer: int) -> tuple[list[KVData], list[KVData]]:
     """Return keys and values of the pieces, (kv_heads, columns, dim) each, or coded."""
-    found: tuple[list[Held], list[Held]] = ([], [])
+    found: tuple[list[KVData], list[KVData]] = ([], [])
     for segment, start, stop in pieces:
         if segment.missing:
             start, stop = segment.columns(layer, start, stop)
@@ -440,7 +457,7 @@ def _sides(pieces: Sequence[Piece], layer: int) -> tuple[list[Held], list[Held]]
     return found
 
 
-def _held(side: Side, start: int, stop: int) -> Held:
+def _held(side: Side, start: int, stop: int) -> KVData:
     """Return columns of a segment's side as attention reads them."""
     if isinstance(side, Coded):
         if start == 0 and stop == side.tokens:
@@ -449,21 +466,22 @@ def _held(side: Side, start: int, stop: int) -> Held:
         if start % span == 0 and stop % span == 0:
             return side.take(start, stop)
         first, last = start // span * span, -(-stop // span) * span
-        return side.take(first, last).widen().squeeze(0)[:, start - first : stop - first]
+        return side.take(first, last).dequantize().squeeze(0)[:, start - first : stop - first]
     assert isinstance(side, mx.array)
     # squeeze makes a view where an index of 0 would copy
     whole = start == 0 and stop == side.shape[2]
     return (side if whole else side[:, :, start:stop]).squeeze(0)
 
 
-def _wide(sides: Sequence[Held], dtype: mx.Dtype) -> list[mx.array]:
+def _wide(sides: Sequence[KVData], dtype: mx.Dtype) -> list[mx.array]:
     """Return what is held as arrays (1, kv_heads, columns, dim)."""
     return [
-        (side.widen() if isinstance(side, Coded) else side[None]).astype(dtype) for side in sides
+        (side.dequantize() if isinstance(side, Coded) else side[None]).astype(dtype)
+        for side in sides
     ]
 
 
-def _seen_alone(units: Sequence[Unit], layout: Layout, tail: int) -> mx.array | None:
+def _seen_alone(units: Sequence[SharedRead], layout: AttentionPlan, tail: int) -> mx.array | None:
     """Return (1, columns) booleans over the units' columns and the tail's, if any is hidden."""
     if layout.tail_seen is None and all(unit.seen is None for unit in units):
         return None
@@ -502,10 +520,16 @@ class ChunkReads(Reads):
     """
 
     def __init__(
-        self, layer: int, sight: Sight, parts: Sequence[Part], position: int, *, last: bool = False
+        self,
+        layer: int,
+        attention_window: AttentionWindow,
+        parts: Sequence[KVSpan],
+        position: int,
+        *,
+        last: bool = False,
     ) -> None:
         """`last`: nobody reads what the layer attends to, so it is never computed."""
-        super().__init__(layer, sight)
+        super().__init__(layer, attention_window)
         self.parts = parts
         self.last = last
         self.offset: int = position
@@ -531,10 +555,10 @@ class ChunkReads(Reads):
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Attend as the model's own attention would: (1, heads, n, d) -> (1, heads, n, dim)."""
-        sight = self.check_given(keys, values, mask)
+        attention_window = self.check_given(keys, values, mask)
         if self.squares is not None:
             self.squares.add(keys, queries)
-        all_keys, all_values, columns = self.joined(sight)
+        all_keys, all_values, columns = self.joined(attention_window)
         return attention.attend_chunk(
             queries,
             all_keys,
@@ -542,12 +566,14 @@ class ChunkReads(Reads):
             columns=columns,
             start=self.offset,
             scale=scale,
-            sight=sight,
+            attention_window=attention_window,
             sinks=sinks,
             eager=not self.last,
         )
 
-    def joined(self, sight: Sight) -> tuple[mx.array, mx.array, mx.array | None]:
+    def joined(
+        self, attention_window: AttentionWindow
+    ) -> tuple[mx.array, mx.array, mx.array | None]:
         """Join what is seen of the parts with the chunk: one layer, for as long as it is read.
 
         Returns:
@@ -556,13 +582,15 @@ class ChunkReads(Reads):
         """
         assert self.keys is not None and self.values is not None
         own = self.keys, self.values
-        return join_parts(self.parts, self.layer, sight, self.offset, own, lazily=self.last)
+        return join_parts(
+            self.parts, self.layer, attention_window, self.offset, own, lazily=self.last
+        )
 
 
 def join_parts(
-    parts: Sequence[Part],
+    parts: Sequence[KVSpan],
     layer: int,
-    sight: Sight,
+    attention_window: AttentionWindow,
     position: int,
     own: tuple[mx.array, mx.array],
     *,
@@ -570,14 +598,14 @@ def join_parts(
 ) -> tuple[mx.array, mx.array, mx.array | None]:
     """Join what a query at `position` sees of the parts with `own` columns behind them.
 
-    Codes are widened some tokens at a time, evaluated, so that little more is taken than is made;
-    or `lazily`, all at once if it is read at all.
+    Codes are dequantized some tokens at a time, evaluated, so that little more is taken than is
+    made; or `lazily`, all at once if it is read at all.
     """
-    nearest = sight.starts_at(position)
-    pieces: list[Piece] = []
+    nearest = attention_window.starts_at(position)
+    pieces: list[ColumnRange] = []
     spans: list[tuple[int, int]] = []
     for part in parts:
-        for start, stop in _pieces(part, nearest, sight.keep):
+        for start, stop in _pieces(part, nearest, attention_window.keep):
             pieces += _aligned(part.segment, layer, start - part.start, stop - part.start)
             spans.append((start, stop))
     keys, values = own
@@ -591,7 +619,7 @@ def join_parts(
     return joined[0], joined[1], _positions(spans)
 
 
-def _aligned(segment: Segment, layer: int, start: int, stop: int) -> list[Piece]:
+def _aligned(segment: Segment, layer: int, start: int, stop: int) -> list[ColumnRange]:
     """Return the columns as pieces of which the longest begins and ends where codes can be cut."""
     coded = (side for side in segment.layers[layer] if isinstance(side, Coded))
     span = max((side.codec.span for side in coded), default=1)
@@ -601,14 +629,14 @@ def _aligned(segment: Segment, layer: int, start: int, stop: int) -> list[Piece]
     return [(segment, begin, end) for begin, end in cuts if begin < end]
 
 
-def _join(before: Sequence[Held], own: mx.array, *, lazily: bool) -> mx.array:
+def _join(before: Sequence[KVData], own: mx.array, *, lazily: bool) -> mx.array:
     """Join what is held with `own` columns, (1, kv_heads, columns, dim)."""
     if lazily or not any(isinstance(side, Coded) for side in before):
         return mx.concatenate([*_wide(before, own.dtype), own], axis=2)
     wide = (s if isinstance(s, Coded) else s[None].astype(own.dtype) for s in before)
     sides = [*wide, own]
     placed = [(0, at, side) for at, side in col.spread(0, sides)]
-    return widened(placed, 1, sum(map(col.columns, sides)), own.dtype)
+    return dequantized(placed, 1, sum(map(col.columns, sides)), own.dtype)
 
 
 def _positions(spans: Sequence[tuple[int, int]]) -> mx.array | None:
@@ -629,14 +657,14 @@ class JoinedReads:
     def __init__(
         self,
         layer: int,
-        sight: Sight,
-        parts: Sequence[Part],
+        attention_window: AttentionWindow,
+        parts: Sequence[KVSpan],
         position: int,
         tail: tuple[Tails, int, int] | None = None,
     ) -> None:
         """`tail` is (tails, slot, tokens in it) in a decode step, None in a prefill chunk."""
         self.layer = layer
-        self.sight = sight
+        self.attention_window = attention_window
         self.parts = parts
         self.offset = position
         self.tail = tail
@@ -658,7 +686,9 @@ class JoinedReads:
     def start_position(self) -> int:
         """Position of the first column, as models with chunked attention ask for it."""
         used = 0 if self.tail is None else self.tail[2]
-        return min(self.sight.starts_at(self.offset), self.offset - used)  # a tail is read whole
+        return min(
+            self.attention_window.starts_at(self.offset), self.offset - used
+        )  # a tail is read whole
 
     def maybe_trim_front(self) -> None:
         """Drop nothing: what is not seen is not joined."""
@@ -672,7 +702,9 @@ class JoinedReads:
             assert self.keys is not None and self.values is not None
             own = self.keys, self.values
         # Lazily: a layer that nobody reads is never computed, and rows are computed together.
-        return join_parts(self.parts, self.layer, self.sight, self.offset, own, lazily=True)[:2]
+        return join_parts(
+            self.parts, self.layer, self.attention_window, self.offset, own, lazily=True
+        )[:2]
 
     @property
     def state(self) -> tuple[mx.array, mx.array, int]:
@@ -683,20 +715,22 @@ class JoinedReads:
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """Return what the new tokens see of the columns that `update_and_fetch` will return."""
-        sight = self.sight.within(window_size)
+        attention_window = self.attention_window.within(window_size)
         used = 0 if self.tail is None else self.tail[2]
         begins = self.offset - used
         as_array = return_array and (n > 1 or window_size is not None)  # as mlx-lm's caches do
-        if not as_array and sight.sees_all(self.offset + n - 1):
+        if not as_array and attention_window.sees_all(self.offset + n - 1):
             return None if n == 1 else "causal"
-        tail_seen = sight.starts_at(self.offset) <= max(begins, sight.keep)
-        if not as_array and n == 1 and sight == self.sight and tail_seen:
+        tail_seen = attention_window.starts_at(self.offset) <= max(begins, attention_window.keep)
+        if not as_array and n == 1 and attention_window == self.attention_window and tail_seen:
             return None  # the parts were joined as far as they are seen
-        nearest = self.sight.starts_at(self.offset)
-        spans = [s for part in self.parts for s in _pieces(part, nearest, self.sight.keep)]
+        nearest = self.attention_window.starts_at(self.offset)
+        spans = [
+            s for part in self.parts for s in _pieces(part, nearest, self.attention_window.keep)
+        ]
         spans.append((begins, self.offset + n))
         at = mx.concatenate([mx.arange(start, stop) for start, stop in spans])
-        return sight.mask(mx.arange(self.offset, self.offset + n), at)
+        return attention_window.mask(mx.arange(self.offset, self.offset + n), at)
 
     def empty(self) -> bool:
         """Tell whether nothing is in front of the new tokens."""

@@ -19,7 +19,7 @@ Piece = TypeVar("Piece")
 _Codecs: TypeAlias = tuple[Codec | None, Codec | None]
 """Of keys and values."""
 PIECE_TOKENS = 128
-"""Encoded or widened at a time in each lane, by codecs that take most memory for it; by others
+"""Encoded or dequantized at a time in each lane, by codecs that take most memory for it; by others
 as many more as take no more."""
 PIECE_STEP = 64
 """A multiple of every codec's span."""
@@ -346,8 +346,8 @@ def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
 
 
 def _piece_tokens(codec: Codec) -> int:
-    """Return how many tokens are encoded or widened together: as many as take no more than those
-    of the codec that takes most."""
+    """Return how many tokens are encoded or dequantized together: as many as take no more than
+    those of the codec that takes most."""
     tokens = int(PIECE_TOKENS * Codec.buffers / codec.buffers)
     return tokens - tokens % PIECE_STEP
 
@@ -390,19 +390,19 @@ def _all_finite(arrays: Sequence[mx.array]) -> bool:
 def placed(parts: Sequence[Side], count: int, dtype: mx.Dtype) -> Side:
     """Copy consecutive parts into one new buffer of `count` columns; evaluated.
 
-    What is coded is widened to `dtype`, some tokens at a time.
+    What is coded is dequantized to `dtype`, some tokens at a time.
     """
     if not any(isinstance(part, Coded) for part in parts):
         return col.laid([(0, at, part) for at, part in col.spread(0, parts)], 1, count)
-    return widened([(0, at, part) for at, part in col.spread(0, parts)], 1, count, dtype)
+    return dequantized([(0, at, part) for at, part in col.spread(0, parts)], 1, count, dtype)
 
 
-def widened(
+def dequantized(
     parts: Sequence[tuple[int, int, Side]], rows: int, count: int, dtype: mx.Dtype
 ) -> mx.array:
     """Copy parts, each (row, column, side), into a new array of rows x count; evaluated.
 
-    What is coded is widened, some tokens at a time.
+    What is coded is dequantized, some tokens at a time.
     """
     wide: Side | None = None
     for row, at, part in parts:
@@ -417,7 +417,7 @@ def widened(
                 piece = col.take(part, start, stop)
                 with lane(number):
                     pieces.append(
-                        piece.widen().astype(dtype) if isinstance(piece, Coded) else piece
+                        piece.dequantize().astype(dtype) if isinstance(piece, Coded) else piece
                     )
             for (start, _), piece in zip(cuts, pieces, strict=True):
                 wide = col.blank(piece, count, rows) if wide is None else wide

@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class RecurrentState:
     """A running sequence's states: one row of what the last step left."""
 
     states: States
@@ -103,7 +103,7 @@ class Live:
         return self.states if self.own else copied(self.states, self.row)
 
 
-def stacked(lives: Sequence[Live]) -> States:
+def stacked(lives: Sequence[RecurrentState]) -> States:
     """Return the states of some sequences as rows, in order; not evaluated.
 
     Nothing is copied where they are all the rows of the step before, as in most steps.

@@ -48,7 +48,7 @@ class Tails:
 
     Not thread-safe: one owner, the thread that runs the model. What a step writes is visible
     when its graph is evaluated; which columns count is known to the caller, so a step that is
-    given up half way changes nothing that counts.
+    evicted half way changes nothing that counts.
     """
 
     def __init__(self, slots: int, columns: int, shapes: Sequence[LayerShape]) -> None:

@@ -58,7 +58,7 @@ def read_model_spec(source: str | Path | Mapping[str, object]) -> ModelSpec:
 
     weight_bytes, weight_source = _weights(c, family, files)
     if any(kind.startswith("F8") for kind in files):
-        notes.append("the files hold 8-bit floats, which mlx-lm may widen to twice the bytes")
+        notes.append("the files hold 8-bit floats, which mlx-lm may dequantize to twice the bytes")
     return ModelSpec(
         name=name,
         model_type=model_type,

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 def fingerprint(model: Any, **settings: object) -> str:
     """Name a model by its weights to the bit, its layers, its arguments and mlx-lm's version.
 
-    Quantisation, RoPE and adapters are among them. Reads every weight once: about a second for
+    Quantization, RoPE and adapters are among them. Reads every weight once: about a second for
     each 5 GB.
 
     Args:

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from penstock.caches.codec import TurboQuant
 from penstock.config import SamplingSettings
 from penstock.errors import ModelError
-from penstock.kv.attention import Sight
+from penstock.kv.attention import AttentionWindow
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
 from penstock.kv.reads import Reads
 from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
@@ -37,9 +37,9 @@ with unchanged_limit():
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 __all__ = [
-    "Layout",
     "Loaded",
-    "Piece",
+    "ModelLayout",
+    "TextPiece",
     "TokenizerWrapper",
     "encode",
     "is_stage",
@@ -59,7 +59,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """One generated token, and the run's figures up to it."""
 
     token: int
@@ -210,7 +210,7 @@ def stream(
     *,
     caches: list[Any],
     sampling: SamplingSettings,
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Generate from `prompt`, the tokens that follow what `caches` already hold.
 
     After the last piece the caches hold the prompt and every token that was yielded, the
@@ -226,11 +226,11 @@ def stream(
         loaded.tokenizer,
         list(prompt),
         max_tokens=sampling.max_tokens,
-        sampler=make_sampler(temp=sampling.temp, top_p=sampling.top_p),
+        sampler=make_sampler(temp=sampling.temperature, top_p=sampling.top_p),
         prompt_cache=caches,
     )
     for response in _checked_start(responses, any(hasattr(cache, "bits") for cache in caches)):
-        yield Piece(
+        yield TextPiece(
             token=response.token,
             text=response.text,
             finish_reason=response.finish_reason,
@@ -325,14 +325,14 @@ class Compression:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ModelLayout:
     """What a model keeps of a sequence, and how its own caches are made of it.
 
     A cache of mlx-lm's is one layer with keys and values, the states of one recurrent layer, or
     a list of such.
     """
 
-    sights: tuple[Sight, ...]
+    attention_windows: tuple[AttentionWindow, ...]
     """What each layer with keys and values sees, in the model's order."""
     state_sizes: tuple[int, ...]
     """How many arrays each recurrent layer keeps."""
@@ -371,14 +371,14 @@ class Layout:
 
 
 def states_of(kept: Sequence[Any]) -> States:
-    """Return what recurrent layers have written to the caches that `Layout.caches` made."""
+    """Return what recurrent layers have written to the caches that `ModelLayout.caches` made."""
     return tuple(
         cache.leave() if isinstance(cache, CompressedReads) else tuple(cache.cache)
         for cache in kept
     )
 
 
-def layout(model: nn.Module) -> Layout:
+def layout(model: nn.Module) -> ModelLayout:
     """Return what a model keeps, from the caches mlx-lm would give it.
 
     Raises:
@@ -388,8 +388,10 @@ def layout(model: nn.Module) -> Layout:
     if all(map(_compresses, caches)):
         caches, compression = _opened(model, caches)
     kept, states, places = taken_apart(caches)
-    sights = tuple(_sight(cache, number) for number, cache in enumerate(kept))
-    return Layout(sights, tuple(len(cache.cache) for cache in states), places, compression)
+    attention_windows = tuple(_sight(cache, number) for number, cache in enumerate(kept))
+    return ModelLayout(
+        attention_windows, tuple(len(cache.cache) for cache in states), places, compression
+    )
 
 
 def _compresses(cache: Any) -> bool:
@@ -429,15 +431,15 @@ def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression
     return opened, Compression(tuple(rows), every, form, form.nbytes + most_bytes)
 
 
-def _sight(cache: Any, number: int) -> Sight:
+def _sight(cache: Any, number: int) -> AttentionWindow:
     if isinstance(cache, Rows):
-        return Sight()
+        return AttentionWindow()
     if type(cache) is mlx_lm.models.cache.RotatingKVCache:
-        return Sight(cache.max_size - cache.keep, cache.keep)
+        return AttentionWindow(cache.max_size - cache.keep, cache.keep)
     if type(cache) is mlx_lm.models.cache.ChunkedKVCache:
-        return Sight(cache.chunk_size)  # and its masks hide what is in another chunk
+        return AttentionWindow(cache.chunk_size)  # and its masks hide what is in another chunk
     if type(cache) is mlx_lm.models.cache.KVCache:
-        return Sight()
+        return AttentionWindow()
     raise ModelError(
         f"what layer {number} keeps ({type(cache).__name__}) the engine can neither share "
         f"nor bound yet; use penstock generate or penstock chat for this model"

@@ -271,7 +271,7 @@ class Batched(_Rival):
 class Solo(_Rival):
     """One sequence through mlx-lm's `generate_step`: no batch, no padding, no mask of rows.
 
-    With `kv_bits` in its own quantised cache, from the first token on.
+    With `kv_bits` in its own quantized cache, from the first token on.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class QuantizedSides:
         """Bytes of the tokens; what it holds has room for up to 255 more."""
         return sum(part.nbytes for side in self._sides for part in side)
 
-    def widen(self) -> tuple[mx.array, mx.array]:
+    def dequantize(self) -> tuple[mx.array, mx.array]:
         """Return keys and values as they are read."""
         (keys, *of_keys), (values, *of_values) = self._sides
         return self._wide(keys, *of_keys), self._wide(values, *of_values)

@@ -45,7 +45,7 @@ class MemoryAwareCache:
 
 
 class WidenedSides:
-    """One layer of one sequence as an entry of that cache holds it, and as a hit widens it.
+    """One layer of one sequence as an entry of that cache holds it, and as a hit dequantizes it.
 
     Args:
         keys: (1, heads, tokens, dim).
@@ -71,16 +71,16 @@ class WidenedSides:
         """Bytes of that."""
         return sum(part.nbytes for part in self.arrays)
 
-    def widen(self) -> tuple[mx.array, mx.array]:
+    def dequantize(self) -> tuple[mx.array, mx.array]:
         """Return keys and values as they are read."""
         (cache,) = self._theirs._dequantize_cache(self._held)
         return cache.keys, cache.values
 
     def attend(self, queries: mx.array) -> mx.array:
-        """Let queries (heads, m, dim), already scaled, read what a hit has widened, once:
+        """Let queries (heads, m, dim), already scaled, read what a hit has dequantized, once:
         (heads, m, dim)."""
         if self._wide is None:
-            self._wide = self.widen()
+            self._wide = self.dequantize()
             mx.eval(*self._wide)
         keys, values = self._wide
         return mx.fast.scaled_dot_product_attention(

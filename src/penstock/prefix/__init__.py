@@ -1,34 +1,34 @@
 """What was computed before: an index of prompts by prefix, without arrays or threads.
 
-    tokens --block_keys--> chain of keys --PrefixTree.match--> path of nodes
+    tokens --hash_blocks--> chain of keys --PrefixTree.match--> path of nodes
 
 `blocks` names, `tree` holds and finds, `policy` says what goes first, `eviction` finds it;
 `prefixes` keeps them inside a ledger, `explanation` says why a prompt is not found further;
 `routing` chooses among replicas by what they hold.
 """
 
-from penstock.prefix.block_hashes import as_tokens, block_keys, root_key
+from penstock.prefix.block_hashes import as_tokens, hash_blocks, root_hash
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.prefix.policy import HalfLife, Policy, PrefillCost
-from penstock.prefix.prefixes import Counts, Prefixes, Sealed
+from penstock.prefix.prefixes import InsertResult, PrefixCounts, Prefixes
 from penstock.prefix.tree import Match, Node, Pin, PrefixTree, Segment
 
 __all__ = [
-    "Counts",
     "Explanation",
     "HalfLife",
+    "InsertResult",
     "Match",
     "Node",
     "NodeView",
     "Pin",
     "Policy",
     "PrefillCost",
+    "PrefixCounts",
     "PrefixTree",
     "Prefixes",
-    "Sealed",
     "Segment",
     "as_tokens",
-    "block_keys",
-    "root_key",
+    "hash_blocks",
+    "root_hash",
 ]

@@ -1,7 +1,7 @@
 """Name the whole blocks of a prompt, so that equal names mean equal prefixes.
 
 A block's key is a hash over the key before it and its own tokens: it names the block *and*
-everything in front of it. The chain starts at `root_key`, which stands for what must be equal
+everything in front of it. The chain starts at `root_hash`, which stands for what must be equal
 besides the tokens: the fingerprint of the model and the tenant's salt.
 
 Keys are 128 bits of BLAKE2b and are trusted without comparing tokens. A prompt may come from
@@ -28,7 +28,7 @@ TokenArray: TypeAlias = NDArray[np.uint32]
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 
-def root_key(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
+def root_hash(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
     """Return the key in front of the first block.
 
     Args:
@@ -36,7 +36,7 @@ def root_key(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
         salt: the tenant's. Tenants with different salts share nothing and learn nothing of
             each other's prompts; the empty salt is a tenant, too.
 
-    >>> root_key("model", "a") == root_key("model", "b")
+    >>> root_hash("model", "a") == root_hash("model", "b")
     False
     """
     hashed = blake2b(digest_size=KEY_BYTES, person=b"penstock root")
@@ -75,14 +75,14 @@ def _from_array(tokens: NDArray[Any]) -> TokenArray:
     return np.ascontiguousarray(tokens, dtype=np.uint32)
 
 
-def block_keys(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
+def hash_blocks(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
     """Name every whole block; the tokens behind the last one have no name.
 
     With the last key as `root` the chain goes on where it ended.
 
-    >>> root = root_key("model")
-    >>> a, b = block_keys([1, 2, 3, 4, 5], 2, root)
-    >>> block_keys([1, 2, 9, 9], 2, root)[0] == a, block_keys([3, 4], 2, a) == [b]
+    >>> root = root_hash("model")
+    >>> a, b = hash_blocks([1, 2, 3, 4, 5], 2, root)
+    >>> hash_blocks([1, 2, 9, 9], 2, root)[0] == a, hash_blocks([3, 4], 2, a) == [b]
     (True, True)
     """
     if block_size < 1:
@@ -91,22 +91,22 @@ def block_keys(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
         raise ValueError(f"root must be a key of {KEY_BYTES} bytes, not {len(root)}")
     raw = as_tokens(tokens).astype("<u4", copy=False).tobytes()
     step = 4 * block_size
-    keys = []
+    block_hashes = []
     key = root
     for start in range(0, len(raw) - step + 1, step):
         key = blake2b(key + raw[start : start + step], digest_size=KEY_BYTES).digest()
-        keys.append(key)
-    return keys
+        block_hashes.append(key)
+    return block_hashes
 
 
-def checkpoint_key(key: bytes) -> bytes:
+def checkpoint_hash(key: bytes) -> bytes:
     """Name the states that recurrent layers have behind the block `key`."""
     return blake2b(key, digest_size=KEY_BYTES, person=b"penstock states").digest()
 
 
-def is_key_of(key: bytes, parent: bytes, tokens: TokenArray | None) -> bool:
+def is_hash_of(key: bytes, parent: bytes, tokens: TokenArray | None) -> bool:
     """Tell whether a key is that of a block with these tokens behind `parent`; without tokens,
     that of the checkpoint there."""
     if tokens is None:
-        return key == checkpoint_key(parent)
-    return len(parent) == KEY_BYTES and block_keys(tokens, len(tokens), parent) == [key]
+        return key == checkpoint_hash(parent)
+    return len(parent) == KEY_BYTES and hash_blocks(tokens, len(tokens), parent) == [key]

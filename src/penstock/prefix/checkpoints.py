@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 from penstock.kv import states as st
 from penstock.kv.segment import Segment
-from penstock.kv.states import Checkpoint, Live
+from penstock.kv.states import Checkpoint, RecurrentState
 from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 
@@ -31,7 +31,7 @@ Path = Sequence[Node[Segment]]
 
 
 class Checkpoints:
-    """Captures and gives up the checkpoints of a tree. Not thread-safe: the engine's thread.
+    """Captures and evicts the checkpoints of a tree. Not thread-safe: the engine's thread.
 
     Args:
         prefixes: of the engine.
@@ -42,11 +42,11 @@ class Checkpoints:
         self._prefixes = prefixes
         self._state_bytes = state_bytes
 
-    def resume(self, path: Path, most_tokens: int) -> tuple[int, Live | None]:
+    def resume(self, path: Path, most_tokens: int) -> tuple[int, RecurrentState | None]:
         """See the function of that name."""
         return resume(path, most_tokens)
 
-    def capture(self, path: Path, position: int, live: Live, *, turn_end: bool) -> bool:
+    def capture(self, path: Path, position: int, live: RecurrentState, *, turn_end: bool) -> bool:
         """File a sequence's states under a boundary of its path, as far as there is room.
 
         Args:
@@ -87,7 +87,7 @@ class Checkpoints:
         return 0
 
     def thin(self, path: Path, tip: int) -> None:
-        """Give up the checkpoints of a path that its end does not need so close together."""
+        """Evict the checkpoints of a path that its end does not need so close together."""
         size = self._prefixes.block_size
         found = [(node, each) for node in path for each in node.segment.checkpoints]
         places = [node.start + each.at for node, each in found]
@@ -101,11 +101,11 @@ class Checkpoints:
             most = max(LEAST, int(SHARE * kv_bytes) // max(1, self._state_bytes))
         kept = retained(places, tip, size, fixed, most)
         for node in path:
-            given_up = {
+            evicted = {
                 each.at for each in node.segment.checkpoints if node.start + each.at not in kept
             }
-            if given_up:
-                self._replace(node, [], given_up)
+            if evicted:
+                self._replace(node, [], evicted)
 
     def _replace(self, node: Node[Segment], new: Sequence[Checkpoint], at: Collection[int]) -> bool:
         """Put checkpoints in the place of those of a node that are at some positions."""
@@ -115,12 +115,12 @@ class Checkpoints:
         return self._prefixes.exchange(node, lambda _: made, more)
 
 
-def resume(path: Path, most_tokens: int) -> tuple[int, Live | None]:
+def resume(path: Path, most_tokens: int) -> tuple[int, RecurrentState | None]:
     """Return the deepest position of a path, `most_tokens` at most, at which a sequence can go on,
     and the states it goes on with; 0 and None if that is the beginning."""
     for node in reversed(path):
         for found in st.before(node.segment.checkpoints, most_tokens - node.start):
-            return node.start + found.at, Live(found.states, own=True)
+            return node.start + found.at, RecurrentState(found.states, own=True)
     return 0, None
 
 
@@ -134,7 +134,7 @@ def retained(
     """Say which of a path's checkpoints stay: ever fewer into the past.
 
     At a distance of d blocks from the end, those at multiples of 2^k blocks stay, with 2^k at most
-    d / NEAR: a place that is given up is never wanted again, however far the path grows. If more
+    d / NEAR: a place that is evicted is never wanted again, however far the path grows. If more
     than `most` are left, it is as if they were twice, four times ... as far away.
 
     Args:

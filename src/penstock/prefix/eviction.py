@@ -42,7 +42,7 @@ class EvictionQueue:
         """Return the id that is worth least, leaving it queued, or None if nothing is queued.
 
         Args:
-            worth_of: the present worth of an id, None if it must not be given up now; it
+            worth_of: the present worth of an id, None if it must not be evicted now; it
                 leaves the queue then, until it is offered again.
         """
         while self._heap:

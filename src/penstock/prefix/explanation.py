@@ -14,42 +14,42 @@ CAUSES: dict[Why, str] = {
     "limit": "to stay inside the memory limit of {limit}; raise memory_limit to keep more",
     "pressure": "because the machine ran short of memory; leave it more, or let more of it be "
     "used (memory_threshold)",
-    "cleared": "because all was to be given up",
+    "cleared": "because all was to be evicted",
 }
 GIVEN_UP_BYTES = 300
 """Of Python, for each block remembered: 170 to 280 as tracemalloc sees them."""
 
 
-class GivenUp(NamedTuple):
+class Eviction(NamedTuple):
     """The end of what was held."""
 
     at_seconds: float
     why: Why
 
 
-class Departures:
-    """Which blocks were given up last, when and why: `most` of them, whatever happens."""
+class EvictionLog:
+    """Which blocks were evicted last, when and why: `most` of them, whatever happens."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._by_key: OrderedDict[bytes, GivenUp] = OrderedDict()  # in order of giving up
+        self._by_key: OrderedDict[bytes, Eviction] = OrderedDict()  # in order of evicting
 
     @property
     def nbytes(self) -> int:
         """Bytes of Python that this may come to hold, to be counted once."""
         return GIVEN_UP_BYTES * self.most
 
-    def note(self, keys: Sequence[bytes], at_seconds: float, why: Why) -> None:
-        """Remember that the blocks `keys`, a run of a chain, were given up."""
-        gone = GivenUp(at_seconds, why)
-        for key in reversed(keys[: self.most]):  # the run's first block is forgotten last
+    def note(self, block_hashes: Sequence[bytes], at_seconds: float, why: Why) -> None:
+        """Remember that the blocks `keys`, a run of a chain, were evicted."""
+        gone = Eviction(at_seconds, why)
+        for key in reversed(block_hashes[: self.most]):  # the run's first block is forgotten last
             self._by_key[key] = gone
             self._by_key.move_to_end(key)
         while len(self._by_key) > self.most:
             self._by_key.popitem(last=False)
 
-    def find(self, key: bytes) -> GivenUp | None:
-        """Return how the block was last given up, or None if that is not known."""
+    def find(self, key: bytes) -> Eviction | None:
+        """Return how the block was last evicted, or None if that is not known."""
         return self._by_key.get(key)
 
 
@@ -67,7 +67,7 @@ class Explanation:
     given_token: int | None
     reason: str
     given_up_seconds_ago: float | None = None
-    """How long ago the next block was given up, if it was held and that is remembered."""
+    """How long ago the next block was evicted, if it was held and that is remembered."""
     given_up_for: Why | None = None
     held_text: str | None = None
     """What `held_token` reads like, where a tokenizer is at hand."""
@@ -76,5 +76,5 @@ class Explanation:
     """Of what is held, first tokens that would be read and not computed: up to where the states of
     recurrent layers were kept, and the windows of all others are whole. None if all of it would be,
     in a model without recurrent layers."""
-    on_disk_tokens: int | None = None
+    tier_tokens: int | None = None
     """First tokens whose blocks a cold tier has; None if that was not asked, or there is none."""

@@ -51,7 +51,7 @@ class Node(Generic[S]):
     id: int
     """Never given twice by one tree."""
     parent: Node[S] | None
-    keys: tuple[bytes, ...]
+    block_hashes: tuple[bytes, ...]
     """One for each block; keys[0] is the name under which the parent knows this node."""
     tokens: TokenArray
     segment: S
@@ -66,7 +66,7 @@ class Node(Generic[S]):
     heat: float
     """What the policy makes of all uses."""
     held_until_seconds: float | None = None
-    """Until then it is given up only when nothing else can be; None if it is not held."""
+    """Until then it is evicted only when nothing else can be; None if it is not held."""
     held_bytes: int = 0
     """Bytes of segment and index, as the tree counts them."""
 
@@ -78,7 +78,7 @@ class Node(Generic[S]):
     @property
     def index_bytes(self) -> int:
         """Bytes of Python that this node costs beside its segment."""
-        return NODE_BYTES + BLOCK_BYTES * len(self.keys) + self.tokens.nbytes
+        return NODE_BYTES + BLOCK_BYTES * len(self.block_hashes) + self.tokens.nbytes
 
     @property
     def copy_bytes(self) -> int:
@@ -157,4 +157,4 @@ class Match(Generic[S]):
     @property
     def ends_inside(self) -> bool:
         """Whether the last node goes on differently, or further, than the prompt."""
-        return bool(self.path) and self.blocks_in_last < len(self.path[-1].keys)
+        return bool(self.path) and self.blocks_in_last < len(self.path[-1].block_hashes)

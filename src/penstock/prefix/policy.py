@@ -15,7 +15,7 @@ their logarithm without the common factor, which never has to be brought up to d
 A short half life is least-recently-used, an endless one least-frequently-used (LRFU, Lee et
 al. 2001). Two things are added, both measured (docs/prefix.md):
 
-- The heat of nodes that were given up is remembered for a while, so that a prompt that returns
+- The heat of nodes that were evicted is remembered for a while, so that a prompt that returns
   a little too late is known at its second visit. Small caches need this most.
 - The larger the cache, the less earlier uses count. In one that keeps nodes for two half lives
   after their last use, whatever returns in time is found anyway, and room given to what was
@@ -38,7 +38,7 @@ MOST_ADDED = 4.0
 IDLE_HALF_LIVES = 2.0
 """From here on the last use alone decides."""
 SMOOTHING_NODES = 256
-"""Over how many of the nodes given up their idle time is averaged."""
+"""Over how many of the nodes evicted their idle time is averaged."""
 COLD = -inf
 """The heat of what was never used."""
 
@@ -63,10 +63,10 @@ class Policy(Protocol):
         """Return the worth of a node that holds the tokens `start` to `end` of a prompt."""
 
     def forget(self, key: bytes, heat: float, last_used_seconds: float) -> None:
-        """Take note that the node whose first block is `key` was given up."""
+        """Take note that the node whose first block is `key` was evicted."""
 
     def recall(self, key: bytes) -> float:
-        """Return the heat a node had when it was given up, or COLD, and forget it for good."""
+        """Return the heat a node had when it was evicted, or COLD, and forget it for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class HalfLife:
     Args:
         half_life_seconds: after which a use counts half.
         cost: of a prefill.
-        remembered_nodes: how many of the nodes given up are remembered, the latest ones.
+        remembered_nodes: how many of the nodes evicted are remembered, the latest ones.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class HalfLife:
         self.cost = cost or PrefillCost()
         self.remembered_nodes = remembered_nodes
         self._now_seconds = -inf
-        self._idle_seconds = inf  # nothing was given up: no cache could be larger
-        self._remembered: OrderedDict[bytes, float] = OrderedDict()  # in order of giving up
+        self._idle_seconds = inf  # nothing was evicted: no cache could be larger
+        self._remembered: OrderedDict[bytes, float] = OrderedDict()  # in order of evicting
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,7 @@
 """`Prefixes`: the tree of what was computed, inside a ledger that it may share with others.
 
-    tokens --keys--> chain --match--> path --pin--> read; follow what others seal --insert--> seal
+    tokens --keys--> chain --match--> path --pin--> read; follow what others commit --insert-->
+    commit
 
 Every act makes room first: nodes worth least give way, pinned ones never. What does not fit is
 refused, and then nothing has changed.
@@ -19,8 +20,8 @@ import numpy as np
 
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
-from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, block_keys, root_key
-from penstock.prefix.explanation import CAUSES, Departures, Explanation, GivenUp, Why
+from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, hash_blocks, root_hash
+from penstock.prefix.explanation import CAUSES, Eviction, EvictionLog, Explanation, Why
 from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, NodeView, S, upwards
 from penstock.prefix.policy import REMEMBERED_NODES, HalfLife, PrefillCost
 from penstock.prefix.tree import Pin, PrefixTree
@@ -28,12 +29,12 @@ from penstock.prefix.tree import Pin, PrefixTree
 logger = logging.getLogger(__name__)
 
 BYTES_PER_REMEMBERED = 20_000
-"""Bytes of the limit for each node, and block, remembered after it was given up: 500 bytes."""
+"""Bytes of the limit for each node, and block, remembered after it was evicted: 500 bytes."""
 MAX_MERGE_TOKENS = 2_048
 
 
 @dataclass(slots=True)
-class Counts:
+class PrefixCounts:
     """What happened since the start."""
 
     fetches: int = 0
@@ -45,13 +46,13 @@ class Counts:
     refused: int = 0
     evicted_nodes: int = 0
     evicted_bytes: int = 0
-    """KV of the nodes given up."""
+    """KV of the nodes evicted."""
     copied_bytes: int = 0
     """KV copied by splits and merges."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class InsertResult:
     """What `insert` did."""
 
     blocks_readable: int
@@ -92,7 +93,7 @@ class Prefixes(Generic[S]):
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
         clock: seconds, for recency.
         cost: of a prefill, for the order of eviction.
-        remembered: how many of the nodes, and blocks, that were given up are remembered; by
+        remembered: how many of the nodes, and blocks, that were evicted are remembered; by
             default `remembered_nodes` of the limit.
         max_merge_tokens: nodes are not merged to more than this,
         max_merge_bytes: unless they take no more than this together, and are not much longer; see
@@ -130,11 +131,11 @@ class Prefixes(Generic[S]):
             max_merge_tokens=max_merge_tokens,
             max_merge_bytes=max_merge_bytes,
         )
-        self.counts = Counts()
+        self.counts = PrefixCounts()
         self.relief: Relief[S] | None = None
-        """Asked for bytes before a node is given up."""
+        """Asked for bytes before a node is evicted."""
         self._clock = clock
-        self._departures = Departures(remembered)
+        self._departures = EvictionLog(remembered)
         self._nodes = ledger.reserve(Kind.NODES, 0)
         self._checkpoints = ledger.reserve(Kind.CHECKPOINTS, 0)
         self._index = ledger.reserve(Kind.INDEX, self.fixed_bytes)
@@ -153,14 +154,16 @@ class Prefixes(Generic[S]):
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes that would be free if all nodes that nobody reads were given up."""
+        """Bytes that would be free if all nodes that nobody reads were evicted."""
         return self.tree.nbytes + self.tree.index_bytes - self.tree.pinned_bytes
 
     def index_bytes(self, blocks: int) -> int:
         """Return what a node of so many blocks costs beside its segment."""
         return NODE_BYTES + (BLOCK_BYTES + 4 * self.block_size) * blocks
 
-    def keys(self, tokens: Tokens, salt: str = "", *, after: bytes | None = None) -> list[bytes]:
+    def block_hashes(
+        self, tokens: Tokens, salt: str = "", *, after: bytes | None = None
+    ) -> list[bytes]:
         """Name the whole blocks of a prompt: the chain that all other questions are asked with.
 
         Args:
@@ -168,19 +171,19 @@ class Prefixes(Generic[S]):
             salt: the tenant's; others find nothing of it.
             after: the last key of a chain that goes on; the salt is in it already.
         """
-        return block_keys(tokens, self.block_size, self.root(salt) if after is None else after)
+        return hash_blocks(tokens, self.block_size, self.root(salt) if after is None else after)
 
     def root(self, salt: str) -> bytes:
         """Return what the chains of a tenant begin with."""
-        return root_key(self.fingerprint, salt)
+        return root_hash(self.fingerprint, salt)
 
-    def match(self, keys: Sequence[bytes]) -> Match[S]:
+    def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
         """Find the longest prefix of a chain that is held. Valid until the tree changes."""
-        return self.tree.match(keys)
+        return self.tree.match(block_hashes)
 
     def find(self, tokens: Tokens, salt: str = "") -> Match[S]:
         """Find the longest prefix of a prompt that is held. Valid until the tree changes."""
-        return self.match(self.keys(tokens, salt))
+        return self.match(self.block_hashes(tokens, salt))
 
     def views(self) -> list[NodeView]:
         """Show every node of the tree as it is now, parents before their children."""
@@ -196,8 +199,9 @@ class Prefixes(Generic[S]):
         """
         return self.tree.pin(match.path[-1] if match.path else None, self._clock())
 
-    def follow(self, pin: Pin[S], keys: Sequence[bytes], blocks_done: int) -> int:
-        """Extend a pin along what others have sealed of `keys`, and let go of what is not theirs.
+    def follow(self, pin: Pin[S], block_hashes: Sequence[bytes], blocks_done: int) -> int:
+        """Extend a pin along what others have committed of `keys`, and let go of what is not
+        theirs.
 
         Args:
             pin: a sequence's, whose path holds the first `blocks_done` blocks of `keys`.
@@ -210,14 +214,14 @@ class Prefixes(Generic[S]):
         Raises:
             ValueError: the path is not that of the chain.
         """
-        match = self._match_at_least(keys, blocks_done)
+        match = self._match_at_least(block_hashes, blocks_done)
         self._lead(pin, match.path)
         return match.tokens // self.block_size
 
     def hold(self, pin: Pin[S], tokens: int, seconds: float) -> None:
         """Hold the nodes of a path that begin within its first `tokens` for so long from now.
 
-        They are given up only when nothing else can be: a preference, unlike the pin.
+        They are evicted only when nothing else can be: a preference, unlike the pin.
         """
         until = self._clock() + seconds
         for node in pin.path:
@@ -230,15 +234,15 @@ class Prefixes(Generic[S]):
         self,
         pin: Pin[S],
         blocks_done: int,
-        keys: Sequence[bytes],
+        block_hashes: Sequence[bytes],
         tokens: Tokens,
         segment: S,
         paid: Reservation,
-    ) -> Sealed:
+    ) -> InsertResult:
         """Hang finished blocks below the first `blocks_done` of a path, and pin them, too.
 
-        If others have sealed the same blocks meanwhile, their nodes are pinned instead; if they
-        sealed some of them, the others are copied out of `segment` and inserted. What `paid`
+        If others have committed the same blocks meanwhile, their nodes are pinned instead; if they
+        committed some of them, the others are copied out of `segment` and inserted. What `paid`
         counts goes down by just the bytes the tree has taken over. So after anything but a
         refusal the caller lets go of the segment, and of what `paid` still counts for it.
 
@@ -259,34 +263,38 @@ class Prefixes(Generic[S]):
         values = as_tokens(tokens)
         blocks, over = divmod(segment.tokens, self.block_size)
         end = blocks_done + blocks
-        if over or not blocks or len(values) != segment.tokens or len(keys) < end:
+        if over or not blocks or len(values) != segment.tokens or len(block_hashes) < end:
             raise ValueError(
-                f"a segment of {segment.tokens} tokens, {len(values)} tokens and {len(keys)} "
-                f"keys do not make blocks of {self.block_size} behind block {blocks_done}"
+                f"a segment of {segment.tokens} tokens, {len(values)} tokens and "
+                f"{len(block_hashes)} keys do not make blocks of {self.block_size} "
+                f"behind block {blocks_done}"
             )
         if paid.nbytes < segment.nbytes:
             raise ValueError(f"{paid} does not count the segment's {segment.nbytes} bytes")
-        match = self._match_at_least(keys[:end], blocks_done)
+        match = self._match_at_least(block_hashes[:end], blocks_done)
         self._lead(pin, match.path)
         known = match.tokens // self.block_size - blocks_done
         if known == blocks:
-            return Sealed(end, 0)
+            return InsertResult(end, 0)
         needed = self._bytes_to_split(match) + self.index_bytes(blocks - known)
         needed += segment.nbytes if known else 0
         if not self.make_room(needed):
             start = blocks_done * self.block_size
             self._lead(pin, [node for node in match.path if node.start < start])
             self.counts.refused += 1
-            return Sealed(blocks_done, 0, self.no_room(needed))
+            return InsertResult(blocks_done, 0, self.no_room(needed))
         self.split(pin, match)
-        new_keys, new_values = keys[end - blocks + known : end], values[known * self.block_size :]
+        new_keys, new_values = (
+            block_hashes[end - blocks + known : end],
+            values[known * self.block_size :],
+        )
         if known == 0:
             self._hang(pin, new_keys, new_values, segment, paid)
         else:
             with self.ledger.reserve(Kind.BUFFERS, segment.nbytes) as copies:
                 rest = segment.split(known * self.block_size)[1]
                 self._hang(pin, new_keys, new_values, rest, copies)
-        return Sealed(end, len(new_values))
+        return InsertResult(end, len(new_values))
 
     def split(self, pin: Pin[S], match: Match[S]) -> bool:
         """Make a pinned path end where its match does, cutting the last node if need be.
@@ -309,7 +317,7 @@ class Prefixes(Generic[S]):
         """Merge the small nodes of a path and return by how many it has fewer.
 
         A node is merged with its parent if that is not longer, as in a binary counter: a
-        sequence that seals block by block has each token copied O(log) times, and leaves a path
+        sequence that commits block by block has each token copied O(log) times, and leaves a path
         of few nodes. Those that come together are copied once. There must be room for the copy;
         nobody gives way for it.
 
@@ -362,7 +370,7 @@ class Prefixes(Generic[S]):
     # ---- room
 
     def make_room(self, nbytes: int, why: Why = "limit") -> bool:
-        """Give up nodes until `nbytes` are free; False, and none given up, if that cannot be."""
+        """Evict nodes until `nbytes` are free; False, and none evicted, if that cannot be."""
         short = self.ledger.used_bytes + nbytes - self.ledger.limit_bytes
         beyond = short - self.evictable_bytes
         if beyond > 0 and (self.relief is None or beyond > self.relief.pinned_bytes):
@@ -379,7 +387,7 @@ class Prefixes(Generic[S]):
         return self.ledger.reserve(kind, nbytes)
 
     def shrink(self, nbytes: int, why: Why = "pressure") -> int:
-        """Give up what is worth least until `nbytes` were freed, or nothing is left to give; before
+        """Evict what is worth least until `nbytes` were freed, or nothing is left to give; before
         that, parts of nodes that nobody needs, if there is somebody who knows them.
 
         Returns:
@@ -399,7 +407,7 @@ class Prefixes(Generic[S]):
         return freed
 
     def clear(self) -> None:
-        """Give up everything that nobody is reading."""
+        """Evict everything that nobody is reading."""
         while (node := self.tree.victim()) is not None:
             self._evict(node, "cleared")
 
@@ -436,10 +444,10 @@ class Prefixes(Generic[S]):
     def explain(self, tokens: Tokens, salt: str = "") -> Explanation:
         """Say how far a prompt would match now, what stands in the way of more, and what to do."""
         values = as_tokens(tokens)
-        keys = self.keys(values, salt)
-        match = self.match(keys)
+        block_hashes = self.block_hashes(values, salt)
+        match = self.match(block_hashes)
         blocks = match.tokens // self.block_size
-        gone = self._departures.find(keys[blocks]) if blocks < len(keys) else None
+        gone = self._departures.find(block_hashes[blocks]) if blocks < len(block_hashes) else None
         common, beyond = self._nearest(match, values[match.tokens :], self.root(salt))
         at = match.tokens + common
         differs = beyond is not None and at < len(values)
@@ -450,15 +458,15 @@ class Prefixes(Generic[S]):
             diverges_at=at if differs else None,
             held_token=beyond if differs else None,
             given_token=int(values[at]) if differs else None,
-            reason=self._reason(len(keys) - blocks, at if differs else None, gone, ago),
+            reason=self._reason(len(block_hashes) - blocks, at if differs else None, gone, ago),
             given_up_seconds_ago=ago,
             given_up_for=None if gone is None else gone.why,
         )
 
     # ---- parts
 
-    def _match_at_least(self, keys: Sequence[bytes], blocks: int) -> Match[S]:
-        match = self.match(keys)
+    def _match_at_least(self, block_hashes: Sequence[bytes], blocks: int) -> Match[S]:
+        match = self.match(block_hashes)
         if match.tokens < blocks * self.block_size:
             raise ValueError(
                 f"{match.tokens // self.block_size} blocks of the chain are held, and a path of "
@@ -478,15 +486,15 @@ class Prefixes(Generic[S]):
     def _hang(
         self,
         pin: Pin[S],
-        keys: Sequence[bytes],
+        block_hashes: Sequence[bytes],
         values: TokenArray,
         segment: S,
         paid: Reservation,
     ) -> None:
         """Insert below the pinned node, whose room was made, and pin what was inserted."""
-        self._index.resize(self._index.nbytes + self.index_bytes(len(keys)))
+        self._index.resize(self._index.nbytes + self.index_bytes(len(block_hashes)))
         try:
-            pin.extend(self.tree.insert(pin.node, keys, values, segment, self._clock()))
+            pin.extend(self.tree.insert(pin.node, block_hashes, values, segment, self._clock()))
             # From one line of the account to another: there need not be room for both.
             paid.resize(paid.nbytes - segment.nbytes)
         finally:
@@ -528,10 +536,10 @@ class Prefixes(Generic[S]):
         self.counts.copied_bytes += nbytes
 
     def _evict(self, node: Node[S], why: Why) -> int:
-        """Give up a node and return the bytes freed."""
+        """Evict a node and return the bytes freed."""
         before = self.nbytes
-        logger.debug("a node of %d tokens is given up (%s)", len(node.tokens), why)
-        self._departures.note(node.keys, self._clock(), why)
+        logger.debug("a node of %d tokens is evicted (%s)", len(node.tokens), why)
+        self._departures.note(node.block_hashes, self._clock(), why)
         self.counts.evicted_nodes += 1
         self.counts.evicted_bytes += self.tree.remove(node).nbytes
         self._settle()
@@ -567,15 +575,15 @@ class Prefixes(Generic[S]):
         return [
             node.tokens
             for node in tops
-            if block_keys(node.tokens[:size], size, root) == [node.keys[0]]
+            if hash_blocks(node.tokens[:size], size, root) == [node.block_hashes[0]]
         ]
 
     def _reason(
-        self, blocks_missing: int, diverges: int | None, gone: GivenUp | None, ago: float | None
+        self, blocks_missing: int, diverges: int | None, gone: Eviction | None, ago: float | None
     ) -> str:
         if gone is not None:
             cause = CAUSES[gone.why].format(limit=format_bytes(self.ledger.limit_bytes))
-            return f"the next block was held, and given up {ago:,.0f} s ago {cause}"
+            return f"the next block was held, and evicted {ago:,.0f} s ago {cause}"
         if diverges is not None:
             return (
                 f"token {diverges} differs from the nearest prompt that is held; "
@@ -585,7 +593,7 @@ class Prefixes(Generic[S]):
             return f"all whole blocks of {self.block_size} tokens are held"
         if len(self.tree) == 0:
             return "nothing is held"
-        return "the rest was never stored, or was given up longer ago than is remembered"
+        return "the rest was never stored, or was evicted longer ago than is remembered"
 
 
 def _common_tokens(run: TokenArray, rest: TokenArray) -> int:

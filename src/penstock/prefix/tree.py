@@ -17,7 +17,7 @@ from typing import Generic
 
 import numpy as np
 
-from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, block_keys
+from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, hash_blocks
 from penstock.prefix.eviction import EvictionQueue
 from penstock.prefix.node import Match, Node, NodeView, S, Segment, upwards, view
 from penstock.prefix.policy import COLD, HalfLife, Policy
@@ -54,7 +54,7 @@ class Pin(Generic[S]):
     def extend(self, child: Node[S], now_seconds: float | None = None) -> None:
         """Pin a child of the pinned node as well.
 
-        With a time it is a read of what somebody else has sealed, and counts as a use; without
+        With a time it is a read of what somebody else has committed, and counts as a use; without
         one, the sequence's own work, whose insertion was counted.
 
         Raises:
@@ -63,7 +63,7 @@ class Pin(Generic[S]):
         self._tree._extend(self, child, now_seconds)
 
     def withdraw(self, node: Node[S] | None) -> None:
-        """Give up the claim on what lies below `node` of the path; None is the root.
+        """Evict the claim on what lies below `node` of the path; None is the root.
 
         Raises:
             ValueError: released before, or `node` is not on the path.
@@ -167,16 +167,16 @@ class PrefixTree(Generic[S]):
         """Pins that were not released."""
         return len(self._pins)
 
-    def match(self, keys: Sequence[bytes]) -> Match[S]:
+    def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
         """Find the longest prefix of the chain `keys` that the tree holds."""
         path: list[Node[S]] = []
         siblings = self._tops
         done = inside = 0
-        while done < len(keys) and (node := siblings.get(keys[done])) is not None:
+        while done < len(block_hashes) and (node := siblings.get(block_hashes[done])) is not None:
             path.append(node)
-            inside = _common(node.keys, keys, done)
+            inside = _common(node.block_hashes, block_hashes, done)
             done += inside
-            if inside < len(node.keys):
+            if inside < len(node.block_hashes):
                 break
             siblings = node.children
         return Match(tuple(path), done * self.block_size, inside)
@@ -250,7 +250,7 @@ class PrefixTree(Generic[S]):
     def insert(
         self,
         parent: Node[S] | None,
-        keys: Sequence[bytes],
+        block_hashes: Sequence[bytes],
         tokens: Tokens,
         segment: S,
         now_seconds: float,
@@ -267,17 +267,19 @@ class PrefixTree(Generic[S]):
         """
         siblings = self._children(parent)
         values = as_tokens(tokens).copy()
-        count = len(keys) * self.block_size
-        if not keys or len(values) != count or segment.tokens != count:
+        count = len(block_hashes) * self.block_size
+        if not block_hashes or len(values) != count or segment.tokens != count:
             raise ValueError(
-                f"{len(keys)} blocks of {self.block_size}, {len(values)} tokens and a segment "
-                f"of {segment.tokens} do not make a node"
+                f"{len(block_hashes)} blocks of {self.block_size}, {len(values)} tokens and "
+                f"a segment of {segment.tokens} do not make a node"
             )
-        if keys[0] in siblings:
-            raise ValueError(f"block {keys[0].hex()} is there already; match before you insert")
-        node = self._add(parent, tuple(keys), values, segment)
+        if block_hashes[0] in siblings:
+            raise ValueError(
+                f"block {block_hashes[0].hex()} is there already; match before you insert"
+            )
+        node = self._add(parent, tuple(block_hashes), values, segment)
         node.last_used_seconds = now_seconds
-        node.heat = self.policy.used(self.policy.recall(keys[0]), now_seconds)
+        node.heat = self.policy.used(self.policy.recall(block_hashes[0]), now_seconds)
         self._offer(node)
         return node
 
@@ -291,19 +293,23 @@ class PrefixTree(Generic[S]):
             ValueError: nothing would be left on one side, or the node is not in the tree.
         """
         self._check_known(node)
-        if not 0 < blocks < len(node.keys):
-            raise ValueError(f"cannot split {len(node.keys)} blocks behind block {blocks}")
+        if not 0 < blocks < len(node.block_hashes):
+            raise ValueError(f"cannot split {len(node.block_hashes)} blocks behind block {blocks}")
         at = blocks * self.block_size
         first, rest = node.segment.split(at)
         self._uncount(node)
-        head = self._add(node.parent, node.keys[:blocks], node.tokens[:at].copy(), first)
+        head = self._add(node.parent, node.block_hashes[:blocks], node.tokens[:at].copy(), first)
         head.hits, head.heat = node.hits, node.heat
         head.last_used_seconds = node.last_used_seconds
         if node.held_until_seconds is not None:
             self.hold(head, node.held_until_seconds)
-        node.keys, node.tokens, node.segment = node.keys[blocks:], node.tokens[at:].copy(), rest
+        node.block_hashes, node.tokens, node.segment = (
+            node.block_hashes[blocks:],
+            node.tokens[at:].copy(),
+            rest,
+        )
         node.start, node.parent = head.end, head
-        head.children[node.keys[0]] = node
+        head.children[node.block_hashes[0]] = node
         self._claim(head, node.pins)
         self._count(node)
         self._offer(node)
@@ -340,10 +346,13 @@ class PrefixTree(Generic[S]):
                 self.hold(last, each.held_until_seconds)
             self._uncount(each)
             self._forget(each)
-        last.keys, last.segment = tuple(key for each in run for key in each.keys), segment
+        last.block_hashes, last.segment = (
+            tuple(key for each in run for key in each.block_hashes),
+            segment,
+        )
         last.tokens = np.concatenate([each.tokens for each in run])
         last.start, last.parent = node.start, node.parent
-        self._children(last.parent)[last.keys[0]] = last
+        self._children(last.parent)[last.block_hashes[0]] = last
         self._count(last)
         self._offer(last)
         return last
@@ -371,7 +380,7 @@ class PrefixTree(Generic[S]):
         self._check_known(node)
         if node.pins or node.children:
             raise ValueError(f"{node} is pinned or has children")
-        self.policy.forget(node.keys[0], node.heat, node.last_used_seconds)
+        self.policy.forget(node.block_hashes[0], node.heat, node.last_used_seconds)
         self._uncount(node)
         self._forget(node)
         if node.parent is not None:
@@ -429,9 +438,9 @@ class PrefixTree(Generic[S]):
                 raise AssertionError(f"{node} has {pinned[node.id]} pins")
             queued = self._queue.queued(node.id)
             if _evictable(node) and queued is None:
-                raise AssertionError(f"{node} will never be given up")
+                raise AssertionError(f"{node} will never be evicted")
             if _evictable(node) and queued is not None and queued > self.worth(node) + ROUNDING:
-                raise AssertionError(f"{node} will be given up too late")
+                raise AssertionError(f"{node} will be evicted too late")
             if node.held_until_seconds is not None and node.id not in self._holds:
                 raise AssertionError(f"{node} will be held for ever")
             if not node.last_used_seconds > -inf < node.heat:
@@ -444,7 +453,7 @@ class PrefixTree(Generic[S]):
         while families:
             parent, siblings = families.pop()
             for key, node in siblings.items():
-                if node.parent is not parent or key != node.keys[0] or node.id in reached:
+                if node.parent is not parent or key != node.block_hashes[0] or node.id in reached:
                     raise AssertionError(f"{node} hangs below {parent} as {key.hex()}")
                 self._check_run(node)
                 reached.add(node.id)
@@ -453,7 +462,7 @@ class PrefixTree(Generic[S]):
 
     def _check_run(self, node: Node[S]) -> None:
         """Check that place, tokens, keys and segment of one node tell the same story."""
-        parent, count = node.parent, len(node.keys) * self.block_size
+        parent, count = node.parent, len(node.block_hashes) * self.block_size
         if node.start != (parent.end if parent else 0):
             raise AssertionError(f"{node} does not begin where {parent} ends")
         if not len(node.tokens) == node.segment.tokens == count > 0:
@@ -461,9 +470,9 @@ class PrefixTree(Generic[S]):
         if node.tokens.base is not None:
             raise AssertionError(f"{node} keeps a larger array of tokens alive")
         # The chain's root is not known here, so the first block of all is taken on trust.
-        root, known = (parent.keys[-1], 0) if parent else (node.keys[0], 1)
+        root, known = (parent.block_hashes[-1], 0) if parent else (node.block_hashes[0], 1)
         tokens = node.tokens[known * self.block_size :]
-        if tuple(block_keys(tokens, self.block_size, root)) != node.keys[known:]:
+        if tuple(hash_blocks(tokens, self.block_size, root)) != node.block_hashes[known:]:
             raise AssertionError(f"the keys of {node} do not name its tokens")
 
     # ---- parts of acts
@@ -491,12 +500,16 @@ class PrefixTree(Generic[S]):
             raise ValueError(f"{node} is not in the tree")
 
     def _add(
-        self, parent: Node[S] | None, keys: tuple[bytes, ...], tokens: TokenArray, segment: S
+        self,
+        parent: Node[S] | None,
+        block_hashes: tuple[bytes, ...],
+        tokens: TokenArray,
+        segment: S,
     ) -> Node[S]:
         node = Node(
             id=self._next_id,
             parent=parent,
-            keys=keys,
+            block_hashes=block_hashes,
             tokens=tokens,
             segment=segment,
             start=0 if parent is None else parent.end,
@@ -505,14 +518,14 @@ class PrefixTree(Generic[S]):
         )
         self._next_id += 1
         self._nodes[node.id] = node
-        self._children(parent)[keys[0]] = node
+        self._children(parent)[block_hashes[0]] = node
         self._count(node)
         return node
 
     def _forget(self, node: Node[S]) -> None:
         """Take the node out of all tables; its bytes are not counted any more."""
         del self._nodes[node.id]
-        del self._children(node.parent)[node.keys[0]]
+        del self._children(node.parent)[node.block_hashes[0]]
         self._queue.drop(node.id)
         self._holds.drop(node.id)
 
@@ -573,12 +586,12 @@ class PrefixTree(Generic[S]):
             self._pins.remove(pin)
 
 
-def _common(own: Sequence[bytes], keys: Sequence[bytes], start: int) -> int:
+def _common(own: Sequence[bytes], block_hashes: Sequence[bytes], start: int) -> int:
     """Return how many of a node's keys the chain `keys` has from `start` on; at least 1."""
-    most = min(len(own), len(keys) - start)
-    if own[most - 1] == keys[start + most - 1]:
+    most = min(len(own), len(block_hashes) - start)
+    if own[most - 1] == block_hashes[start + most - 1]:
         return most
-    return bisect_left(range(most), True, key=lambda i: own[i] != keys[start + i])
+    return bisect_left(range(most), True, key=lambda i: own[i] != block_hashes[start + i])
 
 
 def _inseparable(node: Node[S], child: Node[S]) -> bool:

@@ -19,7 +19,7 @@ def desired(requests: float, target_requests: float, claimed: Iterable[float]) -
     Args:
         requests: running or waiting, everywhere.
         target_requests: that one replica should have.
-        claimed: of each replica, the share of its memory for KV that cannot be given up now:
+        claimed: of each replica, the share of its memory for KV that cannot be evicted now:
             what running requests read and what they were promised.
 
     >>> desired(9, 4.0, [0.1, 0.1])  # by the queue

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.models.mlx_lm import load_tokenizer
-from penstock.prefix import block_keys, root_key
+from penstock.prefix import hash_blocks, root_hash
 from penstock.serve_ray.replica import Served
 from penstock.server.app import shows_key
 from penstock.server.hints import Hint, hint_of
@@ -49,9 +49,9 @@ class Door:
             body = await self._body(http)
         except (ServerError, ClientDisconnect) as error:
             return response_for(http.url.path, error)
-        keys, cache_key = await self._hint(http, body)
+        block_hashes, cache_key = await self._hint(http, body)
         seconds = self._settings.request_timeout_seconds + SILENCE_SECONDS
-        return Passed(self._replicas, scope_of(http), body, keys, cache_key, seconds)
+        return Passed(self._replicas, scope_of(http), body, block_hashes, cache_key, seconds)
 
     async def _body(self, http: HttpRequest) -> bytes:
         """Return the body.
@@ -98,7 +98,7 @@ class Door:
             async with asyncio.timeout(NAMES_SECONDS):
                 self._names = await self._replicas.names.remote()
         fingerprint, block_size = self._names
-        return block_keys(hint.tokens, block_size, root_key(fingerprint, hint.salt))
+        return hash_blocks(hint.tokens, block_size, root_hash(fingerprint, hint.salt))
 
 
 class Passed(Response):
@@ -109,7 +109,7 @@ class Passed(Response):
         replicas: DeploymentHandle,
         scope: dict[str, Any],
         body: bytes,
-        keys: bytes,
+        block_hashes: bytes,
         cache_key: str | None,
         silence_seconds: float,
     ) -> None:
@@ -117,7 +117,7 @@ class Passed(Response):
         self._silence_seconds = silence_seconds
         self._replicas = replicas
         self._given = (scope, body)
-        self._hint = {"keys": keys, "cache_key": cache_key}
+        self._hint = {"keys": block_hashes, "cache_key": cache_key}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send what the chosen replica answers; one that cannot be asked is 429 or 503."""

@@ -62,7 +62,12 @@ class Replica:
         )
 
     async def answer(
-        self, scope: dict[str, Any], body: bytes, *, keys: bytes = b"", cache_key: str | None = None
+        self,
+        scope: dict[str, Any],
+        body: bytes,
+        *,
+        block_hashes: bytes = b"",
+        cache_key: str | None = None,
     ) -> AsyncIterator[Message]:
         """Answer a request in ASGI's messages; left early, it is cancelled.
 
@@ -133,11 +138,11 @@ class Replica:
 def summary_of(core: Core) -> bytes:
     """Return the summary of all that a core's tree holds."""
     tree = core.prefixes.tree
-    return Summary.of(key for node in tree for key in node.keys).to_bytes()
+    return Summary.of(key for node in tree for key in node.block_hashes).to_bytes()
 
 
 def claimed_share(core: Core) -> float:
-    """Return the share of memory for KV that cannot be given up: read now, or promised."""
+    """Return the share of memory for KV that cannot be evicted: read now, or promised."""
     held, tree = core.ledger.by_class(), core.prefixes.tree
     fixed = held[Kind.WEIGHTS] + held[Kind.TAILS] + held[Kind.BUFFERS]
     loose = tree.nbytes + tree.index_bytes - tree.pinned_bytes

@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from penstock.prefix.block_hashes import KEY_BYTES
-from penstock.routing import WORTH, Prompt, Router, RoutingPolicy, Summary
+from penstock.routing import WORTH, RoutedPrompt, Router, RoutingPolicy, Summary
 
 BLOCKS = "penstock_blocks"
 """Name of the summary among a replica's routing stats."""
@@ -65,13 +65,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Believe that the prompt will be held there, and count what it takes."""
-        name, keys = _name(replica_id), prompt_of(pending_request).keys
+        name, block_hashes = _name(replica_id), prompt_of(pending_request).block_hashes
         if name not in self._ours.replicas:
             return
-        missing = len(keys) - self._ours.known(keys).get(name, 0)
+        missing = len(block_hashes) - self._ours.known(block_hashes).get(name, 0)
         request_id = pending_request.metadata.internal_request_id
         self._open[name, request_id] = LEAST_BLOCKS + missing
-        self._ours.sent(name, keys)
+        self._ours.sent(name, block_hashes)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count it no more."""
@@ -84,10 +84,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
         return loads
 
 
-def prompt_of(pending: PendingRequest | None) -> Prompt:
+def prompt_of(pending: PendingRequest | None) -> RoutedPrompt:
     """Return what the door says of a request's prompt."""
     given = {} if pending is None else pending.kwargs
-    return Prompt(split_keys(given.get("keys", b"")), given.get("cache_key"))
+    return RoutedPrompt(split_keys(given.get("keys", b"")), given.get("cache_key"))
 
 
 def split_keys(joined: bytes) -> Sequence[bytes]:

@@ -25,9 +25,9 @@ from starlette.responses import JSONResponse, Response
 from penstock.engine.request import Finish, ReasoningBudget, Request, Sampling, Token
 from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.anthropic_forms import (
+    AnthropicPrompt,
     CountRequest,
     MessagesRequest,
-    Prompt,
     ToolChoice,
     prompt_of,
     schema_of,
@@ -37,7 +37,7 @@ from penstock.server.calls import call_grammar, left_out_headers
 from penstock.server.forms import grammar_for
 from penstock.server.problems import BadRequest, dumps
 from penstock.server.prompts import check_text
-from penstock.server.service import Answering, Service, until_gone
+from penstock.server.service import ActiveRequest, Service, until_gone
 from penstock.server.sse import EVENT, Stream, data
 
 LABEL = "/v1/messages"
@@ -117,7 +117,7 @@ class CountOut(BaseModel):
     input_tokens: int
 
 
-class ErrorDetail(BaseModel):
+class AnthropicErrorDetail(BaseModel):
     """What was wrong."""
 
     type: str
@@ -128,7 +128,7 @@ class ErrorOut(BaseModel):
     """Anthropic's error object."""
 
     type: Literal["error"]
-    error: ErrorDetail
+    error: AnthropicErrorDetail
 
 
 FAILURES: dict[int | str, dict[str, Any]] = {
@@ -218,7 +218,9 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader]:
     return request, reader
 
 
-def _budget(service: Service, body: MessagesRequest, prompt: Prompt) -> ReasoningBudget | None:
+def _budget(
+    service: Service, body: MessagesRequest, prompt: AnthropicPrompt
+) -> ReasoningBudget | None:
     """Return how long the model may reason, if the client says so and the model reasons at all."""
     tokens = body.thinking.budget_tokens if body.thinking is not None and body.thinks else None
     marks = service.prompts.reasoning_marks
@@ -312,7 +314,7 @@ class _Telling:
     """One answer on its way to the client."""
 
     service: Service
-    answering: Answering
+    answering: ActiveRequest
     reader: Reader
     blocks: Blocks
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex[:24]}")

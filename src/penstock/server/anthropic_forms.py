@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.forms import MOST_STOP_CHARACTERS, MOST_STOPS, Each, Form, Name
+from penstock.server.forms import MOST_STOP_CHARACTERS, MOST_STOPS, Each, Name, RequestForm
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts, last_user, left_out
 
@@ -28,7 +28,7 @@ BILLING_HEADER = "x-anthropic-billing-header"
 version and, of some versions, every request. Behind it nothing could be shared."""
 
 
-class CacheControl(Form):
+class CacheControl(RequestForm):
     """Asks for the prompt up to a block to be held."""
 
     type: Literal["ephemeral"]
@@ -40,7 +40,7 @@ class CacheControl(Form):
         return LIFETIMES_SECONDS[self.ttl]
 
 
-class Marked(Form):
+class Marked(RequestForm):
     """What may carry a `cache_control`."""
 
     cache_control: CacheControl | None = None
@@ -133,7 +133,7 @@ class ToolResult(Marked):
     is_error: bool | None = None
 
 
-class Thinking(Form):
+class Thinking(RequestForm):
     """Reasoning of an earlier answer, as templates are given it."""
 
     type: Literal["thinking"]
@@ -145,7 +145,7 @@ class Thinking(Form):
         return self.thinking
 
 
-class RedactedThinking(Form):
+class RedactedThinking(RequestForm):
     """Reasoning that only Anthropic can read."""
 
     type: Literal["redacted_thinking"]
@@ -171,7 +171,7 @@ Blocks: TypeAlias = Annotated[
 ]
 
 
-class Turn(Form):
+class Turn(RequestForm):
     """A message: a text, or blocks."""
 
     role: Literal["user", "assistant", "system"]
@@ -185,7 +185,7 @@ class Turn(Form):
         return list(self.content)
 
 
-class Tool(Marked):
+class AnthropicTool(Marked):
     """A function that the client offers, or a tool that runs on Anthropic's side."""
 
     name: str = Field("", max_length=256)
@@ -199,27 +199,27 @@ class Tool(Marked):
         return self.input_schema is not None or self.type in (None, "custom")
 
 
-class ToolChoice(Form):
+class ToolChoice(RequestForm):
     """Whether the model must, may or must not call; `name` goes with `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
 
 
-class OutputFormat(Form):
+class OutputFormat(RequestForm):
     """The JSON schema that the answer's text must follow."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Form):
+class OutputConfig(RequestForm):
     """How the answer's text is shaped."""
 
     format: OutputFormat | None = None
 
 
-class ThinkingConfig(Form):
+class ThinkingConfig(RequestForm):
     """Whether the model's reasoning is shown, if it has any."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -227,20 +227,20 @@ class ThinkingConfig(Form):
     """Tokens of reasoning at most; behind them the model's own mark ends it."""
 
 
-class CountRequest(Form):
+class CountRequest(RequestForm):
     """What is counted, and the part of a request that makes its prompt."""
 
     model: Name
     """Any name is served by the one model there is."""
     messages: Each[Turn] = Field(min_length=1, max_length=16_384)
     system: Texts = ""
-    tools: Each[Tool] | None = Field(None, max_length=512)
+    tools: Each[AnthropicTool] | None = Field(None, max_length=512)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     cache_control: CacheControl | None = None
 
     @property
-    def offered(self) -> list[Tool]:
+    def offered(self) -> list[AnthropicTool]:
         """Tools that the model may call."""
         none = self.tool_choice is not None and self.tool_choice.type == "none"
         return [] if none else [tool for tool in self.tools or () if tool.is_function]
@@ -302,7 +302,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class AnthropicPrompt:
     """A request's prompt."""
 
     tokens: tuple[int, ...]
@@ -311,7 +311,7 @@ class Prompt:
     """Whether it ends inside the model's reasoning."""
 
 
-def prompt_of(request: CountRequest, prompts: Prompts) -> Prompt:
+def prompt_of(request: CountRequest, prompts: Prompts) -> AnthropicPrompt:
     """Render a request's prompt, and find how much of it is to be held. Slow: not for a loop.
 
     Raises:
@@ -321,7 +321,7 @@ def prompt_of(request: CountRequest, prompts: Prompts) -> Prompt:
         request = without_billing_header(request)
     _check_asked(request.messages)
     tokens = _render(request, prompts, request.system_blocks, request.messages)
-    return Prompt(
+    return AnthropicPrompt(
         tokens=tokens,
         hold=_hold(request, prompts, tokens),
         in_reasoning=prompts.starts_in_reasoning(tokens),

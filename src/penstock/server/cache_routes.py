@@ -65,7 +65,7 @@ class CacheStats(BaseModel):
         return cls(stats=stats, hit_rate=stats.hit_rate, tiers=tiers)
 
 
-class Node(BaseModel):
+class NodeOut(BaseModel):
     """A node of the prefix tree."""
 
     id: int
@@ -91,7 +91,7 @@ class Node(BaseModel):
 class Tree(BaseModel):
     """The prefix tree, parents before children."""
 
-    nodes: list[Node]
+    nodes: list[NodeOut]
     left_out: int
     """Nodes that are not told of here, because there are too many."""
     count: int
@@ -102,7 +102,7 @@ class Tree(BaseModel):
     """Bytes in all."""
 
 
-class Question(BaseModel):
+class ExplainRequest(BaseModel):
     """A prompt that may come: messages, a text, or tokens."""
 
     model_config = ConfigDict(extra="ignore")
@@ -120,7 +120,7 @@ class Question(BaseModel):
 
 
 class Cleared(BaseModel):
-    """What was given up."""
+    """What was evicted."""
 
     nodes: int
     nbytes: int
@@ -150,7 +150,7 @@ def router(service: Service) -> APIRouter:
         return made
 
     @router.post("/explain")
-    async def explain(question: Question) -> Explanation:
+    async def explain(question: ExplainRequest) -> Explanation:
         """Tell how far a prompt would match now, and why no further; changes nothing."""
         tokens = await service.work(partial(tokens_of, service, question))
         salt = question.cache_salt or ""
@@ -158,7 +158,7 @@ def router(service: Service) -> APIRouter:
 
     @router.delete("")
     async def clear() -> Cleared:
-        """Give up all prefixes that nobody reads at the moment, and this model's on the disk."""
+        """Evict all prefixes that nobody reads at the moment, and this model's on the disk."""
         return await service.ask(_clear)
 
     return router
@@ -181,8 +181,8 @@ def tree_of(views: Sequence[NodeView], most: int) -> Tree:
     )
 
 
-def _node(view: NodeView) -> Node:
-    return Node(
+def _node(view: NodeView) -> NodeOut:
+    return NodeOut(
         id=view.id,
         parent=view.parent,
         start=view.start,
@@ -201,7 +201,7 @@ def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
         node.text = str(tokenizer.decode(list(tokens[node.id])))
 
 
-def tokens_of(service: Service, question: Question) -> tuple[int, ...]:
+def tokens_of(service: Service, question: ExplainRequest) -> tuple[int, ...]:
     """Read a prompt; in a worker thread."""
     if question.messages is not None:
         return service.prompts.render(question.messages, question.tools)

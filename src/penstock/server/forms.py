@@ -74,20 +74,20 @@ Prompt: TypeAlias = Annotated[
 ]
 
 
-class Form(BaseModel):
+class RequestForm(BaseModel):
     """Base of all that clients send: strict about types, lenient about names."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class StreamOptions(Form):
+class StreamOptions(RequestForm):
     """What a stream holds besides the answer."""
 
     include_usage: bool | None = None
     """Whether a last chunk says what the request took."""
 
 
-class JsonSchema(Form):
+class JsonSchema(RequestForm):
     """A schema that the answer must keep to."""
 
     name: str | None = None
@@ -95,14 +95,14 @@ class JsonSchema(Form):
     strict: bool | None = None
 
 
-class ResponseFormat(Form):
+class ResponseFormat(RequestForm):
     """The form of the answer: any text, a JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class FunctionTool(Form):
+class FunctionTool(RequestForm):
     """A function that the model may call."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -111,14 +111,14 @@ class FunctionTool(Form):
     strict: bool | None = None
 
 
-class Tool(Form):
+class Tool(RequestForm):
     """A tool that the model may call; there are functions alone."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
-class Sampled(Form):
+class Sampled(RequestForm):
     """How tokens are chosen, and for whom; common to all ways of asking."""
 
     model: Name | None = None
@@ -189,7 +189,7 @@ class Sampled(Form):
         )
 
 
-class ChatMessage(Form):
+class ChatMessage(RequestForm):
     """A message of a conversation."""
 
     model_config = ConfigDict(extra="allow", strict=True)

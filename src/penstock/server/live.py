@@ -283,7 +283,7 @@ def _look(core: Core, tree: bool, mark: object) -> Look:
         stats.copied_bytes,
         stats.prompt_tokens,
         stats.finished,
-        stats.parkings,
+        stats.preemptions,
         stats.prefilling,
         stats.restoring,
         stats.running,

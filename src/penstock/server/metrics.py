@@ -131,8 +131,8 @@ def _memory(stats: Stats) -> Iterator[Metric]:
     yield _gauge("memory_active_bytes", "What MLX says is allocated.", stats.active_bytes)
     yield _gauge("tree_nodes", "Nodes of the prefix tree.", stats.nodes)
     yield _gauge("tree_tokens", "Tokens in the prefix tree.", stats.held_tokens)
-    yield _counter("evicted_nodes", "Nodes that were given up.", stats.evicted_nodes)
-    yield _counter("evicted_bytes", "Bytes of nodes that were given up.", stats.evicted_bytes)
+    yield _counter("evicted_nodes", "Nodes that were evicted.", stats.evicted_nodes)
+    yield _counter("evicted_bytes", "Bytes of nodes that were evicted.", stats.evicted_bytes)
     yield _counter("copied_bytes", "KV copied by splits and merges.", stats.copied_bytes)
 
 
@@ -140,7 +140,7 @@ def _work(stats: Stats) -> Iterator[Metric]:
     states = GaugeMetricFamily(
         "penstock_answers", "Answers that are open, by their state.", labels=["state"]
     )
-    for state in ("waiting", "prefilling", "restoring", "running", "parked"):
+    for state in ("waiting", "prefilling", "restoring", "running", "preempted"):
         states.add_metric([state], getattr(stats, state))
     yield states
     yield _counter("answers_started", "Answers that were asked for.", stats.requests)
@@ -151,7 +151,7 @@ def _work(stats: Stats) -> Iterator[Metric]:
     yield _counter("restored_tokens", "Of the hits, read from a cold tier.", stats.restored_tokens)
     yield _counter("prefilled_tokens", "Tokens of prompts computed.", stats.prefilled_tokens)
     yield _counter("generated_tokens", "Tokens generated.", stats.generated_tokens)
-    yield _counter("parkings", "Answers that had to give way for a while.", stats.parkings)
+    yield _counter("preemptions", "Answers that had to give way for a while.", stats.preemptions)
     yield _counter("out_of_memory", "Times that MLX ran out of memory.", stats.out_of_memory)
 
 

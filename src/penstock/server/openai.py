@@ -27,7 +27,7 @@ from penstock.server.forms import (
 from penstock.server.logprobs import Logprobs
 from penstock.server.problems import BadRequest, NotFound, ServerError, dumps
 from penstock.server.prompts import client_arguments
-from penstock.server.service import Answering, Service, until_gone
+from penstock.server.service import ActiveRequest, Service, until_gone
 from penstock.server.sse import EVENT, Stream, data
 
 CHAT = "/v1/chat/completions"
@@ -40,7 +40,7 @@ DONE = b"data: [DONE]\n\n"
 # ---- what is answered; written by hand below, and described by these in the OpenAPI document
 
 
-class ErrorDetail(BaseModel):
+class OpenAIErrorDetail(BaseModel):
     """What went wrong."""
 
     message: str
@@ -52,7 +52,7 @@ class ErrorDetail(BaseModel):
 class OpenAIError(BaseModel):
     """OpenAI's error object."""
 
-    error: ErrorDetail
+    error: OpenAIErrorDetail
 
 
 class PromptDetails(BaseModel):
@@ -245,7 +245,7 @@ class _Chat:
             choices = await answering.result(http)
             return Json(self._whole(choices, answering.usage()))
 
-    async def _open(self, http: HttpRequest) -> Answering:
+    async def _open(self, http: HttpRequest) -> ActiveRequest:
         body, service = self.body, self.service
         if body.modalities is not None and body.modalities != ["text"]:
             raise BadRequest("modalities: this server answers with text only", param="modalities")
@@ -306,7 +306,7 @@ class _Chat:
             return None
         return {"content": self.logprobs.chat(tokens), "refusal": None}
 
-    async def _chunks(self, answering: Answering) -> AsyncIterator[bytes]:
+    async def _chunks(self, answering: ActiveRequest) -> AsyncIterator[bytes]:
         """Write the answers as they come; several tokens that are there together are one chunk."""
         told = self.body.stream_options is not None and self.body.stream_options.include_usage
         head = {**self.head, "object": "chat.completion.chunk"}
@@ -415,7 +415,7 @@ class _Completions:
             choices = await answering.result(http)
             return Json(self._whole(choices, answering.usage()))
 
-    async def _open(self, http: HttpRequest) -> Answering:
+    async def _open(self, http: HttpRequest) -> ActiveRequest:
         body = self.body
         if body.suffix:
             raise BadRequest("suffix: text is continued at its end only", param="suffix")
@@ -483,7 +483,7 @@ class _Completions:
             return None
         return self.logprobs.completion(tokens, offset)
 
-    async def _chunks(self, answering: Answering) -> AsyncIterator[bytes]:
+    async def _chunks(self, answering: ActiveRequest) -> AsyncIterator[bytes]:
         told = self.body.stream_options is not None and self.body.stream_options.include_usage
         head = {**self.head, "usage": None} if told else self.head
         offsets: dict[int, int] = {}

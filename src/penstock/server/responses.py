@@ -25,15 +25,15 @@ from starlette.responses import Response
 from penstock.engine.request import Finish, Token
 from penstock.server.answers import Delta, Reader, ToolCall
 from penstock.server.calls import demanded, left_out_headers, offered
-from penstock.server.forms import Each, Form, Metadata, Name, Sampled, grammar_for
+from penstock.server.forms import Each, Metadata, Name, RequestForm, Sampled, grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import ERRORS, STREAMED, Json
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts
-from penstock.server.response_items import Conversation, items_of, resolved, sealed
+from penstock.server.response_items import Conversation, committed, items_of, resolved
 from penstock.server.response_store import ResponseStore
 from penstock.server.response_tools import Tools, flat_name
-from penstock.server.service import Answering, Service, until_gone
+from penstock.server.service import ActiveRequest, Service, until_gone
 from penstock.server.sse import Stream, data
 
 PATH = "/v1/responses"
@@ -47,7 +47,7 @@ EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """Efforts as templates know them: low, medium, high."""
 
 
-class TextFormat(Form):
+class TextFormat(RequestForm):
     """The form of the answer."""
 
     type: str
@@ -57,13 +57,13 @@ class TextFormat(Form):
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
-class TextSettings(Form):
+class TextSettings(RequestForm):
     """The form of the answer, as `text` holds it."""
 
     format: TextFormat | None = None
 
 
-class ReasoningSettings(Form):
+class ReasoningSettings(RequestForm):
     """How much the model reasons."""
 
     effort: Name | None = None
@@ -229,8 +229,8 @@ class _Responses:
             return Json(whole, headers=headers)
 
     def _output(self) -> _Output:
-        seals = SEALED_REASONING in (self.body.include or ())
-        return _Output(self.asked.tools, custom=self.custom, seals=seals)
+        commits = SEALED_REASONING in (self.body.include or ())
+        return _Output(self.asked.tools, custom=self.custom, commits=commits)
 
     def _keep(self, output: _Output) -> None:
         """Keep the conversation for a request that goes on from it."""
@@ -238,7 +238,7 @@ class _Responses:
             items = [*self.asked.items, *output.items]
             self.service.stored.put(self.body.cache_salt or "", self.id, items)
 
-    async def _open(self, http: HttpRequest) -> tuple[Answering, Reader]:
+    async def _open(self, http: HttpRequest) -> tuple[ActiveRequest, Reader]:
         body, service = self.body, self.service
         for name in ("conversation", "background"):
             if getattr(body, name):
@@ -301,7 +301,7 @@ class _Responses:
     def _logprobs(self, tokens: list[Token]) -> list[dict[str, Any]]:
         return self.logprobs.chat(tokens) if self.wants_logprobs else []
 
-    async def _usage(self, answering: Answering) -> dict[str, Any]:
+    async def _usage(self, answering: ActiveRequest) -> dict[str, Any]:
         usage = answering.usage()
         (choice,) = answering.handles[0].choices
         thought = self.service.prompts.reasoning_tokens(choice.tokens, inside=self.in_reasoning)
@@ -355,7 +355,7 @@ class _Responses:
             "usage": usage,
         }
 
-    async def _events(self, answering: Answering, reader: Reader) -> AsyncIterator[bytes]:
+    async def _events(self, answering: ActiveRequest, reader: Reader) -> AsyncIterator[bytes]:
         numbers = iter(range(2**31))
 
         def event(kind: str, content: dict[str, Any]) -> bytes:
@@ -393,7 +393,7 @@ class _Output:
     tools: Tools
     custom: str | None = None
     """The custom tool whose input all text is."""
-    seals: bool = False
+    commits: bool = False
     """Whether reasoning has an `encrypted_content`."""
     items: list[dict[str, Any]] = field(default_factory=list)
     """Reasoning, message and calls, those that have begun."""
@@ -482,8 +482,8 @@ class _Output:
         part = self._part(kind, text)
         yield "response.content_part.done", {**self._place(), "content_index": 0, "part": part}
         self.items[-1] |= {"content": [part], "status": status}
-        if kind == "reasoning" and self.seals:
-            self.items[-1]["encrypted_content"] = sealed(text)
+        if kind == "reasoning" and self.commits:
+            self.items[-1]["encrypted_content"] = committed(text)
         yield "response.output_item.done", self._item()
 
     def _call(self, call: ToolCall) -> Iterator[Event]:

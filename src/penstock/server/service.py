@@ -139,7 +139,7 @@ class Service:
         """Answers that may wait in the engine, and prompts that may wait to be read."""
         self.vocabulary_size = engine.later(lambda core: core.runner.vocabulary_size).result()
         """Tokens that the model knows."""
-        self._open: set[Answering] = set()
+        self._open: set[ActiveRequest] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told = False
         self._pending = 0
@@ -151,7 +151,7 @@ class Service:
         """Whether the engine's thread runs."""
         return self.engine.alive
 
-    async def open(self, request: Request, label: str) -> Answering:
+    async def open(self, request: Request, label: str) -> ActiveRequest:
         """Hand a request to the engine and return what its events come through.
 
         Use it as `async with await service.open(...) as answering`, or call `close`.
@@ -165,7 +165,7 @@ class Service:
         """
         return await self.open_all((request,), label)
 
-    async def open_all(self, requests: Sequence[Request], label: str) -> Answering:
+    async def open_all(self, requests: Sequence[Request], label: str) -> ActiveRequest:
         """Hand several requests to the engine, all or none; as `open`.
 
         The answers are numbered through: those of the second request follow on the first's.
@@ -183,7 +183,7 @@ class Service:
         requests = [_in_time(request) for request in requests]
         recent = Recent(f"req_{uuid.uuid4().hex[:16]}", label, time.time())
         recent.prompt_tokens = sum(len(request.prompt) for request in requests)
-        answering = Answering(self, [await self._handle(r) for r in requests], recent)
+        answering = ActiveRequest(self, [await self._handle(r) for r in requests], recent)
         try:
             explanation = await self.ask(partial(_take_in, answering.handles))
         except BaseException as error:  # also when the client has gone meanwhile
@@ -204,7 +204,7 @@ class Service:
             return self.engine.open(request)
         return await self.work(self.engine.open, request)
 
-    async def created_tokens(self, answering: Answering) -> int:
+    async def created_tokens(self, answering: ActiveRequest) -> int:
         """Return how many tokens of a request's prompt were computed for it and are held now."""
         request, used = answering.handles[0].request, answering.usage()
         try:
@@ -298,7 +298,7 @@ class Service:
         for answering in self._open:
             answering.look()
 
-    def _closed(self, answering: Answering) -> None:
+    def _closed(self, answering: ActiveRequest) -> None:
         self._open.discard(answering)
         for listener in self.listeners:
             listener.ended(answering.recent)
@@ -351,7 +351,7 @@ class _Times:
     """Of each answer."""
 
 
-class Answering:
+class ActiveRequest:
     """A request that the engine works on. Leaving it early cancels what has not ended.
 
     >>> async def texts(service, request):
@@ -489,7 +489,7 @@ class Answering:
         self._note_end()
         self._service._closed(self)
 
-    async def __aenter__(self) -> Answering:
+    async def __aenter__(self) -> ActiveRequest:
         return self
 
     async def __aexit__(

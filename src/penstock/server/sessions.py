@@ -11,8 +11,8 @@ from fastapi import APIRouter
 from fastapi import Path as PathField
 from pydantic import BaseModel
 
-from penstock.engine.session_files import Session, load_session, save_session
-from penstock.server.cache_routes import Question, tokens_of
+from penstock.engine.session_files import SavedSession, load_session, save_session
+from penstock.server.cache_routes import ExplainRequest, tokens_of
 from penstock.server.openai import ERRORS
 from penstock.server.problems import BadRequest, NotFound
 from penstock.server.service import Service
@@ -59,7 +59,7 @@ def router(service: Service) -> APIRouter:
         return await service.aside(partial(_listed, _folder(service)))
 
     @router.post("/{name}/save")
-    async def save(name: Name, question: Question) -> Told:
+    async def save(name: Name, question: ExplainRequest) -> Told:
         """Save what is held of a conversation; one of that name is replaced."""
         file = file_of(name)
         tokens = await service.work(partial(tokens_of, service, question))
@@ -103,5 +103,5 @@ def _listed(folder: Path) -> Sessions:
     return Sessions(sessions=[Told(name=path.stem, nbytes=path.stat().st_size) for path in found])
 
 
-def _told(name: str, session: Session) -> Told:
+def _told(name: str, session: SavedSession) -> Told:
     return Told(name=name, tokens=session.tokens, nbytes=session.nbytes)

@@ -14,7 +14,7 @@ from sse_starlette.sse import SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.server.problems import body_for, dumps, problem_of
-from penstock.server.service import Answering, Service
+from penstock.server.service import ActiveRequest, Service
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Stream(EventSourceResponse):
         self,
         service: Service,
         path: str,
-        answering: Answering | None,
+        answering: ActiveRequest | None,
         events: AsyncIterator[bytes],
         headers: Mapping[str, str] | None = None,
     ) -> None:

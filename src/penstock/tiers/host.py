@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kv import columns as col
-from penstock.kv.block_format import Form
+from penstock.kv.block_format import BlockFormat
 from penstock.kv.segment import Segment
 from penstock.kv.states import StateForm, States, named
 from penstock.prefix.block_hashes import TokenArray
@@ -47,21 +47,21 @@ def host_states(states: States) -> dict[str, HostArray]:
     return {_STATES + name: _host(*_seen(array)) for name, array in named(states)}
 
 
-class StateLanding:
-    """Memory for the states of one sequence, which is filled from a file; see `Landing`."""
+class StateRestoreBuffer:
+    """Memory for the states of one sequence, which is filled from a file; see `RestoreBuffer`."""
 
     blocks = 1
 
     def __init__(self, form: StateForm, *, in_place: bool = True) -> None:
         self._form = form
         self._in_place = in_place
-        self._rooms: dict[str, _Room] = {}
+        self._rooms: dict[str, _BufferPool] = {}
 
     def targets(self) -> list[dict[str, Target]]:
         """Take the memory, if it is not taken, and return where the arrays go."""
         if not self._rooms:
             self._rooms = {
-                name: _Room.made(shape, dtype, in_place=self._in_place)
+                name: _BufferPool.made(shape, dtype, in_place=self._in_place)
                 for name, shape, dtype in self._form.arrays
             }
             if self._in_place:
@@ -89,7 +89,7 @@ class StateLanding:
         return self._form.states(found)
 
 
-class Landing:
+class RestoreBuffer:
     """Memory for the KV of some blocks, which is filled from files and then is a segment.
 
     Nothing is copied on the way: the arrays that the files are read into are the segment's. They
@@ -105,7 +105,7 @@ class Landing:
 
     def __init__(
         self,
-        form: Form,
+        form: BlockFormat,
         blocks: int,
         block_size: int,
         *,
@@ -118,7 +118,7 @@ class Landing:
         self._tokens = blocks * block_size
         self._in_place = in_place
         self._form = form
-        self._layers: list[tuple[list[_Room], ...]] = []
+        self._layers: list[tuple[list[_BufferPool], ...]] = []
 
     def targets(self) -> list[dict[str, Target]]:
         """Take the memory, if it is not taken, and return where the arrays of each block go."""
@@ -162,14 +162,14 @@ class Landing:
         mx.eval([col.arrays(*layer) for layer in segment.layers])
         return segment
 
-    def _made(self, shape: tuple[int, ...], dtype: mx.Dtype) -> _Room:
-        return _Room.made(shape, dtype, in_place=self._in_place)
+    def _made(self, shape: tuple[int, ...], dtype: mx.Dtype) -> _BufferPool:
+        return _BufferPool.made(shape, dtype, in_place=self._in_place)
 
     def _tokens_of(self, block: int) -> NDArray[np.uint8]:
         size = self._block_size
         return self.tokens[block * size : (block + 1) * size].view(np.uint8)
 
-    def _target(self, room: _Room, data: NDArray[np.uint8], block: int) -> Target:
+    def _target(self, room: _BufferPool, data: NDArray[np.uint8], block: int) -> Target:
         _, heads, count, *rest = room.array.shape
         count //= self.blocks  # of a block
         return Target(
@@ -180,14 +180,14 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _BufferPool:
     """One array of a landing: MLX's own, or numpy's where MLX's is out of the host's reach."""
 
     dtype: str
     array: mx.array | NDArray[Any]
 
     @classmethod
-    def made(cls, shape: tuple[int, ...], dtype: mx.Dtype, *, in_place: bool) -> _Room:
+    def made(cls, shape: tuple[int, ...], dtype: mx.Dtype, *, in_place: bool) -> _BufferPool:
         """Take the memory of one array, of MLX's or the host's."""
         name = _name(dtype)
         number = _number(name)

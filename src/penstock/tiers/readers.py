@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class _Call(Generic[T]):
+class _ReadCall(Generic[T]):
     def __init__(self, call: Callable[..., T], arguments: tuple[Any, ...]) -> None:
         self.answer: Future[T] = Future()
         self._call = call
@@ -40,7 +40,7 @@ class Readers:
     def __init__(self, count: int, name: str) -> None:
         self._count = count
         self._name = name
-        self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
+        self._calls: SimpleQueue[_ReadCall[Any] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -52,7 +52,7 @@ class Readers:
             ]
             for thread in self._threads:
                 thread.start()
-        made = _Call(call, arguments)
+        made = _ReadCall(call, arguments)
         self._calls.put(made)
         return made.answer
 

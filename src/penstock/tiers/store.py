@@ -27,7 +27,7 @@ disks."""
 
 
 @dataclass(slots=True)
-class Counts:
+class TierCounts:
     """What happened. A store has its own from the start; who opens it again may go on with one."""
 
     written_blocks: int = 0
@@ -61,7 +61,7 @@ class Store(ABC):
 
     def __init__(self, fingerprint: str, name: str) -> None:
         self.fingerprint = fingerprint
-        self.counts = Counts()
+        self.counts = TierCounts()
         self._readers = Readers(READERS, f"penstock-{name}-read")
 
     # ---- questions
@@ -72,7 +72,7 @@ class Store(ABC):
         return 0
 
     @abstractmethod
-    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> int:
+    def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
         """Return how many keys of a chain, from its first on, could be read.
 
         Args:
@@ -98,7 +98,7 @@ class Store(ABC):
 
     def restore(
         self,
-        keys: Sequence[bytes],
+        block_hashes: Sequence[bytes],
         targets: Sequence[Mapping[str, Target]],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> int:
@@ -115,7 +115,7 @@ class Store(ABC):
             OSError: the store fails; a record that is not there is only a miss.
         """
         began = time.perf_counter()
-        whole = list(zip(keys[: self.held(keys)], targets, strict=False))
+        whole = list(zip(block_hashes[: self.held(block_hashes)], targets, strict=False))
         reads = [self._readers.submit(self._read_into, key, places) for key, places in whole]
         try:
             meanwhile()
@@ -130,7 +130,9 @@ class Store(ABC):
         return count
 
     @abstractmethod
-    def prepare(self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False) -> int:
+    def prepare(
+        self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
+    ) -> int:
         """Return how many keys of a chain, from its first on, could be read, as somebody asks for
         them: they are used, wherever they are read from.
 
@@ -173,7 +175,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def _forget(self, keys: Sequence[bytes]) -> None:
+    def _forget(self, block_hashes: Sequence[bytes]) -> None:
         """Remove blocks, or what is left of them."""
 
     def _is_whole(self, key: bytes, read: Future[int]) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.tiers.record import Record, Target
-from penstock.tiers.store import Counts, Store
+from penstock.tiers.store import Store, TierCounts
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class TierStats:
     """Of the folder; of what others keep, nothing is known."""
     faults: int = 0
     """How often the store has failed."""
-    counts: Counts = field(default_factory=Counts)
+    counts: TierCounts = field(default_factory=TierCounts)
     """The store's, of all times it was opened."""
 
 
@@ -128,19 +128,21 @@ class ColdTier:
         with self._changed:
             return not self.is_off and self._takes(nbytes)
 
-    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> Future[int]:
+    def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> Future[int]:
         """Count how many first keys of a chain could be read; see `Store.held`."""
-        return self._call(lambda store: store.held(keys, resumable=resumable), 0)
+        return self._call(lambda store: store.held(block_hashes, resumable=resumable), 0)
 
     def prepare(
-        self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False
+        self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> Future[int]:
         """Count how many first keys of a chain could be read, all of which are used now, and have
         the system read those ahead that are behind the `known` ones; see `Store.prepare`."""
-        return self._call(lambda store: store.prepare(keys, known, resumable=resumable), 0)
+        return self._call(lambda store: store.prepare(block_hashes, known, resumable=resumable), 0)
 
     def restore(
-        self, keys: Sequence[bytes], make_targets: Callable[[], Sequence[Mapping[str, Target]]]
+        self,
+        block_hashes: Sequence[bytes],
+        make_targets: Callable[[], Sequence[Mapping[str, Target]]],
     ) -> Future[int]:
         """Read the first keys of a chain to where they belong; how many, as far as all is well.
 
@@ -151,7 +153,9 @@ class ColdTier:
                 until the future is done.
         """
         return self._call(
-            lambda store: store.restore(keys, make_targets(), self._look_ahead), 0, make_targets
+            lambda store: store.restore(block_hashes, make_targets(), self._look_ahead),
+            0,
+            make_targets,
         )
 
     def chains(self, most_bytes: int) -> Future[list[list[bytes]]]:

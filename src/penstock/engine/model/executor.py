@@ -1,7 +1,7 @@
 """Passes of the model over sequences: what each gains by one, and what becomes of them if it fails.
 
     decode   ──> a token of each that runs is computed, chosen, said; its column becomes visible
-    prefill  ──> a chunk of a prompt is read, and sealed
+    prefill  ──> a chunk of a prompt is read, and committed
 
 A pass that fails changes nothing that counts: what it wrote lies behind the visible ends. Out of
 memory, cold nodes give way and it is tried again; what fails for one answer alone ends that one.
@@ -17,37 +17,37 @@ from contextlib import contextmanager, nullcontext
 import mlx.core as mx
 
 from penstock.blas import one_thread
-from penstock.engine.handle import tell
+from penstock.engine.handle import notify
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import (
-    Chosen,
-    choose_all,
+    SampledToken,
     greedy_only,
     likeliest,
+    sample_all,
     without_frames,
 )
-from penstock.engine.offload.prefill_rate import Pace
-from penstock.engine.ranks.process_group import Peers
-from penstock.engine.schedule.admission import Places
+from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.committing import Sealing
 from penstock.engine.schedule.sequence import Sequence
-from penstock.engine.stats import Tally
+from penstock.engine.stats import Counters
 from penstock.errors import PenstockError, StepFailed
 from penstock.kv.reads import in_order
 from penstock.kv.segment import Segment
-from penstock.kv.states import Live
+from penstock.kv.states import RecurrentState
 from penstock.kv.tails import Tails
 from penstock.prefix.prefixes import Prefixes
 
 
-class Passes:
+class ModelExecutor:
     """Runs the model over an engine's sequences. Not thread-safe: the engine's thread.
 
     Args:
         runner: the model.
         tails: where a decoded token's columns are written.
         places: of the sequences.
-        sealing: takes over what was computed.
+        committing: takes over what was computed.
         prefixes: give way when MLX is out of memory.
         peers: who runs the same passes over the other parts of the model.
         pace: is told how long a prompt takes.
@@ -61,12 +61,12 @@ class Passes:
         runner: Runner,
         tails: Tails,
         *,
-        places: Places,
-        sealing: Sealing,
+        admission: Admission,
+        committing: Sealing,
         prefixes: Prefixes[Segment],
-        peers: Peers,
-        pace: Pace,
-        tally: Tally,
+        group: ProcessGroup,
+        prefill_rate: PrefillRate,
+        counters: Counters,
         ends: Collection[int],
         by_block: bool = False,
     ) -> None:
@@ -74,12 +74,12 @@ class Passes:
         self.failed_in_a_row = 0
         """Decode steps that ran out of memory, since one did not."""
         self._tails = tails
-        self._places = places
-        self._sealing = sealing
+        self._admission = admission
+        self._sealing = committing
         self._prefixes = prefixes
-        self._peers = peers
-        self._pace = pace
-        self._tally = tally
+        self._group = group
+        self._prefill_rate = prefill_rate
+        self._counters = counters
         self._ends = ends
         self._by_block = by_block
 
@@ -96,30 +96,30 @@ class Passes:
                 [s.tokens[-1] for s in sequences], rows, self._tails, self._lives(sequences)
             )
             logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
-            choosers = [s.chooser for s in sequences]
+            samplers = [s.sampler for s in sequences]
             # Rows are computed on two streams; one multiplies better with all threads of BLAS.
             with one_thread() if len(rows) > 1 else nullcontext():
-                if greedy_only(choosers):
+                if greedy_only(samplers):
                     best = likeliest(logits)
                     mx.eval(best.tokens, best.values, writes)
                     chosen = best.read()
                 else:
                     mx.eval(logits, writes)
-                    chosen = choose_all(logits, choosers, [s.generated for s in sequences])
+                    chosen = sample_all(logits, samplers, [s.generated for s in sequences])
             del logits, writes
         # A boundary: a model's code may raise anything, and none of it may end the engine.
         except Exception as error:  # noqa: BLE001
-            self._peers.fault("decoding", error)
+            self._group.fault("decoding", error)
             self._decode_failed(sequences, error)
             return
-        chosen = self._peers.chosen(chosen)
+        chosen = self._group.chosen(chosen)
         self.failed_in_a_row = 0
-        self._tally.decode_steps += 1
-        self._tally.decode_seconds.append(time.perf_counter() - started)
+        self._counters.decode_steps += 1
+        self._counters.decode_seconds.append(time.perf_counter() - started)
         del rows
         if self.runner.is_recurrent:
-            for sequence, live in zip(sequences, decoded.lives, strict=True):
-                sequence.live = live
+            for sequence, recurrent_state in zip(sequences, decoded.recurrent_states, strict=True):
+                sequence.recurrent_state = recurrent_state
         del decoded
         for sequence, choice in zip(sequences, chosen, strict=True):
             with self._isolated(sequence):
@@ -127,48 +127,48 @@ class Passes:
                     raise choice
                 self._sealing.advance(sequence)
                 self._commit(sequence, choice)
-        tell(sequence.handle for sequence in sequences)
+        notify(sequence.handle for sequence in sequences)
 
-    def _lives(self, sequences: Items[Sequence]) -> list[Live | None]:
+    def _lives(self, sequences: Items[Sequence]) -> list[RecurrentState | None]:
         """Return what the recurrent layers keep of each; nothing if there are none."""
-        return [s.live for s in sequences] if self.runner.is_recurrent else []
+        return [s.recurrent_state for s in sequences] if self.runner.is_recurrent else []
 
-    def _commit(self, sequence: Sequence, chosen: Chosen) -> None:
+    def _commit(self, sequence: Sequence, chosen: SampledToken) -> None:
         """Say a token, or end the answer with it."""
         request = sequence.request
-        self._tally.generated_tokens += 1
+        self._counters.generated_tokens += 1
         goes_on = request.ignore_eos and request.grammar is None
         ends = chosen.token in self._ends and not goes_on
         if ends or chosen.token in request.stop_tokens:
             sequence.tokens.append(chosen.token)
-            self._places.finish(sequence, lambda s: s.end("stop", stop=chosen.token))
+            self._admission.finish(sequence, lambda s: s.end("stop", stop=chosen.token))
             return
-        complete = sequence.chooser.accept(chosen.token)
-        sequence.say(chosen)
+        complete = sequence.sampler.accept(chosen.token)
+        sequence.emit(chosen)
         stopped = sequence.text.stopped if sequence.text is not None else None
         if stopped is not None:
-            self._places.finish(sequence, lambda s: s.end("stop", stop=stopped))
+            self._admission.finish(sequence, lambda s: s.end("stop", stop=stopped))
         elif complete:
-            self._places.finish(sequence, lambda s: s.end("stop"))
+            self._admission.finish(sequence, lambda s: s.end("stop"))
         elif sequence.generated_tokens >= request.max_tokens:
-            self._places.finish(sequence, lambda s: s.end("length"))
+            self._admission.finish(sequence, lambda s: s.end("length"))
 
     # ---- prefilling
 
     def prefill(self, sequence: Sequence, count: int) -> None:
-        """Read the next `count` tokens of a prompt and seal what blocks they fill; of a model that
-        takes a prompt as mlx-lm cuts it, up to the next cut."""
+        """Read the next `count` tokens of a prompt and commit what blocks they fill; of a model
+        that takes a prompt as mlx-lm cuts it, up to the next cut."""
         start = sequence.position
         stops = [start + count]
         if self.runner.fitness.whole:
             stops = [sequence.whole_stop]
         elif self.runner.is_recurrent:
             # Where its last whole block ends, and where the tree ended that it was let in with.
-            wanted = {sequence.last_boundary(self._prefixes.block_size), sequence.meets}
+            wanted = {sequence.last_boundary(self._prefixes.block_size), sequence.matched_tokens}
             stops = [*sorted(stop for stop in wanted if start < stop < start + count), *stops]
         size = self._prefixes.block_size
         for stop in stops:
-            while sequence.id in self._places.sequences and sequence.position < stop:
+            while sequence.id in self._admission.sequences and sequence.position < stop:
                 start = sequence.position
                 end = min(stop, start // size * size + size) if self._by_block else stop
                 self._read(sequence, end - start, captures=end == stop)
@@ -181,7 +181,7 @@ class Passes:
             count: tokens.
             captures: whether the states behind them are kept.
         """
-        unfinished = sequence.runs and sequence.runs[-1].end % self._prefixes.block_size
+        unfinished = sequence.own_spans and sequence.own_spans[-1].end % self._prefixes.block_size
         if unfinished and not self.runner.fitness.whole:
             raise AssertionError(f"sequence {sequence.id} has an unfinished block to prefill")
         start = sequence.position
@@ -189,35 +189,37 @@ class Passes:
         started = time.perf_counter()
         for attempt in (1, 2):
             try:
-                chunk = self.runner.prefill(tokens, sequence.parts(), start, sequence.live)
+                chunk = self.runner.prefill(
+                    tokens, sequence.parts(), start, sequence.recurrent_state
+                )
                 break
             # A boundary, as in `decode`.
             except Exception as error:  # noqa: BLE001
-                self._peers.fault("reading a prompt", error)
+                self._group.fault("reading a prompt", error)
                 if attempt == 1 and self._shrink_after(error):
                     continue
-                self._places.fail(sequence, _step_error("reading its prompt", error))
+                self._admission.fail(sequence, _step_error("reading its prompt", error))
                 return
         with self._isolated(sequence):
-            if not self._peers.least(chunk.segment.is_finite()):
+            if not self._group.least(chunk.segment.is_finite()):
                 raise StepFailed(
                     f"the model computed something without a number at tokens {start} to "
                     f"{start + count} of the prompt, as weights that overflow in float16 do"
                 )
             if self.runner.is_recurrent:
-                sequence.live = Live(chunk.states, own=True)
+                sequence.recurrent_state = RecurrentState(chunk.states, own=True)
             self._sealing.keep_chunk(sequence, chunk.segment, start)
             del chunk
             last = sequence.last_boundary(self._prefixes.block_size)
             if captures:
                 self._sealing.capture(sequence, turn_end=sequence.position == last)
             self._sealing.end_prompt(sequence, last)
-            self._tally.prefill_steps += 1
-            self._tally.prefilled_tokens += count
+            self._counters.prefill_steps += 1
+            self._counters.prefilled_tokens += count
             seconds = time.perf_counter() - started
-            self._tally.prefill_seconds.append(seconds)
-            self._pace.prefilled(count, seconds)
-            self._places.report(sequence, count)
+            self._counters.prefill_seconds.append(seconds)
+            self._prefill_rate.prefilled(count, seconds)
+            self._admission.report(sequence, count)
 
     # ---- bad days
 
@@ -226,22 +228,22 @@ class Passes:
         self._tails.drop()  # what it wrote may be no numbers
         if not out_of_memory(error):
             for sequence in sequences:
-                self._places.fail(sequence, _step_error("decoding", error))
+                self._admission.fail(sequence, _step_error("decoding", error))
             return
         self.failed_in_a_row += 1
         if self.failed_in_a_row > 1:
             largest = max(sequences, key=lambda s: (s.position, s.id))
-            self._places.fail(largest, _step_error("decoding", error))
+            self._admission.fail(largest, _step_error("decoding", error))
             sequences = [s for s in sequences if s is not largest]
         self._shrink_after(error)
         for sequence in sequences:
-            self._places.park(sequence)
+            self._admission.preempt(sequence)
 
     def _shrink_after(self, error: Exception) -> bool:
-        """After MLX ran out of memory give up half of the cold nodes; tell whether it did."""
+        """After MLX ran out of memory evict half of the cold nodes; tell whether it did."""
         if not out_of_memory(error):
             return False
-        self._tally.out_of_memory += 1
+        self._counters.out_of_memory += 1
         self._prefixes.shrink(max(1, self._prefixes.evictable_bytes // 2), "pressure")
         return True
 
@@ -252,8 +254,8 @@ class Passes:
             yield
         # A boundary: a sampler, a detokenizer, a stop string of one request.
         except Exception as error:
-            if sequence.id in self._places.sequences:
-                self._places.fail(sequence, _step_error("choosing its next token", error))
+            if sequence.id in self._admission.sequences:
+                self._admission.fail(sequence, _step_error("choosing its next token", error))
             else:
                 raise
 

@@ -13,14 +13,14 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from penstock.errors import ModelError
-from penstock.kv.attention import Sight
+from penstock.kv.attention import AttentionWindow
 from penstock.kv.codecs import Scales
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.compressed import RowReads
-from penstock.kv.reads import ChunkReads, DecodeStep, JoinedReads, Part, Row
+from penstock.kv.reads import ChunkReads, DecodeRow, DecodeStep, JoinedReads, KVSpan
 from penstock.kv.segment import Segment
 from penstock.kv.states import (
-    Live,
+    RecurrentState,
     StateForm,
     States,
     arrays,
@@ -60,7 +60,7 @@ class Fitness:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillOutput:
     """What a chunk of a prompt has left, evaluated."""
 
     segment: Segment
@@ -70,17 +70,20 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodeOutput:
     """What a decode step gives, not computed yet."""
 
     logits: mx.array
     """(rows, vocabulary)"""
-    lives: list[Live]
+    recurrent_states: list[RecurrentState]
     """What the recurrent layers keep of each row from now on."""
 
     def arrays(self) -> list[mx.array]:
         """Return what must be evaluated beside the tails, so that the next step begins there."""
-        found: dict[int, States] = {id(live.states): live.states for live in self.lives}
+        found: dict[int, States] = {
+            id(recurrent_state.states): recurrent_state.states
+            for recurrent_state in self.recurrent_states
+        }
         return [array for states in found.values() for array in arrays(states)]
 
 
@@ -107,7 +110,9 @@ class Runner:
         self._passes_on = seam.passes_on(model)
         self.shapes: tuple[LayerShape, ...] = ()
         self.vocabulary_size = 0
-        self.sights = list(self.layout.sights)  # unbounded while the model is tried
+        self.attention_windows = list(
+            self.layout.attention_windows
+        )  # unbounded while the model is tried
         self._state_bytes = 0
         self.state_form = StateForm.of(())
         """Of one sequence."""
@@ -115,13 +120,13 @@ class Runner:
         if self.layout.compression is not None:  # the probe is shorter than windows and groups
             self._state_bytes = self.layout.compression.state_bytes
             self.state_form = self.layout.compression.state_form
-        bound = Sight(max_kv_size - keep, keep)
+        bound = AttentionWindow(max_kv_size - keep, keep)
         if self.drops:
-            self.sights = [
-                bound if sight.window is None else sight.within(max_kv_size)
-                for sight in self.layout.sights
+            self.attention_windows = [
+                bound if attention_window.window is None else attention_window.within(max_kv_size)
+                for attention_window in self.layout.attention_windows
             ]
-        self.distinct_sights = list(dict.fromkeys(self.sights))
+        self.distinct_windows = list(dict.fromkeys(self.attention_windows))
 
     @property
     def token_bytes(self) -> int:
@@ -145,7 +150,7 @@ class Runner:
         return [
             f"{self.token_bytes} bytes a token, {self.state_bytes} of states",
             f"{self.shapes}",
-            f"{self.sights}",
+            f"{self.attention_windows}",
             f"{self.state_form}",
             f"{self.fitness.way} {self.fitness.whole}",
         ]
@@ -168,15 +173,18 @@ class Runner:
 
     def nearest(self, position: int) -> int:
         """Return the first position beyond the kept ones that any layer sees from `position`."""
-        return min((sight.starts_at(position) for sight in self.distinct_sights), default=0)
+        return min(
+            (attention_window.starts_at(position) for attention_window in self.distinct_windows),
+            default=0,
+        )
 
     def decode(
         self,
         tokens: Sequence[int],
-        rows: Sequence[Row],
+        rows: Sequence[DecodeRow],
         tails: Tails,
-        lives: Sequence[Live | None] = (),
-    ) -> Decoded:
+        recurrent_states: Sequence[RecurrentState | None] = (),
+    ) -> DecodeOutput:
         """Read one token a row; nothing is computed yet.
 
         The rows' order is `reads.in_order`'s. The tails' buffers must be evaluated with what is
@@ -185,41 +193,47 @@ class Runner:
         tails.ready()
         if self.fitness.way == "joined":
             each = [
-                self._decode_joined(token, row, tails, live)
-                for token, row, live in zip(tokens, rows, lives or [None] * len(rows), strict=True)
+                self._decode_joined(token, row, tails, recurrent_state)
+                for token, row, recurrent_state in zip(
+                    tokens, rows, recurrent_states or [None] * len(rows), strict=True
+                )
             ]
             own = self.layout.compression is not None
-            return Decoded(
+            return DecodeOutput(
                 mx.concatenate([logits for logits, _ in each]),
-                [Live(states, own=own) for _, states in each],
+                [RecurrentState(states, own=own) for _, states in each],
             )
         step = DecodeStep.of(rows, tails)
-        states = stacked([live or self._fresh() for live in lives]) if lives else None
-        caches, kept = self.layout.caches(step.caches(self.sights), states)
+        states = (
+            stacked([recurrent_state or self._fresh() for recurrent_state in recurrent_states])
+            if recurrent_states
+            else None
+        )
+        caches, kept = self.layout.caches(step.caches(self.attention_windows), states)
         logits = self._run([[token] for token in tokens], caches)
         left = unpinned(seam.states_of(kept))
-        return Decoded(logits, [Live(left, row) for row in range(len(rows))])
+        return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
 
     def prefill(
         self,
         tokens: Sequence[int],
-        parts: Sequence[Part],
+        parts: Sequence[KVSpan],
         position: int,
-        live: Live | None = None,
-    ) -> Chunk:
+        recurrent_state: RecurrentState | None = None,
+    ) -> PrefillOutput:
         """Read tokens of one sequence behind its parts and states."""
-        return self._chunk(tokens, parts, position, live, self.fitness.way)
+        return self._chunk(tokens, parts, position, recurrent_state, self.fitness.way)
 
     def read(
         self,
         tokens: Sequence[int],
-        parts: Sequence[Part],
+        parts: Sequence[KVSpan],
         position: int,
-        live: Live | None = None,
-    ) -> tuple[mx.array, Chunk]:
+        recurrent_state: RecurrentState | None = None,
+    ) -> tuple[mx.array, PrefillOutput]:
         """Read as `prefill` does; also return the logits after each token, (n, vocabulary)."""
         reads = self._chunk_reads(parts, position, self.fitness.way)
-        caches, kept = self.layout.caches(reads, _row(live), position)
+        caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
         mx.eval(logits)
         return logits, _left(reads, kept, len(tokens))
@@ -233,7 +247,7 @@ class Runner:
         if self.fitness.way == "joined":
             return ()
         draw = random.Random(SCALES_SEED)
-        squares = [Squares() for _ in self.sights]
+        squares = [Squares() for _ in self.attention_windows]
         step = max(1, seam.positions(self.model) // SCALES_CHUNKS)
         for chunk in range(SCALES_CHUNKS):
             tokens = [draw.randrange(self.vocabulary_size) for _ in range(min(SCALES_CHUNK, step))]
@@ -249,44 +263,45 @@ class Runner:
     def _chunk(
         self,
         tokens: Sequence[int],
-        parts: Sequence[Part],
+        parts: Sequence[KVSpan],
         position: int,
-        live: Live | None,
+        recurrent_state: RecurrentState | None,
         way: Way,
-    ) -> Chunk:
+    ) -> PrefillOutput:
         reads = self._chunk_reads(parts, position, way)
-        caches, kept = self.layout.caches(reads, _row(live), position)
+        caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
         # Its logits are not kept, which would keep all that they are computed from.
         self.model(mx.array([list(tokens)]), cache=caches)
         return _left(reads, kept, len(tokens))
 
     def _chunk_reads(
-        self, parts: Sequence[Part], position: int, way: Way
+        self, parts: Sequence[KVSpan], position: int, way: Way
     ) -> Sequence[ChunkReads | JoinedReads | RowReads]:
         if way == "joined":
             return self._joined_reads(parts, position, None)
         # What the last layer attends to is read by the logits alone, or by states behind it.
-        last = -1 if self.is_recurrent or self._passes_on else len(self.sights) - 1
+        last = -1 if self.is_recurrent or self._passes_on else len(self.attention_windows) - 1
         return [
-            ChunkReads(i, s, parts, position, last=i == last) for i, s in enumerate(self.sights)
+            ChunkReads(i, s, parts, position, last=i == last)
+            for i, s in enumerate(self.attention_windows)
         ]
 
     def _joined_reads(
-        self, parts: Sequence[Part], position: int, tail: tuple[Tails, int, int] | None
+        self, parts: Sequence[KVSpan], position: int, tail: tuple[Tails, int, int] | None
     ) -> list[JoinedReads | RowReads]:
         rows = self.layout.rows
         return [
             RowReads(rows[i], i, parts, position, chunk=tail is None)
             if i in rows
-            else JoinedReads(i, sight, parts, position, tail)
-            for i, sight in enumerate(self.sights)
+            else JoinedReads(i, attention_window, parts, position, tail)
+            for i, attention_window in enumerate(self.attention_windows)
         ]
 
     def _decode_joined(
-        self, token: int, row: Row, tails: Tails, live: Live | None
+        self, token: int, row: DecodeRow, tails: Tails, recurrent_state: RecurrentState | None
     ) -> tuple[mx.array, States]:
         reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
-        caches, kept = self.layout.caches(reads, _row(live), row.position)
+        caches, kept = self.layout.caches(reads, _row(recurrent_state), row.position)
         logits = self._run([[token]], caches)
         if self.layout.compression is None:
             if seam.is_stage(self.model):  # what goes to and fro keeps the rows' order
@@ -295,10 +310,10 @@ class Runner:
         mx.eval(logits)  # the rows of one sequence at a time
         return logits, copied(seam.states_of(kept))
 
-    def _fresh(self) -> Live:
+    def _fresh(self) -> RecurrentState:
         """Return what the recurrent layers begin with, as was tried: zeros, made for one step."""
         zeros = {name: mx.zeros(shape, dtype) for name, shape, dtype in self.state_form.arrays}
-        return Live(self.state_form.states(zeros))
+        return RecurrentState(self.state_form.states(zeros))
 
     def _run(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
         """Return the logits of the last tokens, (b, vocabulary)."""
@@ -313,13 +328,15 @@ class Runner:
         self.vocabulary_size = expected.shape[-1]
         if self.layout.compression is not None:
             why = "its layers compress what they keep"
-        elif not modules and self.sights:
+        elif not modules and self.attention_windows:
             why = "its attention does not go through mlx-lm's common function"
         else:
             why = self._difference("shared", expected)
             if not why:
                 why = "its attention goes through mlx-lm's function"
-                return Fitness("shared", why if self.sights else "it has no attention", modules)
+                return Fitness(
+                    "shared", why if self.attention_windows else "it has no attention", modules
+                )
         wrong = self._difference("joined", expected)
         if wrong and self._difference("joined", expected, whole=True):
             raise ModelError(f"the engine cannot run this model: {why}; joined, {wrong}")
@@ -361,35 +378,42 @@ class Runner:
         *first, before, last = PROBE
         half = len(first) if whole else len(first) // 2
         chunk = self._chunk(first[:half], [], 0, None, way)
-        shared = Part(chunk.segment, 0, half)
+        shared = KVSpan(chunk.segment, 0, half)
         self.shapes = tuple(
             LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
             for keys, values in shared.segment.layers
             if isinstance(keys, mx.array) and isinstance(values, mx.array)
         )
-        paths: list[tuple[Part, ...]] = []
-        lives = []
+        paths: list[tuple[KVSpan, ...]] = []
+        recurrent_states = []
         for rest in (first[half:], [*first[half:], before]):
             found = chunk
-            path: tuple[Part, ...] = (shared,)
+            path: tuple[KVSpan, ...] = (shared,)
             if rest:
-                found = self._chunk(rest, path, half, Live(chunk.states), way)
-                path = (shared, Part(found.segment, half, len(rest)))
+                found = self._chunk(rest, path, half, RecurrentState(chunk.states), way)
+                path = (shared, KVSpan(found.segment, half, len(rest)))
             paths.append(path)
-            lives.append(Live(found.states))
-        self._state_bytes = max(nbytes(live.states) for live in lives)
-        self.state_form = StateForm.of(lives[-1].states)
+            recurrent_states.append(RecurrentState(found.states))
+        self._state_bytes = max(
+            nbytes(recurrent_state.states) for recurrent_state in recurrent_states
+        )
+        self.state_form = StateForm.of(recurrent_states[-1].states)
         tails = Tails(2, 2, self.shapes)
         tails.ready()
-        rows = [Row(path, path[-1].end, slot, 0) for slot, path in enumerate(paths)]
+        rows = [DecodeRow(path, path[-1].end, slot, 0) for slot, path in enumerate(paths)]
         if way == "joined":
-            each = zip((before, last), rows, lives, strict=True)
-            logits = [self._decode_joined(token, row, tails, live)[0] for token, row, live in each]
+            each = zip((before, last), rows, recurrent_states, strict=True)
+            logits = [
+                self._decode_joined(token, row, tails, recurrent_state)[0]
+                for token, row, recurrent_state in each
+            ]
             found_logits = mx.concatenate(logits)
         else:
             self._check_fresh(first[:half], chunk.states)
             step = DecodeStep.of(rows, tails)
-            caches, _ = self.layout.caches(step.caches(self.sights), stacked(lives))
+            caches, _ = self.layout.caches(
+                step.caches(self.attention_windows), stacked(recurrent_states)
+            )
             found_logits = self._run([[before], [last]], caches)
         dtype = self.shapes[0].dtype if self.shapes else found_logits.dtype
         found_logits = found_logits.astype(mx.float32)
@@ -405,13 +429,13 @@ class Runner:
                 raise ModelError("its recurrent layers do not begin with zeros")
 
 
-def _row(live: Live | None) -> States | None:
-    return None if live is None else live.row_states()
+def _row(recurrent_state: RecurrentState | None) -> States | None:
+    return None if recurrent_state is None else recurrent_state.row_states()
 
 
 def _left(
     reads: Sequence[ChunkReads | JoinedReads | RowReads], kept: Sequence[Any], tokens: int
-) -> Chunk:
+) -> PrefillOutput:
     """Return what a chunk of so many tokens has left, evaluated."""
     layers, states = [], seam.states_of(kept)
     for cache in reads:
@@ -422,4 +446,4 @@ def _left(
             raise ModelError(f"layer {cache.layer} did not cache anything")
         layers.append((cache.keys, cache.values))
     mx.eval(layers)
-    return Chunk(Segment(tuple(layers), length=tokens), copied(states))
+    return PrefillOutput(Segment(tuple(layers), length=tokens), copied(states))

@@ -24,16 +24,16 @@ from penstock.engine.request import Sampling
 from penstock.errors import PenstockError, SettingError
 
 __all__ = [
-    "Chooser",
-    "Chosen",
     "Likeliest",
     "Rule",
+    "SampledToken",
+    "TokenSampler",
     "apply_min_p",
     "apply_top_k",
     "apply_top_p",
-    "choose_all",
     "greedy_only",
     "likeliest",
+    "sample_all",
     "without_frames",
 ]
 
@@ -43,7 +43,7 @@ these takes 1 ms on a CPU, to sort all 11 ms."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledToken:
     """One token; its log-probability and the likeliest tokens' where they were asked for."""
 
     token: int
@@ -68,7 +68,7 @@ class Rule(Protocol):
         """Return another answer's place, where this one is."""
 
 
-class Chooser:
+class TokenSampler:
     """Chooses the tokens of one answer; owned by the thread that computes the logits.
 
     Args:
@@ -106,7 +106,7 @@ class Chooser:
         """Whether the place of the largest logit is all that is asked for."""
         return self.sampling.plain and (self.constraint is None or self.constraint.free)
 
-    def choose(self, logits: mx.array, generated: Sequence[int]) -> Chosen:
+    def choose(self, logits: mx.array, generated: Sequence[int]) -> SampledToken:
         """Choose the token that follows `generated`.
 
         Args:
@@ -187,7 +187,7 @@ class Chooser:
                 draft.top_logprobs = logprobs[draft.top_tokens]
         return draft
 
-    def _read(self, draft: _Draft, logits: mx.array, generated: Sequence[int]) -> Chosen:
+    def _read(self, draft: _Draft, logits: mx.array, generated: Sequence[int]) -> SampledToken:
         """Read a computed draft; make a sure one where it turns out not to be enough."""
         if draft.enough is not None and not draft.enough.item():
             draft = self._draft(logits, generated, sure=True)
@@ -196,13 +196,13 @@ class Chooser:
         if not math.isfinite(value):
             raise _no_finite_logit(value)
         if draft.logprob is None:
-            return Chosen(token)
-        return Chosen(token, _numbers(draft.logprob), draft.top())
+            return SampledToken(token)
+        return SampledToken(token, _numbers(draft.logprob), draft.top())
 
 
-def greedy_only(choosers: Sequence[Chooser]) -> bool:
+def greedy_only(samplers: Sequence[TokenSampler]) -> bool:
     """Say whether `likeliest` of the logits is all that these rows ask for."""
-    return all(chooser.plain for chooser in choosers)
+    return all(sampler.plain for sampler in samplers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +214,14 @@ class Likeliest:
     values: mx.array
     """(B,) float32."""
 
-    def read(self) -> list[Chosen | Exception]:
+    def read(self) -> list[SampledToken | Exception]:
         """Return the rows' tokens; computes what was not computed, all in one `mx.eval`.
 
         A row without a finite logit is an error of that row.
         """
         mx.eval(self.tokens, self.values)
         return [
-            Chosen(token) if math.isfinite(value) else _no_finite_logit(value)
+            SampledToken(token) if math.isfinite(value) else _no_finite_logit(value)
             for token, value in zip(_numbers(self.tokens), _numbers(self.values), strict=True)
         ]
 
@@ -236,9 +236,9 @@ def likeliest(logits: mx.array) -> Likeliest:
     return Likeliest(tokens, values)
 
 
-def choose_all(
-    logits: mx.array, choosers: Sequence[Chooser], generated: Sequence[Sequence[int]]
-) -> list[Chosen | Exception]:
+def sample_all(
+    logits: mx.array, samplers: Sequence[TokenSampler], generated: Sequence[Sequence[int]]
+) -> list[SampledToken | Exception]:
     """Choose a token for every row of a step; an error of one row stands in its place.
 
     Rows that are `plain` cost one argmax and one `mx.eval` for all of them.
@@ -246,34 +246,34 @@ def choose_all(
     Args:
         logits: (B, vocabulary).
         choosers: B of them.
-        generated: Each row's answer so far, as in `Chooser.choose`.
+        generated: Each row's answer so far, as in `TokenSampler.choose`.
 
     Raises:
         ValueError: there is not one chooser a row.
         Exception: what computing the logits raises. That is the step's failure, not a row's.
     """
-    if logits.shape[0] != len(choosers):
-        raise ValueError(f"logits of {logits.shape[0]} rows for {len(choosers)} choosers")
+    if logits.shape[0] != len(samplers):
+        raise ValueError(f"logits of {logits.shape[0]} rows for {len(samplers)} choosers")
     best = likeliest(logits)
-    if greedy_only(choosers):
+    if greedy_only(samplers):
         return best.read()
     mx.eval(logits, best.tokens, best.values)
     chosen = best.read()
     drafts: dict[int, _Draft] = {}
-    for row, chooser in enumerate(choosers):
-        if chooser.plain:
+    for row, sampler in enumerate(samplers):
+        if sampler.plain:
             continue
         try:
-            drafts[row] = chooser._draft(logits[row], generated[row])
+            drafts[row] = sampler._draft(logits[row], generated[row])
         except Exception as error:  # noqa: BLE001 - a boundary: it ends this row's answer alone
             chosen[row] = without_frames(error)
     computed = _computed(drafts.values())
     for row, draft in drafts.items():
         try:
             if computed:
-                chosen[row] = choosers[row]._read(draft, logits[row], generated[row])
+                chosen[row] = samplers[row]._read(draft, logits[row], generated[row])
             else:
-                chosen[row] = choosers[row].choose(logits[row], generated[row])
+                chosen[row] = samplers[row].choose(logits[row], generated[row])
         except Exception as error:  # noqa: BLE001 - a boundary, as above
             chosen[row] = without_frames(error)
     return chosen

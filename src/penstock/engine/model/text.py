@@ -16,7 +16,7 @@ class Detokenizer(Protocol):
         """Take in one token."""
 
     def finalize(self) -> None:
-        """Give up waiting for the rest of a character."""
+        """Evict waiting for the rest of a character."""
 
     def reset(self) -> None:
         """Begin another text, in buffers of its own."""

@@ -16,17 +16,17 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
-from penstock.engine.offload.prefill_rate import FIRST_BYTES_PER_SECOND, Pace, ReadPace
-from penstock.engine.ranks.process_group import Peers
-from penstock.kv.block_format import Forms
+from penstock.engine.offload.prefill_rate import FIRST_BYTES_PER_SECOND, PrefillRate, ReadRate
+from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
-from penstock.kv.states import Live, StateForm, States
+from penstock.kv.states import RecurrentState, StateForm, States
 from penstock.ledger import Kind, Reservation
-from penstock.prefix.block_hashes import checkpoint_key
+from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
 from penstock.prefix.tree import Pin
-from penstock.tiers.host import Landing, StateLanding, host_block, host_states
+from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer, host_block, host_states
 from penstock.tiers.record import Record
 from penstock.tiers.worker import ColdTier, TierStats
 
@@ -62,7 +62,7 @@ class Restore:
 
     first: int
     """Blocks in front of them."""
-    landing: Landing | StateLanding
+    landing: RestoreBuffer | StateRestoreBuffer
     answer: Future[int]
     """How many of them are there, from the first on."""
     paid: Reservation
@@ -80,7 +80,7 @@ class Restore:
 class _Pending:
     """Blocks of a chain, from `first` on, that are to be written; their KV is in the tree."""
 
-    keys: tuple[bytes, ...]
+    block_hashes: tuple[bytes, ...]
     root: bytes
     first: int
 
@@ -106,17 +106,17 @@ class EngineTier:
         self,
         open_tier: Callable[[int], ColdTier],
         prefixes: Prefixes[Segment],
-        forms: Forms,
-        pace: Pace,
+        forms: BlockFormats,
+        prefill_rate: PrefillRate,
         *,
         in_place: bool,
         state_form: StateForm | None = None,
         buffer_bytes: int = 0,
-        peers: Peers,
+        group: ProcessGroup,
     ) -> None:
-        self.pace = pace
-        self.read_pace = ReadPace(peers.mean(1 / FIRST_BYTES_PER_SECOND))
-        self._peers = peers
+        self.prefill_rate = prefill_rate
+        self.read_pace = ReadRate(group.mean(1 / FIRST_BYTES_PER_SECOND))
+        self._group = group
         self._state_form = state_form
         self._state_bytes = 0 if state_form is None else state_form.nbytes
         self._prefixes = prefixes
@@ -151,7 +151,7 @@ class EngineTier:
         return sum(restore.paid.nbytes for restore in (*self._restores, *self._left))
 
     def stats(self) -> TierStats:
-        """Return what the tier has done; what was given up before it came to it is dropped."""
+        """Return what the tier has done; what was evicted before it came to it is dropped."""
         found = self.tier.stats()
         found.dropped_blocks += self._dropped
         return found
@@ -166,9 +166,9 @@ class EngineTier:
         """Whether there are blocks or checkpoints whose turn to be written has not come."""
         return bool(self._pending or self._turns)
 
-    def held(self, keys: Sequence[bytes]) -> Future[int]:
+    def held(self, block_hashes: Sequence[bytes]) -> Future[int]:
         """Ask how many blocks of a chain, from its first one on, could be read."""
-        return self.tier.held(keys, resumable=self.has_states)
+        return self.tier.held(block_hashes, resumable=self.has_states)
 
     @property
     def has_states(self) -> bool:
@@ -194,13 +194,13 @@ class EngineTier:
 
     # ---- reading
 
-    def ask(self, keys: Sequence[bytes], known: int) -> Future[int]:
+    def ask(self, block_hashes: Sequence[bytes], known: int) -> Future[int]:
         """Ask how many blocks of a chain, from its first one on, are there, for a request; they
         are used, also the `known` first ones that are in the tree, and the others will be read.
         Of a model with states no more than to the last checkpoint."""
-        return self._peers.answer(self.tier.prepare(keys, known, resumable=self.has_states))
+        return self._group.answer(self.tier.prepare(block_hashes, known, resumable=self.has_states))
 
-    def begin(self, keys: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
+    def begin(self, block_hashes: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
         """Have the blocks of a chain read from block `first` on, some at a time.
 
         Args:
@@ -210,31 +210,35 @@ class EngineTier:
         """
         at_once = max(1, MAX_MERGE_TOKENS // self._prefixes.block_size)
         begun = []
-        while first < len(keys):
-            stop = self._forms.end(first, min(first + at_once, len(keys)))
+        while first < len(block_hashes):
+            stop = self._forms.end(first, min(first + at_once, len(block_hashes)))
             paid = self._prefixes.ledger.reserve(Kind.TAILS, 0)
             own.pass_on(paid, self._forms.nbytes(first, stop))
-            landing = Landing(
+            landing = RestoreBuffer(
                 self._forms.of(first),
                 stop - first,
                 self._prefixes.block_size,
                 in_place=self._in_place,
             )
-            answer = self._peers.answer(self.tier.restore(keys[first:stop], landing.targets))
+            answer = self._group.answer(
+                self.tier.restore(block_hashes[first:stop], landing.targets)
+            )
             begun.append(Restore(first, landing, answer, paid, self))
             first = stop
         self._restores.update(begun)
         return begun
 
-    def begin_states(self, keys: Sequence[bytes]) -> Restore | None:
+    def begin_states(self, block_hashes: Sequence[bytes]) -> Restore | None:
         """Have the checkpoint read behind the last block of a chain; None if there is no room."""
         assert self._state_form is not None
         if not self._prefixes.make_room(self._state_bytes):
             return None
         paid = self._prefixes.ledger.reserve(Kind.TAILS, self._state_bytes)
-        landing = StateLanding(self._state_form, in_place=self._in_place)
-        answer = self._peers.answer(self.tier.restore([checkpoint_key(keys[-1])], landing.targets))
-        restore = Restore(len(keys), landing, answer, paid, self)
+        landing = StateRestoreBuffer(self._state_form, in_place=self._in_place)
+        answer = self._group.answer(
+            self.tier.restore([checkpoint_hash(block_hashes[-1])], landing.targets)
+        )
+        restore = Restore(len(block_hashes), landing, answer, paid, self)
         self._restores.add(restore)
         return restore
 
@@ -244,7 +248,7 @@ class EngineTier:
         self._restores.remove(restore)
         restore.paid.release()
         there = not restore.answer.exception() and restore.answer.result()
-        assert isinstance(restore.landing, StateLanding)
+        assert isinstance(restore.landing, StateRestoreBuffer)
         return restore.landing.states() if there else None
 
     def take(self, restore: Restore, own: Reservation) -> int:
@@ -263,7 +267,7 @@ class EngineTier:
         if not restore.answer.cancel():
             return False
         self._restores.remove(restore)
-        if isinstance(restore.landing, Landing):  # states are no part of the own
+        if isinstance(restore.landing, RestoreBuffer):  # states are no part of the own
             restore.paid.pass_on(own, restore.paid.nbytes)
         restore.paid.release()
         return True
@@ -293,34 +297,34 @@ class EngineTier:
         """
         prefixes, ledger = self._prefixes, self._prefixes.ledger
         before, size = prefixes.tree.tokens, prefixes.block_size
-        for keys in self.tier.chains(ledger.free_bytes).result(PRELOAD_SECONDS):
+        for block_hashes in self.tier.chains(ledger.free_bytes).result(PRELOAD_SECONDS):
             if self.has_states:
-                keys = keys[: self.held(keys).result(PRELOAD_SECONDS)]
-            match = prefixes.match(keys)
-            blocks = len(keys) - match.tokens // size
-            nbytes = self._forms.nbytes(match.tokens // size, len(keys))
+                block_hashes = block_hashes[: self.held(block_hashes).result(PRELOAD_SECONDS)]
+            match = prefixes.match(block_hashes)
+            blocks = len(block_hashes) - match.tokens // size
+            nbytes = self._forms.nbytes(match.tokens // size, len(block_hashes))
             # A node that ends inside is cut in two, which takes a copy of it.
-            cut = match.path[-1].segment.nbytes if match.ends_inside else 0
-            room = nbytes + cut + prefixes.index_bytes(blocks) + 2 * self._state_bytes
-            if room > ledger.free_bytes or not (blocks or (keys and self.has_states)):
+            num_cached_tokens = match.path[-1].segment.nbytes if match.ends_inside else 0
+            room = nbytes + num_cached_tokens + prefixes.index_bytes(blocks) + 2 * self._state_bytes
+            if room > ledger.free_bytes or not (blocks or (block_hashes and self.has_states)):
                 continue
             with prefixes.pin(match) as pin:
                 if blocks:
                     with ledger.reserve(Kind.TAILS, nbytes) as own:
-                        self._preload(keys, pin, match.tokens // size, own)
+                        self._preload(block_hashes, pin, match.tokens // size, own)
                 if checkpoints is not None:
-                    self._preload_states(keys, pin, checkpoints)
+                    self._preload_states(block_hashes, pin, checkpoints)
         return prefixes.tree.tokens - before
 
     def _preload_states(
-        self, keys: Sequence[bytes], pin: Pin[Segment], checkpoints: Checkpoints
+        self, block_hashes: Sequence[bytes], pin: Pin[Segment], checkpoints: Checkpoints
     ) -> None:
         """Read the checkpoint behind a chain that is in the tree, unless it is there."""
-        end = len(keys) * self._prefixes.block_size
+        end = len(block_hashes) * self._prefixes.block_size
         held, _ = checkpoints.resume(pin.path, end)
-        if held == end or self._prefixes.match(keys).tokens < end:
+        if held == end or self._prefixes.match(block_hashes).tokens < end:
             return
-        restore = self.begin_states(keys)
+        restore = self.begin_states(block_hashes)
         if restore is None:
             return
         wait([restore.answer], PRELOAD_SECONDS)
@@ -329,12 +333,12 @@ class EngineTier:
             return
         states = self.take_states(restore)
         if states is not None:
-            checkpoints.capture(pin.path, end, Live(states, own=True), turn_end=True)
+            checkpoints.capture(pin.path, end, RecurrentState(states, own=True), turn_end=True)
 
     def _preload(
-        self, keys: Sequence[bytes], pin: Pin[Segment], first: int, own: Reservation
+        self, block_hashes: Sequence[bytes], pin: Pin[Segment], first: int, own: Reservation
     ) -> None:
-        restores = self.begin(keys, first, own)
+        restores = self.begin(block_hashes, first, own)
         try:
             while restores:
                 restores[0].answer.result(PRELOAD_SECONDS)
@@ -342,11 +346,11 @@ class EngineTier:
                 if self.take(restore, own) < restore.blocks:
                     break
                 landing, end = restore.landing, restore.first + restore.blocks
-                assert isinstance(landing, Landing)
-                sealed = self._prefixes.insert(
-                    pin, restore.first, keys[:end], landing.tokens, landing.segment(), own
+                assert isinstance(landing, RestoreBuffer)
+                committed = self._prefixes.insert(
+                    pin, restore.first, block_hashes[:end], landing.tokens, landing.segment(), own
                 )
-                if sealed.refused is not None:
+                if committed.refused is not None:
                     break
         finally:
             for restore in restores:
@@ -354,7 +358,9 @@ class EngineTier:
 
     # ---- writing
 
-    def note(self, keys: Sequence[bytes], root: bytes, first: int, *, seen: bool = False) -> None:
+    def note(
+        self, block_hashes: Sequence[bytes], root: bytes, first: int, *, seen: bool = False
+    ) -> None:
         """Note that the blocks of a chain from `first` on are in the tree, and perhaps not on the
         disk; those that are worth it are written when there is time.
 
@@ -364,18 +370,18 @@ class EngineTier:
             first: blocks in front of them.
             seen: whether they were asked for before.
         """
-        if first >= len(keys) or not (seen or self._is_dear()):
+        if first >= len(block_hashes) or not (seen or self._is_dear()):
             return
-        self._pending.append(_Pending(tuple(keys), root, first))
-        self._pending_keys += len(keys)
+        self._pending.append(_Pending(tuple(block_hashes), root, first))
+        self._pending_keys += len(block_hashes)
         while self._pending_keys > PENDING_KEYS:
             self._give_up(self._pending[0])
 
-    def note_checkpoint(self, keys: Sequence[bytes], *, seen: bool = False) -> None:
+    def note_checkpoint(self, block_hashes: Sequence[bytes], *, seen: bool = False) -> None:
         """Note that there is a checkpoint behind the last block of a chain, at which a conversation
         goes on: it is written behind the blocks, as they are."""
-        turn = tuple(keys)
-        if keys and turn not in self._turns and (seen or self._is_dear()):
+        turn = tuple(block_hashes)
+        if block_hashes and turn not in self._turns and (seen or self._is_dear()):
             self._turns.append(turn)
 
     def offer_next(self) -> bool:
@@ -398,7 +404,7 @@ class EngineTier:
         return {
             node.id
             for pending in self._pending
-            for node in self._prefixes.match(pending.keys).path
+            for node in self._prefixes.match(pending.block_hashes).path
             if node.end > pending.first * size
         }
 
@@ -429,7 +435,7 @@ class EngineTier:
         return self._prefill_seconds(1) > WORTH_WRITING * seconds
 
     def _prefill_seconds(self, blocks: int) -> float:
-        return self.pace.prefill_seconds(blocks * self._prefixes.block_size)
+        return self.prefill_rate.prefill_seconds(blocks * self._prefixes.block_size)
 
     def _nbytes(self, first: int, stop: int) -> int:
         """Return the bytes of the blocks first..stop-1 in files."""
@@ -439,8 +445,8 @@ class EngineTier:
     def _offer(self, pending: _Pending) -> None:
         """Copy the next block out of the tree, if it is still there, and offer it, held as it is
         to be: what waits in the tree to be held so is not waited for."""
-        keys, size, number = pending.keys, self._prefixes.block_size, pending.first
-        match = self._prefixes.match(keys[: number + 1])
+        block_hashes, size, number = pending.block_hashes, self._prefixes.block_size, pending.first
+        match = self._prefixes.match(block_hashes[: number + 1])
         if match.tokens < (number + 1) * size:  # nor would those behind it have a beginning
             self._give_up(pending)
             return
@@ -454,20 +460,20 @@ class EngineTier:
             return
         self.tier.offer(
             Record(
-                key=keys[number],
-                parent=keys[number - 1] if number else pending.root,
+                key=block_hashes[number],
+                parent=block_hashes[number - 1] if number else pending.root,
                 depth=number,
                 arrays=host_block(held, node.tokens[at : at + size]),
             )
         )
         pending.first += 1
-        if pending.first == len(keys):
+        if pending.first == len(block_hashes):
             self._drop(pending)
 
-    def _offer_states(self, keys: Sequence[bytes]) -> None:
+    def _offer_states(self, block_hashes: Sequence[bytes]) -> None:
         """Copy a checkpoint out of the tree, if it is still there, and offer it."""
-        match = self._prefixes.match(keys)
-        end = len(keys) * self._prefixes.block_size
+        match = self._prefixes.match(block_hashes)
+        end = len(block_hashes) * self._prefixes.block_size
         if match.tokens < end:
             return
         node = match.path[-1]
@@ -475,17 +481,17 @@ class EngineTier:
             if node.start + found.at == end and StateForm.of(found.states) == self._state_form:
                 self.tier.offer(
                     Record(
-                        key=checkpoint_key(keys[-1]),
-                        parent=keys[-1],
-                        depth=len(keys),
+                        key=checkpoint_hash(block_hashes[-1]),
+                        parent=block_hashes[-1],
+                        depth=len(block_hashes),
                         arrays=host_states(found.states),
                     )
                 )
 
     def _give_up(self, pending: _Pending) -> None:
-        self._dropped += len(pending.keys) - pending.first
+        self._dropped += len(pending.block_hashes) - pending.first
         self._drop(pending)
 
     def _drop(self, pending: _Pending) -> None:
         self._pending.remove(pending)
-        self._pending_keys -= len(pending.keys)
+        self._pending_keys -= len(pending.block_hashes)

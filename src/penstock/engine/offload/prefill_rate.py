@@ -8,7 +8,7 @@ NEWEST_WEIGHT = 0.25
 """Of the last measurement in the mean."""
 
 
-class Mean:
+class RunningMean:
     """A running mean.
 
     Args:
@@ -23,14 +23,14 @@ class Mean:
         self.value += NEWEST_WEIGHT * (measured - self.value)
 
 
-class Pace:
+class PrefillRate:
     """A model's speed. Pure: it is told what was measured.
 
     Args:
         token_seconds: what a token of a prompt takes to compute.
     """
 
-    def __init__(self, token_seconds: Mean) -> None:
+    def __init__(self, token_seconds: RunningMean) -> None:
         self._token_seconds = token_seconds
 
     def prefilled(self, tokens: int, seconds: float) -> None:
@@ -42,14 +42,14 @@ class Pace:
         return tokens * self._token_seconds.value
 
 
-class ReadPace:
+class ReadRate:
     """A store's speed. Pure: it is told what was measured.
 
     Args:
         byte_seconds: what a byte of its files takes to read.
     """
 
-    def __init__(self, byte_seconds: Mean) -> None:
+    def __init__(self, byte_seconds: RunningMean) -> None:
         self._byte_seconds = byte_seconds
 
     def restored(self, nbytes: int, seconds: float) -> None:

@@ -3,7 +3,7 @@ writes behind.
 
     enqueue ──> ask: how much of the chain has each tier? the system reads it ahead
     step    ──> fastest: from which of them it is read ──> EngineTier.begin ──> taken in
-    seal    ──> note: these blocks are new ──> each tier has them written at its own pace
+    commit    ──> note: these blocks are new ──> each tier has them written at its own pace
     turn    ──> note_checkpoint ──> the states at its end, behind the blocks
 
 Nothing here waits for a tier, and no tier for another: what a slow one has not said in time is
@@ -28,10 +28,10 @@ from penstock.engine.offload.engine_tier import (
     EngineTier,
     Restore,
 )
-from penstock.engine.offload.prefill_rate import Pace
-from penstock.engine.ranks.process_group import Peers
+from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.errors import SettingError
-from penstock.kv.block_format import Forms
+from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
 from penstock.kv.states import StateForm, States
 from penstock.ledger import Reservation
@@ -50,7 +50,7 @@ WHERE = {"ssd": "on the disk", "remote": "in the remote cache"}
 """The tiers in words, the nearest first."""
 
 
-class Asked:
+class TierLookup:
     """What is asked of all tiers for one request: how many blocks of a chain they have."""
 
     def __init__(
@@ -81,13 +81,13 @@ class Asked:
             if answer.done()
         }
 
-    def late(self) -> Asked | None:
+    def late(self) -> TierLookup | None:
         """Return what is still to be answered; None if all is."""
         answers = {tier: answer for tier, answer in self._answers.items() if not answer.done()}
-        return Asked(answers, self._blocks, self._clock) if answers else None
+        return TierLookup(answers, self._blocks, self._clock) if answers else None
 
 
-class Cold:
+class TierGroup:
     """What the engine does with its cold tiers. Not thread-safe: the engine's thread.
 
     Args:
@@ -105,7 +105,9 @@ class Cold:
         self.tiers = tiers
         self._clock = clock
         self._prefixes = prefixes
-        self._late: deque[tuple[Asked, Sequence[bytes], bytes, int]] = deque(maxlen=PENDING_TURNS)
+        self._late: deque[tuple[TierLookup, Sequence[bytes], bytes, int]] = deque(
+            maxlen=PENDING_TURNS
+        )
 
     # ---- questions
 
@@ -134,12 +136,12 @@ class Cold:
         """Return what each tier has done, by its name."""
         return {name: tier.stats() for name, tier in self.tiers.items()}
 
-    def on_disk(self, keys: Sequence[bytes], timeout_seconds: float) -> int | None:
+    def on_disk(self, block_hashes: Sequence[bytes], timeout_seconds: float) -> int | None:
         """Wait to be told how many first tokens of a chain are in a tier at most; None if that
         takes too long."""
         until = time.monotonic() + timeout_seconds
         found = []
-        for answer in [tier.held(keys) for tier in self]:
+        for answer in [tier.held(block_hashes) for tier in self]:
             with suppress(TimeoutError):
                 found.append(answer.result(max(0.0, until - time.monotonic())))
         return max(found) * self._prefixes.block_size if found else None
@@ -149,7 +151,7 @@ class Cold:
         many first blocks it has; None if computing them is as good.
 
         Args:
-            found: what `Asked` has found.
+            found: what `TierLookup` has found.
             first: blocks that need not be read.
         """
         tier = max(found, key=lambda tier: tier.saved_seconds(first, found[tier]), default=None)
@@ -159,11 +161,13 @@ class Cold:
 
     # ---- reading
 
-    def ask(self, keys: Sequence[bytes]) -> Asked:
+    def ask(self, block_hashes: Sequence[bytes]) -> TierLookup:
         """Ask how many blocks of a chain, from its first one on, each tier has, for a request;
         they are used, also those that are in the tree, and the others will be read."""
-        known = self._prefixes.match(keys).tokens // self._prefixes.block_size
-        return Asked({tier: tier.ask(keys, known) for tier in self}, len(keys), self._clock)
+        known = self._prefixes.match(block_hashes).tokens // self._prefixes.block_size
+        return TierLookup(
+            {tier: tier.ask(block_hashes, known) for tier in self}, len(block_hashes), self._clock
+        )
 
     def take_states(self, restore: Restore) -> States | None:
         """See `EngineTier.take_states`."""
@@ -188,12 +192,14 @@ class Cold:
 
     # ---- writing
 
-    def note(self, keys: Sequence[bytes], root: bytes, first: int) -> None:
+    def note(self, block_hashes: Sequence[bytes], root: bytes, first: int) -> None:
         """Note that the blocks of a chain from `first` on are new in the tree."""
         for tier in self:
-            tier.note(keys, root, first)
+            tier.note(block_hashes, root, first)
 
-    def note_held(self, asked: Asked, keys: Sequence[bytes], root: bytes, cut: int) -> None:
+    def note_held(
+        self, asked: TierLookup, block_hashes: Sequence[bytes], root: bytes, num_cached_tokens: int
+    ) -> None:
         """Note that a chain that was asked for is in the tree, of which a tier may lack the end.
         Who has not answered is noted for when it has.
 
@@ -206,17 +212,17 @@ class Cold:
         """
         late = asked.late()
         for tier, blocks in asked.found().items():
-            if blocks < len(keys):
-                tier.note(keys, root, blocks, seen=True)
+            if blocks < len(block_hashes):
+                tier.note(block_hashes, root, blocks, seen=True)
                 if tier.has_states:
-                    tier.note_checkpoint(keys[:cut], seen=True)
-        if late is not None and keys:
-            self._late.append((late, keys, root, cut))
+                    tier.note_checkpoint(block_hashes[:num_cached_tokens], seen=True)
+        if late is not None and block_hashes:
+            self._late.append((late, block_hashes, root, num_cached_tokens))
 
-    def note_checkpoint(self, keys: Sequence[bytes], *, seen: bool = False) -> None:
+    def note_checkpoint(self, block_hashes: Sequence[bytes], *, seen: bool = False) -> None:
         """Note that there is a checkpoint behind the last block of a chain."""
         for tier in self:
-            tier.note_checkpoint(keys, seen=seen)
+            tier.note_checkpoint(block_hashes, seen=seen)
 
     def work(self, *, busy: bool) -> bool:
         """Copy a block for each tier and offer it, if there is one and the tier takes it; or wait a
@@ -258,16 +264,16 @@ class Cold:
         return iter(self.tiers.values())
 
 
-def open_cold(
+def open_tiers(
     limits: EngineSettings,
     prefixes: Prefixes[Segment],
-    forms: Forms,
-    pace: Pace,
+    forms: BlockFormats,
+    prefill_rate: PrefillRate,
     *,
     in_place: bool,
     state_form: StateForm | None = None,
-    peers: Peers,
-) -> Cold | None:
+    group: ProcessGroup,
+) -> TierGroup | None:
     """Open the cold tiers that an engine's settings name; None if they name none. See `EngineTier`.
 
     Raises:
@@ -280,11 +286,11 @@ def open_cold(
             open_tier,
             prefixes,
             forms,
-            pace,
+            prefill_rate,
             in_place=in_place,
             state_form=state_form,
             buffer_bytes=buffer_bytes,
-            peers=peers,
+            group=group,
         )
 
     tiers: dict[str, EngineTier] = {}
@@ -302,7 +308,7 @@ def open_cold(
         for opened in tiers.values():
             opened.close()
         raise
-    return Cold(tiers, prefixes, peers.clock) if tiers else None
+    return TierGroup(tiers, prefixes, group.clock) if tiers else None
 
 
 def _ssd(limits: EngineSettings, folder: Path, fingerprint: str) -> Callable[[int], ColdTier]:

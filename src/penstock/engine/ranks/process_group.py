@@ -32,8 +32,8 @@ from zlib import crc32
 import mlx.core as mx
 import numpy as np
 
-from penstock.engine.model.sampling import Chosen
-from penstock.engine.offload.prefill_rate import Mean
+from penstock.engine.model.sampling import SampledToken
+from penstock.engine.offload.prefill_rate import RunningMean
 from penstock.errors import PenstockError, SettingError
 
 NUMBERS = 16
@@ -64,7 +64,7 @@ class Command:
     """The time it was asked at, on rank 0's clock, in seconds."""
 
 
-class Peers(Protocol):
+class ProcessGroup(Protocol):
     """Who runs the same engine, as its core sees them."""
 
     rank: int
@@ -93,13 +93,13 @@ class Peers(Protocol):
     def most(self, number: int) -> int:
         """Return the largest of all ranks' numbers."""
 
-    def chosen(self, found: Sequence[Chosen | Exception]) -> list[Chosen | Exception]:
+    def chosen(self, found: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
         """Return what rank 0 has chosen of each row."""
 
     def answer(self, own: Future[int]) -> Future[int]:
         """Return an answer that is there when every rank has its own, and is the least of them."""
 
-    def mean(self, first: float) -> Mean:
+    def mean(self, first: float) -> RunningMean:
         """Return a running mean that is the same for all: of what rank 0 measures."""
 
     def fault(self, doing: str, error: Exception) -> None:
@@ -117,7 +117,7 @@ class Peers(Protocol):
         """
 
 
-class Alone:
+class SingleProcess:
     """The peers of an engine in one process: there is nobody to agree with."""
 
     rank = 0
@@ -136,33 +136,33 @@ class Alone:
     def most(self, number: int) -> int:
         return number
 
-    def chosen(self, found: Sequence[Chosen | Exception]) -> list[Chosen | Exception]:
+    def chosen(self, found: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
         return list(found)
 
     def answer(self, own: Future[int]) -> Future[int]:
         return own
 
-    def mean(self, first: float) -> Mean:
-        return Mean(first)
+    def mean(self, first: float) -> RunningMean:
+        return RunningMean(first)
 
     def fault(self, doing: str, error: Exception) -> None: ...
 
     def check_equal(self, what: str, told: object) -> None: ...
 
 
-class AgreedMean(Mean):
+class AgreedMean(RunningMean):
     """A running mean that changes between two steps only, to rank 0's own."""
 
     def __init__(self, first: float) -> None:
         super().__init__(first)
-        self.own = Mean(first)
+        self.own = RunningMean(first)
         """Of what this rank has measured."""
 
     def add(self, measured: float) -> None:
         self.own.add(measured)
 
 
-class Ranks:
+class RankGroup:
     """The processes of a group of MLX's, each with a core over its part of one model.
 
     Used by the thread that owns the arrays, in the same order on every rank.
@@ -227,14 +227,16 @@ class Ranks:
     def most(self, number: int) -> int:
         return max(self._all("most", number))
 
-    def chosen(self, found: Sequence[Chosen | Exception]) -> list[Chosen | Exception]:
+    def chosen(self, found: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
         tokens = [FAILED if isinstance(each, Exception) else each.token for each in found]
         message = struct.pack(f"<{len(tokens)}q", *tokens)
         _, message = self._exchange("chosen", (), message if self.leads else b"")
         if self.leads:
             return list(found)
         return [
-            RanksBroken("rank 0 could not choose its next token") if token < 0 else Chosen(token)
+            RanksBroken("rank 0 could not choose its next token")
+            if token < 0
+            else SampledToken(token)
             for (token,) in struct.iter_unpack("<q", message)
         ]
 
@@ -244,7 +246,7 @@ class Ranks:
         self._answers.append((own, agreed))
         return agreed
 
-    def mean(self, first: float) -> Mean:
+    def mean(self, first: float) -> RunningMean:
         self._means.append(AgreedMean(self._first(first)))
         return self._means[-1]
 

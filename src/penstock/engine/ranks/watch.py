@@ -22,7 +22,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 
-from penstock.engine.ranks.process_group import Ranks, RanksBroken
+from penstock.engine.ranks.process_group import RankGroup, RanksBroken
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 8.0
@@ -48,7 +48,7 @@ class Watch:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankGroup,
         gone: Callable[[str], None],
         *,
         silent_seconds: float = SILENT_SECONDS,
@@ -57,8 +57,8 @@ class Watch:
         self._gone = gone
         self._silent_seconds = silent_seconds
         self._closing = threading.Event()
-        self._peers = self._meet()
-        self._heard = dict.fromkeys(self._peers, time.monotonic())
+        self._group = self._meet()
+        self._heard = dict.fromkeys(self._group, time.monotonic())
         self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
         self._thread.start()
 
@@ -118,13 +118,13 @@ class Watch:
     def _run(self) -> None:
         """Be the thread, which alone touches the connections."""
         beat_at = 0.0
-        while not self._closing.is_set() and self._peers:
+        while not self._closing.is_set() and self._group:
             now = time.monotonic()
             if now >= beat_at:
                 beat_at = now + BEAT_SECONDS
                 self._tell(BEAT)
-            for ready in wait(list(self._peers.values()), BEAT_SECONDS / 4):
-                rank = next(r for r, each in self._peers.items() if each is ready)
+            for ready in wait(list(self._group.values()), BEAT_SECONDS / 4):
+                rank = next(r for r, each in self._group.items() if each is ready)
                 if not self._hear(rank):
                     return
             for rank, heard in self._heard.items():
@@ -133,19 +133,19 @@ class Watch:
                     self._end(f"{self._ranks.names[rank]} has not been heard of for {silent:.0f} s")
                     return
         self._tell(END)
-        for connection in self._peers.values():
+        for connection in self._group.values():
             connection.close()
 
     def _hear(self, rank: int) -> bool:
         """Take what a rank has sent; False if that is the end."""
         try:
-            told = self._peers[rank].recv_bytes(MOST_BYTES)
+            told = self._group[rank].recv_bytes(MOST_BYTES)
         except (EOFError, OSError):
             self._end(f"{self._ranks.names[rank]} has ended")
             return False
         self._heard[rank] = time.monotonic()
         if told == END:  # it ends in good order, and so will this one
-            self._peers.pop(rank).close()
+            self._group.pop(rank).close()
             del self._heard[rank]
         elif told != BEAT:
             self._end(told.decode(errors="replace"))
@@ -154,7 +154,7 @@ class Watch:
 
     def _tell(self, message: bytes) -> None:
         """Send to all; who has hung up is found out where it is heard."""
-        for connection in self._peers.values():
+        for connection in self._group.values():
             with suppress(OSError):
                 connection.send_bytes(message)
 

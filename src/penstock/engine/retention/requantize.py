@@ -2,10 +2,10 @@
 
     at-rest   finish  ──> changed ──> nodes that nobody reads ──> between two steps one is encoded
                                       and takes the raw one's place
-    active    seal    ──> sealed: a whole block is encoded before it becomes part of a path
+    active    commit    ──> committed: a whole block is encoded before it becomes part of a path
 
 The first tokens of prompts and unfinished blocks stay in full precision; what is coded is never
-widened again.
+dequantized again.
 
 At rest an answer reads in full precision what it computes, and codes where it meets blocks that an
 earlier one has left behind. With `active` a token reads as codes every whole block in front of its
@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from penstock.config import EngineSettings
-from penstock.kv.block_format import Form
-from penstock.kv.quantization import Quantisation, piece_bytes
+from penstock.kv.block_format import BlockFormat
+from penstock.kv.quantization import QuantizationRule, piece_bytes
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
@@ -31,7 +31,7 @@ from penstock.prefix.prefixes import Prefixes
 Path = Sequence[Node[Segment]]
 
 
-class Quantiser:
+class Requantizer:
     """Holds nodes as a rule says. Not thread-safe: the engine's thread.
 
     Args:
@@ -47,7 +47,7 @@ class Quantiser:
 
     def __init__(
         self,
-        rule: Quantisation,
+        rule: QuantizationRule,
         prefixes: Prefixes[Segment],
         shapes: Sequence[LayerShape],
         limits: EngineSettings,
@@ -57,10 +57,10 @@ class Quantiser:
         self._token_bits, left = rule.token_bits(shapes)
         self.token_bytes = (self._token_bits + left) / 8
         """Of one token in all layers, held so."""
-        self._form = Form.of(shapes, rule.scheme, rule.raw_layers)
+        self._form = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
         self._prefixes = prefixes
         self._first = rule.first_tokens
-        self.active = limits.kv_cache_quantize == "active"
+        self.active = limits.kv_cache_quantize_when == "active"
         """Whether blocks are encoded as soon as they are whole."""
         self._due: deque[Node[Segment]] = deque()
         self._looked = True
@@ -68,7 +68,7 @@ class Quantiser:
         """Nodes of which something had to stay raw."""
         self._awaited: set[int] = set()
         """Nodes that answers read which have no place just now."""
-        block = Form.of(shapes).nbytes(prefixes.block_size) if self.active else 0
+        block = BlockFormat.of(shapes).nbytes(prefixes.block_size) if self.active else 0
         self._buffers = prefixes.ledger.reserve(Kind.BUFFERS, piece_bytes(shapes) + block)
 
     @property
@@ -80,7 +80,7 @@ class Quantiser:
         """Note that nodes have come, or are no longer read."""
         self._looked = False
 
-    def sealed(self, segment: Segment, start: int) -> Segment:
+    def committed(self, segment: Segment, start: int) -> Segment:
         """Return a whole block as it is to be read by all tokens behind it: with `active`, coded.
 
         Args:
@@ -97,7 +97,7 @@ class Quantiser:
         its forms: it is tried again at the next step.
 
         Args:
-            awaited: paths of answers that were parked, which read them again.
+            awaited: paths of answers that were preempted, which read them again.
 
         Raises:
             MemoryError, RuntimeError: MLX found no room; the node stays as it is.

@@ -16,7 +16,7 @@ from itertools import islice
 from math import inf
 
 from penstock.kv import columns as col
-from penstock.kv.attention import Sight
+from penstock.kv.attention import AttentionWindow
 from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint
 from penstock.kv.tails import LayerShape
@@ -80,10 +80,11 @@ class Windows:
 
     # ---- questions
 
-    def resume(self, path: Path, most_tokens: int) -> int:
-        """Return the deepest position of a path, `most_tokens` at most, at which a sequence can go
+    def resume(self, path: Path, max_kv_tokens: int) -> int:
+        """Return the deepest position of a path, `max_kv_tokens` at most, at which a sequence can
+        go
         on: every window in front of it is whole."""
-        return resume(path, most_tokens, self.windows)
+        return resume(path, max_kv_tokens, self.windows)
 
     def is_useless(self, node: Node[Segment]) -> bool:
         """Tell whether nobody can go on anywhere in a node that nobody reads, nor behind it."""
@@ -255,7 +256,7 @@ class Windows:
         )
 
 
-def windows_of(sights: Sequence[Sight], most_tokens: int) -> dict[int, int]:
+def windows_of(attention_windows: Sequence[AttentionWindow], max_kv_tokens: int) -> dict[int, int]:
     """Return the windows of the layers that see less than what may be shared, by their numbers.
 
     Args:
@@ -263,17 +264,19 @@ def windows_of(sights: Sequence[Sight], most_tokens: int) -> dict[int, int]:
         most_tokens: of a path.
     """
     return {
-        layer: sight.window
-        for layer, sight in enumerate(sights)
-        if sight.window is not None and not sight.keep and sight.window < most_tokens
+        layer: attention_window.window
+        for layer, attention_window in enumerate(attention_windows)
+        if attention_window.window is not None
+        and not attention_window.keep
+        and attention_window.window < max_kv_tokens
     }
 
 
-def resume(path: Path, most_tokens: int, windows: Mapping[int, int]) -> int:
-    """Return the deepest position of a path, `most_tokens` at most, in front of which every layer
+def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
+    """Return the deepest position of a path, `max_kv_tokens` at most, in front of which every layer
     holds its window. Each node lacks first tokens alone, so that the search goes from the beginning
     of one node that lacks some to that of another."""
-    position = most_tokens
+    position = max_kv_tokens
     for node in reversed(path):
         missing = node.segment.missing
         if missing and node.start < position:

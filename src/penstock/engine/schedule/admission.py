@@ -2,7 +2,7 @@
 has.
 
     admit   ──> a path is pinned, bytes are reserved, a slot of the pool is taken: all, or nothing
-    park    ──> given back, but for the tokens; it is let in again later
+    preempt    ──> given back, but for the tokens; it is let in again later
     finish  ──> given back, then the handle is told
     fail    ──> the same, and its slot is wiped
 
@@ -14,26 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 
-from penstock.engine.offload.tier_group import Cold
+from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.windows import Reader
-from penstock.engine.schedule.budget import Room
+from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.committing import Sealing
 from penstock.engine.schedule.paths import Paths
 from penstock.engine.schedule.scheduler import Job, Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
-from penstock.engine.stats import Tally
+from penstock.engine.stats import Counters
 from penstock.errors import PenstockError
 from penstock.kv.tails import Tails
 
 
-class Places:
+class Admission:
     """All open sequences, in the queue or in a place. Not thread-safe: the engine's thread.
 
     Args:
         scheduler: says who is next.
         room: the bytes of the engine.
         paths: of the sequences.
-        sealing: is told where a conversation ends.
+        committing: is told where a conversation ends.
         tails: the pool of slots.
         cold: reads for sequences, if there is a cold tier.
         tally: of the engine.
@@ -43,21 +43,21 @@ class Places:
         self,
         scheduler: Scheduler,
         *,
-        room: Room,
+        budget: MemoryBudget,
         paths: Paths,
-        sealing: Sealing,
+        committing: Sealing,
         tails: Tails,
-        cold: Cold | None,
-        tally: Tally,
+        tiers: TierGroup | None,
+        counters: Counters,
     ) -> None:
         self.sequences: dict[int, Sequence] = {}
         self._scheduler = scheduler
-        self._room = room
+        self._budget = budget
         self._paths = paths
-        self._sealing = sealing
+        self._sealing = committing
         self._tails = tails
-        self._cold = cold
-        self._tally = tally
+        self._tiers = tiers
+        self._counters = counters
 
     # ---- questions
 
@@ -65,7 +65,7 @@ class Places:
         """Yield what is read of which paths."""
         for sequence in self.sequences.values():
             if sequence.pin is not None:
-                yield sequence.pin.path, sequence.cut
+                yield sequence.pin.path, sequence.num_cached_tokens
 
     def check(self) -> None:
         """Raise AssertionError if a slot, a pin or a reservation is lost, or taken twice."""
@@ -75,12 +75,14 @@ class Places:
             raise AssertionError(f"slots {slots} taken, {tails.free_slots} free")
         self._paths.check(sequences)
         for sequence in sequences:
-            own = sum(run.segment.nbytes for run in sequence.runs)
-            if sequence.own is None and (own or sequence.slot is not None or sequence.pin):
+            own = sum(run.segment.nbytes for run in sequence.own_spans)
+            if sequence.kv_reservation is None and (
+                own or sequence.slot is not None or sequence.pin
+            ):
                 raise AssertionError(f"sequence {sequence.id} holds what was not reserved")
-            if sequence.own is not None and own > sequence.own.nbytes:
+            if sequence.kv_reservation is not None and own > sequence.kv_reservation.nbytes:
                 raise AssertionError(
-                    f"sequence {sequence.id} holds {own} bytes of {sequence.own.nbytes}"
+                    f"sequence {sequence.id} holds {own} bytes of {sequence.kv_reservation.nbytes}"
                 )
 
     # ---- coming
@@ -111,18 +113,18 @@ class Places:
         for job in self._scheduler.in_line():
             sequence = self.sequences[job.id]
             while not (self._scheduler.free_places and self._try_admit(sequence)):
-                lower = [self.sequences[other] for other in self._scheduler.to_park(job)]
+                lower = [self.sequences[other] for other in self._scheduler.to_preempt(job)]
                 if not lower or not self._worth_parking(sequence, lower):
                     return
-                self.park(lower[0])
+                self.preempt(lower[0])
 
     def catch_up(self) -> None:
-        """Let who is prefilling share what others have sealed meanwhile."""
+        """Let who is prefilling share what others have committed meanwhile."""
         for job in self._scheduler.jobs(State.PREFILLING):
             sequence = self.sequences[job.id]
             gained = self._paths.catch_up(sequence)
             if gained:
-                sequence.spare(gained * self._room.token_bytes)
+                sequence.spare(gained * self._budget.token_bytes)
                 self.count_hit(sequence, gained)
                 self.report(sequence, 0)
 
@@ -131,38 +133,42 @@ class Places:
     def count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
         """Count prompt tokens that this answer did not have to compute.
 
-        What it finds again after it was parked is its own work, and no hit.
+        What it finds again after it was preempted is its own work, and no hit.
         """
-        if sequence.was_parked:
+        if sequence.was_preempted:
             return
         sequence.cached_tokens += tokens
-        self._tally.hit_tokens += tokens
-        self._tally.restored_tokens += tokens if restored else 0
+        self._counters.hit_tokens += tokens
+        self._counters.restored_tokens += tokens if restored else 0
 
     def report(self, sequence: Sequence, served_tokens: int) -> None:
         """Tell the scheduler where a sequence stands."""
         blocks = sequence.position // self._scheduler.block_size
-        key = sequence.keys[blocks] if blocks < len(sequence.keys) and not sequence.runs else None
+        key = (
+            sequence.block_hashes[blocks]
+            if blocks < len(sequence.block_hashes) and not sequence.own_spans
+            else None
+        )
         left = sequence.left
         self._scheduler.progress(
             sequence.id,
             position=sequence.position,
             left=left,
-            next_key=key if left else None,
+            next_block_hash=key if left else None,
             served_tokens=served_tokens,
         )
         if not left and self._scheduler.job(sequence.id).state is State.PREFILLING:
-            self._scheduler.act(sequence.id, "read")
+            self._scheduler.act(sequence.id, "prefilled")
 
     # ---- going
 
-    def park(self, sequence: Sequence) -> None:
-        """Take a sequence out; it is let in again later and finds its sealed path."""
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence out; it is let in again later and finds its committed path."""
         node = sequence.pin.node if sequence.pin is not None else None
         self._release(sequence)
-        sequence.was_parked = True
-        self._tally.parkings += 1
-        self._scheduler.act(sequence.id, "park")
+        sequence.was_preempted = True
+        self._counters.preemptions += 1
+        self._scheduler.act(sequence.id, "preempt")
         self._scheduler.progress(sequence.id, position=0, left=sequence.left)
         self._paths.tidy(node)
 
@@ -173,13 +179,13 @@ class Places:
         del self.sequences[sequence.id]
         self._release(sequence)
         self._scheduler.act(sequence.id, "finish")
-        self._tally.finished += 1
+        self._counters.finished += 1
         tell(sequence)
         self._paths.tidy(node)
 
     def fail(self, sequence: Sequence, error: PenstockError) -> None:
         """End an answer with an error; what it wrote may be no numbers, and is wiped."""
-        self._tally.failed += 1
+        self._counters.failed += 1
         if sequence.slot is not None:
             self._tails.wipe(sequence.slot)
         self.finish(sequence, lambda s: s.end("error", error=error))
@@ -193,8 +199,8 @@ class Places:
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Pin a path, reserve the rest, take a slot; False, and nothing taken, if it must wait."""
-        self._paths.name_blocks(sequence)
-        taken = self._take(sequence, self._paths.matched(sequence.keys))
+        self._paths.hash_blocks(sequence)
+        taken = self._take(sequence, self._paths.matched(sequence.block_hashes))
         if not taken and self._tails.free_slots == self._tails.slots:
             # A node that is longer than what the sequence reads of it may take the room that
             # it needs. Nobody else runs: without the path, all nodes can give way.
@@ -205,9 +211,12 @@ class Places:
         self._scheduler.act(sequence.id, "admit")
         if not sequence.admitted:
             sequence.admitted = True
-            sequence.tokens, sequence.keys = list(sequence.tokens), list(sequence.keys)
-            self._tally.prompt_tokens += sequence.prompt_tokens
-            self.count_hit(sequence, sequence.cut)
+            sequence.tokens, sequence.block_hashes = (
+                list(sequence.tokens),
+                list(sequence.block_hashes),
+            )
+            self._counters.prompt_tokens += sequence.prompt_tokens
+            self.count_hit(sequence, sequence.num_cached_tokens)
         self.report(sequence, 0)
         return True
 
@@ -216,25 +225,25 @@ class Places:
         reserve the bytes of all others, or do nothing."""
         # It is a reader from now on: what it reads is not dropped to make room for the rest.
         self._paths.enter(sequence, matched)
-        if self._room.reserve(sequence):
+        if self._budget.reserve(sequence):
             return True
         self._paths.back_out(sequence)
         return False
 
     def _worth_parking(self, sequence: Sequence, others: Items[Sequence]) -> bool:
-        """Tell whether a sequence would fit if all of the others were parked."""
-        return self._room.would_fit(sequence, self._paths.reachable(sequence), others)
+        """Tell whether a sequence would fit if all of the others were preempted."""
+        return self._budget.would_fit(sequence, self._paths.reachable(sequence), others)
 
     def _release(self, sequence: Sequence) -> None:
         """Give back everything that a sequence holds; its tokens stay."""
-        sequence.runs.clear()
-        if self._cold is not None:
-            self._cold.leave(sequence.restores)
+        sequence.own_spans.clear()
+        if self._tiers is not None:
+            self._tiers.leave(sequence.restores)
             sequence.restores = []
-        sequence.tail = sequence.cut = 0
-        sequence.live = sequence.went_on_at = None
+        sequence.tail = sequence.num_cached_tokens = 0
+        sequence.recurrent_state = sequence.resumed_at = None
         if sequence.slot is not None:
             self._tails.give_back(sequence.slot)
             sequence.slot = None
         self._paths.leave(sequence)
-        self._room.release(sequence, self.sequences.values())
+        self._budget.release(sequence, self.sequences.values())

@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten
 from penstock.config import EngineSettings
 from penstock.engine.largest_steps import check_largest_steps
 from penstock.engine.model.runner import Runner
-from penstock.engine.ranks.process_group import Peers
-from penstock.engine.schedule.costs import Needs
+from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import LedgerFull, NeverFits
 from penstock.kv.segment import Segment
@@ -47,7 +47,7 @@ class Copying(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetAside:
+class FixedReservations:
     """What is reserved as long as an engine is open."""
 
     weights: Reservation
@@ -59,7 +59,7 @@ class SetAside:
     """What a chunk of the longest sequence that was let in adds to them."""
 
 
-class Room:
+class MemoryBudget:
     """The bytes of an engine and of its sequences. Not thread-safe: the engine's thread.
 
     Args:
@@ -73,8 +73,8 @@ class Room:
 
     def __init__(
         self,
-        aside: SetAside,
-        needs: Needs,
+        aside: FixedReservations,
+        estimator: MemoryEstimator,
         prefixes: Prefixes[Segment],
         *,
         copying: Items[Copying],
@@ -82,7 +82,7 @@ class Room:
     ) -> None:
         self.token_bytes = token_bytes
         self._aside = aside
-        self._needs = needs
+        self._estimator = estimator
         self._prefixes = prefixes
         self._ledger = prefixes.ledger
         self._copying = copying
@@ -108,19 +108,21 @@ class Room:
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raise NeverFits if a sequence could not run though nobody else did."""
-        own = self._needs.own(sequence.most_tokens)
-        step = self._needs.step(sequence.most_tokens) + self._needs.chunk(sequence.most_tokens)
-        index = self._prefixes.index_bytes(len(sequence.keys) + 1)
+        own = self._estimator.sequence_bytes(sequence.max_kv_tokens)
+        step = self._estimator.decode_bytes(sequence.max_kv_tokens) + self._estimator.prefill_bytes(
+            sequence.max_kv_tokens
+        )
+        index = self._prefixes.index_bytes(len(sequence.block_hashes) + 1)
         fixed = self.fixed_bytes
         limit = self._ledger.limit_bytes
         if fixed + own + step + index <= limit:
             return
         room = max(0, limit - fixed)
         raise NeverFits(
-            f"KV for {sequence.most_tokens + 1:,} tokens needs {format_bytes(own + step + index)}; "
-            f"the limit of {format_bytes(limit)} leaves {format_bytes(room)} beside weights, tails "
-            f"and buffers of {format_bytes(fixed)}. Lower max_tokens or max_kv_size, shorten the "
-            f"prompt, or raise memory_limit",
+            f"KV for {sequence.max_kv_tokens + 1:,} tokens needs "
+            f"{format_bytes(own + step + index)}; the limit of {format_bytes(limit)} leaves "
+            f"{format_bytes(room)} beside weights, tails and buffers of {format_bytes(fixed)}. "
+            f"Lower max_tokens or max_kv_size, shorten the prompt, or raise memory_limit",
             own + step + index,
             room,
             limit,
@@ -138,17 +140,25 @@ class Room:
                 limit_bytes,
             )
 
-    def would_fit(self, sequence: Sequence, cut: int, others: Iterable[Sequence]) -> bool:
+    def would_fit(
+        self, sequence: Sequence, num_cached_tokens: int, others: Iterable[Sequence]
+    ) -> bool:
         """Tell whether a sequence that reads `cut` tokens of a path would fit if all of the others
-        were parked."""
-        needed = self._needs.own(sequence.most_tokens) + self._needs.step(sequence.most_tokens)
-        needed += max(0, self._needs.chunk(sequence.most_tokens) - self._aside.chunk.nbytes)
+        were preempted."""
+        needed = self._estimator.sequence_bytes(
+            sequence.max_kv_tokens
+        ) + self._estimator.decode_bytes(sequence.max_kv_tokens)
+        needed += max(
+            0, self._estimator.prefill_bytes(sequence.max_kv_tokens) - self._aside.chunk.nbytes
+        )
         freed = self._ledger.free_bytes + self._prefixes.evictable_bytes
         for other in others:
-            held = [r.nbytes for r in (other.own, other.step) if r is not None]
+            held = [
+                r.nbytes for r in (other.kv_reservation, other.step_reservation) if r is not None
+            ]
             path = other.pin.path if other.pin is not None else ()
             freed += sum(held) + sum(n.segment.nbytes + n.index_bytes for n in path if n.pins == 1)
-        return needed - cut * self.token_bytes <= freed
+        return needed - num_cached_tokens * self.token_bytes <= freed
 
     def check(
         self, sequences: Iterable[Sequence], tails: Tails, *, weights: int, reading: int
@@ -161,7 +171,7 @@ class Room:
             weights: bytes of the model's, counted again.
             reading: bytes of what is being read from cold tiers.
         """
-        reserved = [(s.own, s.step) for s in sequences]
+        reserved = [(s.kv_reservation, s.step_reservation) for s in sequences]
         promised = sum(own.nbytes for own, _ in reserved if own is not None)
         steps = sum(step.nbytes for _, step in reserved if step is not None)
         buffers = self._aside.step.nbytes + steps + self._aside.chunk.nbytes
@@ -182,45 +192,50 @@ class Room:
     def reserve(self, sequence: Sequence) -> bool:
         """Reserve what a sequence may come to hold behind its cut, and what it adds to a step;
         False, and nothing reserved, if there is no room."""
-        most = sequence.most_tokens
+        most = sequence.max_kv_tokens
         try:
-            own = self._prefixes.reserve(Kind.TAILS, self._needs.own(most, sequence.cut))
+            own = self._prefixes.reserve(
+                Kind.TAILS, self._estimator.sequence_bytes(most, sequence.num_cached_tokens)
+            )
         except (LedgerFull, NeverFits):
             return False
         try:
-            step = self._prefixes.reserve(Kind.BUFFERS, self._needs.step(most))
+            step = self._prefixes.reserve(Kind.BUFFERS, self._estimator.decode_bytes(most))
         except (LedgerFull, NeverFits):
             own.release()
             return False
         chunk = self._aside.chunk
-        more = self._needs.chunk(most) - chunk.nbytes
+        more = self._estimator.prefill_bytes(most) - chunk.nbytes
         if more > 0 and not self._prefixes.make_room(more):
             step.release()
             own.release()
             return False
         chunk.resize(chunk.nbytes + max(0, more))
-        sequence.own, sequence.step = own, step
+        sequence.kv_reservation, sequence.step_reservation = own, step
         return True
 
     def reserve_anew(self, sequence: Sequence) -> bool:
         """Reserve what a sequence may come to hold behind its cut, after that was moved; False,
         and nothing changed, if there is no room."""
-        assert sequence.own is not None
-        more = self._needs.own(sequence.most_tokens, sequence.cut) - sequence.own.nbytes
+        assert sequence.kv_reservation is not None
+        more = (
+            self._estimator.sequence_bytes(sequence.max_kv_tokens, sequence.num_cached_tokens)
+            - sequence.kv_reservation.nbytes
+        )
         if more > 0 and not self._prefixes.make_room(more):
             return False
-        sequence.own.resize(sequence.own.nbytes + more)
+        sequence.kv_reservation.resize(sequence.kv_reservation.nbytes + more)
         return True
 
     def release(self, sequence: Sequence, sequences: Iterable[Sequence]) -> None:
         """Give back what a sequence has reserved; the longest of those that remain says what a
         chunk takes."""
-        for reservation in (sequence.own, sequence.step):
+        for reservation in (sequence.kv_reservation, sequence.step_reservation):
             if reservation is not None:
                 reservation.release()
-        sequence.own = sequence.step = None
-        admitted = [other for other in sequences if other.own is not None]
-        chunks = (self._needs.chunk(other.most_tokens) for other in admitted)
+        sequence.kv_reservation = sequence.step_reservation = None
+        admitted = [other for other in sequences if other.kv_reservation is not None]
+        chunks = (self._estimator.prefill_bytes(other.max_kv_tokens) for other in admitted)
         self._aside.chunk.resize(max(chunks, default=0))
 
     def close(self) -> None:
@@ -237,14 +252,14 @@ class Room:
         return sum(part.nbytes for part in self._copying)
 
 
-def set_aside(
+def reserve_fixed(
     weights: Reservation,
     ledger: Ledger,
     limits: EngineSettings,
     runner: Runner,
-    needs: Needs,
-    peers: Peers,
-) -> tuple[SetAside, Tails]:
+    estimator: MemoryEstimator,
+    group: ProcessGroup,
+) -> tuple[FixedReservations, Tails]:
     """Make the pool of tails, after its bytes were reserved, and reserve what a step takes, as it
     is measured then: the most that it takes any of the peers.
 
@@ -255,13 +270,13 @@ def set_aside(
     slots, block_size = limits.max_batch_size, limits.block_size
     columns = min(MOST_TAIL_TOKENS, POOL_TOKENS // slots, block_size // 2)
     columns = min(max(TAIL_TOKENS, columns), block_size)
-    check_largest_steps(ledger, limits, runner, peers, columns)
+    check_largest_steps(ledger, limits, runner, group, columns)
     pool = ledger.reserve(Kind.TAILS, slots * columns * runner.token_bytes)
     tails = Tails(slots, columns, runner.shapes)
-    step = ledger.reserve(Kind.BUFFERS, peers.most(needs.measure_step(tails)))
+    step = ledger.reserve(Kind.BUFFERS, group.most(estimator.measure_step(tails)))
     tails.drop()  # until somebody decodes
     chunk = ledger.reserve(Kind.BUFFERS, 0)
-    return SetAside(weights=weights, pool=pool, step=step, chunk=chunk), tails
+    return FixedReservations(weights=weights, pool=pool, step=step, chunk=chunk), tails
 
 
 def weight_bytes(model: Any) -> int:

@@ -9,21 +9,22 @@ import mlx.core as mx
 
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
-from penstock.engine.model.sampling import Chooser, choose_all
+from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.request import Sampling
 from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
-from penstock.kv.block_format import Form
+from penstock.kv.block_format import BlockFormat
 from penstock.kv.codecs.coded import wide_bytes
 from penstock.kv.codecs.names import RAW
 from penstock.kv.quantization import piece_bytes
-from penstock.kv.reads import Part, Row
-from penstock.kv.states import Live
+from penstock.kv.reads import DecodeRow, KVSpan
+from penstock.kv.states import RecurrentState
 from penstock.kv.tails import Tails
 
 JOINED_SCORE_BYTES = 16
 """Working memory of one score in MLX's own attention, which joined models use."""
 WIDENED_BUFFERS = 4
-"""Arrays of float32 that are alive together while a codec's keys or values are widened at once."""
+"""Arrays of float32 that are alive together while a codec's keys or values are dequantized at
+once."""
 FAR_TOKENS = 4_096
 """How far into a prompt a step is measured where layers compress: behind as many rows as are
 picked for a token at all."""
@@ -47,7 +48,7 @@ EVERYTHING = Sampling(
 )
 
 
-class Needs:
+class MemoryEstimator:
     """Bytes that a model takes under an engine's limits.
 
     A sequence of n tokens is one whose prompt and answer have n tokens whose KV is ever read:
@@ -73,24 +74,26 @@ class Needs:
             else max((score_bytes(shape.dtype) for shape in runner.shapes), default=0)
         )
 
-    def own(self, tokens: int, cut: int = 0) -> int:
+    def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
         """Return the most that a sequence can come to hold beside `cut` tokens of a path: keys
         and values of the others, and its states."""
         if not self._runner.drops:
             # Rows that are loose, until they are in the columns of an unfinished block.
             loose = self._limits.block_size if self._compresses else 0
-            own = max(0, tokens - cut) + loose
+            own = max(0, tokens - num_cached_tokens) + loose
             return own * self._runner.token_bytes + self._runner.state_bytes
         window = self._limits.max_kv_size
-        own = max(0, min(tokens, window) - cut)
+        own = max(0, min(tokens, window) - num_cached_tokens)
         if tokens > window:
             # What is seen behind the kept tokens, in runs that are let go whole, and a new chunk.
-            sights = self._runner.distinct_sights
-            ring = max((sight.window or 0 for sight in sights), default=0)
+            attention_windows = self._runner.distinct_windows
+            ring = max(
+                (attention_window.window or 0 for attention_window in attention_windows), default=0
+            )
             own += min(tokens - window, ring + 2 * self._limits.step_tokens)
         return own * self._runner.token_bytes + self._runner.state_bytes
 
-    def step(self, tokens: int) -> int:
+    def decode_bytes(self, tokens: int) -> int:
         """Return what a sequence adds to every step in which it decodes: its scores; where layers
         compress, its new states, since sequences are computed one after the other, each in less
         than a chunk of it takes."""
@@ -98,7 +101,7 @@ class Needs:
             return self._runner.state_bytes
         return self._seen(tokens) * self._runner.heads * self._score_bytes
 
-    def chunk(self, tokens: int) -> int:
+    def prefill_bytes(self, tokens: int) -> int:
         """Return what a sequence adds to a step that prefills it: a layer joined, and the scores
         beyond those that are computed at a time in any case: of one token, or, if the model
         attends to a chunk by itself, of the chunk that was measured. One sequence at a time does.
@@ -116,7 +119,7 @@ class Needs:
         layer = 2 * self._runner.layer_bytes * seen
         if self._coded and self._runner.shapes:
             numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes)
-            # Widened as it is joined; of a model that attends by itself, before.
+            # Dequantized as it is joined; of a model that attends by itself, before.
             whole = WIDENED_BUFFERS * mx.float32.size * numbers * seen
             layer += whole if self._alone else piece_bytes(self._runner.shapes)
             layer = max(layer, wide_bytes(numbers * seen))  # while it decodes
@@ -129,17 +132,17 @@ class Needs:
         """
         limits, runner = self._limits, self._runner
         tokens = [0] * limits.step_tokens
-        rows = [Row((), 0, slot, 0) for slot in range(limits.max_batch_size)]
+        rows = [DecodeRow((), 0, slot, 0) for slot in range(limits.max_batch_size)]
 
         def decode() -> None:
-            lives = [None] * len(rows) if runner.is_recurrent else []
-            decoded = runner.decode([0] * len(rows), rows, tails, lives)
+            recurrent_states = [None] * len(rows) if runner.is_recurrent else []
+            decoded = runner.decode([0] * len(rows), rows, tails, recurrent_states)
             mx.eval(decoded.logits, decoded.arrays(), tails.buffers())
 
         def sample() -> None:
             logits = mx.random.normal((len(rows), runner.vocabulary_size), key=mx.random.key(0))
-            choosers = [Chooser(EVERYTHING, (0,), choice) for choice in range(len(rows))]
-            choose_all(logits, choosers, [()] * len(rows))
+            samplers = [TokenSampler(EVERYTHING, (0,), choice) for choice in range(len(rows))]
+            sample_all(logits, samplers, [()] * len(rows))
 
         masks = MASK_BYTES * len(rows) * runner.vocabulary_size
         prefill, seconds = _peak(lambda: runner.prefill(tokens, (), 0))
@@ -161,9 +164,12 @@ class Needs:
         """Read a chunk behind `FAR_TOKENS` tokens that are nothing."""
         states = self._runner.state_form
         nothing = {name: mx.zeros(shape, dtype) for name, shape, dtype in states.arrays}
-        blank = Form.of(self._runner.shapes).blank(FAR_TOKENS)
+        blank = BlockFormat.of(self._runner.shapes).blank(FAR_TOKENS)
         self._runner.prefill(
-            tokens, [Part(blank, 0, FAR_TOKENS)], FAR_TOKENS, Live(states.states(nothing))
+            tokens,
+            [KVSpan(blank, 0, FAR_TOKENS)],
+            FAR_TOKENS,
+            RecurrentState(states.states(nothing)),
         )
 
     @property

@@ -1,8 +1,8 @@
 """Who is let in, who is read, who waits: the decisions of the engine, in plain Python.
 
-    add ──> WAITING ──admit──> PREFILLING ──read──> RUNNING ──finish──> DONE
+    add ──> WAITING ──admit──> PREFILLING ──prefilled──> RUNNING ──finish──> DONE
                                  │  ^                  │
-                               park admit            park        finish leads to DONE
+                               preempt admit            preempt        finish leads to DONE
                                  v  │                  │         from every other state
                                 PARKED <───────────────┘
 
@@ -11,12 +11,12 @@
 A step of the engine is
 
     for job in candidates():        whoever fits in the ledger, in this order, until one does not
-        act(job.id, "admit")        and "read" at once where nothing is left to prefill
+        act(job.id, "admit")        and "prefilled" at once where nothing is left to prefill
     plan()                          all that run decode one token, some prefill a chunk
     progress(...), act(...)         what came of it
 
 A job is one sequence: a request for n answers is n jobs, whose prompts are equal, so that one
-of them is read and the others share what it has sealed. Nothing here knows of arrays, threads
+of them is read and the others share what it has committed. Nothing here knows of arrays, threads
 or clocks; time is what the caller says it is, and steps are counted by themselves.
 """
 
@@ -42,28 +42,28 @@ class State(Enum):
     """Holds a place; blocks of its prompt are on their way from the disk."""
     RUNNING = "running"
     """Holds a place; decodes one token a step."""
-    PARKED = "parked"
+    PREEMPTED = "preempted"
     """Gave its place and its own bytes back, and waits for the next one."""
     DONE = "done"
     """Forgotten by the scheduler."""
 
 
-Event = Literal["admit", "fetch", "fetched", "read", "park", "finish"]
+Event = Literal["admit", "fetch", "fetched", "prefilled", "preempt", "finish"]
 
 NEXT: dict[tuple[State, Event], State] = {
     (State.WAITING, "admit"): State.PREFILLING,
-    (State.PARKED, "admit"): State.PREFILLING,
+    (State.PREEMPTED, "admit"): State.PREFILLING,
     (State.PREFILLING, "fetch"): State.RESTORING,
     (State.RESTORING, "fetched"): State.PREFILLING,
-    (State.PREFILLING, "read"): State.RUNNING,
-    (State.PREFILLING, "park"): State.PARKED,
-    (State.RESTORING, "park"): State.PARKED,
-    (State.RUNNING, "park"): State.PARKED,
+    (State.PREFILLING, "prefilled"): State.RUNNING,
+    (State.PREFILLING, "preempt"): State.PREEMPTED,
+    (State.RESTORING, "preempt"): State.PREEMPTED,
+    (State.RUNNING, "preempt"): State.PREEMPTED,
     (State.WAITING, "finish"): State.DONE,
     (State.PREFILLING, "finish"): State.DONE,
     (State.RESTORING, "finish"): State.DONE,
     (State.RUNNING, "finish"): State.DONE,
-    (State.PARKED, "finish"): State.DONE,
+    (State.PREEMPTED, "finish"): State.DONE,
 }
 
 PLACED = (State.PREFILLING, State.RESTORING, State.RUNNING)
@@ -93,7 +93,7 @@ class Job:
     """Tokens still to prefill before it decodes."""
     position: int = 0
     """Tokens readable so far: its next chunk begins here."""
-    next_key: bytes | None = None
+    next_block_hash: bytes | None = None
     """Name of the block that its next chunk begins with; None: it shares with nobody."""
     served: int = 0
     """Tokens that the model has read for it."""
@@ -103,7 +103,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     """The next `tokens` of a job's prompt, to be read in one step."""
 
     id: int
@@ -111,11 +111,11 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """What one step of the model will run: ids to decode a token each, and chunks to prefill."""
 
     decode: tuple[int, ...]
-    prefill: tuple[Chunk, ...]
+    prefill: tuple[PrefillChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Scheduler:
         max_batch_size: places, that is, jobs that are prefilling or running at the same time.
         budget_tokens: tokens that may be prefilled in a step, all jobs together; a block at least.
         block_size: tokens; a chunk ends at a multiple of it, or with the prompt.
-        max_queue: jobs that may wait for their first place. Parked ones do not count.
+        max_queue: jobs that may wait for their first place. Preempted ones do not count.
 
     Raises:
         ValueError: one of them is below 1, or a block is longer than `budget_tokens`.
@@ -161,7 +161,7 @@ class Scheduler:
             )
         self.max_queue = _positive("max_queue", max_queue)
         self._jobs: dict[int, Job] = {}
-        self._line: list[Job] = []  # waiting and parked, in the order of admission
+        self._line: list[Job] = []  # waiting and preempted, in the order of admission
         self._placed: dict[int, Job] = {}
         self._step = 1
         self._planned = False  # a plan was made in this step
@@ -193,9 +193,9 @@ class Scheduler:
         return sorted((job for job in self._jobs.values() if job.state is state), key=_order)
 
     def in_line(self) -> list[Job]:
-        """Return who is waiting or parked, in the order of admission, places or not.
+        """Return who is waiting or preempted, in the order of admission, places or not.
 
-        Priority first; of the same priority, who was parked before who was never in; then by
+        Priority first; of the same priority, who was preempted before who was never in; then by
         arrival. If the first does not fit, let nobody else pass it, or it may wait for ever.
         """
         return list(self._line)
@@ -208,10 +208,10 @@ class Scheduler:
         """Return who holds a place, highest priority first, then by arrival."""
         return sorted(self._placed.values(), key=_order)
 
-    def restoring_keys(self) -> set[bytes]:
+    def restoring_hashes(self) -> set[bytes]:
         """Return the names of the blocks that are being restored next."""
         restoring = (job for job in self._placed.values() if job.state is State.RESTORING)
-        return {job.next_key for job in restoring if job.next_key is not None}
+        return {job.next_block_hash for job in restoring if job.next_block_hash is not None}
 
     def overdue(self, now_seconds: float) -> list[int]:
         """Return the ids of those whose deadline is now or was before."""
@@ -221,8 +221,8 @@ class Scheduler:
             if job.deadline_seconds is not None and job.deadline_seconds <= now_seconds
         ]
 
-    def to_park(self, job: Job) -> list[int]:
-        """Return who may be parked for `job`: all of lower priority that hold a place.
+    def to_preempt(self, job: Job) -> list[int]:
+        """Return who may be preempted for `job`: all of lower priority that hold a place.
 
         The cheapest sacrifice first: the lowest priority, and of these the latest arrival.
         """
@@ -258,13 +258,13 @@ class Scheduler:
     def act(self, job_id: int, event: Event) -> State:
         """Let `event` happen to a job, and return its new state.
 
-        A job without anything left to prefill is admitted as any other, and "read" follows
-        at once. A parked one has tokens to read again: tell `progress` how many before it is
+        A job without anything left to prefill is admitted as any other, and "prefilled" follows
+        at once. A preempted one has tokens to read again: tell `progress` how many before it is
         admitted. Whoever is finished is forgotten.
 
         Raises:
             UnknownSequence: no such job.
-            ValueError: not in this state; or "admit" while all places are taken; or "read"
+            ValueError: not in this state; or "admit" while all places are taken; or "prefilled"
                 while tokens are left to prefill. Nothing is changed then.
         """
         job = self.job(job_id)
@@ -273,7 +273,7 @@ class Scheduler:
             raise ValueError(
                 f"job {job_id} cannot be admitted: all {self.max_batch_size} places are taken"
             )
-        if event == "read" and job.left:
+        if event == "prefilled" and job.left:
             raise ValueError(f"job {job_id} has {job.left} tokens left to prefill")
         self._leave(job)
         job.state = state
@@ -286,10 +286,11 @@ class Scheduler:
         *,
         position: int,
         left: int,
-        next_key: bytes | None = None,
+        next_block_hash: bytes | None = None,
         served_tokens: int = 0,
     ) -> None:
-        """Take down where a job stands: after its chunk, after another's that it shares, or parked.
+        """Take down where a job stands: after its chunk, after another's that it shares, or
+        preempted.
 
         Args:
             job_id: whose progress.
@@ -302,7 +303,7 @@ class Scheduler:
         Raises:
             UnknownSequence: no such job.
             ValueError: a negative number; or tokens left to prefill for whoever is running
-                (park it first).
+                (preempt it first).
         """
         job = self.job(job_id)
         _check_numbers(job_id, position=position, left=left, served_tokens=served_tokens)
@@ -313,10 +314,10 @@ class Scheduler:
             self._planned = False
         if served_tokens or position > job.position:
             job.moved_step = self._step
-        job.position, job.left, job.next_key = position, left, next_key
+        job.position, job.left, job.next_block_hash = position, left, next_block_hash
         job.served += served_tokens
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Return what the next step runs. Asked again before any report, it says the same.
 
         Every running job decodes. Of the prefilling jobs whose next block is the same, only
@@ -327,7 +328,7 @@ class Scheduler:
         self._planned = True
         placed = self.placed()
         decode = tuple(job.id for job in placed if job.state is State.RUNNING)
-        return Plan(decode, self._prefill(self._readers(placed)))
+        return StepPlan(decode, self._prefill(self._readers(placed)))
 
     def check(self) -> None:
         """Raise AssertionError if a job is lost or doubled, or if too many have a place."""
@@ -376,15 +377,15 @@ class Scheduler:
         """Choose whom a step may read: of those with the same next block, the first."""
         leaders: dict[bytes, Job] = {}
         moved: dict[Job, int] = {}
-        restored = self.restoring_keys()
+        restored = self.restoring_hashes()
         for job in placed:
-            same = job.next_key
+            same = job.next_block_hash
             if job.state is State.PREFILLING and job.left and same not in restored:
                 leader = job if same is None else leaders.setdefault(same, job)
                 moved[leader] = min(job.moved_step, moved.get(leader, job.moved_step))
         return [_Reader(job, step) for job, step in moved.items()]
 
-    def _prefill(self, readers: list[_Reader]) -> tuple[Chunk, ...]:
+    def _prefill(self, readers: list[_Reader]) -> tuple[PrefillChunk, ...]:
         """Deal the budget out; each offer is a job and the tokens that it may have so far."""
         tokens = dict.fromkeys((reader.job.id for reader in readers), 0)
         unspent = self.budget_tokens
@@ -392,7 +393,7 @@ class Scheduler:
             given = tokens[job.id]
             tokens[job.id] = max(given, self._whole(job, min(most, given + unspent)))
             unspent -= tokens[job.id] - given
-        return tuple(Chunk(job_id, count) for job_id, count in tokens.items() if count)
+        return tuple(PrefillChunk(job_id, count) for job_id, count in tokens.items() if count)
 
     def _offers(self, readers: list[_Reader]) -> list[tuple[Job, int]]:
         if not readers:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from penstock.engine.handle import Handle, tell
-from penstock.engine.model.sampling import Chooser, Chosen
+from penstock.engine.handle import Handle, notify
+from penstock.engine.model.sampling import SampledToken, TokenSampler
 from penstock.engine.model.text import TextStream
 from penstock.engine.offload.engine_tier import Restore
-from penstock.engine.offload.tier_group import Asked
+from penstock.engine.offload.tier_group import TierLookup
 from penstock.engine.request import Finish, Reason, Request, Token, Usage
 from penstock.errors import PenstockError, StepFailed
-from penstock.kv.reads import Part, Row
+from penstock.kv.reads import DecodeRow, KVSpan
 from penstock.kv.segment import Segment
-from penstock.kv.states import Live
+from penstock.kv.states import RecurrentState
 from penstock.ledger import Reservation
 from penstock.prefix.prefixes import Prefixes
 from penstock.prefix.tree import Pin
@@ -36,40 +36,40 @@ class Sequence:
     request: Request
     choice: int
     handle: Handle
-    chooser: Chooser
+    sampler: TokenSampler
     text: TextStream | None
     tokens: list[int]
     """The prompt, and what was generated."""
-    keys: list[bytes]
+    block_hashes: list[bytes]
     """Names of the whole blocks of `tokens`, as far as they may be shared."""
     cached_tokens: int = 0
     """Of the prompt, what was not computed for this answer."""
     admitted: bool = False
     """Whether it ever had a place."""
-    was_parked: bool = False
+    was_preempted: bool = False
     """Whether it was taken out: what it finds after that is its own work."""
     pin: Pin[Segment] | None = None
-    cut: int = 0
-    runs: list[Part] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    own_spans: list[KVSpan] = field(default_factory=list)
     slot: int | None = None
     tail: int = 0
-    live: Live | None = None
+    recurrent_state: RecurrentState | None = None
     """What the recurrent layers keep of the tokens up to `position`; None if there are no such
     layers, or no such tokens."""
-    meets: int = 0
+    matched_tokens: int = 0
     """How many tokens the tree held when it was let in: others may part there, too."""
-    on_disk: Asked | None = None
+    tier_lookup: TierLookup | None = None
     """How many blocks of its chain the cold tiers have; None if nobody asked."""
     restores: list[Restore] = field(default_factory=list)
     """What is being read for it, in order."""
-    went_on_at: int | None = None
+    resumed_at: int | None = None
     """Where it could go on before something was read for it; `cut` is where the blocks end that
     came, until the states are there as well. None while nothing is read, or without states."""
-    patient_until: float = 0.0
+    restore_deadline: float = 0.0
     """When it begins to compute what is not restored by then, on the engine's clock."""
-    own: Reservation | None = None
+    kv_reservation: Reservation | None = None
     """Bytes of runs, and of all that it may still compute."""
-    step: Reservation | None = None
+    step_reservation: Reservation | None = None
     """Bytes that its length adds to a step's buffers."""
 
     @property
@@ -97,19 +97,19 @@ class Sequence:
         return min(asked, self.prompt_tokens)
 
     @property
-    def most_tokens(self) -> int:
+    def max_kv_tokens(self) -> int:
         """Tokens whose KV it can ever read; the last one's is never needed."""
         return self.prompt_tokens + self.request.max_tokens - 1
 
     @property
-    def sealed_end(self) -> int:
+    def committed_end(self) -> int:
         """Position behind what is read in front of the tail."""
-        return self.runs[-1].end if self.runs else self.cut
+        return self.own_spans[-1].end if self.own_spans else self.num_cached_tokens
 
     @property
     def position(self) -> int:
         """Tokens whose KV it reads: the position of the next one to compute."""
-        return self.sealed_end + self.tail
+        return self.committed_end + self.tail
 
     @property
     def left(self) -> int:
@@ -127,40 +127,40 @@ class Sequence:
         """Return where its last whole block ends in front of its last token."""
         return (len(self.tokens) - 1) // block_size * block_size
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[KVSpan, ...]:
         """Return what lies in front of the tail, in order."""
         path = self.pin.path if self.pin is not None else ()
         shared = [
-            Part(node.segment, node.start, min(node.end, self.cut) - node.start)
+            KVSpan(node.segment, node.start, min(node.end, self.num_cached_tokens) - node.start)
             for node in path
-            if node.start < self.cut
+            if node.start < self.num_cached_tokens
         ]
-        return (*shared, *self.runs)
+        return (*shared, *self.own_spans)
 
-    def row(self) -> Row:
+    def row(self) -> DecodeRow:
         """Return where the next token is decoded."""
         assert self.slot is not None
-        return Row(self.parts(), self.position, self.slot, self.tail)
+        return DecodeRow(self.parts(), self.position, self.slot, self.tail)
 
-    def name_blocks(self, prefixes: Prefixes[Segment], most_tokens: int) -> None:
+    def hash_blocks(self, prefixes: Prefixes[Segment], max_kv_tokens: int) -> None:
         """Extend the chain of names to the whole blocks that there are now."""
         size = prefixes.block_size
-        blocks = min(len(self.tokens), most_tokens) // size
-        if blocks > len(self.keys):
-            rest = self.tokens[len(self.keys) * size : blocks * size]
-            after = self.keys[-1] if self.keys else None
-            self.keys += prefixes.keys(rest, self.request.salt, after=after)
+        blocks = min(len(self.tokens), max_kv_tokens) // size
+        if blocks > len(self.block_hashes):
+            rest = self.tokens[len(self.block_hashes) * size : blocks * size]
+            after = self.block_hashes[-1] if self.block_hashes else None
+            self.block_hashes += prefixes.block_hashes(rest, self.request.salt, after=after)
 
     def spare(self, nbytes: int) -> None:
         """Give back so many bytes of what it may still compute."""
-        assert self.own is not None
-        self.own.resize(max(0, self.own.nbytes - nbytes))
+        assert self.kv_reservation is not None
+        self.kv_reservation.resize(max(0, self.kv_reservation.nbytes - nbytes))
 
     def usage(self) -> Usage:
         """Return what it took so far."""
         return Usage(self.prompt_tokens, self.cached_tokens, self.generated_tokens)
 
-    def say(self, chosen: Chosen) -> None:
+    def emit(self, chosen: SampledToken) -> None:
         """Add a token to the answer and post it; who listens is told after the step."""
         self.tokens.append(chosen.token)
         text = self.text.push(chosen.token) if self.text is not None else ""
@@ -185,4 +185,4 @@ class Sequence:
             if self.text.stopped is not None:
                 reason, stop = "stop", self.text.stopped
         self.handle.post(Finish(self.choice, reason, text, stop, self.usage(), error))
-        tell([self.handle])
+        notify([self.handle])

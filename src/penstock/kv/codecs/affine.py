@@ -63,8 +63,8 @@ class Affine(Scaled):
 
     def encode(self, x: mx.array) -> Coded:
         """See `Codec`."""
-        turned = rotate(divided(x, self.scales)) if self.rotated else x
-        parts = quantized(turned, self.group_size, self.bits)
+        transform_query = rotate(divided(x, self.scales)) if self.rotated else x
+        parts = quantized(transform_query, self.group_size, self.bits)
         return Coded(self, parts, x.shape[-1])
 
     def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put) -> Iterator[None]:
@@ -85,23 +85,23 @@ class Affine(Scaled):
                 put(0, part.codes(x[:, *cut]), cut[0].start, cut[1].start)
                 yield
 
-    def widen(self, coded: Coded) -> mx.array:
+    def dequantize(self, coded: Coded) -> mx.array:
         """See `Codec`."""
         codes, scales, offsets = coded.parts
         x = dequantized(codes, scales, offsets, group_size=self.group_size, bits=self.bits)
         return multiplied(rotate_back(x), self.scales) if self.rotated else x
 
-    def turned(self, queries: mx.array) -> mx.array:
+    def transform_query(self, queries: mx.array) -> mx.array:
         """See `Codec`."""
         return rotate(multiplied(queries, self.scales)) if self.rotated else queries
 
-    def turned_back(self, mixed: mx.array, dim: int) -> mx.array:
+    def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
         """See `Codec`."""
         return multiplied(rotate_back(mixed), self.scales) if self.rotated else mixed
 
-    def score(self, turned: mx.array, coded: Coded) -> mx.array:
+    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        return self._product(turned, coded, transpose=True)
+        return self._product(transform_query, coded, transpose=True)
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""

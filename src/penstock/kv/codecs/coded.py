@@ -55,11 +55,11 @@ class Codec(ABC):
     """Tokens that are encoded together; a run of tokens that is encoded, or cut, is a multiple."""
 
     in_place: ClassVar[bool] = True
-    """Whether it is read as it lies, and not widened first."""
+    """Whether it is read as it lies, and not dequantized first."""
 
     buffers: ClassVar[float] = 8
-    """Arrays of float32 that are alive together, at most, while something is encoded or widened;
-    measured."""
+    """Arrays of float32 that are alive together, at most, while something is encoded or
+    dequantized; measured."""
 
     @property
     @abstractmethod
@@ -102,20 +102,20 @@ class Codec(ABC):
             yield
 
     @abstractmethod
-    def widen(self, coded: Coded) -> mx.array:
+    def dequantize(self, coded: Coded) -> mx.array:
         """Return what is read, (batch, heads, tokens, dim) float32: what `encode` was given, but
         for its error."""
 
-    def turned(self, queries: mx.array) -> mx.array:
+    def transform_query(self, queries: mx.array) -> mx.array:
         """Return queries (heads, m, dim) as they meet the codes of keys."""
         return queries
 
-    def turned_back(self, mixed: mx.array, dim: int) -> mx.array:
+    def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
         """Return what was mixed of codes, or the sum of several, as values (heads, m, dim)."""
         return mixed
 
     @abstractmethod
-    def score(self, turned: mx.array, coded: Coded) -> mx.array:
+    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
         """Multiply queries, turned, with one sequence's keys: (heads, m, tokens)."""
 
     @abstractmethod
@@ -169,7 +169,7 @@ class Coded:
 
     def after(self, earlier: mx.array) -> Coded:
         """Return the same, not read before `earlier` is computed: of what is read one after the
-        other, little is widened at the same time."""
+        other, little is dequantized at the same time."""
         codes, *others = self.parts
         return Coded(self.codec, (*mx.depends([codes], [earlier]), *others), self.dim)
 
@@ -185,17 +185,17 @@ class Coded:
                 found = found & (part.view(mx.uint16).max() < INFINITY + 2**15)
         return found
 
-    def widen(self) -> mx.array:
-        """See `Codec.widen`."""
-        return self.codec.widen(self)
+    def dequantize(self) -> mx.array:
+        """See `Codec.dequantize`."""
+        return self.codec.dequantize(self)
 
     def score(self, queries: mx.array) -> mx.array:
         """Multiply queries (heads, m, dim) with one sequence's keys: (heads, m, tokens)."""
-        return self.codec.score(self.codec.turned(queries), self)
+        return self.codec.score(self.codec.transform_query(queries), self)
 
     def mix(self, weights: mx.array) -> mx.array:
         """Mix one sequence's values by weights (heads, m, tokens): (heads, m, dim)."""
-        return self.codec.turned_back(self.codec.mix(weights, self), self.dim)
+        return self.codec.inverse_transform(self.codec.mix(weights, self), self.dim)
 
 
 def largest_group(dim: int) -> int:
@@ -213,7 +213,7 @@ def largest_group(dim: int) -> int:
 def quantized(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.array, mx.array]:
     """Return codes, and scales and offsets as float16, of (..., n) in any floating type.
 
-    MLX quantises float32 quicker than float16 on a CPU. At 8 bits steps are so small that the
+    MLX quantizes float32 quicker than float16 on a CPU. At 8 bits steps are so small that the
     rounding of scales counts, an eighth of the squared error: codes are made for the scales as
     they are rounded, on every device.
     """

@@ -43,11 +43,11 @@ class Kivi(Codec):
         if tokens % SPAN:
             raise ValueError(f"{self.name} encodes {SPAN} tokens together, not {tokens}")
         spans = x.reshape(batch, heads, tokens // SPAN, SPAN, dim)
-        turned = mx.contiguous(spans.swapaxes(-1, -2))
-        codes, scales, offsets = quantized(turned, SPAN, self.bits)
+        transform_query = mx.contiguous(spans.swapaxes(-1, -2))
+        codes, scales, offsets = quantized(transform_query, SPAN, self.bits)
         return Coded(self, (codes, scales.squeeze(-1), offsets.squeeze(-1)), dim)
 
-    def widen(self, coded: Coded) -> mx.array:
+    def dequantize(self, coded: Coded) -> mx.array:
         """See `Codec`."""
         codes, scales, offsets = coded.parts
         spans = dequantized(
@@ -56,10 +56,10 @@ class Kivi(Codec):
         batch, heads, count = spans.shape[:3]
         return spans.swapaxes(-1, -2).reshape(batch, heads, count * SPAN, coded.dim)
 
-    def score(self, turned: mx.array, coded: Coded) -> mx.array:
+    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
         found = self._product(
-            mx.expand_dims(turned, 1), coded, transpose=False
+            mx.expand_dims(transform_query, 1), coded, transpose=False
         )  # (heads, spans, m, SPAN)
         heads, count, rows, _ = found.shape
         return found.swapaxes(1, 2).reshape(heads, rows, count * SPAN)

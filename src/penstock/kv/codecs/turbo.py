@@ -91,7 +91,7 @@ class Turbo(Scaled):
         scales = fitted(z, mx.concatenate(levels, axis=-1), unbiased=self.unbiased)
         return Coded(self, (*codes, scales), dim)
 
-    def widen(self, coded: Coded) -> mx.array:
+    def dequantize(self, coded: Coded) -> mx.array:
         """See `Codec`."""
         *codes, scales = coded.parts
         z = [
@@ -101,20 +101,20 @@ class Turbo(Scaled):
         whole = z[0] if len(z) == 1 else mx.concatenate(z, axis=-1)
         return multiplied(rotate_back(whole, coded.dim), self.scales)
 
-    def turned(self, queries: mx.array) -> mx.array:
+    def transform_query(self, queries: mx.array) -> mx.array:
         """See `Codec`."""
         return rotate(multiplied(queries, self.scales), padded(queries.shape[-1]))
 
-    def turned_back(self, mixed: mx.array, dim: int) -> mx.array:
+    def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
         """See `Codec`."""
         return multiplied(rotate_back(mixed, dim), self.scales)
 
-    def score(self, turned: mx.array, coded: Coded) -> mx.array:
+    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
         found, start = None, 0
         for codes, offsets, scales, width, bits in self._readable(coded):
             some = multiply(
-                turned[..., start : start + width],
+                transform_query[..., start : start + width],
                 codes,
                 scales,
                 offsets,
@@ -194,21 +194,21 @@ class TurboBook(Scaled):
         scales = fitted(z, mx.take(levels, codes), unbiased=self.unbiased)
         return Coded(self, (pack(codes, self.bits), scales), x.shape[-1])
 
-    def widen(self, coded: Coded) -> mx.array:
+    def dequantize(self, coded: Coded) -> mx.array:
         """See `Codec`."""
         return multiplied(rotate_back(self._rotated(coded), coded.dim), self.scales)
 
-    def turned(self, queries: mx.array) -> mx.array:
+    def transform_query(self, queries: mx.array) -> mx.array:
         """See `Codec`."""
         return rotate(multiplied(queries, self.scales), padded(queries.shape[-1]))
 
-    def turned_back(self, mixed: mx.array, dim: int) -> mx.array:
+    def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
         """See `Codec`."""
         return multiplied(rotate_back(mixed, dim), self.scales)
 
-    def score(self, turned: mx.array, coded: Coded) -> mx.array:
+    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        return turned @ self._rotated(coded).squeeze(0).swapaxes(-1, -2)
+        return transform_query @ self._rotated(coded).squeeze(0).swapaxes(-1, -2)
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""

@@ -71,7 +71,7 @@ function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, 
   spark();
   const working = stats.running + stats.prefilling + stats.restoring;
   say(byId("running"), working ? `${working} running` : stats.waiting ? "waiting" : "idle");
-  say(byId("queue-note"), `${many(stats.waiting, "answer")} waiting, ${stats.parked} parked`);
+  say(byId("queue-note"), `${many(stats.waiting, "answer")} waiting, ${stats.preempted} preempted`);
   showSlots(stats, slots);
 }
 

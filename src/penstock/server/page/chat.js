@@ -151,7 +151,7 @@ export class Chat {
     this.hintLater();
   }
 
-  /** Give up the answer that is coming, and what would become of it. */
+  /** Evict the answer that is coming, and what would become of it. */
   halt() {
     this.running?.abort();
     this.running = null;

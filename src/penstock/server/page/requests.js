@@ -117,7 +117,7 @@ export class Requests {
     }
     if (found?.diverges_at != null) facts.push(["First difference at token", count(found.diverges_at)]);
     if (found?.given_up_seconds_ago != null) {
-      facts.push(["The next block was given up", `${duration(found.given_up_seconds_ago)} before`]);
+      facts.push(["The next block was evicted", `${duration(found.given_up_seconds_ago)} before`]);
     }
     const list = make("dl", {});
     for (const [name, value] of facts) list.append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));

@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 from penstock.errors import CacheFileError, SettingError
 from penstock.memory import format_bytes
-from penstock.prefix.block_hashes import checkpoint_key
+from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.disk.disk_store import FLOOR_BYTES, SUFFIX, SSDStore
 from penstock.tiers.disk.folder import Folder, Progress, check_is_ours
 from penstock.tiers.disk.index import Entry
@@ -97,7 +97,7 @@ def export_blocks(
     file: Path,
     progress: Progress,
     fingerprint: str | None = None,
-    keys: Collection[bytes] | None = None,
+    block_hashes: Collection[bytes] | None = None,
 ) -> Exported:
     """Write the blocks of one model, or of all, into a new tar file; parents before children.
 
@@ -116,7 +116,7 @@ def export_blocks(
     aside = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as out:
-            done = _write(folder, out, progress, fingerprint, keys)
+            done = _write(folder, out, progress, fingerprint, block_hashes)
             out.flush()
             os.fsync(out.fileno())
         aside.rename(file)
@@ -195,20 +195,20 @@ def _write(
     out: BinaryIO,
     progress: Progress,
     fingerprint: str | None,
-    keys: Collection[bytes] | None,
+    block_hashes: Collection[bytes] | None,
 ) -> Exported:
     done = Exported()
     entries = [
         entry
         for entry in folder.entries(fingerprint)
-        if entry.owner is None and (keys is None or entry.key in keys)
+        if entry.owner is None and (block_hashes is None or entry.key in block_hashes)
     ]
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for entry in sorted(entries, key=lambda entry: (entry.fingerprint, entry.depth)):
             raw = _whole(folder, entry, done)
             if raw is not None:
                 tar.addfile(_info(entry, len(raw)), io.BytesIO(raw))
-                if entry.key == checkpoint_key(entry.parent):
+                if entry.key == checkpoint_hash(entry.parent):
                     done.checkpoints += 1
                 else:
                     done.blocks += 1
@@ -318,7 +318,7 @@ def _take(store: SSDStore, tar: BinaryIO, member: _Member, done: Imported) -> No
         done.refuse("full")
     else:
         written = store.take(found.record, raw, found.fingerprint)
-        is_checkpoint = found.record.key == checkpoint_key(found.record.parent)
+        is_checkpoint = found.record.key == checkpoint_hash(found.record.parent)
         if written == "claimed":
             done.nbytes += len(raw)
         if written in ("claimed", "known") and is_checkpoint:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from penstock.memory import format_bytes
-from penstock.prefix.block_hashes import checkpoint_key
+from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.disk.direct import Writer
 from penstock.tiers.disk.index import (
     BUSY_SECONDS,
@@ -117,17 +117,17 @@ class SSDStore(Store):
         """Bytes of all files of blocks, of all models, those that are being written included."""
         return self.index.nbytes
 
-    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> int:
+    def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
         """Return how many keys of a chain, from its first on, could be read.
 
         Args:
             keys: of the blocks.
             resumable: count no further than to the last one behind which a checkpoint is there.
         """
-        count = self.index.held(keys, self.fingerprint)
+        count = self.index.held(block_hashes, self.fingerprint)
         if not resumable:
             return count
-        checkpoints = [checkpoint_key(key) for key in keys[:count]]
+        checkpoints = [checkpoint_hash(key) for key in block_hashes[:count]]
         last = self.index.deepest(checkpoints, self.fingerprint)
         return 0 if last is None else last + 1
 
@@ -139,7 +139,7 @@ class SSDStore(Store):
             for entry in self.index.entries()
             if entry.owner is None
             and entry.fingerprint == self.fingerprint
-            and entry.key != checkpoint_key(entry.parent)
+            and entry.key != checkpoint_hash(entry.parent)
         ]
         by_key = {entry.key: entry for entry in entries}
         found: list[list[bytes]] = []
@@ -230,7 +230,9 @@ class SSDStore(Store):
         self.counts.written_bytes += len(raw)
         return "claimed"
 
-    def prepare(self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False) -> int:
+    def prepare(
+        self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
+    ) -> int:
         """Return how many keys of a chain, from its first on, could be read, as somebody asks for
         them: they are used, wherever they are read from, which `note_uses` writes.
 
@@ -240,11 +242,11 @@ class SSDStore(Store):
                 be, so that it may read them ahead.
             resumable: as of `held`.
         """
-        count = self.held(keys, resumable=resumable)
-        ahead = list(keys[known:count])
-        self._used += keys[:count]
+        count = self.held(block_hashes, resumable=resumable)
+        ahead = list(block_hashes[known:count])
+        self._used += block_hashes[:count]
         if resumable and count:
-            ahead.append(checkpoint_key(keys[count - 1]))
+            ahead.append(checkpoint_hash(block_hashes[count - 1]))
             self._used.append(ahead[-1])
         for key in ahead:
             with suppress(OSError, Damaged), _opened(self._path(key)) as file:
@@ -259,13 +261,13 @@ class SSDStore(Store):
 
     def clear(self, *, all_models: bool = True) -> int:
         """Remove all blocks, or this model's, but those being written; return how many."""
-        keys = [
+        block_hashes = [
             entry.key
             for entry in self.index.entries()
             if entry.owner is None and (all_models or entry.fingerprint == self.fingerprint)
         ]
-        self._forget(keys)
-        return len(keys)
+        self._forget(block_hashes)
+        return len(block_hashes)
 
     def reconcile(self) -> None:
         """Bring index and files together: after a crash, or after somebody removed files."""
@@ -390,8 +392,8 @@ class SSDStore(Store):
         except NotADirectoryError:
             return
 
-    def _forget(self, keys: Sequence[bytes]) -> None:
-        self.index.remove(keys, self._unlink)
+    def _forget(self, block_hashes: Sequence[bytes]) -> None:
+        self.index.remove(block_hashes, self._unlink)
 
     def _put(self, key: bytes, raw: bytes) -> None:
         """Write a file aside, sync it, and give it its name."""

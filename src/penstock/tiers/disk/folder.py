@@ -55,7 +55,7 @@ class ModelUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class FolderUsage:
     """What is in a folder. Bytes are those of files."""
 
     models: tuple[ModelUsage, ...]
@@ -166,12 +166,12 @@ class Folder:
             raise SettingError(f"--model {prefix}: more than one model begins so: {names}")
         return found[0]
 
-    def usage(self) -> Usage:
+    def usage(self) -> FolderUsage:
         """Count everything that is there."""
         others, foreign = self._others()
         aside = [alive for _, alive in self.files_aside()]
         index = self.blocks.with_name(INDEX_NAME)
-        return Usage(
+        return FolderUsage(
             models=_models(self.entries()),
             index_bytes=_sizes(index.parent.glob(f"{INDEX_NAME}*")),
             written_today_bytes=self.index.written_bytes(int(time.time() // DAY_SECONDS)),
@@ -210,13 +210,15 @@ class Folder:
     def clear(self, progress: Progress, fingerprint: str | None = None) -> Freed:
         """Remove all blocks, or one model's, but those being written; the ends of chains first."""
         blocks = nbytes = 0
-        keys = [
+        block_hashes = [
             entry.key
             for entry in sorted(self.entries(fingerprint), key=lambda entry: -entry.depth)
             if entry.owner is None
         ]
-        for first in range(0, len(keys), PAGE_ENTRIES):
-            gone = self.index.remove_if(keys[first : first + PAGE_ENTRIES], _is_there, self.unlink)
+        for first in range(0, len(block_hashes), PAGE_ENTRIES):
+            gone = self.index.remove_if(
+                block_hashes[first : first + PAGE_ENTRIES], _is_there, self.unlink
+            )
             size = sum(entry.nbytes for entry in gone)
             blocks, nbytes = blocks + len(gone), nbytes + size
             progress(size)

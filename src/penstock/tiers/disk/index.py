@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 import psutil
 
 BUSY_SECONDS = 5.0
-"""How long an act waits for other processes before it gives up."""
+"""How long an act waits for other processes before it evicts."""
 WORTH_OF_A_HIT = 256.0
 """Uses of other blocks after which one that was hit twice as often is worth as little."""
 KEYS_AT_ONCE = 500
@@ -174,11 +174,11 @@ class Index:
             yield page
             after = page[-1].key
 
-    def held(self, keys: Sequence[bytes], fingerprint: str) -> int:
+    def held(self, block_hashes: Sequence[bytes], fingerprint: str) -> int:
         """Return how many keys of a chain, from its first on, are there and written."""
         count = 0
-        for start in range(0, len(keys), KEYS_AT_ONCE):
-            some = list(keys[start : start + KEYS_AT_ONCE])
+        for start in range(0, len(block_hashes), KEYS_AT_ONCE):
+            some = list(block_hashes[start : start + KEYS_AT_ONCE])
             found = self._found(some, fingerprint)
             for key in some:
                 if key not in found:
@@ -186,22 +186,22 @@ class Index:
                 count += 1
         return count
 
-    def deepest(self, keys: Sequence[bytes], fingerprint: str) -> int | None:
+    def deepest(self, block_hashes: Sequence[bytes], fingerprint: str) -> int | None:
         """Return the place of the last of some keys that is there and written."""
-        for start in reversed(range(0, len(keys), KEYS_AT_ONCE)):
-            some = list(keys[start : start + KEYS_AT_ONCE])
+        for start in reversed(range(0, len(block_hashes), KEYS_AT_ONCE)):
+            some = list(block_hashes[start : start + KEYS_AT_ONCE])
             found = self._found(some, fingerprint)
             for place in reversed(range(len(some))):
                 if some[place] in found:
                     return start + place
         return None
 
-    def _found(self, keys: Sequence[bytes], fingerprint: str) -> set[bytes]:
+    def _found(self, block_hashes: Sequence[bytes], fingerprint: str) -> set[bytes]:
         query = (
-            f"SELECT key FROM blocks WHERE key IN ({', '.join('?' * len(keys))}) "
+            f"SELECT key FROM blocks WHERE key IN ({', '.join('?' * len(block_hashes))}) "
             "AND fingerprint = ? AND owner IS NULL"
         )
-        return {row[0] for row in self._db.execute(query, (*keys, fingerprint))}
+        return {row[0] for row in self._db.execute(query, (*block_hashes, fingerprint))}
 
     # ---- acts
 
@@ -263,23 +263,23 @@ class Index:
                 {"used": used, "key": key},
             )
 
-    def use(self, keys: Sequence[bytes]) -> None:
+    def use(self, block_hashes: Sequence[bytes]) -> None:
         """Count a hit on each of these blocks."""
         with self._writing():
             used = self._next_use()
             self._db.executemany(
                 "UPDATE blocks SET used = :used, worth = :used + :hit * log2(hits + 2), "
                 "hits = hits + 1 WHERE key = :key",
-                [{"used": used, "hit": WORTH_OF_A_HIT, "key": key} for key in keys],
+                [{"used": used, "hit": WORTH_OF_A_HIT, "key": key} for key in block_hashes],
             )
 
-    def remove(self, keys: Sequence[bytes], unlink: Unlink) -> None:
+    def remove(self, block_hashes: Sequence[bytes], unlink: Unlink) -> None:
         """Take blocks out, and their files."""
         with self._writing():
-            self._remove(keys, unlink)
+            self._remove(block_hashes, unlink)
 
     def remove_if(
-        self, keys: Sequence[bytes], is_wanted: Callable[[Entry], bool], unlink: Unlink
+        self, block_hashes: Sequence[bytes], is_wanted: Callable[[Entry], bool], unlink: Unlink
     ) -> list[Entry]:
         """Take out those of these blocks, and their files, that are wanted; return their entries.
 
@@ -289,7 +289,7 @@ class Index:
             unlink: what removes a file.
         """
         with self._writing():
-            entries = [entry for key in keys if (entry := self.get(key)) is not None]
+            entries = [entry for key in block_hashes if (entry := self.get(key)) is not None]
             gone = [entry for entry in entries if is_wanted(entry)]
             self._remove([entry.key for entry in gone], unlink)
             return gone
@@ -340,7 +340,7 @@ class Index:
         """Take out the ends of chains that are worth least, but for the block `keep`.
 
         Raises:
-            _Full: that is not enough; the transaction is to be given up.
+            _Full: that is not enough; the transaction is to be evicted.
         """
         over = self.nbytes + nbytes - limit_bytes
         gone: list[bytes] = []
@@ -358,10 +358,10 @@ class Index:
         for key in gone:
             unlink(key)
 
-    def _remove(self, keys: Sequence[bytes], unlink: Unlink) -> None:
-        for key in keys:
+    def _remove(self, block_hashes: Sequence[bytes], unlink: Unlink) -> None:
+        for key in block_hashes:
             unlink(key)
-        self._db.executemany("DELETE FROM blocks WHERE key = ?", [(key,) for key in keys])
+        self._db.executemany("DELETE FROM blocks WHERE key = ?", [(key,) for key in block_hashes])
 
 
 def is_damage(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from penstock.prefix.block_hashes import KEY_BYTES, checkpoint_key, is_key_of
+from penstock.prefix.block_hashes import KEY_BYTES, checkpoint_hash, is_hash_of
 from penstock.tiers.disk.disk_store import SUFFIX, SSDStore
 from penstock.tiers.disk.folder import Folder, Progress
 from penstock.tiers.disk.index import Entry, is_alive
@@ -47,7 +47,7 @@ class Fault:
 
 
 @dataclass(slots=True)
-class Verdict:
+class IntegrityReport:
     """What was found."""
 
     checked_blocks: int = 0
@@ -90,14 +90,14 @@ def check_block(raw: bytes) -> Checked:
         raise Damaged("its fingerprint is none")
     if not 0 <= record.depth < MOST_DEPTH or len(record.parent) != KEY_BYTES:
         raise Damaged(f"it cannot lie at depth {record.depth} behind {record.parent.hex()}")
-    is_checkpoint = record.key == checkpoint_key(record.parent)
+    is_checkpoint = record.key == checkpoint_hash(record.parent)
     tokens = None if is_checkpoint else _tokens(record.arrays.get(TOKENS))
-    if not is_key_of(record.key, record.parent, tokens):
+    if not is_hash_of(record.key, record.parent, tokens):
         raise Damaged("its key is not that of its tokens")
     return Checked(record, fingerprint)
 
 
-def verify(folder: Folder, *, repair: bool, progress: Progress) -> Verdict:
+def verify(folder: Folder, *, repair: bool, progress: Progress) -> IntegrityReport:
     """Read every block, and compare index and files; others may use the folder meanwhile.
 
     Args:
@@ -109,7 +109,7 @@ def verify(folder: Folder, *, repair: bool, progress: Progress) -> Verdict:
     Raises:
         OSError: the disk fails.
     """
-    verdict = Verdict(repaired=repair)
+    verdict = IntegrityReport(repaired=repair)
     for page in folder.index.pages():
         for entry in page:
             _check_entry(folder, entry, verdict)
@@ -141,7 +141,7 @@ def make_index(path: Path) -> None:
     SSDStore(path, UNBOUNDED_BYTES, fingerprint=NO_MODEL).close()
 
 
-def _check_entry(folder: Folder, entry: Entry, verdict: Verdict) -> None:
+def _check_entry(folder: Folder, entry: Entry, verdict: IntegrityReport) -> None:
     """Check one block. What seems wrong is looked at again while nobody changes anything: it may
     just have been removed, or written again."""
     found = _fault(folder, entry)
@@ -185,7 +185,7 @@ def _fault(folder: Folder, entry: Entry) -> Fault | None:
     return None
 
 
-def _check_file(folder: Folder, path: Path, verdict: Verdict) -> None:
+def _check_file(folder: Folder, path: Path, verdict: IntegrityReport) -> None:
     """Report a file that the index does not know; a repair keeps it only if it is whole."""
     name = path.name.removesuffix(SUFFIX)
     try:

@@ -24,7 +24,7 @@ MOST_WORDS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ObjectPiece:
     """Some bytes of a value."""
 
     nbytes: int
@@ -39,7 +39,7 @@ class Objects(Protocol):
     Whatever goes wrong is an `OSError` that tells no secret, and comes in bounded time.
     """
 
-    def get(self, name: str, at: int, nbytes: int) -> Piece | None:
+    def get(self, name: str, at: int, nbytes: int) -> ObjectPiece | None:
         """Return so many bytes of a value from `at` on, or those that there are; None if there is
         no such value."""
 

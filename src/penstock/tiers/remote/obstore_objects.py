@@ -19,7 +19,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.store import from_url
 
-from penstock.tiers.remote.objects import Piece, told
+from penstock.tiers.remote.objects import ObjectPiece, told
 
 
 class ObstoreObjects:
@@ -37,18 +37,18 @@ class ObstoreObjects:
                 self._quick = _bucket(url, timeout_seconds)
                 self._patient = _bucket(url, put_seconds)
 
-    def get(self, name: str, at: int, nbytes: int) -> Piece | None:
+    def get(self, name: str, at: int, nbytes: int) -> ObjectPiece | None:
         with self._in_words():
             try:
                 found = obstore.get(self._quick, name, options={"range": (at, at + nbytes)})
-                return Piece(found.meta["size"], memoryview(found.bytes()))
+                return ObjectPiece(found.meta["size"], memoryview(found.bytes()))
             except FileNotFoundError:
                 return None
             except BaseError:  # perhaps it ends in front of these bytes
                 size = obstore.head(self._quick, name)["size"]
                 if at < size:
                     raise
-                return Piece(size, b"")
+                return ObjectPiece(size, b"")
 
     def put(self, name: str, raw: bytes) -> bool:
         with self._in_words():

@@ -10,7 +10,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock.tiers.remote.objects import Piece, told
+from penstock.tiers.remote.objects import ObjectPiece, told
 
 REFUSALS = (
     redis.exceptions.OutOfMemoryError,
@@ -43,12 +43,12 @@ class RedisObjects:
             protocol=2,  # what is asked is as old as that, and every server speaks it
         )
 
-    def get(self, name: str, at: int, nbytes: int) -> Piece | None:
+    def get(self, name: str, at: int, nbytes: int) -> ObjectPiece | None:
         with self._in_words():
             asked = self._quick.pipeline(transaction=False)
             asked.strlen(name).getrange(name, at, at + nbytes - 1)
             length, raw = asked.execute()
-        return Piece(length, raw) if length else None
+        return ObjectPiece(length, raw) if length else None
 
     def put(self, name: str, raw: bytes) -> bool:
         with self._in_words():

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.prefix.block_hashes import KEY_BYTES, checkpoint_key, is_key_of, root_key
+from penstock.prefix.block_hashes import KEY_BYTES, checkpoint_hash, is_hash_of, root_hash
 from penstock.tiers.record import (
     FORMAT,
     TOKENS,
@@ -27,7 +27,7 @@ from penstock.tiers.record import (
     encode,
     read_from,
 )
-from penstock.tiers.remote.objects import Objects, Piece
+from penstock.tiers.remote.objects import ObjectPiece, Objects
 from penstock.tiers.store import READERS, Store
 
 PIECE_BYTES = 4_000_000
@@ -82,7 +82,7 @@ class RemoteStore(Store):
     ) -> None:
         super().__init__(fingerprint, "remote")
         self._objects = objects
-        self._folder = f"{FORMAT}/{root_key(fingerprint).hex()}"
+        self._folder = f"{FORMAT}/{root_hash(fingerprint).hex()}"
         self._piece_bytes = piece_bytes
         self._timeout_seconds = timeout_seconds
         self._seen_seconds = min(SEEN_SECONDS, ttl_seconds / 2)
@@ -101,14 +101,16 @@ class RemoteStore(Store):
 
     # ---- questions
 
-    def held(self, keys: Sequence[bytes], *, resumable: bool = False) -> int:
-        count = self._first(keys)
+    def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
+        count = self._first(block_hashes)
         if not resumable:
             return count
-        return self._last([checkpoint_key(key) for key in keys[:count]])
+        return self._last([checkpoint_hash(key) for key in block_hashes[:count]])
 
-    def prepare(self, keys: Sequence[bytes], known: int = 0, *, resumable: bool = False) -> int:
-        return self.held(keys, resumable=resumable)
+    def prepare(
+        self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
+    ) -> int:
+        return self.held(block_hashes, resumable=resumable)
 
     # ---- acts
 
@@ -138,37 +140,37 @@ class RemoteStore(Store):
 
     # ---- parts
 
-    def _first(self, keys: Sequence[bytes]) -> int:
+    def _first(self, block_hashes: Sequence[bytes]) -> int:
         """Return how many of some keys are there, from the first one on."""
         count = 0
-        for page in _pages(keys):
+        for page in _pages(block_hashes):
             there = self._there(page)
             if not all(there):
                 return count + there.index(False)
             count += len(page)
         return count
 
-    def _last(self, keys: Sequence[bytes]) -> int:
+    def _last(self, block_hashes: Sequence[bytes]) -> int:
         """Return how many keys there are up to the last one that is there."""
-        count = len(keys)
-        for page in _pages(keys[::-1]):
+        count = len(block_hashes)
+        for page in _pages(block_hashes[::-1]):
             there = self._there(page)
             if any(there):
                 return count - there.index(True)
             count -= len(page)
         return 0
 
-    def _there(self, keys: Sequence[bytes]) -> list[bool]:
+    def _there(self, block_hashes: Sequence[bytes]) -> list[bool]:
         """Tell which values are there; who was seen lately is not asked for."""
         since = time.monotonic() - self._seen_seconds
-        unsure = [key for key in keys if self._seen.get(key, since) <= since]
+        unsure = [key for key in block_hashes if self._seen.get(key, since) <= since]
         if unsure:
             told = self._timed(self._objects.has, [self.name(key) for key in unsure])
             for key, there in zip(unsure, told, strict=True):
                 self._seen.pop(key, None)
                 if there:
                     self._see(key)
-        return [key in self._seen for key in keys]
+        return [key in self._seen for key in block_hashes]
 
     def _see(self, key: bytes) -> None:
         self._seen.pop(key, None)
@@ -176,9 +178,9 @@ class RemoteStore(Store):
         while len(self._seen) > SEEN_KEYS:
             del self._seen[next(iter(self._seen))]
 
-    def _forget(self, keys: Sequence[bytes]) -> None:
+    def _forget(self, block_hashes: Sequence[bytes]) -> None:
         self._seen.clear()  # where one is not what it was, others may not be: all are asked for
-        self._timed(self._objects.remove, [self.name(key) for key in keys])
+        self._timed(self._objects.remove, [self.name(key) for key in block_hashes])
 
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
         if self._failed is not None:  # once is enough: each would wait as long
@@ -198,7 +200,7 @@ class RemoteStore(Store):
         if TOKENS in targets:
             tokens = np.concatenate(targets[TOKENS].pieces).view("<u4").astype(np.uint32)
         try:
-            follows = is_key_of(key, bytes.fromhex(words["parent"]), tokens)
+            follows = is_hash_of(key, bytes.fromhex(words["parent"]), tokens)
         except (KeyError, ValueError):
             follows = False
         if not follows:  # a hash that anybody can make does not say who has
@@ -222,7 +224,7 @@ class RemoteStore(Store):
 class _Value:
     """The bytes of a value, of which one piece is here at a time; a `Source`."""
 
-    def __init__(self, get: Callable[[int], Piece | None]) -> None:
+    def __init__(self, get: Callable[[int], ObjectPiece | None]) -> None:
         self._get = get
         self._fetch(0)
 
@@ -257,9 +259,9 @@ class _Value:
         self.nbytes, self._at, self._raw = found.nbytes, at, memoryview(found.raw)
 
 
-def _pages(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+def _pages(block_hashes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     """Cut a list into pages, each longer than the one before."""
     at, size = 0, FIRST_PAGE
-    while at < len(keys):
-        yield keys[at : at + size]
+    while at < len(block_hashes):
+        yield block_hashes[at : at + size]
         at, size = at + size, min(8 * size, MOST_PAGE)
