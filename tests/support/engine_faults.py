@@ -94,6 +94,12 @@ class Alphabet:
     def decode(self, tokens: Sequence[int]) -> str:
         return spell(tokens)
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return []
+
+    def get_vocab(self) -> dict[str, int]:
+        return {spell([token]): token for token in range(VOCABULARY_TOKENS)}
+
 
 class Broken(TokenSampler):
     """A sampler that fails after so many tokens."""
