@@ -809,12 +809,15 @@ def test_what_an_engine_wrote_is_read_by_another_from_an_imported_folder(
 
 
 def ask_engine(folder: Path) -> TierCounts:
-    """Have an engine read a prompt twice, and return what its cold tier did."""
+    """Have an engine read a prompt twice, and return what its cold tier did.
+
+    The prompt has 15 blocks: three whole records of 256 tokens, and one of three blocks.
+    """
     model = load_all(MODEL_PATH).model
     sizes: dict[str, Any] = {"memory_limit": "200MB", "block_size": 64, "ssd_cache_limit": "50MB"}
     with Engine(model, ssd_cache_dir=folder, **sizes) as engine:
         for _ in range(2):
-            list(engine.submit(Request(prompt=[7 + i % 90 for i in range(300)], max_tokens=2)))
+            list(engine.submit(Request(prompt=[7 + i % 90 for i in range(1_000)], max_tokens=2)))
         until = time.monotonic() + 20
         while (ssd := engine.stats().ssd) is not None and time.monotonic() < until:
             if ssd.counts.written_blocks + ssd.counts.read_blocks >= 4:

@@ -21,7 +21,7 @@ TOP_P = 1.0
 """Share of the probability that is sampled from, 0 to 1; 1 samples from all of it."""
 MAX_BATCH_SIZE = 8
 """Sequences that the engine runs at the same time."""
-BLOCK_SIZE = 256
+BLOCK_SIZE = 32
 """Tokens of a block: what is shared, named and split as one."""
 PREFILL_CHUNK = 512
 """Tokens of prompts that the engine reads in one step."""
@@ -117,7 +117,8 @@ class EngineSettings(Settings):
     max_batch_size: int = Field(MAX_BATCH_SIZE, ge=1)
     """Sequences that run at the same time."""
     block_size: int = Field(BLOCK_SIZE, ge=1)
-    """Tokens of a block, the unit of sharing."""
+    """Tokens of a block, the unit of sharing; a codec or a model that takes more tokens together
+    has as many if this is not named."""
     prefill_chunk: int = Field(PREFILL_CHUNK, ge=1)
     """Tokens of prompts that are read in one step, between two decode steps."""
     max_queue: int = Field(MAX_QUEUE, ge=1)

@@ -149,7 +149,7 @@ def test_a_store_that_hangs_is_waited_for_once(
 def test_what_arrives_is_in_the_ledger() -> None:
     with shared() as core:
         assert core.tiers is not None
-        pieces = READERS * COPIES * core.tiers.tiers["remote"]._most_block_bytes
+        pieces = READERS * COPIES * core.tiers.tiers["remote"]._most_record_bytes
         assert core.tiers.nbytes > pieces + SEEN_KEYS * SEEN_KEY_BYTES
         core.check()  # of which that is a part
         with pytest.raises(AssertionError), pytest.MonkeyPatch.context() as patch:

@@ -106,7 +106,13 @@ def test_blocks_of_any_size_are_read_back(family: str, block_size: int, tmp_path
     prompts = (asked, asked[:41], turn)
     expected = [cold_text(tokens, family) for tokens in prompts]
     for restarted in (False, True, True):
-        with running(tmp_path, family, block_size=block_size, prefill_chunk=16) as core:
+        with running(
+            tmp_path,
+            family,
+            block_size=block_size,
+            prefill_chunk=16,
+            record_tokens=block_size,
+        ) as core:
             assert [ask(core, tokens) for tokens in prompts] == expected
             assert core.stats().failed == 0
             if restarted:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring
+from penstock.prefix.block_hashes import SPAN_TOKENS
 from penstock.tiers import record
 from penstock.tiers.disk import index
 from penstock.tiers.disk.index import Entry, Index
@@ -202,21 +203,46 @@ DAMAGES: list[Damage] = [
 def test_damage_costs_what_is_damaged_and_what_follows_on_it(
     seed: int, folder: Path, patient: None
 ) -> None:
+    with running(folder) as core:
+        damage_records(core, seed, folder, PROMPT, 1)
+    assert_in_order(folder, 10**9)
+
+
+@pytest.mark.parametrize("seed", [1, 2] if SOAK else [1])
+def test_damage_costs_as_much_of_records_of_several_blocks(
+    seed: int, tmp_path: Path, patient: None
+) -> None:
+    """They are as an engine makes them by default."""
+    blocks = SPAN_TOKENS // BLOCK
+    asked = prompt_of(3 * SPAN_TOKENS + 10)
+    with running(tmp_path, record_tokens=SPAN_TOKENS) as core:
+        assert assert_right(core, asked) == 0
+    assert len(files(tmp_path)) == 4, "the answer ends a block more"
+    with running(tmp_path, record_tokens=SPAN_TOKENS) as core:
+        assert assert_right(core, asked) == 3 * SPAN_TOKENS
+        damage_records(core, seed, tmp_path, asked, blocks)
+    assert_in_order(tmp_path, 10**9)
+
+
+def damage_records(
+    core: Core, seed: int, folder: Path, asked: Sequence[int], record_blocks: int
+) -> None:
+    """Damage records of a chain in every way: each is found when it is read, and written again."""
     dice = random.Random(seed)
     damages = [*DAMAGES]
     dice.shuffle(damages)
-    with running(folder) as core:
-        names = keys(core)
-        for damage in damages:
-            paths = dice.sample([path_of(folder, name) for name in names], 2)
-            damaged = damage(dice, *paths)
-            # Each is found when it is read, and then written again.
-            until = sorted(names.index(path.name.partition(".")[0]) for path in damaged)
-            for blocks in (*until, BLOCKS):
-                core.prefixes.clear()
-                assert assert_right(core) == blocks * BLOCK, damage.__name__
-            assert (ssd(core).off, ssd(core).faults) == (None, 0), damage.__name__
-    assert_in_order(folder, 10**9)
+    names = [key.hex() for key in core.prefixes.block_hashes(asked)][
+        record_blocks - 1 :: record_blocks
+    ]
+    for damage in damages:
+        paths = dice.sample([path_of(folder, name) for name in names], 2)
+        damaged = damage(dice, *paths)
+        until = sorted(names.index(path.name.partition(".")[0]) for path in damaged)
+        for records in (*until, len(names)):
+            core.prefixes.clear()
+            restored = records * record_blocks * BLOCK
+            assert assert_right(core, asked) == restored, damage.__name__
+        assert (ssd(core).off, ssd(core).faults) == (None, 0), damage.__name__
 
 
 def test_many_at_once_are_damaged_while_nobody_looks(folder: Path, patient: None) -> None:

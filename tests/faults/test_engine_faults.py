@@ -42,6 +42,7 @@ from penstock.engine.schedule.scheduler import State
 from penstock.errors import NeverFits, PenstockError, QueueFull, SettingError, StepFailed
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind
+from penstock.prefix.tree import PrefixTree
 
 LONG, SHORT = 200, 10
 """Tokens of a prompt that takes many chunks, and of one that takes one."""
@@ -334,15 +335,24 @@ def test_an_array_that_mlx_refuses_is_a_bug_like_any_other() -> None:
 
 
 class NoRoom:
-    """Lets the next merge of two whole segments fail, as if MLX had no room for the copy."""
+    """Lets the next merge of two nodes fail, as if MLX had no room for the copy."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
-        self.join = Segment.join
-        monkeypatch.setattr(Segment, "join", lambda mine, *others: self(mine, *others))
+        self.merging = False
+        self.merge, self.join = PrefixTree.merge, Segment.join
+        monkeypatch.setattr(PrefixTree, "merge", lambda *nodes: self.merged(*nodes))
+        monkeypatch.setattr(Segment, "join", lambda mine, *others: self.joined(mine, *others))
 
-    def __call__(self, mine: Segment, *others: Segment) -> Segment:
-        if self.times and mine.tokens % BLOCK == 0:
+    def merged(self, *nodes: Any) -> Any:
+        self.merging = True
+        try:
+            return self.merge(*nodes)
+        finally:
+            self.merging = False
+
+    def joined(self, mine: Segment, *others: Segment) -> Segment:
+        if self.times and self.merging:
             self.times -= 1
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         return self.join(mine, *others)

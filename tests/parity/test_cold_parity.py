@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from cold_engine import files
 from parity_models import model_of, prompt_of
 from test_engine import BASE, SMALL, answer, ask, check, drain, engine, every_family
 
 from penstock.engine.core import Core
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring
+from penstock.prefix import block_hashes
 
 SOON = 20.0
 TURN = (*BASE, *prompt_of(30, 5))
@@ -31,11 +34,19 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def with_disk(model: Any, folder: Path) -> Iterator[Core]:
+def with_disk(
+    model: Any,
+    folder: Path,
+    settings: Mapping[str, Any] = SMALL,
+    *,
+    record_tokens: int = block_hashes.SPAN_TOKENS,
+) -> Iterator[Core]:
     """Run an engine for which everything is worth the disk, however small the model."""
-    with engine(model, **SMALL, ssd_cache_dir=folder, ssd_cache_limit="1GB") as made:
-        made.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_hashes, "SPAN_TOKENS", record_tokens)
+        with engine(model, **settings, ssd_cache_dir=folder, ssd_cache_limit="1GB") as made:
+            made.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+            yield made
 
 
 def restored(core: Core) -> int:
@@ -68,23 +79,51 @@ def test_computed_from_memory_from_the_disk_and_after_a_restart(
 
 
 @every_family
-def test_several_at_once_of_which_the_disk_has_a_part(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("record_tokens", [16, block_hashes.SPAN_TOKENS])
+def test_several_at_once_of_which_the_disk_has_a_part(
+    record_tokens: int, family: str, tmp_path: Path
+) -> None:
     model = model_of(family)
-    with with_disk(model, tmp_path) as core:
+    with with_disk(model, tmp_path, record_tokens=record_tokens) as core:
         ask(core, BASE, 1)
         drain(core)
-    with with_disk(model, tmp_path) as core:
+    with with_disk(model, tmp_path, record_tokens=record_tokens) as core:
         handles = [ask(core, prompt, 20) for prompt in (TURN, OTHER, FORK, BASE)]
         drain(core)
         check(family, *handles)
         assert restored(core) == 64
         assert core.stats().hit_tokens == 64 + 32 + 64
-    with with_disk(model, tmp_path) as core:
+    with with_disk(model, tmp_path, record_tokens=record_tokens) as core:
         handles = [ask(core, prompt, 20) for prompt in (BASE, FORK, OTHER, TURN)]
         drain(core)
         check(family, *handles)
-        # The blocks of all, each read once; the last token's block is computed.
-        assert restored(core) == 64 + 16 + 48 + 32
+        if record_tokens == 16:
+            # The blocks of all, each read once; the last token's block is computed.
+            assert restored(core) == 64 + 16 + 48 + 32
+        # Else each prompt is in one record with its answer, and no record holds a prompt alone.
+
+
+@every_family
+def test_turns_after_restarts_as_an_engine_is_shipped(family: str, tmp_path: Path) -> None:
+    """Blocks, chunks and records of their default sizes: a chain has whole records and a shorter
+    one, which the next turn's replaces; another one has the whole records alone."""
+    model, said = model_of(family), tuple(prompt_of(600))
+    fork = (*said[:530], *prompt_of(60, 2))
+    for turn in range(3):
+        with with_disk(model, tmp_path, {}) as core:
+            size = core.prefixes.block_size
+            handle = ask(core, said, 24)
+            drain(core)
+            check(family, handle)
+            assert restored(core) == (len(said) - 81) // size * size * (turn > 0)
+        held = (len(said) + 23) // size * size
+        assert len(files(tmp_path)) == math.ceil(held / block_hashes.SPAN_TOKENS)
+        said = (*said, *answer(handle), *prompt_of(80, turn))
+    with with_disk(model, tmp_path, {}) as core:
+        handle = ask(core, fork, 24)
+        drain(core)
+        check(family, handle)
+        assert restored(core) == 512
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])

@@ -9,9 +9,9 @@ import time
 
 import httpx
 import ray
-from agents import session
 from ray import serve
 
+from agents import session
 from penstock.config import ServerSettings
 from penstock.recall import MODEL_PATH
 from penstock.serve_ray.application import NAME, Fleet, running

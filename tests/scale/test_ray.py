@@ -16,9 +16,9 @@ import anthropic
 import httpx
 import openai
 import pytest
-from agents import SESSIONS, TURNS, Talked, talk
 from processes import STOP_SECONDS, serving
 
+from agents import SESSIONS, TURNS, Talked, talk
 from penstock.cli import main
 from penstock.memory import parse_bytes
 

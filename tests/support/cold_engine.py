@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engine_faults import model_of
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
+from penstock.prefix import block_hashes
 
 BLOCK = 16
 SAID = 8
@@ -29,12 +31,22 @@ SETTINGS: dict[str, Any] = {
 
 @contextmanager
 def running(
-    folder: Path | None, family: str = "llama", model: Any = None, **settings: Any
+    folder: Path | None,
+    family: str = "llama",
+    model: Any = None,
+    *,
+    record_tokens: int = BLOCK,
+    **settings: Any,
 ) -> Iterator[Core]:
     """Run a core, of a model or of a small one of a family; whatever is done to it, its account
-    is right at the end."""
+    is right at the end.
+
+    Its records hold a block each, or more with `record_tokens`: as many as 8 in an engine.
+    """
     model = model_of(family) if model is None else model
-    core = Core(model, ssd_cache_dir=folder, **{**SETTINGS, **settings})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_hashes, "SPAN_TOKENS", record_tokens)
+        core = Core(model, ssd_cache_dir=folder, **{**SETTINGS, **settings})
     if core.tiers is not None:
         core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
     try:

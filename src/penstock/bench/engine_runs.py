@@ -120,7 +120,7 @@ class Ours:
             model.tokenizer,
             memory_limit=int(MEMORY_SHARE * psutil.virtual_memory().total),
             max_batch_size=batch_size,
-            block_size=shape.block_size or model.block_size,
+            block_size=shape.block_size,
             prefill_chunk=shape.prefill_chunk,
             **{**shape.codec_settings, **settings},
         )

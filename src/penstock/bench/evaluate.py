@@ -75,6 +75,8 @@ class Setting:
 
 
 UNCHANGED = Setting(RAW)
+EVALUATED_BLOCK_SIZE = 64
+"""The least that all codecs can hold."""
 SETTINGS = (
     *map(Setting, ("8", "k8v4", "kivi5/turbo3.5", "turbo4", "2")),
     Setting(RAW, 1_024, 256),
@@ -111,7 +113,7 @@ class Load:
     """At most; an answer may end before."""
     raw_first_tokens: int = 0
     """Of every prompt; the engine's default is 256."""
-    block_size: int = 64
+    block_size: int = EVALUATED_BLOCK_SIZE
     memory_limit: str | None = "200MB"
 
     def engine(self, setting: Setting) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from penstock import config
 from penstock.bench.blank import Blank
 from penstock.bench.report import Line, Report
 from penstock.models.mlx_lm import rival_caches
@@ -25,7 +26,7 @@ class Load:
     """Sizes of prompts and trees."""
 
     prompt_tokens: int = 131_072
-    block_size: int = 64
+    block_size: int = config.BLOCK_SIZE
     branches: int = 256
     branch_tokens: int = 256
     path_nodes: int = 1_000

@@ -19,9 +19,6 @@ from penstock.recall import MODEL_PATH, dialogue
 DIALOGUE_TOKENS = 2_000
 """Long prompts for the embedded model are made of dialogues of at most this length."""
 
-EMBEDDED_BLOCK_SIZE = 64
-"""Its prompts are short."""
-
 
 class Choice(StrEnum):
     """Which model a bench runs on."""
@@ -93,7 +90,7 @@ def bench_model(choice: Choice, shape: LlamaShape | None = None, seed: int = 0) 
         return _dialogues(tokenizer, seed, tokens)
 
     if choice is Choice.EMBEDDED:
-        return _described("embedded", embedded, tokenizer, EMBEDDED_BLOCK_SIZE, dialogues)
+        return _described("embedded", embedded, tokenizer, config.BLOCK_SIZE, dialogues)
     sizes = shape or LlamaShape()
     model = random_llama(
         layers=sizes.layers,

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from penstock import config
-from penstock.bench.models import EMBEDDED_BLOCK_SIZE, Choice, LlamaShape, bench_model
+from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.models.mlx_lm import load
 from penstock.recall import MODEL_PATH, count_tokens, dialogue, vocabulary
 
@@ -107,8 +107,7 @@ def _word_mask(tokenizer: Any, vocabulary_size: int) -> list[float]:
 
 def _described(path: Path, choice: Choice, shape: LlamaShape | None) -> Folder:
     made = bench_model(choice, shape)
-    block_size = EMBEDDED_BLOCK_SIZE if choice is Choice.EMBEDDED else config.BLOCK_SIZE
-    return Folder(path, made.name, block_size, made.parameters, made.kv_bytes_per_token)
+    return Folder(path, made.name, config.BLOCK_SIZE, made.parameters, made.kv_bytes_per_token)
 
 
 # ---------------------------------------------------------------- what is said

@@ -143,7 +143,8 @@ class PrefixCache:
     Args:
         memory_limit: bytes, or a text like "2GB", for all that is held: KV, the index, and
             what is copied while the tree is cut.
-        block_size: tokens of a block, the unit of identity; the unfinished last one is not kept.
+        block_size: tokens of a block, the unit of identity, of which the unfinished last one is not
+            kept; by default 32, or as many as the codec takes together.
         fingerprint: what must be equal for KV to be reusable, besides the tokens: say, the
             model's path and adapter. Part of every key.
         clock: seconds, for recency.
@@ -168,7 +169,7 @@ class PrefixCache:
         self,
         memory_limit: int | str,
         *,
-        block_size: int = 256,
+        block_size: int | None = None,
         fingerprint: str = "",
         clock: Callable[[], float] = time.monotonic,
         kv_cache_quantization: str | None = None,
@@ -176,6 +177,8 @@ class PrefixCache:
         kv_cache_raw_first_tokens: int = RAW_FIRST_TOKENS,
         kv_cache_skip_layers: Sequence[int] = (),
     ) -> None:
+        if block_size is None:
+            block_size = QuantizationRule.block_size(kv_cache_quantization)
         self._rule = QuantizationRule.of(
             kv_cache_quantization,
             block_size=block_size,

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from penstock import config
 from penstock.blas import load_blas
 from penstock.cli import options
 from penstock.memory import format_bytes
@@ -66,7 +67,7 @@ def agents(
     shows meanwhile who runs and waits, what the ledger counts, and what a plain cache for each
     would hold.
     """
-    memory_limit, block_size = options.engine_size(model, memory_limit, block_size)
+    memory_limit = options.engine_limit(model, memory_limit)
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
@@ -79,7 +80,7 @@ def agents(
         prompt_tokens=tokens,
         seed=seed,
         memory_limit=memory_limit,
-        block_size=block_size,
+        block_size=block_size or config.BLOCK_SIZE,
     ) as crowd:
         if as_json:
             crowd.run(lambda _: None, PLAIN_SECONDS)

@@ -120,13 +120,13 @@ def evaluate(
 
     Exits with 1 if a goal is not met.
     """
-    memory_limit, block_size = options.engine_size(model, memory_limit, block_size)
+    memory_limit = options.engine_limit(model, memory_limit)
     embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
     read = None if text is None else _read(text)
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.bench.evaluate import RAW, Load, Setting, measure
+    from penstock.bench.evaluate import EVALUATED_BLOCK_SIZE, RAW, Load, Setting, measure
     from penstock.bench.report import publish
 
     load = Load(
@@ -136,7 +136,7 @@ def evaluate(
         text=read,
         text_tokens=text_tokens,
         raw_first_tokens=kv_cache_min_quantize_tokens,
-        block_size=block_size,
+        block_size=block_size or EVALUATED_BLOCK_SIZE,
         memory_limit=memory_limit,
     )
     if codec or window or keep:

@@ -21,8 +21,6 @@ EMBEDDED_LIMIT = "200MB"
 """Eight plain caches would take 330 MB for a prompt of 20,000 tokens."""
 WITHOUT_VALUE = {"--kv-cache-quantization": "8"}
 """The values of flags that may stand without one, as vllm-mlx's and its scripts have them."""
-EMBEDDED_BLOCK_SIZE = 64
-"""Tokens; prompts for the embedded model are short."""
 
 Model: TypeAlias = Annotated[
     str,
@@ -56,7 +54,7 @@ BlockSize: TypeAlias = Annotated[
         help="Share and name tokens by blocks of this many.",
         envvar="PENSTOCK_BLOCK_SIZE",
         metavar="TOKENS",
-        show_default=f"{EMBEDDED_BLOCK_SIZE} for the embedded model, else {config.BLOCK_SIZE}",
+        show_default=f"{config.BLOCK_SIZE}, or as many as the codec takes together",
         min=1,
     ),
 ]
@@ -180,13 +178,11 @@ def with_values(arguments: Sequence[str]) -> list[str]:
     return filled + words[end:]
 
 
-def engine_size(
-    model: str, memory_limit: str | None, block_size: int | None
-) -> tuple[str | None, int]:
-    """Return an engine's memory limit and block size; the embedded model has defaults of its own.
+def engine_limit(model: str, memory_limit: str | None) -> str | None:
+    """Return an engine's memory limit; the embedded model has a default of its own.
 
-    >>> engine_size(str(MODEL_PATH), None, None), engine_size("owner/model", None, 32)
-    (('200MB', 64), (None, 32))
+    >>> engine_limit(str(MODEL_PATH), None), engine_limit("owner/model", "2GB")
+    ('200MB', '2GB')
 
     Raises:
         SettingError: the limit is no size, or nothing.
@@ -196,9 +192,7 @@ def engine_size(
         memory_limit = EMBEDDED_LIMIT
     if memory_limit is not None and size("--memory-limit", memory_limit) < 1:
         raise SettingError(f"--memory-limit {memory_limit}: nothing fits in it")
-    if block_size is None:
-        block_size = EMBEDDED_BLOCK_SIZE if embedded else config.BLOCK_SIZE
-    return memory_limit, block_size
+    return memory_limit
 
 
 def size(flag: str, text: str) -> int:

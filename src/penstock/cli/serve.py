@@ -106,7 +106,7 @@ def serve(
         if wanted and ssd_cache_dir is None:
             raise SettingError(f"{flag} needs --ssd-cache-dir: it is about what lies there")
     _check_reach(settings)
-    memory_limit, block_size = options.engine_size(model, memory_limit, block_size)
+    memory_limit = options.engine_limit(model, memory_limit)
     limits: dict[str, Any] = {
         "memory_threshold": memory_threshold,
         "max_batch_size": max_batch_size,

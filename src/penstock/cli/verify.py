@@ -57,7 +57,7 @@ def verify(
     Tokens must be the same, and their log-probabilities nearly so. Blocks are written to a folder
     for temporary files, which is removed. Exits with 1 if an answer differs.
     """
-    memory_limit, block_size = options.engine_size(model, memory_limit, block_size)
+    memory_limit = options.engine_limit(model, memory_limit)
     asked = _asked(model, prompts)
     options.warn_of_slow_blas(load_blas())
 

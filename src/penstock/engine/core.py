@@ -572,7 +572,7 @@ class Core:
             given_text=self._text(found.given_token),
         )
 
-    def note_checkpoints(self, block_hashes: Items[bytes]) -> None:
+    def note_checkpoints(self, block_hashes: Items[bytes], root: bytes) -> None:
         """Have the checkpoints of a chain written, if there is a cold tier."""
         if self.tiers is None or self.checkpoints is None:
             return
@@ -580,7 +580,7 @@ class Core:
             for found in node.segment.checkpoints:
                 blocks = (node.start + found.at) // self.limits.block_size
                 if blocks <= len(block_hashes):
-                    self.tiers.note_checkpoint(block_hashes[:blocks], seen=True)
+                    self.tiers.note_checkpoint(block_hashes[:blocks], root, seen=True)
 
     def tree(self) -> list[NodeView]:
         """Show every node of the tree, parents before their children. O(nodes)."""

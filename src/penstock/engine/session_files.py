@@ -17,6 +17,7 @@ from pathlib import Path
 
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
+from penstock.engine.offload.engine_tier import EngineTier
 from penstock.errors import SettingError
 from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.disk.archive import export_blocks, import_blocks, models_of
@@ -64,8 +65,9 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         time.sleep(LOOK_SECONDS)
     aside = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
+        asked = engine.later(lambda core: _ssd(core).tier.held(block_hashes)).result(WRITE_SECONDS)
+        held = block_hashes[: asked.result(WRITE_SECONDS)]
         with Folder(about.folder) as opened:
-            held = block_hashes[: opened.index.held(block_hashes, about.fingerprint)]
             wanted = {*held, *map(checkpoint_hash, held)}
             done = export_blocks(opened, aside, lambda _: None, block_hashes=wanted)
         if not done.blocks:
@@ -77,7 +79,7 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         aside.replace(file)
     finally:
         aside.unlink(missing_ok=True)
-    return SavedSession(done.blocks * about.block_size, nbytes)
+    return SavedSession(done.tokens, nbytes)
 
 
 def load_session(engine: Engine, file: Path) -> SavedSession:
@@ -99,7 +101,7 @@ def load_session(engine: Engine, file: Path) -> SavedSession:
     if not done.is_all:
         why = done.broken or ", ".join([*done.refused, *(["damaged"] if done.damaged else [])])
         raise SettingError(f"not all of {file.name} could be taken in: {why}")
-    return SavedSession((done.blocks + done.known) * about.block_size, file.stat().st_size)
+    return SavedSession(done.tokens, file.stat().st_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +135,16 @@ def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     core.check_tokens(tokens)
     block_hashes = core.prefixes.block_hashes(list(tokens), salt)
     held = core.prefixes.match(block_hashes).tokens // core.limits.block_size
-    assert core.tiers is not None
-    core.tiers.tiers["ssd"].note(block_hashes[:held], core.prefixes.root(salt), 0, seen=True)
-    core.note_checkpoints(block_hashes[:held])
+    root = core.prefixes.root(salt)
+    _ssd(core).note(block_hashes[:held], root, 0, seen=True, ended=True)
+    core.note_checkpoints(block_hashes[:held], root)
     return block_hashes
 
 
 def _is_written(core: Core) -> bool:
-    return core.tiers is None or core.tiers.tiers["ssd"].is_written
+    return core.tiers is None or _ssd(core).is_written
+
+
+def _ssd(core: Core) -> EngineTier:
+    assert core.tiers is not None
+    return core.tiers.tiers["ssd"]

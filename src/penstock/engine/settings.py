@@ -56,6 +56,10 @@ def fitting(limits: config.EngineSettings, runner: Runner) -> config.EngineSetti
     if runner.fitness.whole:
         limits = limits.model_copy(update={"prefill_chunk": WHOLE_CHUNK})
     compression = runner.layout.compression
+    if "block_size" not in limits.model_fields_set:
+        every = 1 if compression is None else compression.every
+        size = QuantizationRule.block_size(limits.kv_cache_quantization, every)
+        limits = limits.model_copy(update={"block_size": size})
     if compression is None:
         return limits
     if limits.block_size % compression.every:

@@ -13,6 +13,7 @@ from penstock.kv.columns import Side
 from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
+from penstock.prefix.block_hashes import Spans, span_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +141,6 @@ class BlockFormats:
         """Return the form of one block."""
         return self._raw if block < self._first else self._coded
 
-    def end(self, first: int, stop: int) -> int:
-        """Return up to which block, `stop` at most, all are held as block `first` is."""
-        return min(stop, self._first) if first < self._first else stop
-
     def nbytes(self, first: int, stop: int) -> int:
         """Return the bytes of the blocks first..stop-1."""
         raw = max(0, min(stop, self._first) - first)
@@ -152,14 +149,21 @@ class BlockFormats:
         )
 
     @property
-    def most_block_bytes(self) -> int:
-        """Bytes of a block, whichever."""
-        return max(form.nbytes(self.block_size) for form in (self._raw, self._coded))
+    def spans(self) -> Spans:
+        """Which blocks make a record of a cold tier together: all of one form."""
+        return Spans(span_blocks(self.block_size), self._first)
 
     @property
-    def coded_block_bytes(self) -> int:
-        """Bytes of a block that is encoded; 0 if none is."""
-        return 0 if self.rule is None else self._coded.nbytes(self.block_size)
+    def most_record_bytes(self) -> int:
+        """Bytes of the KV of a record, whichever."""
+        tokens = self.spans.blocks * self.block_size
+        return max(form.nbytes(tokens) for form in (self._raw, self._coded))
+
+    @property
+    def coded_record_bytes(self) -> int:
+        """Bytes of the KV of a record that is encoded; 0 if none is."""
+        tokens = self.spans.blocks * self.block_size
+        return 0 if self.rule is None else self._coded.nbytes(tokens)
 
     def held(self, segment: Segment, block: int) -> Segment | None:
         """Return a block as it is to be held, whatever it is held as; None if it cannot be: some

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import lcm
 
 import mlx.core as mx
 
+from penstock.config import BLOCK_SIZE
 from penstock.errors import SettingError
 from penstock.kv.codecs import Scales, Scheme, parse_scheme
 from penstock.kv.codecs.scales import digest
@@ -31,6 +34,17 @@ class QuantizationRule:
     """Numbers of layers that stay as they are."""
     least_tokens: int = 0
     """Tokens below which a prompt stays as it is, all of it."""
+
+    @staticmethod
+    def block_size(codec: str | None, every: int = 1) -> int:
+        """Return the default tokens of a block, or the least more of which a codec, and a model
+        that takes `every` so many together, can make one."""
+        spans = [every]
+        if isinstance(codec, str):
+            with suppress(ValueError):  # `of` says what is wrong with the name
+                spans += [each.span for each in parse_scheme(codec).codecs]
+        together = lcm(*spans)
+        return -(-BLOCK_SIZE // together) * together
 
     @classmethod
     def of(

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from penstock.kv import states as st
 from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint, RecurrentState
+from penstock.prefix.block_hashes import span_tokens
 from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 
@@ -25,7 +26,8 @@ TURN_ENDS = 2
 LEAST = 4
 """Checkpoints that a path may have however little its keys and values are."""
 NEAR = 4
-"""Blocks from a path's end within which every boundary may keep one; beyond, ever fewer do."""
+"""Blocks from a path's end within which every boundary may keep one, and spans of blocks within
+which each may; beyond, ever fewer do."""
 
 Path = Sequence[Node[Segment]]
 
@@ -88,7 +90,6 @@ class Checkpoints:
 
     def thin(self, path: Path, tip: int) -> None:
         """Evict the checkpoints of a path that its end does not need so close together."""
-        size = self._prefixes.block_size
         found = [(node, each) for node in path for each in node.segment.checkpoints]
         places = [node.start + each.at for node, each in found]
         # Where branches part, every one of them begins.
@@ -99,7 +100,7 @@ class Checkpoints:
         most = None
         if kv_bytes:
             most = max(LEAST, int(SHARE * kv_bytes) // max(1, self._state_bytes))
-        kept = retained(places, tip, size, fixed, most)
+        kept = retained(places, tip, self._prefixes.block_size, fixed, most)
         for node in path:
             evicted = {
                 each.at for each in node.segment.checkpoints if node.start + each.at not in kept
@@ -133,9 +134,10 @@ def retained(
 ) -> set[int]:
     """Say which of a path's checkpoints stay: ever fewer into the past.
 
-    At a distance of d blocks from the end, those at multiples of 2^k blocks stay, with 2^k at most
-    d / NEAR: a place that is evicted is never wanted again, however far the path grows. If more
-    than `most` are left, it is as if they were twice, four times ... as far away.
+    At a distance of d spans of blocks from the end, those at multiples of 2^k spans stay, with 2^k
+    at most d / NEAR, and those of the last NEAR blocks: a place that is evicted is never wanted
+    again, however far the path grows. If more than `most` are left, it is as if they were twice,
+    four times ... as far away.
 
     Args:
         places: of the checkpoints, in tokens; multiples of `block_size`.
@@ -151,14 +153,16 @@ def retained(
         others = {
             place
             for place in places
-            if place not in always
-            and place // block_size % _spacing((tip - place) * away // block_size) == 0
+            if place not in always and place % _spacing((tip - place) * away, block_size) == 0
         }
         if most is None or not others or len(others) + len(always) <= most:
             return always | others
         away *= 2
 
 
-def _spacing(blocks: int) -> int:
-    """Return between how many blocks one is kept, so far from the end."""
-    return 1 << max(0, (blocks // NEAR).bit_length() - 1)
+def _spacing(tokens: int, block_size: int) -> int:
+    """Return between how many tokens one is kept, so far from the end."""
+    if tokens < NEAR * block_size:
+        return block_size
+    span = span_tokens(block_size)
+    return span << max(0, (tokens // (NEAR * span)).bit_length() - 1)

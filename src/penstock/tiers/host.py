@@ -23,28 +23,33 @@ _A = TypeVar("_A")
 _S = TypeVar("_S")
 
 
-def host_block(block: Segment, tokens: TokenArray) -> dict[str, HostArray]:
-    """Copy a block, its tokens and the arrays of all layers by name.
+def host_block(block: Segment, tokens: TokenArray, *more: Segment) -> dict[str, HostArray]:
+    """Copy blocks, their tokens and the arrays of all layers by name.
 
     Names are `3.keys` for layer 3, and `3.keys.0`, `3.keys.1`, ... where a side is several arrays.
     Only the thread that owns the segment may call this.
 
     Args:
-        block: its KV, which may be a view.
-        tokens: of the block.
+        block: their KV, which may be a view.
+        tokens: of the blocks.
+        more: KV of those that are not in `block`, held in the same form.
     """
-    mx.eval([col.arrays(*layer) for layer in block.layers])
-    found = {TOKENS: _host(tokens.astype(np.uint32), "uint32")}
-    for number, layer in enumerate(block.layers):
-        for name, array in _named(number, layer, col.arrays):
-            found[name] = _host(*_seen(array))
+    pieces = (block, *more)
+    mx.eval([col.arrays(*layer) for piece in pieces for layer in piece.layers])
+    found = {TOKENS: _host([tokens.astype(np.uint32)], "uint32")}
+    for number, layers in enumerate(zip(*(piece.layers for piece in pieces), strict=True)):
+        named = [_named(number, layer, col.arrays) for layer in layers]
+        for arrays in zip(*named, strict=True):
+            seen, dtypes = zip(*(_seen(array) for _, array in arrays), strict=True)
+            found[arrays[0][0]] = _host(seen, dtypes[0], col.TOKEN_AXIS)
     return found
 
 
 def host_states(states: States) -> dict[str, HostArray]:
     """Copy the states of one sequence by name, as `states.3.0`."""
     mx.eval([array for _, array in named(states)])
-    return {_STATES + name: _host(*_seen(array)) for name, array in named(states)}
+    seen = ((name, *_seen(array)) for name, array in named(states))
+    return {_STATES + name: _host([array], dtype) for name, array, dtype in seen}
 
 
 class StateRestoreBuffer:
@@ -228,8 +233,13 @@ def _seen(array: mx.array) -> tuple[NDArray[np.generic], str]:
     return np.asarray(array.view(mx.uint16) if dtype == "bfloat16" else array), dtype
 
 
-def _host(part: NDArray[np.generic], dtype: str) -> HostArray:
-    return HostArray(dtype, part.shape, np.frombuffer(part.tobytes(), np.uint8))
+def _host(parts: Sequence[NDArray[np.generic]], dtype: str, axis: int = 0) -> HostArray:
+    """Copy an array that is there in parts, one behind the other on some axis."""
+    if len(parts) == 1:
+        (part,) = parts
+        return HostArray(dtype, part.shape, np.frombuffer(part.tobytes(), np.uint8))
+    whole = np.concatenate(parts, axis)
+    return HostArray(dtype, whole.shape, whole.reshape(-1).view(np.uint8))
 
 
 def _name(dtype: mx.Dtype) -> str:

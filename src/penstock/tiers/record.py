@@ -61,21 +61,34 @@ class HostArray:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One block's KV, all layers; or a checkpoint, which lies behind its block as a child."""
+    """KV of consecutive blocks, all layers; or a checkpoint, which lies behind its block as a
+    child."""
 
     key: bytes
-    """Names the block and everything in front of it; see `blocks`."""
+    """Names the last block and everything in front of it; see `blocks`."""
     parent: bytes
     """Key of the block in front; of the first block, the chain's root."""
     depth: int
     """Blocks in front of it."""
     arrays: Mapping[str, HostArray]
     """By name, as `3.keys`."""
+    blocks: int = 1
+    """How many they are."""
+    replaces: Sequence[bytes] = ()
+    """Keys of shorter records with the same first block, which nobody needs beside this one; not in
+    the file."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         return sum(array.data.nbytes for array in self.arrays.values())
+
+    @property
+    def end_tokens(self) -> int:
+        """Tokens of a chain from its first one to this record's last; 0 of a checkpoint."""
+        tokens = self.arrays.get(TOKENS)
+        count = 0 if tokens is None else tokens.shape[0]
+        return (self.depth + self.blocks) * count // self.blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,7 @@ def encode(record: Record, fingerprint: str) -> bytes:
         "key": record.key.hex(),
         "parent": record.parent.hex(),
         "depth": str(record.depth),
+        "blocks": str(record.blocks),
         "fingerprint": fingerprint,
     }
     words["xxh3"] = _hash(words, record.arrays)
@@ -139,6 +153,7 @@ def decode(raw: bytes) -> Record:
             bytes.fromhex(words["parent"]),
             int(words["depth"]),
             arrays,
+            blocks_of(words),
         )
         told = words["xxh3"]
     except (SafetensorError, KeyError, ValueError) as error:
@@ -264,6 +279,27 @@ def header(raw: bytes) -> dict[str, str]:
     if words.get("format") != FORMAT:
         raise Damaged(f"its format is {words.get('format')}, not {FORMAT}")
     return words
+
+
+def blocks_of(words: Mapping[str, str]) -> int:
+    """Return how many blocks a file holds, as its header tells; older ones hold one."""
+    return int(words.get("blocks", 1))
+
+
+def read_tokens(descriptor: int) -> tuple[NDArray[np.uint32], int]:
+    """Return the tokens of a file that is open for reading, unchecked, and of how many blocks.
+
+    Raises:
+        Damaged: the header makes no sense.
+    """
+    size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    head = os.pread(descriptor, min(size, MOST_HEAD_BYTES), 8)
+    try:
+        start, end = json.loads(head)[TOKENS]["data_offsets"]
+        raw = os.pread(descriptor, min(end - start, MOST_HEAD_BYTES), 8 + size + start)
+        return np.frombuffer(raw, "<u4").astype(np.uint32), blocks_of(_words(head))
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise Damaged(f"its header makes no sense: {error}") from None
 
 
 def _words(head: bytes) -> dict[str, str]:

@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
+from penstock.prefix.block_hashes import Spans, checkpoint_hash
 from penstock.tiers.readers import Readers
 from penstock.tiers.record import Damaged, Record, Target
 
@@ -49,9 +50,13 @@ class TierCounts:
 class Store(ABC):
     """Blocks of one model. Not thread-safe: one owner, a tier's thread.
 
+    A record has the blocks of a span, or its first ones if the chain ended there, and is named by
+    the last of them.
+
     Args:
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
         name: of the threads that read.
+        spans: which blocks make a record together.
     """
 
     limit_bytes: int = 0
@@ -59,8 +64,9 @@ class Store(ABC):
     full: str | None = None
     """Why no new blocks are taken for now; those that are there are read all the same."""
 
-    def __init__(self, fingerprint: str, name: str) -> None:
+    def __init__(self, fingerprint: str, name: str, spans: Spans) -> None:
         self.fingerprint = fingerprint
+        self.spans = spans
         self.counts = TierCounts()
         self._readers = Readers(READERS, f"penstock-{name}-read")
 
@@ -71,19 +77,38 @@ class Store(ABC):
         """Bytes that are kept, as far as that can be told."""
         return 0
 
-    @abstractmethod
     def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
-        """Return how many keys of a chain, from its first on, could be read.
+        """Return how many blocks of a chain, from its first on, could be read.
 
         Args:
             keys: of the blocks.
             resumable: count no further than to the last one behind which a checkpoint is there.
         """
+        ends = [0, *self.spans.ends(len(block_hashes))]
+        whole = ends[self._first([block_hashes[end - 1] for end in ends[1:]])]
+        some = block_hashes[
+            : self.spans.end(whole) - 1
+        ]  # behind the whole records one may be shorter
+        if not resumable:
+            return whole + self._last(some[whole:])
+        checkpoints = [checkpoint_hash(key) for key in some]
+        at = self._last(checkpoints)
+        while at and at not in ends and not self._last([block_hashes[at - 1]]):
+            at = self._last(checkpoints[: at - 1])
+        return at
 
     def chains(self, most_bytes: int) -> list[list[bytes]]:
-        """Return the keys of this model's chains that are worth most, each from its first block
-        on, as far as they fit into so many bytes of files."""
+        """Return the keys of all blocks of this model's chains that are worth most, each from its
+        first one on, as far as they fit into so many bytes of files."""
         return []
+
+    @abstractmethod
+    def _first(self, block_hashes: Sequence[bytes]) -> int:
+        """Return how many of some records are there, from the first one on."""
+
+    @abstractmethod
+    def _last(self, block_hashes: Sequence[bytes]) -> int:
+        """Return how many records there are up to the last one that is there."""
 
     # ---- acts
 
@@ -102,20 +127,21 @@ class Store(ABC):
         targets: Sequence[Mapping[str, Target]],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> int:
-        """Read a chain's first keys to where they belong; return how many, as far as all is well.
+        """Read records that follow each other to where they belong; return how many, as far as all
+        is well.
 
         Some records are read at the same time; all are done with when this returns.
 
         Args:
-            keys: of the blocks.
-            targets: of each block, for all of its arrays.
+            keys: of the records.
+            targets: of each record, for all of its arrays.
             meanwhile: is called while the records are read.
 
         Raises:
             OSError: the store fails; a record that is not there is only a miss.
         """
         began = time.perf_counter()
-        whole = list(zip(block_hashes[: self.held(block_hashes)], targets, strict=False))
+        whole = list(zip(block_hashes[: self._first(block_hashes)], targets, strict=False))
         reads = [self._readers.submit(self._read_into, key, places) for key, places in whole]
         try:
             meanwhile()
@@ -133,7 +159,7 @@ class Store(ABC):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return how many keys of a chain, from its first on, could be read, as somebody asks for
+        """Return how many blocks of a chain, from its first on, could be read, as somebody asks for
         them: they are used, wherever they are read from.
 
         Args:

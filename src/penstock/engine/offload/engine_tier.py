@@ -1,7 +1,7 @@
 """One cold tier as the engine uses it: what is read from it and written to it, each at its pace.
 
     begin ──> memory of the segments-to-be, filled by the tier's thread ──> taken in
-    note  ──> these blocks are new ──> one is copied and offered between two steps
+    note  ──> these blocks are new ──> those of one record are copied and offered between two steps
 
 Nothing here waits for the store. What is in the thread's hands stays in the ledger until it is
 done, also if nobody wants it any more. `cold` says which tier, and when.
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+
+import numpy as np
 
 from penstock.engine.offload.prefill_rate import FIRST_BYTES_PER_SECOND, PrefillRate, ReadRate
 from penstock.engine.ranks.process_group import ProcessGroup
@@ -27,12 +29,12 @@ from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
 from penstock.prefix.tree import Pin
 from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer, host_block, host_states
-from penstock.tiers.record import Record
+from penstock.tiers.record import HostArray, Record
 from penstock.tiers.worker import ColdTier, TierStats
 
-QUEUE_BLOCKS = 2
-"""Copies of blocks that wait to be written."""
-FILE_BLOCKS = 2
+QUEUE_RECORDS = 2
+"""Copies of records that wait to be written."""
+FILE_RECORDS = 2
 """Copies that are made while a file is: its bytes, and the buffer that they are written from."""
 PENDING_KEYS = 16_384
 """Blocks that are known to be worth writing, and whose turn has not come."""
@@ -43,7 +45,7 @@ PENDING_TURNS = 64
 KEY_BYTES = 80
 """Of Python, for each."""
 WORTH_WRITING = 2.0
-"""A block that was asked for once is written if computing it takes so many times as long as
+"""A record that was asked for once is written if computing it takes so many times as long as
 reading it."""
 WORTH_READING = 2.0
 """A block is read if computing it takes at least so many times as long."""
@@ -64,16 +66,31 @@ class Restore:
     """Blocks in front of them."""
     landing: RestoreBuffer | StateRestoreBuffer
     answer: Future[int]
-    """How many of them are there, from the first on."""
+    """How many of their records are there, from the first on."""
     paid: Reservation
     """Of what is read."""
     tier: EngineTier
     """From which."""
+    blocks: int = 1
+    """How many there are."""
+    known: int = 0
+    """Blocks in front of them that are in the tree, and are read all the same: of the first one's
+    record."""
+    known_bytes: int = 0
 
     @property
-    def blocks(self) -> int:
-        """How many there are."""
-        return self.landing.blocks
+    def own_bytes(self) -> int:
+        """Bytes of what is read, without what is in the tree."""
+        return self.paid.nbytes - self.known_bytes
+
+    def segment(self, blocks: int, block_size: int) -> Segment:
+        """Return the first of these blocks, once they are read; a copy, if there are others."""
+        assert isinstance(self.landing, RestoreBuffer)
+        segment = self.landing.segment()
+        if blocks == self.blocks and not self.known:
+            return segment
+        start = self.known * block_size
+        return segment.part(start, start + blocks * block_size).owned(coded=True)
 
 
 @dataclass(slots=True)
@@ -83,6 +100,17 @@ class _Pending:
     block_hashes: tuple[bytes, ...]
     root: bytes
     first: int
+    """Where a record begins."""
+    ended: bool
+    """Whether the chain's last blocks are written, too, if they make no whole record."""
+
+    def goes_on(self, block_hashes: Sequence[bytes], first: int) -> bool:
+        """Tell whether a chain's blocks from `first` on lie behind these."""
+        at = len(self.block_hashes)
+        return (
+            self.first <= first <= at <= len(block_hashes)
+            and block_hashes[at - 1] == self.block_hashes[-1]
+        )
 
 
 class EngineTier:
@@ -122,10 +150,12 @@ class EngineTier:
         self._prefixes = prefixes
         self._forms = forms
         self._in_place = in_place
-        self._most_block_bytes = forms.most_block_bytes + TOKEN_BYTES * prefixes.block_size
-        copies = (QUEUE_BLOCKS + FILE_BLOCKS) * self._most_block_bytes
-        copies += forms.coded_block_bytes  # of the one that is encoded for its file
-        copies += (1 + FILE_BLOCKS) * self._state_bytes + buffer_bytes
+        self._spans = spans = forms.spans
+        tokens_bytes = TOKEN_BYTES * spans.blocks * prefixes.block_size
+        self._most_record_bytes = forms.most_record_bytes + tokens_bytes
+        copies = (QUEUE_RECORDS + FILE_RECORDS) * self._most_record_bytes
+        copies += forms.coded_record_bytes  # of the one that is encoded for its file
+        copies += (1 + FILE_RECORDS) * self._state_bytes + buffer_bytes
         ledger = prefixes.ledger
         self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_KEYS * KEY_BYTES)
         self._pending: deque[_Pending] = deque()
@@ -135,7 +165,7 @@ class EngineTier:
         self._restores: set[Restore] = set()
         self._left: list[Restore] = []
         self._read = (0, 0.0)
-        self.tier = open_tier(QUEUE_BLOCKS * self._most_block_bytes + self._state_bytes)
+        self.tier = open_tier(QUEUE_RECORDS * self._most_record_bytes + self._state_bytes)
 
     # ---- questions
 
@@ -181,7 +211,7 @@ class EngineTier:
         if stop <= first:
             return 0.0
         ahead = sum(restore.paid.nbytes for restore in self._restores)
-        nbytes = self._nbytes(first, stop) + self._state_bytes
+        nbytes = self._nbytes(self._spans.start(first), stop) + self._state_bytes
         seconds = self.read_pace.seconds(ahead + nbytes)
         computed = self._prefill_seconds(stop - first)
         return computed - seconds if WORTH_READING * seconds < computed else 0.0
@@ -201,32 +231,52 @@ class EngineTier:
         return self._group.answer(self.tier.prepare(block_hashes, known, resumable=self.has_states))
 
     def begin(self, block_hashes: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
-        """Have the blocks of a chain read from block `first` on, some at a time.
+        """Have the blocks of a chain read from block `first` on, some at a time; none if there is
+        no room for those in front of it that are in the same record.
 
         Args:
             keys: up to the last block to be read.
             first: blocks in front.
             own: counts the bytes of the segments, and passes them on.
         """
-        at_once = max(1, MAX_MERGE_TOKENS // self._prefixes.block_size)
-        begun = []
-        while first < len(block_hashes):
-            stop = self._forms.end(first, min(first + at_once, len(block_hashes)))
-            paid = self._prefixes.ledger.reserve(Kind.TAILS, 0)
+        size, begun = self._prefixes.block_size, []
+        for ends in self._runs(first, len(block_hashes)):
+            start, stop = self._spans.start(first), ends[-1]
+            known_bytes = self._forms.nbytes(start, first)
+            if not self._prefixes.make_room(known_bytes):
+                break
+            paid = self._prefixes.ledger.reserve(Kind.TAILS, known_bytes)
             own.pass_on(paid, self._forms.nbytes(first, stop))
             landing = RestoreBuffer(
                 self._forms.of(first),
-                stop - first,
-                self._prefixes.block_size,
+                len(ends),
+                (stop - start) // len(ends) * size,
                 in_place=self._in_place,
             )
-            answer = self._group.answer(
-                self.tier.restore(block_hashes[first:stop], landing.targets)
+            records = [block_hashes[end - 1] for end in ends]
+            answer = self._group.answer(self.tier.restore(records, landing.targets))
+            begun.append(
+                Restore(
+                    first, landing, answer, paid, self, stop - first, first - start, known_bytes
+                )
             )
-            begun.append(Restore(first, landing, answer, paid, self))
             first = stop
         self._restores.update(begun)
         return begun
+
+    def _runs(self, first: int, stop: int) -> Iterator[list[int]]:
+        """Yield where the records end that the blocks first..stop-1 are in: as many together as
+        are alike, and no more than a node has."""
+        spans, most = self._spans, max(1, MAX_MERGE_TOKENS // self._prefixes.block_size)
+        while first < stop:
+            start, ends = spans.start(first), [min(spans.end(first), stop)]
+            blocks = ends[0] - start
+            while ends[-1] != spans.cut and ends[-1] + blocks <= min(stop, start + most):
+                if spans.end(ends[-1]) != ends[-1] + blocks:
+                    break
+                ends.append(ends[-1] + blocks)
+            yield ends
+            first = ends[-1]
 
     def begin_states(self, block_hashes: Sequence[bytes]) -> Restore | None:
         """Have the checkpoint read behind the last block of a chain; None if there is no room."""
@@ -252,15 +302,18 @@ class EngineTier:
         return restore.landing.states() if there else None
 
     def take(self, restore: Restore, own: Reservation) -> int:
-        """Return how many blocks are there of a restore that is done; its bytes are `own`'s."""
+        """Return how many blocks are there of a restore that is done; its bytes are `own`'s, but
+        for those of blocks that are in the tree, which the caller counts, at once."""
         self._restores.remove(restore)
-        restore.paid.pass_on(own, restore.paid.nbytes)
+        restore.paid.pass_on(own, restore.own_bytes)
         restore.paid.release()
         counts = self.tier.stats().counts
         nbytes, seconds = self._read
         self._read = (counts.read_bytes, counts.read_seconds)
         self.read_pace.restored(counts.read_bytes - nbytes, counts.read_seconds - seconds)
-        return 0 if restore.answer.exception() else restore.answer.result()
+        records = 0 if restore.answer.exception() else restore.answer.result()
+        there = records * (restore.known + restore.blocks) // restore.landing.blocks
+        return max(0, there - restore.known)
 
     def cancel(self, restore: Restore, own: Reservation) -> bool:
         """Take a restore back if it has not begun; its bytes are `own`'s. Tell whether it is."""
@@ -268,7 +321,7 @@ class EngineTier:
             return False
         self._restores.remove(restore)
         if isinstance(restore.landing, RestoreBuffer):  # states are no part of the own
-            restore.paid.pass_on(own, restore.paid.nbytes)
+            restore.paid.pass_on(own, restore.own_bytes)
         restore.paid.release()
         return True
 
@@ -305,6 +358,10 @@ class EngineTier:
             nbytes = self._forms.nbytes(match.tokens // size, len(block_hashes))
             # A node that ends inside is cut in two, which takes a copy of it.
             num_cached_tokens = match.path[-1].segment.nbytes if match.ends_inside else 0
+            first = match.tokens // size
+            start = self._spans.start(first)
+            if start < first:  # in the tree, and read all the same; the others are copied out
+                num_cached_tokens += nbytes + 2 * self._forms.nbytes(start, first)
             room = nbytes + num_cached_tokens + prefixes.index_bytes(blocks) + 2 * self._state_bytes
             if room > ledger.free_bytes or not (blocks or (block_hashes and self.has_states)):
                 continue
@@ -343,13 +400,21 @@ class EngineTier:
             while restores:
                 restores[0].answer.result(PRELOAD_SECONDS)
                 restore = restores.pop(0)
+                nbytes = restore.paid.nbytes if restore.known else 0
                 if self.take(restore, own) < restore.blocks:
                     break
                 landing, end = restore.landing, restore.first + restore.blocks
                 assert isinstance(landing, RestoreBuffer)
-                committed = self._prefixes.insert(
-                    pin, restore.first, block_hashes[:end], landing.tokens, landing.segment(), own
-                )
+                size = self._prefixes.block_size
+                with self._prefixes.ledger.reserve(Kind.BUFFERS, nbytes):
+                    committed = self._prefixes.insert(
+                        pin,
+                        restore.first,
+                        block_hashes[:end],
+                        landing.tokens[restore.known * size :],
+                        restore.segment(restore.blocks, size),
+                        own,
+                    )
                 if committed.refused is not None:
                     break
         finally:
@@ -359,7 +424,13 @@ class EngineTier:
     # ---- writing
 
     def note(
-        self, block_hashes: Sequence[bytes], root: bytes, first: int, *, seen: bool = False
+        self,
+        block_hashes: Sequence[bytes],
+        root: bytes,
+        first: int,
+        *,
+        seen: bool = False,
+        ended: bool = False,
     ) -> None:
         """Note that the blocks of a chain from `first` on are in the tree, and perhaps not on the
         disk; those that are worth it are written when there is time.
@@ -369,19 +440,36 @@ class EngineTier:
             root: what the chain begins with.
             first: blocks in front of them.
             seen: whether they were asked for before.
+            ended: whether a conversation ended there: what makes no whole record is written, too,
+                until there is more of the chain.
         """
-        if first >= len(block_hashes) or not (seen or self._is_dear()):
+        whole = len(block_hashes) >= self._spans.end(first)
+        if first >= len(block_hashes) or not (whole or ended) or not (seen or self._is_dear()):
             return
-        self._pending.append(_Pending(tuple(block_hashes), root, first))
+        first = self._spans.start(first)
+        for pending in [each for each in self._pending if each.goes_on(block_hashes, first)]:
+            if not (self.has_states and pending.ended):  # a checkpoint lies behind that record
+                first = pending.first
+                self._drop(pending)
+        self._pending.append(_Pending(tuple(block_hashes), root, first, ended))
         self._pending_keys += len(block_hashes)
         while self._pending_keys > PENDING_KEYS:
             self._give_up(self._pending[0])
 
-    def note_checkpoint(self, block_hashes: Sequence[bytes], *, seen: bool = False) -> None:
+    def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
+        """Note that a conversation ended behind a chain, whose whole records were noted: those of
+        its blocks that make none are written, too."""
+        if block_hashes and self._spans.end(len(block_hashes) - 1) > len(block_hashes):
+            self.note(block_hashes, root, len(block_hashes) - 1, seen=seen, ended=True)
+
+    def note_checkpoint(
+        self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False
+    ) -> None:
         """Note that there is a checkpoint behind the last block of a chain, at which a conversation
         goes on: it is written behind the blocks, as they are."""
         turn = tuple(block_hashes)
         if block_hashes and turn not in self._turns and (seen or self._is_dear()):
+            self.note_end(block_hashes, root, seen=True)
             self._turns.append(turn)
 
     def offer_next(self) -> bool:
@@ -390,7 +478,7 @@ class EngineTier:
         self.sweep()
         if self.tier.is_off:
             self.forget()
-        if self._pending and self.tier.has_room(self._most_block_bytes):
+        if self._pending and self.tier.has_room(self._most_record_bytes):
             self._offer(self._pending[0])
             return True
         if self._turns and not self._pending and self.tier.has_room(self._state_bytes):
@@ -430,9 +518,9 @@ class EngineTier:
     # ---- parts
 
     def _is_dear(self) -> bool:
-        """Tell whether a block takes so long to compute that it is worth writing at once."""
-        seconds = self.read_pace.seconds(self._most_block_bytes)
-        return self._prefill_seconds(1) > WORTH_WRITING * seconds
+        """Tell whether a record takes so long to compute that it is worth writing at once."""
+        seconds = self.read_pace.seconds(self._most_record_bytes)
+        return self._prefill_seconds(self._spans.blocks) > WORTH_WRITING * seconds
 
     def _prefill_seconds(self, blocks: int) -> float:
         return self.prefill_rate.prefill_seconds(blocks * self._prefixes.block_size)
@@ -443,32 +531,53 @@ class EngineTier:
         return self._forms.nbytes(first, stop) + TOKEN_BYTES * tokens
 
     def _offer(self, pending: _Pending) -> None:
-        """Copy the next block out of the tree, if it is still there, and offer it, held as it is
-        to be: what waits in the tree to be held so is not waited for."""
-        block_hashes, size, number = pending.block_hashes, self._prefixes.block_size, pending.first
-        match = self._prefixes.match(block_hashes[: number + 1])
-        if match.tokens < (number + 1) * size:  # nor would those behind it have a beginning
-            self._give_up(pending)
+        """Copy the next record's blocks out of the tree, if they are still there, and offer it."""
+        block_hashes, first = pending.block_hashes, pending.first
+        stop = self._spans.end(first)
+        if pending.ended:
+            stop = min(stop, len(block_hashes))
+        if first >= stop or stop > len(block_hashes):
+            self._drop(pending)
             return
-        node = match.path[-1]
-        at = number * size - node.start
-        held = None
-        with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
-            held = self._forms.held(node.segment.part(at, at + size), number)
-        if held is None:  # nor would those behind it
+        arrays = self._copied(block_hashes[:stop], first)
+        if arrays is None:  # nor would those behind it have a beginning
             self._give_up(pending)
             return
         self.tier.offer(
             Record(
-                key=block_hashes[number],
-                parent=block_hashes[number - 1] if number else pending.root,
-                depth=number,
-                arrays=host_block(held, node.tokens[at : at + size]),
+                key=block_hashes[stop - 1],
+                parent=block_hashes[first - 1] if first else pending.root,
+                depth=first,
+                arrays=arrays,
+                blocks=stop - first,
+                replaces=() if self.has_states else block_hashes[first : stop - 1],
             )
         )
-        pending.first += 1
-        if pending.first == len(block_hashes):
+        pending.first = stop
+        if stop == len(block_hashes):
             self._drop(pending)
+
+    def _copied(self, block_hashes: Sequence[bytes], first: int) -> dict[str, HostArray] | None:
+        """Copy a chain's last blocks, from `first` on, held as they are to be: what waits in the
+        tree to be held so is not waited for. None if they are not all there."""
+        match, size = self._prefixes.match(block_hashes), self._prefixes.block_size
+        start, stop = first * size, len(block_hashes) * size
+        if match.tokens < stop:
+            return None
+        pieces, tokens = [], []
+        for node in match.path:
+            part = slice(max(0, start - node.start), stop - node.start)
+            if node.end <= start:
+                continue
+            held = None
+            with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
+                end = min(part.stop, len(node.tokens))
+                held = self._forms.held(node.segment.part(part.start, end), first)
+            if held is None:
+                return None
+            pieces.append(held)
+            tokens.append(node.tokens[part])
+        return host_block(pieces[0], np.concatenate(tokens), *pieces[1:])
 
     def _offer_states(self, block_hashes: Sequence[bytes]) -> None:
         """Copy a checkpoint out of the tree, if it is still there, and offer it."""

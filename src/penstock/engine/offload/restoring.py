@@ -167,11 +167,10 @@ class Restoring:
         blocks = self._tiers.take(restore, sequence.kv_reservation)
         if restore.first * size != start:  # those in front of them are missing
             return
-        if blocks == restore.blocks:
-            self._sealing.insert(sequence, restore.landing.segment())
-        elif blocks and self._prefixes.make_room(nbytes):
-            with self._prefixes.ledger.reserve(Kind.BUFFERS, nbytes):
-                self._sealing.insert(sequence, restore.landing.segment().split(blocks * size)[0])
+        copied = nbytes if restore.known or blocks < restore.blocks else 0
+        if blocks and self._prefixes.make_room(copied):
+            with self._prefixes.ledger.reserve(Kind.BUFFERS, copied):
+                self._sealing.insert(sequence, restore.segment(blocks, size))
         # The last token of a prompt is computed in any case, for its logits.
         sequence.num_cached_tokens = min(sequence.num_cached_tokens, self._paths.readable(sequence))
         if sequence.resumed_at is None:
@@ -193,7 +192,7 @@ class Restoring:
         assert sequence.kv_reservation is not None
         sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv_reservation)
         nbytes = sum(
-            restore.paid.nbytes
+            restore.own_bytes
             for restore in sequence.restores
             if isinstance(restore.landing, RestoreBuffer)
         )

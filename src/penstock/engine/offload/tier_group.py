@@ -35,6 +35,7 @@ from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
 from penstock.kv.states import StateForm, States
 from penstock.ledger import Reservation
+from penstock.prefix.block_hashes import Spans
 from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.disk.disk_store import SSDStore
@@ -197,6 +198,11 @@ class TierGroup:
         for tier in self:
             tier.note(block_hashes, root, first)
 
+    def note_end(self, block_hashes: Sequence[bytes], root: bytes) -> None:
+        """Note that a conversation ended behind a chain that was noted."""
+        for tier in self:
+            tier.note_end(block_hashes, root)
+
     def note_held(
         self, asked: TierLookup, block_hashes: Sequence[bytes], root: bytes, num_cached_tokens: int
     ) -> None:
@@ -213,16 +219,18 @@ class TierGroup:
         late = asked.late()
         for tier, blocks in asked.found().items():
             if blocks < len(block_hashes):
-                tier.note(block_hashes, root, blocks, seen=True)
+                tier.note(block_hashes, root, blocks, seen=True, ended=True)
                 if tier.has_states:
-                    tier.note_checkpoint(block_hashes[:num_cached_tokens], seen=True)
+                    tier.note_checkpoint(block_hashes[:num_cached_tokens], root, seen=True)
         if late is not None and block_hashes:
             self._late.append((late, block_hashes, root, num_cached_tokens))
 
-    def note_checkpoint(self, block_hashes: Sequence[bytes], *, seen: bool = False) -> None:
+    def note_checkpoint(
+        self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False
+    ) -> None:
         """Note that there is a checkpoint behind the last block of a chain."""
         for tier in self:
-            tier.note_checkpoint(block_hashes, seen=seen)
+            tier.note_checkpoint(block_hashes, root, seen=seen)
 
     def work(self, *, busy: bool) -> bool:
         """Copy a block for each tier and offer it, if there is one and the tier takes it; or wait a
@@ -296,14 +304,23 @@ def open_tiers(
     tiers: dict[str, EngineTier] = {}
     try:
         if limits.ssd_cache_dir is not None:
-            tiers["ssd"] = tier(_ssd(limits, limits.ssd_cache_dir, prefixes.fingerprint))
-        if limits.remote_cache is not None:
-            most_bytes = max(forms.most_block_bytes, 0 if state_form is None else state_form.nbytes)
-            piece_bytes = min(PIECE_BYTES, most_bytes + HEAD_BYTES)
-            tiers["remote"] = tier(
-                _remote(limits, limits.remote_cache, prefixes.fingerprint, most_bytes, piece_bytes),
-                buffer_bytes(piece_bytes),
+            tiers["ssd"] = tier(
+                _ssd(limits, limits.ssd_cache_dir, prefixes.fingerprint, forms.spans)
             )
+        if limits.remote_cache is not None:
+            most_bytes = max(
+                forms.most_record_bytes, 0 if state_form is None else state_form.nbytes
+            )
+            piece_bytes = min(PIECE_BYTES, most_bytes + HEAD_BYTES)
+            store = _remote(
+                limits,
+                limits.remote_cache,
+                prefixes.fingerprint,
+                forms.spans,
+                most_bytes=most_bytes,
+                piece_bytes=piece_bytes,
+            )
+            tiers["remote"] = tier(store, buffer_bytes(piece_bytes))
     except BaseException:
         for opened in tiers.values():
             opened.close()
@@ -311,7 +328,9 @@ def open_tiers(
     return TierGroup(tiers, prefixes, group.clock) if tiers else None
 
 
-def _ssd(limits: EngineSettings, folder: Path, fingerprint: str) -> Callable[[int], ColdTier]:
+def _ssd(
+    limits: EngineSettings, folder: Path, fingerprint: str, spans: Spans
+) -> Callable[[int], ColdTier]:
     try:
         payload_bytes(limits.ssd_cache_limit)
     except ValueError as error:
@@ -323,13 +342,20 @@ def _ssd(limits: EngineSettings, folder: Path, fingerprint: str) -> Callable[[in
             limits.ssd_cache_limit,
             fingerprint=fingerprint,
             budget_bytes=limits.ssd_write_budget,
+            spans=spans,
         )
 
     return lambda queue_bytes: ColdTier(open_store, queue_bytes=queue_bytes)
 
 
 def _remote(
-    limits: EngineSettings, url: str, fingerprint: str, most_bytes: int, piece_bytes: int
+    limits: EngineSettings,
+    url: str,
+    fingerprint: str,
+    spans: Spans,
+    *,
+    most_bytes: int,
+    piece_bytes: int,
 ) -> Callable[[int], ColdTier]:
     check_url(url)
     seconds, ttl_seconds = limits.remote_cache_timeout_seconds, limits.remote_cache_ttl_seconds
@@ -346,6 +372,7 @@ def _remote(
             piece_bytes=piece_bytes,
             timeout_seconds=seconds,
             ttl_seconds=ttl_seconds,
+            spans=spans,
         )
 
     name = f"remote cache {shown(url)}"

@@ -172,8 +172,15 @@ class Admission:
         self._scheduler.progress(sequence.id, position=0, left=sequence.left)
         self._paths.tidy(node)
 
-    def finish(self, sequence: Sequence, tell: Callable[[Sequence], None]) -> None:
-        """Give all back, then tell the handle: who reads the end finds the bytes free."""
+    def finish(
+        self, sequence: Sequence, tell: Callable[[Sequence], None], *, failed: bool = False
+    ) -> None:
+        """Give all back, then tell the handle: who reads the end finds the bytes free.
+
+        Of one that failed, the end may be no numbers.
+        """
+        if not failed:
+            self._sealing.end_answer(sequence)
         node = sequence.pin.node if sequence.pin is not None else None
         self._sealing.end_turn(sequence)
         del self.sequences[sequence.id]
@@ -188,7 +195,7 @@ class Admission:
         self._counters.failed += 1
         if sequence.slot is not None:
             self._tails.wipe(sequence.slot)
-        self.finish(sequence, lambda s: s.end("error", error=error))
+        self.finish(sequence, lambda s: s.end("error", error=error), failed=True)
 
     def drop_overdue(self, now_seconds: float) -> None:
         """End the answers whose time is over."""

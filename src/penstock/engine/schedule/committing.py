@@ -1,6 +1,6 @@
 """How a sequence's tokens become part of its path: from tail to run, from run to node.
 
-    decode   ──> advance ──> a full tail is copied behind the run; a full block becomes a node
+    decode   ──> advance ──> a full tail is copied behind the run; full blocks become a node
     prefill  ──> keep_chunk ──> a chunk's whole blocks become nodes, the rest is a run
     restore  ──> insert
 
@@ -11,6 +11,7 @@ sequence's own.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from penstock.engine.model.runner import Runner
@@ -21,6 +22,8 @@ from penstock.kv.reads import KVSpan
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState, States
 from penstock.kv.tails import Tails
+from penstock.ledger import Kind
+from penstock.prefix.block_hashes import span_tokens
 
 
 class Sealing:
@@ -43,6 +46,9 @@ class Sealing:
         self._runner = runner
         self._tails = tails
         self._size = held.prefixes.block_size
+        # Whoever runs has one part of many small blocks, where nothing has to be done at each.
+        by_block = runner.layout.rows or held.checkpoints is not None
+        self._unit = self._size if by_block else span_tokens(self._size)
 
     # ---- what was computed
 
@@ -151,11 +157,41 @@ class Sealing:
         if sequence.left == 0 and 0 < last <= sequence.num_cached_tokens:
             self._windows.end_prompt(sequence.pin.path, last)
 
+    def end_answer(self, sequence: Sequence) -> None:
+        """Commit the whole blocks of the run in which an answer ends, if there is room for a
+        copy."""
+        if sequence.pin is None or len(sequence.own_spans) != 1 or self._unit == self._size:
+            return
+        self._paths.hash_blocks(sequence)
+        (run,) = sequence.own_spans
+        end = min(run.end, self._paths.shared_tokens) // self._size * self._size
+        nbytes = run.segment.nbytes
+        if (
+            run.start != sequence.num_cached_tokens
+            or end <= run.start
+            or not self._prefixes.make_room(nbytes)
+        ):
+            return
+        # Without room in MLX for the copy, the blocks will be computed again.
+        with (
+            suppress(MemoryError, RuntimeError),
+            self._prefixes.ledger.reserve(Kind.BUFFERS, nbytes),
+        ):
+            whole = run.segment.part(0, end - run.start).owned(coded=True)
+            if self._insert_new(sequence, whole):
+                sequence.own_spans, sequence.tail = [], 0
+
     def end_turn(self, sequence: Sequence) -> None:
         """Retain the states with which a conversation goes on behind an answer."""
         if self._checkpoints is not None and sequence.pin is not None:
             ended = self._checkpoints.end_turn(sequence.pin.path, sequence.num_cached_tokens)
             self._note_checkpoint(sequence, ended)
+        elif (
+            self._tiers is not None
+            and sequence.num_cached_tokens - sequence.cached_tokens >= self._size
+        ):
+            block_hashes = sequence.block_hashes[: sequence.num_cached_tokens // self._size]
+            self._tiers.note_end(block_hashes, self._prefixes.root(sequence.request.salt))
 
     # ---- parts
 
@@ -163,13 +199,13 @@ class Sealing:
         """Turn the tail into a run, and a run that ends a block into a node."""
         assert sequence.slot is not None
         start, last = sequence.committed_end, None
-        if sequence.own_spans and start % self._size:  # an unfinished block goes on growing
+        if sequence.own_spans and not self._ends_run(start):  # an unfinished one goes on growing
             last = sequence.own_spans.pop()
             start = last.start
         grown = self._tails.cut(sequence.slot, sequence.tail, last.segment if last else None)
         sequence.own_spans.append(KVSpan(grown, start, grown.tokens))
         sequence.tail = 0
-        if sequence.position % self._size == 0:
+        if self._ends_run(sequence.position):
             self._complete(sequence)
             run = sequence.own_spans[-1]
             if run.end <= self._paths.shared_tokens:
@@ -178,6 +214,12 @@ class Sealing:
             self._seal(sequence)
             self.capture(sequence)
         self._forget_unseen(sequence)
+
+    def _ends_run(self, position: int) -> bool:
+        """Tell whether what is decoded in front of a position is committed, or let go of, as a
+        run."""
+        shared = position < self._paths.shared_tokens
+        return position % (self._unit if shared else self._size) == 0
 
     def _complete(self, sequence: Sequence) -> None:
         """Put into a full block the rows of layers that compress, which were kept beside it."""
@@ -226,7 +268,8 @@ class Sealing:
     def _note_checkpoint(self, sequence: Sequence, at: int) -> None:
         """Have the states written that were filed under a boundary."""
         if self._tiers is not None:
-            self._tiers.note_checkpoint(sequence.block_hashes[: at // self._size])
+            root = self._prefixes.root(sequence.request.salt)
+            self._tiers.note_checkpoint(sequence.block_hashes[: at // self._size], root)
 
     def _forget_unseen(self, sequence: Sequence) -> None:
         """Let go of runs, and of the path, that no layer will see again."""

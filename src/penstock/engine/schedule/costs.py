@@ -19,6 +19,7 @@ from penstock.kv.quantization import piece_bytes
 from penstock.kv.reads import DecodeRow, KVSpan
 from penstock.kv.states import RecurrentState
 from penstock.kv.tails import Tails
+from penstock.prefix.block_hashes import span_tokens
 
 JOINED_SCORE_BYTES = 16
 """Working memory of one score in MLX's own attention, which joined models use."""
@@ -152,12 +153,13 @@ class MemoryEstimator:
         if self._compresses:
             far, _ = _peak(lambda: self._prefill_far(tokens))
             self._far_bytes = SLACK * max(0, far - prefill) / FAR_TOKENS
-            return int(max(taken, far) * SLACK) + 2 * limits.block_size * runner.token_bytes
+            folding = 2 * limits.block_size * runner.token_bytes
+            return int(max(taken, far) * SLACK) + folding
         # A chunk far into a prompt has as many scores at once as are ever computed together.
         seen = limits.max_kv_size + limits.step_tokens
         most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * seen)
         measured = min(most, runner.heads * len(tokens) ** 2)
-        folding = 2 * limits.block_size * runner.token_bytes
+        folding = 2 * span_tokens(limits.block_size) * runner.token_bytes
         return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
 
     def _prefill_far(self, tokens: list[int]) -> None:

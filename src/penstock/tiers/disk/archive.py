@@ -47,6 +47,8 @@ class Exported:
     blocks: int = 0
     checkpoints: int = 0
     """States of recurrent layers, behind blocks."""
+    tokens: int = 0
+    """From the first one of a chain to the last, of the longest chain."""
     nbytes: int = 0
     """Of the files of both."""
     damaged: int = 0
@@ -63,6 +65,8 @@ class Imported:
     """Are new in the folder."""
     checkpoints: int = 0
     """States of recurrent layers, behind blocks: are new, or were there."""
+    tokens: int = 0
+    """As of `Exported`, of those that are new, or were there."""
     nbytes: int = 0
     known: int = 0
     """Blocks that were there."""
@@ -205,33 +209,35 @@ def _write(
     ]
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for entry in sorted(entries, key=lambda entry: (entry.fingerprint, entry.depth)):
-            raw = _whole(folder, entry, done)
+            raw, tokens = _whole(folder, entry, done)
             if raw is not None:
                 tar.addfile(_info(entry, len(raw)), io.BytesIO(raw))
                 if entry.key == checkpoint_hash(entry.parent):
                     done.checkpoints += 1
                 else:
                     done.blocks += 1
+                done.tokens = max(done.tokens, tokens)
                 done.nbytes += len(raw)
             progress(entry.nbytes)
     return done
 
 
-def _whole(folder: Folder, entry: Entry, done: Exported) -> bytes | None:
-    """Read a block's file; None, and it is counted, if it is not there or not what it should be."""
+def _whole(folder: Folder, entry: Entry, done: Exported) -> tuple[bytes | None, int]:
+    """Read a block's file, and how many tokens end with it; None, and it is counted, if it is not
+    there or not what it should be."""
     try:
         raw = folder.file(entry.key).read_bytes()
         found = check_block(raw)
     except FileNotFoundError:
         done.gone += 1
-        return None
+        return None, 0
     except Damaged:
         done.damaged += 1
-        return None
+        return None, 0
     if (found.record.key, found.fingerprint) != (entry.key, entry.fingerprint):
         done.damaged += 1
-        return None
-    return raw
+        return None, 0
+    return raw, found.record.end_tokens
 
 
 def _info(entry: Entry, nbytes: int) -> tarfile.TarInfo:
@@ -321,6 +327,8 @@ def _take(store: SSDStore, tar: BinaryIO, member: _Member, done: Imported) -> No
         is_checkpoint = found.record.key == checkpoint_hash(found.record.parent)
         if written == "claimed":
             done.nbytes += len(raw)
+        if written in ("claimed", "known"):
+            done.tokens = max(done.tokens, found.record.end_tokens)
         if written in ("claimed", "known") and is_checkpoint:
             done.checkpoints += 1
         elif written == "claimed":

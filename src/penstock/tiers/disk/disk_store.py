@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from penstock.memory import format_bytes
-from penstock.prefix.block_hashes import checkpoint_hash
+from penstock.prefix.block_hashes import Spans, checkpoint_hash, hash_blocks, is_hash_of
 from penstock.tiers.disk.direct import Writer
 from penstock.tiers.disk.index import (
     BUSY_SECONDS,
@@ -47,6 +47,7 @@ from penstock.tiers.record import (
     encode,
     header,
     read_into,
+    read_tokens,
 )
 from penstock.tiers.store import Store
 
@@ -78,6 +79,7 @@ class SSDStore(Store):
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
         floor_bytes: free bytes of the disk that are never gone below.
         budget_bytes: what all who share the folder may write in a day together; None is no limit.
+        spans: which blocks make a record together.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -93,8 +95,9 @@ class SSDStore(Store):
         fingerprint: str,
         floor_bytes: int = FLOOR_BYTES,
         budget_bytes: int | None = None,
+        spans: Spans = Spans(),  # noqa: B008 - frozen
     ) -> None:
-        super().__init__(fingerprint, "ssd")
+        super().__init__(fingerprint, "ssd", spans)
         self.limit_bytes = limit_bytes
         self.payload_bytes = payload_bytes(limit_bytes)
         self.budget_bytes = budget_bytes
@@ -117,23 +120,16 @@ class SSDStore(Store):
         """Bytes of all files of blocks, of all models, those that are being written included."""
         return self.index.nbytes
 
-    def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
-        """Return how many keys of a chain, from its first on, could be read.
+    def _first(self, block_hashes: Sequence[bytes]) -> int:
+        return self.index.held(block_hashes, self.fingerprint)
 
-        Args:
-            keys: of the blocks.
-            resumable: count no further than to the last one behind which a checkpoint is there.
-        """
-        count = self.index.held(block_hashes, self.fingerprint)
-        if not resumable:
-            return count
-        checkpoints = [checkpoint_hash(key) for key in block_hashes[:count]]
-        last = self.index.deepest(checkpoints, self.fingerprint)
+    def _last(self, block_hashes: Sequence[bytes]) -> int:
+        last = self.index.deepest(block_hashes, self.fingerprint)
         return 0 if last is None else last + 1
 
     def chains(self, most_bytes: int) -> list[list[bytes]]:
-        """Return the keys of this model's chains that are worth most, each from its first block
-        on, as far as they fit into so many bytes of files."""
+        """Return the keys of all blocks of this model's chains that are worth most, each from its
+        first one on, as far as they fit into so many bytes of files."""
         entries = [
             entry
             for entry in self.index.entries()
@@ -155,22 +151,40 @@ class SSDStore(Store):
                 break
             covered.update(each.key for each in chain)
             if chain[-1].depth == 0:  # else nobody could read it
-                found.append([each.key for each in reversed(chain)])
+                found.append(self._block_keys(chain[::-1]))
+        return found
+
+    def _block_keys(self, chain: Iterable[Entry]) -> list[bytes]:
+        """Return the keys of all blocks of a chain's records, as their tokens tell; up to the first
+        one whose tokens are not those of its key."""
+        found: list[bytes] = []
+        for entry in chain:
+            try:
+                with _opened(self._path(entry.key)) as file:
+                    tokens, blocks = read_tokens(file)
+            except (FileNotFoundError, Damaged):
+                break
+            if not is_hash_of(entry.key, entry.parent, tokens, blocks):
+                break
+            found += hash_blocks(tokens, len(tokens) // blocks, entry.parent)
         return found
 
     # ---- acts
 
     def write(self, record: Record) -> Written:
-        """Keep a block, unless it is there; what is worth least gives way.
+        """Keep a record, unless it is there; what is worth least gives way, and what it replaces.
 
         Raises:
-            OSError: the disk or the folder fails; nothing of the block is left.
+            OSError: the disk or the folder fails; nothing of the record is left.
         """
         if self.index.get(record.key) is not None:
             self.index.touch(record.key)
             self.counts.known_blocks += 1
             return "known"
-        return self._keep(record, encode(record, self.fingerprint), self.fingerprint)
+        written = self._keep(record, encode(record, self.fingerprint), self.fingerprint)
+        if written == "claimed" and record.replaces:
+            self.index.remove_ends(record.replaces, self._unlink)
+        return written
 
     def take(self, record: Record, raw: bytes, fingerprint: str) -> Written:
         """Keep a block's file as it is, of whatever model, unless it is there; as `write`.
@@ -243,8 +257,9 @@ class SSDStore(Store):
             resumable: as of `held`.
         """
         count = self.held(block_hashes, resumable=resumable)
-        ahead = list(block_hashes[known:count])
-        self._used += block_hashes[:count]
+        ends = [*self.spans.ends(count), count] if count else []
+        self._used += [block_hashes[end - 1] for end in dict.fromkeys(ends)]
+        ahead = [block_hashes[end - 1] for end in dict.fromkeys(ends) if end > known]
         if resumable and count:
             ahead.append(checkpoint_hash(block_hashes[count - 1]))
             self._used.append(ahead[-1])

@@ -278,6 +278,16 @@ class Index:
         with self._writing():
             self._remove(block_hashes, unlink)
 
+    def remove_ends(self, block_hashes: Sequence[bytes], unlink: Unlink) -> None:
+        """Take out those of these records, and their files, that nothing lies behind."""
+        with self._writing():
+            query = "SELECT 1 FROM blocks WHERE parent = ? LIMIT 1"
+            ends = [
+                key for key in block_hashes if self._db.execute(query, (key,)).fetchone() is None
+            ]
+            written = [key for key in ends if (found := self.get(key)) and found.owner is None]
+            self._remove(written, unlink)
+
     def remove_if(
         self, block_hashes: Sequence[bytes], is_wanted: Callable[[Entry], bool], unlink: Unlink
     ) -> list[Entry]:

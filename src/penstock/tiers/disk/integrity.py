@@ -92,7 +92,7 @@ def check_block(raw: bytes) -> Checked:
         raise Damaged(f"it cannot lie at depth {record.depth} behind {record.parent.hex()}")
     is_checkpoint = record.key == checkpoint_hash(record.parent)
     tokens = None if is_checkpoint else _tokens(record.arrays.get(TOKENS))
-    if not is_hash_of(record.key, record.parent, tokens):
+    if not is_hash_of(record.key, record.parent, tokens, record.blocks):
         raise Damaged("its key is not that of its tokens")
     return Checked(record, fingerprint)
 

@@ -17,13 +17,14 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.prefix.block_hashes import KEY_BYTES, checkpoint_hash, is_hash_of, root_hash
+from penstock.prefix.block_hashes import KEY_BYTES, Spans, is_hash_of, root_hash
 from penstock.tiers.record import (
     FORMAT,
     TOKENS,
     Damaged,
     Record,
     Target,
+    blocks_of,
     encode,
     read_from,
 )
@@ -66,6 +67,7 @@ class RemoteStore(Store):
         piece_bytes: read at once of a value.
         timeout_seconds: after which an answer is too late.
         ttl_seconds: for which a value is kept after its last use.
+        spans: which blocks make a record together.
 
     Raises:
         OSError: it does not answer.
@@ -79,8 +81,9 @@ class RemoteStore(Store):
         piece_bytes: int = PIECE_BYTES,
         timeout_seconds: float,
         ttl_seconds: int,
+        spans: Spans = Spans(),  # noqa: B008 - frozen
     ) -> None:
-        super().__init__(fingerprint, "remote")
+        super().__init__(fingerprint, "remote", spans)
         self._objects = objects
         self._folder = f"{FORMAT}/{root_hash(fingerprint).hex()}"
         self._piece_bytes = piece_bytes
@@ -100,12 +103,6 @@ class RemoteStore(Store):
         return f"{self._folder}/{key.hex()}.safetensors"
 
     # ---- questions
-
-    def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> int:
-        count = self._first(block_hashes)
-        if not resumable:
-            return count
-        return self._last([checkpoint_hash(key) for key in block_hashes[:count]])
 
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
@@ -141,7 +138,6 @@ class RemoteStore(Store):
     # ---- parts
 
     def _first(self, block_hashes: Sequence[bytes]) -> int:
-        """Return how many of some keys are there, from the first one on."""
         count = 0
         for page in _pages(block_hashes):
             there = self._there(page)
@@ -151,7 +147,6 @@ class RemoteStore(Store):
         return count
 
     def _last(self, block_hashes: Sequence[bytes]) -> int:
-        """Return how many keys there are up to the last one that is there."""
         count = len(block_hashes)
         for page in _pages(block_hashes[::-1]):
             there = self._there(page)
@@ -200,7 +195,8 @@ class RemoteStore(Store):
         if TOKENS in targets:
             tokens = np.concatenate(targets[TOKENS].pieces).view("<u4").astype(np.uint32)
         try:
-            follows = is_hash_of(key, bytes.fromhex(words["parent"]), tokens)
+            parent = bytes.fromhex(words["parent"])
+            follows = is_hash_of(key, parent, tokens, blocks_of(words))
         except (KeyError, ValueError):
             follows = False
         if not follows:  # a hash that anybody can make does not say who has
