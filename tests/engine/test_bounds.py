@@ -293,7 +293,7 @@ def test_what_is_let_go_behind_the_kept_tokens_is_free() -> None:
         while not core.stats().running:
             watch.step()
         (sequence,) = core.admission.sequences.values()
-        assert [(run.start, run.end) for run in sequence.own_spans] == [(0, 16), (384, 449)]
+        assert [(run.start, run.end) for run in sequence.kv.own_spans] == [(0, 16), (384, 449)]
         watch.drain()
         assert finished([handle])
 
@@ -418,7 +418,7 @@ def test_eight_conversations_hold_their_prompt_once() -> None:
         found = []
         while watch.step():
             if core.stats().running == 8:
-                ends = [sequence.committed_end for sequence in core.admission.sequences.values()]
+                ends = [sequence.kv.committed_end for sequence in core.admission.sequences.values()]
                 ideal = whole + sum(end - whole for end in ends)
                 active = mx.get_active_memory() - watch.others - beside
                 found.append(active / (ideal * token_bytes))

@@ -20,7 +20,7 @@ from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.model.runner import Runner
 from penstock.engine.offload import restoring as restoring_module
-from penstock.engine.schedule import committing as sealing_module
+from penstock.engine.schedule import sequence_kv
 from penstock.errors import NeverFits, SettingError
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState, StateForm
@@ -222,7 +222,7 @@ def test_rows_that_do_not_reach_their_block_are_noticed(monkeypatch: pytest.Monk
             states[each.state][each.place] = None
         return segment, RecurrentState(tuple(map(tuple, states)), own=live.own)
 
-    monkeypatch.setattr(sealing_module, "completed", forgotten)
+    monkeypatch.setattr(sequence_kv, "completed", forgotten)
     with engine() as core:
         first = ask(core, BASE, 45)
         drain(core)

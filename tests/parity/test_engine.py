@@ -402,7 +402,7 @@ def bounded_text(
         return [
             theirs.RotatingKVCache(min(cache.max_size, max_size))
             if isinstance(cache, theirs.RotatingKVCache)
-            else caches.SinkRotatingKVCache(max_size, keep)
+            else SinkRotatingKVCache(max_size, keep)
             for cache in theirs.make_prompt_cache(model_of(family))
         ]
 

@@ -402,7 +402,10 @@ class EngineMachine(RuleBasedStateMachine):
         if nbytes is None:
             prefixes.clear()
             path = {
-                node for s in self.core.admission.sequences.values() if s.pin for node in s.pin.path
+                node
+                for s in self.core.admission.sequences.values()
+                if s.kv.pin
+                for node in s.kv.pin.path
             }
             assert set(prefixes.tree) == path
         else:
@@ -518,7 +521,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         core = self.core
-        owners = {id(s.pin) for s in core.admission.sequences.values() if s.pin is not None}
+        owners = {id(s.kv.pin) for s in core.admission.sequences.values() if s.kv.pin is not None}
         assert owners == set(map(id, core.prefixes.tree._pins)), "a pin without an owner"
         reached, families = set(), [core.prefixes.tree._tops]
         while families:

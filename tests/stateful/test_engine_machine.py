@@ -17,9 +17,9 @@ from penstock.engine.core import Core
 from penstock.engine.model.executor import ModelExecutor
 from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.schedule.admission import Admission
-from penstock.engine.schedule.committing import Sealing
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.schedule.sequence import Sequence
+from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.errors import StepFailed
 
 LONG = KINDS[0]
@@ -56,14 +56,14 @@ class ForgetsAPin(Admission):
     """Lets a path be forgotten by who read it, and pinned for ever."""
 
     def _release(self, sequence: Sequence) -> None:
-        sequence.pin = None
+        sequence.kv.pin = None
         super()._release(sequence)
 
 
 class CountsNoRuns(MemoryEstimator):
     """Reserves nothing for what a sequence computes."""
 
-    def own(self, tokens: int, cut: int = 0) -> int:
+    def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
         return 0
 
 
@@ -71,7 +71,7 @@ class KeepsASlot(Admission):
     """Never gives a slot back."""
 
     def _release(self, sequence: Sequence) -> None:
-        sequence.slot = None
+        sequence.kv.slot = None
         super()._release(sequence)
 
 
@@ -79,7 +79,7 @@ class KeepsWhatItReleased(Admission):
     """Goes on holding the runs of those who have left."""
 
     def _release(self, sequence: Sequence) -> None:
-        self.__dict__.setdefault("kept", []).append(list(sequence.own_spans))
+        self.__dict__.setdefault("kept", []).append(list(sequence.kv.own_spans))
         super()._release(sequence)
 
 
@@ -105,15 +105,16 @@ class DrawsTheSameForAll(Core):
 class CutsOneTooMany(Admission):
     """Lets a sequence read one token more of the path than its prompt has in common."""
 
-    def _take(self, sequence: Sequence, matched: int) -> bool:
-        taken = super()._take(sequence, matched)
+    def _take(self, sequence: Sequence, *, shared: bool = True) -> bool:
+        taken = super()._take(sequence, shared=shared)
         if (
             taken
-            and sequence.pin is not None
-            and 0 < sequence.num_cached_tokens < len(sequence.tokens) - 1
+            and sequence.kv.pin is not None
+            and 0 < sequence.kv.num_cached_tokens < len(sequence.tokens) - 1
         ):
-            sequence.num_cached_tokens += (
-                sequence.pin.node is not None and sequence.pin.node.end > sequence.num_cached_tokens
+            sequence.kv.num_cached_tokens += (
+                sequence.kv.pin.node is not None
+                and sequence.kv.pin.node.end > sequence.kv.num_cached_tokens
             )
         return taken
 
@@ -128,8 +129,8 @@ class ServesFromNowhere(Admission):
 class SharesNothing(Admission):
     """Never looks what is held."""
 
-    def _take(self, sequence: Sequence, matched: int) -> bool:
-        return super()._take(sequence, 0)
+    def _take(self, sequence: Sequence, *, shared: bool = True) -> bool:
+        return super()._take(sequence, shared=False)
 
     def catch_up(self) -> None:
         pass
@@ -139,7 +140,7 @@ class KeepsTheRoom(Core):
     """Hears of a lower limit, and gives nothing up."""
 
     def set_limit(self, limit_bytes: int) -> None:
-        if limit_bytes < self.room.fixed_bytes:
+        if limit_bytes < self.budget.fixed_bytes:
             super().set_limit(limit_bytes)
         self.ledger.set_limit(limit_bytes)
 
@@ -179,25 +180,25 @@ class ParksWithATail(Admission):
     """Thinks that a preempted sequence's tail is still there."""
 
     def preempt(self, sequence: Sequence) -> None:
-        tail = sequence.tail
+        tail = sequence.kv.tail
         super().preempt(sequence)
-        sequence.tail = tail
+        sequence.kv.tail = tail
 
 
-class ForgetsTheUnfinishedBlock(Sealing):
-    """Drops the run that goes on growing when the tail is full."""
+class ForgetsThePartialBlock(SequenceKV):
+    """Drops the span that goes on growing when the tail is full."""
 
-    def _fold(self, sequence: Sequence) -> None:
-        super()._fold(sequence)
-        if len(sequence.own_spans) == 1 and sequence.own_spans[0].end % self._size:
-            sequence.num_cached_tokens, sequence.own_spans = sequence.own_spans[0].end, []
+    def _fold(self) -> None:
+        super()._fold()
+        if len(self.own_spans) == 1 and self.own_spans[0].end % self._size:
+            self.num_cached_tokens, self.own_spans = self.own_spans[0].end, []
 
 
-class SealsWithoutASegment(Sealing):
+class CommitsWithoutASegment(SequenceKV):
     """Says it has committed what it has not."""
 
-    def insert(self, sequence: Sequence, segment: Any) -> bool:
-        sequence.num_cached_tokens += segment.tokens
+    def splice(self, segment: Any) -> bool:
+        self.num_cached_tokens += segment.tokens
         return True
 
 
@@ -212,24 +213,21 @@ class KeepsTheOriginals(Core):
         return found
 
 
-class FilesAnOldState(Sealing):
-    """Files the states of an earlier boundary under the one that is reached."""
+class CapturesAnOldState(SequenceKV):
+    """Captures the states of an earlier boundary under the one that is reached."""
 
-    def capture(self, sequence: Sequence, *, turn_end: bool = False) -> None:
-        known = self.__dict__.setdefault("known", {})
-        live, sequence.recurrent_state = (
-            sequence.recurrent_state,
-            known.get(sequence.id, sequence.recurrent_state),
-        )
-        super().capture(sequence, turn_end=turn_end)
-        sequence.recurrent_state = known[sequence.id] = live
+    def capture(self, *, turn_end: bool = False) -> None:
+        now, earlier = self.recurrent_state, self.__dict__.get("earlier", self.recurrent_state)
+        self.recurrent_state = earlier
+        super().capture(turn_end=turn_end)
+        self.recurrent_state = self.__dict__["earlier"] = now
 
 
 class KeepsStates(Admission):
     """Goes on holding the states of those who have left."""
 
     def _release(self, sequence: Sequence) -> None:
-        self.__dict__.setdefault("kept", []).append(sequence.recurrent_state)
+        self.__dict__.setdefault("kept", []).append(sequence.kv.recurrent_state)
         super()._release(sequence)
 
 
@@ -240,14 +238,14 @@ HUNT = settings(
     phases=[Phase.generate],
     print_blob=False,
 )
-PARTS: Items[type] = (Core, MemoryEstimator, ModelExecutor, Admission, Sealing)
+PARTS: Items[type] = (Core, MemoryEstimator, ModelExecutor, Admission, SequenceKV)
 BROKEN: Items[type] = [
     c for part in PARTS for c in part.__subclasses__() if c.__module__ == __name__
 ]
 NAMED = {kind.name: kind for kind in KINDS}
 OF_A_KIND = {
     KeepsTheOriginals: NAMED["coded"],
-    FilesAnOldState: NAMED["recurrent"],
+    CapturesAnOldState: NAMED["recurrent"],
     KeepsStates: NAMED["recurrent"],
 }
 """What only one kind of engine can do wrong."""
@@ -257,6 +255,15 @@ def engine_with(broken: type) -> type[Core]:
     """Return a class of engines with a broken class in the place of the one that it breaks."""
     if issubclass(broken, Core):
         return broken
+    if issubclass(broken, SequenceKV):
+
+        class Making(Core):
+            def _sequence(self, *args: Any) -> Sequence:
+                sequence = super()._sequence(*args)
+                sequence.kv.__class__ = broken
+                return sequence
+
+        return Making
 
     class Broken(Core):
         def __init__(self, *args: Any, **settings: Any) -> None:

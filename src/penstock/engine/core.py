@@ -8,7 +8,7 @@
 A step that fails changes nothing that counts: what it wrote lies behind the visible ends.
 
 Here an engine is made, asked and told when to do the next step. What a step does is elsewhere:
-`admission` lets in and takes out, `executor` runs the model, `committing` makes nodes of what was
+`admission` lets in and takes out, `executor` runs the model, `sequence_kv` makes nodes of what was
 computed,
 `restoring` reads from the disk; `paths` says what a sequence reads, and `room` what it may take.
 """
@@ -43,11 +43,11 @@ from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.retention.windows import Reader, Windows, windows_of
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget, reserve_fixed, weight_bytes
-from penstock.engine.schedule.committing import Sealing
 from penstock.engine.schedule.costs import MemoryEstimator
-from penstock.engine.schedule.paths import KVStores, Paths
+from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
+from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.engine.settings import checked, fitting, identity
 from penstock.engine.stats import Counters, Stats, StepTimes
 from penstock.errors import EngineStopped, LedgerFull, NeverFits, PenstockError, SettingError
@@ -205,26 +205,26 @@ class Core:
 
     def _connect(self) -> None:
         """Make what runs sequences on the parts that there are."""
-        held = KVStores(
-            prefixes=self.prefixes,
-            checkpoints=self.checkpoints,
-            windows=self.windows,
-            requantizer=self.requantizer,
-            tiers=self.tiers,
-        )
         size, most = self.limits.block_size, self.limits.max_kv_size
         self.scheduler = Scheduler(
             self.limits.max_batch_size, self.limits.step_tokens, size, self.limits.max_queue
         )
         shared = 0 if self.runner.fitness.whole else most // size * size
-        self.paths = Paths(held, shared_tokens=shared, counters=self.counters)
-        self.committing = Sealing(held, self.paths, self.runner, self.tails)
+        self.stores = KVStores(
+            prefixes=self.prefixes,
+            checkpoints=self.checkpoints,
+            windows=self.windows,
+            requantizer=self.requantizer,
+            tiers=self.tiers,
+            tails=self.tails,
+            runner=self.runner,
+            counters=self.counters,
+            shared_tokens=shared,
+        )
         self.admission = Admission(
             self.scheduler,
             budget=self.budget,
-            paths=self.paths,
-            committing=self.committing,
-            tails=self.tails,
+            stores=self.stores,
             tiers=self.tiers,
             counters=self.counters,
         )
@@ -232,13 +232,12 @@ class Core:
             self.runner,
             self.tails,
             admission=self.admission,
-            committing=self.committing,
             prefixes=self.prefixes,
             group=self.group,
             prefill_rate=self.prefill_rate,
             counters=self.counters,
             ends=frozenset(() if self.tokenizer is None else self.tokenizer.eos_token_ids),
-            by_block=self.paths.by_block,
+            by_block=self.stores.by_block,
         )
         self.restoring = None
         if self.tiers is not None:
@@ -247,8 +246,7 @@ class Core:
                 self.prefixes,
                 self.scheduler,
                 admission=self.admission,
-                paths=self.paths,
-                committing=self.committing,
+                stores=self.stores,
                 budget=self.budget,
                 clock=self.clock,
             )
@@ -294,7 +292,7 @@ class Core:
             return TokenSampler(sampling, request.prompt, choice, size, constraint=constraint)
 
         first = self._sequence(handle, 0, sampler(0), list(request.prompt), [])
-        self.paths.hash_blocks(first)
+        first.kv.hash_blocks()
         self.budget.check_fits(first)
         self.scheduler.check_room(request.n)
         others = range(1, request.n)  # they share tokens and names until they are let in
@@ -447,14 +445,14 @@ class Core:
     def _quantize(self, requantizer: Requantizer) -> bool:
         """Hold a node in fewer bits that is due: one a step, so that nobody waits for more."""
         preempted = (
-            s for s in self.admission.sequences.values() if s.was_preempted and s.pin is None
+            s for s in self.admission.sequences.values() if s.was_preempted and s.kv.pin is None
         )
         try:
             node = requantizer.work(self.prefixes.match(s.block_hashes).path for s in preempted)
         except (MemoryError, RuntimeError):  # MLX found no room for the codes
             self.counters.out_of_memory += 1
             return True
-        self.paths.tidy(node)
+        self.stores.tidy(node)
         return node is not None
 
     @property
@@ -517,7 +515,7 @@ class Core:
     def held_bytes(self) -> int:
         """Bytes in arrays between two steps: weights, nodes, runs and the pool of tails."""
         own_spans = sum(
-            run.segment.nbytes for s in self.admission.sequences.values() for run in s.own_spans
+            run.segment.nbytes for s in self.admission.sequences.values() for run in s.kv.own_spans
         )
         held = self.budget.weights_bytes + self.prefixes.tree.nbytes + own_spans + self.tails.nbytes
         return held + self._live_bytes()
@@ -525,9 +523,9 @@ class Core:
     def _live_bytes(self) -> int:
         """Return the bytes of running sequences' states, but for those that are a checkpoint's."""
         recurrent_states = [
-            s.recurrent_state.states
+            s.kv.recurrent_state.states
             for s in self.admission.sequences.values()
-            if s.recurrent_state is not None
+            if s.kv.recurrent_state is not None
         ]
         if not recurrent_states:
             return 0
@@ -555,7 +553,7 @@ class Core:
                 "nothing of this model is shared: what it keeps of a token depends on how the "
                 "prompt is cut, so each is read as mlx-lm reads it"
             )
-        resumes, why = self.paths.explain(list(tokens), salt)
+        resumes, why = self.stores.explain(list(tokens), salt)
         reason += why
         if self.tiers is not None and on_disk is not None and on_disk > found.held_tokens:
             where = self.tiers.where
@@ -661,8 +659,14 @@ class Core:
             handle=handle,
             sampler=sampler,
             text=text,
-            tokens=tokens,
-            block_hashes=block_hashes,
+            kv=SequenceKV(
+                self.stores,
+                tokens,
+                block_hashes,
+                salt=request.salt,
+                hold_tokens=request.held_tokens,
+                hold_seconds=request.hold_seconds,
+            ),
         )
         self._next_id += 1
         return sequence

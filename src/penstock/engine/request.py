@@ -180,6 +180,14 @@ class Request(_Asked):
             raise ValueError("a request has a grammar or a budget for reasoning, not both")
         return self
 
+    @property
+    def held_tokens(self) -> int:
+        """First tokens of the prompt that stay held for a while; 0 if that is not asked for."""
+        if not self.hold_seconds:
+            return 0
+        most = len(self.prompt)
+        return most if self.hold_tokens is None else min(self.hold_tokens, most)
+
 
 @dataclass(frozen=True, slots=True)
 class Token:

@@ -29,7 +29,6 @@ from penstock.engine.model.sampling import (
 from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.admission import Admission
-from penstock.engine.schedule.committing import Sealing
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.stats import Counters
 from penstock.errors import PenstockError, StepFailed
@@ -47,7 +46,6 @@ class ModelExecutor:
         runner: the model.
         tails: where a decoded token's columns are written.
         places: of the sequences.
-        committing: takes over what was computed.
         prefixes: give way when MLX is out of memory.
         peers: who runs the same passes over the other parts of the model.
         pace: is told how long a prompt takes.
@@ -62,7 +60,6 @@ class ModelExecutor:
         tails: Tails,
         *,
         admission: Admission,
-        committing: Sealing,
         prefixes: Prefixes[Segment],
         group: ProcessGroup,
         prefill_rate: PrefillRate,
@@ -75,7 +72,6 @@ class ModelExecutor:
         """Decode steps that ran out of memory, since one did not."""
         self._tails = tails
         self._admission = admission
-        self._sealing = committing
         self._prefixes = prefixes
         self._group = group
         self._prefill_rate = prefill_rate
@@ -117,21 +113,19 @@ class ModelExecutor:
         self._counters.decode_steps += 1
         self._counters.decode_seconds.append(time.perf_counter() - started)
         del rows
-        if self.runner.is_recurrent:
-            for sequence, recurrent_state in zip(sequences, decoded.recurrent_states, strict=True):
-                sequence.recurrent_state = recurrent_state
+        states = decoded.recurrent_states if self.runner.is_recurrent else [None] * len(sequences)
         del decoded
-        for sequence, choice in zip(sequences, chosen, strict=True):
+        for sequence, choice, state in zip(sequences, chosen, states, strict=True):
             with self._isolated(sequence):
                 if isinstance(choice, Exception):
                     raise choice
-                self._sealing.advance(sequence)
+                sequence.kv.append_tokens(written=1, accepted=1, recurrent_state=state)
                 self._commit(sequence, choice)
         notify(sequence.handle for sequence in sequences)
 
     def _lives(self, sequences: Items[Sequence]) -> list[RecurrentState | None]:
         """Return what the recurrent layers keep of each; nothing if there are none."""
-        return [s.recurrent_state for s in sequences] if self.runner.is_recurrent else []
+        return [s.kv.recurrent_state for s in sequences] if self.runner.is_recurrent else []
 
     def _commit(self, sequence: Sequence, chosen: SampledToken) -> None:
         """Say a token, or end the answer with it."""
@@ -164,7 +158,7 @@ class ModelExecutor:
             stops = [sequence.whole_stop]
         elif self.runner.is_recurrent:
             # Where its last whole block ends, and where the tree ended that it was let in with.
-            wanted = {sequence.last_boundary(self._prefixes.block_size), sequence.matched_tokens}
+            wanted = {sequence.kv.last_boundary, sequence.kv.matched_tokens}
             stops = [*sorted(stop for stop in wanted if start < stop < start + count), *stops]
         size = self._prefixes.block_size
         for stop in stops:
@@ -181,7 +175,9 @@ class ModelExecutor:
             count: tokens.
             captures: whether the states behind them are kept.
         """
-        unfinished = sequence.own_spans and sequence.own_spans[-1].end % self._prefixes.block_size
+        unfinished = (
+            sequence.kv.own_spans and sequence.kv.own_spans[-1].end % self._prefixes.block_size
+        )
         if unfinished and not self.runner.fitness.whole:
             raise AssertionError(f"sequence {sequence.id} has an unfinished block to prefill")
         start = sequence.position
@@ -190,7 +186,7 @@ class ModelExecutor:
         for attempt in (1, 2):
             try:
                 chunk = self.runner.prefill(
-                    tokens, sequence.parts(), start, sequence.recurrent_state
+                    tokens, sequence.kv.spans(), start, sequence.kv.recurrent_state
                 )
                 break
             # A boundary, as in `decode`.
@@ -206,14 +202,12 @@ class ModelExecutor:
                     f"the model computed something without a number at tokens {start} to "
                     f"{start + count} of the prompt, as weights that overflow in float16 do"
                 )
-            if self.runner.is_recurrent:
-                sequence.recurrent_state = RecurrentState(chunk.states, own=True)
-            self._sealing.keep_chunk(sequence, chunk.segment, start)
-            del chunk
-            last = sequence.last_boundary(self._prefixes.block_size)
+            states = chunk.states if self.runner.is_recurrent else None
+            sequence.kv.append_chunk(chunk.segment, states)
+            del chunk, states
             if captures:
-                self._sealing.capture(sequence, turn_end=sequence.position == last)
-            self._sealing.end_prompt(sequence, last)
+                sequence.kv.capture(turn_end=sequence.position == sequence.kv.last_boundary)
+            sequence.kv.end_prompt()
             self._counters.prefill_steps += 1
             self._counters.prefilled_tokens += count
             seconds = time.perf_counter() - started

@@ -17,8 +17,7 @@ from penstock.engine.offload.engine_tier import EngineTier, Restore
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget
-from penstock.engine.schedule.committing import Sealing
-from penstock.engine.schedule.paths import Paths
+from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.scheduler import Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
 from penstock.kv.segment import Segment
@@ -38,8 +37,7 @@ class Restoring:
         prefixes: what is read becomes part of.
         scheduler: says who has a place, and is told who waits for the disk.
         places: of the sequences.
-        paths: of the sequences.
-        committing: hangs into the tree what has come.
+        stores: of keys and values.
         room: for what has to be computed after all.
         clock: seconds, by which patience ends.
     """
@@ -51,8 +49,7 @@ class Restoring:
         scheduler: Scheduler,
         *,
         admission: Admission,
-        paths: Paths,
-        committing: Sealing,
+        stores: KVStores,
         budget: MemoryBudget,
         clock: Callable[[], float],
     ) -> None:
@@ -60,8 +57,7 @@ class Restoring:
         self._prefixes = prefixes
         self._scheduler = scheduler
         self._admission = admission
-        self._paths = paths
-        self._sealing = committing
+        self._stores = stores
         self._budget = budget
         self._clock = clock
         self._size = prefixes.block_size
@@ -86,10 +82,10 @@ class Restoring:
                 continue
             sequence.tier_lookup = None  # asked once
             found = answer.found()
-            held = self._paths.matched(sequence.block_hashes) // self._size
+            held = self._stores.matched(sequence.block_hashes) // self._size
             root, num_cached_tokens = (
                 self._prefixes.root(sequence.request.salt),
-                sequence.num_cached_tokens // self._size,
+                sequence.kv.num_cached_tokens // self._size,
             )
             self._tiers.note_held(answer, sequence.block_hashes[:held], root, num_cached_tokens)
             if job.state is State.PREFILLING and self._begin(sequence, found):
@@ -116,14 +112,14 @@ class Restoring:
 
     def _begin(self, sequence: Sequence, found: dict[EngineTier, int]) -> bool:
         """Have the blocks of a chain read that a cold tier has, if that is worth it."""
-        done = sequence.num_cached_tokens // self._size
-        if self._paths.by_block:  # the last token's block is computed
-            most = self._paths.readable(sequence) // self._size
+        done = sequence.kv.num_cached_tokens // self._size
+        if self._stores.by_block:  # the last token's block is computed
+            most = sequence.kv.readable_tokens // self._size
             found = {tier: min(blocks, most) for tier, blocks in found.items()}
-        fastest = None if sequence.own_spans else self._tiers.fastest(found, done)
+        fastest = None if sequence.kv.own_spans else self._tiers.fastest(found, done)
         if fastest is None:
             return False
-        assert sequence.kv_reservation is not None
+        assert sequence.kv.reservation is not None
         tier, on_disk = fastest
         block_hashes, states = sequence.block_hashes[:on_disk], None
         sequence.restore_deadline = self._clock() + tier.patience_seconds(done, on_disk)
@@ -131,9 +127,9 @@ class Restoring:
             states = tier.begin_states(block_hashes)
             if states is None:
                 return False
-            sequence.resumed_at = sequence.num_cached_tokens
-            done = self._paths.follow(sequence, block_hashes)  # those need the states alone
-        sequence.restores = tier.begin(block_hashes, done, sequence.kv_reservation)
+            sequence.resumed_at = sequence.kv.num_cached_tokens
+            done = sequence.kv.follow(block_hashes)  # those need the states alone
+        sequence.restores = tier.begin(block_hashes, done, sequence.kv.reservation)
         if states is not None:
             sequence.restores.append(states)
         self._scheduler.act(sequence.id, "fetch")
@@ -142,55 +138,53 @@ class Restoring:
     def _go_on(self, sequence: Sequence) -> bool:
         """Go on at the deepest place, of all that was read, with states; False if there is no
         room to compute what is behind it: the sequence is preempted then."""
-        assert sequence.pin is not None
         before, sequence.resumed_at = sequence.resumed_at, None
-        most = min(sequence.num_cached_tokens, self._paths.readable(sequence))
-        sequence.num_cached_tokens, sequence.recurrent_state = self._paths.resume(
-            sequence.pin.path, most
-        )
+        sequence.kv.resume()
         if not self._budget.reserve_anew(sequence):
             self._admission.preempt(sequence)
             return False
         self._admission.count_hit(
-            sequence, sequence.num_cached_tokens - (before or 0), restored=True
+            sequence, sequence.kv.num_cached_tokens - (before or 0), restored=True
         )
         return True
 
     def _take_in(self, sequence: Sequence, restore: Restore) -> None:
         """Hang restored blocks into the tree; if some are missing, nothing behind them is read."""
-        assert sequence.kv_reservation is not None
+        assert sequence.kv.reservation is not None
         if isinstance(restore.landing, StateRestoreBuffer):
             self._take_in_states(sequence, restore)
             return
-        start, size = sequence.num_cached_tokens, self._size
+        start, size = sequence.kv.num_cached_tokens, self._size
         nbytes = restore.paid.nbytes
-        blocks = self._tiers.take(restore, sequence.kv_reservation)
+        blocks = self._tiers.take(restore, sequence.kv.reservation)
         if restore.first * size != start:  # those in front of them are missing
             return
         copied = nbytes if restore.known or blocks < restore.blocks else 0
         if blocks and self._prefixes.make_room(copied):
             with self._prefixes.ledger.reserve(Kind.BUFFERS, copied):
-                self._sealing.insert(sequence, restore.segment(blocks, size))
+                sequence.kv.splice(restore.segment(blocks, size))
         # The last token of a prompt is computed in any case, for its logits.
-        sequence.num_cached_tokens = min(sequence.num_cached_tokens, self._paths.readable(sequence))
+        sequence.kv.leave_last()
         if sequence.resumed_at is None:
-            self._admission.count_hit(sequence, sequence.num_cached_tokens - start, restored=True)
+            self._admission.count_hit(
+                sequence, sequence.kv.num_cached_tokens - start, restored=True
+            )
         self._admission.report(sequence, 0)
-        if sequence.num_cached_tokens < min(
-            start + restore.blocks * size, self._paths.readable(sequence)
+        if sequence.kv.num_cached_tokens < min(
+            start + restore.blocks * size, sequence.kv.readable_tokens
         ):
-            sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv_reservation)
+            sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
 
     def _take_in_states(self, sequence: Sequence, restore: Restore) -> None:
         """File a restored checkpoint, if all the blocks in front of it are there."""
         states = self._tiers.take_states(restore)
         if states is not None:
-            self._sealing.file(sequence, restore.first * self._size, states)
+            sequence.kv.capture_restored(restore.first * self._size, states)
 
     def _lose_patience(self, sequence: Sequence) -> None:
         """Compute what the disk has not brought, if there is room for both."""
-        assert sequence.kv_reservation is not None
-        sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv_reservation)
+        assert sequence.kv.reservation is not None
+        sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
         nbytes = sum(
             restore.own_bytes
             for restore in sequence.restores
@@ -199,4 +193,4 @@ class Restoring:
         if self._prefixes.make_room(nbytes):
             self._tiers.leave(sequence.restores)
             sequence.restores = []
-            sequence.kv_reservation.resize(sequence.kv_reservation.nbytes + nbytes)
+            sequence.kv.reservation.resize(sequence.kv.reservation.nbytes + nbytes)

@@ -17,13 +17,11 @@ from collections.abc import Sequence as Items
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.windows import Reader
 from penstock.engine.schedule.budget import MemoryBudget
-from penstock.engine.schedule.committing import Sealing
-from penstock.engine.schedule.paths import Paths
+from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.scheduler import Job, Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.stats import Counters
 from penstock.errors import PenstockError
-from penstock.kv.tails import Tails
 
 
 class Admission:
@@ -32,9 +30,7 @@ class Admission:
     Args:
         scheduler: says who is next.
         room: the bytes of the engine.
-        paths: of the sequences.
-        committing: is told where a conversation ends.
-        tails: the pool of slots.
+        stores: of keys and values.
         cold: reads for sequences, if there is a cold tier.
         tally: of the engine.
     """
@@ -44,18 +40,15 @@ class Admission:
         scheduler: Scheduler,
         *,
         budget: MemoryBudget,
-        paths: Paths,
-        committing: Sealing,
-        tails: Tails,
+        stores: KVStores,
         tiers: TierGroup | None,
         counters: Counters,
     ) -> None:
         self.sequences: dict[int, Sequence] = {}
         self._scheduler = scheduler
         self._budget = budget
-        self._paths = paths
-        self._sealing = committing
-        self._tails = tails
+        self._stores = stores
+        self._tails = stores.tails
         self._tiers = tiers
         self._counters = counters
 
@@ -64,26 +57,20 @@ class Admission:
     def readers(self) -> Iterator[Reader]:
         """Yield what is read of which paths."""
         for sequence in self.sequences.values():
-            if sequence.pin is not None:
-                yield sequence.pin.path, sequence.num_cached_tokens
+            if sequence.kv.pin is not None:
+                yield sequence.kv.pin.path, sequence.kv.num_cached_tokens
 
     def check(self) -> None:
         """Raise AssertionError if a slot, a pin or a reservation is lost, or taken twice."""
         sequences, tails = self.sequences.values(), self._tails
-        slots = [s.slot for s in sequences if s.slot is not None]
+        slots = [s.kv.slot for s in sequences if s.kv.slot is not None]
         if len(slots) + tails.free_slots != tails.slots or len(set(slots)) != len(slots):
             raise AssertionError(f"slots {slots} taken, {tails.free_slots} free")
-        self._paths.check(sequences)
+        pins, tree = sum(s.kv.pin is not None for s in sequences), self._stores.prefixes.tree
+        if pins != tree.pins:
+            raise AssertionError(f"{tree.pins} pins, {pins} owners")
         for sequence in sequences:
-            own = sum(run.segment.nbytes for run in sequence.own_spans)
-            if sequence.kv_reservation is None and (
-                own or sequence.slot is not None or sequence.pin
-            ):
-                raise AssertionError(f"sequence {sequence.id} holds what was not reserved")
-            if sequence.kv_reservation is not None and own > sequence.kv_reservation.nbytes:
-                raise AssertionError(
-                    f"sequence {sequence.id} holds {own} bytes of {sequence.kv_reservation.nbytes}"
-                )
+            sequence.kv.check()
 
     # ---- coming
 
@@ -114,7 +101,7 @@ class Admission:
             sequence = self.sequences[job.id]
             while not (self._scheduler.free_places and self._try_admit(sequence)):
                 lower = [self.sequences[other] for other in self._scheduler.to_preempt(job)]
-                if not lower or not self._worth_parking(sequence, lower):
+                if not lower or not self._worth_preempting(sequence, lower):
                     return
                 self.preempt(lower[0])
 
@@ -122,9 +109,9 @@ class Admission:
         """Let who is prefilling share what others have committed meanwhile."""
         for job in self._scheduler.jobs(State.PREFILLING):
             sequence = self.sequences[job.id]
-            gained = self._paths.catch_up(sequence)
+            gained = sequence.kv.extend()
             if gained:
-                sequence.spare(gained * self._budget.token_bytes)
+                sequence.kv.spare(gained * self._budget.token_bytes)
                 self.count_hit(sequence, gained)
                 self.report(sequence, 0)
 
@@ -146,7 +133,7 @@ class Admission:
         blocks = sequence.position // self._scheduler.block_size
         key = (
             sequence.block_hashes[blocks]
-            if blocks < len(sequence.block_hashes) and not sequence.own_spans
+            if blocks < len(sequence.block_hashes) and not sequence.kv.own_spans
             else None
         )
         left = sequence.left
@@ -164,13 +151,13 @@ class Admission:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence out; it is let in again later and finds its committed path."""
-        node = sequence.pin.node if sequence.pin is not None else None
+        node = sequence.kv.node
         self._release(sequence)
         sequence.was_preempted = True
         self._counters.preemptions += 1
         self._scheduler.act(sequence.id, "preempt")
         self._scheduler.progress(sequence.id, position=0, left=sequence.left)
-        self._paths.tidy(node)
+        self._stores.tidy(node)
 
     def finish(
         self, sequence: Sequence, tell: Callable[[Sequence], None], *, failed: bool = False
@@ -180,21 +167,20 @@ class Admission:
         Of one that failed, the end may be no numbers.
         """
         if not failed:
-            self._sealing.end_answer(sequence)
-        node = sequence.pin.node if sequence.pin is not None else None
-        self._sealing.end_turn(sequence)
+            sequence.kv.end_answer()
+        node = sequence.kv.node
+        sequence.kv.end_turn(sequence.cached_tokens)
         del self.sequences[sequence.id]
         self._release(sequence)
         self._scheduler.act(sequence.id, "finish")
         self._counters.finished += 1
         tell(sequence)
-        self._paths.tidy(node)
+        self._stores.tidy(node)
 
     def fail(self, sequence: Sequence, error: PenstockError) -> None:
         """End an answer with an error; what it wrote may be no numbers, and is wiped."""
         self._counters.failed += 1
-        if sequence.slot is not None:
-            self._tails.wipe(sequence.slot)
+        sequence.kv.wipe_slot()
         self.finish(sequence, lambda s: s.end("error", error=error), failed=True)
 
     def drop_overdue(self, now_seconds: float) -> None:
@@ -205,52 +191,45 @@ class Admission:
     # ---- parts
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Pin a path, reserve the rest, take a slot; False, and nothing taken, if it must wait."""
-        self._paths.hash_blocks(sequence)
-        taken = self._take(sequence, self._paths.matched(sequence.block_hashes))
+        """Attach a path, reserve the rest, take a slot; False, and nothing taken, if it must
+        wait."""
+        sequence.kv.hash_blocks()
+        taken = self._take(sequence)
         if not taken and self._tails.free_slots == self._tails.slots:
             # A node that is longer than what the sequence reads of it may take the room that
-            # it needs. Nobody else runs: without the path, all nodes can give way.
-            taken = self._take(sequence, 0)
+            # it needs. Nothing else runs: without the path, all nodes can be evicted.
+            taken = self._take(sequence, shared=False)
         if not taken:
             return False
-        sequence.slot = self._tails.take_slot()
+        sequence.kv.take_slot()
         self._scheduler.act(sequence.id, "admit")
         if not sequence.admitted:
             sequence.admitted = True
-            sequence.tokens, sequence.block_hashes = (
-                list(sequence.tokens),
-                list(sequence.block_hashes),
-            )
+            sequence.kv.unshare()
             self._counters.prompt_tokens += sequence.prompt_tokens
-            self.count_hit(sequence, sequence.num_cached_tokens)
+            self.count_hit(sequence, sequence.kv.num_cached_tokens)
         self.report(sequence, 0)
         return True
 
-    def _take(self, sequence: Sequence, matched: int) -> bool:
-        """Pin the first `matched` tokens, or as far as a sequence can go on from there, and
-        reserve the bytes of all others, or do nothing."""
-        # It is a reader from now on: what it reads is not dropped to make room for the rest.
-        self._paths.enter(sequence, matched)
+    def _take(self, sequence: Sequence, *, shared: bool = True) -> bool:
+        """Attach the cached path, if it may be shared, and reserve the bytes of all other tokens;
+        False, and nothing taken, without room."""
+        # It is a reader from now on: its path is not evicted to make room for the rest.
+        sequence.kv.attach(None if shared else [])
         if self._budget.reserve(sequence):
             return True
-        self._paths.back_out(sequence)
+        sequence.kv.undo_attach()
         return False
 
-    def _worth_parking(self, sequence: Sequence, others: Items[Sequence]) -> bool:
+    def _worth_preempting(self, sequence: Sequence, others: Items[Sequence]) -> bool:
         """Tell whether a sequence would fit if all of the others were preempted."""
-        return self._budget.would_fit(sequence, self._paths.reachable(sequence), others)
+        return self._budget.would_fit(sequence, sequence.kv.reachable_tokens, others)
 
     def _release(self, sequence: Sequence) -> None:
         """Give back everything that a sequence holds; its tokens stay."""
-        sequence.own_spans.clear()
         if self._tiers is not None:
             self._tiers.leave(sequence.restores)
             sequence.restores = []
-        sequence.tail = sequence.num_cached_tokens = 0
-        sequence.recurrent_state = sequence.resumed_at = None
-        if sequence.slot is not None:
-            self._tails.give_back(sequence.slot)
-            sequence.slot = None
-        self._paths.leave(sequence)
+        sequence.resumed_at = None
+        sequence.kv.detach()
         self._budget.release(sequence, self.sequences.values())

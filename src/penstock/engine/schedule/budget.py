@@ -154,9 +154,9 @@ class MemoryBudget:
         freed = self._ledger.free_bytes + self._prefixes.evictable_bytes
         for other in others:
             held = [
-                r.nbytes for r in (other.kv_reservation, other.step_reservation) if r is not None
+                r.nbytes for r in (other.kv.reservation, other.step_reservation) if r is not None
             ]
-            path = other.pin.path if other.pin is not None else ()
+            path = other.kv.pin.path if other.kv.pin is not None else ()
             freed += sum(held) + sum(n.segment.nbytes + n.index_bytes for n in path if n.pins == 1)
         return needed - num_cached_tokens * self.token_bytes <= freed
 
@@ -171,7 +171,7 @@ class MemoryBudget:
             weights: bytes of the model's, counted again.
             reading: bytes of what is being read from cold tiers.
         """
-        reserved = [(s.kv_reservation, s.step_reservation) for s in sequences]
+        reserved = [(s.kv.reservation, s.step_reservation) for s in sequences]
         promised = sum(own.nbytes for own, _ in reserved if own is not None)
         steps = sum(step.nbytes for _, step in reserved if step is not None)
         buffers = self._aside.step.nbytes + steps + self._aside.chunk.nbytes
@@ -195,7 +195,7 @@ class MemoryBudget:
         most = sequence.max_kv_tokens
         try:
             own = self._prefixes.reserve(
-                Kind.TAILS, self._estimator.sequence_bytes(most, sequence.num_cached_tokens)
+                Kind.TAILS, self._estimator.sequence_bytes(most, sequence.kv.num_cached_tokens)
             )
         except (LedgerFull, NeverFits):
             return False
@@ -211,30 +211,30 @@ class MemoryBudget:
             own.release()
             return False
         chunk.resize(chunk.nbytes + max(0, more))
-        sequence.kv_reservation, sequence.step_reservation = own, step
+        sequence.kv.reservation, sequence.step_reservation = own, step
         return True
 
     def reserve_anew(self, sequence: Sequence) -> bool:
         """Reserve what a sequence may come to hold behind its cut, after that was moved; False,
         and nothing changed, if there is no room."""
-        assert sequence.kv_reservation is not None
+        assert sequence.kv.reservation is not None
         more = (
-            self._estimator.sequence_bytes(sequence.max_kv_tokens, sequence.num_cached_tokens)
-            - sequence.kv_reservation.nbytes
+            self._estimator.sequence_bytes(sequence.max_kv_tokens, sequence.kv.num_cached_tokens)
+            - sequence.kv.reservation.nbytes
         )
         if more > 0 and not self._prefixes.make_room(more):
             return False
-        sequence.kv_reservation.resize(sequence.kv_reservation.nbytes + more)
+        sequence.kv.reservation.resize(sequence.kv.reservation.nbytes + more)
         return True
 
     def release(self, sequence: Sequence, sequences: Iterable[Sequence]) -> None:
         """Give back what a sequence has reserved; the longest of those that remain says what a
         chunk takes."""
-        for reservation in (sequence.kv_reservation, sequence.step_reservation):
+        for reservation in (sequence.kv.reservation, sequence.step_reservation):
             if reservation is not None:
                 reservation.release()
-        sequence.kv_reservation = sequence.step_reservation = None
-        admitted = [other for other in sequences if other.kv_reservation is not None]
+        sequence.kv.reservation = sequence.step_reservation = None
+        admitted = [other for other in sequences if other.kv.reservation is not None]
         chunks = (self._estimator.prefill_bytes(other.max_kv_tokens) for other in admitted)
         self._aside.chunk.resize(max(chunks, default=0))
 

@@ -1,0 +1,117 @@
+"""Stores of keys and values that outlive a sequence, and questions to several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from penstock.engine.model.runner import Runner
+from penstock.engine.offload.tier_group import TierGroup
+from penstock.engine.retention.requantize import Requantizer
+from penstock.engine.retention.windows import Path, Windows
+from penstock.engine.stats import Counters
+from penstock.kv.segment import Segment
+from penstock.kv.states import RecurrentState
+from penstock.kv.tails import Tails
+from penstock.prefix.block_hashes import span_tokens
+from penstock.prefix.checkpoints import Checkpoints
+from penstock.prefix.node import Node
+from penstock.prefix.prefixes import Prefixes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVStores:
+    """All parts of an engine that hold or compute KV; None for a part that it does without."""
+
+    prefixes: Prefixes[Segment]
+    checkpoints: Checkpoints | None
+    windows: Windows | None
+    requantizer: Requantizer | None
+    tiers: TierGroup | None
+    tails: Tails
+    runner: Runner
+    counters: Counters
+    shared_tokens: int
+    """Position up to which KV depends on the tokens alone, not on the window; a multiple of the
+    block size."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.prefixes.block_size
+
+    @property
+    def by_block(self) -> bool:
+        """Whether prompts are read block by block: every block is read as codes by those behind
+        it, and as it was computed by its own tokens."""
+        active = self.requantizer is not None and self.requantizer.active
+        return active and self.shared_tokens > 0
+
+    @property
+    def commit_tokens(self) -> int:
+        """Tokens that are committed together while decoding: several blocks make one part to read,
+        where nothing has to be done at the end of each."""
+        each = self.runner.layout.rows or self.checkpoints is not None or self.by_block
+        return self.block_size if each else span_tokens(self.block_size)
+
+    def resume(self, path: Path, max_kv_tokens: int) -> tuple[int, RecurrentState | None]:
+        """Return at which position of a path, `max_kv_tokens` at most, a sequence can go on: all
+        windows in front of it are whole, and there are states, with which it does."""
+        while True:
+            if self.windows is not None:
+                max_kv_tokens = self.windows.resume(path, max_kv_tokens)
+            if self.checkpoints is None:
+                return max_kv_tokens, None
+            found, recurrent_state = self.checkpoints.resume(path, max_kv_tokens)
+            if self.windows is None or found in (0, max_kv_tokens):
+                return found, recurrent_state
+            max_kv_tokens = found
+
+    def matched(self, block_hashes: Items[bytes]) -> int:
+        """Return how many first tokens of a chain are held."""
+        return self.prefixes.match(block_hashes).tokens
+
+    def explain(self, tokens: Items[int], salt: str) -> tuple[int | None, str]:
+        """Return from where a prompt would go on, and why not from the end of what is held; None
+        if from there, in a model in which that is so until memory is short."""
+        if self.checkpoints is None and self.windows is None:
+            return None, ""
+        match = self.prefixes.find(tokens, salt)
+        most = min(match.tokens, max(0, len(tokens) - 1))
+        resumes, _ = self.resume(match.path, most)
+        whole = most if self.windows is None else self.windows.resume(match.path, most)
+        if self.checkpoints is None and whole == most:
+            return None, ""
+        why = ""
+        if whole < most:
+            why = (
+                f"; layers with windows go on from token {whole:,} at most, of {match.tokens:,} "
+                f"held: when memory was short they dropped what goes on neither at the end of a "
+                f"conversation nor where some part; what is read again is held again"
+            )
+        if resumes < whole:
+            why += (
+                f"; recurrent layers go on from token {resumes:,}, the deepest of the "
+                f"{match.tokens:,} held at which their states were kept: they are at the ends "
+                f"of turns and chunks, and fewer further back"
+            )
+        return resumes, why
+
+    def coded(self, segment: Segment, start: int) -> Segment:
+        """Return whole blocks in the form in which later blocks read them, whether the tree has
+        room for them or not; unchanged if MLX found no room for the codes."""
+        if self.requantizer is None:
+            return segment
+        try:
+            return self.requantizer.committed(segment, start)
+        except (MemoryError, RuntimeError):
+            self.counters.out_of_memory += 1
+            return segment
+
+    def tidy(self, node: Node[Segment] | None) -> None:
+        """Merge small nodes of a path that a sequence has left; it may fail, and nothing is
+        lost."""
+        try:
+            self.prefixes.tidy(node)
+        except (MemoryError, RuntimeError):  # MLX found no room for the copy
+            self.counters.out_of_memory += 1

@@ -1,0 +1,509 @@
+"""Where one sequence's keys and values lie: a referenced path, spans of its own, a tail.
+
+    admit    ──> attach: the cached tokens from which every layer can resume
+    wait     ──> extend: blocks that other sequences have committed meanwhile
+    prefill  ──> append_chunk: whole blocks are committed, the rest is a partial block
+    decode   ──> append_tokens: a full tail becomes a span, full blocks are committed
+    restore  ──> splice: blocks read from a tier
+    end      ──> detach
+
+A block is committed at once, so that other sequences share it, and the states at its end are
+captured under it. A block that cannot be committed, for want of room or behind the window, stays
+in the sequence's own spans.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from penstock.engine.schedule.kv_stores import KVStores
+from penstock.kv.compressed import completed
+from penstock.kv.reads import KVSpan
+from penstock.kv.segment import Segment
+from penstock.kv.states import RecurrentState, States
+from penstock.ledger import Kind, Reservation
+from penstock.prefix.node import Node
+from penstock.prefix.tree import Pin
+
+
+class SequenceKV:
+    """Where one sequence's KV lives. The only writer of it. Not thread-safe: the engine's thread.
+
+    The KV of a sequence lies in three places, one behind the other: the first `num_cached_tokens`
+    of the pinned path, its `own_spans`, and `tail` columns of a slot in the pool. Nothing of the
+    last two outlives its place in the batch.
+
+    Args:
+        stores: the engine's.
+        tokens: prompt and answer; grows as the answer does.
+        block_hashes: of the whole blocks of `tokens`, as far as they may be shared.
+        salt: the tenant's.
+        hold_tokens: first tokens that stay cached for a while after the end; 0 for none.
+        hold_seconds: how long.
+    """
+
+    def __init__(
+        self,
+        stores: KVStores,
+        tokens: list[int],
+        block_hashes: list[bytes],
+        *,
+        salt: str = "",
+        hold_tokens: int = 0,
+        hold_seconds: float | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.block_hashes = block_hashes
+        self.pin: Pin[Segment] | None = None
+        self.num_cached_tokens = 0
+        self.own_spans: list[KVSpan] = []
+        self.slot: int | None = None
+        self.tail = 0
+        self.recurrent_state: RecurrentState | None = None
+        """State of the recurrent layers behind `position`; None without such layers, or tokens."""
+        self.matched_tokens = 0
+        """Tokens that the tree held at admission: other sequences may branch there, too."""
+        self.reservation: Reservation | None = None
+        """Bytes of the spans, and of all tokens still to compute; set by the memory budget."""
+        self._stores = stores
+        self._size = stores.block_size
+        self._salt = salt
+        self._hold_tokens = hold_tokens
+        self._hold_seconds = hold_seconds
+
+    # ---- questions
+
+    @property
+    def committed_end(self) -> int:
+        """Position behind everything in front of the tail."""
+        return self.own_spans[-1].end if self.own_spans else self.num_cached_tokens
+
+    @property
+    def position(self) -> int:
+        """Number of tokens whose KV is there: the position of the next one to compute."""
+        return self.committed_end + self.tail
+
+    @property
+    def node(self) -> Node[Segment] | None:
+        """Deepest node of the path; None without one."""
+        return None if self.pin is None else self.pin.node
+
+    @property
+    def last_boundary(self) -> int:
+        """End of the last whole block in front of the last token."""
+        return (len(self.tokens) - 1) // self._size * self._size
+
+    @property
+    def readable_tokens(self) -> int:
+        """Most tokens of a path that the sequence reads: all but its last one, which is computed
+        for its logits; read block by block, those in front of that one's block."""
+        return self.last_boundary if self._stores.by_block else len(self.tokens) - 1
+
+    @property
+    def reachable_tokens(self) -> int:
+        """Tokens that are cached now and from whose end the sequence could resume."""
+        match = self._stores.prefixes.match(self.block_hashes)
+        resumed, _ = self._stores.resume(match.path, min(match.tokens, self.readable_tokens))
+        return resumed
+
+    def spans(self) -> tuple[KVSpan, ...]:
+        """Return everything in front of the tail, in order."""
+        path = self.pin.path if self.pin is not None else ()
+        shared = [
+            KVSpan(node.segment, node.start, min(node.end, self.num_cached_tokens) - node.start)
+            for node in path
+            if node.start < self.num_cached_tokens
+        ]
+        return (*shared, *self.own_spans)
+
+    def check(self) -> None:
+        """Raise AssertionError if the path lacks KV that a window layer sees, or if more bytes are
+        held than reserved."""
+        if self._stores.windows is not None and self.pin is not None:
+            self._stores.windows.check(self.pin.path, self.num_cached_tokens, self.position)
+        own = sum(span.segment.nbytes for span in self.own_spans)
+        if self.reservation is None and (own or self.slot is not None or self.pin):
+            raise AssertionError("a sequence holds KV that was not reserved")
+        if self.reservation is not None and own > self.reservation.nbytes:
+            raise AssertionError(f"a sequence holds {own} bytes of {self.reservation.nbytes}")
+
+    # ---- coming and going
+
+    def hash_blocks(self) -> None:
+        """Hash the whole blocks that are new since the last call, as far as they may be shared."""
+        size, prefixes = self._size, self._stores.prefixes
+        blocks = min(len(self.tokens), self._stores.shared_tokens) // size
+        if blocks > len(self.block_hashes):
+            rest = self.tokens[len(self.block_hashes) * size : blocks * size]
+            after = self.block_hashes[-1] if self.block_hashes else None
+            self.block_hashes += prefixes.block_hashes(rest, self._salt, after=after)
+
+    def unshare(self) -> None:
+        """Copy tokens and hashes, which the answers of one request share until they are
+        admitted."""
+        self.tokens, self.block_hashes = list(self.tokens), list(self.block_hashes)
+
+    def attach(self, block_hashes: list[bytes] | None = None) -> int:
+        """Reference the cached path of the sequence's blocks and resume as far in it as every
+        layer can; return the cached tokens.
+
+        Args:
+            block_hashes: of the blocks to look for; all by default.
+        """
+        stores = self._stores
+        match = stores.prefixes.match(self.block_hashes if block_hashes is None else block_hashes)
+        limit = min(match.tokens, self.readable_tokens)
+        self.num_cached_tokens, self.recurrent_state = stores.resume(match.path, limit)
+        self.pin = stores.prefixes.pin(match)
+        self.matched_tokens = match.tokens
+        return self.num_cached_tokens
+
+    def undo_attach(self) -> None:
+        """Let go of a path that was just attached."""
+        assert self.pin is not None
+        self.pin.release()
+        self.pin, self.num_cached_tokens, self.recurrent_state = None, 0, None
+
+    def take_slot(self) -> None:
+        """Take a slot of the pool for the tail."""
+        self.slot = self._stores.tails.take_slot()
+
+    def wipe_slot(self) -> None:
+        """Clear the tail's slot, whose columns may be no numbers."""
+        if self.slot is not None:
+            self._stores.tails.wipe(self.slot)
+
+    def detach(self) -> None:
+        """Let go of everything: the path, the spans, the tail's slot. The tokens stay."""
+        self.own_spans.clear()
+        self.tail = self.num_cached_tokens = 0
+        self.recurrent_state = None
+        if self.slot is not None:
+            self._stores.tails.give_back(self.slot)
+            self.slot = None
+        if self._stores.requantizer is not None:
+            self._stores.requantizer.changed()
+        if self.pin is not None:
+            self._hold()
+            self.pin.release()
+            self.pin = None
+
+    # ---- getting on
+
+    def extend(self) -> int:
+        """Move on to blocks that other sequences have committed, if every layer can resume behind
+        them; return the tokens gained."""
+        blocks_done = self.num_cached_tokens // self._size
+        prefilled = len(self.tokens) - 1 <= self.position
+        if self.own_spans or prefilled or self.pin is None:
+            return 0
+        if blocks_done >= len(self.block_hashes):
+            return 0
+        blocks = self._stores.prefixes.follow(self.pin, self.block_hashes, blocks_done)
+        if blocks <= blocks_done:
+            return 0
+        limit = min(blocks * self._size, self.readable_tokens)
+        resumed, recurrent_state = self._stores.resume(self.pin.path, limit)
+        if resumed <= self.num_cached_tokens:
+            return 0
+        gained = resumed - self.num_cached_tokens
+        self.num_cached_tokens, self.recurrent_state = resumed, recurrent_state
+        return gained
+
+    def append_tokens(
+        self, written: int, accepted: int, recurrent_state: RecurrentState | None = None
+    ) -> None:
+        """Make the first `accepted` of the `written` columns behind the tail visible.
+
+        Columns that are not accepted lie behind the visible end, and are overwritten.
+
+        Args:
+            written: columns that the step wrote behind the tail.
+            accepted: of these, at most `written`.
+            recurrent_state: behind the accepted tokens, of models with recurrent layers.
+        """
+        if not 0 <= accepted <= written:
+            raise ValueError(f"{accepted} tokens accepted of {written} written")
+        if recurrent_state is not None:
+            self.recurrent_state = recurrent_state
+        for _ in range(accepted):
+            if not self.own_spans and self.tail == 0 and self._holds_next():
+                # The last token of a prompt that the path holds to its end: it was computed for
+                # its logits alone, and its KV is there already.
+                self.num_cached_tokens += 1
+                continue
+            self.tail += 1
+            if self.tail == self._stores.tails.columns or self.position % self._size == 0:
+                self._fold()
+
+    def append_chunk(self, segment: Segment, states: States | None = None) -> None:
+        """Append a prefilled chunk: commit its whole blocks, and keep the rest as a partial block.
+
+        Args:
+            segment: KV of the tokens from `position` on.
+            states: behind them, of models with recurrent layers.
+        """
+        if states is not None:
+            self.recurrent_state = RecurrentState(states, own=True)
+        size, start = self._size, self.position
+        end = start + segment.tokens
+        if self.own_spans and start % size:  # cut by mlx-lm within a block
+            partial = self.own_spans.pop()
+            segment, start = partial.segment.join(segment), partial.start
+        whole = min(end // size * size, self._stores.shared_tokens) - start
+        if whole == segment.tokens:
+            segment = self._stores.coded(segment, start)
+        if whole > 0 and not self.own_spans and self.num_cached_tokens == start:
+            head, rest = segment, None
+            if whole < segment.tokens:
+                head, rest = segment.split(whole)
+            if self._commit(head):
+                if rest is not None:
+                    self.own_spans.append(KVSpan(rest, start + whole, rest.tokens))
+                if self._stores.by_block and self.pin is not None:
+                    self._stores.tidy(self.pin.node)
+                return
+        # Spans end at blocks, but for the last one, which goes on growing.
+        last = max(0, end // size * size - start)
+        if 0 < last < segment.tokens:
+            head, rest = segment.split(last)
+            self.own_spans.append(KVSpan(head, start, last))
+            self.own_spans.append(KVSpan(rest, start + last, rest.tokens))
+        else:
+            self.own_spans.append(KVSpan(segment, start, segment.tokens))
+        self._forget_unseen()
+
+    def splice(self, segment: Segment) -> bool:
+        """Insert whole blocks behind the cached tokens into the tree; False without room."""
+        assert self.pin is not None and self.reservation is not None
+        stores, size, start = self._stores, self._size, self.num_cached_tokens
+        before = self.reservation.nbytes
+        if stores.windows is not None and not stores.windows.fill(
+            self.pin, self.block_hashes, segment, start
+        ):
+            return False
+        inserted = stores.prefixes.insert(
+            self.pin,
+            start // size,
+            self.block_hashes,
+            self.tokens[start : start + segment.tokens],
+            segment,
+            self.reservation,
+        )
+        if inserted.refused is not None:
+            return False
+        if stores.requantizer is not None:
+            stores.requantizer.changed()
+        end = inserted.blocks_readable * size
+        if stores.windows is not None and stores.windows.resume(self.pin.path, end) < end:
+            return False  # KV that was filled in had to be evicted for the rest
+        if start < self._hold_tokens:
+            self._hold()  # before it is merged with nodes that are not to be held
+        self.num_cached_tokens = end
+        # What the tree has taken over is off already; what others had committed is not needed.
+        moved = before - self.reservation.nbytes
+        self.spare((end - start) * stores.runner.token_bytes - moved)
+        return True
+
+    def follow(self, block_hashes: list[bytes]) -> int:
+        """Move on to all blocks of a chain that the tree has, though there are no states at their
+        end; return the cached blocks."""
+        assert self.pin is not None
+        stores, size = self._stores, self._size
+        blocks = stores.prefixes.follow(self.pin, block_hashes, self.num_cached_tokens // size)
+        if (
+            stores.windows is None
+            or stores.windows.resume(self.pin.path, blocks * size) == blocks * size
+        ):
+            self.num_cached_tokens = blocks * size
+        return self.num_cached_tokens // size
+
+    def leave_last(self) -> None:
+        """Leave the last token of the prompt to be computed, for its logits."""
+        self.num_cached_tokens = min(self.num_cached_tokens, self.readable_tokens)
+
+    def resume(self) -> int:
+        """Go back to the deepest cached token from which every layer can resume; return it."""
+        assert self.pin is not None
+        limit = min(self.num_cached_tokens, self.readable_tokens)
+        self.num_cached_tokens, self.recurrent_state = self._stores.resume(self.pin.path, limit)
+        return self.num_cached_tokens
+
+    def spare(self, nbytes: int) -> None:
+        """Give back so many of the reserved bytes."""
+        assert self.reservation is not None
+        self.reservation.resize(max(0, self.reservation.nbytes - nbytes))
+
+    # ---- states, and ends
+
+    def capture(self, *, turn_end: bool = False) -> None:
+        """Capture the recurrent states under the boundary at which the path ends, if it is one."""
+        checkpoints = self._stores.checkpoints
+        if checkpoints is None or self.recurrent_state is None or self.pin is None:
+            return
+        at_end = self.position == self.num_cached_tokens
+        if at_end and self.num_cached_tokens % self._size == 0:
+            checkpoints.capture(
+                self.pin.path, self.num_cached_tokens, self.recurrent_state, turn_end=turn_end
+            )
+            if turn_end:
+                self._note_checkpoint(self.num_cached_tokens)
+
+    def capture_restored(self, at: int, states: States) -> None:
+        """Capture states that were read from a tier under a boundary of the path."""
+        if self._stores.checkpoints is not None and self.pin is not None:
+            state = RecurrentState(states, own=True)
+            self._stores.checkpoints.capture(self.pin.path, at, state, turn_end=True)
+
+    def end_prompt(self) -> None:
+        """Retain the windows in front of the prompt's last block, if it was read up to there."""
+        windows, last = self._stores.windows, self.last_boundary
+        if windows is None or self._stores.checkpoints is not None or self.pin is None:
+            return
+        prefilled = len(self.tokens) - 1 == self.position
+        if prefilled and 0 < last <= self.num_cached_tokens:
+            windows.end_prompt(self.pin.path, last)
+
+    def end_answer(self) -> None:
+        """Commit the whole blocks of the span in which an answer ends, if there is room for a
+        copy."""
+        stores, size = self._stores, self._size
+        if self.pin is None or len(self.own_spans) != 1 or stores.commit_tokens == size:
+            return
+        self.hash_blocks()
+        (span,) = self.own_spans
+        end = min(span.end, stores.shared_tokens) // size * size
+        nbytes = span.segment.nbytes
+        if span.start != self.num_cached_tokens or end <= span.start:
+            return
+        if not stores.prefixes.make_room(nbytes):
+            return
+        # Without room in MLX for the copy, the blocks will be computed again.
+        with (
+            suppress(MemoryError, RuntimeError),
+            stores.prefixes.ledger.reserve(Kind.BUFFERS, nbytes),
+        ):
+            whole = span.segment.part(0, end - span.start).owned(coded=True)
+            if self._commit(whole):
+                self.own_spans, self.tail = [], 0
+
+    def end_turn(self, known_tokens: int) -> None:
+        """Retain the states with which a conversation goes on behind this answer.
+
+        Args:
+            known_tokens: first tokens that were cached before.
+        """
+        stores = self._stores
+        if stores.checkpoints is not None and self.pin is not None:
+            at = stores.checkpoints.end_turn(self.pin.path, self.num_cached_tokens)
+            self._note_checkpoint(at)
+        elif stores.tiers is not None and self.num_cached_tokens - known_tokens >= self._size:
+            block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
+            stores.tiers.note_end(block_hashes, stores.prefixes.root(self._salt))
+
+    # ---- parts
+
+    def _hold(self) -> None:
+        """Prefer the first nodes of the path from now on, if the request asks for it."""
+        if self.pin is not None and self._hold_tokens and self._hold_seconds:
+            self._stores.prefixes.hold(self.pin, self._hold_tokens, self._hold_seconds)
+
+    def _holds_next(self) -> bool:
+        """Tell whether the path holds the token behind the cached ones as well: the last one of a
+        prompt that is cached to its end, which is computed for its logits alone."""
+        block, node = self.num_cached_tokens // self._size, self.node
+        if node is None or node.end <= self.num_cached_tokens or block >= len(self.block_hashes):
+            return False
+        held = node.block_hashes[block - node.start // self._size]
+        return bool(held == self.block_hashes[block])
+
+    def _fold(self) -> None:
+        """Copy a full tail behind the own spans, and commit the blocks that it ends."""
+        assert self.slot is not None
+        tails, start, last = self._stores.tails, self.committed_end, None
+        if self.own_spans and not self._is_span_end(start):  # an unfinished one goes on growing
+            last = self.own_spans.pop()
+            start = last.start
+        grown = tails.cut(self.slot, self.tail, last.segment if last else None)
+        self.own_spans.append(KVSpan(grown, start, grown.tokens))
+        self.tail = 0
+        if self._is_span_end(self.position):
+            self._complete()
+            span = self.own_spans[-1]
+            if span.end <= self._stores.shared_tokens:
+                coded = self._stores.coded(span.segment, span.start)
+                self.own_spans[-1] = replace(span, segment=coded)
+            self._commit_spans()
+            self.capture()
+        self._forget_unseen()
+
+    def _is_span_end(self, position: int) -> bool:
+        """Tell whether the tokens decoded in front of a position are committed, or let go of,
+        together."""
+        shared = position < self._stores.shared_tokens
+        return position % (self._stores.commit_tokens if shared else self._size) == 0
+
+    def _complete(self) -> None:
+        """Put the rows of compressing layers, which were kept beside it, into a full block."""
+        rows = self._stores.runner.layout.rows
+        if rows and self.recurrent_state is not None:
+            span = self.own_spans[-1]
+            segment, self.recurrent_state = completed(span.segment, self.recurrent_state, rows)
+            self.own_spans[-1] = replace(span, segment=segment)
+
+    def _commit_spans(self) -> None:
+        """Commit the own spans of whole blocks that continue the path."""
+        self.hash_blocks()
+        while self.own_spans and self.own_spans[0].start == self.num_cached_tokens:
+            span = self.own_spans[0]
+            if span.end % self._size or span.end > self._stores.shared_tokens:
+                break
+            if not self._commit(span.segment):
+                break
+            del self.own_spans[0]
+        if self.pin is not None:
+            self._stores.tidy(self.pin.node)
+
+    def _commit(self, segment: Segment) -> bool:
+        """Insert blocks that were computed into the tree, and have them written to the tiers."""
+        first, stores = self.num_cached_tokens // self._size, self._stores
+        if not self.splice(segment):
+            return False
+        if stores.tiers is not None:
+            block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
+            stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first)
+        return True
+
+    def _note_checkpoint(self, at: int) -> None:
+        """Have the states that were captured under a boundary written to the tiers."""
+        stores = self._stores
+        if stores.tiers is not None:
+            root = stores.prefixes.root(self._salt)
+            stores.tiers.note_checkpoint(self.block_hashes[: at // self._size], root)
+
+    def _forget_unseen(self) -> None:
+        """Let go of spans, and of the path, that no layer will see again."""
+        runner = self._stores.runner
+        nearest = runner.nearest(self.position)
+        keep = max((window.keep for window in runner.distinct_windows), default=0)
+        if nearest <= keep or not self.own_spans:
+            return
+        *spans, last = self.own_spans
+        spans = [span for span in spans if span.end > nearest or span.start < keep]
+        self.own_spans = [
+            span if span.end > nearest else _first(span, keep - span.start) for span in spans
+        ] + [last]
+        assert self.pin is not None
+        if self.num_cached_tokens > keep and nearest >= self.num_cached_tokens:
+            self._hold()
+            path = [node for node in self.pin.path if node.start < keep]
+            self.pin.withdraw(path[-1] if path else None)
+            self.num_cached_tokens = min(self.num_cached_tokens, path[-1].end if path else 0)
+
+
+def _first(span: KVSpan, tokens: int) -> KVSpan:
+    """Return a copy of a span's first tokens; the span itself if it has no more."""
+    if span.columns <= tokens:
+        return span
+    return KVSpan(Segment.cut(span.segment.layers, 0, tokens), span.start, tokens)
