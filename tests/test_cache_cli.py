@@ -832,10 +832,10 @@ SERVER = """
 import select, sqlite3, sys, time
 sys.path[:0] = [sys.argv[2], f"{sys.argv[2]}/support"]
 from pathlib import Path
-from penstock.tiers.store import Counts
+from penstock.tiers.store import TierCounts
 from blocks_on_disk import read
 from test_cache_cli import chain, opened, FILE_BYTES
-counts, faults, seed, until = Counts(), 0, 100, time.monotonic() + 60
+counts, faults, seed, until = TierCounts(), 0, 100, time.monotonic() + 60
 def is_told_to_end():
     assert time.monotonic() < until
     return bool(select.select([sys.stdin], [], [], 0)[0])

@@ -36,7 +36,7 @@ def test_wrong_bytes_are_seen(
 ) -> None:
     """A negative control: keys and values that are not those that were written."""
 
-    class Wrong(tier_module.Landing):
+    class Wrong(tier_module.RestoreBuffer):
         def segment(self) -> Any:
             found = super().segment()
             layers = tuple((keys * 0.5, values * -1.0) for keys, values in found.layers)

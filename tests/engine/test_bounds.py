@@ -218,7 +218,7 @@ def watched(case: Case, core: type[Core] = Core, **settings: Any) -> Iterator[Wa
     }
     made = core(model, None, **given)
     try:
-        yield Watch(made, before - made.room.weights_bytes)
+        yield Watch(made, before - made.budget.weights_bytes)
     finally:
         gc.enable()
         made.close()
@@ -479,7 +479,7 @@ class CountsHalfTheTree(Core):
 
     @property
     def held_bytes(self) -> int:
-        return self.room.weights_bytes + self.prefixes.tree.nbytes // 2 + self.tails.nbytes
+        return self.budget.weights_bytes + self.prefixes.tree.nbytes // 2 + self.tails.nbytes
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=["greedy", "sampling"])

@@ -372,7 +372,7 @@ def test_what_no_token_can_say_fails_one_answer_alone(signs: Core) -> None:
     assert str(failed.finish.error).startswith("the grammar has failed")
     assert_follows(found.text)
     assert (reason(said), len(said.tokens)) == ("length", 20)
-    assert signs.tally.failed == 1
+    assert signs.counters.failed == 1
     signs.check()
 
 

@@ -129,7 +129,7 @@ def test_the_filters_are_in_mlx_lms_order() -> None:
     """With these weights every other order of the filters leaves other tokens."""
     logits = mx.log(mx.array([30.0, 20.0, 18.0, 12.0, 8.0, 7.0, 5.0]))
     values = {"top_p": 0.65, "min_p": 0.61, "top_k": 2}
-    theirs = sample_utils.make_sampler(temperature=2.0, **values)
+    theirs = sample_utils.make_sampler(temp=2.0, **values)
     mx.random.seed(0)
     drawn = {theirs(log_softmax(logits)[None]).item() for _ in range(60)}
     ours = sampler(temperature=2.0, seed=0, **values)

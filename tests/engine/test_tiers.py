@@ -72,7 +72,7 @@ def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, asked)
     with running(tmp_path) as core:
-        landing = tier_module.Landing
+        landing = tier_module.RestoreBuffer
 
         class Wrong(landing):  # type: ignore[misc, valid-type]
             def segment(self) -> Any:

@@ -45,7 +45,7 @@ def with_disk(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_hashes, "SPAN_TOKENS", record_tokens)
         with engine(model, **settings, ssd_cache_dir=folder, ssd_cache_limit="1GB") as made:
-            made.pace.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+            made.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
             yield made
 
 

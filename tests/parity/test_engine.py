@@ -25,6 +25,7 @@ from parity_models import (
     prompt_of,
 )
 
+from penstock.caches import SinkRotatingKVCache
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.model.sampling import TokenSampler

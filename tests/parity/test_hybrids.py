@@ -236,7 +236,7 @@ def test_numbers_of_a_state_are_numbers() -> None:
         ask(core, BASE, 2)
         drain(core)
         (path,) = [node.path() for node in core.prefixes.tree.leaves()]
-        with core.prefixes.pin(core.prefixes.match(path[-1].keys[:1])):
+        with core.prefixes.pin(core.prefixes.match(path[-1].block_hashes[:1])):
             for node in path:
                 core.checkpoints._replace(node, [], range(1_000))
             assert not core.checkpoints.capture(path, 16, live, turn_end=False)

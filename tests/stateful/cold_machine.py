@@ -52,12 +52,12 @@ class ColdMachine(EngineMachine):
         super().open_core()
         # Of such a small model nothing is worth the disk.
         self.core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
-        self.cold.read_pace.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
-        self.cold.tier._retry_seconds = 0.0
+        self.tiers.read_pace.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
+        self.tiers.tier._retry_seconds = 0.0
         self.rest()
 
     @property
-    def cold(self) -> tier_module.EngineTier:
+    def tiers(self) -> tier_module.EngineTier:
         assert self.core.tiers is not None
         return self.core.tiers.tiers["ssd"]
 
@@ -73,16 +73,16 @@ class ColdMachine(EngineMachine):
 
     def rest(self) -> None:
         """Wait until the disk's thread has nothing to do, or hangs."""
-        tier, until = self.cold.tier, time.monotonic() + SOON
+        tier, until = self.tiers.tier, time.monotonic() + SOON
         while (tier.is_busy or tier._chores is not None) and not self.hangs.is_set():
             assert time.monotonic() < until
             assert tier._thread.is_alive()
             time.sleep(1e-4)
-        self.cold.sweep()
+        self.tiers.sweep()
 
     @property
     def reading_bytes(self) -> int:
-        restores = (*self.cold._restores, *self.cold._left)
+        restores = (*self.tiers._restores, *self.tiers._left)
         return sum(restore.landing.nbytes for restore in restores)
 
     # ---- what is done to the disk
@@ -155,7 +155,7 @@ class ColdMachine(EngineMachine):
         def fails(store: SSDStore) -> None:
             raise OSError("a disk's bad day")
 
-        tier, faults = self.cold.tier, self.cold.stats().faults
+        tier, faults = self.tiers.tier, self.tiers.stats().faults
         tier._call(fails, None).result(SOON)
         until = time.monotonic() + SOON
         while tier.stats().faults == faults or tier.stats().off is not None:
@@ -187,8 +187,8 @@ class ColdMachine(EngineMachine):
     @invariant()
     def folder_is_within_its_limit(self) -> None:
         assert size_of(self.folder) <= LIMIT_BYTES
-        assert self.cold.stats().counts.written_blocks >= 0
-        assert self.cold.tier._thread.is_alive()
+        assert self.tiers.stats().counts.written_blocks >= 0
+        assert self.tiers.tier._thread.is_alive()
 
     def teardown(self) -> None:
         try:

@@ -75,17 +75,17 @@ class Reference:
         """How many tokens of the prompt's whole blocks are the beginning of some run."""
         whole = len(prompt) - len(prompt) % BLOCK
         for count in range(whole, 0, -BLOCK):
-            if any(end[:count] == prompt[:count] for end in self.own_spans):
+            if any(end[:count] == prompt[:count] for end in self.runs):
                 return count
         return 0
 
     def path(self, end: Prefix) -> list[Prefix]:
-        return [other for other in sorted(self.own_spans, key=len) if end[: len(other)] == other]
+        return [other for other in sorted(self.runs, key=len) if end[: len(other)] == other]
 
     def children(self, end: Prefix) -> list[Prefix]:
         return [
             other
-            for other, run in self.own_spans.items()
+            for other, run in self.runs.items()
             if run.start == len(end) and other[: len(end)] == end
         ]
 
@@ -104,8 +104,8 @@ class Reference:
         self.pins.append(end)
 
     def read(self, end: Prefix) -> None:
-        self.use(self.own_spans[end])
-        self.own_spans[end].hits += 1
+        self.use(self.runs[end])
+        self.runs[end].hits += 1
 
     def insert(self, end: Prefix, start: int) -> None:
         run = Run(start, 0.0, self.now, self.now)
@@ -114,21 +114,21 @@ class Reference:
             self.remembered.remove(old)
             run.uses = old[1].uses_at(self.now)
         self.use(run)
-        self.own_spans[end] = run
+        self.runs[end] = run
 
     def split(self, end: Prefix, at: int) -> None:
-        run = self.own_spans[end]
-        self.own_spans[end[:at]] = Run(run.start, run.uses, run.at, run.last_used, run.hits)
+        run = self.runs[end]
+        self.runs[end[:at]] = Run(run.start, run.uses, run.at, run.last_used, run.hits)
         run.start = at
 
     def can_merge(self, end: Prefix) -> bool:
         children = self.children(end)
-        small = len(children) == 1 and len(children[0]) - self.own_spans[end].start <= MOST_MERGED
+        small = len(children) == 1 and len(children[0]) - self.runs[end].start <= MOST_MERGED
         return small and end not in self.pins
 
     def merge(self, end: Prefix) -> None:
         (child,) = self.children(end)
-        head, rest = self.own_spans.pop(end), self.own_spans[child]
+        head, rest = self.runs.pop(end), self.runs[child]
         sizes = len(end) - head.start, len(child) - len(end)
         uses = [head.uses_at(self.now), rest.uses_at(self.now)]
         rest.uses = sum(size * use for size, use in zip(sizes, uses, strict=True)) / sum(sizes)
@@ -137,15 +137,15 @@ class Reference:
         rest.last_used = max(rest.last_used, head.last_used)
 
     def worth(self, end: Prefix) -> float:
-        start = self.own_spans[end].start
+        start = self.runs[end].start
         seconds = sum(1 + PAIR_COST * (token + 0.5) for token in range(start, len(end)))
-        return self.own_spans[end].uses_at(self.now) * seconds / (len(end) - start)
+        return self.runs[end].uses_at(self.now) * seconds / (len(end) - start)
 
     def evictable(self) -> list[Prefix]:
-        return [end for end in self.own_spans if not self.children(end) and not self.pinned(end)]
+        return [end for end in self.runs if not self.children(end) and not self.pinned(end)]
 
     def remove(self, end: Prefix) -> None:
-        run = self.own_spans.pop(end)
+        run = self.runs.pop(end)
         waited = self.latest_use - run.last_used
         before = waited if self.idle is None else self.idle
         self.idle = before + (waited - before) / 256
