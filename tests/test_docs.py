@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from penstock.cli import app
+from penstock.recall import MODEL_PATH
 
 ROOT = Path(__file__).parent.parent
 TOOL = runpy.run_path(str(ROOT / "tools" / "write_cli_docs.py"))
@@ -81,6 +82,54 @@ def test_readme_opens_with_the_two_commands() -> None:
         "make run",
         "make test",
     ]
+
+
+def test_readme_is_short_and_its_library_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example with the embedded model in place of a folder, as a reader would paste it."""
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 120
+    example = next(
+        code
+        for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+        if "import penstock" in code
+    )
+    assert len([line for line in example.splitlines() if line]) <= 12
+    example = example.replace("path/to/model", str(MODEL_PATH)).replace("16GB", "1GB")
+    exec(compile(example, "README.md", "exec"), {})  # the docs are ours
+    assert capsys.readouterr().out.endswith("bytes held\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text)
+    assert [
+        f"{target}#{heading}"
+        for target, heading in links
+        if heading not in headings(page.parent / target if target else page)
+    ] == []
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.replace(" ", "-") for title in plain}
+
+
+def test_classes_of_the_glossary_exist() -> None:
+    words = re.findall(r"`([A-Z][a-z]*[A-Z]\w*)`", (ROOT / "docs" / "glossary.md").read_text())
+    sources = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    assert words
+    assert set(words) <= set(re.findall(r"^class (\w+)", sources, re.MULTILINE))
+
+
+def test_structure_names_every_folder_and_no_other() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    source = ROOT / "src" / "penstock"
+    folders = {f"{path.parent.relative_to(source)}/" for path in source.rglob("__init__.py")}
+    assert set(re.findall(r"^\| `([\w/]+/)`", page, re.MULTILINE)) == folders - {"./"}
 
 
 @pytest.mark.parametrize("page", ["engine.md", "prefix.md"])
