@@ -19,17 +19,21 @@ help:
 	@echo 'make test-agents   Claude Code, Codex and opencode from npm, two turns each; needs Node 20'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
+	@echo 'make lint    ruff and mypy alone'
 	@echo 'make soak    10,000 requests to the byte, and what make test tries some of, in full'
 	@echo 'make docs    write the help texts into docs/cli.md'
 	@echo 'make clean   remove the environment and what the tools left'
 	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none), WORKERS=$(WORKERS)'
 
-# The stamps stand for "installed with these dependencies", so a second make does nothing.
-$(VENV)/.run: pyproject.toml tools/environment.sh
+# The stamps stand for "installed with these dependencies, as this version", so a second make does
+# nothing.
+INSTALLED := pyproject.toml tools/environment.sh src/penstock/__init__.py
+
+$(VENV)/.run: $(INSTALLED)
 	@tools/environment.sh $(VENV) clients
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml tools/environment.sh
+$(VENV)/.dev: $(INSTALLED)
 	@tools/environment.sh $(VENV) dev
 	@touch $@ $(VENV)/.run
 
