@@ -16,7 +16,7 @@ from penstock.bench.models import Choice
 from penstock.bench.serve_model import model_folder
 from penstock.bench.serve_process import Server, free_port, ours, serving
 from penstock.cli.remote import Remote, RemoteError
-from penstock.config import SamplingSettings
+from penstock.config import KVSettings, SamplingSettings, flag_of
 from penstock.errors import SettingError
 
 ROOT = Path(__file__).parent.parent
@@ -139,7 +139,7 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--max-kv-size", "--keep-kv-size", "--kv-bits", "--kv-cache-quantization"]
+    "flag", [f"--{flag_of(KVSettings, name)}" for name in KVSettings.model_fields]
 )
 def test_a_flag_for_local_caches_is_refused_with_a_url(flag: str) -> None:
     done = chat("--url", "http://127.0.0.1:1", flag, "8")

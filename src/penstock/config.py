@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,8 +18,6 @@ MAX_TOKENS = 512
 """Tokens generated at most for one answer."""
 TEMP = 0.0
 """Sampling temperature, without unit; 0 takes the likeliest token."""
-TOP_P = 1.0
-"""Share of the probability that is sampled from, 0 to 1; 1 samples from all of it."""
 MAX_BATCH_SIZE = 8
 """Sequences that the engine runs at the same time."""
 BLOCK_SIZE = 32
@@ -29,28 +28,36 @@ MIN_QUANTIZE_TOKENS = 256
 """Tokens below which a prompt is not held in a codec; a longer one is, as a whole."""
 RAW_FIRST_TOKENS = 0
 """First tokens of a prompt that a codec leaves as they are."""
-SSD_CACHE_LIMIT = 20_000_000_000
-"""Bytes of the folder of the cold tier, all who share it together."""
-REMOTE_CACHE_TTL_SECONDS = 604_800
-"""For which the remote tier keeps a block after its last use: a week."""
-REMOTE_CACHE_TIMEOUT_SECONDS = 1.0
-"""For an answer of the remote tier, and each 4 MB of a block to be taken."""
 MAX_QUEUE = 256
 """Answers that may wait for their place in the batch."""
 HOST = "127.0.0.1"
 """Address that the server listens on: this machine's own, which nobody else reaches."""
 PORT = 8080
 """TCP port of the server; 0 takes a free one."""
-REQUEST_TIMEOUT_SECONDS = 600.0
-"""From a request's arrival to its last token, at most."""
-DRAIN_TIMEOUT_SECONDS = 30.0
-"""How long a server that is told to stop goes on with the answers that are open, at most."""
-MAX_CONNECTIONS = 1_000
-"""Connections to the server at the same time."""
-HOLD_SECONDS = 300.0
-"""How long a prefix that a client names (`prompt_cache_key`) is held after its last use."""
+EMBEDDED_LIMIT = "200MB"
+"""Memory limit for the embedded model: eight plain caches of 20,000 tokens would take 330 MB."""
 MLX_LM_MINOR = (0, 32)
 """The minor version of mlx-lm that the contract tests pass on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Description of a settings field: the text and the shape of its flag."""
+
+    help: str
+    unit: str | None = None
+    """Unit or kind of the value, as help shows it; `BYTES` may be written as 16GB."""
+    unset: str | None = None
+    """Words for what happens without the flag, which then has no default."""
+    flag: str | None = None
+    """Name of the flag without dashes; None takes the field's, without `_seconds`."""
+    is_flag: bool = True
+    """Whether commands offer a flag; False is for limits that need no tuning."""
+
+
+def _fixed(help_text: str) -> Setting:
+    """Describe a limit without a flag."""
+    return Setting(help_text, is_flag=False)
 
 
 class Settings(BaseModel):
@@ -59,22 +66,88 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def setting_of(kind: type[Settings], name: str) -> Setting:
+    """Return the description of a settings field.
+
+    >>> setting_of(KVSettings, "max_kv_size").unit
+    'TOKENS'
+
+    Raises:
+        TypeError: the field has no description.
+    """
+    for each in kind.model_fields[name].metadata:
+        if isinstance(each, Setting):
+            return each
+    raise TypeError(f"{kind.__name__}.{name} has no Setting: add its help and unit to the field")
+
+
+def flag_of(kind: type[Settings], name: str) -> str:
+    """Return the flag of a settings field, without dashes in front.
+
+    >>> flag_of(EngineSettings, "keep"), flag_of(ServerSettings, "request_timeout_seconds")
+    ('keep-kv-size', 'request-timeout')
+    """
+    field = kind.model_fields.get(name)
+    flag = None if field is None else setting_of(kind, name).flag
+    return flag or name.removesuffix("_seconds").replace("_", "-")
+
+
+MaxKVSize: TypeAlias = Annotated[
+    int, Field(ge=2), Setting("Hold the keys and values of at most this many tokens.", "TOKENS")
+]
+KeepKVSize: TypeAlias = Annotated[
+    int | None,
+    Field(ge=0),
+    Setting(
+        "Never drop this many first tokens.",
+        "TOKENS",
+        unset=f"{KEEP}, less in a small window",
+        flag="keep-kv-size",
+    ),
+]
+KVCacheQuantization: TypeAlias = Annotated[
+    str | None,
+    Setting(
+        "Hold keys and values in fewer bits: 8 (meant where no CODEC follows), 4, k8v4, "
+        "kivi5/turbo3.5, ... (docs/codecs.md; penstock bench-kv-cache compares them).",
+        "[CODEC]",
+        unset="full precision",
+    ),
+]
+
+
 class KVSettings(Settings):
     """How much a sequence's key/value caches may hold, and in which form."""
 
-    max_kv_size: int = Field(MAX_KV_SIZE, ge=2)
-    """Tokens."""
-    keep_kv_size: int | None = Field(None, ge=0)
-    """Tokens; None is `KEEP`, or less in a small window."""
-    kv_bits: Literal[2, 3, 4, 5, 6, 8] | None = None
-    """Bits of a stored number; None keeps the model's own precision."""
-    kv_cache_quantization: str | None = None
-    """The codec of full-attention layers, in place of `kv_bits`; None leaves them."""
-    kv_cache_min_quantize_tokens: int = Field(MIN_QUANTIZE_TOKENS, ge=0)
-    """Tokens below which a sequence stays in full precision; a longer one is encoded whole."""
-    kv_cache_raw_first_tokens: int = Field(RAW_FIRST_TOKENS, ge=0)
-    """First tokens of every sequence that stay in full precision; a `keep_kv_size` that is named
-    counts instead if it is more."""
+    max_kv_size: MaxKVSize = MAX_KV_SIZE
+    keep_kv_size: KeepKVSize = None
+    kv_bits: Annotated[
+        Literal[2, 3, 4, 5, 6, 8] | None,
+        Setting(
+            "Store keys and values in this many bits: 2, 3, 4, 5, 6 or 8.",
+            "BITS",
+            unset="the model's precision",
+        ),
+    ] = None
+    kv_cache_quantization: KVCacheQuantization = None
+    """The codec of full-attention layers, in place of `kv_bits`."""
+    kv_cache_min_quantize_tokens: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Leave a sequence of fewer tokens in full precision; encode a longer one whole.",
+            "TOKENS",
+        ),
+    ] = MIN_QUANTIZE_TOKENS
+    kv_cache_raw_first_tokens: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "First tokens of every sequence that stay in full precision; a --keep-kv-size that is "
+            "more counts instead.",
+            "TOKENS",
+        ),
+    ] = RAW_FIRST_TOKENS
 
     @model_validator(mode="after")
     def _keep_leaves_room(self) -> KVSettings:
@@ -95,12 +168,24 @@ class KVSettings(Settings):
 class SamplingSettings(Settings):
     """How the next token is chosen, and when to stop."""
 
-    max_tokens: int = Field(MAX_TOKENS, ge=1)
-    """Tokens."""
-    temperature: float = Field(TEMP, ge=0.0, allow_inf_nan=False)
-    top_p: float = Field(TOP_P, gt=0.0, le=1.0)
-    seed: int | None = Field(None, ge=0, lt=2**64)
-    """None draws a new one each time."""
+    max_tokens: Annotated[
+        int, Field(ge=1), Setting("Generate at most this many tokens an answer.", "TOKENS")
+    ] = MAX_TOKENS
+    temperature: Annotated[
+        float,
+        Field(ge=0.0, allow_inf_nan=False),
+        Setting("Sampling temperature; 0 takes the likeliest token.", "NUMBER"),
+    ] = TEMP
+    top_p: Annotated[
+        float,
+        Field(gt=0.0, le=1.0),
+        Setting("Sample from this share of the probability, above 0 up to 1.", "SHARE"),
+    ] = 1.0
+    seed: Annotated[
+        int | None,
+        Field(ge=0, lt=2**64),
+        Setting("Seed of the sampling.", "NUMBER", unset="a new one each time"),
+    ] = None
 
 
 class EngineSettings(Settings):
@@ -108,49 +193,127 @@ class EngineSettings(Settings):
 
     model_config = ConfigDict(strict=True)
 
-    memory_limit: int = Field(ge=1)
-    """Bytes, for all that is ever allocated, the weights included."""
-    max_kv_size: int = Field(MAX_KV_SIZE, ge=2)
-    """Tokens a sequence sees at most, the kept ones among them."""
-    keep: int | None = Field(None, ge=0)
-    """First tokens that it always sees; None is `KEEP`, or half of a smaller window."""
-    max_batch_size: int = Field(MAX_BATCH_SIZE, ge=1)
-    """Sequences that run at the same time."""
-    block_size: int = Field(BLOCK_SIZE, ge=1)
-    """Tokens of a block, the unit of sharing; a codec or a model that takes more tokens together
-    has as many if this is not named."""
-    prefill_chunk: int = Field(PREFILL_CHUNK, ge=1)
-    """Tokens of prompts that are read in one step, between two decode steps."""
-    max_queue: int = Field(MAX_QUEUE, ge=1)
-    """Answers that may wait for their place."""
-    memory_threshold: float = Field(1.0, gt=0.0, le=1.0)
-    """Share of the machine's memory, in use by everybody, from which cold prefixes give way;
-    1 looks at the own limit alone."""
-    ssd_cache_dir: Path | None = None
-    """Folder of the cold tier; None is none."""
-    ssd_cache_limit: int = Field(SSD_CACHE_LIMIT, ge=1)
-    """Bytes of that folder, all who share it together."""
-    ssd_write_budget: int | None = Field(None, ge=0)
-    """Bytes that all who share it may write there in a day; None is no limit."""
-    remote_cache: str | None = Field(None, repr=False)
-    """URL of the remote tier, which may hold a password; None is none."""
-    remote_cache_ttl_seconds: int = Field(REMOTE_CACHE_TTL_SECONDS, ge=1)
-    remote_cache_timeout_seconds: float = Field(
-        REMOTE_CACHE_TIMEOUT_SECONDS, gt=0.0, allow_inf_nan=False
-    )
-    hot_cache_only: bool = False
-    """Whether there must be no cold tier: no folder, no thread, no file."""
-    kv_cache_quantization: str | None = None
-    """The codec that nodes are held in; None leaves them as the model computes them."""
-    kv_cache_min_quantize_tokens: int = Field(MIN_QUANTIZE_TOKENS, ge=0)
-    """First tokens of every prompt that stay as they are, and so all of one that is not longer; a
-    `keep` that is named counts instead if it is more."""
-    kv_cache_skip_layers: tuple[int, ...] = ()
-    """Numbers of layers that stay as they are, counted among those with keys and values."""
-    kv_cache_quantize_when: Literal["active", "at-rest"] = "at-rest"
-    """When: at rest, once nobody who runs reads a block, so that the answer which computes it has
-    full precision, and one that finds it reads codes; or as soon as it is whole, so that an answer
-    is the same whatever was held, and differs from that of full precision by the codec's error."""
+    memory_limit: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Memory for everything, the weights included: 16GB is 16 x 10^9 bytes.",
+            "BYTES",
+            unset=f"{EMBEDDED_LIMIT} for the embedded model, else as penstock doctor shows",
+        ),
+    ]
+    memory_threshold: Annotated[
+        float,
+        Field(gt=0.0, le=1.0),
+        Setting(
+            "Evict cold prefixes while the machine as a whole uses more than this share of its "
+            "memory; at 1 the own limit alone counts.",
+            "SHARE",
+            unset="0.8 to 0.95, more on larger machines",
+        ),
+    ] = 1.0
+    max_kv_size: MaxKVSize = MAX_KV_SIZE
+    keep: KeepKVSize = None
+    """None is `KEEP`, or half of a smaller window."""
+    max_batch_size: Annotated[
+        int, Field(ge=1), Setting("Run at most this many sequences at the same time.", "NUMBER")
+    ] = MAX_BATCH_SIZE
+    prefill_chunk: Annotated[
+        int,
+        Field(ge=1),
+        Setting("Read this many tokens of prompts between two decode steps.", "TOKENS"),
+    ] = PREFILL_CHUNK
+    block_size: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Share and name tokens by blocks of this many.",
+            "TOKENS",
+            unset=f"{BLOCK_SIZE}, or as many as the codec takes together",
+        ),
+    ] = BLOCK_SIZE
+    max_queue: Annotated[
+        int,
+        Field(ge=1),
+        Setting("Answers that may wait for their place; more are refused with 429.", "NUMBER"),
+    ] = MAX_QUEUE
+    hot_cache_only: Annotated[
+        bool,
+        Setting("Promise that prefixes are kept in memory alone: no folder, no thread, no file."),
+    ] = False
+    ssd_cache_dir: Annotated[
+        Path | None,
+        Setting(
+            "Keep prefixes in this folder too, so that they survive eviction and restarts; it is "
+            "made if it is not there. Prompts can be told from what lies in it.",
+            "FOLDER",
+            unset="none: memory only",
+        ),
+    ] = None
+    ssd_cache_limit: Annotated[
+        int,
+        Field(ge=1),
+        Setting("The folder's size is never over this, whoever shares it: 500MB, 100GB.", "BYTES"),
+    ] = 20_000_000_000
+    ssd_write_budget: Annotated[
+        int | None,
+        Field(ge=0),
+        Setting(
+            "Write at most this much into the folder in a day, to spare the disk.",
+            "BYTES",
+            unset="no limit",
+        ),
+    ] = None
+    remote_cache: Annotated[
+        str | None,
+        Field(repr=False),
+        Setting(
+            "Share prefixes with other servers through a store: redis://, rediss:// or unix:// "
+            "for Valkey and Redis; s3://, gs://, az:// or file://. Who can read it can tell "
+            "prompts. Other users of this machine can read flags, but not the environment.",
+            "URL",
+            unset="none",
+        ),
+    ] = None
+    remote_cache_ttl_seconds: Annotated[
+        int,
+        Field(ge=1),
+        Setting("Let Valkey or Redis keep a block for this long after its last use.", "SECONDS"),
+    ] = 604_800
+    remote_cache_timeout_seconds: Annotated[
+        float,
+        Field(gt=0.0, allow_inf_nan=False),
+        Setting("Leave the store alone for half a minute if an answer takes longer.", "SECONDS"),
+    ] = 1.0
+    kv_cache_quantization: KVCacheQuantization = None
+    """The codec of the nodes of the prefix tree."""
+    kv_cache_min_quantize_tokens: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "First tokens of every prompt that stay in full precision; a --keep-kv-size that is "
+            "more counts instead.",
+            "TOKENS",
+        ),
+    ] = MIN_QUANTIZE_TOKENS
+    kv_cache_skip_layers: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Numbers of layers that stay in full precision, with commas between; recurrent ones "
+            "are not counted.",
+            "LAYERS",
+            unset="none",
+        ),
+    ] = ()
+    kv_cache_quantize_when: Annotated[
+        Literal["active", "at-rest"],
+        Setting(
+            "When blocks are held so. at-rest: once nobody who runs reads them; the answer that "
+            "computes them has full precision, later ones read codes. active: as soon as they are "
+            "whole; an answer is the same cold and from the cache, and prompts are read a block at "
+            "a time."
+        ),
+    ] = "at-rest"
 
     @model_validator(mode="after")
     def _one_way_for_the_cold(self) -> EngineSettings:
@@ -202,51 +365,180 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 class ServerSettings(Settings):
     """What the HTTP server is made with, besides its engine."""
 
-    host: str = Field(HOST, min_length=1)
-    port: int = Field(PORT, ge=0, le=65_535)
-    api_key: str | None = Field(None, min_length=1, repr=False)
-    """What clients must show; None lets everybody in who can reach the host."""
-    cors_origin: tuple[str, ...] = ()
-    """Origins whose pages may call the server from a browser; `*` is all."""
-    max_tokens: int = Field(MAX_TOKENS, ge=1)
-    """Tokens of an answer whose request does not say how many."""
-    keep_billing_header: bool = False
-    """Whether the line that Claude Code puts in front of its system prompt stays in the prompt."""
-    request_timeout_seconds: float = Field(REQUEST_TIMEOUT_SECONDS, gt=0.0, allow_inf_nan=False)
-    drain_timeout_seconds: float = Field(DRAIN_TIMEOUT_SECONDS, ge=0.0, allow_inf_nan=False)
-    session_dir: Path | None = None
-    """Folder of the sessions that are saved under a name; None keeps none."""
-    hold_seconds: float = Field(HOLD_SECONDS, ge=0.0, allow_inf_nan=False)
-    max_connections: int = Field(MAX_CONNECTIONS, ge=1)
-    """Connections at the same time; fewer where the limit of open files is less."""
-    max_head_bytes: int = Field(65_536, ge=1)
-    """Of a request's line and headers, and of what is neither head nor body."""
-    max_head_fields: int = Field(256, ge=1)
-    """Headers of a request."""
-    head_timeout_seconds: float = Field(10.0, gt=0.0)
-    """For the head of a request to arrive; of the first one, from when the connection is open."""
-    keep_alive_seconds: int = Field(6, ge=1)
-    """Between the end of an answer and the next request on its connection."""
-    max_body_bytes: int = Field(16_000_000, ge=1)
-    max_depth: int = Field(64, ge=1)
-    """Brackets within brackets of a JSON body."""
-    body_timeout_seconds: float = Field(30.0, gt=0.0)
-    """For a body to arrive."""
-    max_unread: int = Field(1_024, ge=1)
-    """Events of one request that wait for a slow reader; with more it is cancelled."""
-    send_timeout_seconds: float = Field(30.0, gt=0.0)
-    """For a reader to take the next piece of a stream, before its connection is closed."""
-    ping_seconds: float = Field(5.0, gt=0.0)
-    """Between two keep-alive comments of a stream."""
-    stored_response_bytes: int = Field(32_000_000, ge=0)
-    """Of responses that a later request may go on from by their ids; the oldest go first."""
-    recent: int = Field(100, ge=0)
-    """Requests that are remembered for the page and `penstock top`."""
+    host: Annotated[
+        str,
+        Field(min_length=1),
+        Setting("Address to listen on; any but this machine's own needs --api-key.", "ADDRESS"),
+    ] = HOST
+    port: Annotated[
+        int, Field(ge=0, le=65_535), Setting("TCP port to listen on; 0 takes a free one.", "NUMBER")
+    ] = PORT
+    api_key: Annotated[
+        str | None,
+        Field(min_length=1, repr=False),
+        Setting(
+            "What clients must show, as a bearer token or in x-api-key. Other users of this "
+            "machine can read flags, but not the environment.",
+            "TEXT",
+            unset="none",
+        ),
+    ] = None
+    cors_origin: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Origin whose pages may call the server from a browser; may be repeated. * is all, "
+            "and needs --api-key.",
+            "ORIGIN",
+        ),
+    ] = ()
+    max_connections: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Connections at the same time; more are closed at once, but for /health and /ready.",
+            "NUMBER",
+        ),
+    ] = 1_000
+    """Fewer where the limit of open files is less."""
+    max_tokens: Annotated[
+        int,
+        Field(ge=1),
+        Setting("Tokens of an answer whose request does not say how many.", "TOKENS"),
+    ] = MAX_TOKENS
+    keep_billing_header: Annotated[
+        bool,
+        Setting(
+            "Leave Claude Code's x-anthropic-billing-header in the prompt. It changes, and behind "
+            "it nothing is shared."
+        ),
+    ] = False
+    request_timeout_seconds: Annotated[
+        float,
+        Field(gt=0.0, allow_inf_nan=False),
+        Setting("From a request's arrival to its last token, at most.", "SECONDS"),
+    ] = 600.0
+    drain_timeout_seconds: Annotated[
+        float,
+        Field(ge=0.0, allow_inf_nan=False),
+        Setting("Go on with open answers for this long when told to stop.", "SECONDS"),
+    ] = 30.0
+    session_dir: Annotated[
+        Path | None,
+        Setting(
+            "Keep conversations that clients save under a name in this folder; needs "
+            "--ssd-cache-dir.",
+            "FOLDER",
+            unset="none",
+        ),
+    ] = None
+    hold_seconds: Annotated[
+        float,
+        Field(ge=0.0, allow_inf_nan=False),
+        _fixed("Seconds that a named prefix is held after its last use."),
+    ] = 300.0
+    max_head_bytes: Annotated[
+        int, Field(ge=1), _fixed("Bytes of a request's line and headers, at most.")
+    ] = 65_536
+    max_head_fields: Annotated[int, Field(ge=1), _fixed("Headers of a request, at most.")] = 256
+    head_timeout_seconds: Annotated[
+        float,
+        Field(gt=0.0),
+        _fixed(
+            "Seconds for a request's head to arrive; for the first, from the connection's start."
+        ),
+    ] = 10.0
+    keep_alive_seconds: Annotated[
+        int,
+        Field(ge=1),
+        _fixed("Seconds between an answer's end and the next request on its connection."),
+    ] = 6
+    max_body_bytes: Annotated[int, Field(ge=1), _fixed("Bytes of a request's body, at most.")] = (
+        16_000_000
+    )
+    max_depth: Annotated[int, Field(ge=1), _fixed("Brackets within brackets of a JSON body.")] = 64
+    body_timeout_seconds: Annotated[
+        float, Field(gt=0.0), _fixed("Seconds for a body to arrive.")
+    ] = 30.0
+    max_unread: Annotated[
+        int,
+        Field(ge=1),
+        _fixed("Events of one request that wait for a slow reader; with more it is cancelled."),
+    ] = 1_024
+    send_timeout_seconds: Annotated[
+        float,
+        Field(gt=0.0),
+        _fixed(
+            "Seconds for a reader to take the next piece of a stream; then the connection closes."
+        ),
+    ] = 30.0
+    ping_seconds: Annotated[
+        float, Field(gt=0.0), _fixed("Seconds between two keep-alive comments of a stream.")
+    ] = 5.0
+    stored_response_bytes: Annotated[
+        int,
+        Field(ge=0),
+        _fixed("Bytes of responses that a later request may name by id; the oldest go first."),
+    ] = 32_000_000
+    recent: Annotated[
+        int, Field(ge=0), _fixed("Requests that are remembered for the page and `penstock top`.")
+    ] = 100
 
     @property
     def on_loopback(self) -> bool:
         """Whether only programs on this machine can reach the server."""
         return self.host in LOOPBACK_HOSTS
+
+
+RoutingPolicy: TypeAlias = Literal["round-robin", "hash", "prefix", "prefix+load"]
+
+
+class FleetSettings(Settings):
+    """How many replicas Ray Serve runs, and how prompts find theirs."""
+
+    replicas: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "With --ray: engines at the start, and at least. --memory-limit is each one's.",
+            "NUMBER",
+        ),
+    ] = 1
+    max_replicas: Annotated[
+        int | None,
+        Field(ge=1),
+        Setting(
+            "With --ray: engines at most; how many there are goes by requests and ledgers.",
+            "NUMBER",
+            unset="always --replicas",
+        ),
+    ] = None
+    cpus: Annotated[
+        float,
+        Field(ge=0.0),
+        Setting(
+            "With --ray: processors that Ray sets aside for a replica.",
+            "NUMBER",
+            flag="replica-cpus",
+        ),
+    ] = 1.0
+    gpus: Annotated[
+        float,
+        Field(ge=0.0),
+        Setting(
+            "With --ray: GPUs that Ray sets aside for a replica.", "NUMBER", flag="replica-gpus"
+        ),
+    ] = 0.0
+    routing: Annotated[
+        RoutingPolicy, Setting("With --ray: which replica gets a prompt (docs/scale.md).")
+    ] = "prefix+load"
+
+    @model_validator(mode="after")
+    def _the_most_is_not_below_the_least(self) -> FleetSettings:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(
+                f"--max-replicas {self.max_replicas} is less than --replicas {self.replicas}"
+            )
+        return self
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
@@ -274,6 +566,6 @@ def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> Settin
             field = kind.model_fields.get(name)
             given = f" {first['input']}" if field is None or field.repr else ""
             if flags:
-                name = "--" + name.removesuffix("_seconds").replace("_", "-")
+                name = f"--{flag_of(kind, name)}"
             message = f"{name}{given}: {message}"
         raise SettingError(message) from None

@@ -24,12 +24,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-RoutingPolicy = Literal["round-robin", "hash", "prefix", "prefix+load"]
+from penstock.config import RoutingPolicy
+
 POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 SHORT_BYTES = 4
 """Of a block's key in a summary."""

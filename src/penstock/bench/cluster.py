@@ -20,9 +20,10 @@ from penstock.bench.cluster_simulation import (
 )
 from penstock.bench.report import Line, Report
 from penstock.bench.trace import Trace, read_trace
+from penstock.config import RoutingPolicy
 from penstock.errors import SettingError
 from penstock.memory import format_bytes
-from penstock.routing import POLICIES, WORTH, RoutingPolicy
+from penstock.routing import POLICIES, WORTH
 
 CLAIM = "Replicas whose prompts find them keep what one large engine would find"
 OURS: RoutingPolicy = "prefix+load"

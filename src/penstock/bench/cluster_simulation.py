@@ -15,8 +15,9 @@ from itertools import count, islice
 
 from penstock.bench.blank import BlankPrefixes
 from penstock.bench.trace import Trace, Visit
+from penstock.config import RoutingPolicy
 from penstock.prefix import HalfLife, hash_blocks, root_hash
-from penstock.routing import SHORT_BYTES, WORTH, RoutedPrompt, Router, RoutingPolicy, short
+from penstock.routing import SHORT_BYTES, WORTH, RoutedPrompt, Router, short
 
 COMMON_SHARE = 0.05
 """A block in so many of a trace's requests is the service's own (a system prompt), and the same

@@ -114,7 +114,7 @@ class Load:
     raw_first_tokens: int = 0
     """Of every prompt; the engine's default is 256."""
     block_size: int = EVALUATED_BLOCK_SIZE
-    memory_limit: str | None = "200MB"
+    memory_limit: int | str | None = "200MB"
 
     def engine(self, setting: Setting) -> dict[str, Any]:
         """Return the settings of an engine."""

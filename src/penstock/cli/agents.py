@@ -15,6 +15,7 @@ from rich.text import Text
 from penstock import config
 from penstock.blas import load_blas
 from penstock.cli import options
+from penstock.cli.settings_options import with_settings
 from penstock.memory import format_bytes
 from penstock.recall import MODEL_PATH
 
@@ -26,6 +27,7 @@ PLAIN_SECONDS = 1.0
 """How often the line is printed where it cannot be drawn over."""
 
 
+@with_settings
 def agents(
     model: options.Model = str(MODEL_PATH),
     count: Annotated[
@@ -47,8 +49,8 @@ def agents(
             min=32,
         ),
     ] = 4_000,
-    memory_limit: options.MemoryLimit = None,
-    block_size: options.BlockSize = None,
+    *,
+    engine_size: options.EngineSize,
     seed: Annotated[
         int,
         typer.Option(
@@ -67,7 +69,7 @@ def agents(
     shows meanwhile who runs and waits, what the ledger counts, and what a plain cache for each
     would hold.
     """
-    memory_limit = options.engine_limit(model, memory_limit)
+    engine = options.engine_size(model, engine_size)
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
@@ -79,8 +81,7 @@ def agents(
         agents=count,
         prompt_tokens=tokens,
         seed=seed,
-        memory_limit=memory_limit,
-        block_size=block_size or config.BLOCK_SIZE,
+        **{"block_size": config.BLOCK_SIZE, **engine},
     ) as crowd:
         if as_json:
             crowd.run(lambda _: None, PLAIN_SECONDS)

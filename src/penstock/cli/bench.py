@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 
 import typer
 
 from penstock import config
 from penstock.cli import options
+from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
@@ -338,6 +339,7 @@ def cluster(
 
 
 @app.command("shared-prefix")
+@with_settings
 def shared_prefix(
     model: Which = "random",
     conversations: Annotated[
@@ -360,8 +362,8 @@ def shared_prefix(
             min=0,
         ),
     ] = 1,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    *,
+    codec: options.EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -373,7 +375,7 @@ def shared_prefix(
     from penstock.bench.models import Choice
     from penstock.bench.shared_prefix import Load, measure
 
-    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    engine = _engine(codec)
     load = Load(
         Choice(model),
         engine=engine,
@@ -387,14 +389,15 @@ def shared_prefix(
 
 
 @app.command()
+@with_settings
 def hit(
     model: Which = "random",
     tokens: Annotated[
         int, typer.Option(help="Length of the known prompt.", metavar="TOKENS", min=1)
     ] = 8_192,
     rounds: Rounds = 5,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    *,
+    codec: options.EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -406,20 +409,21 @@ def hit(
     from penstock.bench.hit import Load, measure
     from penstock.bench.models import Choice
 
-    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    engine = _engine(codec)
     report = measure(Load(Choice(model), engine=engine, known_tokens=tokens, rounds=rounds))
     _finish(report, as_json=as_json, save=save, plot=plot)
 
 
 @app.command()
+@with_settings
 def restore(
     model: Which = "random",
     tokens: Annotated[
         int, typer.Option(help="Length of the known prompt.", metavar="TOKENS", min=256)
     ] = 8_192,
     rounds: Rounds = 5,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    *,
+    codec: options.EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -432,17 +436,18 @@ def restore(
     from penstock.bench.models import Choice
     from penstock.bench.restore import Load, measure
 
-    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    engine = _engine(codec)
     report = measure(Load(Choice(model), engine=engine, known_tokens=tokens, rounds=rounds))
     _finish(report, as_json=as_json, save=save, plot=plot)
 
 
 @app.command()
+@with_settings
 def ragged(
     model: Which = "random",
     rounds: Rounds = 5,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    *,
+    codec: options.EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -454,12 +459,13 @@ def ragged(
     from penstock.bench.models import Choice
     from penstock.bench.ragged import Load, measure
 
-    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    engine = _engine(codec)
     report = measure(Load(Choice(model), engine=engine, rounds=rounds))
     _finish(report, as_json=as_json, save=save, plot=plot)
 
 
 @app.command()
+@with_settings
 def single(
     model: Which = "random",
     rounds: Rounds = 5,
@@ -474,8 +480,8 @@ def single(
     curve_only: Annotated[
         bool, typer.Option("--curve-only", help="Show that cost alone, and no comparison of speed.")
     ] = False,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    *,
+    codec: options.EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -487,7 +493,7 @@ def single(
     from penstock.bench.models import Choice
     from penstock.bench.single import Load, measure
 
-    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    engine = _engine(codec)
     load = Load(Choice(model), engine=engine, rounds=rounds)
     load = replace(load, curve_tokens=load.curve_to(longest))
     if curve_only:
@@ -499,6 +505,7 @@ def single(
 
 
 @app.command()
+@with_settings
 def quantized(
     codec: Annotated[
         str,
@@ -509,7 +516,10 @@ def quantized(
             metavar="CODEC",
         ),
     ] = "auto3.5x",
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    *,
+    min_tokens: Annotated[
+        dict[str, Any], Fields(config.EngineSettings, "kv_cache_min_quantize_tokens")
+    ],
     model: Which = "random",
     longest: Annotated[
         int, typer.Option(help="Length of the longest prompt.", metavar="TOKENS", min=1_024)
@@ -527,7 +537,7 @@ def quantized(
     from penstock.bench.models import Choice
     from penstock.bench.quantized import Load, measure
 
-    engine = EngineShape(kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens)
+    engine = EngineShape(**min_tokens)
     load = Load(codec, Choice(model), engine=engine, rounds=rounds)
     lengths = tuple(tokens for tokens in load.lengths if tokens <= longest)
     report = measure(replace(load, lengths=lengths))
@@ -535,13 +545,14 @@ def quantized(
 
 
 @app.command()
+@with_settings
 def hybrid(
     known: Annotated[
         int, typer.Option(help="Length of the first turn's prompt.", metavar="TOKENS", min=512)
     ] = 4_096,
     rounds: Rounds = 5,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    *,
+    codec: options.EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
@@ -551,7 +562,7 @@ def hybrid(
     """
     from penstock.bench.hybrid import Load, measure
 
-    engine = _engine(kv_cache_quantization, kv_cache_min_quantize_tokens)
+    engine = _engine(codec)
     report = measure(Load(engine=engine, known_tokens=known, rounds=rounds))
     _finish(report, as_json=as_json, save=save, plot=None)
 
@@ -572,6 +583,7 @@ def store(
 
 
 @app.command()
+@with_settings
 def serve(
     model: Which = "random",
     sessions: Annotated[
@@ -629,8 +641,8 @@ def serve(
     rounds: Annotated[
         int, typer.Option(help="How often each server is started and given the sessions.", min=1)
     ] = 1,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
+    *,
+    codec: options.EngineCodec,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -646,7 +658,7 @@ def serve(
     report = measure(
         Load(
             Choice(model),
-            engine=_engine(kv_cache_quantization, kv_cache_min_quantize_tokens),
+            engine=_engine(codec),
             rounds=rounds,
             sessions=sessions,
             turns=turns,
@@ -668,19 +680,12 @@ def serve(
     raise typer.Exit(0 if report.met else 1)
 
 
-def _engine(codec: str | None, min_quantize_tokens: int) -> EngineShape:
-    """Return what our engine is told; refuse before anything is measured what it would refuse."""
-    options.check_codec_settings(
-        {
-            "kv_cache_quantization": codec,
-            "kv_cache_min_quantize_tokens": min_quantize_tokens,
-        }
-    )
+def _engine(codec: dict[str, Any]) -> EngineShape:
+    """Return our engine's settings; refuse before anything is measured what it would refuse."""
+    options.check_codec_settings(codec)
     from penstock.bench.engine_runs import EngineShape
 
-    return EngineShape(
-        kv_cache_quantization=codec, kv_cache_min_quantize_tokens=min_quantize_tokens
-    )
+    return EngineShape(**codec)
 
 
 def _finish(report: Report, *, as_json: bool, save: Path | None, plot: Path | None) -> NoReturn:

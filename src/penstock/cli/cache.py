@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli import options
-from penstock.cli.serve_options import SSDCacheLimit
+from penstock.cli.settings_options import Fields, size_bytes, with_settings
+from penstock.config import EngineSettings
 from penstock.errors import CacheFileError, SettingError
 from penstock.memory import format_bytes
 
@@ -167,7 +168,7 @@ def prune(
     """Shrink the folder to a size, or remove one model's blocks; what is being written stays."""
     if (to is None) == (model is None):
         raise SettingError("name one of --to and --model")
-    limit_bytes = None if to is None else options.size("--to", to)
+    limit_bytes = None if to is None else size_bytes("--to", to)
     with _opened(ssd_cache_dir) as folder, _progress("prune", None) as progress:
         if limit_bytes is not None:
             freed = folder.shrink(limit_bytes, progress)
@@ -217,10 +218,12 @@ def export_command(
 
 
 @app.command("import")
+@with_settings
 def import_command(
     file: Tar,
     ssd_cache_dir: Where,
-    ssd_cache_limit: SSDCacheLimit = options.SSD_CACHE_LIMIT,
+    *,
+    limit: Annotated[dict[str, int], Fields(EngineSettings, "ssd_cache_limit")],
     as_json: options.Json = False,
 ) -> None:
     """Take the blocks of a tar file in, each checked first; the folder may be empty.
@@ -230,7 +233,8 @@ def import_command(
     """
     from penstock.tiers.disk.archive import import_blocks
 
-    limit_bytes = options.folder_limit(ssd_cache_limit)
+    limit_bytes = limit["ssd_cache_limit"]
+    options.check_folder_limit(limit_bytes)
     source = file.expanduser()
     if not source.is_file():
         raise SettingError(f"{file}: there is no such file")

@@ -14,6 +14,7 @@ import typer
 from penstock import config
 from penstock.blas import load_blas
 from penstock.cli import options
+from penstock.cli.settings_options import with_settings
 from penstock.errors import PenstockError, SettingError
 from penstock.recall import MODEL_PATH
 
@@ -22,10 +23,6 @@ HELP = """\
 /reset  forget the conversation
 /help   this list
 /exit   leave (so does the end of input)"""
-
-
-LOCAL_FLAGS = ("max_kv_size", "keep_kv_size", "kv_bits", "kv_cache_quantization")
-"""What a server decides for itself."""
 
 
 class ChatPiece(Protocol):
@@ -49,6 +46,7 @@ class Partner(Protocol):
         """Say in one line what the last answer took."""
 
 
+@with_settings
 def chat(
     context: typer.Context,
     model: options.Model = str(MODEL_PATH),
@@ -66,16 +64,9 @@ def chat(
         typer.Option(help="Key for the server.", envvar="PENSTOCK_API_KEY", metavar="KEY"),
     ] = None,
     system: options.System = None,
-    max_tokens: options.MaxTokens = config.MAX_TOKENS,
-    max_kv_size: options.MaxKVSize = config.MAX_KV_SIZE,
-    keep_kv_size: options.KeepKVSize = None,
-    kv_bits: options.KVBits = None,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinTokens = config.MIN_QUANTIZE_TOKENS,
-    kv_cache_raw_first_tokens: options.KVCacheRawFirstTokens = config.RAW_FIRST_TOKENS,
-    temperature: options.Temp = config.TEMP,
-    top_p: options.TopP = config.TOP_P,
-    seed: options.Seed = None,
+    *,
+    sampling: options.SamplingOptions,
+    kv: options.KVOptions,
     history: Annotated[
         Path | None,
         typer.Option(
@@ -93,29 +84,19 @@ def chat(
     Each turn reads only what the caches do not hold yet, here or at the server of --url.
     Lines piped in are answered in order, without prompts. /help lists the commands.
     """
-    kv = options.kv_settings(
-        max_kv_size=max_kv_size,
-        keep_kv_size=keep_kv_size,
-        kv_bits=kv_bits,
-        kv_cache_quantization=kv_cache_quantization,
-        kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens,
-        kv_cache_raw_first_tokens=kv_cache_raw_first_tokens,
-    )
-    sampling = config.parse(
-        config.SamplingSettings,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
+    kv_settings = options.kv_settings(kv)
+    sampling_settings = config.parse(config.SamplingSettings, **sampling)
     options.check_text("--system", system or "")
     options.lenient_input()
-    partner = _local(model, kv, system) if url is None else _remote(context, url, api_key, system)
+    if url is None:
+        partner = _local(model, kv_settings, system)
+    else:
+        partner = _remote(context, url, api_key, system)
     if sys.stdin.isatty():
         with _line_editing(history):
-            Chat(partner, sampling, interactive=True).run(_typed_lines())
+            Chat(partner, sampling_settings, interactive=True).run(_typed_lines())
     else:
-        Chat(partner, sampling, echo=echo).run(sys.stdin)
+        Chat(partner, sampling_settings, echo=echo).run(sys.stdin)
 
 
 def _local(model: str, kv: config.KVSettings, system: str | None) -> Partner:
@@ -129,10 +110,10 @@ def _local(model: str, kv: config.KVSettings, system: str | None) -> Partner:
 
 def _remote(context: typer.Context, url: str, api_key: str | None, system: str | None) -> Partner:
     """Connect to a server; a flag that means nothing to it is refused, not passed over."""
-    for name in LOCAL_FLAGS:
-        if _source(context, name) == "COMMANDLINE":
-            flag = "--" + name.replace("_", "-")
-            raise SettingError(f"{flag} is the server's to decide; leave it out with --url")
+    for name in config.KVSettings.model_fields:
+        flag = config.flag_of(config.KVSettings, name)
+        if _source(context, flag.replace("-", "_")) == "COMMANDLINE":
+            raise SettingError(f"--{flag} is the server's to decide; leave it out with --url")
     # A model named in the environment is a folder here, and nothing to the server.
     model = context.params["model"] if _source(context, "model") == "COMMANDLINE" else None
     from penstock.cli.remote import Remote  # httpx takes a moment, too

@@ -176,7 +176,7 @@ class Crowd:
         agents: int,
         prompt_tokens: int,
         seed: int,
-        memory_limit: str | None,
+        memory_limit: int | str | None,
         block_size: int,
     ) -> None:
         self.loaded = loaded

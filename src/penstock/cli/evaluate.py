@@ -18,6 +18,7 @@ from penstock.blas import load_blas
 from penstock.cli import options
 from penstock.cli import serve_options as flags
 from penstock.cli.bench import Plot, Save
+from penstock.cli.settings_options import with_settings
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
 
@@ -29,6 +30,7 @@ LEAST_LENGTH = 64
 """Tokens of a dialogue with a fact in it."""
 
 
+@with_settings
 def evaluate(
     model: flags.ServedModel = str(MODEL_PATH),
     codec: Annotated[
@@ -106,8 +108,8 @@ def evaluate(
             min=0,
         ),
     ] = 0,
-    memory_limit: options.MemoryLimit = None,
-    block_size: options.BlockSize = None,
+    *,
+    engine_size: options.EngineSize,
     as_json: options.Json = False,
     save: Save = None,
     plot: Plot = None,
@@ -120,13 +122,13 @@ def evaluate(
 
     Exits with 1 if a goal is not met.
     """
-    memory_limit = options.engine_limit(model, memory_limit)
+    engine = options.engine_size(model, engine_size)
     embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
     read = None if text is None else _read(text)
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.bench.evaluate import EVALUATED_BLOCK_SIZE, RAW, Load, Setting, measure
+    from penstock.bench.evaluate import RAW, Load, Setting, measure
     from penstock.bench.report import publish
 
     load = Load(
@@ -136,8 +138,7 @@ def evaluate(
         text=read,
         text_tokens=text_tokens,
         raw_first_tokens=kv_cache_min_quantize_tokens,
-        block_size=block_size or EVALUATED_BLOCK_SIZE,
-        memory_limit=memory_limit,
+        **engine,
     )
     if codec or window or keep:
         names = codec or list(dict.fromkeys(each.codec for each in load.settings))

@@ -12,6 +12,7 @@ import typer
 from penstock import config
 from penstock.blas import load_blas
 from penstock.cli import options
+from penstock.cli.settings_options import with_settings
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.models.mlx_lm import TextPiece
 
 
+@with_settings
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to answer; - reads standard input.")],
     model: options.Model = str(MODEL_PATH),
@@ -26,37 +28,17 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
     ] = False,
-    max_tokens: options.MaxTokens = config.MAX_TOKENS,
-    max_kv_size: options.MaxKVSize = config.MAX_KV_SIZE,
-    keep_kv_size: options.KeepKVSize = None,
-    kv_bits: options.KVBits = None,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinTokens = config.MIN_QUANTIZE_TOKENS,
-    kv_cache_raw_first_tokens: options.KVCacheRawFirstTokens = config.RAW_FIRST_TOKENS,
-    temperature: options.Temp = config.TEMP,
-    top_p: options.TopP = config.TOP_P,
-    seed: options.Seed = None,
+    *,
+    sampling: options.SamplingOptions,
+    kv: options.KVOptions,
     as_json: options.Json = False,
 ) -> None:
     """Answer one prompt.
 
     The answer streams to standard output; tokens, speeds and memory follow on standard error.
     """
-    kv = options.kv_settings(
-        max_kv_size=max_kv_size,
-        keep_kv_size=keep_kv_size,
-        kv_bits=kv_bits,
-        kv_cache_quantization=kv_cache_quantization,
-        kv_cache_min_quantize_tokens=kv_cache_min_quantize_tokens,
-        kv_cache_raw_first_tokens=kv_cache_raw_first_tokens,
-    )
-    sampling = config.parse(
-        config.SamplingSettings,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-    )
+    kv_settings = options.kv_settings(kv)
+    sampling_settings = config.parse(config.SamplingSettings, **sampling)
     options.lenient_input()
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
@@ -75,8 +57,8 @@ def generate(
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
     tokens = encode(loaded.tokenizer, text) if raw else render(loaded.tokenizer, messages)
-    caches = make_caches(loaded, kv, capacity=len(tokens) + sampling.max_tokens)
-    pieces = stream(loaded, tokens, caches=caches, sampling=sampling)
+    caches = make_caches(loaded, kv_settings, capacity=len(tokens) + sampling_settings.max_tokens)
+    pieces = stream(loaded, tokens, caches=caches, sampling=sampling_settings)
     answer, last = _take(pieces, show=not as_json)
     use = kv_use(caches, len(tokens) + last.generated_tokens)
     if as_json:

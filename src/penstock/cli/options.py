@@ -1,4 +1,4 @@
-"""Flags that several commands share, each with its unit and its environment variable."""
+"""Options that several commands share, and checks of what they say."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from penstock import config, memory
+from penstock import config
 from penstock.blas import Blas
+from penstock.cli.settings_options import Fields, size_text
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
 
-SSD_CACHE_LIMIT = f"{config.SSD_CACHE_LIMIT // 10**9}GB"
-EMBEDDED_LIMIT = "200MB"
-"""Eight plain caches would take 330 MB for a prompt of 20,000 tokens."""
 WITHOUT_VALUE = {"--kv-cache-quantization": "8"}
 """The values of flags that may stand without one, as vllm-mlx's and its scripts have them."""
-
 Model: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -30,129 +27,15 @@ Model: TypeAlias = Annotated[
         show_default="the embedded model",
     ),
 ]
-MaxTokens: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        help="Generate at most this many tokens an answer.",
-        envvar="PENSTOCK_MAX_TOKENS",
-        metavar="TOKENS",
-        min=1,
-    ),
+EngineSize: TypeAlias = Annotated[
+    dict[str, Any], Fields(config.EngineSettings, "memory_limit", "block_size")
 ]
-MemoryLimit: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory for everything, the weights included: 16GB is 16 x 10^9 bytes.",
-        envvar="PENSTOCK_MEMORY_LIMIT",
-        metavar="BYTES",
-        show_default=f"{EMBEDDED_LIMIT} for the embedded model, else as penstock doctor shows",
-    ),
+EngineCodec: TypeAlias = Annotated[
+    dict[str, Any],
+    Fields(config.EngineSettings, "kv_cache_quantization", "kv_cache_min_quantize_tokens"),
 ]
-BlockSize: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        help="Share and name tokens by blocks of this many.",
-        envvar="PENSTOCK_BLOCK_SIZE",
-        metavar="TOKENS",
-        show_default=f"{config.BLOCK_SIZE}, or as many as the codec takes together",
-        min=1,
-    ),
-]
-MaxKVSize: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        help="Hold the keys and values of at most this many tokens.",
-        envvar="PENSTOCK_MAX_KV_SIZE",
-        metavar="TOKENS",
-        min=2,
-    ),
-]
-KeepKVSize: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        help="Never drop this many first tokens.",
-        envvar="PENSTOCK_KEEP_KV_SIZE",
-        metavar="TOKENS",
-        show_default=f"{config.KEEP}, less in a small window",
-        min=0,
-    ),
-]
-KVBits: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        help="Store keys and values in this many bits: 2, 3, 4, 5, 6 or 8.",
-        envvar="PENSTOCK_KV_BITS",
-        metavar="BITS",
-        show_default="the model's precision",
-    ),
-]
-KVCacheQuantization: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="Hold keys and values in fewer bits: 8 (meant where no CODEC follows), 4, k8v4, "
-        "kivi5/turbo3.5, ... (docs/codecs.md; penstock bench-kv-cache compares them).",
-        envvar="PENSTOCK_KV_CACHE_QUANTIZATION",
-        metavar="[CODEC]",
-        show_default="full precision",
-    ),
-]
-KVCacheMinQuantizeTokens: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        help="First tokens of every prompt that stay in full precision; a --keep-kv-size that is "
-        "more counts instead.",
-        envvar="PENSTOCK_KV_CACHE_MIN_QUANTIZE_TOKENS",
-        metavar="TOKENS",
-        min=0,
-    ),
-]
-KVCacheMinTokens: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        "--kv-cache-min-quantize-tokens",
-        help="Leave a sequence of fewer tokens in full precision; encode a longer one whole.",
-        envvar="PENSTOCK_KV_CACHE_MIN_QUANTIZE_TOKENS",
-        metavar="TOKENS",
-        min=0,
-    ),
-]
-KVCacheRawFirstTokens: TypeAlias = Annotated[
-    int,
-    typer.Option(
-        help="First tokens of every sequence that stay in full precision; a --keep-kv-size that "
-        "is more counts instead.",
-        envvar="PENSTOCK_KV_CACHE_RAW_FIRST_TOKENS",
-        metavar="TOKENS",
-        min=0,
-    ),
-]
-Temp: TypeAlias = Annotated[
-    float,
-    typer.Option(
-        help="Sampling temperature; 0 takes the likeliest token.",
-        envvar="PENSTOCK_TEMPERATURE",
-        metavar="NUMBER",
-        min=0.0,
-    ),
-]
-TopP: TypeAlias = Annotated[
-    float,
-    typer.Option(
-        help="Sample from this share of the probability, above 0 up to 1.",
-        envvar="PENSTOCK_TOP_P",
-        metavar="SHARE",
-    ),
-]
-Seed: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        help="Seed of the sampling.",
-        envvar="PENSTOCK_SEED",
-        metavar="NUMBER",
-        show_default="a new one each time",
-        min=0,
-    ),
-]
+KVOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.KVSettings)]
+SamplingOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.SamplingSettings)]
 System: TypeAlias = Annotated[
     str | None,
     typer.Option(help="System prompt before the conversation.", metavar="TEXT"),
@@ -178,65 +61,38 @@ def with_values(arguments: Sequence[str]) -> list[str]:
     return filled + words[end:]
 
 
-def engine_limit(model: str, memory_limit: str | None) -> str | None:
-    """Return an engine's memory limit; the embedded model has a default of its own.
+def engine_size(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given settings with a memory limit; the embedded model has one of its own.
 
-    >>> engine_limit(str(MODEL_PATH), None), engine_limit("owner/model", "2GB")
-    ('200MB', '2GB')
+    >>> engine_size(str(MODEL_PATH), {})
+    {'memory_limit': '200MB'}
+    >>> engine_size("owner/model", {"block_size": 32})
+    {'memory_limit': None, 'block_size': 32}
 
     Raises:
-        SettingError: the limit is no size, or nothing.
+        SettingError: the limit is nothing.
     """
     embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
-    if memory_limit is None and embedded:
-        memory_limit = EMBEDDED_LIMIT
-    if memory_limit is not None and size("--memory-limit", memory_limit) < 1:
-        raise SettingError(f"--memory-limit {memory_limit}: nothing fits in it")
-    return memory_limit
+    limit = config.EMBEDDED_LIMIT if embedded else None
+    if given.get("memory_limit", 1) < 1:
+        raise SettingError("--memory-limit 0: nothing fits in it")
+    return {"memory_limit": limit} | dict(given)
 
 
-def size(flag: str, text: str) -> int:
-    """Return the bytes that a flag's text names.
-
-    Raises:
-        SettingError: it names none; says which flag.
-    """
-    try:
-        return memory.parse_bytes(text)
-    except SettingError as error:
-        raise SettingError(f"{flag} {error}") from None
-
-
-def folder_limit(text: str) -> int:
-    """Return the bytes that `--ssd-cache-limit` names.
+def check_folder_limit(limit_bytes: int) -> None:
+    """Refuse a `--ssd-cache-limit` with less than a folder must have room for.
 
     Raises:
-        SettingError: it names none, or fewer than there must be; says how many.
+        SettingError: says how many bytes there must be.
     """
     from penstock.tiers.disk.limits import payload_bytes
 
-    limit_bytes = size("--ssd-cache-limit", text)
     try:
         payload_bytes(limit_bytes)
     except ValueError as error:
-        raise SettingError(f"--ssd-cache-limit {text}: {error}; raise it") from None
-    return limit_bytes
-
-
-def folder(flag: str, text: str | None) -> Path | None:
-    """Return the folder that a flag names; None if the flag is not given.
-
-    Raises:
-        SettingError: the name is empty, or that of no user's home.
-    """
-    if text is None:
-        return None
-    if not text.strip():
-        raise SettingError(f"{flag} is empty; name a folder, or leave it out")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise SettingError(f"{flag} {text}: {error}") from None
+        raise SettingError(
+            f"--ssd-cache-limit {size_text(limit_bytes)}: {error}; raise it"
+        ) from None
 
 
 def check_writable(flag: str, folder: Path | None) -> None:
@@ -259,18 +115,6 @@ def check_writable(flag: str, folder: Path | None) -> None:
         ) from None
 
 
-def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """Return the numbers of a list with commas between.
-
-    Raises:
-        SettingError: something there is none.
-    """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if wrong := [word for word in words if not word.isdecimal()]:
-        raise SettingError(f"{flag} {text}: {wrong[0]!r} is no number")
-    return tuple(map(int, words))
-
-
 def check_remote(url: str | None) -> None:
     """Refuse a URL that names no store, before a model is loaded.
 
@@ -289,7 +133,7 @@ def check_codec_settings(limits: Mapping[str, Any]) -> None:
     Raises:
         SettingError: says what says nothing, or which there are.
     """
-    name = limits["kv_cache_quantization"]
+    name = limits.get("kv_cache_quantization")
     fields = config.EngineSettings.model_fields
     given = [
         f"--{key.replace('_', '-')}"
@@ -322,17 +166,17 @@ def check_codec(name: str | None) -> None:
         ) from None
 
 
-def kv_settings(**given: Any) -> config.KVSettings:
-    """Return how a sequence's caches are made, by flags of `KVSettings`.
+def kv_settings(given: Mapping[str, Any]) -> config.KVSettings:
+    """Return how a sequence's caches are made, by fields of `KVSettings`.
 
     Raises:
         SettingError: they contradict each other, or there is no such codec.
     """
-    name = given["kv_cache_quantization"]
+    name = given.get("kv_cache_quantization")
     check_codec(name)
     if name is not None and name.strip().lower() == "raw":  # as if none were named
-        given["kv_cache_quantization"] = None
-    return config.parse(config.KVSettings, **given)
+        name = None
+    return config.parse(config.KVSettings, **{**given, "kv_cache_quantization": name})
 
 
 def warn_of_slow_blas(blas: Blas) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from penstock import config, memory
 from penstock.cli import options
+from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
 from penstock.recall import MODEL_PATH
@@ -62,6 +63,7 @@ class MemoryPlan:
     notes: tuple[str, ...]
 
 
+@with_settings
 def plan(
     model: Annotated[
         str,
@@ -91,8 +93,8 @@ def plan(
             min=2,
         ),
     ] = None,
-    keep_kv_size: options.KeepKVSize = None,
-    kv_bits: options.KVBits = None,
+    *,
+    kv: Annotated[dict[str, Any], Fields(config.KVSettings, "keep_kv_size", "kv_bits")],
     batch: Annotated[
         int, typer.Option(help="Sequences held at once.", metavar="SEQUENCES", min=1)
     ] = 1,
@@ -122,9 +124,8 @@ def plan(
         spec,
         memory_bytes=_limit(memory_limit),
         max_kv_size=max_kv_size,
-        keep_kv_size=keep_kv_size,
-        kv_bits=kv_bits,
         batch=batch,
+        **kv,
     )
     if as_json:
         print(json.dumps(asdict(made)))

@@ -22,6 +22,7 @@ from penstock.blas import load_blas
 from penstock.cli import options
 from penstock.cli import serve_options as flags
 from penstock.cli.group import check_same, joined
+from penstock.cli.settings_options import with_settings
 from penstock.errors import ModelError, SettingError
 from penstock.recall import MODEL_PATH
 
@@ -38,47 +39,18 @@ BACKLOG = 1_024
 _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
 
 
+@with_settings
 def serve(
     model: flags.ServedModel = str(MODEL_PATH),
     config_file: flags.ConfigFile = None,
     model_name: flags.ModelName = None,
-    host: flags.Host = config.HOST,
-    port: flags.Port = config.PORT,
-    api_key: flags.APIKey = None,
-    cors_origin: flags.CORSOrigins = None,
-    memory_limit: options.MemoryLimit = None,
-    memory_threshold: flags.MemoryThreshold = None,
-    max_kv_size: options.MaxKVSize = config.MAX_KV_SIZE,
-    keep_kv_size: options.KeepKVSize = None,
-    max_batch_size: flags.MaxBatchSize = config.MAX_BATCH_SIZE,
-    prefill_chunk: flags.PrefillChunk = config.PREFILL_CHUNK,
-    block_size: options.BlockSize = None,
-    max_queue: flags.MaxQueue = config.MAX_QUEUE,
-    max_connections: flags.MaxConnections = config.MAX_CONNECTIONS,
-    max_tokens: flags.MaxTokens = config.MAX_TOKENS,
-    keep_billing_header: flags.KeepBillingHeader = False,
-    request_timeout: flags.RequestTimeout = config.REQUEST_TIMEOUT_SECONDS,
-    drain_timeout: flags.DrainTimeout = config.DRAIN_TIMEOUT_SECONDS,
-    hot_cache_only: flags.HotCacheOnly = False,
-    ssd_cache_dir: flags.SSDCacheDir = None,
-    ssd_cache_limit: flags.SSDCacheLimit = options.SSD_CACHE_LIMIT,
-    ssd_write_budget: flags.SSDWriteBudget = None,
+    *,
+    server: flags.Server,
+    engine: flags.Engine,
     ssd_preload: flags.SSDPreload = False,
-    remote_cache: flags.RemoteCache = None,
-    remote_cache_ttl: flags.RemoteCacheTTL = config.REMOTE_CACHE_TTL_SECONDS,
-    remote_cache_timeout: flags.RemoteCacheTimeout = config.REMOTE_CACHE_TIMEOUT_SECONDS,
-    session_dir: flags.SessionDir = None,
-    kv_cache_quantization: options.KVCacheQuantization = None,
-    kv_cache_min_quantize_tokens: options.KVCacheMinQuantizeTokens = config.MIN_QUANTIZE_TOKENS,
-    kv_cache_skip_layers: flags.KVCacheSkipLayers = "",
-    kv_cache_quantize_when: flags.KVCacheQuantize = "at-rest",
     pipeline: flags.Pipeline = False,
     in_ray: flags.InRay = False,
-    replicas: flags.Replicas = 1,
-    max_replicas: flags.MaxReplicas = None,
-    replica_cpus: flags.ReplicaCPUs = 1.0,
-    replica_gpus: flags.ReplicaGPUs = 0.0,
-    routing: flags.Routing = "prefix+load",
+    fleet: flags.Fleet,
 ) -> None:
     """Serve a model to OpenAI's and Anthropic's clients.
 
@@ -86,76 +58,29 @@ def serve(
     SIGTERM or Ctrl-C lets open answers end; the second ends at once. Exit code 1 means that the
     engine has died.
     """
-    _check_origins(cors_origin or (), api_key)
-    cache_folder = options.folder("--ssd-cache-dir", ssd_cache_dir)
-    session_folder = options.folder("--session-dir", session_dir)
-    settings = config.parse(
-        config.ServerSettings,
-        host=host,
-        port=port,
-        api_key=api_key or None,
-        cors_origin=tuple(cors_origin or ()),
-        max_connections=max_connections,
-        max_tokens=max_tokens,
-        keep_billing_header=keep_billing_header,
-        request_timeout_seconds=request_timeout,
-        drain_timeout_seconds=drain_timeout,
-        session_dir=session_folder,
-    )
-    for flag, wanted in (("--session-dir", session_dir), ("--ssd-preload", ssd_preload)):
-        if wanted and ssd_cache_dir is None:
+    _check_origins(server.get("cors_origin", ()), server.get("api_key"))
+    settings = config.parse(config.ServerSettings, **server)
+    cache_folder = engine.get("ssd_cache_dir")
+    for flag, wanted in (("--session-dir", settings.session_dir), ("--ssd-preload", ssd_preload)):
+        if wanted and cache_folder is None:
             raise SettingError(f"{flag} needs --ssd-cache-dir: it is about what lies there")
     _check_reach(settings)
-    memory_limit = options.engine_limit(model, memory_limit)
-    limits: dict[str, Any] = {
-        "memory_threshold": memory_threshold,
-        "max_batch_size": max_batch_size,
-        "prefill_chunk": prefill_chunk,
-        "block_size": block_size,
-        "max_queue": max_queue,
-        "hot_cache_only": hot_cache_only,
-        "ssd_cache_dir": cache_folder,
-        "ssd_cache_limit": options.folder_limit(ssd_cache_limit),
-        "ssd_write_budget": ssd_write_budget
-        and options.size("--ssd-write-budget", ssd_write_budget),
-        "remote_cache": remote_cache or None,
-        "remote_cache_ttl_seconds": remote_cache_ttl,
-        "remote_cache_timeout_seconds": remote_cache_timeout,
-        "kv_cache_quantization": kv_cache_quantization,
-        "kv_cache_min_quantize_tokens": kv_cache_min_quantize_tokens,
-        "kv_cache_skip_layers": options.numbers("--kv-cache-skip-layers", kv_cache_skip_layers),
-        "kv_cache_quantize_when": kv_cache_quantize_when,
-    }
-    options.check_codec_settings(limits)
-    # Both say in the words of the flags what the engine would say in its own, and sooner.
-    given = {name: value for name, value in limits.items() if value is not None}
-    config.parse(config.EngineSettings, memory_limit=1, **given)
-    options.check_remote(remote_cache)
-    config.parse(config.KVSettings, max_kv_size=max_kv_size, keep_kv_size=keep_kv_size)
-    limits |= {"memory_limit": memory_limit, "max_kv_size": max_kv_size, "keep": keep_kv_size}
+    limits = _checked_limits(model, engine)
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")
     options.warn_of_slow_blas(load_blas())
+    name = model_name or _name(model)
     if in_ray:
-        fleet = {
-            "replicas": replicas,
-            "max_replicas": max_replicas,
-            "cpus": replica_cpus,
-            "gpus": replica_gpus,
-            "routing": routing,
-        }
         if pipeline:
             raise SettingError(ALONE)
-        _check_ray(settings, replicas, max_replicas)
-        return _run_in_ray(
-            model, model_name or _name(model), settings, limits, fleet, preload=ssd_preload
-        )
+        replicas = config.parse(config.FleetSettings, **fleet)
+        _check_ray(settings)
+        return _run_in_ray(model, name, settings, limits, replicas, preload=ssd_preload)
     options.check_writable("--ssd-cache-dir", cache_folder)
-    options.check_writable("--session-dir", session_folder)
-    name = model_name or _name(model)
+    options.check_writable("--session-dir", settings.session_dir)
     with joined() as ranks:
         load = partial(_load, model, name, limits, ranks, pipeline)
         if ranks is not None:
-            _check_alone(ssd_preload=ssd_preload, session_dir=session_dir)
+            _check_alone(ssd_preload=ssd_preload, session_dir=settings.session_dir)
             ranks.check_equal("--pipeline", pipeline)
             if not ranks.leads:
                 _follow(load, limits, ranks)
@@ -164,6 +89,25 @@ def serve(
             raise SettingError(ALONE)
         with _listening(settings) as listener:
             _run(load, name, settings, limits, listener, ranks, preload=ssd_preload)
+
+
+def _checked_limits(model: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return an engine's settings; refuse in the words of flags what it would refuse later.
+
+    Raises:
+        SettingError: says which flag.
+    """
+    limits = given | options.engine_size(
+        model, {name: given[name] for name in ("memory_limit", "block_size") if name in given}
+    )
+    options.check_folder_limit(limits["ssd_cache_limit"])
+    options.check_codec_settings(limits)
+    config.parse(
+        config.KVSettings, max_kv_size=limits["max_kv_size"], keep_kv_size=limits.get("keep")
+    )
+    config.parse(config.EngineSettings, **{**limits, "memory_limit": 1})
+    options.check_remote(limits.get("remote_cache"))
+    return limits
 
 
 def _check_alone(**flags: object) -> None:
@@ -231,14 +175,12 @@ def _check_reach(settings: config.ServerSettings) -> None:
         )
 
 
-def _check_ray(settings: config.ServerSettings, replicas: int, max_replicas: int | None) -> None:
+def _check_ray(settings: config.ServerSettings) -> None:
     """Refuse what Ray would refuse later, or in other words."""
     if find_spec("ray") is None:
         raise SettingError("--ray needs Ray: pip install 'penstock[ray]'")
     if settings.port == 0:
         raise SettingError("--ray needs a --port of its own: Ray's proxies do not take a free one")
-    if max_replicas is not None and max_replicas < replicas:
-        raise SettingError(f"--max-replicas {max_replicas} is less than --replicas {replicas}")
     _listening(settings).close()  # a port that is taken is told of as without Ray
 
 
@@ -247,7 +189,7 @@ def _run_in_ray(
     name: str,
     settings: config.ServerSettings,
     limits: dict[str, Any],
-    fleet: dict[str, Any],
+    fleet: config.FleetSettings,
     *,
     preload: bool,
 ) -> None:
@@ -256,11 +198,11 @@ def _run_in_ray(
     from penstock.serve_ray.replica import Served
 
     served = Served(model, name, settings, limits, preload)
-    with running(served, Fleet(**fleet)) as url:
-        most = fleet["max_replicas"]
-        count = fleet["replicas"] if most is None else f"{fleet['replicas']} to {most}"
+    with running(served, Fleet(**fleet.model_dump())) as url:
+        most = fleet.max_replicas
+        count = fleet.replicas if most is None else f"{fleet.replicas} to {most}"
         print(f"penstock {__version__} serves {name} on {url} with {count} replicas in Ray Serve")
-        print(f"routing  {fleet['routing']}")
+        print(f"routing  {fleet.routing}")
         sys.stdout.flush()
         wait_for_signal()
 

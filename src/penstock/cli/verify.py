@@ -14,6 +14,7 @@ from rich.table import Table
 
 from penstock.blas import load_blas
 from penstock.cli import options
+from penstock.cli.settings_options import with_settings
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH, dialogue
 
@@ -25,6 +26,7 @@ OWN_PROMPTS = 4
 OWN_TOKENS = 600
 
 
+@with_settings
 def verify(
     model: options.Model = str(MODEL_PATH),
     prompts: Annotated[
@@ -48,8 +50,8 @@ def verify(
             min=0.0,
         ),
     ] = 0.05,
-    memory_limit: options.MemoryLimit = None,
-    block_size: options.BlockSize = None,
+    *,
+    engine_size: options.EngineSize,
     as_json: options.Json = False,
 ) -> None:
     """Ask prompts cold, from memory, and from the disk after a restart; compare the answers.
@@ -57,7 +59,7 @@ def verify(
     Tokens must be the same, and their log-probabilities nearly so. Blocks are written to a folder
     for temporary files, which is removed. Exits with 1 if an answer differs.
     """
-    memory_limit = options.engine_limit(model, memory_limit)
+    engine = options.engine_size(model, engine_size)
     asked = _asked(model, prompts)
     options.warn_of_slow_blas(load_blas())
 
@@ -77,9 +79,7 @@ def verify(
         def tell(done: int, of: int) -> None:
             progress.update(task, completed=done, total=of)
 
-        verdicts = replay(
-            loaded, tokens, max_tokens, tell, memory_limit=memory_limit, block_size=block_size
-        )
+        verdicts = replay(loaded, tokens, max_tokens, tell, **engine)
     wrong = [verdict for verdict in verdicts if not verdict.is_within(tolerance)]
     if as_json:
         found = [verdict.as_object() for verdict in verdicts]

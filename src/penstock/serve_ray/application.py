@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 
 import ray
@@ -22,8 +21,9 @@ from ray.serve.config import (
 )
 from ray.serve.schema import ApplicationStatus
 
+from penstock.config import FleetSettings
 from penstock.errors import PenstockError
-from penstock.routing import WORTH, RoutingPolicy
+from penstock.routing import WORTH
 from penstock.serve_ray.door import Door
 from penstock.serve_ray.replica import Replica, Served
 
@@ -41,19 +41,10 @@ class RayFailed(PenstockError):
     """Ray or an application in it could not be started."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """How many replicas there are, and how prompts find theirs."""
+class Fleet(FleetSettings):
+    """How many replicas and doors there are, and how prompts find theirs."""
 
-    replicas: int = 1
-    """At the start, and at least."""
-    max_replicas: int | None = None
-    """None: always `replicas`."""
     doors: int = 1
-    cpus: float = 1.0
-    """Of a replica, as Ray counts them."""
-    gpus: float = 0.0
-    routing: RoutingPolicy = "prefix+load"
     worth: float = WORTH
     gossip_seconds: float = 1.0
     """How often replicas are asked what they hold."""

@@ -1,0 +1,205 @@
+"""Options of commands, made from the fields of settings: name, help, unit, default, range.
+
+    SamplingOptions: TypeAlias = Annotated[dict[str, Any], Fields(SamplingSettings)]
+
+    @with_settings
+    def command(*, sampling: SamplingOptions, as_json: options.Json = False) -> None: ...
+
+has a flag for each field, and gets a dictionary of the fields that have a value.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import annotated_types
+import typer
+from pydantic.fields import FieldInfo
+
+from penstock import memory
+from penstock.config import Setting, Settings, flag_of, setting_of
+from penstock.errors import SettingError
+
+PREFIX = "PENSTOCK_"
+"""Beginning of the names of environment variables."""
+
+
+class Fields:
+    """Fields of settings that a command offers: those named, or all that have a flag."""
+
+    def __init__(self, kind: type[Settings], *names: str) -> None:
+        self.kind = kind
+        self.names = names or tuple(n for n in kind.model_fields if setting_of(kind, n).is_flag)
+
+    def options(self) -> Iterator[inspect.Parameter]:
+        """Yield an option for each field."""
+        for name in self.names:
+            yield _option(self.kind, name)
+
+    def take(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Take the values of these options out of a command's; leave out those without one.
+
+        Raises:
+            SettingError: a text is no size, no list or no folder; says which flag.
+        """
+        given = {name: values.pop(_parameter_name(self.kind, name)) for name in self.names}
+        return {
+            name: _value(self.kind, name, value)
+            for name, value in given.items()
+            if not _is_unset(self.kind.model_fields[name], value)
+        }
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command whose parameters are `Fields` have their options in their places."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Fields] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        fields = next((x for x in get_args(parameter.annotation) if isinstance(x, Fields)), None)
+        if fields is None:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        else:
+            groups[parameter.name] = fields
+            parameters += fields.options()
+
+    @wraps(command)
+    def called(**values: Any) -> None:
+        command(**{name: fields.take(values) for name, fields in groups.items()}, **values)
+
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
+
+
+def size_bytes(flag: str, text: str) -> int:
+    """Return the bytes that a flag's text names.
+
+    Raises:
+        SettingError: it names none; says which flag.
+    """
+    try:
+        return memory.parse_bytes(text)
+    except SettingError as error:
+        raise SettingError(f"{flag} {error}") from None
+
+
+def size_text(count: int) -> str:
+    """Write a size as a flag takes it, exactly.
+
+    >>> size_text(20_000_000_000), size_text(1_500_000), size_text(1_001)
+    ('20GB', '1500KB', '1001')
+    """
+    for unit, unit_bytes in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count and count % unit_bytes == 0:
+            return f"{count // unit_bytes}{unit}"
+    return str(count)
+
+
+def folder(flag: str, text: str) -> Path:
+    """Return the folder that a flag names.
+
+    Raises:
+        SettingError: the name is empty, or that of no user's home.
+    """
+    if not text.strip():
+        raise SettingError(f"{flag} is empty; name a folder, or leave it out")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise SettingError(f"{flag} {text}: {error}") from None
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of a list with commas between.
+
+    Raises:
+        SettingError: something there is none.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if wrong := [word for word in words if not word.isdecimal()]:
+        raise SettingError(f"{flag} {text}: {wrong[0]!r} is no number")
+    return tuple(map(int, words))
+
+
+def _option(kind: type[Settings], name: str) -> inspect.Parameter:
+    """Return the option of a field as a parameter, in typer's form."""
+    field, setting = kind.model_fields[name], setting_of(kind, name)
+    flag = flag_of(kind, name)
+    is_switch = field.annotation is bool
+    default = field.default
+    if setting.unset is not None or isinstance(default, tuple):
+        default = None
+    elif setting.unit == "BYTES":
+        default = size_text(default)
+    read = _typed(field, setting)
+    option = typer.Option(
+        *([f"--{flag}"] if is_switch else []),
+        help=setting.help,
+        envvar=PREFIX + flag.upper().replace("-", "_"),
+        metavar=setting.unit,
+        show_default=setting.unset or True,
+        **_range(field, read),
+    )
+    return inspect.Parameter(
+        _parameter_name(kind, name),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[read if default is not None else read | None, option],
+    )
+
+
+def _parameter_name(kind: type[Settings], name: str) -> str:
+    """Return the name of a field's option, which is also its key in a TOML file."""
+    return flag_of(kind, name).replace("-", "_")
+
+
+def _typed(field: FieldInfo, setting: Setting) -> Any:
+    """Return the type that the command line reads for a field."""
+    of = _without_none(field.annotation)
+    if setting.unit == "BYTES" or of in (Path, tuple[int, ...]):
+        return str
+    if of == tuple[str, ...]:
+        return list[str]
+    if get_origin(of) is Literal and not isinstance(get_args(of)[0], str):
+        return type(get_args(of)[0])
+    return of
+
+
+def _without_none(annotation: Any) -> Any:
+    """Return the type beside None."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    return parts[0] if type(None) in get_args(annotation) else annotation
+
+
+def _range(field: FieldInfo, read: Any) -> dict[str, Any]:
+    """Return a number's range, as help shows it; the settings check open ends themselves."""
+    if read not in (int, float):
+        return {}
+    least = [each.ge for each in field.metadata if isinstance(each, annotated_types.Ge)]
+    most = [each.le for each in field.metadata if isinstance(each, annotated_types.Le)]
+    if not least:
+        return {}
+    return {"min": least[0], **({"max": most[0]} if most else {})}
+
+
+def _is_unset(field: FieldInfo, value: Any) -> bool:
+    """Tell whether an option has no value; an empty secret, as of an unset variable, is none."""
+    return value is None or value == [] or (value == "" and not field.repr)
+
+
+def _value(kind: type[Settings], name: str, value: Any) -> Any:
+    """Return the value of a field for an option's."""
+    flag = f"--{flag_of(kind, name)}"
+    of = _without_none(kind.model_fields[name].annotation)
+    if setting_of(kind, name).unit == "BYTES":
+        return size_bytes(flag, value)
+    if of is Path:
+        return folder(flag, value)
+    if of == tuple[int, ...]:
+        return numbers(flag, value)
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,181 @@
+"""Options that are made from the fields of settings: each setting is spelled once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from pydantic import Field
+from typer.main import get_command
+
+from penstock import config
+from penstock.cli import app, options
+from penstock.cli.settings_options import Fields, size_bytes, size_text, with_settings
+from penstock.config import Setting, Settings, setting_of
+from penstock.errors import SettingError
+
+KINDS = {
+    config.KVSettings: "generate",
+    config.SamplingSettings: "generate",
+    config.EngineSettings: "serve",
+    config.ServerSettings: "serve",
+    config.FleetSettings: "serve",
+}
+"""All settings, with a command that has their flags."""
+
+
+def fields() -> Iterator[tuple[type[Settings], str]]:
+    for kind in KINDS:
+        for name in kind.model_fields:
+            yield kind, name
+
+
+def test_all_kinds_of_settings_are_looked_at() -> None:
+    kinds = {
+        each
+        for each in vars(config).values()
+        if isinstance(each, type) and issubclass(each, Settings) and each is not Settings
+    }
+    assert kinds == set(KINDS)
+
+
+@pytest.mark.parametrize(("kind", "name"), list(fields()), ids=str)
+def test_every_setting_says_what_it_is(kind: type[Settings], name: str) -> None:
+    setting = setting_of(kind, name)
+    assert setting.help[0].isupper() and setting.help.endswith("."), setting.help
+    required = kind.model_fields[name].is_required()
+    assert setting.unset or not required, "a flag without a default says what happens without it"
+
+
+def test_a_setting_that_says_nothing_is_refused() -> None:
+    class Silent(Settings):
+        rooms: int = 3
+
+    with pytest.raises(TypeError, match=r"Silent\.rooms has no Setting: add its help and unit"):
+        Fields(Silent)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [each for each in fields() if setting_of(*each).is_flag], ids=str
+)
+def test_every_setting_is_a_flag_with_its_text_and_variable(
+    kind: type[Settings], name: str
+) -> None:
+    command = get_command(app).commands[KINDS[kind]]  # type: ignore[attr-defined]
+    flag = config.flag_of(kind, name)
+    (option,) = [each for each in command.params if f"--{flag}" in each.opts]
+    assert option.help == setting_of(kind, name).help
+    assert option.envvar == f"PENSTOCK_{flag.upper().replace('-', '_')}"
+    assert option.name == flag.replace("-", "_"), "its key in a TOML file"
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_defaults_of_flags_are_those_of_the_settings(kind: type[Settings]) -> None:
+    taken = taken_by(kind)
+    required = {"memory_limit": 1} if kind is config.EngineSettings else {}
+    assert kind(**taken, **required) == kind(**required)
+
+
+class Everything(Settings):
+    """A field of each type that there are flags for."""
+
+    rooms: Annotated[int, Field(ge=2, le=9), Setting("Rooms.", "NUMBER")] = 4
+    most: Annotated[int, Setting("Most.", "BYTES")] = 1_500_000
+    least: Annotated[int | None, Setting("Least.", "BYTES", unset="none")] = None
+    where: Annotated[Path | None, Setting("Where.", "FOLDER", unset="nowhere")] = None
+    bits: Annotated[Literal[2, 4] | None, Setting("Bits.", "BITS", unset="all")] = None
+    when: Annotated[Literal["now", "later"], Setting("When.")] = "now"
+    layers: Annotated[tuple[int, ...], Setting("Layers.", "LAYERS", unset="none")] = ()
+    friends: Annotated[tuple[str, ...], Setting("Friends.", "NAME")] = ()
+    secret: Annotated[str | None, Field(repr=False), Setting("Secret.", unset="none")] = None
+    loud: Annotated[bool, Setting("Loud.")] = False
+    wait_seconds: Annotated[float, Field(gt=0.0), Setting("Wait.", "SECONDS")] = 1.5
+    inner: Annotated[int, Setting("No flag.", is_flag=False)] = 7
+    short: Annotated[int, Setting("Renamed.", "NUMBER", flag="quite-long")] = 1
+
+
+def taken_by(kind: type[Settings], *arguments: str) -> dict[str, Any]:
+    """Return what a command with the flags of some settings is given."""
+    taken: dict[str, Any] = {}
+
+    def command(other: str = "other", *, given: Any) -> None:
+        taken.update(given, other=other)
+
+    command.__annotations__["given"] = Annotated[dict[str, Any], Fields(kind)]
+    made = typer.Typer(rich_markup_mode=None, add_completion=False)
+    made.command()(with_settings(command))
+    get_command(made)(list(arguments), standalone_mode=False)
+    assert taken.pop("other") == "other", "a parameter beside them is left alone"
+    return taken
+
+
+def test_a_command_gets_what_has_a_value() -> None:
+    assert taken_by(Everything) == {
+        "rooms": 4,
+        "most": 1_500_000,
+        "when": "now",
+        "loud": False,
+        "wait_seconds": 1.5,
+        "short": 1,
+    }
+
+
+def test_texts_become_what_the_settings_take(tmp_path: Path) -> None:
+    words = (
+        "--rooms 9 --most 2GB --least 3KB --where ~/here --bits 4 --when later --layers 1,2 "
+        "--friends a --friends b --secret word --loud --wait 2 --quite-long 5"
+    )
+    given = taken_by(Everything, *words.split())
+    assert given == {
+        "rooms": 9,
+        "most": 2_000_000_000,
+        "least": 3_000,
+        "where": Path.home() / "here",
+        "bits": 4,
+        "when": "later",
+        "layers": (1, 2),
+        "friends": ("a", "b"),
+        "secret": "word",
+        "loud": True,
+        "wait_seconds": 2.0,
+        "short": 5,
+    }
+    assert Everything(**given).model_dump() == {**given, "inner": 7}
+
+
+def test_an_empty_secret_is_none() -> None:
+    assert "secret" not in taken_by(Everything, "--secret", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--most", "much"), "--most 'much' is not a size"),
+        (("--where", " "), "--where is empty; name a folder"),
+        (("--layers", "1,x"), "--layers 1,x: 'x' is no number"),
+    ],
+)
+def test_a_text_that_is_no_value_names_its_flag(arguments: tuple[str, str], says: str) -> None:
+    with pytest.raises(SettingError, match=says):
+        taken_by(Everything, *arguments)
+
+
+def test_a_number_out_of_its_range_is_refused_by_the_option() -> None:
+    with pytest.raises(typer.TyperException, match="greater than or equal to 2"):
+        taken_by(Everything, "--rooms", "1")
+
+
+@pytest.mark.parametrize("count", [0, 1, 999, 1_000, 1_001, 10**6, 20 * 10**9, 10**12 + 1])
+def test_a_size_that_is_shown_is_the_size_that_is_read(count: int) -> None:
+    assert size_bytes("--size", size_text(count)) == count
+
+
+def test_a_command_may_take_some_of_the_fields() -> None:
+    assert Fields(config.EngineSettings, "memory_limit").names == ("memory_limit",)
+    assert options.engine_size("owner/model", {"memory_limit": 5}) == {
+        "memory_limit": 5,
+        "block_size": config.BLOCK_SIZE,
+    }
