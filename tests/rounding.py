@@ -46,3 +46,19 @@ def assert_same_codes(found: mx.array, wanted: mx.array, bits: int, group_size: 
     assert other_code < 1e-3, f"{other_code:.2%} of the numbers have another code"
     other_group = float((apart > 0).any(axis=-1).astype(mx.float32).mean())
     assert other_group < 0.02, f"{other_group:.2%} of the groups differ"
+
+
+def attention_error(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, power_error: float = 3e-7
+) -> float:
+    """Return by how much two ways to attend in float32 may differ anywhere.
+
+    What a score is off by is what its weight is off by, as a share; the weights are divided by
+    their sum, which is off by as much. `power_error` is the share that a power may be off by.
+    queries: (heads, n, d), keys: (heads, m, d), values: (heads, m, dim).
+    """
+    scores = product_error(queries * scale, keys.swapaxes(-1, -2))
+    largest = float((mx.abs(queries * scale) @ mx.abs(keys).swapaxes(-1, -2)).max())
+    weights = 2 * (scores + 4 * UNIT * largest + power_error)
+    sums = 4 * LIKELY * keys.shape[-2] ** 0.5 * UNIT  # of weights, and of values by weights
+    return float(mx.abs(values).max()) * (weights + sums)

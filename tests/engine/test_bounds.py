@@ -27,7 +27,7 @@ from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule import costs as needs_module
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.errors import NeverFits
-from penstock.kv import attention
+from penstock.kv import backend
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind
 from penstock.models.mlx_lm import load
@@ -359,16 +359,26 @@ def test_the_limit_holds_with_half_precision_and_one_key_head() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_limit_holds_where_the_scores_of_one_token_are_many(
-    monkeypatch: pytest.MonkeyPatch, dtype: str
+    dtype: str,
 ) -> None:
     """As of 32 heads and 100,000 tokens; with less computed at once, 2,500 tokens do."""
-    for module in (attention, needs_module):
-        monkeypatch.setattr(module, "SCORES_AT_ONCE", 2**12)
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 1, "num_hidden_layers": 2}
     long = case("long", 2_500, torch_dtype=dtype, PREFILL_CHUNK=64, MAX_BATCH_SIZE=1, **sizes)
-    with watched(long) as watch:
+    with backend.using(backend.CPUBackend(scores_at_once=2**12)), watched(long) as watch:
         watch.tighten(long.request(0))
         handle = watch.core.submit(long.request(0))
+        watch.drain()
+        assert finished([handle])
+
+
+@pytest.mark.parametrize("tokens", [300, 900])
+def test_the_limit_holds_where_attention_is_not_divided(tokens: int) -> None:
+    """As on a GPU for heads of a size that no kernel is there for: all scores of a chunk are alive
+    together."""
+    fused = case("fused", tokens, num_attention_heads=8, num_hidden_layers=2)
+    with backend.using(backend.GPUBackend()), watched(fused) as watch:
+        watch.tighten(fused.request(0))
+        handle = watch.core.submit(fused.request(0))
         watch.drain()
         assert finished([handle])
 

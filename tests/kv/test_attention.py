@@ -12,26 +12,24 @@ from attention_reference import Numbers, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv import attention
+from penstock.kv import backend
 from penstock.kv.attention import (
     LOG2_E,
     MASKED,
-    POLYNOMIAL_FROM,
     AttentionWindow,
     Partial,
-    attend_chunk,
-    attend_parts,
-    exp2,
     grouped,
     in_base_2,
     merged,
     ungrouped,
     weigh,
 )
+from penstock.kv.backend import Backend, CPUBackend
 from penstock.kv.reads import DecodeRow, DecodeStep, KVSpan, in_order
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 
+CPU = CPUBackend()
 WIDTH = 8
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
@@ -82,9 +80,9 @@ def test_many_columns_of_equal_score(dtype: mx.Dtype, columns: int, value: float
     queries = mx.zeros((1, 2, WIDTH), dtype)
     keys = mx.zeros((1, columns, WIDTH), dtype)
     values = mx.full((1, columns, WIDTH), value, dtype)
-    found = [merged([attend_parts(queries, [keys], [values])])]
+    found = [merged([CPU.attend_decode(queries, [keys], [values])])]
     found.append(
-        attend_chunk(
+        CPU.attend_prefill(
             queries[None],
             keys[None],
             values[None],
@@ -145,9 +143,11 @@ def test_a_narrower_window_hides_the_kept_tokens(
 # ---- powers of two
 
 
-@pytest.fixture(params=[1, 2**40], ids=["polynomial", "power"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "POLYNOMIAL_FROM", request.param)
+either_way = pytest.mark.parametrize(
+    "device",
+    [CPUBackend(polynomial_from=1), CPUBackend(polynomial_from=2**40)],
+    ids=["polynomial", "power"],
+)
 
 
 def exponents() -> mx.array:
@@ -158,41 +158,42 @@ def exponents() -> mx.array:
     return mx.array(np.clip(np.concatenate([spread, turns, *near]), -126, 0))
 
 
-def exp2_error() -> float:
+def exp2_error(device: Backend) -> float:
     x = exponents()
     true = np.exp2(numbers(x))
-    return float(np.abs(numbers(exp2(x)) / true - 1).max())
+    return float(np.abs(numbers(device.exp2(x)) / true - 1).max())
 
 
-@pytest.mark.usefixtures("either_way")
-def test_powers_are_accurate_to_three_tenths_of_a_millionth() -> None:
-    assert exp2_error() < 3e-7
+@either_way
+def test_powers_are_accurate_to_three_tenths_of_a_millionth(device: Backend) -> None:
+    assert exp2_error(device) < 3e-7
 
 
 def test_the_comparison_of_powers_sees_a_coefficient_that_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "POLYNOMIAL_FROM", 1)
-    one, *others = attention._EXP2
-    monkeypatch.setattr(attention, "_EXP2", (one, others[0] + 1e-6, *others[1:]))
-    assert exp2_error() > 3e-7
+    one, *others = backend._EXP2
+    monkeypatch.setattr(backend, "_EXP2", (one, others[0] + 1e-6, *others[1:]))
+    assert exp2_error(CPUBackend(polynomial_from=1)) > 3e-7
 
 
-@pytest.mark.usefixtures("either_way")
-def test_powers_at_the_ends() -> None:
+@either_way
+def test_powers_at_the_ends(device: Backend) -> None:
     x = mx.array([0.0, -0.0, -1.0, -125.0, -126.0])
-    assert exp2(x).tolist() == [1.0, 1.0, 0.5, 2.0**-125, 2.0**-126]
-    hidden = exp2(mx.array([-126.5, -150.0, -1e6, MASKED, MASKED - 1e4, -float("inf")])).tolist()
+    assert device.exp2(x).tolist() == [1.0, 1.0, 0.5, 2.0**-125, 2.0**-126]
+    hidden = device.exp2(
+        mx.array([-126.5, -150.0, -1e6, MASKED, MASKED - 1e4, -float("inf")])
+    ).tolist()
     assert all(0.0 <= weight <= 2.0**-126 for weight in hidden)
-    assert np.isnan(exp2(mx.array([float("nan"), 0.0])).tolist()[0])
+    assert np.isnan(device.exp2(mx.array([float("nan"), 0.0])).tolist()[0])
 
 
 def test_few_powers_and_half_precision_go_the_plain_way() -> None:
     """The polynomial is made of float32's bits."""
     for dtype in (mx.float16, mx.bfloat16):
-        x = mx.full((POLYNOMIAL_FROM,), -3.0, dtype)
-        assert exp2(x).dtype == dtype
-        assert exp2(x)[0].item() == 0.125
+        x = mx.full((CPU.polynomial_from,), -3.0, dtype)
+        assert CPU.exp2(x).dtype == dtype
+        assert CPU.exp2(x)[0].item() == 0.125
 
 
 # ---- parts and chunks against the formula
@@ -242,7 +243,7 @@ def test_parts_merged(
         half = (start + stop) // 2  # each in two pieces, under one softmax
         spans = [slice(start, half), slice(half, stop)]
         pieces = [[side[:, span] for span in spans] for side in (keys, values)]
-        parts.append(attend_parts(stacked, *pieces, seen))
+        parts.append(CPU.attend_decode(stacked, *pieces, seen))
     sunk = None if sinks is None else (sinks * LOG2_E).reshape(KV_HEADS, -1, 1)
     ours = ungrouped(merged(parts, sunk), 1, HEADS)
     assert ours.dtype == mx.float32
@@ -267,7 +268,7 @@ def test_weights_of_many_columns(columns: int, shape: tuple[int, ...]) -> None:
     for row, at in enumerate((0, columns // 2, columns - 1)):
         scores[..., row, at] = 9.0
     scores[..., 1, : columns // 3] = MASKED
-    top, weights, total = weigh(mx.array(scores.astype(np.float32)))
+    top, weights, total = weigh(mx.array(scores.astype(np.float32)), CPU.exp2)
     assert top.shape == total.shape == (*shape, 1)
     assert mx.all(top == 9.0)
     true = np.exp2(scores - 9.0)
@@ -280,7 +281,7 @@ def test_a_score_that_is_no_number_is_not_lost(columns: int) -> None:
     """Else a model's fault would pass for an answer."""
     scores = mx.zeros((2, columns))
     scores[0, columns // 2] = float("nan")
-    _, weights, total = weigh(scores)
+    _, weights, total = weigh(scores, CPU.exp2)
     assert np.isnan(total.tolist()[0][0])
     assert total.tolist()[1] == [columns]
     assert mx.all(weights[1] == 1)
@@ -291,7 +292,8 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     low, high = (mx.full((1, 3, 1), value) for value in (-1e3, 24.0))
     query = mx.ones((1, 1, 1))
     parts = [
-        attend_parts(query, [keys], [mx.full((1, 3, 2), keys[0, 0, 0])]) for keys in (low, high)
+        CPU.attend_decode(query, [keys], [mx.full((1, 3, 2), keys[0, 0, 0])])
+        for keys in (low, high)
     ]
     for order in (parts, parts[::-1]):
         assert merged(order).tolist() == [[[24.0, 24.0]]]
@@ -309,22 +311,20 @@ def test_a_chunk(
     with_sinks: bool,
     scores_at_once: int,
     past: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Seven queries: all together, by threes, and one by one."""
-    monkeypatch.setattr(attention, "SCORES_AT_ONCE", scores_at_once)
-    check_chunk(dtype, attention_window, with_sinks, list(range(past + 7)), past)
+    device = CPUBackend(scores_at_once=scores_at_once)
+    check_chunk(dtype, attention_window, with_sinks, list(range(past + 7)), past, device)
 
 
 @dtypes
 @sinks_or_not
 @pytest.mark.parametrize("scores_at_once", [1, 2**20], ids=str)
-def test_a_chunk_behind_a_gap(
-    dtype: mx.Dtype, with_sinks: bool, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_behind_a_gap(dtype: mx.Dtype, with_sinks: bool, scores_at_once: int) -> None:
     """Kept tokens, then what the window sees: the columns' positions are told."""
-    monkeypatch.setattr(attention, "SCORES_AT_ONCE", scores_at_once)
-    check_chunk(dtype, AttentionWindow(window=4, keep=3), with_sinks, [0, 1, 2, *range(27, 37)], 30)
+    columns = [0, 1, 2, *range(27, 37)]
+    device = CPUBackend(scores_at_once=scores_at_once)
+    check_chunk(dtype, AttentionWindow(window=4, keep=3), with_sinks, columns, 30, device)
 
 
 def check_chunk(
@@ -333,6 +333,7 @@ def check_chunk(
     with_sinks: bool,
     columns: list[int],
     start: int,
+    device: Backend = CPU,
 ) -> None:
     """Let queries at `start` and behind read the columns at these positions."""
     n, m = columns[-1] + 1 - start, len(columns)
@@ -340,7 +341,7 @@ def check_chunk(
     keys = normal(1, KV_HEADS, m, WIDTH, seed=2, dtype=dtype)
     values = normal(1, KV_HEADS, m, VALUE_WIDTH, seed=3, dtype=dtype)
     sinks = normal(HEADS, seed=4, dtype=dtype) if with_sinks else None
-    ours = attend_chunk(
+    ours = device.attend_prefill(
         queries,
         keys,
         values,
@@ -380,8 +381,8 @@ def test_the_comparison_sees_one_column_too_many(monkeypatch: pytest.MonkeyPatch
 def test_the_comparison_sees_parts_that_are_not_weighed_against_each_other() -> None:
     """Negative control: each part's maximum is taken for everybody's."""
     query, keys = normal(1, 1, WIDTH, seed=1), normal(1, 8, WIDTH, seed=2)
-    parts = [attend_parts(query, [some], [some]) for some in (keys[:, :3], keys[:, 3:])]
-    whole = merged([attend_parts(query, [keys], [keys])])
+    parts = [CPU.attend_decode(query, [some], [some]) for some in (keys[:, :3], keys[:, 3:])]
+    whole = merged([CPU.attend_decode(query, [keys], [keys])])
     assert mx.allclose(merged(parts), whole, atol=1e-6)
     alike = [Partial(mx.zeros_like(part.top), part.total, part.mixed) for part in parts]
     assert not mx.allclose(merged(alike), whole, atol=1e-2)

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv.codecs import Codec, coded, parse_scheme
-from penstock.kv.codecs.coded import dequantized, multiply, pack, quantized, unpack, wide_bytes
+from penstock.kv.backend import CPUBackend
+from penstock.kv.codecs import Codec, parse_scheme
+from penstock.kv.codecs.coded import pack, quantized, unpack
 from penstock.kv.codecs.names import AUTO
 from penstock.kv.codecs.rotation import rotate, rotate_back
 from rounding import product_error
 
+CPU = CPUBackend()
 HEADS, TOKENS = 4, 256
 NAMES = (
     *("affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "affine4g32"),
@@ -273,7 +275,7 @@ def test_bytes_lose_no_more_than_those_of_mlx(kind: str, dtype: mx.Dtype, group_
 
     def lost(codes: mx.array, scales: mx.array, offsets: mx.array) -> float:
         assert scales.dtype == offsets.dtype == mx.float16
-        found = dequantized(codes, scales, offsets, **form)
+        found = CPU.dequantize_codes(codes, scales, offsets, **form)
         return float(((found - wide) ** 2).mean())
 
     theirs = mx.quantize(x.astype(mx.float16), **form)
@@ -314,7 +316,7 @@ def test_bytes_of_what_is_no_number_have_a_scale_that_is_none(
 def test_no_byte_is_off_by_more_than_a_step(numbers: list[float], times: float) -> None:
     x = mx.array([numbers], mx.float32) * times
     codes, scales, offsets = quantized(x, group_size=32, bits=8)
-    found = dequantized(codes, scales, offsets, group_size=32, bits=8)
+    found = CPU.dequantize_codes(codes, scales, offsets, group_size=32, bits=8)
     largest, span = float(mx.abs(x).max()), float(x.max() - x.min())
     # A step, and what an offset far from zero is rounded by.
     assert off(found, x) <= 0.51 * (span + largest / 500) / 255 + largest / 2e6 + 1.3e-7
@@ -325,7 +327,7 @@ def test_no_byte_is_off_by_more_than_a_step(numbers: list[float], times: float) 
 def test_codes_are_widened_as_mlx_widens_them(bits: int, group_size: int) -> None:
     codes, scales, offsets = mx.quantize(normal(2, 5, 256), group_size=group_size, bits=bits)
     wanted = mx.dequantize(codes, scales, offsets, group_size=group_size, bits=bits)
-    found = dequantized(codes, scales, offsets, group_size=group_size, bits=bits)
+    found = CPU.dequantize_codes(codes, scales, offsets, group_size=group_size, bits=bits)
     assert mx.array_equal(found, wanted)
 
 
@@ -335,20 +337,19 @@ def test_codes_are_widened_as_mlx_widens_them(bits: int, group_size: int) -> Non
 @pytest.mark.parametrize("at_once", [2**10, 2**18])
 @pytest.mark.parametrize("shape", [(2, 100), (2, 3, 64)])
 def test_products_with_codes_are_those_of_mlx(
-    monkeypatch: pytest.MonkeyPatch,
     bits: int,
     group_size: int,
     rows: int,
     at_once: int,
     shape: tuple[int, ...],
 ) -> None:
-    monkeypatch.setattr(coded, "WIDE_AT_ONCE", at_once)
+    device = CPUBackend(codes_at_once=at_once)
     codes, scales, offsets = mx.quantize(normal(*shape, 128), group_size=group_size, bits=bits)
     form = {"group_size": group_size, "bits": bits}
     for transpose, width in ((True, 128), (False, shape[-1])):
         x = normal(*shape[:-1], rows, width, seed=1)
         wanted = mx.quantized_matmul(x, codes, scales, offsets, transpose=transpose, **form)
-        found = multiply(x, codes, scales, offsets, transpose=transpose, **form)
+        found = device.multiply_codes(x, codes, scales, offsets, transpose=transpose, **form)
         assert found.shape == wanted.shape
         wide = mx.dequantize(codes, scales, offsets, **form)
         wide = wide.swapaxes(-1, -2) if transpose else wide
@@ -368,8 +369,8 @@ def test_few_codes_are_floats_at_the_same_time(name: str, tokens: int) -> None:
         mx.reset_peak_memory()
         mx.eval(read())
         taken = mx.get_peak_memory() - before
-        # One stream of two; the sums of what is scored are counted with the scores.
-        assert taken <= wide_bytes(heads * tokens * 64) / 2 + 5 * scores
+        # One lane; the sums of what is scored are counted with the scores.
+        assert taken <= CPUBackend(lanes=1).code_bytes(heads * tokens * 64) + 5 * scores
         if tokens > 4_096:
             assert taken < heads * tokens * 64 * 4  # what all of it would take
 

@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from penstock.kv.attention import attend_parts, merged
+from penstock.kv import backend
+from penstock.kv.attention import merged
 from penstock.kv.block_format import BlockFormat
 from penstock.kv.codecs import Codec, Scales, Scheme, parse_scheme
 from penstock.kv.codecs.scales import Squares, digest
@@ -140,7 +141,7 @@ def test_attention_by_codes_is_that_by_what_they_stand_for() -> None:
     keys, queries = outliers()
     held = codec("turbo4").scaled(measured(keys, queries)).encode(keys)
     values = normal(HEADS, TOKENS, DIM, seed=3)
-    found = merged([attend_parts(queries, [held], [values])])
+    found = merged([backend.current().attend_decode(queries, [held], [values])])
     # In float64: scores of 40 have an error of 1e-5 in float32 already.
     wide, asked, mixed = (
         np.array(each, np.float64) for each in (held.dequantize()[0], queries, values)

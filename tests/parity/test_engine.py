@@ -28,20 +28,22 @@ from parity_models import (
 from penstock.caches import SinkRotatingKVCache
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.model.runner import PROBE
 from penstock.engine.model.sampling import TokenSampler
 from penstock.engine.request import Sampling
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.scheduler import State
 from penstock.errors import PenstockError
-from penstock.kv import attention
+from penstock.kv import attention, backend
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.reads import DecodeStep, KVSpan
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
-from penstock.models.mlx_lm import attach
+from penstock.models.mlx_lm import attach, load
 from penstock.prefix import prefixes
 from penstock.prefix.prefixes import InsertResult
 from penstock.prefix.tree import PrefixTree
+from penstock.recall import MODEL_PATH, dialogue
 
 FAMILIES = (*SHARED_FAMILIES, *JOINED_FAMILIES)
 KINDS = ("llama", "gemma3", "gpt_oss", "gemma2")
@@ -134,6 +136,62 @@ def test_a_prompt_that_is_held_to_its_end_is_not_computed(family: str) -> None:
         drain(core)
         check(family, first, *again)
         assert [cached(handle) for handle in again] == [63, 63, 64]
+
+
+def answers_on(device: backend.Backend, family: str, codec: str | None = None) -> list[Handle]:
+    """Ask one question alone on a back end, and then three of the same conversation at once."""
+    prompts = [(*BASE[:64], *prompt_of(20, seed)) for seed in range(4)]
+    if family == "embedded":
+        tokenizer, told = load(MODEL_PATH)[1], dialogue(1, tokens=600, facts=6)
+        asked = [told.ask(question) for question in told.questions[:4]]
+        prompts = [
+            tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+            for messages in asked
+        ]
+    settings: dict[str, Any] = {**SMALL, "block_size": 64, "prefill_chunk": 128}
+    if codec is not None:
+        settings |= {"kv_cache_quantization": codec, "kv_cache_quantize_when": "active"}
+        settings |= {"kv_cache_min_quantize_tokens": 0}
+    with backend.using(device), engine(model_of(family), **settings) as core:
+        way = "joined" if family in JOINED_FAMILIES else "shared"
+        assert core.runner.fitness.way == way, core.runner.fitness.why
+        handles = [ask(core, prompts[0], 12)]
+        drain(core)
+        handles += [ask(core, prompt, 12) for prompt in prompts[1:]]
+        drain(core)
+        assert all(cached(handle) >= 64 for handle in handles[1:])
+    return handles
+
+
+@pytest.mark.parametrize(
+    ("family", "codec"), [*((kind, None) for kind in KINDS), ("embedded", None), ("embedded", "8")]
+)
+def test_the_back_end_of_a_gpu_says_the_same(family: str, codec: str | None) -> None:
+    """It is chosen on purpose, on any device: fused chunks, no lanes, no slices computed early."""
+    check(family, *answers_on(backend.GPUBackend(), family, codec))
+
+
+class MisreadChunks(backend.GPUBackend):
+    """Turns what a chunk attends to around; not where the engine tries the model, and would see."""
+
+    def attend_prefill(
+        self, queries: mx.array, keys: mx.array, values: mx.array, **how: Any
+    ) -> mx.array:
+        found = super().attend_prefill(queries, keys, values, **how)
+        return found if queries.shape[2] <= len(PROBE) else -found
+
+
+class MisreadCodes(backend.GPUBackend):
+    """Turns what is multiplied by codes around."""
+
+    def multiply_codes(self, x: mx.array, *parts: mx.array, **how: Any) -> mx.array:
+        return super().multiply_codes(-x, *parts, **how)
+
+
+@pytest.mark.parametrize(("wrong", "codec"), [(MisreadChunks(), None), (MisreadCodes(), "8")])
+def test_a_back_end_that_is_wrong_is_seen(wrong: backend.Backend, codec: str | None) -> None:
+    with pytest.raises(AssertionError, match="which led by"):
+        check("embedded", *answers_on(wrong, "embedded", codec))
 
 
 def first_token_bytes(family: str) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import mlx.core as mx
 import psutil
 
 from penstock.bench.engine_runs import (
@@ -31,6 +30,7 @@ from penstock.bench.engine_runs import (
 )
 from penstock.bench.models import BenchModel, Choice, LlamaShape, bench_model
 from penstock.bench.report import Line, Report
+from penstock.kv import backend
 from penstock.models.rivals import PREFILL_BATCH, PREFILL_STEP_TOKENS, Batched
 
 CLAIM = "A prefix is held once and read once, whoever shares it"
@@ -148,7 +148,7 @@ def fitting_batch(model: BenchModel, tokens: int) -> int:
     On the CPU its attention holds all scores, twice: for 8 prompts of 8,192 tokens 17 GB. With
     fewer prompts at once it is no slower there.
     """
-    if mx.default_device() != mx.cpu:
+    if backend.current().fuses_attention:
         return PREFILL_BATCH
     scores = model.query_heads * min(tokens, PREFILL_STEP_TOKENS) * tokens * 4
     room = psutil.virtual_memory().available // 2

@@ -26,14 +26,13 @@ from penstock.caches.growing import Growing, KVCache
 from penstock.caches.masks import Mask
 from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import ModelError, SettingError
-from penstock.kv import attention
+from penstock.kv import attention, backend
 from penstock.kv import columns as col
-from penstock.kv.attention import KVData
 from penstock.kv.checks import chosen_rows, ints, positive, whole
 from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
-from penstock.kv.lanes import lane
 from penstock.kv.quantization import FORMAT, QuantizationRule
+from penstock.kv.reads import KVData
 from penstock.kv.segment import PIECE_TOKENS, Layer, dequantized
 
 BLOCK_TOKENS = 64
@@ -464,8 +463,9 @@ class TurboQuantKVCache(TurboQuant):
             for sides in self.sides()
         )
         stacked = attention.grouped(queries, col.arrays(self.tail.keys)[0].shape[1])
-        with lane(0):
-            part = attention.attend_parts(stacked, keys, values, seen)
+        device = backend.current()
+        with device.lane(0):
+            part = device.attend_decode(stacked, keys, values, seen)
         if sinks is not None:
             sinks = (sinks.astype(mx.float32) * attention.LOG2_E).reshape(*stacked.shape[:2], 1)
         mixed = attention.ungrouped(attention.merged([part], sinks), 1, heads)

@@ -27,7 +27,7 @@ from weakref import finalize
 import mlx.core as mx
 
 from penstock.engine.handle import Handle
-from penstock.engine.memory_pressure import bytes_over, give_back, has_own_memory, share_mlx_cache
+from penstock.engine.memory_pressure import bytes_over, give_back, share_mlx_cache
 from penstock.engine.model.constraint import Grammars
 from penstock.engine.model.executor import ModelExecutor
 from penstock.engine.model.runner import Runner
@@ -52,6 +52,7 @@ from penstock.engine.settings import checked, fitting, identity
 from penstock.engine.stats import Counters, Stats, StepTimes
 from penstock.errors import EngineStopped, LedgerFull, NeverFits, PenstockError, SettingError
 from penstock.heap import keep_freed_memory
+from penstock.kv import backend
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
 from penstock.kv.states import nbytes
@@ -95,7 +96,7 @@ class Core:
     ) -> None:
         self.limits = checked(settings)
         self.group = SingleProcess(clock) if group is None else group
-        if mx.default_device() == mx.cpu:
+        if backend.current().on_heap:
             keep_freed_memory(self.limits.memory_limit)
         self.tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
@@ -164,7 +165,7 @@ class Core:
             self.prefixes,
             BlockFormats(self.runner.shapes, self.limits.block_size, rule),
             self.prefill_rate,
-            in_place=not has_own_memory(),
+            in_place=not backend.current().own_memory,
             state_form=self.runner.state_form if self.runner.is_recurrent else None,
             group=self.group,
         )

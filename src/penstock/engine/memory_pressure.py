@@ -19,11 +19,6 @@ _kept_before: list[int] = []
 _keeping = Lock()
 
 
-def has_own_memory() -> bool:
-    """Tell whether the device has memory of its own: to give it up helps no other program."""
-    return mx.default_device() != mx.cpu and not mx.metal.is_available()
-
-
 def bytes_over(threshold: float) -> int:
     """Return by how many bytes all programs together use more than a share of the memory.
 

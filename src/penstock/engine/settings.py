@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 
 from penstock import config
-from penstock.engine.memory_pressure import has_own_memory
 from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.sequence import WHOLE_CHUNK
 from penstock.errors import SettingError
+from penstock.kv import backend
 from penstock.kv.quantization import QuantizationRule
 from penstock.memory import parse_bytes
 from penstock.memory.machine import read_machine_memory
@@ -33,7 +33,7 @@ def checked(settings: dict[str, Any]) -> config.EngineSettings:
             given[name] = parse_bytes(size)
     if isinstance(folder := given.get("ssd_cache_dir"), str):
         given["ssd_cache_dir"] = Path(folder).expanduser()
-    if has_own_memory():
+    if backend.current().own_memory:
         given.setdefault("memory_threshold", 1.0)
     if not {"memory_limit", "memory_threshold"} <= set(given):
         machine = read_machine_memory(mx.device_info())

@@ -6,48 +6,66 @@ running maximum and sum of the softmax (Milakov & Gimelshein 2018, "Online norma
 for softmax"). The queries of all sequences that read the same part meet its keys in one matrix
 product, so that a shared prefix is read once a step (Juravsky et al. 2024, "Hydragen").
 
-All of it is in base 2: scores are scaled by log2(e) as well, and 2^x takes the place of e^x. On
-the CPU `mx.exp` takes 8.9 ns an element, `mx.power` 3.1, and the polynomial below 1.6 (1 M
-scores, MLX 0.32.4, one core): of a decode step over 8 x 8,192 shared tokens, `mx.exp` alone
-would be two thirds.
+All of it is in base 2: scores are scaled by log2(e) as well, and 2^x takes the place of e^x. What
+a device does in its own way, 2^x among it, is in `penstock.kv.backend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log2
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
-from penstock.kv.codecs.coded import Coded
-from penstock.kv.lanes import has_lanes, lane
-
-KVData: TypeAlias = "mx.array | Coded"
-"""Keys or values of consecutive columns of one sequence: (kv_heads, n, dim), or coded."""
+Exp2: TypeAlias = Callable[[mx.array], mx.array]
+"""Returns 2^x for x <= 0."""
 LOG2_E = log2(2.718281828459045)
 MASKED = -1e30
 """The score of a column that is not seen; finite, so that no difference of two is NaN."""
-SCORES_AT_ONCE = 2**19
-"""Scores that a prefill chunk computes at a time; 2 MiB in float32."""
-SCORE_BUFFERS = 8
-"""Arrays of float32 that are alive together while scores become weights: 7.7 at most, measured."""
-HALF_SCORE_BUFFERS = 10
-"""The same where keys are of half precision, which is dequantized and narrowed again: 9.5 at
-most."""
-LANES_FROM = 2**16
-"""Scores from which it pays to divide them between two streams."""
-CODED_LANES_FROM = 2**12
-"""The same where most of what is read is coded: MLX multiplies codes on one core alone."""
-CODED_LANES_ROWS = 4
-"""Up to so many rows. Of more, codes become floats, and BLAS has both cores for their product."""
-POLYNOMIAL_FROM = 2**16
-"""Elements from which 14 quick passes beat one slow one."""
 
-# 2^f for f in -0.5..0.5, the minimax polynomial of degree 5 with 2^0 = 1: relative error 1.1e-7.
-_EXP2 = (1.0, 0.69314685, 0.240222347, 0.0555088523, 0.00967192603, 0.00132244622)
-_ROUND = 1.5 * 2**23  # adding it leaves the nearest integer in the low bits of a float32
+
+class CodedReader(Protocol):
+    """What reads codes: the part of a codec that attention needs."""
+
+    def transform_query(self, queries: mx.array, /) -> mx.array:
+        """Return queries (heads, m, dim) as they meet the codes of keys."""
+
+    def inverse_transform(self, mixed: mx.array, dim: int, /) -> mx.array:
+        """Return what was mixed of codes as values (heads, m, dim)."""
+
+    def score(self, transform_query: mx.array, coded: Any, /) -> mx.array:
+        """Multiply transformed queries with keys: (heads, m, tokens)."""
+
+    def mix(self, weights: mx.array, coded: Any, /) -> mx.array:
+        """Mix values by weights (heads, m, tokens)."""
+
+
+class CodedSide(Protocol):
+    """Keys or values that are coded, as attention sees them."""
+
+    @property
+    def codec(self) -> CodedReader:
+        """What reads them."""
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a head."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+
+    def of_heads(self, start: int, stop: int) -> CodedSide:
+        """Return the heads start..stop-1 as a view."""
+
+    def after(self, earlier: mx.array) -> CodedSide:
+        """Return the same, not read before `earlier` is computed."""
+
+
+KVData: TypeAlias = mx.array | CodedSide
+"""Keys or values of consecutive columns of one sequence: (kv_heads, n, dim), or coded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +119,6 @@ class Partial:
     mixed: mx.array
 
 
-def score_bytes(dtype: mx.Dtype) -> int:
-    """Return the working memory of one score, in bytes, for keys of this type."""
-    return 4 * (SCORE_BUFFERS if dtype == mx.float32 else HALF_SCORE_BUFFERS)
-
-
-def exp2(x: mx.array) -> mx.array:
-    """Return 2^x for x <= 0 as quickly as the back end can; below -126 it is about 0."""
-    if x.size < POLYNOMIAL_FROM or x.dtype != mx.float32 or mx.default_device() != mx.cpu:
-        return mx.power(2.0, x)
-    x = mx.maximum(x, -126.0)
-    rounded = x + _ROUND
-    f = x - (rounded - _ROUND)
-    power = f * _EXP2[5] + _EXP2[4]
-    for coefficient in _EXP2[3::-1]:
-        power = power * f + coefficient
-    exponent = mx.left_shift(rounded.view(mx.int32), mx.array(23, mx.int32))
-    return (power.view(mx.int32) + exponent).view(mx.float32)
-
-
 def in_base_2(queries: mx.array, scale: float) -> mx.array:
     """Scale queries so that `score` makes exponents of 2 of them."""
     return queries * (scale * LOG2_E if queries.dtype == mx.float32 else scale)
@@ -144,7 +143,7 @@ def ungrouped(stacked: mx.array, b: int, heads: int) -> mx.array:
     return split.reshape(b, heads, n, d)
 
 
-def weigh(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+def weigh(scores: mx.array, exp2: Exp2) -> tuple[mx.array, mx.array, mx.array]:
     """Turn scores (..., n) into their maximum, weights 2^(score - maximum), and the sum of those.
 
     The sum is a matrix product with ones: four times as fast as a reduction on the CPU.
@@ -171,7 +170,7 @@ def score(stacked: mx.array, parts: Sequence[KVData], after: mx.array | None = N
     products: list[mx.array] = []
     codec, transform_query = None, stacked
     for keys in parts:
-        if not isinstance(keys, Coded):
+        if isinstance(keys, mx.array):
             products.append(stacked @ keys.swapaxes(-1, -2))
             continue
         if keys.codec != codec:
@@ -196,10 +195,10 @@ def mix(weights: mx.array, total: mx.array, parts: Sequence[KVData]) -> mx.array
     codec, transform_query, dim = None, None, 0
     start = 0
     for values in parts:
-        stop = start + _columns(values)
+        stop = start + columns(values)
         some = weights if len(parts) == 1 else weights[..., start:stop]
         start = stop
-        if not isinstance(values, Coded):
+        if isinstance(values, mx.array):
             sums.append(_mix(some, total, values))
             continue
         found = values.codec.mix(
@@ -216,8 +215,9 @@ def mix(weights: mx.array, total: mx.array, parts: Sequence[KVData]) -> mx.array
     return sum(sums[1:], start=sums[0])
 
 
-def _columns(side: KVData) -> int:
-    return side.tokens if isinstance(side, Coded) else side.shape[-2]
+def columns(side: KVData) -> int:
+    """Return how many columns a side has."""
+    return side.shape[-2] if isinstance(side, mx.array) else side.tokens
 
 
 def _mix(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
@@ -230,63 +230,31 @@ def _mix(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:
 
 def mostly_coded(sides: Sequence[KVData]) -> bool:
     """Tell whether more than half of the columns are coded."""
-    coded = sum(side.tokens for side in sides if isinstance(side, Coded))
-    return coded > 0 and 2 * coded > sum(map(_columns, sides))
+    coded = sum(side.tokens for side in sides if not isinstance(side, mx.array))
+    return coded > 0 and 2 * coded > sum(map(columns, sides))
 
 
-def _heads(sides: Sequence[KVData], start: int, stop: int) -> list[KVData]:
+def of_heads(sides: Sequence[KVData], start: int, stop: int) -> list[KVData]:
+    """Return the key heads start..stop-1 of each side."""
     return [
-        side.of_heads(start, stop) if isinstance(side, Coded) else side[start:stop]
+        side[start:stop] if isinstance(side, mx.array) else side.of_heads(start, stop)
         for side in sides
     ]
 
 
-def attend_parts(
-    stacked: mx.array,
-    keys: Sequence[KVData],
-    values: Sequence[KVData],
-    seen: mx.array | None = None,
-    after: mx.array | None = None,
-) -> Partial:
-    """Let stacked queries (kv_heads, m, d) read consecutive parts, under one softmax.
-
-    On the CPU much work is divided between two streams, by heads.
-
-    Args:
-        keys: (kv_heads, n_i, d) each, or coded.
-        values: (kv_heads, n_i, value_dim) each, or coded.
-        seen: booleans that broadcast to (kv_heads, m, sum n_i); None sees everything.
-        after: what must be computed before codes are read.
-    """
-    kv_heads, rows, _ = stacked.shape
-    count = kv_heads * rows * sum(_columns(side) for side in keys)
-    coded = mostly_coded(keys)
-    many = count >= (CODED_LANES_FROM if coded else LANES_FROM)
-    if kv_heads > 1 and many and not (coded and rows > CODED_LANES_ROWS) and has_lanes():
-        half = kv_heads // 2
-        first = _attend(stacked[:half], _heads(keys, 0, half), _heads(values, 0, half), seen, after)
-        with lane(1):
-            others = _heads(keys, half, kv_heads), _heads(values, half, kv_heads)
-            rest = _attend(stacked[half:], *others, seen, after)
-        return Partial(
-            mx.concatenate([first.top, rest.top]),
-            mx.concatenate([first.total, rest.total]),
-            mx.concatenate([first.mixed, rest.mixed]),
-        )
-    return _attend(stacked, keys, values, seen, after)
-
-
-def _attend(
+def attend(
     stacked: mx.array,
     keys: Sequence[KVData],
     values: Sequence[KVData],
     seen: mx.array | None,
     after: mx.array | None,
+    exp2: Exp2,
 ) -> Partial:
+    """Let stacked queries read consecutive parts, see `Backend.attend_decode`."""
     scores = score(stacked, keys, after)
     if seen is not None:
         scores = mx.where(seen, scores, MASKED)
-    top, weights, total = weigh(scores)
+    top, weights, total = weigh(scores, exp2)
     return Partial(top, total, mix(weights, total, values))
 
 
@@ -312,79 +280,7 @@ def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
     return mixed / total
 
 
-def attend_chunk(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    columns: mx.array | None,
-    start: int,
-    scale: float,
-    attention_window: AttentionWindow,
-    sinks: mx.array | None = None,
-    eager: bool = False,
-) -> mx.array:
-    """Let a prefill chunk read contiguous keys, its own at the end.
-
-    Args:
-        queries: (1, heads, n, d), at the positions start .. start + n - 1.
-        keys: (1, kv_heads, m, d); the last n are the chunk's own.
-        values: (1, kv_heads, m, value_dim).
-        columns: (m,) positions of the keys if they are not 0 .. m - 1.
-        scale: what the model multiplies its scores by.
-        sight: which columns are seen.
-        sinks: (heads,) as the model has them, in base e.
-        eager: compute slice by slice now; left to MLX, the scores of many are alive together.
-
-    Returns:
-        (1, heads, n, value_dim).
-    """
-    n, m = queries.shape[2], keys.shape[2]
-    if mx.default_device() != mx.cpu:
-        mask: mx.array | str = "causal"
-        if columns is not None or not attention_window.sees_all(start + n - 1):
-            mask = _seen(attention_window, start, n, m, columns)
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
-        )
-    heads, kv_heads = queries.shape[1], keys.shape[1]
-    queries = in_base_2(queries, scale)
-    step = max(1, SCORES_AT_ONCE // (heads * m))
-    keys, values = keys.squeeze(0), values.squeeze(0)
-    done = []
-    for first in range(0, n, step):
-        some = min(step, n - first)
-        # Columns behind the last query of these are seen by none of them.
-        reach = m - n + first + some
-        at = None if columns is None else columns[:reach]
-        scores = score(grouped(queries[:, :, first : first + some], kv_heads), [keys[:, :reach]])
-        scores = scores.reshape(kv_heads, heads // kv_heads, some, reach)
-        if at is None and attention_window.sees_all(start + first + some - 1):
-            own = mx.where(mx.tri(some, some, 0, mx.bool_), scores[..., reach - some :], MASKED)
-            if some < reach:
-                scores = mx.concatenate([scores[..., : reach - some], own], axis=-1)
-            else:
-                scores = own
-        else:
-            scores = mx.where(
-                _seen(attention_window, start + first, some, reach, at), scores, MASKED
-            )
-        top, weights, total = weigh(scores)
-        flat = mix(
-            weights.reshape(kv_heads, -1, reach),
-            total.reshape(kv_heads, -1, 1),
-            [values[:, :reach]],
-        )
-        part = Partial(top, total, flat.reshape(*top.shape[:-1], values.shape[-1]))
-        sunk = None if sinks is None else (sinks * LOG2_E).reshape(kv_heads, -1, 1, 1)
-        done.append(merged([part], sunk).reshape(1, heads, some, -1))
-        if eager and step < n:
-            mx.eval(done[-1])
-    result = done[0] if len(done) == 1 else mx.concatenate(done, axis=2)
-    return result.astype(queries.dtype)
-
-
-def _seen(
+def seen_by_chunk(
     attention_window: AttentionWindow, start: int, n: int, m: int, columns: mx.array | None
 ) -> mx.array:
     """Return (n, m) booleans for queries from `start` on, the last of which owns column m - 1."""

@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from penstock.config import BLOCK_SIZE
 from penstock.errors import SettingError
+from penstock.kv import backend
 from penstock.kv.codecs import Scales, Scheme, parse_scheme
 from penstock.kv.codecs.scales import digest
-from penstock.kv.lanes import LANES
 from penstock.kv.segment import PIECE_TOKENS, Segment
 from penstock.kv.tails import LayerShape
 
@@ -155,4 +155,4 @@ class QuantizationRule:
 def piece_bytes(shapes: Sequence[LayerShape]) -> int:
     """Return what is taken, at most, while a piece of one side is encoded or dequantized."""
     numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
-    return LANES * PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS
+    return backend.current().lanes * PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS

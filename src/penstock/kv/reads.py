@@ -12,20 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from penstock.kv import attention
+from penstock.kv import attention, backend
 from penstock.kv import columns as col
-from penstock.kv.attention import MASKED, AttentionWindow, KVData, Partial
+from penstock.kv.attention import MASKED, AttentionWindow, Partial
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.columns import Side
-from penstock.kv.lanes import LANES, lane
 from penstock.kv.segment import Segment, dequantized
 from penstock.kv.tails import Tails
 
+KVData: TypeAlias = mx.array | Coded
+"""Keys or values of consecutive columns of one sequence: (kv_heads, n, dim), or coded."""
 APART = 2_048
 """Columns by which the ends of two rows in a segment may differ, if both read it together."""
 
@@ -233,9 +234,7 @@ class DecodeStep:
     neighbours: bool
     """Whether the rows' slots are one slice of the pool."""
     ahead: bool
-    """Whether a layer is computed while Python still builds the next ones. A row alone on a CPU
-    would wait for Python in a third of its step; several rows keep both cores busy, and must
-    have BLAS on one thread first."""
+    """Whether a layer is computed while Python still builds the next ones."""
     layouts: dict[AttentionWindow, AttentionPlan]
 
     @classmethod
@@ -251,7 +250,7 @@ class DecodeStep:
             positions[0] if len(rows) == 1 else mx.array(positions),
             neighbours and all(row.tail == rows[0].tail for row in rows),
             neighbours,
-            len(rows) == 1 and mx.default_device() == mx.cpu,
+            backend.current().computes_ahead(len(rows)),
             {},
         )
 
@@ -370,8 +369,9 @@ class DecodeReads(Reads):
         seen = _seen_alone(units, layout, row.tail + 1)
         stacked = attention.grouped(queries, tail[0].shape[1])
         # One row multiplies better with all threads of BLAS, which codes are not multiplied by.
-        with lane(None if attention.mostly_coded(keys) else 0):
-            part = attention.attend_parts(
+        device = backend.current()
+        with device.lane(None if attention.mostly_coded(keys) else 0):
+            part = device.attend_decode(
                 stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
             )
         sunk = None if sinks is None else sinks.reshape(*stacked.shape[:2], 1)
@@ -393,7 +393,8 @@ class DecodeReads(Reads):
         r = heads // kv_heads
         stacked = attention.grouped(queries, kv_heads)
         partials = [self._tail_partial(queries, tail_keys, tail_values, layout)]
-        before = [partials[0].mixed] * LANES
+        device = backend.current()
+        before = [partials[0].mixed] * device.lanes
         """What each lane computes last, by now: codes of the next unit are read after that."""
         for level in layout.levels:
             found: list[Partial] = []
@@ -401,12 +402,13 @@ class DecodeReads(Reads):
             for number, unit in enumerate(level):
                 if unit.first > row:
                     found.append(_nothing(stacked, (unit.first - row) * r, tail_values))
-                with lane(number if len(level) > 1 else None):
-                    found.append(self._unit_partial(stacked, unit, r, before[number % LANES]))
+                place = number % device.lanes
+                with device.lane(number if len(level) > 1 else None):
+                    found.append(self._unit_partial(stacked, unit, r, before[place]))
                 if len(level) > 1:
-                    before[number % LANES] = found[-1].mixed
-                else:  # it may have had both lanes
-                    before = [found[-1].mixed] * LANES
+                    before[place] = found[-1].mixed
+                else:  # it may have had all lanes
+                    before = [found[-1].mixed] * device.lanes
                 row = unit.last
             if row < b:
                 found.append(_nothing(stacked, (b - row) * r, tail_values))
@@ -425,7 +427,7 @@ class DecodeReads(Reads):
         rows = stacked
         if stacked.shape[1] != (unit.last - unit.first) * r:
             rows = stacked[:, unit.first * r : unit.last * r]
-        return attention.attend_parts(rows, keys, values, seen, after)
+        return backend.current().attend_decode(rows, keys, values, seen, after)
 
     def _tail_partial(
         self, queries: mx.array, keys: mx.array, values: mx.array, layout: AttentionPlan
@@ -436,7 +438,7 @@ class DecodeReads(Reads):
         scores = attention.score(queries.reshape(b, kv_heads, r, d), [keys])
         if layout.tail_seen is not None:
             scores = mx.where(layout.tail_seen, scores, MASKED)
-        top, weights, total = attention.weigh(scores)
+        top, weights, total = attention.weigh(scores, backend.current().exp2)
 
         def rows_last(x: mx.array) -> mx.array:
             return x.swapaxes(0, 1).reshape(kv_heads, b * r, x.shape[-1])
@@ -559,7 +561,7 @@ class ChunkReads(Reads):
         if self.squares is not None:
             self.squares.add(keys, queries)
         all_keys, all_values, columns = self.joined(attention_window)
-        return attention.attend_chunk(
+        return backend.current().attend_prefill(
             queries,
             all_keys,
             all_values,

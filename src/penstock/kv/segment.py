@@ -9,10 +9,10 @@ from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
 
+from penstock.kv import backend
 from penstock.kv import columns as col
 from penstock.kv.codecs import Codec, Coded, Cut, Scheme
 from penstock.kv.columns import Side
-from penstock.kv.lanes import LANES, lane, settle
 from penstock.kv.states import Checkpoint
 
 Piece = TypeVar("Piece")
@@ -147,8 +147,9 @@ class Segment:
         mx.eval([room.parts for layer in rooms for room in layer if room is not None])
         for layer, into in zip(self.layers, rooms, strict=True):
             _encode(layer, into)
-        for number in range(LANES):
-            settle(number)
+        device = backend.current()
+        for number in range(device.lanes):
+            device.settle(number)
         made = [[room.coded() if room else None for room in layer] for layer in rooms]
         sides = [(number, side) for layer in made for number, side in enumerate(layer)]
         finite = [_is_finite(number, side) for number, side in sides if side is not None]
@@ -284,7 +285,7 @@ def _behind(side: Side, count: int) -> Side:
 
 
 def _is_finite(number: int, side: Coded) -> mx.array:
-    with lane(number):
+    with backend.current().lane(number):
         return side.is_finite()
 
 
@@ -317,16 +318,17 @@ def _room(number: int, side: Side, codec: Codec | None) -> _Room | None:
     codec.token_bits(dim)
     some = tokens % codec.span or codec.span  # what is no whole span is refused
     like = codec.encode(mx.zeros((batch, heads, some, dim), side.dtype))  # not computed
-    with lane(number):
+    with backend.current().lane(number):
         room = col.blank(like, tokens)
     assert isinstance(room, Coded)
     return _Room(codec, list(room.parts), dim)
 
 
 def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
-    """Encode what there is room for, piece by piece in both lanes: in each the next one begins
+    """Encode what there is room for, piece by piece in all lanes: in each the next one begins
     when what the last took meanwhile is let go, and is put together before. The last ones may
     still be computed."""
+    device = backend.current()
     sides, pieces = {}, []
     for number, (side, room) in enumerate(zip(layer, into, strict=True)):
         if room is not None and isinstance(side, mx.array):
@@ -336,12 +338,13 @@ def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
     for some in _in_lanes(sorted(pieces)):  # of both sides in turn
         numbers = [number for _, number in some]
         for place, number in enumerate(numbers):
-            with lane(place):
+            with device.lane(place):
                 next(sides[number][1])
         for number in dict.fromkeys(numbers):
-            for place in range(LANES):  # a last piece alone: of its side one may be in any lane
-                if len(numbers) < LANES or numbers[place] == number:
-                    settle(place)
+            # A last piece is alone: of its side one may be in any lane.
+            for place in range(device.lanes):
+                if len(numbers) < device.lanes or numbers[place] == number:
+                    device.settle(place)
             mx.async_eval(sides[number][0].parts)  # type: ignore[no-untyped-call]
 
 
@@ -371,8 +374,9 @@ def _cuts(shape: Sequence[int], codec: Codec) -> list[Cut]:
 
 def _in_lanes(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     """Yield as many pieces as there are lanes at a time."""
-    for first in range(0, len(pieces), LANES):
-        yield pieces[first : first + LANES]
+    lanes = backend.current().lanes
+    for first in range(0, len(pieces), lanes):
+        yield pieces[first : first + lanes]
 
 
 def _sums(array: mx.array) -> mx.array:
@@ -415,7 +419,7 @@ def dequantized(
             pieces = []
             for number, (start, stop) in enumerate(cuts):
                 piece = col.take(part, start, stop)
-                with lane(number):
+                with backend.current().lane(number):
                     pieces.append(
                         piece.dequantize().astype(dtype) if isinstance(piece, Coded) else piece
                     )

@@ -28,6 +28,8 @@ from mlx_lm.models.cache import (
 
 __all__ = ["Batched", "QuantizedSides", "Solo", "random_falcon", "random_hybrid", "random_llama"]
 
+from penstock.kv.backend import default_stream
+
 PREFILL_STEP_TOKENS = 2_048
 """Tokens of a prompt that mlx-lm reads at once: the default of its server."""
 PREFILL_BATCH = 8
@@ -173,7 +175,7 @@ class _Rival:
     def __init__(self, model: nn.Module, prefill_step_tokens: int) -> None:
         self._model = model
         self._prefill_step_tokens = prefill_step_tokens
-        self._stream = mx.default_stream(mx.default_device())
+        self._stream = default_stream()
         self._known: Any = LRUPromptCache()
 
     def learn(self, prefix: Sequence[int]) -> None:

@@ -11,9 +11,8 @@ from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.request import Sampling
-from penstock.kv.attention import SCORES_AT_ONCE, score_bytes
+from penstock.kv import backend
 from penstock.kv.block_format import BlockFormat
-from penstock.kv.codecs.coded import wide_bytes
 from penstock.kv.codecs.names import RAW
 from penstock.kv.quantization import piece_bytes
 from penstock.kv.reads import DecodeRow, KVSpan
@@ -64,15 +63,20 @@ class MemoryEstimator:
         codec = limits.kv_cache_quantization
         self._coded = codec not in (None, RAW)
         self._alone = runner.fitness.way == "joined"
-        """Whether the model attends by itself, all scores of a chunk at once."""
+        """Whether the model attends by itself."""
+        self._device = backend.current()
+        self._all_scores = self._alone or any(
+            self._device.holds_all_scores(shape.key_dim, shape.value_dim) for shape in runner.shapes
+        )
+        """Whether all scores of a chunk are there at once."""
         self._measured_scores = 0
-        """Of a model that attends by itself: those of the chunk that was measured."""
+        """Those of the chunk that was measured, if they were there at once."""
         self._far_bytes = 0.0
         """Of a model whose layers compress: what each token behind `FAR_TOKENS` adds to a chunk."""
         self._score_bytes = (
             JOINED_SCORE_BYTES
             if self._alone
-            else max((score_bytes(shape.dtype) for shape in runner.shapes), default=0)
+            else max((self._device.score_bytes(shape.dtype) for shape in runner.shapes), default=0)
         )
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
@@ -104,8 +108,8 @@ class MemoryEstimator:
 
     def prefill_bytes(self, tokens: int) -> int:
         """Return what a sequence adds to a step that prefills it: a layer joined, and the scores
-        beyond those that are computed at a time in any case: of one token, or, if the model
-        attends to a chunk by itself, of the chunk that was measured. One sequence at a time does.
+        beyond those that are computed at a time in any case: of one token, or, if all of a chunk
+        are there at once, of the chunk that was measured. One sequence at a time does.
         Floats that codes become while it decodes are no more than that.
 
         Where layers compress it was measured. As many rows are picked for each token, at most, and
@@ -115,15 +119,16 @@ class MemoryEstimator:
         if self._compresses:
             return int(self._far_bytes * max(0, seen - FAR_TOKENS))
         chunk = min(self._limits.step_tokens, tokens)
-        scores = seen * self._runner.heads * (chunk if self._alone else 1)
-        beyond = max(0, scores - (self._measured_scores if self._alone else SCORES_AT_ONCE))
+        scores = seen * self._runner.heads * (chunk if self._all_scores else 1)
+        counted = self._measured_scores if self._all_scores else self._device.scores_at_once
+        beyond = max(0, scores - counted)
         layer = 2 * self._runner.layer_bytes * seen
         if self._coded and self._runner.shapes:
             numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes)
             # Dequantized as it is joined; of a model that attends by itself, before.
             whole = WIDENED_BUFFERS * mx.float32.size * numbers * seen
             layer += whole if self._alone else piece_bytes(self._runner.shapes)
-            layer = max(layer, wide_bytes(numbers * seen))  # while it decodes
+            layer = max(layer, self._device.code_bytes(numbers * seen))  # while it decodes
         return layer + beyond * self._score_bytes
 
     def measure_step(self, tails: Tails) -> int:
@@ -157,7 +162,7 @@ class MemoryEstimator:
             return int(max(taken, far) * SLACK) + folding
         # A chunk far into a prompt has as many scores at once as are ever computed together.
         seen = limits.max_kv_size + limits.step_tokens
-        most = min(SCORES_AT_ONCE, runner.heads * len(tokens) * seen)
+        most = min(self._device.scores_at_once, runner.heads * len(tokens) * seen)
         measured = min(most, runner.heads * len(tokens) ** 2)
         folding = 2 * span_tokens(limits.block_size) * runner.token_bytes
         return int(taken * SLACK) + self._score_bytes * (most - measured) + folding

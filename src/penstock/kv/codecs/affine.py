@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from penstock.kv import backend
 from penstock.kv.codecs.coded import (
     GROUP_SIZES,
     Codec,
@@ -16,8 +17,6 @@ from penstock.kv.codecs.coded import (
     Cut,
     Grid,
     Put,
-    dequantized,
-    multiply,
     quantized,
 )
 from penstock.kv.codecs.rotation import rotate, rotate_back
@@ -88,7 +87,9 @@ class Affine(Scaled):
     def dequantize(self, coded: Coded) -> mx.array:
         """See `Codec`."""
         codes, scales, offsets = coded.parts
-        x = dequantized(codes, scales, offsets, group_size=self.group_size, bits=self.bits)
+        x = backend.current().dequantize_codes(
+            codes, scales, offsets, group_size=self.group_size, bits=self.bits
+        )
         return multiplied(rotate_back(x), self.scales) if self.rotated else x
 
     def transform_query(self, queries: mx.array) -> mx.array:
@@ -109,7 +110,9 @@ class Affine(Scaled):
 
     def _product(self, x: mx.array, coded: Coded, *, transpose: bool) -> mx.array:
         parts = (part.squeeze(0) for part in coded.parts)
-        return multiply(x, *parts, transpose=transpose, group_size=self.group_size, bits=self.bits)
+        return backend.current().multiply_codes(
+            x, *parts, transpose=transpose, group_size=self.group_size, bits=self.bits
+        )
 
 
 def _behind(cut: slice, start: int) -> slice:

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from penstock.kv.codecs.coded import Codec, Coded, dequantized, multiply, quantized
+from penstock.kv import backend
+from penstock.kv.codecs.coded import Codec, Coded, quantized
 
 SPAN = 64
 
@@ -50,7 +51,7 @@ class Kivi(Codec):
     def dequantize(self, coded: Coded) -> mx.array:
         """See `Codec`."""
         codes, scales, offsets = coded.parts
-        spans = dequantized(
+        spans = backend.current().dequantize_codes(
             codes, scales[..., None], offsets[..., None], group_size=SPAN, bits=self.bits
         )
         batch, heads, count = spans.shape[:3]
@@ -72,7 +73,7 @@ class Kivi(Codec):
 
     def _product(self, x: mx.array, coded: Coded, *, transpose: bool) -> mx.array:
         codes, scales, offsets = (part.squeeze(0) for part in coded.parts)
-        return multiply(
+        return backend.current().multiply_codes(
             mx.broadcast_to(x, (codes.shape[0], codes.shape[1], *x.shape[2:])),
             codes,
             mx.expand_dims(scales, -1),  # half as long as an index of None

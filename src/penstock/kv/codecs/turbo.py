@@ -16,12 +16,11 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from penstock.kv import backend
 from penstock.kv.codecs.coded import (
     GROUP_SIZES,
     Coded,
-    dequantized,
     largest_group,
-    multiply,
     pack,
     unpack,
 )
@@ -95,7 +94,9 @@ class Turbo(Scaled):
         """See `Codec`."""
         *codes, scales = coded.parts
         z = [
-            dequantized(part, step, offsets, group_size=largest_group(width), bits=bits)
+            backend.current().dequantize_codes(
+                part, step, offsets, group_size=largest_group(width), bits=bits
+            )
             for part, offsets, step, width, bits in self._as_mlx(codes, scales, coded.dim)
         ]
         whole = z[0] if len(z) == 1 else mx.concatenate(z, axis=-1)
@@ -113,7 +114,7 @@ class Turbo(Scaled):
         """See `Codec`."""
         found, start = None, 0
         for codes, offsets, scales, width, bits in self._readable(coded):
-            some = multiply(
+            some = backend.current().multiply_codes(
                 transform_query[..., start : start + width],
                 codes,
                 scales,
@@ -130,7 +131,7 @@ class Turbo(Scaled):
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
         mixed = [
-            multiply(
+            backend.current().multiply_codes(
                 weights,
                 codes,
                 scales,
