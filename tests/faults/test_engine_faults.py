@@ -380,7 +380,7 @@ def test_a_block_that_cannot_be_copied_fails_whose_it_is(monkeypatch: pytest.Mon
         first, second = setup.ask(BLOCK - 6), setup.ask(SHORT)
         setup.until(first, State.RUNNING)
         setup.until(second, State.RUNNING)
-        slot = setup.sequence(first).slot
+        slot = setup.sequence(first).kv.slot
         cut = setup.core.tails.cut
 
         def without_room(of: int, stop: int, behind: Segment | None = None) -> Segment:

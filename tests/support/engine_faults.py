@@ -104,10 +104,11 @@ class Alphabet:
 class Broken(TokenSampler):
     """A sampler that fails after so many tokens."""
 
+    plain = False  # rows that are plain are chosen together, without asking any sampler
+
     def __init__(self, like: TokenSampler, at: int) -> None:
         self.__dict__.update(like.__dict__)
         self.at = at
-        self.plain = False  # rows that are plain are chosen together, without asking anyone
 
     def _draft(self, logits: mx.array, generated: Sequence[int], *, sure: bool = False) -> Any:
         if len(generated) >= self.at:

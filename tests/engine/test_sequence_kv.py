@@ -1,0 +1,103 @@
+"""Where a sequence's KV lies: one writer, and columns that are not accepted leave nothing."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engine_faults import model_of
+
+import penstock
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.engine.schedule.scheduler import State
+
+FIELDS = {"pin", "num_cached_tokens", "own_spans", "slot", "tail", "recurrent_state"}
+SOURCE = Path(str(penstock.__file__)).parent / "engine"
+
+
+def writers(source: str) -> list[int]:
+    """List the lines that assign one of the fields to something."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Attribute) and part.attr in FIELDS:
+                    lines.append(part.lineno)
+    return lines
+
+
+def test_only_sequence_kv_writes_where_kv_lies() -> None:
+    found = {path.name: writers(path.read_text()) for path in SOURCE.rglob("*.py")}
+    assert len(found.pop("sequence_kv.py")) > 20
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "source", ["s.kv.tail = 0", "s.kv.tail += 1", "a, s.pin = b", "s.kv.own_spans: list = []"]
+)
+def test_another_writer_is_found(source: str) -> None:
+    assert writers(source) == [1]
+
+
+def answer(core: Core, handle: Handle) -> tuple[int, ...]:
+    while core.step():
+        core.check()
+    return handle.result(0.0)[0].tokens
+
+
+@pytest.fixture
+def core() -> Any:
+    small = {"block_size": 16, "prefill_chunk": 64, "max_batch_size": 2, "max_kv_size": 512}
+    with_room = Core(model_of("llama"), memory_limit="40MB", **small)
+    yield with_room
+    with_room.close()
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_columns_that_are_not_accepted_leave_nothing(core: Core, accepted: int) -> None:
+    """Garbage written behind the visible end, as rejected proposals are, changes no text."""
+    request = Request(prompt=tuple(range(1, 40)), max_tokens=24)
+    expected = answer(core, core.submit(request))
+    core.clear()
+    handle = core.submit(request)
+    while not core.scheduler.jobs(State.RUNNING):
+        core.step()
+    core.step()
+    (sequence,) = core.admission.sequences.values()
+    kv = sequence.kv
+    while kv.tail + 3 > core.tails.columns - 1 or not kv.tail:
+        core.step()
+    assert kv.slot is not None
+    shape = core.runner.shapes[0]
+    noise = mx.full((1, shape.kv_heads, 1, shape.key_dim), 7.0)
+    for layer in range(len(core.runner.shapes)):
+        for column in range(kv.tail, kv.tail + 3):
+            core.tails.write_block(layer, kv.slot, column, noise, noise)
+    before = kv.position
+    kv.append_tokens(written=3, accepted=0)
+    assert kv.position == before
+    if accepted:  # the negative control: what is accepted is read
+        kv.append_tokens(written=3, accepted=accepted)
+        assert kv.position == before + accepted
+        return
+    assert answer(core, handle) == expected
+
+
+@pytest.mark.parametrize(("written", "accepted"), [(1, 2), (1, -1), (0, 1)])
+def test_no_more_is_accepted_than_was_written(core: Core, written: int, accepted: int) -> None:
+    handle = core.submit(Request(prompt=(1, 2, 3), max_tokens=4))
+    core.step()
+    (sequence,) = core.admission.sequences.values()
+    with pytest.raises(ValueError, match="accepted of"):
+        sequence.kv.append_tokens(written, accepted)
+    core.cancel(handle)
