@@ -393,7 +393,7 @@ def test_windows_and_states_together(name: str) -> None:
 def test_from_the_disk(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was dropped is read back, and fills the nodes; what is not whole is not written."""
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
-    with with_disk(model_of(family), tmp_path) as core:
+    with with_disk(model_of(family), tmp_path, record_tokens=16) as core:
         first = ask(core, BASE, 24)
         drain(core)
         thin(core)
@@ -416,7 +416,7 @@ def test_what_waits_to_be_written_is_dropped_last(
     if not waits:
         monkeypatch.setattr(TierGroup, "waiting_nodes", lambda self: set())
     model, other = model_of("gemma3"), tuple(reversed(BASE))
-    with with_disk(model, tmp_path) as core:
+    with with_disk(model, tmp_path, record_tokens=16) as core:
         assert core.tiers is not None and core.windows is not None
         ask(core, other, 24)
         drain(core)
@@ -432,7 +432,7 @@ def test_what_waits_to_be_written_is_dropped_last(
         assert any(node in keys for node in thinned) is not waits
         core.tiers.work = work  # type: ignore[method-assign]
         drain(core)
-    with with_disk(model, tmp_path) as core:
+    with with_disk(model, tmp_path, record_tokens=16) as core:
         after = ask(core, BASE, 24)
         drain(core)
         check("gemma3", after)
@@ -441,7 +441,7 @@ def test_what_waits_to_be_written_is_dropped_last(
 
 @every_family
 def test_what_was_dropped_before_it_was_written(family: str, tmp_path: Path) -> None:
-    with with_disk(model_of(family), tmp_path) as core:
+    with with_disk(model_of(family), tmp_path, record_tokens=16) as core:
         assert core.tiers is not None
         work = core.tiers.work
         core.tiers.work = lambda *, busy: False  # type: ignore[method-assign]
@@ -452,7 +452,7 @@ def test_what_was_dropped_before_it_was_written(family: str, tmp_path: Path) -> 
         again = ask(core, (*BASE[:66], 7), 12)
         drain(core)
         check(family, again)
-    with with_disk(model_of(family), tmp_path) as core:
+    with with_disk(model_of(family), tmp_path, record_tokens=16) as core:
         after = ask(core, BASE, 24)
         drain(core)
         check(family, after)

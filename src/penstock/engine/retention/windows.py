@@ -21,7 +21,6 @@ from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
-from penstock.prefix.block_hashes import span_tokens
 from penstock.prefix.node import NODE_BYTES, Node, upwards
 from penstock.prefix.prefixes import Prefixes
 from penstock.prefix.tree import Pin
@@ -64,9 +63,9 @@ class Windows:
         self._prefixes = prefixes
         self._readers = readers
         self._waiting = waiting
-        self._unit = span_tokens(prefixes.block_size)
         window = max(
-            (tokens + self._unit) * shapes[layer].nbytes for layer, tokens in self.windows.items()
+            (tokens + prefixes.block_size) * shapes[layer].nbytes
+            for layer, tokens in self.windows.items()
         )
         self._copy = prefixes.ledger.reserve(Kind.BUFFERS, window)
 
@@ -113,12 +112,13 @@ class Windows:
             turns: whether the ends of turns are retained.
         """
         nearest = self._nearest(turns=turns)
+        size = self._prefixes.block_size
         found = {}
         for node in self._prefixes.tree:
             missing = node.segment.missing
             gone: dict[int, int] = {}
             for window, layers in self._layers.items():
-                needed = (int(nearest[node.id]) - window) // self._unit * self._unit
+                needed = (int(nearest[node.id]) - window) // size * size
                 count = min(needed - node.start, len(node.tokens))
                 if count > 0:
                     lacks = (layer for layer in layers if not missing or missing[layer] < count)
