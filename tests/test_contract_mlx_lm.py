@@ -109,7 +109,7 @@ def test_a_response_has_what_we_read() -> None:
 
 
 def test_samplers_and_tokenizers_have_what_we_call() -> None:
-    assert {"temperature", "top_p"} <= set(parameters(make_sampler))
+    assert {"temp", "top_p"} <= set(parameters(make_sampler))
     gone = missing(TokenizerWrapper, ("apply_chat_template",))
     assert gone == [], f"mlx-lm's TokenizerWrapper lost {gone}"
     assert parameters(mlx_lm.load)[0] == "path_or_hf_repo"

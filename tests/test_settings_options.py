@@ -175,7 +175,4 @@ def test_a_size_that_is_shown_is_the_size_that_is_read(count: int) -> None:
 
 def test_a_command_may_take_some_of_the_fields() -> None:
     assert Fields(config.EngineSettings, "memory_limit").names == ("memory_limit",)
-    assert options.engine_size("owner/model", {"memory_limit": 5}) == {
-        "memory_limit": 5,
-        "block_size": config.BLOCK_SIZE,
-    }
+    assert options.engine_size("owner/model", {"memory_limit": 5}) == {"memory_limit": 5}

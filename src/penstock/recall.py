@@ -171,7 +171,7 @@ _SLOTS: dict[str, tuple[str, ...]] = {
         """airport bakery bank beach bookshop cafe campsite cathedral church cinema circus
         clinic college concert court dentist embassy factory fair farm festival forest gallery
         garage garden gym hospital hostel hotel island kitchen laboratory lake library market
-        meadow monastery mosque museum office opera orchard palace preempt pharmacy playground
+        meadow monastery mosque museum office opera orchard palace park pharmacy playground
         pool port pub quarry restaurant river salon school seaside shop square stadium station
         studio supermarket temple theatre valley village vineyard warehouse woods workshop
         zoo"""
@@ -244,7 +244,7 @@ _SLOTS: dict[str, tuple[str, ...]] = {
         collected covered cut delivered described designed destroyed discovered donated
         dropped emptied examined filled finished fixed found gave hid hired ignored inspected
         kept kicked lent lifted lost made measured mended moved needed noticed opened ordered
-        packed painted placed pulled pushed put received recognized recommended removed
+        packed painted placed pulled pushed put received recognised recommended removed
         rented repaired replaced returned saved selected sent shared showed sold started
         stole studied tested threw tied took touched tried turned used wanted washed watched
         wiped won wrapped"""

@@ -498,11 +498,11 @@ def test_files_that_the_system_refuses_to_write(nbytes: int, folder: Path) -> No
 FULL = """
 import os, subprocess, sys
 from pathlib import Path
-sys.path.append(sys.argv[2])
+sys.path += [sys.argv[2], sys.argv[3]]
 from cold_setup import *
 from cold_engine import SOON
-from penstock.engine import restoring
-from penstock.engine import tier as tier_module
+from penstock.engine.offload import restoring
+from penstock.engine.offload import engine_tier as tier_module
 tier_module.LEAST_PATIENCE_SECONDS = restoring.ASK_SECONDS = SOON  # others use the machine as well
 SSDStore.__init__.__kwdefaults__["floor_bytes"] = 0
 import time
@@ -550,7 +550,8 @@ def test_a_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this system lets nobody mount a disk of his own: {error}")
-    command = [*unshare, sys.executable, "-c", FULL, tmp_path, Path(__file__).parent]
+    here = Path(__file__).parent
+    command = [*unshare, sys.executable, "-c", FULL, tmp_path, here, here.parent / "support"]
     assert subprocess.run(command, stdout=-1, timeout=60).stdout == b"done\n"
 
 

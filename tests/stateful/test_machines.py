@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kinds import GROUP, KINDS, Kind, growing, ring
 from machine import CacheMachine
 
-from penstock import caches
+from penstock import caches as kv_caches
 from penstock.caches.base import LayerCache
 
 
@@ -53,7 +53,7 @@ def disguised(cls: type) -> type:
 
 
 @disguised
-class WrongSlot(caches.RotatingKVCache):
+class WrongSlot(kv_caches.RotatingKVCache):
     """Is off by one in the ring when it first turns round."""
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
@@ -64,11 +64,11 @@ class WrongSlot(caches.RotatingKVCache):
 
 
 @disguised
-class ForgetsKeepInMerge(caches.SinkRotatingKVCache):
+class ForgetsKeepInMerge(kv_caches.SinkRotatingKVCache):
     """Merges as if no token were kept."""
 
     def merge(self, caches: list[Any]) -> Any:
-        plain = [caches.RotatingKVCache(cache.max_size) for cache in caches]
+        plain = [kv_caches.RotatingKVCache(cache.max_size) for cache in caches]
         for new, cache in zip(plain, caches, strict=True):
             keys, values, offset, _, size, index = cache.state
             new.state = (keys, values, offset, 0, size, index)
@@ -76,7 +76,7 @@ class ForgetsKeepInMerge(caches.SinkRotatingKVCache):
 
 
 @disguised
-class TrimsInNameOnly(caches.KVCache):
+class TrimsInNameOnly(kv_caches.KVCache):
     """Returns how much it trimmed, and trims nothing."""
 
     def trim(self, n: int) -> int:
@@ -84,7 +84,7 @@ class TrimsInNameOnly(caches.KVCache):
 
 
 @disguised
-class SharesItsCopy(caches.KVCache):
+class SharesItsCopy(kv_caches.KVCache):
     """Gives itself where a copy was asked for."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -92,7 +92,7 @@ class SharesItsCopy(caches.KVCache):
 
 
 @disguised
-class MasksOneTooMany(caches.RotatingKVCache):
+class MasksOneTooMany(kv_caches.RotatingKVCache):
     """Hides the oldest token of the window from a chunk."""
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
@@ -102,7 +102,7 @@ class MasksOneTooMany(caches.RotatingKVCache):
 
 
 @disguised
-class ExtendsUnpadded(caches.BatchKVCache):
+class ExtendsUnpadded(kv_caches.BatchKVCache):
     """Does not note the padding of the rows that join."""
 
     def extend(self, other: Any) -> None:
@@ -112,7 +112,7 @@ class ExtendsUnpadded(caches.BatchKVCache):
 
 
 @disguised
-class FiltersOffsetsOnly(caches.BatchKVCache):
+class FiltersOffsetsOnly(kv_caches.BatchKVCache):
     """Keeps the first rows' keys and values, whichever were asked for."""
 
     def filter(self, batch_indices: Any) -> None:
@@ -123,15 +123,15 @@ class FiltersOffsetsOnly(caches.BatchKVCache):
 
 
 @disguised
-class KeysForValues(caches.QuantizedKVCache):
+class KeysForValues(kv_caches.QuantizedKVCache):
     """Writes the keys on both sides."""
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
         return super().update_and_fetch(keys, keys)
 
 
-RING = ring("", caches.RotatingKVCache, 8, 0)
-SINK_RING = ring("", caches.SinkRotatingKVCache, 9, 3)
+RING = ring("", kv_caches.RotatingKVCache, 8, 0)
+SINK_RING = ring("", kv_caches.SinkRotatingKVCache, 9, 3)
 GROWING = growing("")
 BROKEN = [
     replace(RING, name="wrong slot", single=partial(WrongSlot, 8)),
