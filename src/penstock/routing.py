@@ -170,9 +170,9 @@ class Router:
     (None, None)
     >>> keys = [bytes([i]) * 16 for i in range(4)]
     >>> router.tell("b", Summary.of(keys))
-    >>> router.choose(Prompt(keys), {})
+    >>> router.choose(RoutedPrompt(keys), {})
     Routed(replica='b', known_blocks=4)
-    >>> router.choose(Prompt(keys), {"b": 33.0})  # more waits there than 4 blocks are worth
+    >>> router.choose(RoutedPrompt(keys), {"b": 33.0})  # more waits there than 4 blocks are worth
     Routed(replica='a', known_blocks=0)
     """
 

@@ -16,7 +16,7 @@ from servers import Running, serving
 
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts
-from penstock.server.response_items import committed
+from penstock.server.response_items import sealed
 from penstock.server.response_store import ResponseStore
 from penstock.server.responses import Asked, ResponsesRequest
 
@@ -101,7 +101,7 @@ def test_reasoning_comes_back_sealed(calling: Running) -> None:
 
 
 def test_items_are_one_message_of_an_answer(calling: Running) -> None:
-    commit = {"type": "reasoning", "encrypted_content": committed("So."), "summary": []}
+    commit = {"type": "reasoning", "encrypted_content": sealed("So."), "summary": []}
     found = read(calling.service.prompts, input=[*CODEX_SECOND[2:3], commit, *CODEX_SECOND[4:]])
     assert found == (
         "<|user|>Look at notes.txt.<|end|><|assistant|><think>So.</think>I look."

@@ -50,7 +50,7 @@ class RemoteUsage:
     def line(self) -> str:
         """Say it in one line.
 
-        >>> Usage(400, 384, 21, 0.1, 0.5).line()
+        >>> RemoteUsage(400, 384, 21, 0.1, 0.5).line()
         'prompt 400 tokens, 384 cached (96%); answer 21 tokens, 40 tokens/s, first after 0.10 s'
         """
         cached = self.cached_tokens / max(1, self.prompt_tokens)

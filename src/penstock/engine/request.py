@@ -139,10 +139,9 @@ class ReasoningBudget(_Asked):
 class Request(_Asked):
     """A prompt and what to do with it; `n` answers are generated from one reading of it.
 
-    >>> Request(prompt=[])
+    >>> Request(prompt=[])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    penstock.errors.SettingError: prompt []: Tuple should have at least 1 item after validation, not
-    0
+    penstock.errors.SettingError: prompt []: Tuple should have at least 1 item after ...
     """
 
     prompt: tuple[TokenId, ...] = Field(min_length=1)

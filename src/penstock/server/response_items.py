@@ -122,7 +122,7 @@ def _goes_on(answer: Mapping[str, Any]) -> bool:
     return "tool_calls" in answer or only_reasoning
 
 
-def committed(reasoning: str) -> str:
+def sealed(reasoning: str) -> str:
     """Return reasoning as `encrypted_content`, which clients send back as it is."""
     return SEALED + base64.b64encode(reasoning.encode(errors="replace")).decode()
 
@@ -130,8 +130,10 @@ def committed(reasoning: str) -> str:
 def reasoning_of(item: Item) -> str:
     """Return the text of a reasoning item; empty where only another server can read it.
 
-    >>> reasoning_of({"encrypted_content": committed("Hm.")}), reasoning_of({"encrypted_content":
-    "x"}) ('Hm.', '')
+    >>> reasoning_of({"encrypted_content": sealed("Hm.")})
+    'Hm.'
+    >>> reasoning_of({"encrypted_content": "x"})
+    ''
     """
     parts = item.get("content")
     if isinstance(parts, list) and parts:

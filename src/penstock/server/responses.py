@@ -30,7 +30,7 @@ from penstock.server.logprobs import Logprobs
 from penstock.server.openai import ERRORS, STREAMED, Json
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts
-from penstock.server.response_items import Conversation, committed, items_of, resolved
+from penstock.server.response_items import Conversation, sealed, items_of, resolved
 from penstock.server.response_store import ResponseStore
 from penstock.server.response_tools import Tools, flat_name
 from penstock.server.service import ActiveRequest, Service, until_gone
@@ -483,7 +483,7 @@ class _Output:
         yield "response.content_part.done", {**self._place(), "content_index": 0, "part": part}
         self.items[-1] |= {"content": [part], "status": status}
         if kind == "reasoning" and self.commits:
-            self.items[-1]["encrypted_content"] = committed(text)
+            self.items[-1]["encrypted_content"] = sealed(text)
         yield "response.output_item.done", self._item()
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
