@@ -30,7 +30,7 @@ from penstock.server.logprobs import Logprobs
 from penstock.server.openai import ERRORS, STREAMED, Json
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts
-from penstock.server.response_items import Conversation, sealed, items_of, resolved
+from penstock.server.response_items import Conversation, items_of, resolved, sealed
 from penstock.server.response_store import ResponseStore
 from penstock.server.response_tools import Tools, flat_name
 from penstock.server.service import ActiveRequest, Service, until_gone
