@@ -13,7 +13,8 @@ from cold_engine import BLOCK, SOON, ask, files, ssd
 
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring as restoring_module
-from penstock.prefix.block_hashes import Spans, hash_blocks, is_hash_of, root_hash
+from penstock.kv.block_spans import Spans
+from penstock.prefix.block_hashes import hash_blocks, is_hash_of, root_hash
 
 RECORD = 4
 """Blocks."""

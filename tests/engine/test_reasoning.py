@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.reasoning import ReasoningLimit
+from penstock.engine.model.reasoning import ReasoningLimit
 from penstock.engine.request import ReasoningBudget, Request
 from penstock.errors import SettingError
 

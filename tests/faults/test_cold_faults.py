@@ -40,7 +40,7 @@ from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring
-from penstock.prefix.block_hashes import SPAN_TOKENS
+from penstock.kv.block_spans import SPAN_TOKENS
 from penstock.tiers import record
 from penstock.tiers.disk import index
 from penstock.tiers.disk.index import Entry, Index

@@ -13,14 +13,14 @@ from test_engine_machine import examples
 from test_machines import causes
 
 from penstock.engine.offload.engine_tier import EngineTier, Restore
-from penstock.prefix import block_hashes
+from penstock.kv import block_spans
 from penstock.tiers import record
 
 
 @pytest.fixture(autouse=True)
 def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a record hold a block: prompts are too short for records of 256 tokens."""
-    monkeypatch.setattr(block_hashes, "SPAN_TOKENS", 16)
+    monkeypatch.setattr(block_spans, "SPAN_TOKENS", 16)
 
 
 def run(kind: Kind, how: settings) -> None:

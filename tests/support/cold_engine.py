@@ -13,7 +13,7 @@ from engine_faults import model_of
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
-from penstock.prefix import block_hashes
+from penstock.kv import block_spans
 
 BLOCK = 16
 SAID = 8
@@ -45,7 +45,7 @@ def running(
     """
     model = model_of(family) if model is None else model
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_hashes, "SPAN_TOKENS", record_tokens)
+        patch.setattr(block_spans, "SPAN_TOKENS", record_tokens)
         core = Core(model, ssd_cache_dir=folder, **{**SETTINGS, **settings})
     if core.tiers is not None:
         core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ class BlankPrefixes:
 
         Args:
             blocks: the prompt's blocks as tokens.
-            keys: their keys, in blocks of one token.
+            block_hashes: their keys, in blocks of one token.
         """
         match = self.tree.match(block_hashes)
         last: Node[Blank] | None = match.path[-1] if match.path else None

@@ -10,7 +10,7 @@ A step that fails changes nothing that counts: what it wrote lies behind the vis
 Here an engine is made, asked and told when to do the next step. What a step does is elsewhere:
 `admission` lets in and takes out, `executor` runs the model, `sequence_kv` makes nodes of what was
 computed,
-`restoring` reads from the disk; `paths` says what a sequence reads, and `room` what it may take.
+`restoring` reads from the disk; `budget` says what a sequence may take.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from penstock.engine.handle import Handle
 from penstock.engine.memory_pressure import bytes_over, give_back, share_mlx_cache
 from penstock.engine.model.constraint import Grammars
 from penstock.engine.model.executor import ModelExecutor
+from penstock.engine.model.reasoning import ReasoningLimit
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import Rule, TokenSampler
 from penstock.engine.model.text import Detokenizer, TextStream
@@ -37,7 +38,6 @@ from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.offload.restoring import Restoring
 from penstock.engine.offload.tier_group import TierGroup, open_tiers
 from penstock.engine.ranks.process_group import Command, ProcessGroup, SingleProcess
-from penstock.engine.reasoning import ReasoningLimit
 from penstock.engine.request import Request
 from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.retention.windows import Reader, Windows, windows_of
@@ -74,7 +74,7 @@ class Core:
         model: mlx-lm's.
         tokenizer: mlx-lm's wrapper; None gives answers without text, and no end of sequence.
         clock: seconds, for deadlines and recency.
-        peers: who runs the same engine over the other parts of the model, if it was divided.
+        group: who runs the same engine over the other parts of the model, if it was divided.
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
         settings: see `config.EngineSettings`; `memory_limit` may be a text like "16GB".
 

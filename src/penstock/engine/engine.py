@@ -63,7 +63,7 @@ class Engine:
         remote_cache_ttl_seconds: for which Valkey or Redis keeps a block after its last use.
         remote_cache_timeout_seconds: for an answer of that store.
         hot_cache_only: True promises that there is no cold tier.
-        peers: the processes among which the model was divided; this one is the first.
+        group: the processes among which the model was divided; this one is the first.
         fingerprint: what must be equal for KV to be reusable, besides the tokens; by default,
             where there is a cold tier, a hash of the weights and of what else KV depends on.
 
@@ -275,7 +275,7 @@ def follow(model: Any, tokenizer: Any, group: ProcessGroup, **settings: Any) -> 
     Args:
         model: this rank's part.
         tokenizer: as rank 0 has it.
-        peers: the group.
+        group: the group.
         settings: of the engine, as rank 0 has them; limits and folders may be this machine's own.
 
     Raises:

@@ -89,7 +89,7 @@ def identity(
         model: its weights are read if a cold tier needs its name.
         limits: fitted to the model.
         runner: of the model.
-        peers: each has a part of it.
+        group: each has a part of it.
         fingerprint: what the caller says; empty to have it found.
     """
     if limits.has_cold_tier and not fingerprint:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from penstock.kv.block_spans import Spans, span_blocks
 from penstock.kv.codecs import Codec, Coded, Scheme
 from penstock.kv.columns import Side
 from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
-from penstock.prefix.block_hashes import Spans, span_blocks
 
 
 @dataclass(frozen=True, slots=True)

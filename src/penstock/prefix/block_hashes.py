@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -24,10 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 KEY_BYTES = 16
-SPAN_TOKENS = 256
-"""Tokens that small blocks make together where each of them has a price of its own: in a record of
-a cold tier, in a node, between two checkpoints."""
-
 TokenArray: TypeAlias = NDArray[np.uint32]
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
@@ -101,54 +96,6 @@ def hash_blocks(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
         key = blake2b(key + raw[start : start + step], digest_size=KEY_BYTES).digest()
         block_hashes.append(key)
     return block_hashes
-
-
-def span_blocks(block_size: int) -> int:
-    """Return how many blocks make `SPAN_TOKENS`; one that is longer makes a span by itself.
-
-    >>> span_blocks(32), span_blocks(48), span_blocks(1024)
-    (8, 5, 1)
-    """
-    return max(1, SPAN_TOKENS // block_size)
-
-
-def span_tokens(block_size: int) -> int:
-    """Return the tokens of as many blocks.
-
-    >>> span_tokens(32), span_tokens(48), span_tokens(1024)
-    (256, 240, 1024)
-    """
-    return block_size * span_blocks(block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """How the blocks of a chain make records.
-
-    >>> spans = Spans(4, cut=6)
-    >>> spans.ends(11), spans.start(7), spans.end(7)
-    ([4, 6, 8], 6, 8)
-    """
-
-    blocks: int = 1
-    """A record ends at every multiple of so many blocks,"""
-    cut: int = 0
-    """and at this one: blocks in front of it are held in another form than those behind it."""
-
-    def start(self, block: int) -> int:
-        """Return the first block of the record that has `block`."""
-        first = block // self.blocks * self.blocks
-        return max(first, self.cut) if block >= self.cut else first
-
-    def end(self, block: int) -> int:
-        """Return the end of the record that has `block`."""
-        end = (block // self.blocks + 1) * self.blocks
-        return min(end, self.cut) if block < self.cut else end
-
-    def ends(self, blocks: int) -> list[int]:
-        """Return where the whole records of a chain of so many blocks end."""
-        ends = set(range(self.blocks, blocks + 1, self.blocks))
-        return sorted(ends | ({self.cut} if 0 < self.cut <= blocks else set()))
 
 
 def checkpoint_hash(key: bytes) -> bytes:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from penstock.kv import states as st
+from penstock.kv.block_spans import span_tokens
 from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint, RecurrentState
-from penstock.prefix.block_hashes import span_tokens
 from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 

@@ -204,8 +204,9 @@ class Prefixes(Generic[S]):
         theirs.
 
         Args:
-            pin: a sequence's, whose path holds the first `blocks_done` blocks of `keys`.
-            keys: the chain of the sequence, from its first block on, as far as it may be read.
+            pin: a sequence's, whose path holds the first `blocks_done` of these blocks.
+            block_hashes: the chain of the sequence, from its first block on, as far as it may be
+                read.
             blocks_done: whole blocks of the path that the sequence reads now.
 
         Returns:
@@ -252,7 +253,7 @@ class Prefixes(Generic[S]):
         Args:
             pin: the sequence's.
             blocks_done: whole blocks of the path that the sequence reads.
-            keys: the sequence's chain, from its first block on.
+            block_hashes: the sequence's chain, from its first block on.
             tokens: of the segment's blocks.
             segment: the blocks behind `blocks_done`; not changed.
             paid: a reservation that counts the segment's bytes already.

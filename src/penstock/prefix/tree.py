@@ -258,7 +258,7 @@ class PrefixTree(Generic[S]):
         """Add a node below `parent` (None is the root) and return it.
 
         Args:
-            keys: of the new blocks alone; the chain goes on from the parent's last key.
+            block_hashes: of the new blocks alone; the chain goes on from the parent's last key.
             tokens: of the same blocks; they are copied.
 
         Raises:

@@ -74,7 +74,7 @@ class Replica:
         Args:
             scope: ASGI's, of one HTTP request.
             body: all of it.
-            keys: of the prompt's blocks, and
+            block_hashes: of the prompt's blocks, and
             cache_key: the client's: for the router alone.
         """
         if self._watching is None:

@@ -18,7 +18,8 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
-from penstock.prefix.block_hashes import Spans, checkpoint_hash
+from penstock.kv.block_spans import Spans
+from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.readers import Readers
 from penstock.tiers.record import Damaged, Record, Target
 
@@ -81,7 +82,7 @@ class Store(ABC):
         """Return how many blocks of a chain, from its first on, could be read.
 
         Args:
-            keys: of the blocks.
+            block_hashes: of the blocks.
             resumable: count no further than to the last one behind which a checkpoint is there.
         """
         ends = [0, *self.spans.ends(len(block_hashes))]
@@ -133,7 +134,7 @@ class Store(ABC):
         Some records are read at the same time; all are done with when this returns.
 
         Args:
-            keys: of the records.
+            block_hashes: of the records.
             targets: of each record, for all of its arrays.
             meanwhile: is called while the records are read.
 
@@ -163,7 +164,7 @@ class Store(ABC):
         them: they are used, wherever they are read from.
 
         Args:
-            keys: of the blocks.
+            block_hashes: of the blocks.
             known: how many first ones need not be read.
             resumable: as of `held`.
         """

@@ -147,7 +147,7 @@ class ColdTier:
         """Read the first keys of a chain to where they belong; how many, as far as all is well.
 
         Args:
-            keys: of the blocks.
+            block_hashes: of the blocks.
             make_targets: returns where each block goes, always the same. The thread calls it when
                 it begins to read, or while it reads for somebody else; the memory is the thread's
                 until the future is done.

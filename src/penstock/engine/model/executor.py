@@ -45,11 +45,11 @@ class ModelExecutor:
     Args:
         runner: the model.
         tails: where a decoded token's columns are written.
-        places: of the sequences.
+        admission: of the sequences.
         prefixes: give way when MLX is out of memory.
-        peers: who runs the same passes over the other parts of the model.
-        pace: is told how long a prompt takes.
-        tally: of the engine.
+        group: who runs the same passes over the other parts of the model.
+        prefill_rate: is told how long a prompt takes.
+        counters: of the engine.
         ends: tokens that end an answer.
         by_block: whether a prompt is read block by block, see `Paths.by_block`.
     """
@@ -89,7 +89,10 @@ class ModelExecutor:
         started = time.perf_counter()
         try:
             decoded = self.runner.decode(
-                [s.tokens[-1] for s in sequences], rows, self._tails, self._lives(sequences)
+                [s.tokens[-1] for s in sequences],
+                rows,
+                self._tails,
+                self._recurrent_states(sequences),
             )
             logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
             samplers = [s.sampler for s in sequences]
@@ -123,7 +126,7 @@ class ModelExecutor:
                 self._commit(sequence, choice)
         notify(sequence.handle for sequence in sequences)
 
-    def _lives(self, sequences: Items[Sequence]) -> list[RecurrentState | None]:
+    def _recurrent_states(self, sequences: Items[Sequence]) -> list[RecurrentState | None]:
         """Return what the recurrent layers keep of each; nothing if there are none."""
         return [s.kv.recurrent_state for s in sequences] if self.runner.is_recurrent else []
 

@@ -245,7 +245,7 @@ def sample_all(
 
     Args:
         logits: (B, vocabulary).
-        choosers: B of them.
+        samplers: B of them.
         generated: Each row's answer so far, as in `TokenSampler.choose`.
 
     Raises:

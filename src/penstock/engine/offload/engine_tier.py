@@ -120,11 +120,11 @@ class EngineTier:
         open_tier: makes the tier, once it is told how many bytes of blocks may wait in it.
         prefixes: of the engine.
         forms: how blocks are held.
-        pace: what is known of the model's speed.
+        prefill_rate: what is known of the model's speed.
         in_place: whether files can be read into MLX's arrays.
         state_form: of what the model's recurrent layers keep; None if it has none.
         buffer_bytes: what the store itself holds in memory, besides blocks that are written.
-        peers: who runs the same engine: what a tier answers counts when all have it.
+        group: who runs the same engine: what a tier answers counts when all have it.
 
     Raises:
         LedgerFull, NeverFits: there is no room for blocks that are being written.
@@ -235,7 +235,7 @@ class EngineTier:
         no room for those in front of it that are in the same record.
 
         Args:
-            keys: up to the last block to be read.
+            block_hashes: up to the last block to be read.
             first: blocks in front.
             own: counts the bytes of the segments, and passes them on.
         """
@@ -436,7 +436,7 @@ class EngineTier:
         disk; those that are worth it are written when there is time.
 
         Args:
-            keys: the chain, up to the last of the blocks.
+            block_hashes: the chain, up to the last of the blocks.
             root: what the chain begins with.
             first: blocks in front of them.
             seen: whether they were asked for before.

@@ -33,12 +33,12 @@ class Restoring:
     """Reads from cold tiers for sequences. Not thread-safe: the engine's thread.
 
     Args:
-        cold: the tiers.
+        tiers: the tiers.
         prefixes: what is read becomes part of.
         scheduler: says who has a place, and is told who waits for the disk.
-        places: of the sequences.
+        admission: of the sequences.
         stores: of keys and values.
-        room: for what has to be computed after all.
+        budget: for what has to be computed after all.
         clock: seconds, by which patience ends.
     """
 
@@ -83,11 +83,9 @@ class Restoring:
             sequence.tier_lookup = None  # asked once
             found = answer.found()
             held = self._stores.matched(sequence.block_hashes) // self._size
-            root, num_cached_tokens = (
-                self._prefixes.root(sequence.request.salt),
-                sequence.kv.num_cached_tokens // self._size,
-            )
-            self._tiers.note_held(answer, sequence.block_hashes[:held], root, num_cached_tokens)
+            root = self._prefixes.root(sequence.request.salt)
+            cached_blocks = sequence.kv.num_cached_tokens // self._size
+            self._tiers.note_held(answer, sequence.block_hashes[:held], root, cached_blocks)
             if job.state is State.PREFILLING and self._begin(sequence, found):
                 restored |= self._scheduler.restoring_hashes()
 

@@ -32,10 +32,10 @@ from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.errors import SettingError
 from penstock.kv.block_format import BlockFormats
+from penstock.kv.block_spans import Spans
 from penstock.kv.segment import Segment
 from penstock.kv.states import StateForm, States
 from penstock.ledger import Reservation
-from penstock.prefix.block_hashes import Spans
 from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.disk.disk_store import SSDStore
@@ -204,16 +204,16 @@ class TierGroup:
             tier.note_end(block_hashes, root)
 
     def note_held(
-        self, asked: TierLookup, block_hashes: Sequence[bytes], root: bytes, num_cached_tokens: int
+        self, asked: TierLookup, block_hashes: Sequence[bytes], root: bytes, cached_blocks: int
     ) -> None:
         """Note that a chain that was asked for is in the tree, of which a tier may lack the end.
         Who has not answered is noted for when it has.
 
         Args:
             asked: for the chain.
-            keys: of it, as far as it is held.
+            block_hashes: of it, as far as it is held.
             root: what the chain begins with.
-            cut: blocks in front of the place from which the sequence goes on, where there may be a
+            cached_blocks: in front of the place where the sequence resumes; there may be a
                 checkpoint.
         """
         late = asked.late()
@@ -221,9 +221,9 @@ class TierGroup:
             if blocks < len(block_hashes):
                 tier.note(block_hashes, root, blocks, seen=True, ended=True)
                 if tier.has_states:
-                    tier.note_checkpoint(block_hashes[:num_cached_tokens], root, seen=True)
+                    tier.note_checkpoint(block_hashes[:cached_blocks], root, seen=True)
         if late is not None and block_hashes:
-            self._late.append((late, block_hashes, root, num_cached_tokens))
+            self._late.append((late, block_hashes, root, cached_blocks))
 
     def note_checkpoint(
         self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False

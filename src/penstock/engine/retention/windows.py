@@ -260,8 +260,8 @@ def windows_of(attention_windows: Sequence[AttentionWindow], max_kv_tokens: int)
     """Return the windows of the layers that see less than what may be shared, by their numbers.
 
     Args:
-        sights: of all layers. Those that always see the first tokens, too, are not counted.
-        most_tokens: of a path.
+        attention_windows: of all layers. Those that also see the first tokens are not counted.
+        max_kv_tokens: of a path.
     """
     return {
         layer: attention_window.window

@@ -29,10 +29,10 @@ class Admission:
 
     Args:
         scheduler: says who is next.
-        room: the bytes of the engine.
+        budget: the bytes of the engine.
         stores: of keys and values.
-        cold: reads for sequences, if there is a cold tier.
-        tally: of the engine.
+        tiers: reads for sequences, if there is a cold tier.
+        counters: of the engine.
     """
 
     def __init__(

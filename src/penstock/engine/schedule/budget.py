@@ -5,7 +5,7 @@
     admit    ──> reserve: all that it may come to hold, and what it adds to a step; or it waits
     end      ──> release
 
-How much each of these is says `needs`; here it is held against the ledger.
+How much each of these is says `costs`; here it is held against the ledger.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from mlx.utils import tree_flatten
 
 from penstock.config import EngineSettings
-from penstock.engine.largest_steps import check_largest_steps
 from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.costs import MemoryEstimator
+from penstock.engine.schedule.largest_steps import check_largest_steps
 from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import LedgerFull, NeverFits
 from penstock.kv.segment import Segment
@@ -64,7 +64,7 @@ class MemoryBudget:
 
     Args:
         aside: what was reserved when the engine was made.
-        needs: what sequences take.
+        estimator: what sequences take.
         prefixes: give way to sequences.
         copying: what sets bytes aside for blocks that are written or encoded, and windows that are
             copied.
@@ -143,7 +143,7 @@ class MemoryBudget:
     def would_fit(
         self, sequence: Sequence, num_cached_tokens: int, others: Iterable[Sequence]
     ) -> bool:
-        """Tell whether a sequence that reads `cut` tokens of a path would fit if all of the others
+        """Tell whether a sequence that reads so many cached tokens would fit if all of the others
         were preempted."""
         needed = self._estimator.sequence_bytes(
             sequence.max_kv_tokens
@@ -190,8 +190,8 @@ class MemoryBudget:
     # ---- acts
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Reserve what a sequence may come to hold behind its cut, and what it adds to a step;
-        False, and nothing reserved, if there is no room."""
+        """Reserve a sequence's KV behind its cached tokens, and what it adds to a step; False, and
+        nothing reserved, if there is no room."""
         most = sequence.max_kv_tokens
         try:
             own = self._prefixes.reserve(
@@ -215,8 +215,8 @@ class MemoryBudget:
         return True
 
     def reserve_anew(self, sequence: Sequence) -> bool:
-        """Reserve what a sequence may come to hold behind its cut, after that was moved; False,
-        and nothing changed, if there is no room."""
+        """Reserve a sequence's KV anew, after its cached tokens have changed; False, and nothing
+        changed, if there is no room."""
         assert sequence.kv.reservation is not None
         more = (
             self._estimator.sequence_bytes(sequence.max_kv_tokens, sequence.kv.num_cached_tokens)

@@ -13,12 +13,12 @@ from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.request import Sampling
 from penstock.kv import backend
 from penstock.kv.block_format import BlockFormat
+from penstock.kv.block_spans import span_tokens
 from penstock.kv.codecs.names import RAW
 from penstock.kv.quantization import piece_bytes
 from penstock.kv.reads import DecodeRow, KVSpan
 from penstock.kv.states import RecurrentState
 from penstock.kv.tails import Tails
-from penstock.prefix.block_hashes import span_tokens
 
 JOINED_SCORE_BYTES = 16
 """Working memory of one score in MLX's own attention, which joined models use."""
@@ -80,7 +80,7 @@ class MemoryEstimator:
         )
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
-        """Return the most that a sequence can come to hold beside `cut` tokens of a path: keys
+        """Return the most that a sequence can come to hold beside the cached tokens of a path: keys
         and values of the others, and its states."""
         if not self._runner.drops:
             # Rows that are loose, until they are in the columns of an unfinished block.

@@ -296,7 +296,7 @@ class Scheduler:
             job_id: whose progress.
             position: tokens readable now.
             left: tokens still to prefill; 0 for whoever is running.
-            next_key: name of the block that the next chunk begins with; None for a last chunk
+            next_block_hash: of the block that the next chunk begins with; None for a last chunk
                 that is less than a block, and wherever nothing can be shared.
             served_tokens: tokens that the model has read for it since the last report.
 

@@ -22,8 +22,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from penstock.kv.block_spans import Spans
 from penstock.memory import format_bytes
-from penstock.prefix.block_hashes import Spans, checkpoint_hash, hash_blocks, is_hash_of
+from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, is_hash_of
 from penstock.tiers.disk.direct import Writer
 from penstock.tiers.disk.index import (
     BUSY_SECONDS,
@@ -251,7 +252,7 @@ class SSDStore(Store):
         them: they are used, wherever they are read from, which `note_uses` writes.
 
         Args:
-            keys: of the blocks.
+            block_hashes: of the blocks.
             known: how many first ones need not be read; the system is told that the others will
                 be, so that it may read them ahead.
             resumable: as of `held`.

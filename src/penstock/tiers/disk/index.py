@@ -294,7 +294,7 @@ class Index:
         """Take out those of these blocks, and their files, that are wanted; return their entries.
 
         Args:
-            keys: of blocks; those that are not there are passed over.
+            block_hashes: of blocks; those that are not there are passed over.
             is_wanted: asked while nobody changes anything, so that files and index agree.
             unlink: what removes a file.
         """

@@ -17,7 +17,8 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.prefix.block_hashes import KEY_BYTES, Spans, is_hash_of, root_hash
+from penstock.kv.block_spans import Spans
+from penstock.prefix.block_hashes import KEY_BYTES, is_hash_of, root_hash
 from penstock.tiers.record import (
     FORMAT,
     TOKENS,

@@ -34,7 +34,7 @@ def check_largest_steps(
         ledger: holds the weights.
         limits: of the engine.
         runner: of its model.
-        peers: of them, the one that takes most counts.
+        group: of them, the one that takes most counts.
         columns: of a tail.
 
     Raises:
