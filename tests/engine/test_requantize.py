@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -318,7 +319,9 @@ def test_as_long_a_prompt_is_let_in(model: Any, codec: str, share: float) -> Non
                 core.submit(Request(prompt=prompt(8_000), max_tokens=1))
             return 8_000 * caught.value.room_bytes // caught.value.needed_bytes
 
-    assert longest(codec) >= share * longest(None)
+    # MLX's threads are behind by more or less when a step is measured: medians, in turn.
+    pairs = [(longest(codec), longest(None)) for _ in range(5)]
+    assert median(own for own, _ in pairs) >= share * median(plain for _, plain in pairs)
 
 
 def test_raw_is_none(model: Any) -> None:
