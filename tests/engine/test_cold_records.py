@@ -69,7 +69,7 @@ def test_the_text_is_the_same_after_a_restart(family: str, tokens: int, tmp_path
         assert ask(core, asked) == expected
     with running(tmp_path, family) as core:
         assert ask(core, asked) == expected
-        lost = tokens - core.stats().restored_tokens
+        lost = tokens - core.view.stats().restored_tokens
         # Where an answer has begun a block, its record is named by a block that is not asked for.
         assert lost <= (RECORD * BLOCK if (tokens + 7) // BLOCK > tokens // BLOCK else BLOCK)
 
@@ -83,7 +83,8 @@ def test_a_conversation_has_no_more_records_than_large_blocks_would(
     for turn in range(1, 5):
         with running(tmp_path, family) as core:
             answer = ask(core, said)
-            assert core.stats().restored_tokens == (len(said) - 53) // BLOCK * BLOCK * (turn > 1)
+            restored_tokens = (len(said) - 53) // BLOCK * BLOCK * (turn > 1)
+            assert core.view.stats().restored_tokens == restored_tokens
         blocks = (len(said) + len(answer) - 1) // BLOCK
         assert len(files(tmp_path)) == -(-blocks // RECORD)
         said = (*said, *answer, *prompt(60 - len(answer), turn))
@@ -105,12 +106,12 @@ def test_a_record_of_which_some_blocks_are_in_memory_is_read(
         expected = ask(core, asked)
     with running(tmp_path, **settings) as core:
         ask(core, asked[:held])
-        before = core.stats().restored_tokens
+        before = core.view.stats().restored_tokens
         assert ask(core, asked) == expected
         in_memory = (
             (held + 7) // BLOCK * BLOCK if held % BLOCK + 7 < BLOCK else held // BLOCK * BLOCK
         )
-        assert core.stats().restored_tokens - before == 224 - in_memory
+        assert core.view.stats().restored_tokens - before == 224 - in_memory
         assert ssd(core).counts.damaged_blocks == 0
 
 
@@ -125,7 +126,7 @@ def test_a_damaged_record_costs_itself_alone(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with running(tmp_path) as core:
         assert ask(core, asked) == expected
-        assert core.stats().restored_tokens == RECORD * BLOCK
+        assert core.view.stats().restored_tokens == RECORD * BLOCK
         assert ssd(core).counts.damaged_blocks == 1
 
 
@@ -137,9 +138,9 @@ def test_all_blocks_are_read_ahead(family: str, tmp_path: Path) -> None:
     with running(tmp_path, family) as core:
         assert core.tiers is not None
         assert core.tiers.preload(core.checkpoints) == 224
-        core.check()
+        core.view.check()
         assert ask(core, asked) == expected
-        assert core.stats().prefilled_tokens < BLOCK
+        assert core.view.stats().prefilled_tokens < BLOCK
 
 
 def test_what_follows_a_chain_that_waits_is_one_entry(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def ask(core: Core, text: str = QUESTION, **settings: Any) -> Handle:
 def run(core: Core, *handles: Handle) -> list[Choice]:
     """Run to the end and return the first answers."""
     while core.step():
-        core.check()
+        core.view.check()
     for handle in handles:
         handle.events()
     return [handle.choices[0] for handle in handles]
@@ -104,7 +104,7 @@ def test_a_bad_schema_is_refused_in_the_librarys_words(schema: Any, said: str) -
 def test_a_grammar_that_is_none_is_refused_where_it_is_asked(core: Core) -> None:
     with pytest.raises(SettingError, match="the grammar cannot be followed"):
         ask(core, grammar="this is not a grammar")
-    assert core.idle
+    assert core.view.idle
     (good,) = run(core, ask(core, grammar=GRAMMAR))
     assert_follows(good.text)
 
@@ -147,7 +147,7 @@ def test_the_engines_thread_compiles_nothing(embedded: Any) -> None:
             engine.open(Request(prompt=(1, 2), grammar=f'start: "{"a" * (1 + i)}"'))
         core = engine._core
         assert core.grammars is not None and GRAMMAR not in core.grammars._compiled
-        engine.later(lambda core: core.enqueue(handle)).result()
+        engine.enqueue([handle]).result()
         assert GRAMMAR not in core.grammars._compiled
         for choice in handle.result(60):
             assert_follows(choice.text)

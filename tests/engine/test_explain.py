@@ -16,12 +16,12 @@ def test_the_first_token_that_differs_is_named_and_spelled() -> None:
     core.submit(penstock.Request(prompt=tuple(told), max_tokens=2))
     while core.step():
         pass
-    found = core.explain(asked)
+    found = core.view.explain(asked)
     at = next(i for i, (a, b) in enumerate(zip(told, asked, strict=True)) if a != b)
     assert (found.diverges_at, found.held_tokens) == (at, at // 8 * 8)
     assert (found.held_text, found.given_text) == (" good", " small")
-    assert core.explain(told).given_text is None
+    assert core.view.explain(told).given_text is None
     core.prefixes.clear()
-    gone = core.explain(told)
+    gone = core.view.explain(told)
     assert (gone.held_tokens, gone.given_up_for) == (0, "cleared")
     core.close()

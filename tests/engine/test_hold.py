@@ -35,7 +35,7 @@ class Held:
     def ask(self, tokens: tuple[int, ...], **settings: Any) -> Handle:
         handle = self.core.submit(Request(prompt=tokens, **{"max_tokens": 4, **settings}))
         while self.core.step():
-            self.core.check()
+            self.core.view.check()
         handle.result(0.0)
         return handle
 
@@ -48,7 +48,7 @@ class Held:
         assert self.core.prefixes.counts.evicted_nodes > 0
 
     def found(self, tokens: tuple[int, ...], salt: str = "") -> int:
-        return self.core.explain(tokens, salt).held_tokens
+        return self.core.view.explain(tokens, salt).held_tokens
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_each_such_request_holds_anew(small: Held) -> None:
 def test_the_first_tokens_alone_are_held(small: Held) -> None:
     """As whole nodes: of chunks of 64 tokens, the second holds token 65."""
     small.ask(prompt(0), hold_seconds=1_000.0, hold_tokens=65)
-    held = {view.start: view.held_seconds for view in small.core.tree()}
+    held = {view.start: view.held_seconds for view in small.core.view.tree()}
     assert held == {0: 1_000.0, 128: 0.0}
     small.crowd()
     assert small.found(prompt(0)) == 128
@@ -107,7 +107,7 @@ def test_what_is_held_gives_way_to_what_runs(small: Held) -> None:
     assert small.found(prompt(29)) == 160
     assert small.found(prompt(0)) == 0, "of held ones the one not used for longest"
     small.core.prefixes.clear()
-    assert len(small.core.tree()) == 0
+    assert len(small.core.view.tree()) == 0
 
 
 def test_it_is_held_also_when_the_answer_was_cancelled(small: Held) -> None:
@@ -123,8 +123,8 @@ def test_it_is_held_also_when_the_answer_was_cancelled(small: Held) -> None:
 def test_past_the_window_the_first_tokens_stay_held() -> None:
     small = Held(max_kv_size=128, keep=32)
     small.ask(prompt(0, 100), max_tokens=200, hold_seconds=1_000.0)
-    assert small.core.tree()
-    assert all(view.held_seconds > 0 for view in small.core.tree() if view.start < 100)
+    assert small.core.view.tree()
+    assert all(view.held_seconds > 0 for view in small.core.view.tree() if view.start < 100)
     small.core.close()
 
 
@@ -149,7 +149,7 @@ def test_the_tree_shows_what_is_read_and_what_was() -> None:
     core.submit(Request(prompt=(*prompt(0)[:80], *prompt(1)[:80]), max_tokens=60))
     for _ in range(12):
         core.step()
-    views = core.tree()
+    views = core.view.tree()
     ends = {view.id: view.end for view in views}
     for view in views:
         assert view.start == (0 if view.parent is None else ends[view.parent])
@@ -158,4 +158,4 @@ def test_the_tree_shows_what_is_read_and_what_was() -> None:
     assert (head.pins, head.tokens) == (2, prompt(0)[:32])
     assert sum(view.nbytes for view in views) == core.prefixes.nbytes - core.prefixes.fixed_bytes
     core.close()
-    assert core.tree() == []
+    assert core.view.tree() == []

@@ -48,7 +48,7 @@ def engine(made: Any, codec: str | None) -> Iterator[Core]:
         core = Core(made, **SMALL, kv_cache_quantization=codec)
         try:
             yield core
-            core.check()
+            core.view.check()
         finally:
             core.close()
 
@@ -59,7 +59,7 @@ def submit(core: Core, prompt: Sequence[int], **more: Any) -> Handle:
 
 def drain(core: Core) -> None:
     while core.step():
-        core.check()
+        core.view.check()
         assert core.ledger.used_bytes <= core.ledger.limit_bytes
 
 
@@ -73,7 +73,7 @@ def likely(core: Core) -> dict[int, float]:
         sampling = Sampling(logprobs=True, top_logprobs=20)
         handle = submit(core, PROMPT, max_tokens=1, sampling=sampling)
         drain(core)
-    assert core.stats().hit_tokens == 4 * BLOCK
+    assert core.view.stats().hit_tokens == 4 * BLOCK
     return dict(handle.result(timeout_seconds=0)[0].logprobs[0].top)
 
 
@@ -111,7 +111,7 @@ def test_it_says_the_same_cold_warm_and_in_a_batch(family: str, codec: str) -> N
         handles = [submit(core, PROMPT), submit(core, PROMPT[:200]), submit(core, PROMPT)]
         drain(core)
         assert tokens(handles[0]) == tokens(handles[2]) == tokens(first)
-        assert core.stats().hit_tokens >= 3 * 3 * BLOCK
+        assert core.view.stats().hit_tokens >= 3 * 3 * BLOCK
 
 
 @pytest.mark.parametrize("family", STEADY)

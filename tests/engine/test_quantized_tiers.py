@@ -71,10 +71,10 @@ def prompt(seed: int = 0) -> list[int]:
 
 def ask(core: Core, tokens: list[int]) -> tuple[tuple[int, ...], int]:
     """Return the answer, and how many tokens of the prompt came from a cache."""
-    before = core.stats().hit_tokens
+    before = core.view.stats().hit_tokens
     handle = submit(core, tokens)
     settle(core)
-    return said(handle), core.stats().hit_tokens - before
+    return said(handle), core.view.stats().hit_tokens - before
 
 
 def path(core: Core, tokens: list[int]) -> list[Node[Segment]]:

@@ -49,7 +49,7 @@ def alone(family: str = "llama") -> tuple[int, ...]:
 
 
 def remote(core: Core) -> TierStats:
-    found = core.stats().remote
+    found = core.view.stats().remote
     assert found is not None
     return found
 
@@ -61,8 +61,8 @@ def test_what_one_has_read_the_other_does_not_compute(family: str) -> None:
         assert ask(core, PROMPT) == expected
     with shared(family=family) as core:
         assert ask(core, PROMPT) == expected
-        assert core.stats().restored_tokens == WHOLE
-        assert core.stats().ssd is None
+        assert core.view.stats().restored_tokens == WHOLE
+        assert core.view.stats().ssd is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,11 +81,11 @@ def test_each_tier_gives_the_other_what_it_lacks(
     with shared(tmp_path / "b", family) as core:
         for _ in range(2):
             assert ask(core, PROMPT) == expected
-        assert core.stats().restored_tokens == WHOLE
+        assert core.view.stats().restored_tokens == WHOLE
         assert remote(core).counts.read_blocks == 0
     with shared(family=family) as core:
         assert ask(core, PROMPT) == expected
-        assert core.stats().restored_tokens == WHOLE, "what was lost came back from the folder"
+        assert core.view.stats().restored_tokens == WHOLE, "what was lost came back from the folder"
 
 
 def test_the_sooner_one_is_read(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_store_that_hangs_costs_no_hit_of_the_folder(values: InMemory, tmp_pat
             assert time.monotonic() - began < SOON / 2, "it was not waited for"
             if asked == PROMPT:
                 assert said(handle) == expected
-        assert core.stats().restored_tokens == 2 * WHOLE
+        assert core.view.stats().restored_tokens == 2 * WHOLE
         assert ssd(core).off is None
         values.go.set()
 
@@ -151,10 +151,10 @@ def test_what_arrives_is_in_the_ledger() -> None:
         assert core.tiers is not None
         pieces = READERS * COPIES * core.tiers.tiers["remote"]._most_record_bytes
         assert core.tiers.nbytes > pieces + SEEN_KEYS * SEEN_KEY_BYTES
-        core.check()  # of which that is a part
+        core.view.check()  # of which that is a part
         with pytest.raises(AssertionError), pytest.MonkeyPatch.context() as patch:
             patch.setattr(core.tiers.tiers["remote"]._buffers, "nbytes", 0)
-            core.check()
+            core.view.check()
 
 
 def test_clear_leaves_what_others_use(values: InMemory) -> None:
@@ -169,6 +169,6 @@ def test_both_are_told_of(tmp_path: Path) -> None:
     with shared(tmp_path) as core:
         ask(core, PROMPT)
         core.prefixes.clear()
-        found = core.explain(PROMPT, ask_disk=True)
+        found = core.view.explain(PROMPT, ask_tiers=True)
         assert found.tier_tokens == WHOLE
         assert "192 tokens are on the disk or in the remote cache" in found.reason

@@ -74,10 +74,10 @@ def running(model: Any, codec: str | None, **settings: Any) -> Iterator[Core]:
     core = Core(model, **{**SMALL, "kv_cache_quantization": codec, **settings})
     try:
         yield core
-        core.check()
+        core.view.check()
     finally:
         core.close()
-        core.check()
+        core.view.check()
 
 
 def submit(core: Core, tokens: Sequence[int], **more: Any) -> Handle:
@@ -88,7 +88,7 @@ def submit(core: Core, tokens: Sequence[int], **more: Any) -> Handle:
 
 def drain(core: Core) -> None:
     while core.step():
-        core.check()
+        core.view.check()
         assert core.ledger.used_bytes <= core.ledger.limit_bytes
 
 
@@ -128,7 +128,7 @@ def apart(model: Any, codec: str, least: int = 10) -> float:
     with running(model, codec) as core:
         likely(core, asked)
         found = likely(core, asked)
-        assert core.stats().hit_tokens == 640
+        assert core.view.stats().hit_tokens == 640
     both = expected.keys() & found.keys()
     assert len(both) >= least
     return max(abs(expected[token] - found[token]) for token in both)
@@ -150,7 +150,7 @@ def test_it_says_the_same_cold_warm_and_in_a_batch(codec: str, model: Any) -> No
     with running(model, codec) as core:
         expected = ask(core, asked)
         assert ask(core, asked) == expected
-        assert core.stats().hit_tokens == 640
+        assert core.view.stats().hit_tokens == 640
         handles = [submit(core, asked), submit(core, prompt(300, 1)), submit(core, asked)]
         drain(core)
         assert said(handles[0]) == said(handles[2]) == expected
@@ -161,25 +161,25 @@ def test_nodes_take_what_the_formula_says(codec: str, model: Any) -> None:
     """The originals are gone once the quantized node stands, in the ledger and in memory."""
     with running(model, codec) as core:
         mx.set_cache_limit(0)  # it hands out larger buffers than were asked for
-        before = mx.get_active_memory() - core.held_bytes
+        before = mx.get_active_memory() - core.view.held_bytes
         ask(core, prompt(700))
         assert covered(core) == {False: (0, 64), True: (64, 704)}
         bits = parse_scheme(codec).token_bits(64, 64, 32)
         wide = 2 * 64 * 32
         nodes = 3 * 2 * (64 * wide + 640 * bits) // 8
         assert core.ledger.by_class()[Kind.NODES] == nodes
-        assert mx.get_active_memory() - core.held_bytes == before
+        assert mx.get_active_memory() - core.view.held_bytes == before
 
 
 def test_the_limit_holds_at_every_moment(model: Any) -> None:
     with running(model, "kivi4/turbo3.5", memory_limit="45MB") as core:
-        others = mx.get_active_memory() - core.held_bytes
+        others = mx.get_active_memory() - core.view.held_bytes
         handles = [submit(core, prompt(1_200, seed), max_tokens=20) for seed in range(4)]
         while True:
             mx.reset_peak_memory()
             if not core.step():
                 break
-            core.check()
+            core.view.check()
             taken = mx.get_peak_memory() - others + core.ledger.by_class()[Kind.INDEX]
             assert taken <= core.ledger.limit_bytes
         assert all(len(said(handle)) == 20 for handle in handles)
@@ -210,10 +210,10 @@ def test_an_answer_that_was_preempted_has_full_precision(model: Any) -> None:
             assert core.step()
         urgent = submit(core, prompt(300, 1), priority=1, max_tokens=60)
         drain(core)
-        assert core.stats().preemptions == 1
+        assert core.view.stats().preemptions == 1
         assert len(said(urgent)) == 60
         assert said(handle) == expected
-        assert core.stats().prefilled_tokens < 2 * 500 + 300, "it found its path"
+        assert core.view.stats().prefilled_tokens < 2 * 500 + 300, "it found its path"
 
 
 def test_layers_that_are_skipped_stay(model: Any) -> None:
@@ -244,7 +244,7 @@ def test_branches_of_coded_and_raw_nodes(model: Any) -> None:
         handles = [submit(core, branch) for branch in branches]
         drain(core)
         assert [said(handle) for handle in handles] == expected
-        assert core.stats().hit_tokens >= 2 * 256
+        assert core.view.stats().hit_tokens >= 2 * 256
 
 
 def test_no_room_for_both_forms_leaves_it_raw(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_no_room_for_both_forms_leaves_it_raw(model: Any, monkeypatch: pytest.Mo
         monkeypatch.setattr(core.prefixes, "exchange", lambda *_: False)
         assert ask(core, asked) == expected
         assert ask(core, asked) == expected
-        assert core.stats().hit_tokens > 0
+        assert core.view.stats().hit_tokens > 0
 
 
 def test_what_found_no_room_is_tried_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_no_room_in_mlx_harms_nobody(
 
         monkeypatch.setattr(Segment, "encoded", fails)
         assert ask(core, asked) == expected
-        assert core.stats().out_of_memory > 0
+        assert core.view.stats().out_of_memory > 0
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_scaled_keys_say_the_same_cold_warm_and_in_a_batch(codec: str, large: An
         assert scales(core)
         expected = ask(core, asked)
         assert ask(core, asked) == expected
-        assert core.stats().hit_tokens == 640
+        assert core.view.stats().hit_tokens == 640
         handles = [submit(core, asked), submit(core, prompt(300, 1)), submit(core, asked)]
         drain(core)
         assert said(handles[0]) == said(handles[2]) == expected

@@ -51,7 +51,7 @@ def test_another_writer_is_found(source: str) -> None:
 
 def answer(core: Core, handle: Handle) -> tuple[int, ...]:
     while core.step():
-        core.check()
+        core.view.check()
     return handle.result(0.0)[0].tokens
 
 

@@ -53,16 +53,16 @@ def test_the_text_is_the_same_cold_in_ram_and_after_a_restart(family: str, tmp_p
     with running(tmp_path, family) as core:
         assert ask(core, asked) == expected
         assert ask(core, asked) == expected
-        assert core.stats().hit_tokens == 192
-        assert core.stats().restored_tokens == 0
+        assert core.view.stats().hit_tokens == 192
+        assert core.view.stats().restored_tokens == 0
     assert len(files(tmp_path)) == 207 // BLOCK
     with running(tmp_path, family) as core:
         assert ask(core, asked) == expected
-        stats = core.stats()
+        stats = core.view.stats()
         assert (stats.restored_tokens, stats.hit_tokens, stats.prefilled_tokens) == (192, 192, 7)
         assert ssd(core).counts.written_blocks == 0, "what is there is not written again"
         assert ask(core, asked) == expected
-        assert core.stats().restored_tokens == 192, "the second time it is in RAM"
+        assert core.view.stats().restored_tokens == 192, "the second time it is in RAM"
 
 
 def test_kv_that_is_not_its_own_changes_the_text(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_blocks_of_any_size_are_read_back(family: str, block_size: int, tmp_path
             record_tokens=block_size,
         ) as core:
             assert [ask(core, tokens) for tokens in prompts] == expected
-            assert core.stats().failed == 0
+            assert core.view.stats().failed == 0
             if restarted:
                 whole = [len(tokens) // block_size * block_size for tokens in prompts]
-                assert core.stats().restored_tokens >= min(whole[0], len(asked) - 1)
+                assert core.view.stats().restored_tokens >= min(whole[0], len(asked) - 1)
                 core.prefixes.clear()
                 assert ask(core, turn) == expected[-1]
 
@@ -136,13 +136,13 @@ def test_what_is_answered_from_ram_stays_on_the_disk_too(
         for other in others:
             ask(core, other)
             ask(core, daily)
-        assert core.stats().restored_tokens == 144, "read once, then it was in RAM"
+        assert core.view.stats().restored_tokens == 144, "read once, then it was in RAM"
         assert ssd(core).counts.written_blocks == 5 * 9, "the daily ones never had to go"
     with running(tmp_path, ssd_cache_limit=limit) as core:
         ask(core, daily)
-        assert core.stats().restored_tokens == 144
+        assert core.view.stats().restored_tokens == 144
         ask(core, others[0])
-        assert core.stats().restored_tokens == 144, "there was no room for all"
+        assert core.view.stats().restored_tokens == 144, "there was no room for all"
 
 
 def test_files_of_what_is_in_ram_are_not_read_ahead(
@@ -159,7 +159,7 @@ def test_files_of_what_is_in_ram_are_not_read_ahead(
         ask(core, asked)
         ask(core, asked)
         assert len(ahead) == 5
-        core.explain(asked)
+        core.view.explain(asked)
         core.prefixes.clear()
         ask(core, asked)
         assert len(ahead) == 5 + 10
@@ -172,7 +172,7 @@ def test_what_was_evicted_is_read_back(tmp_path: Path) -> None:
         assert ask(core, asked) == expected
         core.prefixes.clear()
         assert ask(core, asked) == expected
-        assert core.stats().restored_tokens == 288
+        assert core.view.stats().restored_tokens == 288
 
 
 def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
     expected = cold_text(turn)
     with running(tmp_path) as core:
         assert ask(core, turn) == expected
-        assert core.stats().restored_tokens == 144, "of 160, but for the last token's block"
+        assert core.view.stats().restored_tokens == 144, "of 160, but for the last token's block"
 
 
 def test_branches_share_what_they_have_in_common(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_simultaneous_requests_read_the_disk_once(tmp_path: Path) -> None:
         settle(core)
         assert [said(handle) for handle in handles] == expected
         assert ssd(core).counts.read_blocks == 13, "12 in common, and the first one's own"
-        assert core.stats().hit_tokens == 192 * 4 + 16
+        assert core.view.stats().hit_tokens == 192 * 4 + 16
 
 
 def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
@@ -234,9 +234,9 @@ def test_tenants_do_not_meet_on_the_disk(tmp_path: Path) -> None:
         ask(core, asked, salt="a")
     with running(tmp_path) as core:
         ask(core, asked, salt="b")
-        assert core.stats().hit_tokens == 0
+        assert core.view.stats().hit_tokens == 0
         ask(core, asked, salt="a")
-        assert core.stats().hit_tokens == 192
+        assert core.view.stats().hit_tokens == 192
 
 
 def test_another_model_under_the_same_name_finds_nothing(tmp_path: Path) -> None:
@@ -246,10 +246,10 @@ def test_another_model_under_the_same_name_finds_nothing(tmp_path: Path) -> None
     expected = cold_text(asked, "gemma2")
     with running(tmp_path, "gemma2") as core:
         assert ask(core, asked) == expected
-        assert core.stats().hit_tokens == 0
+        assert core.view.stats().hit_tokens == 0
     with running(tmp_path, "llama", max_kv_size=512) as core:
         ask(core, asked)
-        assert core.stats().hit_tokens == 0, "another window is another fingerprint"
+        assert core.view.stats().hit_tokens == 0, "another window is another fingerprint"
 
 
 # ---- bounded
@@ -267,15 +267,15 @@ def test_others_decode_while_the_disk_is_read(
             slow = submit(core, asked)
             for _ in range(3):
                 core.step()
-            assert core.stats().restoring == 1
+            assert core.view.stats().restoring == 1
             monkeypatch.setattr(restoring_module, "ASK_SECONDS", 0.02)  # nobody answers now
             quick = submit(core, other)
             while not quick.ends:
                 core.step()
-                core.check()
+                core.view.check()
             assert said(quick) == expected[1]
-            assert core.stats().restoring == 1
-            held = core.stats().by_kind[Kind.TAILS.value]
+            assert core.view.stats().restoring == 1
+            held = core.view.stats().by_kind[Kind.TAILS.value]
             assert held > 288 * core.runner.token_bytes, "counted before it is there"
         settle(core)
         assert said(slow) == expected[0]
@@ -294,9 +294,9 @@ def test_a_disk_that_hangs_is_not_waited_for(
             handle = submit(core, asked)
             while not handle.ends:
                 core.step()
-                core.check()
+                core.view.check()
             assert said(handle) == expected
-            assert core.stats().restored_tokens == 0
+            assert core.view.stats().restored_tokens == 0
             assert core.tiers is not None
             assert core.tiers.paid_bytes == 288 * core.runner.token_bytes, "it is there still"
         settle(core)
@@ -313,9 +313,9 @@ def test_who_leaves_while_the_disk_is_read_leaves_nothing_behind(tmp_path: Path)
             handle = submit(core, asked)
             for _ in range(3):
                 core.step()
-            assert core.stats().restoring == 1
+            assert core.view.stats().restoring == 1
             handle.cancel()
-            core.check()
+            core.view.check()
         settle(core)
         assert core.ledger.used_bytes == before
 
@@ -331,7 +331,7 @@ def test_memory_of_a_restore_is_what_is_restored(tmp_path: Path) -> None:
         handle = submit(core, asked, max_tokens=1)
         core.admission.admit()
         until = time.monotonic() + SOON
-        while core.stats().restored_tokens < 896:  # a step without the model's part
+        while core.view.stats().restored_tokens < 896:  # a step without the model's part
             assert time.monotonic() < until
             core.restoring.take()
             core.restoring.begin()
@@ -349,7 +349,7 @@ def test_room_is_made_for_what_is_restored(tmp_path: Path) -> None:
         for turn in range(3):
             assert [ask(core, tokens) for tokens in asked] == expected, turn
         assert core.prefixes.counts.evicted_nodes > 0
-        assert core.stats().restored_tokens > 0
+        assert core.view.stats().restored_tokens > 0
 
 
 # ---- on bad days
@@ -368,11 +368,11 @@ def test_a_damaged_record_costs_itself_alone(block: int, tmp_path: Path) -> None
     path.write_bytes(raw)
     with running(tmp_path) as core:
         assert ask(core, asked) == expected
-        assert core.stats().restored_tokens == block * BLOCK
+        assert core.view.stats().restored_tokens == block * BLOCK
         assert ssd(core).counts.damaged_blocks == 1
     with running(tmp_path) as core:
         assert ask(core, asked) == expected
-        assert core.stats().restored_tokens == 192, "it was computed, and written again"
+        assert core.view.stats().restored_tokens == 192, "it was computed, and written again"
 
 
 def test_a_folder_that_cannot_be_used_costs_nobody_anything(tmp_path: Path) -> None:
@@ -389,14 +389,14 @@ def test_an_abort_in_mid_prefill_keeps_finished_blocks(tmp_path: Path) -> None:
     asked = prompt(300)
     with running(tmp_path) as core:
         handle = submit(core, asked)
-        while core.stats().prefilled_tokens < 128:
+        while core.view.stats().prefilled_tokens < 128:
             core.step()
         handle.cancel()
         settle(core)
     assert len(files(tmp_path)) == 8
     with running(tmp_path) as core:
         assert ask(core, asked) == cold_text(asked)
-        assert core.stats().restored_tokens == 128
+        assert core.view.stats().restored_tokens == 128
 
 
 def test_cheap_blocks_are_written_when_they_are_asked_for_again(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_clear_empties_the_disk_too(tmp_path: Path) -> None:
         settle(core)
         assert not files(tmp_path)
         ask(core, prompt(200))
-        assert core.stats().hit_tokens == 0
+        assert core.view.stats().hit_tokens == 0
 
 
 def test_clear_while_the_disk_is_read_changes_no_text(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_clear_while_the_disk_is_read_changes_no_text(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         with stalled(core):
             handle = submit(core, asked)
-            while core.stats().restoring == 0:
+            while core.view.stats().restoring == 0:
                 core.step()
             core.clear()
         settle(core)
@@ -461,15 +461,15 @@ def test_what_is_worth_most_is_read_ahead_of_all_requests(tmp_path: Path) -> Non
         ask(core, branches[0])  # is used last
     with running(tmp_path) as core:
         assert core.preload() == 192 + 64 + 304, "and answers are there, too"
-        core.check()
+        core.view.check()
         reads = ssd(core).counts.read_blocks
         assert [ask(core, branch) for branch in branches] == expected
         assert ssd(core).counts.read_blocks == reads
-        assert core.stats().hit_tokens == 2 * 191
+        assert core.view.stats().hit_tokens == 2 * 191
     with running(tmp_path) as core:
         core.set_limit(core.budget.fixed_bytes + 240 * core.runner.token_bytes)
         assert core.preload() == 192, "the one that was used last; nothing gives way for others"
-        core.check()
+        core.view.check()
         core.set_limit(200_000_000)
     with running(None) as core:
         assert core.preload() == 0
@@ -479,11 +479,11 @@ def test_what_is_on_the_disk_is_explained(tmp_path: Path) -> None:
     with running(tmp_path) as core:
         ask(core, prompt(200))
         core.prefixes.clear()
-        found = core.explain(prompt(200), ask_disk=True)
+        found = core.view.explain(prompt(200), ask_tiers=True)
         assert (found.held_tokens, found.tier_tokens) == (0, 192)
         assert "192 tokens are on the disk" in found.reason
-        assert core.explain(prompt(200)).tier_tokens is None, "nobody asked"
-        assert core.explain(prompt(200, 9), ask_disk=True).tier_tokens == 0
+        assert core.view.explain(prompt(200)).tier_tokens is None, "nobody asked"
+        assert core.view.explain(prompt(200, 9), ask_tiers=True).tier_tokens == 0
 
 
 def test_a_hit_in_memory_allocates_nothing_and_evicting_is_told(
@@ -494,11 +494,11 @@ def test_a_hit_in_memory_allocates_nothing_and_evicting_is_told(
     with running(None, hot_cache_only=True) as core:
         ask(core, prompt(200))
         before = {id(node.segment.layers[0][0]) for node in core.prefixes.tree}
-        copied = core.stats().copied_bytes
+        copied = core.view.stats().copied_bytes
         ask(core, prompt(200))
         after = {id(node.segment.layers[0][0]) for node in core.prefixes.tree}
         assert before == after
-        assert core.stats().copied_bytes == copied
+        assert core.view.stats().copied_bytes == copied
         core.prefixes.clear()
     assert "tokens is evicted" in caplog.text
 
@@ -509,7 +509,7 @@ def test_hot_cache_only_means_it(tmp_path: Path) -> None:
         ask(core, prompt(200))
         ask(core, prompt(200))
         assert core.tiers is None
-        assert core.stats().ssd is None
+        assert core.view.stats().ssd is None
         assert threading.active_count() == threads
     with (
         pytest.raises(SettingError, match="hot_cache_only"),

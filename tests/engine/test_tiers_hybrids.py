@@ -52,7 +52,7 @@ def checkpoint_file(folder: Path, core: Core, blocks: int) -> Path:
 def restored(folder: Path) -> tuple[int, tuple[int, ...]]:
     with running(folder, FAMILY) as core:
         answer = ask(core, PROMPT)
-        return core.stats().restored_tokens, answer
+        return core.view.stats().restored_tokens, answer
 
 
 def test_a_prompt_goes_on_after_a_restart(folder: Path) -> None:
@@ -65,7 +65,7 @@ def test_blocks_of_any_size_are_read_back(block_size: int, tmp_path: Path) -> No
     for restored in (0, boundary, boundary):
         with running(tmp_path, FAMILY, block_size=block_size) as core:
             assert ask(core, PROMPT) == expected
-            assert core.stats().restored_tokens == restored
+            assert core.view.stats().restored_tokens == restored
             assert ask(core, PROMPT) == expected
 
 
@@ -93,15 +93,15 @@ def test_blocks_in_memory_need_the_checkpoint_alone(folder: Path) -> None:
         assert core.checkpoints is not None
         for node in list(core.prefixes.tree):
             core.checkpoints._replace(node, [], range(1_000))
-        read = core.stats().ssd
+        read = core.view.stats().ssd
         assert read is not None
         handle = submit(core, PROMPT)
         settle(core)
         assert said(handle) == first
-        after = core.stats().ssd
+        after = core.view.stats().ssd
         assert after is not None
         assert after.counts.read_blocks - read.counts.read_blocks == 1
-        assert core.stats().restored_tokens == 128
+        assert core.view.stats().restored_tokens == 128
 
 
 def test_what_is_worth_most_is_read_ahead_with_its_checkpoint(folder: Path) -> None:
@@ -111,14 +111,14 @@ def test_what_is_worth_most_is_read_ahead_with_its_checkpoint(folder: Path) -> N
         expected = [ask(core, prompt) for prompt in (other, branch, PROMPT)]
     with running(folder, FAMILY) as core:
         assert core.preload() == 64 + 64 + 32
-        core.check()
+        core.view.check()
         held = [each.at for node in core.prefixes.tree for each in node.segment.checkpoints]
         assert len(held) == 3
-        read = core.stats().ssd
+        read = core.view.stats().ssd
         assert read is not None
         assert [ask(core, prompt) for prompt in (other, branch, PROMPT)] == expected
-        assert core.stats().hit_tokens == 3 * 64
-        after = core.stats().ssd
+        assert core.view.stats().hit_tokens == 3 * 64
+        after = core.view.stats().ssd
         assert after is not None
         assert after.counts.read_blocks == read.counts.read_blocks
     with running(folder, FAMILY) as core:
@@ -130,7 +130,7 @@ def test_nothing_gives_way_for_what_is_read_ahead(folder: Path) -> None:
     with running(folder, FAMILY) as core:
         core.set_limit(core.budget.fixed_bytes + 70 * core.runner.token_bytes)
         assert core.preload() == 0, "the states have no room"
-        core.check()
+        core.view.check()
         core.set_limit(200_000_000)
         assert core.preload() == 64
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_is_damaged_is_not_read_ahead(folder: Path) -> None:
     file.write_bytes(raw)
     with running(folder, FAMILY) as core:
         core.preload()
-        core.check()
+        core.view.check()
         assert ask(core, PROMPT) == fresh()
 
 
@@ -184,14 +184,14 @@ def test_a_session_takes_its_checkpoints_along(tmp_path: Path) -> None:
     file = tmp_path / "session.tar"
     for name in ("one", "other"):
         with Engine(model, None, ssd_cache_dir=tmp_path / name, **settings) as engine:
-            engine.later(_everything_is_worth_the_disk).result()
+            engine._later(_everything_is_worth_the_disk).result()
             if name == "one":
-                answer = engine.later(lambda core: submit(core, PROMPT)).result().result(SOON)
+                answer = engine._later(lambda core: submit(core, PROMPT)).result().result(SOON)
                 saved = save_session(engine, file, PROMPT)
                 assert saved.tokens == 4 * BLOCK
                 continue
             assert load_session(engine, file).tokens == saved.tokens
-            again = engine.later(lambda core: submit(core, PROMPT)).result().result(SOON)
+            again = engine._later(lambda core: submit(core, PROMPT)).result().result(SOON)
             assert again[0].tokens == answer[0].tokens
             assert engine.stats().restored_tokens == 64
 

@@ -48,9 +48,9 @@ def ask(core: Core, tokens: Sequence[int] = PROMPT) -> tuple[int, ...]:
 
 def assert_right(core: Core, tokens: Sequence[int] = PROMPT) -> int:
     """See that the answer is what plain mlx-lm says; return how much was read from the disk."""
-    before = core.stats().restored_tokens
+    before = core.view.stats().restored_tokens
     assert ask(core, tokens) == solo(tuple(tokens), SAID)
-    return core.stats().restored_tokens - before
+    return core.view.stats().restored_tokens - before
 
 
 def assert_in_order(folder: Path, limit_bytes: int) -> None:

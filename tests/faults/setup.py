@@ -69,7 +69,7 @@ class Setup:
         mx.set_cache_limit(0)  # the core has set one
         self.model = Faulty(self.core.runner.model)
         self.core.runner.model = self.model
-        self.others = mx.get_active_memory() - self.core.held_bytes
+        self.others = mx.get_active_memory() - self.core.view.held_bytes
         self.fixed = self.core.ledger.used_bytes
         self.asked: list[Handle] = []
 
@@ -98,7 +98,7 @@ class Setup:
             if not self.core.step():
                 break
             self.check()
-        assert self.core.idle
+        assert self.core.view.idle
 
     def sequence(self, handle: Handle) -> Sequence:
         """Return the last answer's inside."""
@@ -113,9 +113,9 @@ class Setup:
 
     def check(self) -> None:
         """See that account, arrays and MLX agree to the byte."""
-        self.core.check()
+        self.core.view.check()
         assert self.core.ledger.used_bytes <= self.core.ledger.limit_bytes
-        assert mx.get_active_memory() - self.others == self.core.held_bytes
+        assert mx.get_active_memory() - self.others == self.core.view.held_bytes
 
 
 def end_of(handle: Handle, choice: int = 0) -> Finish:

@@ -274,7 +274,7 @@ def test_a_flip_changes_the_text_if_nobody_looks_at_the_hash(
         patch.setattr(record, "_hash_of", lambda words, arrays: words.get("xxh3", ""))
         with running(folder) as core:
             assert ask(core) != solo(PROMPT, SAID)
-            assert core.stats().restored_tokens == WHOLE
+            assert core.view.stats().restored_tokens == WHOLE
     with running(folder) as core:
         assert assert_right(core) == 0
         assert ssd(core).counts.damaged_blocks == 1, "nothing is read behind the first"
@@ -458,7 +458,7 @@ def longest_step_seconds(core: Core, *handles: Handle) -> float:
         started = time.monotonic()
         core.step()
         longest = max(longest, time.monotonic() - started)
-        core.check()
+        core.view.check()
     return longest
 
 
@@ -581,7 +581,7 @@ def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
                 assert time.monotonic() < until
             assert_right(core)
         assert ssd(core).faults == 1
-        assert core.stats().restored_tokens > 0
+        assert core.view.stats().restored_tokens > 0
     assert len(files(folder)) >= BLOCKS
 
 

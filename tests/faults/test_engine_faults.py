@@ -83,7 +83,7 @@ def test_a_failed_decode_step_fails_who_was_in_it_and_nobody_else(how: Fault) ->
         setup.drain()
         assert_right(prefilling)
         assert_right(waiting)
-        stats = setup.core.stats()
+        stats = setup.core.view.stats()
         assert (stats.requests, stats.finished, stats.failed) == (4, 4, 2)
         again = setup.ask(running[0].request.prompt)
         setup.drain()
@@ -282,13 +282,13 @@ def test_out_of_memory_shrinks_the_cache_tries_again_and_then_fails_one(
         for _ in range(4):  # what nobody reads any more
             setup.ask(2 * BLOCK + 1, max_tokens=1)
         setup.drain()
-        held = setup.core.stats().nodes
+        held = setup.core.view.stats().nodes
         running, prefilling, waiting = crowd(setup)
-        before = setup.core.stats()
+        before = setup.core.view.stats()
         setup.model.arm(runs_out_of_memory, times, only=only)
         setup.drain()
         assert not setup.model.times
-        after = setup.core.stats()
+        after = setup.core.view.stats()
         if times == 1:
             assert 0 < after.evicted_nodes - before.evicted_nodes < held, "half of it goes"
         handles = [*running, prefilling, waiting]
@@ -369,7 +369,7 @@ def test_a_merge_that_fails_fails_nobody(monkeypatch: pytest.MonkeyPatch, after:
         setup.drain()
         assert no_room.times == 0, "nothing was merged"
         assert_right(handle)
-        assert setup.core.stats().out_of_memory == 1
+        assert setup.core.view.stats().out_of_memory == 1
         again = setup.ask(handle.request.prompt)
         setup.drain()
         assert_right(again)
@@ -408,8 +408,8 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
         assert (error.room_bytes, error.limit_bytes) == (100_000, setup.fixed + 100_000)
         assert error.needed_bytes > 499 * setup.core.runner.token_bytes
         assert error.status == 413
-        assert setup.core.idle
-        assert setup.core.stats().requests == 0
+        assert setup.core.view.idle
+        assert setup.core.view.stats().requests == 0
         setup.check()
         # One byte decides.
         handle = None
@@ -459,7 +459,7 @@ def test_a_full_queue_refuses_all_answers_of_a_request() -> None:
             setup.ask(SHORT)
         assert (caught.value.waiting, caught.value.added, caught.value.max_queue) == (4, 1, 4)
         assert caught.value.status == 429
-        assert setup.core.stats().requests == 4
+        assert setup.core.view.stats().requests == 4
         setup.step()
         after = setup.ask(SHORT)  # three have a place now
         setup.drain()
@@ -475,7 +475,7 @@ def test_a_token_that_the_model_does_not_have() -> None:
             setup.ask((5, 512))
         with pytest.raises(SettingError, match="logit_bias names token 512"):
             setup.ask((5,), sampling=Sampling(logit_bias={512: 1.0}))
-        assert setup.core.idle
+        assert setup.core.view.idle
 
 
 # ---- leaving early
@@ -583,7 +583,7 @@ def test_a_higher_priority_preempts_the_latest_of_the_lowest() -> None:
         setup.drain()
         for handle in (*low, high):
             assert_right(handle)
-        assert setup.core.stats().preemptions == 1
+        assert setup.core.view.stats().preemptions == 1
         assert end_of(low[2]).usage.cached_tokens == 0, "its own work is no hit"
 
 
@@ -595,7 +595,7 @@ def test_preempted_again_and_again_an_answer_stays_right() -> None:
             setup.step(4)
             high.append(setup.ask(SHORT, 2, priority=1))
         setup.drain()
-        assert setup.core.stats().preemptions == 10
+        assert setup.core.view.stats().preemptions == 10
         for handle in (low, *high):
             assert_right(handle)
 
@@ -610,7 +610,7 @@ def test_preempted_while_prefilling() -> None:
         setup.drain()
         for handle in (long, *high):
             assert_right(handle)
-        stats = setup.core.stats()
+        stats = setup.core.view.stats()
         assert (stats.preemptions, stats.hit_tokens) == (1, 0)
         assert stats.prompt_tokens == LONG + 3 * SHORT
         assert stats.prefilled_tokens == LONG - 1 + 3 * (SHORT - 1), "what was read is read again"
@@ -624,7 +624,7 @@ def test_equal_priorities_wait_for_their_turn() -> None:
         setup.step()
         assert setup.state(later) is State.WAITING
         setup.drain()
-        assert setup.core.stats().preemptions == 0
+        assert setup.core.view.stats().preemptions == 0
         for handle in (*first, later):
             assert_right(handle)
 
@@ -652,7 +652,7 @@ def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyP
         looks.clear()
         running = setup.ask(SHORT)
         setup.step()
-        found = {p: setup.core.explain(p) for p in (old, cold, warm)}
+        found = {p: setup.core.view.explain(p) for p in (old, cold, warm)}
         assert {p for p in found if found[p].held_tokens < 5 * BLOCK} == {cold}
         assert found[cold].given_up_for == "pressure"
         assert "memory" in found[cold].reason
@@ -713,7 +713,8 @@ def test_what_is_let_go_of_is_free_without_the_garbage_collector() -> None:
             setup.core.prefixes.clear()
             setup.check()
             assert (
-                setup.core.held_bytes == setup.core.budget.weights_bytes + setup.core.tails.nbytes
+                setup.core.view.held_bytes
+                == setup.core.budget.weights_bytes + setup.core.tails.nbytes
             )
 
 
@@ -743,7 +744,7 @@ def test_close_counts_only_weights_and_the_empty_index() -> None:
         left = {kind: n for kind, n in setup.core.ledger.by_class().items() if n}
         weights, index = setup.core.budget.weights_bytes, setup.core.prefixes.fixed_bytes
         assert left == {Kind.WEIGHTS: weights, Kind.INDEX: index}
-        assert setup.core.idle
+        assert setup.core.view.idle
         setup.fixed = weights + index
 
 

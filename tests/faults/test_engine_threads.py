@@ -144,7 +144,7 @@ async def read_all(handle: Handle) -> list[Event]:
 def test_an_event_loop_reads_many_answers_and_never_waits(engine: Engine) -> None:
     async def one(seed: int) -> Handle:
         handle = engine.open(Request(prompt=prompt_of(20, seed), max_tokens=12))
-        await asyncio.wrap_future(engine.later(lambda core: core.enqueue(handle)))
+        await asyncio.wrap_future(engine.enqueue([handle]))
         events = await read_all(handle)
         assert len(events) == 13
         return handle
@@ -182,7 +182,7 @@ def test_a_listener_that_raises_ends_nothing(
         raise RuntimeError("Event loop is closed")
 
     handle.listen(broken)
-    asked = engine.later(lambda core: core.enqueue(handle))
+    asked = engine.enqueue([handle])
     stalled.set()
     asked.result(SOON)
     handle.result(SOON)
@@ -195,13 +195,13 @@ def test_a_listener_that_raises_ends_nothing(
 def test_what_raises_later_raises_in_the_future(engine: Engine) -> None:
     handle = engine.open(Request(prompt=(100_000,)))
     with pytest.raises(SettingError, match="the model knows 512 tokens"):
-        engine.later(lambda core: core.enqueue(handle)).result(SOON)
-    assert engine.later(lambda core: core.idle).result(SOON)
+        engine.enqueue([handle]).result(SOON)
+    assert engine.ask(lambda view: view.idle).result(SOON)
 
 
 def test_a_request_that_is_cancelled_before_it_is_in_is_not_left_running(engine: Engine) -> None:
     handle = engine.open(Request(prompt=prompt_of(10), max_tokens=ENDLESS))
-    asked = engine.later(lambda core: core.enqueue(handle))
+    asked = engine.enqueue([handle])
     handle.cancel()
     asked.result(SOON)
     assert handle.result(SOON)[0].finish is not None
@@ -251,7 +251,7 @@ def test_no_call_is_lost_while_the_engine_closes() -> None:
 
     def many() -> None:
         for _ in range(2_000):
-            futures.append(engine.later(lambda core: core.idle))
+            futures.append(engine.ask(lambda view: view.idle))
 
     run_all(many, many, engine.close)
     for future in futures:
@@ -441,7 +441,7 @@ def test_a_call_that_is_being_done_when_the_wait_is_over_is_waited_for(
         time.sleep(0.3)
         return 7
 
-    assert engine._ask(slow) == 7
+    assert engine._wait(engine._later(slow)) == 7
 
 
 def stall(engine: Engine) -> threading.Event:
@@ -465,7 +465,7 @@ def test_a_call_that_is_not_answered_in_time_is_never_made(
     go_on = stall(engine)
     try:
         monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 0.4)
-        with pytest.raises(TimeoutError, match="did not look up"):
+        with pytest.raises(TimeoutError, match="did not respond"):
             ask(engine, seed=1)
     finally:
         monkeypatch.undo()

@@ -15,8 +15,8 @@ def ask(core: Core, prompt: Sequence[int], tokens: int = 8, **more: Any) -> Hand
 
 
 def recount(core: Core) -> None:
-    core.check()
-    stats = core.stats()
+    core.view.check()
+    stats = core.view.stats()
     assert stats.held_bytes <= stats.used_bytes <= stats.limit_bytes
 
 

@@ -158,8 +158,8 @@ def _check_restart(family: str, model: Any) -> None:
                 handle = _submit(core, prompt)
                 settle(core)
                 _check(family, model, "after a restart", handle)
-                if core.stats().restored_tokens != (0 if family in WHOLE else found):
-                    raise Differs(f"{family}: {core.stats().restored_tokens} tokens restored")
+                if core.view.stats().restored_tokens != (0 if family in WHOLE else found):
+                    raise Differs(f"{family}: {core.view.stats().restored_tokens} tokens restored")
 
 
 def _check_window(family: str, model: Any) -> None:
@@ -252,7 +252,7 @@ def _ask(core: Core, prompt: Sequence[int]) -> Handle:
 def _drain(core: Core) -> None:
     while core.step():
         pass
-    core.check()
+    core.view.check()
 
 
 def _cached(handle: Handle) -> int:

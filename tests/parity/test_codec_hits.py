@@ -153,7 +153,7 @@ def test_it_is_the_same_cold_warm_restored_and_after_damage(case: Case, tmp_path
             if wanted is not None:
                 same(found, wanted)
         assert blocks(core, ASKED) == held, "they are the same to the bit"
-        assert core.stats().hit_tokens > 0
+        assert core.view.stats().hit_tokens > 0
         same(ask(core, ASKED), expected)
         together = [submit(core, tokens) for tokens in (ASKED, BRANCH, ASKED)]
         settle(core)
@@ -163,7 +163,7 @@ def test_it_is_the_same_cold_warm_restored_and_after_damage(case: Case, tmp_path
     with engine(case, tmp_path) as core:
         same(ask(core, ASKED), expected)
         assert blocks(core, ASKED) == held
-        assert core.stats().restored_tokens == len(held) * case.block_size
+        assert core.view.stats().restored_tokens == len(held) * case.block_size
         key = core.prefixes.block_hashes(list(ASKED))[len(held) // 2]
     (damaged,) = [file for file in files(tmp_path) if key.hex() in file.name]
     raw = bytearray(damaged.read_bytes())

@@ -50,7 +50,7 @@ def with_disk(
 
 
 def restored(core: Core) -> int:
-    return core.stats().restored_tokens
+    return core.view.stats().restored_tokens
 
 
 @every_family
@@ -70,7 +70,7 @@ def test_computed_from_memory_from_the_disk_and_after_a_restart(
         again = ask(core, BASE, 24)
         drain(core)
         check(family, again)
-        assert (restored(core), core.stats().prefilled_tokens) == (64, 5)
+        assert (restored(core), core.view.stats().prefilled_tokens) == (64, 5)
         core.prefixes.clear()
         turn = ask(core, (*BASE, *answer(again), *prompt_of(4)), 16)
         drain(core)
@@ -92,7 +92,7 @@ def test_several_at_once_of_which_the_disk_has_a_part(
         drain(core)
         check(family, *handles)
         assert restored(core) == 64
-        assert core.stats().hit_tokens == 64 + 32 + 64
+        assert core.view.stats().hit_tokens == 64 + 32 + 64
     with with_disk(model, tmp_path, record_tokens=record_tokens) as core:
         handles = [ask(core, prompt, 20) for prompt in (BASE, FORK, OTHER, TURN)]
         drain(core)

@@ -54,8 +54,8 @@ def engine(**settings: Any) -> Iterator[Core]:
     core = Core(model(), **{**SMALL, **settings})
     try:
         yield core
-        core.check()
-        assert core.idle
+        core.view.check()
+        assert core.view.idle
         assert core.prefixes.tree.pins == 0
     finally:
         core.close()
@@ -140,7 +140,7 @@ def test_a_restart_reads_rows_and_states_from_the_disk(
             handle = ask(core, BASE, 20)
             settle(core)
             said(handle)
-            assert core.stats().restored_tokens == restored
+            assert core.view.stats().restored_tokens == restored
 
 
 def test_conversations_hold_the_rows_of_their_prompt_once() -> None:

@@ -61,7 +61,7 @@ def engine(model: Any, **settings: Any) -> Iterator[Core]:
     try:
         yield core
         recount(core)
-        assert core.idle and core.prefixes.tree.pins == 0
+        assert core.view.idle and core.prefixes.tree.pins == 0
         assert core.tails.free_slots == core.tails.slots
     finally:
         core.close()
@@ -106,12 +106,12 @@ def test_cold_and_warm_and_the_next_turn(family: str) -> None:
         way = "shared" if family in SHARED_FAMILIES else "joined"
         assert core.runner.fitness.way == way, core.runner.fitness.why
         for hits, computed in ((0, 69), (64, 5)):
-            before = core.stats().prefilled_tokens
+            before = core.view.stats().prefilled_tokens
             handle = ask(core, BASE, 12)
             drain(core)
             check(family, handle)
             assert cached(handle) == hits
-            assert core.stats().prefilled_tokens - before == computed
+            assert core.view.stats().prefilled_tokens - before == computed
         # What was generated was committed, too: 70 + 11 tokens have five whole blocks.
         turn = ask(core, (*BASE, *answer(handle), *prompt_of(4)), 12)
         drain(core)
@@ -126,11 +126,11 @@ def test_a_prompt_that_is_held_to_its_end_is_not_computed(family: str) -> None:
     with engine(model_of(family), **SMALL) as core:
         first = ask(core, prompt, 20)
         drain(core)
-        before = core.stats()
+        before = core.view.stats()
         again = [ask(core, prompt, 20), ask(core, prompt, 3), ask(core, (*prompt, 7), 20)]
         drain(core, 1)
         assert len(again[0].events()) == 1, "the first step gave no token"
-        after = core.stats()
+        after = core.view.stats()
         assert after.prefilled_tokens == before.prefilled_tokens
         assert after.copied_bytes == before.copied_bytes
         drain(core)
@@ -229,8 +229,8 @@ def test_simultaneous_requests_compute_what_they_share_once(family: str) -> None
         check(family, *handles)
         # The four blocks of BASE, three of which are the fork's; what is no whole block, and
         # the fork's last eleven tokens, each for himself. The last token is decoded.
-        assert core.stats().prefilled_tokens == 64 + 3 * 5 + 2 * 11
-        assert core.stats().hit_tokens == 2 * 64 + 2 * 48
+        assert core.view.stats().prefilled_tokens == 64 + 3 * 5 + 2 * 11
+        assert core.view.stats().hit_tokens == 2 * 64 + 2 * 48
 
 
 @every_kind
@@ -239,12 +239,12 @@ def test_joined_while_the_prompt_is_being_read(family: str) -> None:
     with engine(model_of(family), block_size=8, prefill_chunk=8) as core:
         first = ask(core, BASE, 20)
         drain(core, 3)
-        assert core.stats().prefilled_tokens == 24
+        assert core.view.stats().prefilled_tokens == 24
         second, fork = ask(core, BASE, 20), ask(core, (*BASE[:50], 3, 1, 4), 20)
         drain(core)
         check(family, first, second, fork)
         assert (cached(second), cached(fork)) == (64, 48)
-        assert core.stats().prefilled_tokens == 69 + 5 + 4
+        assert core.view.stats().prefilled_tokens == 69 + 5 + 4
 
 
 @every_kind
@@ -321,7 +321,7 @@ def test_prompts_that_drive_each_other_out(family: str) -> None:
     with engine(model_of(family), **SMALL, max_kv_size=256) as core:
         probe = ask(core, BASE, 1)
         core.step()
-        needed = core.stats().used_bytes
+        needed = core.view.stats().used_bytes
         probe.cancel()
         core.prefixes.clear()
         core.set_limit(needed + 40 * core.runner.token_bytes)
@@ -329,7 +329,7 @@ def test_prompts_that_drive_each_other_out(family: str) -> None:
             handles = [ask(core, prompt, 12) for prompt in prompts]
             drain(core)
             check(family, *handles)
-        assert core.stats().evicted_nodes >= 3
+        assert core.view.stats().evicted_nodes >= 3
 
 
 @pytest.mark.parametrize(("family", "steps"), each(KINDS, (1, 3, 12)))
@@ -341,7 +341,7 @@ def test_after_parking(family: str, steps: int) -> None:
         high = ask(core, (*BASE[:40], *prompt_of(9, 3)), 10, priority=1)
         drain(core)
         check(family, low, high)
-        assert core.stats().preemptions == 1
+        assert core.view.stats().preemptions == 1
         assert cached(low) == 0, "its own work was counted as a hit"
 
 
@@ -405,7 +405,7 @@ def receive(
 ) -> None:
     """Let guests come and go, and preempt some on the way; compare what each was told."""
     coming, here, now = guests(dice, count), [], 0
-    while coming or not core.idle:
+    while coming or not core.view.idle:
         while coming and coming[-1].arrives <= now:
             guest = coming.pop()
             here.append((guest, ask(core, guest.prompt, guest.tokens, salt=guest.salt)))
@@ -529,9 +529,9 @@ def test_a_crowd_in_windows_with_little_memory() -> None:
 
     settings = {"max_kv_size": 48, "keep": 12, "block_size": 8, "prefill_chunk": 16}
     with engine(model_of("llama"), **settings, max_batch_size=4) as core:
-        core.set_limit(core.stats().used_bytes + 200 * core.runner.token_bytes)
+        core.set_limit(core.view.stats().used_bytes + 200 * core.runner.token_bytes)
         receive(core, random.Random(4), 10, reference)
-        assert core.stats().evicted_nodes > 0
+        assert core.view.stats().evicted_nodes > 0
 
 
 # ---- sampling
@@ -594,7 +594,7 @@ def test_choices_are_drawn_each_by_its_own_seed_from_one_reading(family: str) ->
         texts = [answer(handle, choice) for choice in range(3)]
         assert texts == [drawn_text(family, BASE, "seeded", choice) for choice in range(3)]
         assert len(set(map(tuple, texts))) == 3
-        assert core.stats().prefilled_tokens == 64 + 3 * 5
+        assert core.view.stats().prefilled_tokens == 64 + 3 * 5
 
 
 def test_other_seeds_and_none_draw_other_texts() -> None:

@@ -41,8 +41,8 @@ def engine(model: Any, **settings: Any) -> Iterator[Core]:
     core = Core(model, **{"memory_limit": "400MB", **SMALL, **settings})
     try:
         yield core
-        core.check()
-        assert core.idle
+        core.view.check()
+        assert core.view.idle
         assert core.prefixes.tree.pins == 0
         core.prefixes.clear()
         assert core.ledger.by_class()[Kind.CHECKPOINTS] == 0
@@ -67,12 +67,12 @@ def test_cold_and_warm_and_the_next_turn(family: str) -> None:
     with engine(model_of(family)) as core:
         assert core.runner.fitness.way == "shared", core.runner.fitness.why
         for hits, computed in ((0, 69), (64, 5)):
-            before = core.stats().prefilled_tokens
+            before = core.view.stats().prefilled_tokens
             handle = ask(core, BASE, 24)
             drain(core)
             check(family, handle)
             assert cached(handle) == hits
-            assert core.stats().prefilled_tokens - before == computed
+            assert core.view.stats().prefilled_tokens - before == computed
         # 70 + 23 tokens have five whole blocks, and the state was kept at the last one's end.
         turn = ask(core, (*BASE, *answer(handle), *prompt_of(4)), 24)
         drain(core)
@@ -89,12 +89,12 @@ def test_a_prompt_that_parts_is_read_again_from_the_last_checkpoint(family: str)
     with engine(model_of(family)) as core:
         first = ask(core, BASE, 8)
         drain(core)
-        found = core.explain(list(other))
+        found = core.view.explain(list(other))
         assert (found.held_tokens, found.resume_tokens) == (48, 32)
         assert "32" in found.reason
         second = ask(core, other, 8)
         drain(core)
-        assert core.explain(list(third)).resume_tokens == 48
+        assert core.view.explain(list(third)).resume_tokens == 48
         last = ask(core, third, 8)
         drain(core)
         check(family, first, second, last)
@@ -122,7 +122,7 @@ def test_who_asks_for_the_same_at_once_waits_for_one(family: str) -> None:
         handles = [ask(core, BASE, 12) for _ in range(4)]
         drain(core)
         check(family, *handles)
-        assert core.stats().prefilled_tokens < 69 + 3 * 16
+        assert core.view.stats().prefilled_tokens < 69 + 3 * 16
 
 
 @every_family
@@ -136,7 +136,7 @@ def test_preempted_cancelled_and_failed_ones_leave_nothing(family: str) -> None:
         gone.cancel()
         drain(core)
         check(family, *slow, urgent)
-        assert core.stats().preemptions > 0
+        assert core.view.stats().preemptions > 0
 
 
 @every_family
@@ -155,7 +155,7 @@ def test_little_memory(family: str) -> None:
             handles.append(ask(core, (*BASE[:48], *prompt_of(60, seed=number)), 10))
             drain(core)
         check(family, *handles)
-        assert core.stats().evicted_nodes > 0
+        assert core.view.stats().evicted_nodes > 0
 
 
 def test_a_state_of_another_boundary_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

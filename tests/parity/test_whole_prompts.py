@@ -43,8 +43,8 @@ def engine(**settings: Any) -> Iterator[Core]:
         core = Core(model(), **{**SMALL, **settings})
         try:
             yield core
-            core.check()
-            assert core.idle
+            core.view.check()
+            assert core.view.idle
         finally:
             core.close()
 
@@ -123,8 +123,8 @@ def test_nothing_of_it_is_written_or_held(tmp_path: Path) -> None:
                 handle = ask(core, prompt_of(70, seed=1))
                 settle(core)
                 check(handle)
-                assert core.explain(handle.request.prompt).held_tokens == 0
-                assert "nothing of this model is shared" in core.explain([1]).reason
+                assert core.view.explain(handle.request.prompt).held_tokens == 0
+                assert "nothing of this model is shared" in core.view.explain([1]).reason
                 assert not list(tmp_path.glob("**/*.safetensors"))
 
 

@@ -55,7 +55,7 @@ def thin(core: Core) -> int:
     """Drop all that nobody needs; return the bytes."""
     assert core.windows is not None
     freed = core.windows.relieve(ALL)
-    core.check()
+    core.view.check()
     assert core.windows.relieve(ALL) == 0
     return freed
 
@@ -89,16 +89,16 @@ def test_the_next_turn_goes_on_and_the_same_prompt_is_read_again(family: str) ->
         assert cached(turn) == 80
         thin(core)
         for hits, computed in ((0, 69), (64, 5)):
-            explained = core.explain(list(BASE))
+            explained = core.view.explain(list(BASE))
             assert explained.held_tokens == 64
             assert explained.resume_tokens == (0 if computed > 64 else None)
             assert ("windows go on from token 0" in explained.reason) == (computed > 64)
-            before = core.stats().prefilled_tokens
+            before = core.view.stats().prefilled_tokens
             again = ask(core, BASE, 24)
             drain(core)
             check(family, again)
             assert cached(again) == hits
-            assert core.stats().prefilled_tokens - before == computed
+            assert core.view.stats().prefilled_tokens - before == computed
 
 
 @every_family
@@ -122,8 +122,8 @@ def test_the_last_turn_can_be_said_again_while_there_is_room_for_that(family: st
         assert core.prefixes.tree.tokens == 144, "150 tokens and an answer"
         excess = node_bytes(core) - needed_bytes(core, 144)
         assert core.windows.relieve(excess) == excess, "of its first prompt nothing is left"
-        assert core.explain(list(turn.request.prompt)).resume_tokens is None
-        assert core.explain(list(BASE)).resume_tokens == 0
+        assert core.view.explain(list(turn.request.prompt)).resume_tokens is None
+        assert core.view.explain(list(BASE)).resume_tokens == 0
 
 
 @every_family
@@ -163,7 +163,7 @@ def test_all_at_once(family: str) -> None:
                 thin(core)
         check(family, *handles)
         # What the two that ask for the same share is computed once.
-        assert core.stats().prefilled_tokens < 69 + 69 + 3 + 32 + 2 * 14
+        assert core.view.stats().prefilled_tokens < 69 + 69 + 3 + 32 + 2 * 14
 
 
 def crowd_reference(family: str) -> Callable[[Guest], list[Step]]:
@@ -202,9 +202,9 @@ def test_a_crowd_with_little_memory(family: str) -> None:
             + core.estimator.decode_bytes(120)
             + core.estimator.prefill_bytes(120)
         )
-        core.set_limit(core.stats().used_bytes + room + 120 * core.runner.token_bytes)
+        core.set_limit(core.view.stats().used_bytes + room + 120 * core.runner.token_bytes)
         receive(core, random.Random(5), 16, crowd_reference(family))
-        assert core.stats().evicted_nodes > 0
+        assert core.view.stats().evicted_nodes > 0
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gear"])
@@ -242,10 +242,10 @@ def test_thinning_comes_before_giving_up() -> None:
         core.set_limit(core.ledger.used_bytes - spare // 2 - spare // 4)
         assert held()[:2] == [whole - spare, whole]
         assert whole > held()[2] > whole - spare
-        assert core.stats().evicted_nodes == 0
+        assert core.view.stats().evicted_nodes == 0
         core.set_limit(core.ledger.used_bytes - whole)
-        assert core.stats().evicted_nodes > 0
-        core.check()
+        assert core.view.stats().evicted_nodes > 0
+        core.view.check()
 
 
 def test_what_nobody_can_go_on_from_any_more_goes_at_once() -> None:
@@ -267,7 +267,7 @@ def test_what_runs_gives_way_to_who_waits() -> None:
         assert core.windows is not None
         first = ask(core, prompts[0], 20)
         drain(core, 7)
-        assert core.stats().running == 1
+        assert core.view.stats().running == 1
         own = core.estimator.sequence_bytes(159) + core.estimator.decode_bytes(159)
         frees = core.windows.pinned_bytes
         assert frees > 100 * core.runner.token_bytes / 3
@@ -312,7 +312,7 @@ def test_a_long_conversation_holds_little_more_than_it_goes_on_with() -> None:
         assert whole == 2_048 * core.runner.token_bytes
         goes_on_with = core.runner.shapes[0].nbytes * (2_048 + 5 * 128)
         core.set_limit(core.ledger.used_bytes - (whole - goes_on_with))
-        assert core.stats().evicted_nodes == 0
+        assert core.view.stats().evicted_nodes == 0
         assert node_bytes(core) <= 1.15 * goes_on_with < 0.26 * whole
         core.set_limit(400_000_000)
         told = [*prompt, *answer(first), *(token % 64 for token in prompt_of(100))]
@@ -378,7 +378,7 @@ def test_windows_and_states_together(name: str) -> None:
             thin(core)
             handles = [first, longer]
             for prompt in (fork, base, other, base):
-                assert core.explain(prompt).resume_tokens is not None
+                assert core.view.explain(prompt).resume_tokens is not None
                 handles.append(ask(core, prompt, 12))
                 drain(core)
                 thin(core)
@@ -552,7 +552,7 @@ def test_a_block_too_many_is_noticed(family: str, monkeypatch: pytest.MonkeyPatc
     with one_block_too_many(monkeypatch):
         core.windows.relieve(ALL)
     with pytest.raises(AssertionError, match="is seen from"):
-        core.check()
+        core.view.check()
     with monkeypatch.context() as patch:
         patch.setattr(Windows, "check", lambda *_: None)
         drain(core)

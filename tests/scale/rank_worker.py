@@ -78,7 +78,7 @@ def main(scenario: str, told: dict[str, Any]) -> None:
             before = held(core)
             core.step()
         found.update(before)
-    core.check()
+    core.view.check()
     found["weight_bytes"] = weight_bytes(model)
     if watch is not None:
         watch.close()
@@ -110,7 +110,7 @@ def made(family: str) -> Any:
 
 def held(core: Core) -> dict[str, Any]:
     """Say what is held now; the account must be right to the byte."""
-    core.check()
+    core.view.check()
     assert core.ledger.used_bytes <= core.ledger.limit_bytes
     by_kind = core.ledger.by_class()
     return {
@@ -133,8 +133,8 @@ def ask(core: Core, prompt: list[int], **more: Any) -> Handle:
 
 
 def run(core: Core) -> None:
-    while core.step() or not core.idle:
-        core.check()
+    while core.step() or not core.view.idle:
+        core.view.check()
     if core.tiers is not None:
         assert core.tiers.flush(SOON)
 
@@ -212,7 +212,7 @@ def wait(core: Core) -> list[Any]:
     print("ready", flush=True)
     until = time.monotonic() + 60.0
     while time.monotonic() < until:
-        if core.idle:
+        if core.view.idle:
             ask(core, tiny_families.prompt_of(20), max_tokens=200)
         core.step()
     return []

@@ -99,7 +99,7 @@ def write(url: str, family: str = "llama") -> None:
 
 
 def remote(core: Core) -> TierStats:
-    found = core.stats().remote
+    found = core.view.stats().remote
     assert found is not None
     return found
 
@@ -135,7 +135,7 @@ def test_a_prompt_read_by_one_is_served_to_the_other(url: str, family: str) -> N
         text, cached = ask(core)
         assert text == expected
         assert cached >= 0.9
-        assert core.stats().restored_tokens == WHOLE
+        assert core.view.stats().restored_tokens == WHOLE
         counts = remote(core).counts
         assert counts.written_blocks == 0, "what is there is not written again"
         assert ask(core)[0] == expected
@@ -206,7 +206,7 @@ def test_kv_that_is_not_its_own_changes_the_text(store: RedisServer) -> None:
         store.client.set(each, changed(raw, lambda of, data: data if of == TOKENS else data ^ 0x80))
     with running(store.url) as core:
         assert ask(core)[0] != alone()
-        assert core.stats().restored_tokens == WHOLE
+        assert core.view.stats().restored_tokens == WHOLE
 
 
 # ---- with a folder beside it
@@ -224,11 +224,11 @@ def test_what_one_tier_lacks_the_other_has(store: RedisServer, tmp_path: Path) -
         assert len(files(tmp_path / "b")) >= 12
         core.prefixes.clear()
         assert ask(core) == (expected, WHOLE / 200)
-        assert remote(core).counts.read_blocks + core.stats().ssd.counts.read_blocks == 24
+        assert remote(core).counts.read_blocks + core.view.stats().ssd.counts.read_blocks == 24
     store.client.flushall()
     with running(store.url, folder=tmp_path / "b") as core:
         assert ask(core)[0] == expected
-        assert core.stats().restored_tokens == WHOLE
+        assert core.view.stats().restored_tokens == WHOLE
         ask(core)
     assert len(store.names()) >= 12, "what the store lost comes back from who has it"
 
@@ -248,7 +248,7 @@ def test_a_store_that_hangs_costs_no_hit_of_the_disk(
             core.step()
         assert time.monotonic() - began < 1.5, "the store was not waited for"
         assert said(handle) == expected
-        assert core.stats().restored_tokens == WHOLE
+        assert core.view.stats().restored_tokens == WHOLE
         store.send(signal.SIGCONT)
 
 
@@ -271,12 +271,12 @@ def test_a_flipped_bit_is_a_miss_and_is_written_anew(
         (byte,) = store.client.getrange(value, place, place)
         store.client.setrange(value, place, bytes([byte ^ 1 << dice.randrange(8)]))
         assert ask(core)[0] == expected
-        assert core.stats().restored_tokens == block * BLOCK
+        assert core.view.stats().restored_tokens == block * BLOCK
         assert remote(core).counts.damaged_blocks == 1
         assert remote(core).off is None
     with running(store.url) as core:
         assert ask(core)[0] == expected
-        assert core.stats().restored_tokens == WHOLE, "it was computed, and written again"
+        assert core.view.stats().restored_tokens == WHOLE, "it was computed, and written again"
 
 
 def another_version(raw: bytes) -> bytes:
@@ -316,7 +316,7 @@ def test_what_is_not_the_record_is_a_miss(
         value = name_of(core, 4)
         store.client.set(value, change(store.client.get(value)))
         assert ask(core)[0] == expected
-        assert core.stats().restored_tokens == 4 * BLOCK
+        assert core.view.stats().restored_tokens == 4 * BLOCK
         assert (remote(core).counts.damaged_blocks, remote(core).off) == (1, None)
 
 
@@ -347,7 +347,7 @@ def test_what_the_store_has_given_up_is_a_miss(store: RedisServer) -> None:
         settle(core)
         store.client.delete(name_of(core, 7))
         assert ask(core)[0] == alone()
-        assert core.stats().restored_tokens == 7 * BLOCK
+        assert core.view.stats().restored_tokens == 7 * BLOCK
         core.prefixes.clear()
         store.client.flushall()  # behind the back of who has just seen all of it
         assert ask(core)[0] == alone()
@@ -385,7 +385,7 @@ def test_answers_keep_coming_whatever_happens_to_the_store_in_mid_flight(
         handles = [submit(core, PROMPT), submit(core, other)]
         while not all(handle.ends for handle in handles):
             core.step()
-            core.check()
+            core.view.check()
         assert [said(handle) for handle in handles] == [expected, expected_other]
         assert time.monotonic() - began < PROMPTLY
         until = time.monotonic() + SOON
@@ -408,7 +408,7 @@ def test_answers_keep_coming_whatever_happens_to_the_store_in_mid_flight(
         for _ in range(3):
             core.prefixes.clear()
             assert ask(core)[0] == expected
-        assert core.stats().restored_tokens >= WHOLE, "it is used again"
+        assert core.view.stats().restored_tokens >= WHOLE, "it is used again"
 
 
 def test_a_dead_store_is_told_of_once_and_never_waited_for(
@@ -434,11 +434,11 @@ def test_a_wrong_password_is_told_without_it(
         with running(server.url) as core:
             assert ask(core)[0] == alone()
             assert remote(core).off is None
-            shown = repr(core.limits) + repr(core.stats())
+            shown = repr(core.limits) + repr(core.view.stats())
         with running(server.url.replace("right-one", "wrong-one")) as core:
             assert ask(core) == (alone(), 0.0)
             assert "password" in str(remote(core).off)
-            shown += repr(core.limits) + repr(core.stats())
+            shown += repr(core.limits) + repr(core.view.stats())
     finally:
         server.close()
     assert "switched off" in caplog.text
@@ -474,7 +474,7 @@ def test_clear_leaves_what_others_use(store: RedisServer) -> None:
 def test_where_it_is_is_explained(store: RedisServer) -> None:
     write(store.url)
     with running(store.url) as core:
-        found = core.explain(PROMPT, ask_disk=True)
+        found = core.view.explain(PROMPT, ask_tiers=True)
         assert (found.held_tokens, found.tier_tokens) == (0, WHOLE)
         assert "192 tokens are in the remote cache" in found.reason
 

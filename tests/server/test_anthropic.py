@@ -247,7 +247,7 @@ def test_count_tokens(recall_server: Running, told: Dialogue) -> None:
 
 def held(running: Running) -> dict[tuple[int, int], float]:
     """Return the nodes that are held, and for how long yet."""
-    nodes = running.service.engine.later(lambda core: core.tree()).result(10)
+    nodes = running.service.engine.ask(lambda view: view.tree()).result(10)
     return {(node.start, node.end): node.held_seconds for node in nodes if node.held_seconds > 0}
 
 

@@ -331,7 +331,7 @@ def test_an_engine_that_dies_while_it_drains_is_told(caplog: pytest.LogCaptureFi
             lines = answer.iter_lines()
             next(lines)
             running.server.drain()
-            running.service.engine.later(lambda core: setattr(core, "step", None))
+            running.service.engine._later(lambda core: setattr(core, "step", None))
             assert "event: error" in list(lines)
         wait_until(lambda: running.server.dead)  # which makes the exit code 1
         wait_until(lambda: running.server.should_exit)

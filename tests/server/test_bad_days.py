@@ -386,14 +386,14 @@ def test_a_storm_of_clients_that_leave() -> None:
 def failing(running: Running, how: Any, times: int, **only: Any) -> Iterator[None]:
     """Let the model fail so many times."""
     engine = running.service.engine
-    model = engine.later(lambda core: core.runner.model).result(SOON)
+    model = engine._later(lambda core: core.runner.model).result(SOON)
     faulty = Faulty(model)
     faulty.arm(how, times, **only)
-    engine.later(lambda core: setattr(core.runner, "model", faulty)).result(SOON)
+    engine._later(lambda core: setattr(core.runner, "model", faulty)).result(SOON)
     try:
         yield
     finally:
-        engine.later(lambda core: setattr(core.runner, "model", model)).result(SOON)
+        engine._later(lambda core: setattr(core.runner, "model", model)).result(SOON)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -448,13 +448,13 @@ def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> 
                 yield json.loads(line.removeprefix("data: "))["at_seconds"]
 
     with serving() as running:
-        later = running.service.engine.later
+        later = running.service.engine._later
         with httpx.stream("GET", f"{running.url}/v1/live", timeout=SOON) as answer:
             found = looks()
             next(found)
-            later(lambda core: setattr(core, "stats", fails)).result(SOON)
+            later(lambda core: setattr(core.view, "stats", fails)).result(SOON)
             wait_until(lambda: "ValueError" in caplog.text)
-            later(lambda core: delattr(core, "stats")).result(SOON)
+            later(lambda core: delattr(core.view, "stats")).result(SOON)
             mended = time.time()
             assert any(at > mended for at in found)
     assert "quoted" not in caplog.text
@@ -473,7 +473,7 @@ def kill(running: Running) -> None:
     def dies() -> bool:
         raise Dies
 
-    running.service.engine.later(lambda core: setattr(core, "step", dies)).result(SOON)
+    running.service.engine._later(lambda core: setattr(core, "step", dies)).result(SOON)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

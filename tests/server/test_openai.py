@@ -273,7 +273,7 @@ def test_a_key_holds_the_prompt(fresh: Running, told: Dialogue) -> None:
 
 
 def held_seconds(running: Running) -> float:
-    views = running.service.engine.later(lambda core: core.tree()).result()
+    views = running.service.engine.ask(lambda view: view.tree()).result()
     return max(view.held_seconds for view in views)
 
 

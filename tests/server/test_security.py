@@ -414,9 +414,9 @@ def test_a_failing_model_writes_down_nothing_of_anybody(
 
     with caplog.at_level(logging.WARNING), serving() as running:
         engine = running.service.engine
-        faulty = Faulty(engine.later(lambda core: core.runner.model).result(SOON))
+        faulty = Faulty(engine._later(lambda core: core.runner.model).result(SOON))
         faulty.arm(quotes, 1_000)
-        engine.later(lambda core: setattr(core.runner, "model", faulty)).result(SOON)
+        engine._later(lambda core: setattr(core.runner, "model", faulty)).result(SOON)
         misbehave(running.url, KEY)
         wait_until(lambda: running.service.open_requests == 0)
     written = capfd.readouterr()

@@ -24,8 +24,9 @@ from typer.main import get_command
 
 from penstock.cli import app, main
 from penstock.cli.banner import banner
-from penstock.cli.engines import make_engine, sequence_bytes
+from penstock.cli.engines import make_engine
 from penstock.cli.settings_file import read_toml
+from penstock.engine.view import EngineView
 from penstock.errors import SettingError
 from penstock.models.mlx_lm import load_all
 from penstock.recall import MODEL_PATH, Dialogue
@@ -257,11 +258,13 @@ def test_the_second_signal_ends_it_at_once() -> None:
 def test_what_the_banner_says_fits_does() -> None:
     """Its arithmetic is the engine's: what fits is answered, and a few tokens more are refused."""
     with serving(engine={"memory_limit": "40MB"}) as running:
-        later = running.service.engine.later
-        free = later(lambda core: core.ledger.free_bytes).result()
+        ask = running.service.engine.ask
+        stats = ask(EngineView.stats).result()
+        free = stats.limit_bytes - stats.used_bytes
 
         def needed(tokens: int) -> int:
-            return later(lambda core: sum(sequence_bytes(core, tokens))).result()
+            sequence = ask(lambda view: view.sequence_bytes(tokens)).result()
+            return sequence.each + sequence.once
 
         most = bisect.bisect_right(range(100_000), free, key=needed) - 1
         assert most > 1_000
@@ -313,7 +316,7 @@ def test_a_disk_with_no_space_says_so_everywhere(
     with little_disk(tmp_path / "little") as folder:
         given = {"ssd_cache_dir": folder, "block_size": 64}
         with make_engine(load_all(MODEL_PATH), **given) as engine:
-            opened = engine.later(lambda core: core.tiers.tiers["ssd"].held([])).result()
+            opened = engine._later(lambda core: core.tiers.tiers["ssd"].held([])).result()
             assert opened.result(30.0) == 0
             assert "nothing is written: the disk of" in banner(engine, "r", settings(), 1)[3]
         with serving(engine=given) as running:

@@ -175,13 +175,13 @@ class ColdMachine(EngineMachine):
     def ask_alone(self, prompt: tuple[int, ...]) -> None:
         """Ask, and see that what is held is read, and perhaps more from the disk."""
         found = self.core.prefixes.find(prompt).tokens
-        evicted = self.core.stats().evicted_nodes
+        evicted = self.core.view.stats().evicted_nodes
         asked = self.ask(Request(prompt=prompt, max_tokens=2))
         if asked is None:
             return
         self.run_out()
         (usage,) = [finish.usage for finish in asked.ended]
-        if self.core.stats().evicted_nodes == evicted:
+        if self.core.view.stats().evicted_nodes == evicted:
             assert usage.cached_tokens >= min(found, len(prompt) - 1)
 
     @invariant()

@@ -248,17 +248,19 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def outrank(self, pick: int) -> None:
         """Ask for so many answers, and with such a priority, that everybody else is preempted."""
-        if not self.core.stats().running:
+        if not self.core.view.stats().running:
             return
         prompt = self.kind.pieces[pick % 3][:3]
         asked = self.ask(Request(prompt=prompt, n=self.kind.places, max_tokens=2, priority=9))
         self.run_step()
         if asked is not None and self.core.ledger.limit_bytes == self.fixed + ROOMS[-1]:
-            assert self.core.stats().preempted, "lower priorities go on in the way of higher ones"
+            assert self.core.view.stats().preempted, (
+                "lower priorities go on in the way of higher ones"
+            )
 
     def ask(self, request: Request, fault: str | None = None, at: int = 0) -> Asked | None:
         core = self.core
-        opened = core.stats().waiting
+        opened = core.view.stats().waiting
         if fault in ("detokenizer", "finalize"):
             self.tokenizer.breaks = [None] * (request.n - 1) + [-1 if fault == "finalize" else at]
         try:
@@ -296,13 +298,13 @@ class EngineMachine(RuleBasedStateMachine):
     def ask_alone(self, prompt: tuple[int, ...]) -> None:
         """Ask, and see that all that is held of the prompt is read from there."""
         found = self.core.prefixes.find(prompt).tokens
-        evicted = self.core.stats().evicted_nodes
+        evicted = self.core.view.stats().evicted_nodes
         asked = self.ask(Request(prompt=prompt, max_tokens=2))
         if asked is None:
             return
         self.run_out()
         (usage,) = [finish.usage for finish in asked.ended]
-        if self.core.stats().evicted_nodes == evicted:
+        if self.core.view.stats().evicted_nodes == evicted:
             assert usage.cached_tokens == min(found, len(prompt) - 1)
 
     # ---- time, and what happens in it
@@ -318,7 +320,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(1_000):
             if not self.run_step():
                 break
-        assert self.core.idle, "answers that never end"
+        assert self.core.view.idle, "answers that never end"
         self.take_in()
         assert not self.open
 
@@ -330,7 +332,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert taken <= self.core.ledger.limit_bytes, "the limit was passed during the step"
         self.take_in()
         assert all(asked.handle.done for asked in due), "still there after the deadline"
-        assert more or self.core.idle, "a step that does nothing while somebody waits"
+        assert more or self.core.view.idle, "a step that does nothing while somebody waits"
         return more
 
     @rule(pick=picks)
@@ -354,9 +356,9 @@ class EngineMachine(RuleBasedStateMachine):
         for asked in self.open:
             asked.may_fail.append(PenstockError if how is computes_no_numbers else StepFailed)
         before = self.failed
-        while self.faulty.times and not self.core.idle:
+        while self.faulty.times and not self.core.view.idle:
             self.run_step()
-        while self.core.executor.failed_in_a_row and not self.core.idle:
+        while self.core.executor.failed_in_a_row and not self.core.view.idle:
             self.run_step()  # to the end of what began with these calls
         rows, self.faulty.times = self.faulty.rows, 0
         failed = self.failed - before
@@ -382,12 +384,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def set_no_limit_at_all(self) -> None:
         """Ask for less than is always held: refused, and nothing has changed."""
-        before = self.core.stats()
+        before = self.core.view.stats()
         with pytest.raises(NeverFits) as caught:
             self.core.set_limit(self.fixed - 1)
         assert caught.value.needed_bytes == self.fixed
         assert caught.value.limit_bytes == self.fixed - 1
-        assert self.core.stats() == before
+        assert self.core.view.stats() == before
 
     @rule(
         nbytes=st.one_of(st.none(), st.integers(1, 100_000)),
@@ -415,11 +417,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     def look(self, chosen: list[int], salt: str) -> None:
         prompt = tuple(t for i in chosen for t in self.kind.pieces[i])
-        before = self.core.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree]
-        held = self.core.explain(prompt, salt).held_tokens
+        before = self.core.view.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree]
+        held = self.core.view.explain(prompt, salt).held_tokens
         assert held == self.core.prefixes.find(prompt, salt).tokens
         assert held <= self.most_shared(prompt, salt)
-        assert before == (self.core.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree])
+        assert before == (self.core.view.stats(), [(n.id, n.hits) for n in self.core.prefixes.tree])
 
     def most_shared(self, prompt: tuple[int, ...], salt: str, but: Asked | None = None) -> int:
         """Return how many tokens of a prompt anybody of this salt may have computed."""
@@ -500,7 +502,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Wait a moment for MLX's own threads, as `settled_memory`. Bytes that are lost do not come
         back however long."""
         until = time.monotonic() + 0.5
-        expected = self.others + self.core.held_bytes
+        expected = self.others + self.core.view.held_bytes
         while not self.reading_bytes and time.monotonic() < until:
             if mx.get_active_memory() == expected:
                 break
@@ -509,13 +511,13 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def account_is_right(self) -> None:
         core = self.core
-        core.check()
+        core.view.check()
         assert core.ledger.used_bytes <= core.ledger.limit_bytes
         self.let_mlx_end()
         found = mx.get_active_memory() - self.others
-        expected = core.held_bytes + self.reading_bytes
+        expected = core.view.held_bytes + self.reading_bytes
         assert found == expected, f"{found} bytes in use, {expected} held"
-        held = core.held_bytes + self.reading_bytes + core.ledger.by_class()[Bytes.INDEX]
+        held = core.view.held_bytes + self.reading_bytes + core.ledger.by_class()[Bytes.INDEX]
         assert held <= core.ledger.used_bytes
 
     @invariant()
@@ -530,7 +532,7 @@ class EngineMachine(RuleBasedStateMachine):
                 families.append(node.children)
         assert reached == set(core.prefixes.tree), "nodes that cannot be reached"
         self.take_in()
-        stats = core.stats()
+        stats = core.view.stats()
         open_choices = sum(a.request.n - len(a.ended) for a in self.asked)
         placed = stats.prefilling + stats.restoring + stats.running
         assert stats.waiting + placed + stats.preempted == open_choices

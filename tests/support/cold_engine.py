@@ -52,16 +52,16 @@ def running(
     try:
         yield core
         settle(core)
-        core.check()
+        core.view.check()
     finally:
         core.close()
-        core.check()
+        core.view.check()
 
 
 def settle(core: Core) -> None:
     """Let the core do what there is to do, and the disk too."""
     while core.step():
-        core.check()
+        core.view.check()
         assert core.ledger.used_bytes <= core.ledger.limit_bytes
     if core.tiers is not None:
         assert core.tiers.flush(SOON)
@@ -86,7 +86,7 @@ def ask(core: Core, tokens: Sequence[int], **more: Any) -> tuple[int, ...]:
 
 
 def ssd(core: Core) -> Any:
-    found = core.stats().ssd
+    found = core.view.stats().ssd
     assert found is not None
     return found
 

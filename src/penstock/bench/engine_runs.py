@@ -17,8 +17,8 @@ from penstock.bench.models import BenchModel
 from penstock.bench.report import Line
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.model.runner import PrefillOutput, Runner
 from penstock.engine.request import Event, Request, Token
+from penstock.engine.stats import Stats
 
 OURS = "penstock"
 RIVAL = "mlx-lm"
@@ -91,24 +91,6 @@ class EngineShape:
         return {} if self.exact else {name: getattr(self, name) for name in names}
 
 
-class Stopwatch:
-    """Stands before the engine's runner, passes everything on, and times the prefill."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.prefill_seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def prefill(self, *args: Any) -> PrefillOutput:
-        """Run the prefill, whose result is computed when it returns."""
-        began = time.perf_counter()
-        chunk = self._runner.prefill(*args)
-        self.prefill_seconds += time.perf_counter() - began
-        return chunk
-
-
 class Ours:
     """Penstock's engine without its thread: one `Core.step` a step."""
 
@@ -124,20 +106,27 @@ class Ours:
             prefill_chunk=shape.prefill_chunk,
             **{**shape.codec_settings, **settings},
         )
-        self._model = Stopwatch(self._core.runner)
-        self._core.executor.runner = self._model  # type: ignore[assignment]  # passes everything on
         self._handles: list[Handle] = []
-        self._hits_before = self._prefilled_before = 0
+        self._before = self.stats()
+
+    def stats(self) -> Stats:
+        """Return the engine's figures."""
+        return self._core.view.stats()
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prefilled tokens since the submission."""
+        return self.stats().prefilled_tokens - self._before.prefilled_tokens
 
     @property
     def prompt_read(self) -> int:
         """Hits and prefilled tokens; a prompt's last token is read by its first decode step."""
-        return self.cached_tokens + self._core.counters.prefilled_tokens - self._prefilled_before
+        return self.cached_tokens + self.prefilled_tokens
 
     @property
     def cached_tokens(self) -> int:
         """Hits since the submission."""
-        return self._core.counters.hit_tokens - self._hits_before
+        return self.stats().hit_tokens - self._before.hit_tokens
 
     @property
     def model_seconds(self) -> float:
@@ -145,10 +134,7 @@ class Ours:
 
         The rest is the machinery: names of blocks, tree, ledger, scheduler, copies of KV, text.
         """
-        decode = self._core.counters.decode_seconds
-        if len(decode) != self._core.counters.decode_steps:
-            raise AssertionError(f"the engine remembers only {len(decode)} decode steps")
-        return self._model.prefill_seconds + sum(decode)
+        return self.stats().model_seconds
 
     def learn(self, prefix: Sequence[int]) -> None:
         """Serve a request for one token after `prefix`: its whole blocks stay."""
@@ -159,12 +145,18 @@ class Ours:
 
     def submit(self, prompts: Prompts, max_tokens: int) -> None:
         """Submit one request a prompt."""
-        self._hits_before = self._core.counters.hit_tokens
-        self._prefilled_before = self._core.counters.prefilled_tokens
+        self._before = self.stats()
         self._handles = [
             self._core.submit(Request(prompt=tuple(prompt), max_tokens=max_tokens, ignore_eos=True))
             for prompt in prompts
         ]
+
+    def answers(self) -> list[list[int]]:
+        """Run steps until every request has ended, and return the tokens of each."""
+        while self._core.step():
+            pass
+        ended, self._handles = self._handles, []
+        return [handle.result(0.0)[0].tokens for handle in ended]
 
     def give_up(self) -> None:
         """Cancel the requests."""

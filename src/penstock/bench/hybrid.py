@@ -19,7 +19,6 @@ from penstock import config
 from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, Ours, size
 from penstock.bench.models import BenchModel
 from penstock.bench.report import Line, Report
-from penstock.ledger import Kind
 from penstock.models.rivals import Solo, random_hybrid
 
 CLAIM = "With recurrent layers, too, the next turn computes its new text, and no more than a block"
@@ -96,11 +95,10 @@ def _ours(
     try:
         side.submit([prompt], load.answer_tokens)
         said = _answer(side, load.answer_tokens)
-        ledger = side._core.ledger.by_class()
-        found.kv_bytes, found.checkpoint_bytes = ledger[Kind.NODES], ledger[Kind.CHECKPOINTS]
-        before = side._core.counters.prefilled_tokens
+        by_kind = side.stats().by_kind
+        found.kv_bytes, found.checkpoint_bytes = by_kind["nodes"], by_kind["checkpoints"]
         _time(found.next_seconds, OURS, side, [*prompt, *said, *new[0]])
-        found.computed_tokens.append(side._core.counters.prefilled_tokens - before)
+        found.computed_tokens.append(side.prefilled_tokens)
         _time(found.other_seconds, OURS, side, [*prompt[: -load.new_tokens], *new[1]])
     finally:
         side.close()
@@ -134,13 +132,9 @@ def _time(seconds: dict[str, list[float]], who: str, side: Any, prompt: list[int
 
 
 def _answer(side: Ours, count: int) -> list[int]:
-    (handle,) = side._handles
-    while side._core.step():
-        pass
-    tokens: list[int] = handle.result(0.0)[0].tokens
+    (tokens,) = side.answers()
     if len(tokens) != count:
         raise AssertionError(f"{len(tokens)} tokens came, {count} were asked for")
-    side._handles = []
     return tokens
 
 

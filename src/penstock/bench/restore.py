@@ -149,10 +149,9 @@ def _restart(
         seconds, tokens, _ = _ask(core, prompt, 1)
         found.peak_bytes = max(found.peak_bytes, mx.get_peak_memory() - before)
         found.restored_seconds[files].append(seconds)
-        stats = core.stats()
+        stats = core.view.stats()
         assert stats.ssd is not None
-        token_bytes = (core.requantizer or core.runner).token_bytes
-        found.restored_bytes = round(stats.restored_tokens * token_bytes)
+        found.restored_bytes = round(stats.restored_tokens * core.view.coded_token_bytes)
         found.file_bytes = stats.ssd.counts.read_bytes
     if load.engine.exact:
         _check(found.tokens, tokens)
@@ -215,7 +214,7 @@ def _core(load: Load, model: BenchModel, folder: Path | None) -> Iterator[Core]:
         ssd_cache_dir=folder,
     )
     try:
-        if core.tiers is not None and not core.tiers.flush(FLUSH_SECONDS):
+        if not core.view.tiers_are_written(FLUSH_SECONDS):
             raise AssertionError("the folder was not opened in time")
         yield core
     finally:

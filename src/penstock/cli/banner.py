@@ -6,13 +6,12 @@ import json
 from typing import TYPE_CHECKING
 
 from penstock import __version__, config, memory
-from penstock.cli.engines import sequence_bytes
 from penstock.memory import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.engine.core import Core
     from penstock.engine.engine import Engine
     from penstock.engine.ranks.process_group import RankGroup
+    from penstock.engine.view import EngineView
     from penstock.tiers.worker import TierStats
 
 SHOWN_LENGTHS = (1_024, 4_096, 16_384, 65_536)
@@ -28,7 +27,7 @@ def banner(
     ranks: RankGroup | None = None,
 ) -> list[str]:
     """Say what is served where, inside which limits, and how to ask it."""
-    room = engine.later(_room).result()
+    room = engine.ask(_room).result()
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '[::]') else host}:{port}"
     key = "" if settings.api_key is None else ' -H "Authorization: Bearer $PENSTOCK_API_KEY"'
@@ -76,23 +75,23 @@ def _remote(remote: TierStats | None, limits: config.EngineSettings) -> list[str
     return [f"remote   {shown(limits.remote_cache)}{off}"]
 
 
-def _room(core: Core) -> list[str]:
+def _room(view: EngineView) -> list[str]:
     """Say what the limits are and what fits in them; runs on the engine's thread."""
-    stats, limits = core.stats(), core.limits
+    stats, limits = view.stats(), view.limits
     free = stats.limit_bytes - stats.used_bytes
 
     def fit(length: int) -> int:
-        each, once = sequence_bytes(core, length)
-        return max(0, free - once) // each
+        sequence = view.sequence_bytes(length)
+        return max(0, free - sequence.once) // sequence.each
 
     window = limits.max_kv_size
     lengths = [length for length in SHOWN_LENGTHS if length <= window] or [window]
     fitting = [f"{count:,} of {length:,}" for length in lengths if (count := fit(length))]
-    tokens = free * SHOWN_LENGTHS[0] // sequence_bytes(core, SHOWN_LENGTHS[0])[0]
+    tokens = free * SHOWN_LENGTHS[0] // view.sequence_bytes(SHOWN_LENGTHS[0]).each
     held = ""
-    if core.requantizer is not None:
-        more = round(tokens * core.runner.token_bytes / core.requantizer.token_bytes)
-        held = f", {more:,} held as {core.requantizer.rule.scheme.name}"
+    if view.codec_name is not None:
+        more = round(tokens * view.token_bytes / view.coded_token_bytes)
+        held = f", {more:,} held as {view.codec_name}"
     weights = stats.by_kind.get("weights", 0)
     machine_bytes = memory.read_machine_memory({}).total_bytes
     over = stats.limit_bytes > machine_bytes

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from penstock import memory
-from penstock.engine.core import Core
 from penstock.engine.engine import Engine
+from penstock.engine.view import EngineView
 from penstock.errors import NeverFits, SettingError, StepTooLarge
-from penstock.ledger import Kind
 from penstock.models.mlx_lm import Loaded
 
 USEFUL_TOKENS = 1_024
@@ -35,28 +34,21 @@ def make_engine(loaded: Loaded, **settings: Any) -> Engine:
         given = memory.format_bytes(error.limit_bytes)
     # The weights are there already, so that what comes on top is best seen by trying it.
     with Engine(loaded.model, loaded.tokenizer, **{**settings, "memory_limit": NO_LIMIT}) as tried:
-        parts, least = tried.later(_needed).result()
+        parts, least = tried.ask(_needed).result()
     raise SettingError(
         f"--memory-limit of {given} is too small: {parts} are always held, and keys and values "
         f"come on top; raise it to {round_up(least)} or more"
     )
 
 
-def _needed(core: Core) -> tuple[str, int]:
+def _needed(view: EngineView) -> tuple[str, int]:
     """Return what is always held, in words, and the least limit with room for some KV."""
-    held = core.ledger.by_class()
-    fixed = {kind: held[kind] for kind in (Kind.WEIGHTS, Kind.TAILS, Kind.BUFFERS)}
-    most = sum(fixed.values()) + sum(sequence_bytes(core, USEFUL_TOKENS))
-    least = min(most + held[Kind.INDEX], int(most / (1 - INDEX_SHARE)))
-    words = [f"{kind.value} of {memory.format_bytes(size)}" for kind, size in fixed.items()]
+    by_kind, sequence = view.stats().by_kind, view.sequence_bytes(USEFUL_TOKENS)
+    fixed = {kind: by_kind[kind] for kind in ("weights", "tails", "buffers")}
+    most = sum(fixed.values()) + sequence.each + sequence.once
+    least = min(most + by_kind["index"], int(most / (1 - INDEX_SHARE)))
+    words = [f"{kind} of {memory.format_bytes(size)}" for kind, size in fixed.items()]
     return " and ".join([", ".join(words[:-1]), words[-1]]), least
-
-
-def sequence_bytes(core: Core, tokens: int) -> tuple[int, int]:
-    """Return what a sequence of so many tokens needs, and what such ones need together, once."""
-    index = core.prefixes.index_bytes(-(-tokens // core.limits.block_size) + 1)
-    each = core.estimator.sequence_bytes(tokens) + core.estimator.decode_bytes(tokens) + index
-    return each, core.estimator.prefill_bytes(tokens)
 
 
 def round_up(size_bytes: int) -> str:

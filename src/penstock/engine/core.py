@@ -20,11 +20,8 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
 from typing import Any
 from weakref import finalize
-
-import mlx.core as mx
 
 from penstock.engine.handle import Handle
 from penstock.engine.memory_pressure import bytes_over, give_back, share_mlx_cache
@@ -49,18 +46,16 @@ from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.engine.settings import checked, fitting, identity
-from penstock.engine.stats import Counters, Stats, StepTimes
+from penstock.engine.stats import Cleared, Counters
+from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped, LedgerFull, NeverFits, PenstockError, SettingError
 from penstock.heap import keep_freed_memory
 from penstock.kv import backend
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
-from penstock.kv.states import nbytes
 from penstock.ledger import Kind, Ledger
 from penstock.memory import format_bytes
 from penstock.prefix.checkpoints import Checkpoints
-from penstock.prefix.explanation import Explanation
-from penstock.prefix.node import NodeView
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes, remembered_nodes
 
 PRESSURE_SECONDS = 1.0
@@ -251,6 +246,15 @@ class Core:
                 budget=self.budget,
                 clock=self.clock,
             )
+        self.view = EngineView(
+            limits=self.limits,
+            stores=self.stores,
+            scheduler=self.scheduler,
+            admission=self.admission,
+            budget=self.budget,
+            estimator=self.estimator,
+            tokenizer=self.tokenizer,
+        )
 
     def _readers(self) -> Iterator[Reader]:
         """Yield what is read of which paths."""
@@ -461,11 +465,6 @@ class Core:
         """Whether it was closed, by its owner or by rank 0."""
         return self._closed
 
-    @property
-    def idle(self) -> bool:
-        """Whether no request is open."""
-        return not self.admission.sequences
-
     def preload(self) -> int:
         """Read from the disk what is worth most, as long as there is free memory; nothing gives
         way for it. Returns the tokens that are held more than before."""
@@ -473,122 +472,7 @@ class Core:
             return 0
         return self.tiers.preload(self.checkpoints)
 
-    # ---- questions
-
-    def stats(self) -> Stats:
-        """Return what there is to tell, in O(open sequences)."""
-        counters, tree, counts = self.counters, self.prefixes.tree, self.prefixes.counts
-        states = {state: len(self.scheduler.jobs(state)) for state in State}
-        tiers = {} if self.tiers is None else self.tiers.stats()
-        return Stats(
-            limit_bytes=self.ledger.limit_bytes,
-            used_bytes=self.ledger.used_bytes,
-            held_bytes=self.held_bytes,
-            by_kind={kind.value: n for kind, n in self.ledger.by_class().items()},
-            active_bytes=mx.get_active_memory(),
-            waiting=states[State.WAITING],
-            prefilling=states[State.PREFILLING],
-            restoring=states[State.RESTORING],
-            running=states[State.RUNNING],
-            preempted=states[State.PREEMPTED],
-            requests=counters.requests,
-            finished=counters.finished,
-            failed=counters.failed,
-            prompt_tokens=counters.prompt_tokens,
-            hit_tokens=counters.hit_tokens,
-            restored_tokens=counters.restored_tokens,
-            prefilled_tokens=counters.prefilled_tokens,
-            generated_tokens=counters.generated_tokens,
-            nodes=len(tree),
-            held_tokens=tree.tokens,
-            evicted_nodes=counts.evicted_nodes,
-            evicted_bytes=counts.evicted_bytes,
-            preemptions=counters.preemptions,
-            out_of_memory=counters.out_of_memory,
-            copied_bytes=counts.copied_bytes,
-            decode=StepTimes.of(counters.decode_steps, counters.decode_seconds),
-            prefill=StepTimes.of(counters.prefill_steps, counters.prefill_seconds),
-            ssd=tiers.get("ssd"),
-            remote=tiers.get("remote"),
-        )
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes in arrays between two steps: weights, nodes, runs and the pool of tails."""
-        own_spans = sum(
-            run.segment.nbytes for s in self.admission.sequences.values() for run in s.kv.own_spans
-        )
-        held = self.budget.weights_bytes + self.prefixes.tree.nbytes + own_spans + self.tails.nbytes
-        return held + self._live_bytes()
-
-    def _live_bytes(self) -> int:
-        """Return the bytes of running sequences' states, but for those that are a checkpoint's."""
-        recurrent_states = [
-            s.kv.recurrent_state.states
-            for s in self.admission.sequences.values()
-            if s.kv.recurrent_state is not None
-        ]
-        if not recurrent_states:
-            return 0
-        found = {id(states): nbytes(states) for states in recurrent_states}
-        for node in self.prefixes.tree:
-            for each in node.segment.checkpoints:
-                found.pop(id(each.states), None)
-        return sum(found.values())
-
-    def explain(self, tokens: Items[int], salt: str = "", *, ask_disk: bool = False) -> Explanation:
-        """Say how far a prompt would match now, and what stands in the way of more.
-
-        Args:
-            tokens: the prompt.
-            salt: the tenant's.
-            ask_disk: whether to wait for the cold tier to say what it has of it.
-        """
-        found = self.prefixes.explain(list(tokens), salt)
-        on_disk = None
-        if ask_disk and self.restoring is not None:
-            on_disk = self.restoring.on_disk(self.prefixes.block_hashes(list(tokens), salt))
-        reason = found.reason
-        if self.runner.fitness.whole:
-            reason = (
-                "nothing of this model is shared: what it keeps of a token depends on how the "
-                "prompt is cut, so each is read as mlx-lm reads it"
-            )
-        resumes, why = self.stores.explain(list(tokens), salt)
-        reason += why
-        if self.tiers is not None and on_disk is not None and on_disk > found.held_tokens:
-            where = self.tiers.where
-            reason += f"; {on_disk:,} tokens are {where}, from where they would be read back"
-        for name, tier in ({} if self.tiers is None else self.tiers.stats()).items():
-            if tier.full is not None:
-                reason += f"; the {name} cache writes no new blocks: {tier.full}"
-        return replace(
-            found,
-            reason=reason,
-            resume_tokens=resumes,
-            tier_tokens=on_disk,
-            held_text=self._text(found.held_token),
-            given_text=self._text(found.given_token),
-        )
-
-    def note_checkpoints(self, block_hashes: Items[bytes], root: bytes) -> None:
-        """Have the checkpoints of a chain written, if there is a cold tier."""
-        if self.tiers is None or self.checkpoints is None:
-            return
-        for node in self.prefixes.match(block_hashes).path:
-            for found in node.segment.checkpoints:
-                blocks = (node.start + found.at) // self.limits.block_size
-                if blocks <= len(block_hashes):
-                    self.tiers.note_checkpoint(block_hashes[:blocks], root, seen=True)
-
-    def tree(self) -> list[NodeView]:
-        """Show every node of the tree, parents before their children. O(nodes)."""
-        return self.prefixes.views()
-
-    def _text(self, token: int | None) -> str | None:
-        if token is None or self.tokenizer is None:
-            return None
-        return str(self.tokenizer.decode([token]))
+    # ---- limits
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the memory limit; what is over it goes at once: cold nodes, then preempted work.
@@ -616,28 +500,20 @@ class Core:
                 self.admission.fail(sequence, error)
         give_back()
 
-    def clear(self) -> None:
-        """Evict all prefixes that nobody reads, on the disk too, and their memory to the system.
+    def clear(self) -> Cleared:
+        """Evict all prefixes that no sequence reads, and return how much that was.
 
-        Those on the disk go when the cold tier's thread comes to it.
+        Their memory goes back to the system. Blocks on the disk go when the cold tier's thread
+        comes to it.
         """
         self.group.note("clear")
+        tree = self.prefixes.tree
+        nodes, nbytes = len(tree), tree.nbytes
         self.prefixes.clear()
         if self.tiers is not None:
             self.tiers.clear()
         give_back()
-
-    def check(self) -> None:
-        """Recount everything from the arrays and raise AssertionError if something differs."""
-        self.prefixes.check()
-        self.scheduler.check()
-        self.budget.check(
-            self.admission.sequences.values(),
-            self.tails,
-            weights=weight_bytes(self.runner.model),
-            reading=0 if self.tiers is None else self.tiers.paid_bytes,
-        )
-        self.admission.check()
+        return Cleared(nodes - len(tree), nbytes - tree.nbytes)
 
     # ---- parts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import threading
 import time
@@ -17,9 +18,12 @@ from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.request import Request
-from penstock.engine.stats import Stats
+from penstock.engine.stats import Cleared, Stats
+from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
 from penstock.prefix.explanation import Explanation
+
+logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 120.0
 """How long a call waits for the engine's thread, which looks up between two steps."""
@@ -102,15 +106,15 @@ class Engine:
             EngineStopped: the engine is closed or being drained, or its thread has died.
         """
         handle = self.open(request)
-        self._ask(lambda core: core.enqueue(handle))
+        self._wait(self._later(lambda core: core.enqueue(handle)))
         return handle
 
     def open(self, request: Request) -> Handle:
         """Return a handle whose request is not taken in yet.
 
-        For who must not wait: `engine.later(lambda core: core.enqueue(handle))` takes it in.
-        Who evicts waiting for that cancels the handle. A grammar is compiled here, which may
-        take a second the first time: nothing for an event loop's own thread.
+        For callers that must not wait: `engine.enqueue([handle])` takes it in. A caller that does
+        not wait for that any more cancels the handle. A grammar is compiled here, which may take a
+        second the first time: nothing for an event loop's own thread.
 
         Raises:
             SettingError: the grammar is none.
@@ -118,21 +122,24 @@ class Engine:
         constraint = self._core.constraint(request)
         return Handle(request, self._cancel, lambda: self.alive, constraint)
 
-    def later(self, call: Callable[[Core], T]) -> Future[T]:
-        """Have the engine's thread call `call(core)` between two steps; never waits.
-
-        In an event loop: `await asyncio.wrap_future(engine.later(lambda core: core.stats()))`.
+    def enqueue(self, handles: Sequence[Handle]) -> Future[Explanation | None]:
+        """Take in the requests of handles that `open` returned, all or none; never waits.
 
         Returns:
-            What the call returns or raises; EngineStopped if the engine is gone before.
+            How far the first prompt matches by now, None if that could not be told; or an error, as
+            `submit` raises it.
         """
-        answer: Future[T] = Future()
-        with self._gate:
-            if not (self._closing or self._closed):
-                self._calls.put((lambda: call(self._core), answer))
-                return answer
-        answer.set_exception(EngineStopped("the engine is closed"))
-        return answer
+        return self._later(lambda core: _enqueue(core, handles))
+
+    def ask(self, question: Callable[[EngineView], T]) -> Future[T]:
+        """Have the engine's thread answer a question between two steps; never waits.
+
+        In an event loop: `await asyncio.wrap_future(engine.ask(EngineView.stats))`.
+
+        Returns:
+            What the question returns or raises; EngineStopped if the engine is gone before.
+        """
+        return self._later(lambda core: question(core.view))
 
     def drain(self, timeout_seconds: float) -> bool:
         """Take no more requests in, and wait until the open ones have ended.
@@ -142,8 +149,8 @@ class Engine:
         """
         until = time.monotonic() + timeout_seconds
         try:
-            self._ask(lambda core: core.drain())
-            while not self._ask(lambda core: core.idle):
+            self._wait(self._later(lambda core: core.drain()))
+            while not self._wait(self.ask(lambda view: view.idle)):
                 if time.monotonic() >= until:
                     return False
                 time.sleep(DRAIN_SECONDS)
@@ -152,12 +159,12 @@ class Engine:
         return True
 
     def stats(self) -> Stats:
-        """Return what there is to tell, as it is between two steps."""
-        return self._ask(lambda core: core.stats())
+        """Return all figures, as they are between two steps."""
+        return self._wait(self.ask(EngineView.stats))
 
     def explain(self, tokens: Sequence[int], salt: str = "") -> Explanation:
-        """Say how far a prompt would match now, and what stands in the way of more."""
-        return self._ask(lambda core: core.explain(tokens, salt, ask_disk=True))
+        """Return how far a prompt would match now, and why no further."""
+        return self._wait(self.ask(lambda view: view.explain(tokens, salt, ask_tiers=True)))
 
     def set_limit(self, limit_bytes: int) -> None:
         """Change the memory limit; what is over it goes at once.
@@ -165,20 +172,23 @@ class Engine:
         Raises:
             NeverFits: weights, tails and buffers alone are over it.
         """
-        self._ask(lambda core: core.set_limit(limit_bytes))
+        self._wait(self._later(lambda core: core.set_limit(limit_bytes)))
 
-    def clear(self) -> None:
-        """Evict all prefixes that nobody reads."""
-        self._ask(lambda core: core.clear())
+    def clear(self) -> Cleared:
+        """Evict all prefixes that no sequence reads, and return how much that was."""
+        return self._wait(self._later(lambda core: core.clear()))
 
     def preload(self) -> int:
-        """Read from the disk what is worth most, as long as there is free memory, before anybody
-        asks for it. Returns how many tokens are held more than before."""
-        return self._ask(lambda core: core.preload())
+        """Restore the most valuable prefixes from the cold tiers, as far as memory is free.
+
+        Returns:
+            Tokens that the prefix tree has more than before.
+        """
+        return self._wait(self._later(lambda core: core.preload()))
 
     def check(self) -> None:
         """Recount everything from the arrays, and raise AssertionError if something differs."""
-        self._ask(lambda core: core.check())
+        self._wait(self.ask(EngineView.check))
 
     @property
     def alive(self) -> bool:
@@ -207,18 +217,28 @@ class Engine:
     # ---- between the threads
 
     def _cancel(self, handle: Handle) -> None:
-        self.later(lambda core: core.cancel(handle))
+        self._later(lambda core: core.cancel(handle))
 
-    def _ask(self, call: Callable[[Core], T]) -> T:
-        """Have the engine's thread do something between two steps, and wait for it."""
-        answer = self.later(call)
+    def _later(self, call: Callable[[Core], T]) -> Future[T]:
+        """Have the engine's thread call `call(core)` between two steps; never waits."""
+        answer: Future[T] = Future()
+        with self._gate:
+            if not (self._closing or self._closed):
+                self._calls.put((lambda: call(self._core), answer))
+                return answer
+        answer.set_exception(EngineStopped("the engine is closed"))
+        return answer
+
+    def _wait(self, answer: Future[T]) -> T:
+        """Wait for what the engine's thread was asked for."""
         try:
             return answer.result(ANSWER_SECONDS)
         except TimeoutError:
             if not answer.cancel():  # it is being done, or it raised a TimeoutError of its own
                 return answer.result()
             raise TimeoutError(
-                f"the engine did not look up within {ANSWER_SECONDS:.0f} s"
+                f"the engine thread did not respond within {ANSWER_SECONDS:.0f} s; a step may be "
+                f"hung"
             ) from None
 
     def _run(self) -> None:
@@ -234,7 +254,7 @@ class Engine:
             try:
                 worked = False
                 while not self._closing:
-                    self._serve(wait=core.idle and not worked)
+                    self._serve(wait=core.view.idle and not worked)
                     worked = core.step()  # with nothing to do it still gives way to others
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
@@ -267,6 +287,27 @@ class Engine:
             _, answer = self._calls.get()
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineStopped("the engine is closed"))
+
+
+def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
+    """Take requests in, all or none, and return how far the first one's prompt matches by now."""
+    taken: list[Handle] = []
+    try:
+        for handle in handles:
+            core.enqueue(handle)
+            taken.append(handle)
+    except BaseException:
+        for handle in taken:
+            core.cancel(handle)
+        raise
+    first = handles[0].request
+    try:
+        return core.view.explain(first.prompt, first.salt)
+    # A boundary: an explanation may fail, an answer may not.
+    except Exception as error:
+        logger.error("a prompt could not be explained: %s", type(error).__name__)
+        logger.debug("its error", exc_info=error)
+        return None
 
 
 def follow(model: Any, tokenizer: Any, group: ProcessGroup, **settings: Any) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.offload.engine_tier import EngineTier
+from penstock.engine.view import EngineView
 from penstock.errors import SettingError
 from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.disk.archive import export_blocks, import_blocks, models_of
@@ -55,17 +56,17 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         OSError: a disk fails; the file is as it was.
     """
     about = _about(engine)
-    block_hashes = engine.later(lambda core: _have_written(core, tokens, salt)).result(
+    block_hashes = engine._later(lambda core: _have_written(core, tokens, salt)).result(
         WRITE_SECONDS
     )
     until = time.monotonic() + WRITE_SECONDS
-    while not engine.later(_is_written).result(WRITE_SECONDS):
+    while not engine._later(_is_written).result(WRITE_SECONDS):
         if time.monotonic() >= until:
             raise TimeoutError(f"the session was not written within {WRITE_SECONDS:.0f} s")
         time.sleep(LOOK_SECONDS)
     aside = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
-        asked = engine.later(lambda core: _ssd(core).tier.held(block_hashes)).result(WRITE_SECONDS)
+        asked = engine._later(lambda core: _ssd(core).tier.held(block_hashes)).result(WRITE_SECONDS)
         held = block_hashes[: asked.result(WRITE_SECONDS)]
         with Folder(about.folder) as opened:
             wanted = {*held, *map(checkpoint_hash, held)}
@@ -116,18 +117,18 @@ class _About:
 
 
 def _about(engine: Engine) -> _About:
-    def ask(core: Core) -> _About:
-        limits = core.limits
+    def ask(view: EngineView) -> _About:
+        limits = view.limits
         if limits.ssd_cache_dir is None:
             raise SettingError("sessions need a cold tier: name a folder (ssd_cache_dir)")
         return _About(
             limits.ssd_cache_dir,
             limits.ssd_cache_limit,
             limits.block_size,
-            core.prefixes.fingerprint,
+            view.fingerprint,
         )
 
-    return engine.later(ask).result(WRITE_SECONDS)
+    return engine.ask(ask).result(WRITE_SECONDS)
 
 
 def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
@@ -137,8 +138,18 @@ def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     held = core.prefixes.match(block_hashes).tokens // core.limits.block_size
     root = core.prefixes.root(salt)
     _ssd(core).note(block_hashes[:held], root, 0, seen=True, ended=True)
-    core.note_checkpoints(block_hashes[:held], root)
+    _note_checkpoints(core, block_hashes[:held], root)
     return block_hashes
+
+
+def _note_checkpoints(core: Core, block_hashes: Sequence[bytes], root: bytes) -> None:
+    """Have the checkpoints of a chain written."""
+    assert core.tiers is not None
+    for node in core.prefixes.match(block_hashes).path:
+        for checkpoint in node.segment.checkpoints:
+            blocks = (node.start + checkpoint.at) // core.limits.block_size
+            if core.tiers.has_states and blocks <= len(block_hashes):
+                core.tiers.note_checkpoint(block_hashes[:blocks], root, seen=True)
 
 
 def _is_written(core: Core) -> bool:

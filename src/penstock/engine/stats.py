@@ -74,6 +74,8 @@ class Stats:
     """KV copied since the start by splits and merges of nodes."""
     decode: StepTimes
     prefill: StepTimes
+    model_seconds: float
+    """Seconds spent in the model and in the choice of tokens, since the start."""
     ssd: TierStats | None = None
     """Of the folder, if there is one."""
     remote: TierStats | None = None
@@ -83,6 +85,16 @@ class Stats:
     def hit_rate(self) -> float:
         """Share of all prompt tokens that were not computed again; 0 before the first."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Size of the prefixes that one call of `clear` evicted."""
+
+    nodes: int
+    """Nodes of the prefix tree."""
+    nbytes: int
+    """Bytes of keys and values."""
 
 
 @dataclass(slots=True)
@@ -101,5 +113,6 @@ class Counters:
     out_of_memory: int = 0
     decode_steps: int = 0
     prefill_steps: int = 0
+    model_seconds: float = 0.0
     decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
     prefill_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))

@@ -11,10 +11,9 @@ from typing import Any
 from starlette.types import Message
 
 from penstock.config import ServerSettings
-from penstock.engine.core import Core
 from penstock.engine.engine import Engine
+from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
-from penstock.ledger import Kind
 from penstock.models.mlx_lm import load_all
 from penstock.routing import Summary
 from penstock.serve_ray.autoscaling import CLAIMED
@@ -57,9 +56,7 @@ class Replica:
 
     async def names(self) -> tuple[str, int]:
         """Return what a prompt's blocks are named by: the fingerprint, and tokens of a block."""
-        return await self._service.ask(
-            lambda core: (core.prefixes.fingerprint, core.prefixes.block_size)
-        )
+        return await self._service.ask(lambda view: (view.fingerprint, view.limits.block_size))
 
     async def answer(
         self,
@@ -112,7 +109,7 @@ class Replica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the share of memory that requests have claimed."""
         with suppress(EngineStopped):
-            return {CLAIMED: await self._service.ask(claimed_share)}
+            return {CLAIMED: await self._service.ask(lambda view: view.claimed_share)}
         return {}
 
     async def check_health(self) -> None:
@@ -135,16 +132,6 @@ class Replica:
         self._service.close()
 
 
-def summary_of(core: Core) -> bytes:
-    """Return the summary of all that a core's tree holds."""
-    tree = core.prefixes.tree
-    return Summary.of(key for node in tree for key in node.block_hashes).to_bytes()
-
-
-def claimed_share(core: Core) -> float:
-    """Return the share of memory for KV that cannot be evicted: read now, or promised."""
-    held, tree = core.ledger.by_class(), core.prefixes.tree
-    fixed = held[Kind.WEIGHTS] + held[Kind.TAILS] + held[Kind.BUFFERS]
-    loose = tree.nbytes + tree.index_bytes - tree.pinned_bytes
-    room = max(1, core.ledger.limit_bytes - fixed)
-    return max(0, core.ledger.used_bytes - fixed - loose) / room
+def summary_of(view: EngineView) -> bytes:
+    """Return the summary of all blocks in an engine's tree."""
+    return Summary.of(view.block_hashes()).to_bytes()

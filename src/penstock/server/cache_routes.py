@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
@@ -9,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.engine.core import Core
-from penstock.engine.stats import Stats
+from penstock.engine.stats import Cleared, Stats
+from penstock.engine.view import EngineView
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.server.forms import Each, OnePrompt
@@ -119,14 +120,6 @@ class ExplainRequest(BaseModel):
         return self
 
 
-class Cleared(BaseModel):
-    """What was evicted."""
-
-    nodes: int
-    nbytes: int
-    """Of keys and values."""
-
-
 def router(service: Service) -> APIRouter:
     """Make the routes; they need the key if the server has one."""
     router = APIRouter(prefix="/v1/cache", tags=["cache"], responses=ERRORS)
@@ -134,7 +127,7 @@ def router(service: Service) -> APIRouter:
     @router.get("/stats")
     async def stats() -> CacheStats:
         """Tell what is held, for what, and how much of the prompts was served from it."""
-        return CacheStats.of(await service.ask(Core.stats))
+        return CacheStats.of(await service.ask(EngineView.stats))
 
     @router.get("/tree")
     async def tree(
@@ -143,7 +136,7 @@ def router(service: Service) -> APIRouter:
         ] = False,
     ) -> Tree:
         """Tell every node of the prefix tree; no text of prompts unless it is asked for."""
-        views = await service.ask(Core.tree)
+        views = await service.ask(EngineView.tree)
         made = tree_of(views, MOST_NODES)
         if text:
             await service.work(partial(_add_text, service.tokenizer, made, views))
@@ -154,12 +147,12 @@ def router(service: Service) -> APIRouter:
         """Tell how far a prompt would match now, and why no further; changes nothing."""
         tokens = await service.work(partial(tokens_of, service, question))
         salt = question.cache_salt or ""
-        return await service.ask(partial(_explain, tokens=tokens, salt=salt))
+        return await service.ask(lambda view: view.explain(tokens, salt, ask_tiers=True))
 
     @router.delete("")
     async def clear() -> Cleared:
         """Evict all prefixes that nobody reads at the moment, and this model's on the disk."""
-        return await service.ask(_clear)
+        return await asyncio.to_thread(service.engine.clear)
 
     return router
 
@@ -210,14 +203,3 @@ def tokens_of(service: Service, question: ExplainRequest) -> tuple[int, ...]:
     tokens = tuple(question.prompt or ())
     service.check_tokens(tokens)
     return tokens
-
-
-def _explain(core: Core, tokens: Sequence[int], salt: str) -> Explanation:
-    return core.explain(tokens, salt, ask_disk=True)
-
-
-def _clear(core: Core) -> Cleared:
-    tree = core.prefixes.tree
-    nodes, nbytes = len(tree), tree.nbytes
-    core.clear()
-    return Cleared(nodes=nodes - len(tree), nbytes=nbytes - tree.nbytes)

@@ -27,8 +27,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.engine.core import Core
 from penstock.engine.stats import Stats
+from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
 from penstock.prefix.node import NodeView
 from penstock.server.cache_routes import CacheStats, Tree, tree_of
@@ -272,9 +272,9 @@ async def _events(pulse: Pulse) -> AsyncIterator[bytes]:
         yield data(snapshot.model_dump(exclude_none=False), "snapshot")
 
 
-def _look(core: Core, tree: bool, mark: object) -> Look:
+def _look(view: EngineView, tree: bool, mark: object) -> Look:
     """Look at the engine, on its thread."""
-    stats = core.stats()
+    stats = view.stats()
     # Whatever changes the tree, or what is pinned in it, changes one of these.
     now = (
         stats.nodes,
@@ -288,8 +288,8 @@ def _look(core: Core, tree: bool, mark: object) -> Look:
         stats.restoring,
         stats.running,
     )
-    nodes = core.tree() if tree and now != mark else None
-    return Look(stats, core.limits.max_batch_size, now, nodes)
+    nodes = view.tree() if tree and now != mark else None
+    return Look(stats, view.limits.max_batch_size, now, nodes)
 
 
 # ---- the page

@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
-from penstock.engine.core import Core
 from penstock.engine.stats import Stats, StepTimes
+from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
 from penstock.server.response_store import ResponseStore
 from penstock.server.service import Recent, Service
@@ -109,7 +109,7 @@ def router(service: Service) -> APIRouter:
     async def scrape(http: HttpRequest) -> Response:
         """Tell all figures in Prometheus' text format."""
         try:
-            stats = await service.ask(Core.stats)
+            stats = await service.ask(EngineView.stats)
         except EngineStopped:
             stats = None
         metrics.engine.stats = stats  # nothing awaits until it is written

@@ -7,7 +7,7 @@
 A step that brings tokens to many wakes the event loop once.
 
 The event loop never touches an array and never waits for the engine: it asks with
-`Engine.later` and is told through `Handle.listen`.
+`Engine.ask` and is told through `Handle.listen`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from penstock.config import ServerSettings
-from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.handle import Choice, Handle
 from penstock.engine.request import Event, Finish, Request, Token, Usage
+from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped, PenstockError
 from penstock.prefix.explanation import Explanation
 from penstock.server.answers import total_usage
@@ -135,9 +135,9 @@ class Service:
         """Whether no more requests are taken in; endless streams end when they see it."""
         self.died: list[Callable[[], None]] = []
         """Called once, in the event loop, when the engine's thread has ended by itself."""
-        self.max_queue = engine.later(lambda core: core.limits.max_queue).result()
+        self.max_queue = engine.ask(lambda view: view.limits.max_queue).result()
         """Answers that may wait in the engine, and prompts that may wait to be read."""
-        self.vocabulary_size = engine.later(lambda core: core.runner.vocabulary_size).result()
+        self.vocabulary_size = engine.ask(lambda view: view.vocabulary_size).result()
         """Tokens that the model knows."""
         self._open: set[ActiveRequest] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -185,7 +185,7 @@ class Service:
         recent.prompt_tokens = sum(len(request.prompt) for request in requests)
         answering = ActiveRequest(self, [await self._handle(r) for r in requests], recent)
         try:
-            explanation = await self.ask(partial(_take_in, answering.handles))
+            explanation = await asyncio.wrap_future(self.engine.enqueue(answering.handles))
         except BaseException as error:  # also when the client has gone meanwhile
             answering.fail(error)
             answering.close()
@@ -208,12 +208,14 @@ class Service:
         """Return how many tokens of a request's prompt were computed for it and are held now."""
         request, used = answering.handles[0].request, answering.usage()
         try:
-            found = await self.ask(lambda core: core.explain(request.prompt, request.salt))
+            held_tokens = await self.ask(
+                lambda view: view.held_tokens(request.prompt, request.salt)
+            )
         except PenstockError:  # the engine has stopped meanwhile: nothing is held
             return 0
         if used.cached_tokens == used.prompt_tokens - 1:
             return 0  # the last token was computed for its logits alone; its KV was there
-        return max(0, found.held_tokens - used.cached_tokens)
+        return max(0, held_tokens - used.cached_tokens)
 
     def check_tokens(self, prompt: Sequence[int]) -> None:
         """Raise BadRequest if a prompt has a token that the model does not know."""
@@ -225,9 +227,9 @@ class Service:
                     param="prompt",
                 )
 
-    async def ask(self, call: Callable[[Core], T]) -> T:
-        """Have the engine's thread call `call(core)` between two steps."""
-        return await asyncio.wrap_future(self.engine.later(call))
+    async def ask(self, question: Callable[[EngineView], T]) -> T:
+        """Have the engine's thread answer a question between two steps."""
+        return await asyncio.wrap_future(self.engine.ask(question))
 
     async def work(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Have a worker thread do what takes long: `await service.work(prompts.render, messages)`.
@@ -311,27 +313,6 @@ def _in_time(request: Request) -> Request:
         return request
     left = request.timeout_seconds - (time.monotonic() - arrived)
     return request.model_copy(update={"timeout_seconds": max(left, LEAST_SECONDS)})
-
-
-def _take_in(handles: Sequence[Handle], core: Core) -> Explanation | None:
-    """Enqueue requests, all or none, and say how far the first one's prompt matches by now."""
-    taken: list[Handle] = []
-    try:
-        for handle in handles:
-            core.enqueue(handle)
-            taken.append(handle)
-    except BaseException:
-        for handle in taken:
-            core.cancel(handle)
-        raise
-    first = handles[0].request
-    try:
-        return core.explain(first.prompt, first.salt)
-    # A boundary: an explanation may fail, an answer may not.
-    except Exception as error:
-        logger.error("a prompt could not be explained: %s", type(error).__name__)
-        logger.debug("its error", exc_info=error)
-        return None
 
 
 def _without_text(explanation: Explanation | None) -> dict[str, Any] | None:

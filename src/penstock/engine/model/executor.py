@@ -114,7 +114,9 @@ class ModelExecutor:
         chosen = self._group.chosen(chosen)
         self.failed_in_a_row = 0
         self._counters.decode_steps += 1
-        self._counters.decode_seconds.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._counters.decode_seconds.append(seconds)
+        self._counters.model_seconds += seconds
         del rows
         states = decoded.recurrent_states if self.runner.is_recurrent else [None] * len(sequences)
         del decoded
@@ -188,9 +190,11 @@ class ModelExecutor:
         started = time.perf_counter()
         for attempt in (1, 2):
             try:
+                called = time.perf_counter()
                 chunk = self.runner.prefill(
                     tokens, sequence.kv.spans(), start, sequence.kv.recurrent_state
                 )
+                self._counters.model_seconds += time.perf_counter() - called
                 break
             # A boundary, as in `decode`.
             except Exception as error:  # noqa: BLE001

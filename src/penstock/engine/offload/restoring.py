@@ -11,7 +11,6 @@ a sequence has no place from which it could go on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 
 from penstock.engine.offload.engine_tier import EngineTier, Restore
 from penstock.engine.offload.tier_group import TierGroup
@@ -61,11 +60,6 @@ class Restoring:
         self._budget = budget
         self._clock = clock
         self._size = prefixes.block_size
-
-    def on_disk(self, block_hashes: Items[bytes]) -> int | None:
-        """Wait to be told how many first tokens of a chain are in a tier at most; None if that
-        takes too long."""
-        return self._tiers.on_disk(block_hashes, ASK_SECONDS)
 
     def begin(self) -> None:
         """Have read from the disk what would take longer to compute."""

@@ -137,7 +137,7 @@ class TierGroup:
         """Return what each tier has done, by its name."""
         return {name: tier.stats() for name, tier in self.tiers.items()}
 
-    def on_disk(self, block_hashes: Sequence[bytes], timeout_seconds: float) -> int | None:
+    def held_tokens(self, block_hashes: Sequence[bytes], timeout_seconds: float) -> int | None:
         """Wait to be told how many first tokens of a chain are in a tier at most; None if that
         takes too long."""
         until = time.monotonic() + timeout_seconds

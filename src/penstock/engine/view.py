@@ -1,0 +1,278 @@
+"""`EngineView`: questions to an engine between two steps. They change nothing.
+
+    server, command line, Ray ──Engine.ask──> engine thread ──> EngineView ──> stats, explain, tree
+
+Code outside of `engine` sees this class and never the parts that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.config import EngineSettings
+from penstock.engine.offload.restoring import ASK_SECONDS
+from penstock.engine.schedule.admission import Admission
+from penstock.engine.schedule.budget import MemoryBudget, weight_bytes
+from penstock.engine.schedule.costs import MemoryEstimator
+from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.schedule.scheduler import Scheduler, State
+from penstock.engine.stats import Stats, StepTimes
+from penstock.kv.states import nbytes
+from penstock.ledger import Kind
+from penstock.prefix.explanation import Explanation
+from penstock.prefix.node import NodeView
+
+NOT_SHARED = (
+    "nothing of this model is shared: its KV of a token depends on how the prompt is cut, so every "
+    "prompt is prefilled as a whole"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBytes:
+    """Memory of sequences of one length."""
+
+    each: int
+    """Bytes of every sequence: its KV, its part of a decode step and its index."""
+    once: int
+    """Bytes that all such sequences need together: the buffers of one prefill chunk."""
+
+
+class EngineView:
+    """What fits, what is held, and how far a prompt matches. Not thread-safe: see `Engine.ask`.
+
+    Args:
+        limits: settings, fitted to the model.
+        stores: of keys and values.
+        scheduler: knows the state of each sequence.
+        admission: has the open sequences.
+        budget: the bytes that are set aside.
+        estimator: what sequences take.
+        tokenizer: mlx-lm's wrapper, for the text of tokens; None gives none.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: EngineSettings,
+        stores: KVStores,
+        scheduler: Scheduler,
+        admission: Admission,
+        budget: MemoryBudget,
+        estimator: MemoryEstimator,
+        tokenizer: Any,
+    ) -> None:
+        self.limits = limits
+        self._stores = stores
+        self._prefixes = stores.prefixes
+        self._ledger = stores.prefixes.ledger
+        self._scheduler = scheduler
+        self._admission = admission
+        self._budget = budget
+        self._estimator = estimator
+        self._tokenizer = tokenizer
+
+    # ---- names
+
+    @property
+    def fingerprint(self) -> str:
+        """Whatever must be equal for KV to be reusable, besides the tokens."""
+        return self._prefixes.fingerprint
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens that the model knows."""
+        return self._stores.runner.vocabulary_size
+
+    @property
+    def codec_name(self) -> str | None:
+        """Codec of the prefix tree; None if KV stays as it was computed."""
+        requantizer = self._stores.requantizer
+        return None if requantizer is None else requantizer.rule.scheme.name
+
+    # ---- what fits
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a token's KV in all layers, as it is computed."""
+        return self._stores.runner.token_bytes
+
+    @property
+    def coded_token_bytes(self) -> float:
+        """Bytes of a token's KV in all layers, as the prefix tree holds it."""
+        return (self._stores.requantizer or self._stores.runner).token_bytes
+
+    def sequence_bytes(self, tokens: int) -> SequenceBytes:
+        """Return the memory that a sequence of `tokens` needs beside what is always held."""
+        estimator = self._estimator
+        index = self._prefixes.index_bytes(-(-tokens // self._prefixes.block_size) + 1)
+        each = estimator.sequence_bytes(tokens) + estimator.decode_bytes(tokens) + index
+        return SequenceBytes(each, estimator.prefill_bytes(tokens))
+
+    @property
+    def claimed_share(self) -> float:
+        """Share of the memory for KV that cannot be evicted: read now, or promised."""
+        bytes_by_kind = self._ledger.by_class()
+        fixed = sum(bytes_by_kind[kind] for kind in (Kind.WEIGHTS, Kind.TAILS, Kind.BUFFERS))
+        room = max(1, self._ledger.limit_bytes - fixed)
+        claimed = self._ledger.used_bytes - fixed - self._prefixes.evictable_bytes
+        return max(0, claimed) / room
+
+    # ---- what is held
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is open."""
+        return not self._admission.sequences
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in arrays between two steps: weights, nodes, own spans, tails and states."""
+        own_spans = sum(
+            span.segment.nbytes
+            for sequence in self._admission.sequences.values()
+            for span in sequence.kv.own_spans
+        )
+        fixed = self._budget.weights_bytes + self._stores.tails.nbytes
+        return fixed + self._prefixes.tree.nbytes + own_spans + self._state_bytes()
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of the open sequences' recurrent states, checkpoints not counted."""
+        states = (s.kv.recurrent_state for s in self._admission.sequences.values())
+        nbytes_by_id = {id(state.states): nbytes(state.states) for state in states if state}
+        if nbytes_by_id:
+            for node in self._prefixes.tree:
+                for checkpoint in node.segment.checkpoints:
+                    nbytes_by_id.pop(id(checkpoint.states), None)
+        return sum(nbytes_by_id.values())
+
+    def tree(self) -> list[NodeView]:
+        """Return a view of every node of the tree, parents before their children. O(nodes)."""
+        return self._prefixes.views()
+
+    def block_hashes(self) -> list[bytes]:
+        """Return the hashes of all blocks in the tree. O(blocks)."""
+        return [block_hash for node in self._prefixes.tree for block_hash in node.block_hashes]
+
+    def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Return how many first tokens of a prompt are in the tree, in whole blocks."""
+        return self._prefixes.find(tokens, salt).tokens
+
+    def stats(self) -> Stats:
+        """Return all figures, in O(open sequences)."""
+        counters, tree, counts = self._stores.counters, self._prefixes.tree, self._prefixes.counts
+        answers = {state: len(self._scheduler.jobs(state)) for state in State}
+        tiers = {} if self._stores.tiers is None else self._stores.tiers.stats()
+        return Stats(
+            limit_bytes=self._ledger.limit_bytes,
+            used_bytes=self._ledger.used_bytes,
+            held_bytes=self.held_bytes,
+            by_kind={kind.value: size for kind, size in self._ledger.by_class().items()},
+            active_bytes=mx.get_active_memory(),
+            waiting=answers[State.WAITING],
+            prefilling=answers[State.PREFILLING],
+            restoring=answers[State.RESTORING],
+            running=answers[State.RUNNING],
+            preempted=answers[State.PREEMPTED],
+            requests=counters.requests,
+            finished=counters.finished,
+            failed=counters.failed,
+            prompt_tokens=counters.prompt_tokens,
+            hit_tokens=counters.hit_tokens,
+            restored_tokens=counters.restored_tokens,
+            prefilled_tokens=counters.prefilled_tokens,
+            generated_tokens=counters.generated_tokens,
+            nodes=len(tree),
+            held_tokens=tree.tokens,
+            evicted_nodes=counts.evicted_nodes,
+            evicted_bytes=counts.evicted_bytes,
+            preemptions=counters.preemptions,
+            out_of_memory=counters.out_of_memory,
+            copied_bytes=counts.copied_bytes,
+            decode=StepTimes.of(counters.decode_steps, counters.decode_seconds),
+            prefill=StepTimes.of(counters.prefill_steps, counters.prefill_seconds),
+            model_seconds=counters.model_seconds,
+            ssd=tiers.get("ssd"),
+            remote=tiers.get("remote"),
+        )
+
+    # ---- one prompt
+
+    def explain(
+        self, tokens: Sequence[int], salt: str = "", *, ask_tiers: bool = False
+    ) -> Explanation:
+        """Return how far a prompt would match now, and why no further.
+
+        Args:
+            tokens: the prompt.
+            salt: the tenant's.
+            ask_tiers: whether to wait until the cold tiers have said how much they hold.
+        """
+        prompt = list(tokens)
+        explanation = self._prefixes.explain(prompt, salt)
+        tier_tokens = self._tier_tokens(prompt, salt) if ask_tiers else None
+        reusable_tokens, why = self._stores.explain(prompt, salt)
+        reason = NOT_SHARED if self._stores.runner.fitness.whole else explanation.reason
+        return replace(
+            explanation,
+            reason=reason + why + self._tier_reason(explanation.held_tokens, tier_tokens),
+            resume_tokens=reusable_tokens,
+            tier_tokens=tier_tokens,
+            held_text=self._text(explanation.held_token),
+            given_text=self._text(explanation.given_token),
+        )
+
+    def _tier_tokens(self, prompt: Sequence[int], salt: str) -> int | None:
+        """Wait for the length of a prompt's prefix in the cold tiers; None if it is not known."""
+        if self._stores.tiers is None:
+            return None
+        return self._stores.tiers.held_tokens(
+            self._prefixes.block_hashes(prompt, salt), ASK_SECONDS
+        )
+
+    def _tier_reason(self, held_tokens: int, tier_tokens: int | None) -> str:
+        """Return the part of an explanation that is about cold tiers."""
+        tiers = self._stores.tiers
+        if tiers is None:
+            return ""
+        reason = ""
+        if tier_tokens is not None and tier_tokens > held_tokens:
+            reason = (
+                f"; {tier_tokens:,} tokens are {tiers.where}, from where they would be read back"
+            )
+        for name, tier in tiers.stats().items():
+            if tier.full is not None:
+                reason += f"; the {name} cache writes no new blocks: {tier.full}"
+        return reason
+
+    def _text(self, token: int | None) -> str | None:
+        if token is None or self._tokenizer is None:
+            return None
+        return str(self._tokenizer.decode([token]))
+
+    # ---- checks
+
+    def tiers_are_written(self, timeout_seconds: float) -> bool:
+        """Wait until the cold tiers have written all that they were offered; False if too slow."""
+        return self._stores.tiers is None or self._stores.tiers.flush(timeout_seconds)
+
+    def check(self) -> None:
+        """Recount all bytes, pins and slots from the arrays.
+
+        Raises:
+            AssertionError: a count differs.
+        """
+        self._prefixes.check()
+        self._scheduler.check()
+        tiers = self._stores.tiers
+        self._budget.check(
+            self._admission.sequences.values(),
+            self._stores.tails,
+            weights=weight_bytes(self._stores.runner.model),
+            reading=0 if tiers is None else tiers.paid_bytes,
+        )
+        self._admission.check()

@@ -1,0 +1,116 @@
+"""What an `EngineView` says, against what the engine then does."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from cold_engine import BLOCK, SETTINGS, ask, running
+from engine_faults import model_of
+
+from penstock.engine.core import Core
+from penstock.engine.engine import Engine
+from penstock.engine.request import Request
+from penstock.engine.view import EngineView
+from penstock.errors import NeverFits, SettingError
+from penstock.ledger import Kind
+
+PROMPT = tuple(range(5, 5 + 6 * BLOCK))
+
+
+def test_a_sequence_takes_the_bytes_that_the_view_says() -> None:
+    """With just that room a sequence is let in, and with a block of the index less refused."""
+    with running(None) as core:
+        tokens = len(PROMPT) + 7
+        sequence = core.view.sequence_bytes(tokens)
+        fits = core.budget.fixed_bytes + sequence.each + sequence.once
+        core.set_limit(fits - core.prefixes.index_bytes(1) - 1)
+        with pytest.raises(NeverFits):
+            core.submit(Request(prompt=PROMPT, max_tokens=8))
+        core.set_limit(fits)
+        assert len(ask(core, PROMPT)) == 8
+
+
+def test_claimed_is_what_cannot_be_evicted() -> None:
+    with running(None) as core:
+        empty = core.view.claimed_share
+        handle = core.submit(Request(prompt=PROMPT, max_tokens=50, ignore_eos=True))
+        core.step()
+        core.step()
+        assert core.view.claimed_share > empty, "a path is read"
+        handle.cancel()
+        assert core.view.held_tokens(PROMPT) > 0
+        assert core.view.claimed_share == empty, "all that is in the tree can be evicted"
+
+
+def test_the_hashes_are_those_of_all_blocks() -> None:
+    with running(None) as core:
+        ask(core, PROMPT)
+        chain = core.prefixes.block_hashes([*PROMPT])
+        assert set(chain) <= set(core.view.block_hashes())
+        assert len(core.view.block_hashes()) == core.view.stats().held_tokens // BLOCK
+        assert core.view.held_tokens(PROMPT) == len(PROMPT)
+        assert core.view.held_tokens(PROMPT, "other") == 0
+
+
+def test_clear_says_how_much_it_evicted() -> None:
+    with running(None) as core:
+        ask(core, PROMPT)
+        before = core.view.stats()
+        cleared = core.clear()
+        assert cleared.nodes == before.nodes > 0
+        assert cleared.nbytes == before.by_kind["nodes"] > 0
+        assert core.clear().nodes == core.clear().nbytes == 0
+
+
+def test_the_model_takes_most_of_a_step() -> None:
+    with running(None) as core:
+        ask(core, PROMPT)
+        stats = core.view.stats()
+        steps = sum(core.counters.decode_seconds) + sum(core.counters.prefill_seconds)
+        assert 0 < stats.model_seconds <= steps
+
+
+def test_the_view_of_a_core_that_quantizes_names_its_codec() -> None:
+    model = model_of("llama")
+    core = Core(model, **{**SETTINGS, "kv_cache_quantization": "turbo8", "block_size": 64})
+    try:
+        assert core.view.codec_name == "turbo8"
+        assert core.view.coded_token_bytes < core.view.token_bytes
+    finally:
+        core.close()
+    with running(None) as raw:
+        assert raw.view.codec_name is None
+        assert raw.view.coded_token_bytes == raw.view.token_bytes
+
+
+def test_requests_that_are_taken_in_together_are_all_or_none() -> None:
+    with Engine(model_of("llama"), **SETTINGS) as engine:
+        good, bad = Request(prompt=PROMPT, max_tokens=2), Request(prompt=(10**6,), max_tokens=2)
+        handles = [engine.open(good), engine.open(bad)]
+        with pytest.raises(SettingError):
+            engine.enqueue(handles).result()
+        assert engine.ask(lambda view: view.idle).result()
+        explanation = engine.enqueue([engine.open(good)]).result()
+        assert explanation is not None
+        assert explanation.prompt_tokens == len(PROMPT)
+
+
+def test_an_explanation_may_fail_and_an_answer_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **more: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(EngineView, "explain", fails)
+    with Engine(model_of("llama"), **SETTINGS) as engine:
+        handle = engine.open(Request(prompt=PROMPT, max_tokens=2, ignore_eos=True))
+        assert engine.enqueue([handle]).result() is None
+        assert len(handle.result(60)[0].tokens) == 2
+
+
+def test_held_bytes_are_the_arrays() -> None:
+    with running(None) as core:
+        ask(core, PROMPT)
+        held = core.view.held_bytes
+        nodes = core.ledger.by_class()[Kind.NODES]
+        core.clear()
+        mx.clear_cache()
+        assert core.view.held_bytes == held - nodes

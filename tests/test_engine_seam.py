@@ -1,0 +1,99 @@
+"""Who may touch the core: outside of `engine` an `EngineView` answers, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = (ROOT / "src" / "penstock", ROOT / "benchmarks" / "src")
+CORE = "penstock.engine.core"
+STEPS_ITSELF = "bench"
+"""Packages with this word in their name may make a core, to time single steps of it."""
+ACTS = frozenset({"submit", "step", "close", "view"})
+"""Attributes of a core that a bench may use."""
+ENGINES = frozenset({"engine", "_engine"})
+CORES = frozenset({"core", "_core"})
+
+
+def name_of(node: ast.expr) -> str | None:
+    """Return the last name of a chain of attributes."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def imports_the_core(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(alias.name == CORE for alias in node.names)
+    if not isinstance(node, ast.ImportFrom):
+        return False
+    names = {f"{node.module}.{alias.name}" for alias in node.names}
+    return node.module == CORE or CORE in names
+
+
+def reaches_for_a_part(node: ast.AST) -> bool:
+    """Tell whether a node is `engine._core`, `core.<part>` or the like."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    owner = name_of(node.value)
+    private = owner in ENGINES and node.attr.startswith("_")
+    return private or (owner in CORES and node.attr not in ACTS)
+
+
+def faults(module: str, source: str) -> list[str]:
+    """List what `module` does with the core that only `engine` may do."""
+    steps_itself = STEPS_ITSELF in module.split(".", 2)[:2][-1]
+    return [
+        f"{module}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if reaches_for_a_part(node) or (imports_the_core(node) and not steps_itself)
+    ]
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for folder in SOURCES:
+        base = folder if folder.name != "penstock" else folder.parent
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(base).with_suffix("").parts
+            if parts[:2] != ("penstock", "engine"):
+                yield ".".join(parts).removesuffix(".__init__"), file
+
+
+@pytest.mark.parametrize(("module", "file"), list(modules()), ids=str)
+def test_the_core_is_seen_by_the_engine_alone(module: str, file: Path) -> None:
+    assert faults(module, file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("penstock.server.made_up", "from penstock.engine.core import Core"),
+        ("penstock.cli.made_up", "def late():\n    import penstock.engine.core"),
+        ("penstock.cli.made_up", "from penstock.engine import core"),
+        ("penstock.server.made_up", "service.engine._later(lambda core: core.clear())"),
+        ("penstock.server.made_up", "self._engine._core"),
+        ("penstock.serve_ray.made_up", "ask(lambda core: core.prefixes.fingerprint)"),
+        ("penstock.bench.made_up", "self._core.counters.hit_tokens"),
+        ("penstock_bench.made_up", "core.executor.runner = watch"),
+    ],
+)
+def test_a_way_to_the_core_is_noticed(module: str, source: str) -> None:
+    assert faults(module, source) != []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("penstock.server.made_up", "service.ask(EngineView.stats)"),
+        ("penstock.server.made_up", "engine.ask(lambda view: view.limits.max_queue)"),
+        ("penstock.bench.made_up", "from penstock.engine.core import Core\ncore.step()"),
+        ("penstock_bench.made_up", "core.view.stats().hit_tokens"),
+        ("penstock_bench.made_up", "import mlx.core as mx"),
+    ],
+)
+def test_a_question_to_the_view_passes(module: str, source: str) -> None:
+    assert faults(module, source) == []
