@@ -1,6 +1,6 @@
 """The scheduler: the table of states, who goes first, and what a step may read.
 
-The rules of a plan stand once more in `faults`, told from the jobs alone; `Simulation` is an
+The rules of a plan stand once more in `faults`, told from the sequences alone; `Simulation` is an
 engine without a model, whose tree is a set of names. A state machine drives it, and schedulers
 that break one rule each drive it until it fails.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from combinations import pairs
@@ -31,9 +33,9 @@ from penstock.engine.schedule import scheduler as module
 from penstock.engine.schedule.scheduler import (
     NEXT,
     Event,
-    Job,
     PrefillChunk,
     Scheduler,
+    SchedulerSequence,
     State,
     StepPlan,
     next_state,
@@ -52,40 +54,93 @@ QUICK = settings(
 EVENTS: tuple[Event, ...] = ("admit", "prefilled", "preempt", "finish")
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class Item:
+    """What the scheduler asks of a sequence, and nothing else."""
+
+    id: int
+    priority: int = 0
+    deadline_seconds: float | None = None
+    remaining_tokens: int = 0
+    position: int = 0
+    next_block_hash: bytes | None = None
+    served_tokens: int = 0
+    state: State = State.WAITING
+
+
+Items = Sequence[Item]
+IS_ENOUGH: type[SchedulerSequence] = Item
+
+
+def item(id: int, priority: int = 0, *, left: int = 0, served: int = 0, **more: Any) -> Item:
+    return Item(id=id, priority=priority, remaining_tokens=left, served_tokens=served, **more)
+
+
 def make(
     max_batch_size: int = 4,
     prefill_chunk: int = 512,
     block_size: int = 64,
     max_queue: int = 100,
-    cls: type[Scheduler] = Scheduler,
-) -> Scheduler:
+    cls: type[Scheduler[Item]] = Scheduler,
+) -> Scheduler[Item]:
     """Return a scheduler whose steps have the tokens of one chunk, or of one longer block."""
     return cls(max_batch_size, max(prefill_chunk, block_size), block_size, max_queue)
 
 
-def admitted(scheduler: Scheduler, *jobs: Job) -> None:
-    """Add the jobs and give each a place."""
-    for job in jobs:
-        scheduler.add(job)
-        scheduler.act(job.id, "admit")
+def known(scheduler: Scheduler[Item], item_id: int) -> Item:
+    return scheduler._sequences[item_id]
 
 
-def read(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Report that the plan was run, as far as prefill goes, and that nothing is shared."""
+def act(scheduler: Scheduler[Item], item_id: int, event: Event) -> State:
+    return scheduler.act(known(scheduler, item_id), event)
+
+
+def admitted(scheduler: Scheduler[Item], *items: Item) -> None:
+    """Add the sequences and give each a place."""
+    for added in items:
+        scheduler.add(added)
+        scheduler.act(added, "admit")
+
+
+def get_on(
+    scheduler: Scheduler[Item],
+    item_id: int,
+    *,
+    position: int,
+    left: int,
+    next_block_hash: bytes | None = None,
+    served: int = 0,
+) -> None:
+    """Let a sequence stand somewhere else than before."""
+    moved = known(scheduler, item_id)
+    moved.position, moved.remaining_tokens = position, left
+    moved.next_block_hash = next_block_hash
+    moved.served_tokens += served
+
+
+def read(scheduler: Scheduler[Item], plan: StepPlan[Item]) -> None:
+    """Do what the plan says, as far as prefill goes; nothing is shared."""
     for chunk in plan.prefill:
-        job = scheduler.job(chunk.id)
-        position, left = job.position + chunk.tokens, job.left - chunk.tokens
-        scheduler.progress(job.id, position=position, left=left, served_tokens=chunk.tokens)
-        if not left:
-            scheduler.act(job.id, "prefilled")
+        moved = chunk.sequence
+        moved.position += chunk.tokens
+        moved.remaining_tokens -= chunk.tokens
+        moved.served_tokens += chunk.tokens
+        moved.next_block_hash = None
+        if not moved.remaining_tokens:
+            scheduler.act(moved, "prefilled")
 
 
-def shares(plan: StepPlan) -> dict[int, int]:
-    return {chunk.id: chunk.tokens for chunk in plan.prefill}
+def shares(plan: StepPlan[Item]) -> dict[int, int]:
+    return {chunk.sequence.id: chunk.tokens for chunk in plan.prefill}
 
 
-def ids(jobs: Sequence[Job]) -> list[int]:
-    return [job.id for job in jobs]
+def ids(items: Items) -> list[int]:
+    return [each.id for each in items]
+
+
+def told(plan: StepPlan[Item]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return who decodes, and whose chunks of how many tokens are read, in order."""
+    return ids(plan.decode), [(chunk.sequence.id, chunk.tokens) for chunk in plan.prefill]
 
 
 # ---- the table of states
@@ -118,70 +173,72 @@ def test_the_table_says_what_the_picture_shows() -> None:
     assert all((state, "finish") in NEXT for state in State if state is not State.DONE)
 
 
-def test_a_job_passes_through_its_life_and_is_forgotten() -> None:
-    scheduler, job = make(), Job(7, left=100)
+def test_a_sequence_passes_through_its_life_and_is_forgotten() -> None:
+    scheduler, job = make(), item(7, left=100)
     scheduler.add(job)
-    assert scheduler.jobs(State.WAITING) == [job]
-    assert scheduler.act(7, "admit") is State.PREFILLING
-    assert (scheduler.jobs(State.WAITING), scheduler.jobs(State.PREFILLING)) == ([], [job])
-    scheduler.progress(7, position=100, left=0, served_tokens=100)
-    assert scheduler.act(7, "prefilled") is State.RUNNING
-    assert scheduler.act(7, "preempt") is State.PREEMPTED
-    assert scheduler.candidates() == [job]
-    assert scheduler.act(7, "admit") is State.PREFILLING
-    assert scheduler.act(7, "finish") is State.DONE
-    assert (len(scheduler), job.state, job.served) == (0, State.DONE, 100)
-    for question in (scheduler.job, lambda id: scheduler.act(id, "finish")):
-        with pytest.raises(UnknownSequence):
-            question(7)
+    assert scheduler.sequences(State.WAITING) == [job]
+    assert act(scheduler, 7, "admit") is State.PREFILLING
+    assert (scheduler.sequences(State.WAITING), scheduler.sequences(State.PREFILLING)) == (
+        [],
+        [job],
+    )
+    get_on(scheduler, 7, position=100, left=0, served=100)
+    assert act(scheduler, 7, "prefilled") is State.RUNNING
+    assert act(scheduler, 7, "preempt") is State.PREEMPTED
+    assert scheduler.in_line() == [job]
+    assert act(scheduler, 7, "admit") is State.PREFILLING
+    assert act(scheduler, 7, "finish") is State.DONE
+    assert (len(scheduler), job.state, job.served_tokens) == (0, State.DONE, 100)
+    with pytest.raises(UnknownSequence, match="sequence 7 is not one of the 0 active"):
+        scheduler.act(job, "finish")
     scheduler.check()
 
 
 def test_nothing_left_to_prefill_goes_straight_on() -> None:
     scheduler = make()
-    admitted(scheduler, Job(1, position=64))
+    admitted(scheduler, item(1, position=64))
     assert scheduler.plan() == StepPlan((), ())
-    scheduler.act(1, "prefilled")
-    assert scheduler.plan() == StepPlan((1,), ())
+    act(scheduler, 1, "prefilled")
+    assert told(scheduler.plan()) == ([1], [])
 
 
 @pytest.mark.parametrize("event", ["prefilled", "preempt"])
 def test_an_illegal_event_changes_nothing(event: Event) -> None:
-    scheduler, job = make(), Job(1)
+    scheduler, job = make(), item(1)
     scheduler.add(job)
-    with pytest.raises(ValueError, match=f"'{event}' cannot happen to a job that is waiting"):
-        scheduler.act(1, event)
-    assert scheduler.candidates() == [job]
+    with pytest.raises(ValueError, match=f"'{event}' cannot happen to a sequence that is waiting"):
+        act(scheduler, 1, event)
+    assert scheduler.in_line() == [job]
     scheduler.check()
 
 
 def test_reading_ends_when_nothing_is_left() -> None:
     scheduler = make()
-    admitted(scheduler, Job(1, left=1))
-    with pytest.raises(ValueError, match="job 1 has 1 tokens left"):
-        scheduler.act(1, "prefilled")
-    scheduler.progress(1, position=1, left=0)
-    scheduler.act(1, "prefilled")
-    with pytest.raises(ValueError, match="running and cannot have 5 tokens"):
-        scheduler.progress(1, position=0, left=5)
-    scheduler.act(1, "preempt")
-    scheduler.progress(1, position=0, left=5)
+    admitted(scheduler, item(1, left=1))
+    with pytest.raises(ValueError, match="sequence 1 has 1 tokens left"):
+        act(scheduler, 1, "prefilled")
+    get_on(scheduler, 1, position=1, left=0)
+    act(scheduler, 1, "prefilled")
+    get_on(scheduler, 1, position=0, left=5)
+    with pytest.raises(AssertionError, match="1 is running, placed: True, remaining: 5"):
+        scheduler.check()
+    act(scheduler, 1, "preempt")
     scheduler.check()
 
 
 def test_no_more_places_than_there_are() -> None:
     scheduler = make(max_batch_size=2)
-    admitted(scheduler, Job(1), Job(2))
-    scheduler.act(2, "prefilled")
-    late = Job(3, priority=9)
+    admitted(scheduler, item(1), item(2))
+    act(scheduler, 2, "prefilled")
+    late = item(3, priority=9)
     scheduler.add(late)
-    assert (scheduler.free_places, scheduler.candidates(), scheduler.in_line()) == (0, [], [late])
-    with pytest.raises(ValueError, match="job 3 cannot be admitted: all 2 places"):
-        scheduler.act(3, "admit")
+    assert (scheduler.free_places, scheduler.in_line()) == (0, [late])
+    with pytest.raises(ValueError, match="sequence 3 cannot be admitted: all 2 places"):
+        act(scheduler, 3, "admit")
     assert late.state is State.WAITING
     scheduler.check()
-    scheduler.act(1, "preempt")
-    scheduler.act(3, "admit")
+    act(scheduler, 1, "preempt")
+    act(scheduler, 3, "admit")
     scheduler.check()
 
 
@@ -190,49 +247,53 @@ def test_no_more_places_than_there_are() -> None:
 
 def test_the_queue_may_be_filled_and_not_further() -> None:
     scheduler = make(max_batch_size=1, max_queue=2)
-    admitted(scheduler, Job(0))
-    scheduler.add(Job(1))
-    scheduler.add(Job(2))
+    admitted(scheduler, item(0))
+    scheduler.add(item(1))
+    scheduler.add(item(2))
     with pytest.raises(QueueFull, match=r"2 sequences are waiting and 1 more .* queue of 2") as e:
-        scheduler.add(Job(3))
+        scheduler.add(item(3))
     assert (e.value.waiting, e.value.added, e.value.max_queue) == (2, 1, 2)
     assert e.value.status == 429
     assert isinstance(e.value, PenstockError)
     assert len(scheduler) == 3
-    scheduler.act(0, "preempt")
-    scheduler.act(1, "admit")
-    scheduler.add(Job(3))  # the preempted one is in line, and not in the queue
+    act(scheduler, 0, "preempt")
+    act(scheduler, 1, "admit")
+    scheduler.add(item(3))  # the preempted one is in line, and not in the queue
     scheduler.check()
 
 
 def test_several_are_added_together_or_not_at_all() -> None:
     scheduler = make(max_queue=3)
-    scheduler.add(Job(1))
+    scheduler.add(item(1))
     with pytest.raises(QueueFull, match="1 sequences are waiting and 3 more"):
-        scheduler.add(Job(2), Job(3), Job(4))
-    with pytest.raises(ValueError, match="job 2 is not new"):
-        scheduler.add(Job(2), Job(2))
-    with pytest.raises(ValueError, match="job 1 is not new"):
-        scheduler.add(Job(2), Job(1))
+        scheduler.add(item(2), item(3), item(4))
+    with pytest.raises(ValueError, match="sequence 2 is not new"):
+        scheduler.add(item(2), item(2))
+    with pytest.raises(ValueError, match="sequence 1 is not new"):
+        scheduler.add(item(2), item(1))
     assert ids(scheduler.in_line()) == [1]
-    scheduler.add(Job(2), Job(3))
+    scheduler.add(item(2), item(3))
     assert ids(scheduler.in_line()) == [1, 2, 3]
 
 
 def test_impossible_numbers_are_refused() -> None:
     scheduler = make()
-    with pytest.raises(ValueError, match="left of job 1 must not be negative: -1"):
-        scheduler.add(Job(1, left=-1))
+    with pytest.raises(ValueError, match="remaining_tokens of sequence 1 must not be negative: -1"):
+        scheduler.add(item(1, left=-1))
     with pytest.raises(ValueError, match="not new"):
-        scheduler.add(Job(1, state=State.RUNNING))
-    scheduler.add(Job(1, left=3))
-    for name in ("position", "left", "served_tokens"):
-        numbers = {"position": 0, "left": 0, name: -1}
-        with pytest.raises(ValueError, match=f"{name} of job 1 must not be negative: -1"):
-            scheduler.progress(1, **numbers)  # type: ignore[arg-type]
-    assert scheduler.job(1).left == 3
+        scheduler.add(item(1, state=State.RUNNING))
+    waiting = item(1, left=3)
+    scheduler.add(waiting)
+    for name in ("position", "remaining_tokens", "served_tokens"):
+        before = getattr(waiting, name)
+        setattr(waiting, name, -1)
+        with pytest.raises(AssertionError, match=f"{name} of sequence 1 must not be negative: -1"):
+            scheduler.check()
+        setattr(waiting, name, before)
     with pytest.raises(UnknownSequence, match="sequence 2 is not one of the 1 active"):
-        scheduler.progress(2, position=0, left=0)
+        scheduler.act(item(2), "admit")
+    with pytest.raises(UnknownSequence, match="sequence 1 is not one of the 1 active"):
+        scheduler.act(item(1), "admit")  # another one of that number
     numbers = {"max_batch_size": 1, "budget_tokens": 1, "block_size": 1, "max_queue": 1}
     Scheduler(**numbers)
     for name in numbers:
@@ -244,15 +305,15 @@ def test_impossible_numbers_are_refused() -> None:
 
 def test_priority_goes_first_then_the_preempted_then_the_earlier() -> None:
     scheduler = make(max_batch_size=3)
-    scheduler.add(Job(1, arrived=1), Job(2, arrived=2), Job(3, priority=-1, arrived=3))
+    scheduler.add(item(1), item(2), item(3, priority=-1))
     for job_id in (2, 3):
-        scheduler.act(job_id, "admit")
-        scheduler.act(job_id, "preempt")
-    scheduler.add(Job(4, priority=5, arrived=4), Job(6, arrived=5), Job(5, arrived=5))
-    assert ids(scheduler.candidates()) == [4, 2, 1, 5, 6, 3]
-    assert ids(scheduler.jobs(State.WAITING)) == [4, 1, 5, 6]
-    assert ids(scheduler.jobs(State.PREEMPTED)) == [2, 3]
-    scheduler.candidates().clear()
+        act(scheduler, job_id, "admit")
+        act(scheduler, job_id, "preempt")
+    scheduler.add(item(4, priority=5), item(6), item(5))
+    assert ids(scheduler.in_line()) == [4, 2, 1, 5, 6, 3]
+    assert ids(scheduler.sequences(State.WAITING)) == [4, 1, 5, 6]
+    assert ids(scheduler.sequences(State.PREEMPTED)) == [2, 3]
+    scheduler.in_line().clear()
     assert len(scheduler.in_line()) == 6
 
 
@@ -266,26 +327,26 @@ def test_overdue_from_the_deadline_on_in_any_state_but_done() -> None:
         ["finish"],
     ]
     for job_id, events in enumerate(states):
-        scheduler.add(Job(job_id, deadline_seconds=10.0 + job_id))
+        scheduler.add(item(job_id, deadline_seconds=10.0 + job_id))
         for event in events:
-            scheduler.act(job_id, event)
-    scheduler.add(Job(9))
+            act(scheduler, job_id, event)
+    scheduler.add(item(9))
     assert scheduler.overdue(9.9) == []
-    assert scheduler.overdue(10.0) == [0]
-    assert scheduler.overdue(12.5) == [0, 1, 2]
-    assert scheduler.overdue(1e9) == [0, 1, 2, 3]
+    assert ids(scheduler.overdue(10.0)) == [0]
+    assert ids(scheduler.overdue(12.5)) == [0, 1, 2]
+    assert ids(scheduler.overdue(1e9)) == [0, 1, 2, 3]
 
 
 def test_who_is_preempted_for_whom() -> None:
     scheduler = make(max_batch_size=6)
-    low = [Job(1, 0, 1), Job(2, -1, 2), Job(3, 0, 3), Job(4, -1, 0)]
-    admitted(scheduler, *low, Job(5, 1, 5))
-    scheduler.act(3, "prefilled")
-    scheduler.add(Job(6, -5, 6))
-    assert scheduler.to_preempt(Job(7, priority=1)) == [2, 4, 3, 1]
-    assert scheduler.to_preempt(Job(7, priority=0)) == [2, 4]
-    assert scheduler.to_preempt(Job(7, priority=-1)) == []
-    assert scheduler.to_preempt(Job(7, priority=2)) == [2, 4, 3, 1, 5]
+    low = [item(1), item(2, -1), item(3), item(0, -1)]
+    admitted(scheduler, *low, item(5, 1))
+    act(scheduler, 3, "prefilled")
+    scheduler.add(item(6, -5))
+    assert ids(scheduler.to_preempt(item(7, priority=1))) == [2, 0, 3, 1]
+    assert ids(scheduler.to_preempt(item(7, priority=0))) == [2, 0]
+    assert scheduler.to_preempt(item(7, priority=-1)) == []
+    assert ids(scheduler.to_preempt(item(7, priority=2))) == [2, 0, 3, 1, 5]
 
 
 # ---- what a step reads
@@ -293,34 +354,32 @@ def test_who_is_preempted_for_whom() -> None:
 
 def test_all_that_run_decode_and_a_prompt_alone_has_the_budget() -> None:
     scheduler = make()
-    admitted(scheduler, Job(1, arrived=1), Job(2, arrived=2), Job(3, arrived=3, left=1_000))
-    scheduler.act(2, "prefilled")
-    assert scheduler.plan() == StepPlan((2,), (PrefillChunk(3, 512),))
-    scheduler.act(1, "prefilled")
-    assert scheduler.plan() == StepPlan((1, 2), (PrefillChunk(3, 512),))
+    admitted(scheduler, item(1), item(2), item(3, left=1_000))
+    act(scheduler, 2, "prefilled")
+    assert told(scheduler.plan()) == ([2], [(3, 512)])
+    act(scheduler, 1, "prefilled")
+    assert told(scheduler.plan()) == ([1, 2], [(3, 512)])
     read(scheduler, scheduler.plan())
-    assert scheduler.plan() == StepPlan(
-        (1, 2), (PrefillChunk(3, 488),)
-    )  # its last: it may end anywhere
+    assert told(scheduler.plan()) == ([1, 2], [(3, 488)])  # its last: it may end anywhere
     read(scheduler, scheduler.plan())
-    assert scheduler.plan() == StepPlan((1, 2, 3), ())
+    assert told(scheduler.plan()) == ([1, 2, 3], [])
 
 
 def test_chunks_end_on_blocks_wherever_they_begin() -> None:
     scheduler = make(prefill_chunk=200)
-    admitted(scheduler, Job(1, position=10, left=500))
+    admitted(scheduler, item(1, position=10, left=500))
     ends = []
-    while scheduler.job(1).left:
+    while known(scheduler, 1).remaining_tokens:
         read(scheduler, scheduler.plan())
-        ends.append(scheduler.job(1).position)
+        ends.append(known(scheduler, 1).position)
     assert ends == [192, 384, 510]
 
 
 def test_a_block_is_read_even_if_the_chunk_is_shorter() -> None:
     limits = EngineSettings(memory_limit=1, prefill_chunk=10, block_size=64)
     assert limits.step_tokens == 64
-    scheduler = Scheduler(4, limits.step_tokens, limits.block_size, 100)
-    admitted(scheduler, Job(1, left=65))
+    scheduler: Scheduler[Item] = Scheduler(4, limits.step_tokens, limits.block_size, 100)
+    admitted(scheduler, item(1, left=65))
     assert shares(scheduler.plan()) == {1: 64}
 
 
@@ -328,59 +387,59 @@ def test_the_first_has_half_and_the_least_served_the_rest() -> None:
     scheduler = make()
     admitted(
         scheduler,
-        Job(1, arrived=1, left=9_000, served=50_000),
-        Job(2, arrived=2, left=9_000, served=500),
-        Job(3, arrived=3, left=9_000, served=100),
+        item(1, left=9_000, served=50_000),
+        item(2, left=9_000, served=500),
+        item(3, left=9_000, served=100),
     )
     assert shares(scheduler.plan()) == {1: 256, 3: 256}
-    scheduler.add(Job(4, priority=1, arrived=4, left=9_000))
-    scheduler.act(4, "admit")
+    scheduler.add(item(4, priority=1, left=9_000))
+    act(scheduler, 4, "admit")
     assert shares(scheduler.plan()) == {4: 256, 3: 256}
 
 
 def test_who_has_read_all_is_no_longer_the_first() -> None:
     scheduler = make()
-    admitted(scheduler, *(Job(i, arrived=i, left=9_000) for i in range(3)))
-    scheduler.progress(0, position=9_000, left=0)
-    scheduler.progress(1, position=0, left=9_000, served_tokens=1)
+    admitted(scheduler, *(item(i, left=9_000) for i in range(3)))
+    get_on(scheduler, 0, position=9_000, left=0)
+    get_on(scheduler, 1, position=0, left=9_000, served=1)
     assert shares(scheduler.plan()) == {1: 256, 2: 256}
 
 
 def test_what_nobody_else_can_use_returns_to_the_first() -> None:
     scheduler = make()
-    admitted(scheduler, Job(1, arrived=1, left=9_000), Job(2, arrived=2, left=20))
+    admitted(scheduler, item(1, left=9_000), item(2, left=20))
     assert shares(scheduler.plan()) == {1: 448, 2: 20}
-    admitted(scheduler, Job(3, arrived=3, left=30), Job(4, arrived=4, left=200))
+    admitted(scheduler, item(3, left=30), item(4, left=200))
     assert shares(scheduler.plan()) == {1: 256, 2: 20, 3: 30, 4: 200}
 
 
 def test_a_short_prompt_does_not_wait_for_the_long_ones() -> None:
     scheduler = make()
-    admitted(scheduler, *(Job(i, arrived=i, left=30_000) for i in range(3)))
+    admitted(scheduler, *(item(i, left=30_000) for i in range(3)))
     for _ in range(5):
         read(scheduler, scheduler.plan())
-    admitted(scheduler, Job(9, arrived=9, left=100))
+    admitted(scheduler, item(9, left=100))
     assert shares(scheduler.plan())[9] == 100
 
 
 def test_of_equal_prompts_one_is_read() -> None:
     scheduler = make()
-    equal = [Job(i, arrived=i, left=640, next_block_hash=b"a") for i in range(3)]
-    admitted(scheduler, *equal, Job(7, arrived=7, left=64, next_block_hash=b"b"))
+    equal = [item(i, left=640, next_block_hash=b"a") for i in range(3)]
+    admitted(scheduler, *equal, item(7, left=64, next_block_hash=b"b"))
     assert shares(scheduler.plan()) == {0: 448, 7: 64}
-    scheduler.act(0, "preempt")
+    act(scheduler, 0, "preempt")
     assert shares(scheduler.plan()) == {1: 448, 7: 64}
-    scheduler.progress(2, position=64, left=576, next_block_hash=b"c")
+    get_on(scheduler, 2, position=64, left=576, next_block_hash=b"c")
     assert shares(scheduler.plan()) == {1: 256, 2: 256}
     for job in (1, 2):
-        scheduler.progress(job, position=576, left=64, next_block_hash=None)
+        get_on(scheduler, job, position=576, left=64, next_block_hash=None)
     assert shares(scheduler.plan()) == {1: 64, 2: 64, 7: 64}
 
 
 def test_asked_twice_it_says_the_same() -> None:
     for chunk in (64, 512):
         scheduler = make(prefill_chunk=chunk)
-        admitted(scheduler, *(Job(i, arrived=i, left=5_000) for i in range(4)))
+        admitted(scheduler, *(item(i, left=5_000) for i in range(4)))
         for _ in range(12):
             plan = scheduler.plan()
             assert [scheduler.plan() for _ in range(3)] == [plan] * 3
@@ -389,7 +448,7 @@ def test_asked_twice_it_says_the_same() -> None:
 
 def test_blocks_too_coarse_for_two_are_taken_in_turns() -> None:
     scheduler = make(prefill_chunk=64)
-    admitted(scheduler, *(Job(i, arrived=i, left=5_000) for i in range(3)))
+    admitted(scheduler, *(item(i, left=5_000) for i in range(3)))
     order = []
     for _ in range(8):
         order += list(shares(scheduler.plan()))
@@ -399,65 +458,65 @@ def test_blocks_too_coarse_for_two_are_taken_in_turns() -> None:
 
 def test_the_overlooked_goes_before_the_least_served() -> None:
     scheduler = make(max_batch_size=3)
-    long = Job(1, arrived=1, left=9_000, served=70_000)
-    admitted(scheduler, Job(0, arrived=0, left=9_000), long)
+    long = item(1, left=9_000, served=70_000)
+    admitted(scheduler, item(0, left=9_000), long)
     for step in range(2, 5):
-        admitted(scheduler, Job(step, arrived=step, left=256))
+        admitted(scheduler, item(step, left=256))
         assert set(shares(scheduler.plan())) == {0, step}
         read(scheduler, scheduler.plan())
-        scheduler.act(step, "finish")
-    admitted(scheduler, Job(5, arrived=5, left=256))
+        act(scheduler, step, "finish")
+    admitted(scheduler, item(5, left=256))
     assert set(shares(scheduler.plan())) == {0, 1}
 
 
 def test_whoever_reads_for_the_overlooked_goes_first_too() -> None:
     scheduler = make(max_batch_size=4)
-    admitted(scheduler, Job(0, left=9_000), Job(1, arrived=1, left=9_000, served=70_000))
-    for step in range(2, 6):
-        admitted(scheduler, Job(step, arrived=step, left=256))
+    admitted(scheduler, item(0, left=9_000), item(20, left=9_000, served=70_000))
+    for step in range(22, 26):
+        admitted(scheduler, item(step, left=256))
         read(scheduler, scheduler.plan())
-        scheduler.act(step, "finish")
-    scheduler.progress(1, position=0, left=9_000, next_block_hash=b"a")
-    admitted(scheduler, Job(6, arrived=6, left=256))
-    assert set(shares(scheduler.plan())) == {0, 1}
-    equal = Job(7, priority=0, arrived=0, left=9_000, served=90_000, next_block_hash=b"a")
-    admitted(scheduler, equal)
+        act(scheduler, step, "finish")
+    get_on(scheduler, 20, position=0, left=9_000, next_block_hash=b"a")
+    admitted(scheduler, item(26, left=256))
+    assert set(shares(scheduler.plan())) == {0, 20}
+    earlier = item(7, left=9_000, served=90_000, next_block_hash=b"a")
+    admitted(scheduler, earlier)
     assert set(shares(scheduler.plan())) == {0, 7}
 
 
 def test_sharing_another_s_chunk_is_getting_on() -> None:
     scheduler = make(max_batch_size=3)
-    admitted(scheduler, Job(0, left=9_000), Job(1, left=9_000, served=70_000))
+    admitted(scheduler, item(0, left=9_000), item(1, left=9_000, served=70_000))
     for step in range(1, 4):
-        admitted(scheduler, Job(9 + step, arrived=9 + step, left=256))
+        admitted(scheduler, item(9 + step, left=256))
         read(scheduler, scheduler.plan())
-        scheduler.progress(1, position=64 * step, left=9_000 - 64 * step)
-        scheduler.act(9 + step, "finish")
-    admitted(scheduler, Job(20, arrived=20, left=256))
+        get_on(scheduler, 1, position=64 * step, left=9_000 - 64 * step)
+        act(scheduler, 9 + step, "finish")
+    admitted(scheduler, item(20, left=256))
     assert set(shares(scheduler.plan())) == {0, 20}
 
 
 def test_it_knows_no_array_clock_or_thread() -> None:
     tree = ast.parse(Path(str(module.__file__)).read_text())
-    known = set()
+    imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            known |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            known.add(str(node.module))
+            imported.add(str(node.module))
     plain = {"__future__", "bisect", "collections", "dataclasses", "enum", "typing"}
-    assert known - plain == {"penstock.errors"}
+    assert imported - plain == {"penstock.errors"}
 
 
 # ---- the rules, told once more
 
 
-def faults(plan: StepPlan, jobs: Sequence[Job], budget_tokens: int, block_size: int) -> list[str]:
+def faults(plan: StepPlan[Item], jobs: Items, budget_tokens: int, block_size: int) -> list[str]:
     """List what is wrong with a plan for these jobs, whatever was planned before."""
     by_id = {job.id: job for job in jobs}
     readers = sorted(
-        (job for job in jobs if job.state is State.PREFILLING and job.left),
-        key=lambda job: (-job.priority, job.arrived, job.id),
+        (job for job in jobs if job.state is State.PREFILLING and job.remaining_tokens),
+        key=lambda job: (-job.priority, job.id),
     )
     block_hashes = [job.next_block_hash for job in readers]
     first = [
@@ -469,7 +528,7 @@ def faults(plan: StepPlan, jobs: Sequence[Job], budget_tokens: int, block_size: 
     unspent = budget_tokens - sum(tokens.values())
 
     found = []
-    if sorted(plan.decode) != sorted(job.id for job in jobs if job.state is State.RUNNING):
+    if sorted(ids(plan.decode)) != sorted(job.id for job in jobs if job.state is State.RUNNING):
         found.append("not all that run decode, or others do, or twice")
     if len(tokens) != len(plan.prefill):
         found.append("two chunks for one job")
@@ -482,23 +541,23 @@ def faults(plan: StepPlan, jobs: Sequence[Job], budget_tokens: int, block_size: 
         found.append("a block is read twice in one step")
     for job_id, count_tokens in tokens.items():
         job = by_id[job_id]
-        if not 0 < count_tokens <= job.left:
+        if not 0 < count_tokens <= job.remaining_tokens:
             found.append("a chunk that is empty, or longer than the prompt")
-        if count_tokens < job.left and (job.position + count_tokens) % block_size:
+        if count_tokens < job.remaining_tokens and (job.position + count_tokens) % block_size:
             found.append("a chunk ends inside a block")
     for job in first:
         read_to = job.position + tokens.get(job.id, 0)
-        end = job.position + job.left
+        end = job.position + job.remaining_tokens
         next_end = min(end, (read_to // block_size + 1) * block_size)
         if read_to < next_end <= read_to + unspent:
             found.append("budget is left that somebody could use")
     return found
 
 
-def short_of_half(plan: StepPlan, first: Job, budget_tokens: int) -> bool:
+def short_of_half(plan: StepPlan[Item], first: Item, budget_tokens: int) -> bool:
     """Tell whether the first reader has less than half the budget, and is not at its end."""
     own = shares(plan).get(first.id, 0)
-    return own < min(first.left, (budget_tokens + 1) // 2)
+    return own < min(first.remaining_tokens, (budget_tokens + 1) // 2)
 
 
 class Simulation:
@@ -507,18 +566,18 @@ class Simulation:
     It looks at every plan, and at who gets on how often.
     """
 
-    def __init__(self, scheduler: Scheduler, memory_tokens: int = 10**9) -> None:
+    def __init__(self, scheduler: Scheduler[Item], memory_tokens: int = 10**9) -> None:
         self.scheduler = scheduler
         self.memory_tokens = memory_tokens  # of all that hold a place
         self.tree: set[tuple[int, ...]] = set()
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.to_decode: dict[int, int] = {}
         self.states: dict[int, State] = {}
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, Item] = {}
         self.numbers = count()
         self.unread_steps: dict[int, int] = {}
         self.short_steps = 0
-        self.first: Job | None = None
+        self.first: Item | None = None
         self.read_tokens = 0
 
     def submit(
@@ -529,9 +588,8 @@ class Simulation:
         outputs: int = 3,
         deadline_seconds: float | None = None,
     ) -> list[int]:
-        arrived = next(self.numbers)
         new = [
-            Job(next(self.numbers), priority, arrived, deadline_seconds, left=len(prompt))
+            item(next(self.numbers), priority, deadline_seconds=deadline_seconds, left=len(prompt))
             for _ in range(n)
         ]
         self.scheduler.add(*new)
@@ -543,12 +601,12 @@ class Simulation:
         return [job.id for job in new]
 
     def act(self, job_id: int, event: Event) -> None:
-        self.scheduler.act(job_id, event)
+        act(self.scheduler, job_id, event)
         self.states[job_id] = NEXT[self.states[job_id], event]
         self.unread_steps.pop(job_id, None)
         if self.states[job_id] is State.DONE:
-            for known in (self.prompts, self.to_decode, self.states, self.jobs):
-                del known[job_id]
+            for table in (self.prompts, self.to_decode, self.states, self.jobs):
+                del table[job_id]
 
     def of(self, *states: State) -> list[int]:
         return [job_id for job_id, state in self.states.items() if state in states]
@@ -559,18 +617,19 @@ class Simulation:
         self.look_up(job_id, 0, 0)
 
     def look_up(self, job_id: int, position: int, served_tokens: int) -> None:
-        """Extend a sequence along what the tree holds of its prompt, and report it."""
+        """Extend a sequence along what the tree holds of its prompt."""
         prompt, size = self.prompts[job_id], self.scheduler.block_size
         while (end := (position // size + 1) * size) <= len(prompt) and prompt[:end] in self.tree:
             position = end
         whole = position % size == 0 and end <= len(prompt)
-        before = self.scheduler.job(job_id).position
-        self.scheduler.progress(
+        before = known(self.scheduler, job_id).position
+        get_on(
+            self.scheduler,
             job_id,
             position=position,
             left=len(prompt) - position,
             next_block_hash=repr(prompt[:end]).encode() if whole else None,
-            served_tokens=served_tokens,
+            served=served_tokens,
         )
         if position > before:
             self.unread_steps.pop(job_id, None)
@@ -581,14 +640,13 @@ class Simulation:
             key=lambda job: (
                 -job.priority,
                 self.states[job.id] is not State.PREEMPTED,
-                job.arrived,
                 job.id,
             ),
         )
         assert self.scheduler.in_line() == expected
         for job in expected:
             held = sum(len(self.prompts[i]) for i in self.of(State.PREFILLING, State.RUNNING))
-            if job not in self.scheduler.candidates():
+            if not self.scheduler.free_places:
                 break
             if held and held + len(self.prompts[job.id]) > self.memory_tokens:
                 break
@@ -597,10 +655,10 @@ class Simulation:
             self.go_on(job.id)
 
     def go_on(self, job_id: int) -> None:
-        if not self.scheduler.job(job_id).left:
+        if not known(self.scheduler, job_id).remaining_tokens:
             self.act(job_id, "prefilled")
 
-    def step(self) -> StepPlan:
+    def step(self) -> StepPlan[Item]:
         """Admit, plan, look at the plan, run it."""
         self.admit()
         plan = self.scheduler.plan()
@@ -612,31 +670,31 @@ class Simulation:
             self.commit(chunk)
         for job_id in self.of(State.PREFILLING):
             if job_id not in shares(plan):
-                self.look_up(job_id, self.scheduler.job(job_id).position, 0)
+                self.look_up(job_id, known(self.scheduler, job_id).position, 0)
                 self.go_on(job_id)
-        for job_id in plan.decode:
+        for job_id in ids(plan.decode):
             self.to_decode[job_id] -= 1
             if not self.to_decode[job_id]:
                 self.act(job_id, "finish")
         self.look_at_waits()
         return plan
 
-    def commit(self, chunk: PrefillChunk) -> None:
-        job, prompt = self.scheduler.job(chunk.id), self.prompts[chunk.id]
+    def commit(self, chunk: PrefillChunk[Item]) -> None:
+        job, prompt = chunk.sequence, self.prompts[chunk.sequence.id]
         end, size = job.position + chunk.tokens, self.scheduler.block_size
         new = {prompt[:at] for at in range(size, end + 1, size) if at > job.position}
         assert not new & self.tree, "a block is read that was there"
         self.tree |= new
         self.read_tokens += chunk.tokens
-        self.look_up(chunk.id, end, chunk.tokens)
-        self.go_on(chunk.id)
+        self.look_up(job.id, end, chunk.tokens)
+        self.go_on(job.id)
 
-    def look_at_half(self, plan: StepPlan) -> None:
+    def look_at_half(self, plan: StepPlan[Item]) -> None:
         """Half of the budget for the first reader, or in every second step at least."""
         readers = [self.jobs[job_id] for job_id in self.of(State.PREFILLING)]
         if not readers:
             return
-        first = min(readers, key=lambda job: (-job.priority, job.arrived, job.id))
+        first = min(readers, key=lambda job: (-job.priority, job.id))
         short = short_of_half(plan, first, self.scheduler.budget_tokens)
         self.short_steps = self.short_steps + 1 if short else 0
         assert self.short_steps < 2, "the first reader is held up"
@@ -654,12 +712,12 @@ class Simulation:
         self.scheduler.check()
         assert len(self.scheduler) == len(self.states)
         for state in State:
-            assert set(ids(self.scheduler.jobs(state))) == set(self.of(state))
+            assert set(ids(self.scheduler.sequences(state))) == set(self.of(state))
         assert len(self.of(State.PREFILLING, State.RUNNING)) <= self.scheduler.max_batch_size
         for job_id, prompt in self.prompts.items():
-            job = self.scheduler.job(job_id)
+            job = known(self.scheduler, job_id)
             if self.states[job_id] is not State.WAITING:
-                assert job.position + job.left == len(prompt)
+                assert job.position + job.remaining_tokens == len(prompt)
 
     def finish(self) -> None:
         """Run until nobody is left; each step must do something."""
@@ -676,7 +734,7 @@ CHUNKS = ((4, 4), (16, 4), (10, 4), (5, 4), (3, 8), (17, 8), (64, 8))
 
 
 class Machine(RuleBasedStateMachine):
-    def __init__(self, cls: type[Scheduler] = Scheduler) -> None:
+    def __init__(self, cls: type[Scheduler[Item]] = Scheduler) -> None:
         super().__init__()
         self.cls = cls
         self.simulation = Simulation(make(cls=cls))
@@ -744,10 +802,10 @@ class Machine(RuleBasedStateMachine):
         placed = [simulation.jobs[i] for i in simulation.of(State.PREFILLING, State.RUNNING)]
         lower = [other for other in placed if other.priority < job.priority]
         found = simulation.scheduler.to_preempt(job)
-        cheapest = sorted(lower, key=lambda j: (j.priority, -j.arrived, -j.id))
-        assert found == ids(cheapest)
-        for job_id in found[:1]:
-            simulation.preempt(job_id)
+        cheapest = sorted(lower, key=lambda other: (other.priority, -other.id))
+        assert found == cheapest
+        for victim in found[:1]:
+            simulation.preempt(victim.id)
 
     @precondition(lambda self: self.started)
     @rule(data=st.data(), event=st.sampled_from(EVENTS))
@@ -757,15 +815,15 @@ class Machine(RuleBasedStateMachine):
         job_id = data.draw(st.sampled_from([-1, *simulation.of(*State)]))
         if job_id < 0:
             with pytest.raises(UnknownSequence):
-                simulation.scheduler.act(job_id, event)
+                simulation.scheduler.act(item(job_id), event)
             return
         state = simulation.states[job_id]
         placed = simulation.of(State.PREFILLING, State.RUNNING)
         full = event == "admit" and len(placed) >= simulation.scheduler.max_batch_size
-        unread = event == "prefilled" and simulation.jobs[job_id].left
+        unread = event == "prefilled" and simulation.jobs[job_id].remaining_tokens
         if (state, event) not in NEXT or full or unread:
             with pytest.raises(ValueError):
-                simulation.scheduler.act(job_id, event)
+                act(simulation.scheduler, job_id, event)
 
     @precondition(lambda self: self.started)
     @rule(seconds=st.integers(0, 10))
@@ -774,10 +832,10 @@ class Machine(RuleBasedStateMachine):
         jobs = self.simulation.jobs.values()
         late = {job.id for job in jobs if (job.deadline_seconds or 1e9) <= self.now_seconds}
         found = self.simulation.scheduler.overdue(self.now_seconds)
-        assert len(found) == len(set(found))
-        assert set(found) == late
-        for job_id in found:
-            self.simulation.act(job_id, "finish")
+        assert len(found) == len(late)
+        assert set(ids(found)) == late
+        for overdue in found:
+            self.simulation.act(overdue.id, "finish")
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -796,7 +854,7 @@ def test_any_order_of_events() -> None:
 
 
 def besieged(
-    cls: type[Scheduler], places: int, chunk: int, block: int, priority: int, tokens: int
+    cls: type[Scheduler[Item]], places: int, chunk: int, block: int, priority: int, tokens: int
 ) -> None:
     """Read one long prompt while short ones take all the other places as soon as they are free."""
     simulation = Simulation(make(places, chunk, block, 1_000, cls=cls))
@@ -855,93 +913,93 @@ def test_n_answers_read_their_prompt_once() -> None:
 # ---- negative controls: each scheduler below breaks one rule
 
 
-class PassesTheBudget(Scheduler):
-    def _prefill(self, readers: list[module._Reader]) -> tuple[PrefillChunk, ...]:
+class PassesTheBudget(Scheduler[Item]):
+    def _prefill(self, readers: list[module._Reader[Item]]) -> tuple[PrefillChunk[Item], ...]:
         return tuple(
-            PrefillChunk(r.job.id, self._whole(r.job, self.budget_tokens)) for r in readers
+            PrefillChunk(r.sequence, self._whole(r.sequence, self.budget_tokens)) for r in readers
         )
 
 
-class CutsBlocks(Scheduler):
-    def _whole(self, job: Job, tokens: int) -> int:
-        return min(job.left, tokens)
+class CutsBlocks(Scheduler[Item]):
+    def _whole(self, job: Item, tokens: int) -> int:
+        return min(job.remaining_tokens, tokens)
 
 
-class ReadsEqualBlocksTwice(Scheduler):
-    def _readers(self, placed: list[Job]) -> list[module._Reader]:
+class ReadsEqualBlocksTwice(Scheduler[Item]):
+    def _readers(self, placed: list[Item]) -> list[module._Reader[Item]]:
         return [r for job in placed for r in super(ReadsEqualBlocksTwice, self)._readers([job])]
 
 
-class KeepsTheRest(Scheduler):
-    def _offers(self, readers: list[module._Reader]) -> list[tuple[Job, int]]:
+class KeepsTheRest(Scheduler[Item]):
+    def _offers(self, readers: list[module._Reader[Item]]) -> list[tuple[Item, int]]:
         return super()._offers(readers)[:-1]
 
 
-class FirstComeOnlyServed(Scheduler):
-    def _offers(self, readers: list[module._Reader]) -> list[tuple[Job, int]]:
-        return [(reader.job, self.budget_tokens) for reader in readers]
+class FirstComeOnlyServed(Scheduler[Item]):
+    def _offers(self, readers: list[module._Reader[Item]]) -> list[tuple[Item, int]]:
+        return [(reader.sequence, self.budget_tokens) for reader in readers]
 
 
-class LastComeFirstServed(Scheduler):
-    def _offers(self, readers: list[module._Reader]) -> list[tuple[Job, int]]:
-        return [(reader.job, self.budget_tokens) for reader in readers[::-1]]
+class LastComeFirstServed(Scheduler[Item]):
+    def _offers(self, readers: list[module._Reader[Item]]) -> list[tuple[Item, int]]:
+        return [(reader.sequence, self.budget_tokens) for reader in readers[::-1]]
 
 
-class OverlooksTheServed(Scheduler):
-    def _turn(self, reader: module._Reader) -> tuple[bool, int]:
-        return (False, reader.job.served)
+class OverlooksTheServed(Scheduler[Item]):
+    def _turn(self, reader: module._Reader[Item]) -> tuple[bool, int]:
+        return (False, reader.sequence.served_tokens)
 
 
-class TakesNoTurns(Scheduler):
-    def _offers(self, readers: list[module._Reader]) -> list[tuple[Job, int]]:
+class TakesNoTurns(Scheduler[Item]):
+    def _offers(self, readers: list[module._Reader[Item]]) -> list[tuple[Item, int]]:
         self._crowded_step = -1
         return super()._offers(readers)
 
 
-class ForgetsOneThatRuns(Scheduler):
-    def plan(self) -> StepPlan:
+class ForgetsOneThatRuns(Scheduler[Item]):
+    def plan(self) -> StepPlan[Item]:
         plan = super().plan()
         return StepPlan(plan.decode[:3], plan.prefill)
 
 
-class ForgetsTheParked(Scheduler):
-    def _enter(self, job: Job) -> None:
+class ForgetsTheParked(Scheduler[Item]):
+    def _enter(self, job: Item) -> None:
         if job.state is not State.PREEMPTED:
             super()._enter(job)
 
 
-class RemembersTheDone(Scheduler):
-    def _enter(self, job: Job) -> None:
+class RemembersTheDone(Scheduler[Item]):
+    def _enter(self, job: Item) -> None:
         if job.state is not State.DONE:
             super()._enter(job)
 
 
-class AddsAtTheEnd(Scheduler):
-    def _enter(self, job: Job) -> None:
+class AddsAtTheEnd(Scheduler[Item]):
+    def _enter(self, job: Item) -> None:
         super()._enter(job)
         if job in self._line:
             self._line.remove(job)
             self._line.append(job)
 
 
-class HasOnePlaceMore(Scheduler):
+class HasOnePlaceMore(Scheduler[Item]):
     @property
     def free_places(self) -> int:
         return super().free_places + 1
 
 
-class HasAQueueWithoutEnd(Scheduler):
-    def add(self, *jobs: Job) -> None:
+class HasAQueueWithoutEnd(Scheduler[Item]):
+    def add(self, *jobs: Item) -> None:
         limit, self.max_queue = self.max_queue, 10**9
         super().add(*jobs)
         self.max_queue = limit
 
 
-class TakesAnyEvent(Scheduler):
-    def act(self, job_id: int, event: Event) -> State:
-        if (self.job(job_id).state, event) not in NEXT:
-            return self.job(job_id).state
-        return super().act(job_id, event)
+class TakesAnyEvent(Scheduler[Item]):
+    def act(self, job: Item, event: Event) -> State:
+        if (job.state, event) not in NEXT:
+            return job.state
+        return super().act(job, event)
 
 
 BROKEN = [
@@ -962,7 +1020,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_the_machine_notices_a_broken_scheduler(broken: type[Scheduler]) -> None:
+def test_the_machine_notices_a_broken_scheduler(broken: type[Scheduler[Item]]) -> None:
     many = settings(QUICK, max_examples=600, phases=[Phase.generate], print_blob=False)
     with pytest.raises(BaseException) as caught:
         run_state_machine_as_test(partial(Machine, broken), settings=many)
@@ -980,7 +1038,7 @@ def only_failures(error: BaseException) -> bool:
     ("broken", "chunk", "priority"),
     [(FirstComeOnlyServed, 8, 1), (OverlooksTheServed, 8, 1), (TakesNoTurns, 4, 1)],
 )
-def test_starving_is_noticed(broken: type[Scheduler], chunk: int, priority: int) -> None:
+def test_starving_is_noticed(broken: type[Scheduler[Item]], chunk: int, priority: int) -> None:
     with pytest.raises(AssertionError, match=r"starves|never read"):
         besieged(broken, 4, chunk, 4, priority, 16)
 
@@ -995,22 +1053,22 @@ def test_work_done_twice_is_noticed() -> None:
 def test_check_notices_what_is_lost_doubled_or_too_many() -> None:
     def broken(how: int) -> None:
         scheduler = make(max_batch_size=2, max_queue=2)
-        admitted(scheduler, Job(1), Job(2))
-        scheduler.add(Job(3), Job(4))
+        admitted(scheduler, item(1), item(2))
+        scheduler.add(item(3), item(4))
         scheduler.check()
         [
             lambda: scheduler._placed.pop(1),
             lambda: scheduler._line.pop(),
             lambda: scheduler._line.append(scheduler._line[-1]),
             lambda: scheduler._line.reverse(),
-            lambda: scheduler._jobs.pop(3),
-            lambda: scheduler._line.append(scheduler._placed.pop(1)),
+            lambda: scheduler._sequences.pop(3),
+            lambda: scheduler._line.append(scheduler._placed.pop(1).sequence),
             lambda: setattr(scheduler, "max_batch_size", 1),
             lambda: setattr(scheduler, "max_queue", 1),
-            lambda: setattr(scheduler.job(1), "state", State.DONE),
-            lambda: setattr(scheduler.job(3), "state", State.RUNNING),
-            lambda: scheduler._jobs.update({3: Job(3, state=State.DONE)}),
-            lambda: setattr(scheduler.job(1), "id", 9),
+            lambda: setattr(known(scheduler, 1), "state", State.DONE),
+            lambda: setattr(known(scheduler, 3), "state", State.RUNNING),
+            lambda: scheduler._sequences.update({3: item(3, state=State.DONE)}),
+            lambda: setattr(known(scheduler, 1), "id", 9),
         ][how]()
         scheduler.check()
 
@@ -1018,36 +1076,41 @@ def test_check_notices_what_is_lost_doubled_or_too_many() -> None:
         with pytest.raises(AssertionError):
             broken(how)
     scheduler = make()
-    admitted(scheduler, Job(1, left=0))
-    scheduler.act(1, "prefilled")
-    scheduler.job(1).left = 3
-    with pytest.raises(AssertionError, match="left: 3"):
+    admitted(scheduler, item(1, left=0))
+    act(scheduler, 1, "prefilled")
+    known(scheduler, 1).remaining_tokens = 3
+    with pytest.raises(AssertionError, match="remaining: 3"):
         scheduler.check()
 
 
 @pytest.mark.parametrize(
-    ("plan", "fault"),
+    ("decode", "prefill", "fault"),
     [
-        (StepPlan((), (PrefillChunk(2, 8), PrefillChunk(3, 8))), "not all that run"),
-        (StepPlan((1, 1), (PrefillChunk(2, 8), PrefillChunk(3, 8))), "not all that run"),
-        (
-            StepPlan((1,), (PrefillChunk(2, 4), PrefillChunk(2, 4), PrefillChunk(3, 8))),
-            "two chunks",
-        ),
-        (StepPlan((1,), (PrefillChunk(2, 12), PrefillChunk(3, 8))), "more than the budget"),
-        (StepPlan((1,), (PrefillChunk(1, 4), PrefillChunk(2, 8))), "nothing to read"),
-        (StepPlan((1,), (PrefillChunk(2, 8), PrefillChunk(4, 8))), "read twice"),
-        (StepPlan((1,), (PrefillChunk(2, 8), PrefillChunk(3, 0))), "empty"),
-        (StepPlan((1,), (PrefillChunk(2, 12), PrefillChunk(3, 3))), "inside a block"),
-        (StepPlan((1,), (PrefillChunk(2, 8), PrefillChunk(3, 4))), "somebody could use"),
+        ((), ((2, 8), (3, 8)), "not all that run"),
+        ((1, 1), ((2, 8), (3, 8)), "not all that run"),
+        ((1,), ((2, 4), (2, 4), (3, 8)), "two chunks"),
+        ((1,), ((2, 12), (3, 8)), "more than the budget"),
+        ((1,), ((1, 4), (2, 8)), "nothing to read"),
+        ((1,), ((2, 8), (4, 8)), "read twice"),
+        ((1,), ((2, 8), (3, 0)), "empty"),
+        ((1,), ((2, 12), (3, 3)), "inside a block"),
+        ((1,), ((2, 8), (3, 4)), "somebody could use"),
     ],
 )
-def test_the_rules_notice_a_broken_plan(plan: StepPlan, fault: str) -> None:
-    jobs = [
-        Job(1, state=State.RUNNING),
-        Job(2, left=40, next_block_hash=b"a", state=State.PREFILLING),
-        Job(3, left=10, state=State.PREFILLING),
-        Job(4, left=40, next_block_hash=b"a", state=State.PREFILLING),
-    ]
-    assert faults(StepPlan((1,), (PrefillChunk(2, 8), PrefillChunk(3, 8))), jobs, 16, 4) == []
-    assert any(fault in each for each in faults(plan, jobs, 16, 4))
+def test_the_rules_notice_a_broken_plan(
+    decode: tuple[int, ...], prefill: tuple[tuple[int, int], ...], fault: str
+) -> None:
+    items = {
+        1: item(1, state=State.RUNNING),
+        2: item(2, left=40, next_block_hash=b"a", state=State.PREFILLING),
+        3: item(3, left=10, state=State.PREFILLING),
+        4: item(4, left=40, next_block_hash=b"a", state=State.PREFILLING),
+    }
+
+    def wrong(decode: tuple[int, ...], prefill: tuple[tuple[int, int], ...]) -> list[str]:
+        chunks = tuple(PrefillChunk(items[number], tokens) for number, tokens in prefill)
+        plan = StepPlan(tuple(items[number] for number in decode), chunks)
+        return faults(plan, list(items.values()), 16, 4)
+
+    assert wrong((1,), ((2, 8), (3, 8))) == []
+    assert any(fault in each for each in wrong(decode, prefill))

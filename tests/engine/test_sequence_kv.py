@@ -70,7 +70,7 @@ def test_columns_that_are_not_accepted_leave_nothing(core: Core, accepted: int) 
     expected = answer(core, core.submit(request))
     core.clear()
     handle = core.submit(request)
-    while not core.scheduler.jobs(State.RUNNING):
+    while not core.scheduler.sequences(State.RUNNING):
         core.step()
     core.step()
     (sequence,) = core.admission.sequences.values()

@@ -109,7 +109,7 @@ class Setup:
             pass  # read what is there
         if handle.done:
             return State.DONE
-        return self.core.scheduler.job(self.sequence(handle).id).state
+        return self.sequence(handle).state
 
     def check(self) -> None:
         """See that account, arrays and MLX agree to the byte."""

@@ -414,9 +414,9 @@ def receive(
                 handle.cancel()
         core.step()
         recount(core)
-        for job in core.scheduler.jobs(State.RUNNING):
+        for sequence in core.scheduler.sequences(State.RUNNING):
             if dice.random() < 0.02:
-                core.admission.preempt(core.admission.sequences[job.id])
+                core.admission.preempt(sequence)
         now += 1
         assert now < 2_000, "somebody waits for ever"
     for guest, handle in here:
@@ -578,8 +578,8 @@ def test_draws_do_not_depend_on_company_or_cache(family: str, way: str) -> None:
         within = ask(core, BASE, 20, sampling=sampling)
         others.append(ask(core, BASE, 20, sampling=Sampling(temperature=1.0, seed=1)))
         drain(core, 8)
-        for job in core.scheduler.jobs(State.RUNNING):
-            core.admission.preempt(core.admission.sequences[job.id])
+        for sequence in core.scheduler.sequences(State.RUNNING):
+            core.admission.preempt(sequence)
         drain(core)
         assert answer(within) == expected
         check(family, *others[:3])

@@ -202,7 +202,7 @@ class Core:
     def _connect(self) -> None:
         """Make what runs sequences on the parts that there are."""
         size, most = self.limits.block_size, self.limits.max_kv_size
-        self.scheduler = Scheduler(
+        self.scheduler: Scheduler[Sequence] = Scheduler(
             self.limits.max_batch_size, self.limits.step_tokens, size, self.limits.max_queue
         )
         shared = 0 if self.runner.fitness.whole else most // size * size
@@ -289,7 +289,6 @@ class Core:
         size = self.runner.vocabulary_size
         self.check_tokens(request.prompt)
         sampling = request.sampling.with_seed()
-        now = self.clock()
         begun = handle.constraint or self.constraint(request)
 
         def sampler(choice: int) -> TokenSampler:
@@ -308,8 +307,7 @@ class Core:
                 for i in others
             ),
         ]
-        deadline = None if request.timeout_seconds is None else now + request.timeout_seconds
-        self.admission.add(sequences, deadline)
+        self.admission.add(sequences)
         if self.tiers is not None and first.block_hashes:
             on_disk = self.tiers.ask(first.block_hashes)
             for sequence in sequences:
@@ -431,20 +429,20 @@ class Core:
         self.admission.catch_up()
         if self.restoring is not None:
             self.restoring.begin()
-        plan, sequences = self.scheduler.plan(), self.admission.sequences
+        plan = self.scheduler.plan()
         if plan.decode:
-            self.executor.decode([sequences[job_id] for job_id in plan.decode])
+            self.executor.decode(list(plan.decode))
         for chunk in plan.prefill:
-            # A decode step that ran out of memory preempts everybody.
-            if chunk.id in sequences and self.scheduler.job(chunk.id).state is State.PREFILLING:
-                self.executor.prefill(sequences[chunk.id], chunk.tokens)
+            # A decode step that ran out of memory preempts sequences.
+            if chunk.sequence.state is State.PREFILLING:
+                self.executor.prefill(chunk.sequence, chunk.tokens)
         busy = bool(plan.decode or plan.prefill)
         if self.requantizer is not None:
             busy = self._quantize(self.requantizer) or busy
         if self.tiers is None:
             return busy
         # Who is told something by the disk just now is not let go on before the next step.
-        restoring = bool(self.scheduler.jobs(State.RESTORING))
+        restoring = bool(self.scheduler.sequences(State.RESTORING))
         return self.tiers.work(busy=busy) or busy or restoring
 
     def _quantize(self, requantizer: Requantizer) -> bool:
@@ -486,14 +484,13 @@ class Core:
         self.budget.check_limit(limit_bytes)
         over = self.ledger.set_limit(limit_bytes)
         over -= self.prefixes.shrink(over, "limit")
-        for job in [job for state in PLACED for job in self.scheduler.jobs(state)[::-1]]:
+        for placed in [s for state in PLACED for s in self.scheduler.sequences(state)[::-1]]:
             over = self.ledger.used_bytes - limit_bytes
             if over <= 0:
                 break
-            self.admission.preempt(self.admission.sequences[job.id])
+            self.admission.preempt(placed)
             self.prefixes.shrink(self.ledger.used_bytes - limit_bytes, "limit")
-        for job in [*self.scheduler.jobs(State.WAITING), *self.scheduler.jobs(State.PREEMPTED)]:
-            sequence = self.admission.sequences[job.id]
+        for sequence in self.scheduler.in_line():
             try:
                 self.budget.check_fits(sequence)
             except NeverFits as error:
@@ -526,7 +523,9 @@ class Core:
         block_hashes: list[bytes],
     ) -> Sequence:
         request = handle.request
-        text = None
+        text, deadline = None, None
+        if request.timeout_seconds is not None:
+            deadline = self.clock() + request.timeout_seconds
         if self.tokenizer is not None:
             text = TextStream(self._new_detokenizer(), request.stop)
         sequence = Sequence(
@@ -536,6 +535,7 @@ class Core:
             handle=handle,
             sampler=sampler,
             text=text,
+            deadline_seconds=deadline,
             kv=SequenceKV(
                 self.stores,
                 tokens,

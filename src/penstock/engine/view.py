@@ -60,7 +60,7 @@ class EngineView:
         *,
         limits: EngineSettings,
         stores: KVStores,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Any],
         admission: Admission,
         budget: MemoryBudget,
         estimator: MemoryEstimator,
@@ -165,7 +165,7 @@ class EngineView:
     def stats(self) -> Stats:
         """Return all figures, in O(open sequences)."""
         counters, tree, counts = self._stores.counters, self._prefixes.tree, self._prefixes.counts
-        answers = {state: len(self._scheduler.jobs(state)) for state in State}
+        answers = {state: len(self._scheduler.sequences(state)) for state in State}
         tiers = {} if self._stores.tiers is None else self._stores.tiers.stats()
         return Stats(
             limit_bytes=self._ledger.limit_bytes,

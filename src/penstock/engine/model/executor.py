@@ -220,7 +220,8 @@ class ModelExecutor:
             seconds = time.perf_counter() - started
             self._counters.prefill_seconds.append(seconds)
             self._prefill_rate.prefilled(count, seconds)
-            self._admission.report(sequence, count)
+            sequence.served_tokens += count
+            self._admission.advance(sequence)
 
     # ---- bad days
 

@@ -45,7 +45,7 @@ class Restoring:
         self,
         tiers: TierGroup,
         prefixes: Prefixes[Segment],
-        scheduler: Scheduler,
+        scheduler: Scheduler[Sequence],
         *,
         admission: Admission,
         stores: KVStores,
@@ -64,14 +64,13 @@ class Restoring:
     def begin(self) -> None:
         """Have read from the disk what would take longer to compute."""
         restored = self._scheduler.restoring_hashes()
-        for job in self._scheduler.placed():
-            sequence = self._admission.sequences[job.id]
+        for sequence in self._scheduler.placed():
             answer = sequence.tier_lookup
-            if answer is None or job.next_block_hash in restored:
+            if answer is None or sequence.next_block_hash in restored:
                 continue
             if not answer.done():
-                if job.state is State.PREFILLING:
-                    self._scheduler.act(job.id, "fetch")
+                if sequence.state is State.PREFILLING:
+                    self._scheduler.act(sequence, "fetch")
                     sequence.restore_deadline = self._clock() + ASK_SECONDS
                 continue
             sequence.tier_lookup = None  # asked once
@@ -80,13 +79,12 @@ class Restoring:
             root = self._prefixes.root(sequence.request.salt)
             cached_blocks = sequence.kv.num_cached_tokens // self._size
             self._tiers.note_held(answer, sequence.block_hashes[:held], root, cached_blocks)
-            if job.state is State.PREFILLING and self._begin(sequence, found):
+            if sequence.state is State.PREFILLING and self._begin(sequence, found):
                 restored |= self._scheduler.restoring_hashes()
 
     def take(self) -> None:
         """Take in what was read from the disk, and compute what takes too long to come."""
-        for job in self._scheduler.jobs(State.RESTORING):
-            sequence = self._admission.sequences[job.id]
+        for sequence in self._scheduler.sequences(State.RESTORING):
             while sequence.restores and sequence.restores[0].answer.done():
                 self._take_in(sequence, sequence.restores.pop(0))
             impatient = self._clock() > sequence.restore_deadline
@@ -96,9 +94,9 @@ class Restoring:
             if asked is not None and impatient:
                 asked = sequence.tier_lookup = None
             if not sequence.restores and (asked is None or asked.done()):
-                self._scheduler.act(sequence.id, "fetched")
+                self._scheduler.act(sequence, "fetched")
                 if sequence.resumed_at is None or self._go_on(sequence):
-                    self._admission.report(sequence, 0)
+                    self._admission.advance(sequence)
 
     # ---- parts
 
@@ -124,7 +122,7 @@ class Restoring:
         sequence.restores = tier.begin(block_hashes, done, sequence.kv.reservation)
         if states is not None:
             sequence.restores.append(states)
-        self._scheduler.act(sequence.id, "fetch")
+        self._scheduler.act(sequence, "fetch")
         return True
 
     def _go_on(self, sequence: Sequence) -> bool:
@@ -161,7 +159,7 @@ class Restoring:
             self._admission.count_hit(
                 sequence, sequence.kv.num_cached_tokens - start, restored=True
             )
-        self._admission.report(sequence, 0)
+        self._admission.advance(sequence)
         if sequence.kv.num_cached_tokens < min(
             start + restore.blocks * size, sequence.kv.readable_tokens
         ):

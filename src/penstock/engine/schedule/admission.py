@@ -11,14 +11,14 @@ The scheduler says whose turn it is; here it is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.windows import Reader
 from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.kv_stores import KVStores
-from penstock.engine.schedule.scheduler import Job, Scheduler, State
+from penstock.engine.schedule.scheduler import Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.stats import Counters
 from penstock.errors import PenstockError
@@ -37,7 +37,7 @@ class Admission:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler[Sequence],
         *,
         budget: MemoryBudget,
         stores: KVStores,
@@ -74,46 +74,32 @@ class Admission:
 
     # ---- coming
 
-    def add(self, sequences: Iterable[Sequence], deadline_seconds: float | None) -> None:
+    def add(self, sequences: Items[Sequence]) -> None:
         """Put the sequences of a request into the queue.
 
         Raises:
             QueueFull: too many are waiting; none of them is added.
         """
-        added = list(sequences)
-        self._scheduler.add(
-            *(
-                Job(
-                    id=sequence.id,
-                    priority=sequence.request.priority,
-                    arrived=sequence.id,
-                    deadline_seconds=deadline_seconds,
-                    left=sequence.left,
-                )
-                for sequence in added
-            )
-        )
-        self.sequences.update((sequence.id, sequence) for sequence in added)
+        self._scheduler.add(*sequences)
+        self.sequences.update((sequence.id, sequence) for sequence in sequences)
 
     def admit(self) -> None:
         """Let in who fits, in order; who does not fit lets nobody pass."""
-        for job in self._scheduler.in_line():
-            sequence = self.sequences[job.id]
+        for sequence in self._scheduler.in_line():
             while not (self._scheduler.free_places and self._try_admit(sequence)):
-                lower = [self.sequences[other] for other in self._scheduler.to_preempt(job)]
+                lower = self._scheduler.to_preempt(sequence)
                 if not lower or not self._worth_preempting(sequence, lower):
                     return
                 self.preempt(lower[0])
 
     def catch_up(self) -> None:
         """Let who is prefilling share what others have committed meanwhile."""
-        for job in self._scheduler.jobs(State.PREFILLING):
-            sequence = self.sequences[job.id]
+        for sequence in self._scheduler.sequences(State.PREFILLING):
             gained = sequence.kv.extend()
             if gained:
                 sequence.kv.spare(gained * self._budget.token_bytes)
                 self.count_hit(sequence, gained)
-                self.report(sequence, 0)
+                self.advance(sequence)
 
     # ---- getting on
 
@@ -128,24 +114,10 @@ class Admission:
         self._counters.hit_tokens += tokens
         self._counters.restored_tokens += tokens if restored else 0
 
-    def report(self, sequence: Sequence, served_tokens: int) -> None:
-        """Tell the scheduler where a sequence stands."""
-        blocks = sequence.position // self._scheduler.block_size
-        key = (
-            sequence.block_hashes[blocks]
-            if blocks < len(sequence.block_hashes) and not sequence.kv.own_spans
-            else None
-        )
-        left = sequence.left
-        self._scheduler.progress(
-            sequence.id,
-            position=sequence.position,
-            left=left,
-            next_block_hash=key if left else None,
-            served_tokens=served_tokens,
-        )
-        if not left and self._scheduler.job(sequence.id).state is State.PREFILLING:
-            self._scheduler.act(sequence.id, "prefilled")
+    def advance(self, sequence: Sequence) -> None:
+        """Let a sequence decode from the next step on if nothing of it is left to prefill."""
+        if not sequence.remaining_tokens and sequence.state is State.PREFILLING:
+            self._scheduler.act(sequence, "prefilled")
 
     # ---- going
 
@@ -155,8 +127,7 @@ class Admission:
         self._release(sequence)
         sequence.was_preempted = True
         self._counters.preemptions += 1
-        self._scheduler.act(sequence.id, "preempt")
-        self._scheduler.progress(sequence.id, position=0, left=sequence.left)
+        self._scheduler.act(sequence, "preempt")
         self._stores.tidy(node)
 
     def finish(
@@ -172,7 +143,7 @@ class Admission:
         sequence.kv.end_turn(sequence.cached_tokens)
         del self.sequences[sequence.id]
         self._release(sequence)
-        self._scheduler.act(sequence.id, "finish")
+        self._scheduler.act(sequence, "finish")
         self._counters.finished += 1
         tell(sequence)
         self._stores.tidy(node)
@@ -185,8 +156,8 @@ class Admission:
 
     def drop_overdue(self, now_seconds: float) -> None:
         """End the answers whose time is over."""
-        for sequence_id in self._scheduler.overdue(now_seconds):
-            self.finish(self.sequences[sequence_id], lambda s: s.end("timeout"))
+        for sequence in self._scheduler.overdue(now_seconds):
+            self.finish(sequence, lambda s: s.end("timeout"))
 
     # ---- parts
 
@@ -202,13 +173,13 @@ class Admission:
         if not taken:
             return False
         sequence.kv.take_slot()
-        self._scheduler.act(sequence.id, "admit")
+        self._scheduler.act(sequence, "admit")
         if not sequence.admitted:
             sequence.admitted = True
             sequence.kv.unshare()
             self._counters.prompt_tokens += sequence.prompt_tokens
             self.count_hit(sequence, sequence.kv.num_cached_tokens)
-        self.report(sequence, 0)
+        self.advance(sequence)
         return True
 
     def _take(self, sequence: Sequence, *, shared: bool = True) -> bool:

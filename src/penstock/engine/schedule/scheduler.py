@@ -1,23 +1,23 @@
-"""Who is let in, who is read, who waits: the decisions of the engine, in plain Python.
+"""Scheduling policy: admission order, chunked prefill, preemption; no arrays, threads or clock.
 
     add ──> WAITING ──admit──> PREFILLING ──prefilled──> RUNNING ──finish──> DONE
-                                 │  ^                  │
-                               preempt admit            preempt        finish leads to DONE
-                                 v  │                  │         from every other state
-                                PARKED <───────────────┘
+                                 │  ^                      │
+                             preempt admit              preempt      finish leads to DONE
+                                 v  │                      │         from every other state
+                              PREEMPTED <──────────────────┘
 
-    PREFILLING ──fetch──> RESTORING ──fetched──> PREFILLING: blocks come from the disk meanwhile
+    PREFILLING ──fetch──> RESTORING ──fetched──> PREFILLING: blocks come from a tier meanwhile
 
 A step of the engine is
 
-    for job in candidates():        whoever fits in the ledger, in this order, until one does not
-        act(job.id, "admit")        and "prefilled" at once where nothing is left to prefill
+    for sequence in in_line():      admit those that fit in the ledger, in order, until one does not
+        act(sequence, "admit")      and "prefilled" at once where nothing is left to prefill
     plan()                          all that run decode one token, some prefill a chunk
-    progress(...), act(...)         what came of it
+    act(sequence, ...)              after the step
 
-A job is one sequence: a request for n answers is n jobs, whose prompts are equal, so that one
-of them is read and the others share what it has committed. Nothing here knows of arrays, threads
-or clocks; time is what the caller says it is, and steps are counted by themselves.
+The scheduler holds the sequences themselves and reads how far each has come; `state` is all that it
+writes to them. A request for n answers is n sequences with one prompt: one of them is prefilled,
+and the others share the blocks that it has committed. Steps are counted by themselves.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from bisect import insort
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Generic, Literal, Protocol, TypeVar
 
 from penstock.errors import QueueFull, UnknownSequence
 
 
 class State(Enum):
-    """Where a job is in its life."""
+    """State of a sequence in its life."""
 
     WAITING = "waiting"
-    """For its first place."""
+    """In the queue for its first place."""
     PREFILLING = "prefilling"
-    """Holds a place; the rest of its prompt is read in chunks."""
+    """In a place; the rest of its prompt is prefilled in chunks."""
     RESTORING = "restoring"
-    """Holds a place; blocks of its prompt are on their way from the disk."""
+    """In a place; blocks of its prompt are on their way from a tier."""
     RUNNING = "running"
-    """Holds a place; decodes one token a step."""
+    """In a place; decodes one token a step."""
     PREEMPTED = "preempted"
-    """Gave its place and its own bytes back, and waits for the next one."""
+    """Without its place and its own bytes; waits to be admitted again."""
     DONE = "done"
     """Forgotten by the scheduler."""
 
@@ -67,7 +67,7 @@ NEXT: dict[tuple[State, Event], State] = {
 }
 
 PLACED = (State.PREFILLING, State.RESTORING, State.RUNNING)
-"""The states that take a place of the batch."""
+"""States of sequences that take a place of the batch."""
 
 
 def next_state(state: State, event: Event) -> State:
@@ -75,74 +75,108 @@ def next_state(state: State, event: Event) -> State:
     try:
         return NEXT[state, event]
     except KeyError:
-        raise ValueError(f"{event!r} cannot happen to a job that is {state.value}") from None
+        raise ValueError(f"{event!r} cannot happen to a sequence that is {state.value}") from None
 
 
-@dataclass(eq=False, slots=True)
-class Job:
-    """One sequence, as the scheduler sees it. Only the scheduler changes it once it is added."""
+class SchedulerSequence(Protocol):
+    """One sequence, as the scheduler sees it."""
 
-    id: int
-    priority: int = 0
-    """Higher goes first."""
-    arrived: int = 0
-    """Its number in the order of arrival."""
-    deadline_seconds: float | None = None
-    """On the caller's clock; None: it has all the time in the world."""
-    left: int = 0
-    """Tokens still to prefill before it decodes."""
-    position: int = 0
-    """Tokens readable so far: its next chunk begins here."""
-    next_block_hash: bytes | None = None
-    """Name of the block that its next chunk begins with; None: it shares with nobody."""
-    served: int = 0
-    """Tokens that the model has read for it."""
-    state: State = State.WAITING
-    moved_step: int = 0
-    """The step in which it last got on: got its place, or a chunk, be it its own or another's."""
+    state: State
+    """Written by the scheduler alone; WAITING when it is added."""
+
+    @property
+    def id(self) -> int:
+        """Number in the order of arrival."""
+
+    @property
+    def priority(self) -> int:
+        """Priority; higher goes first."""
+
+    @property
+    def deadline_seconds(self) -> float | None:
+        """End of its time on the caller's clock; None if it has no end."""
+
+    @property
+    def position(self) -> int:
+        """Number of tokens whose KV is there: its next chunk begins here."""
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens still to prefill before it decodes."""
+
+    @property
+    def next_block_hash(self) -> bytes | None:
+        """Hash of the block that its next chunk begins with; None where nothing can be shared."""
+
+    @property
+    def served_tokens(self) -> int:
+        """Tokens that the model has prefilled for it."""
+
+
+T = TypeVar("T", bound=SchedulerSequence)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """The next `tokens` of a job's prompt, to be read in one step."""
+class PrefillChunk(Generic[T]):
+    """The next `tokens` of a sequence's prompt, to be prefilled in one step."""
 
-    id: int
+    sequence: T
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step of the model will run: ids to decode a token each, and chunks to prefill."""
+class StepPlan(Generic[T]):
+    """One step of the model: sequences that decode a token each, and chunks to prefill."""
 
-    decode: tuple[int, ...]
-    prefill: tuple[PrefillChunk, ...]
+    decode: tuple[T, ...]
+    prefill: tuple[PrefillChunk[T], ...]
+
+
+@dataclass(eq=False, slots=True)
+class _Place(Generic[T]):
+    """A place of the batch: its sequence, and how far that had come in an earlier step."""
+
+    sequence: T
+    position: int
+    served_tokens: int
+    last_progress_step: int
+    """Step in which the sequence last got on: by a place, its own chunk, or a shared one."""
+
+    @property
+    def progressed(self) -> bool:
+        """Whether the sequence is prefilling and has got on since that step."""
+        sequence = self.sequence
+        if sequence.state is not State.PREFILLING:
+            return False
+        return sequence.served_tokens != self.served_tokens or sequence.position > self.position
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    """A job that may be read in this step, for itself and for all whose next block is the same."""
+class _Reader(Generic[T]):
+    """A sequence that may be prefilled in this step, for all whose next block is the same."""
 
-    job: Job
-    moved_step: int
-    """That of the one among them who has not got on for longest."""
+    sequence: T
+    oldest_progress_step: int
+    """Earliest `last_progress_step` among the sequences that wait for the same block."""
 
 
-class Scheduler:
-    """Jobs and their states. Not thread-safe: one owner, the thread that runs the steps.
+class Scheduler(Generic[T]):
+    """Sequences and their states. Not thread-safe: one owner, the thread that runs the steps.
 
-    Of the tokens prefilled in a step the oldest job of the highest priority gets half or more,
-    so that nobody who came later can hold it up. The rest goes to whoever was served least, so
-    that a short prompt does not wait for a long one; a job that has not got on for as many steps
-    as there are places goes before those. Where blocks are so long that the rest is of use to
-    nobody, the first and the others take turns. A job with a place thus gets on at least once
-    in `3 x max_batch_size` steps, whatever else arrives. Admission knows no such mercy: a lower
+    Of the tokens prefilled in a step the oldest sequence of the highest priority gets half or
+    more, so that no later one can hold it up. The rest goes to the sequence that was served least,
+    so that a short prompt does not wait for a long one; a sequence that has not got on for as many
+    steps as there are places goes before those. Where blocks are so long that the rest is of no
+    use, the first and the others take turns. A sequence with a place thus gets on at least once
+    in `3 x max_batch_size` steps, whatever else arrives. Admission has no such rule: a lower
     priority waits for as long as higher ones come.
 
     Args:
-        max_batch_size: places, that is, jobs that are prefilling or running at the same time.
-        budget_tokens: tokens that may be prefilled in a step, all jobs together; a block at least.
+        max_batch_size: places: sequences that are prefilling or running at the same time.
+        budget_tokens: tokens that may be prefilled in a step, all sequences together; at least a
+            block.
         block_size: tokens; a chunk ends at a multiple of it, or with the prompt.
-        max_queue: jobs that may wait for their first place. Preempted ones do not count.
+        max_queue: sequences that may wait for their first place. Preempted ones do not count.
 
     Raises:
         ValueError: one of them is below 1, or a block is longer than `budget_tokens`.
@@ -160,248 +194,237 @@ class Scheduler:
                 f"could never be read"
             )
         self.max_queue = _positive("max_queue", max_queue)
-        self._jobs: dict[int, Job] = {}
-        self._line: list[Job] = []  # waiting and preempted, in the order of admission
-        self._placed: dict[int, Job] = {}
+        self._sequences: dict[int, T] = {}
+        self._line: list[T] = []  # waiting and preempted, in the order of admission
+        self._placed: dict[int, _Place[T]] = {}
         self._step = 1
-        self._planned = False  # a plan was made in this step
-        self._crowded_step = -1  # the last one in which the first reader left nobody else room
+        self._progressed = (
+            False  # a sequence that is no longer prefilling got on since the last plan
+        )
+        self._crowded_step = -1  # the last one in which the first reader left no room for others
 
     @property
     def free_places(self) -> int:
-        """Jobs that could be admitted now, as far as places go."""
+        """Number of sequences that could be admitted now, as far as places go."""
         return self.max_batch_size - len(self._placed)
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._sequences)
 
     # ---- questions
 
-    def job(self, job_id: int) -> Job:
-        """Return the job of that id.
+    def sequences(self, state: State) -> list[T]:
+        """Return the sequences in a state, highest priority first, then by arrival."""
+        return sorted((s for s in self._sequences.values() if s.state is state), key=_order)
 
-        Raises:
-            UnknownSequence: it was never added, or it is done.
-        """
-        try:
-            return self._jobs[job_id]
-        except KeyError:
-            raise UnknownSequence(job_id, len(self._jobs)) from None
+    def in_line(self) -> list[T]:
+        """Return the waiting and preempted sequences in the order of admission, places or not.
 
-    def jobs(self, state: State) -> list[Job]:
-        """Return the jobs in a state, highest priority first, then by arrival."""
-        return sorted((job for job in self._jobs.values() if job.state is state), key=_order)
-
-    def in_line(self) -> list[Job]:
-        """Return who is waiting or preempted, in the order of admission, places or not.
-
-        Priority first; of the same priority, who was preempted before who was never in; then by
-        arrival. If the first does not fit, let nobody else pass it, or it may wait for ever.
+        Priority first; of the same priority, preempted ones before those that never had a place;
+        then by arrival. If the first does not fit, let no other pass it, or it may wait forever.
         """
         return list(self._line)
 
-    def candidates(self) -> list[Job]:
-        """Return `in_line()` while there is a free place, and nobody when there is none."""
-        return self.in_line() if self.free_places else []
-
-    def placed(self) -> list[Job]:
-        """Return who holds a place, highest priority first, then by arrival."""
-        return sorted(self._placed.values(), key=_order)
+    def placed(self) -> list[T]:
+        """Return the sequences in a place, highest priority first, then by arrival."""
+        return sorted((place.sequence for place in self._placed.values()), key=_order)
 
     def restoring_hashes(self) -> set[bytes]:
-        """Return the names of the blocks that are being restored next."""
-        restoring = (job for job in self._placed.values() if job.state is State.RESTORING)
-        return {job.next_block_hash for job in restoring if job.next_block_hash is not None}
+        """Return the hashes of the blocks that are being restored next."""
+        hashes = (
+            place.sequence.next_block_hash
+            for place in self._placed.values()
+            if place.sequence.state is State.RESTORING
+        )
+        return {block_hash for block_hash in hashes if block_hash is not None}
 
-    def overdue(self, now_seconds: float) -> list[int]:
-        """Return the ids of those whose deadline is now or was before."""
+    def overdue(self, now_seconds: float) -> list[T]:
+        """Return the sequences whose deadline is now or was before."""
         return [
-            job.id
-            for job in self._jobs.values()
-            if job.deadline_seconds is not None and job.deadline_seconds <= now_seconds
+            sequence
+            for sequence in self._sequences.values()
+            if sequence.deadline_seconds is not None and sequence.deadline_seconds <= now_seconds
         ]
 
-    def to_preempt(self, job: Job) -> list[int]:
-        """Return who may be preempted for `job`: all of lower priority that hold a place.
+    def to_preempt(self, sequence: T) -> list[T]:
+        """Return the sequences that may be preempted for another: those of lower priority in a
+        place.
 
         The cheapest sacrifice first: the lowest priority, and of these the latest arrival.
         """
-        lower = [other for other in self._placed.values() if other.priority < job.priority]
-        return [other.id for other in sorted(lower, key=_order, reverse=True)]
+        lower = [other for other in self.placed() if other.priority < sequence.priority]
+        return lower[::-1]
 
     # ---- acts
 
-    def add(self, *jobs: Job) -> None:
-        """Put new jobs into the queue: all of them or none.
+    def add(self, *sequences: T) -> None:
+        """Put new sequences into the queue: all of them or none.
 
         Raises:
             QueueFull: more would wait for their first place than `max_queue`.
-            ValueError: a job is not new, or its numbers are impossible.
+            ValueError: a sequence is not new, or its numbers are impossible.
         """
         new: set[int] = set()
-        for job in jobs:
-            if job.id in new or job.id in self._jobs or job.state is not State.WAITING:
-                raise ValueError(f"job {job.id} is not new")
-            new.add(job.id)
-            _check_numbers(job.id, position=job.position, left=job.left, served=job.served)
-        self.check_room(len(jobs))
-        for job in jobs:
-            self._jobs[job.id] = job
-            self._enter(job)
+        for sequence in sequences:
+            known = sequence.id in new or sequence.id in self._sequences
+            if known or sequence.state is not State.WAITING:
+                raise ValueError(f"sequence {sequence.id} is not new")
+            new.add(sequence.id)
+            if wrong := _impossible(sequence):
+                raise ValueError(wrong)
+        self.check_room(len(sequences))
+        for sequence in sequences:
+            self._sequences[sequence.id] = sequence
+            self._enter(sequence)
 
     def check_room(self, added: int) -> None:
-        """Raise QueueFull if so many new jobs would be more than may wait."""
-        waiting = sum(job.state is State.WAITING for job in self._line)
+        """Raise QueueFull if so many new sequences would be more than may wait."""
+        waiting = sum(sequence.state is State.WAITING for sequence in self._line)
         if waiting + added > self.max_queue:
             raise QueueFull(waiting, added, self.max_queue)
 
-    def act(self, job_id: int, event: Event) -> State:
-        """Let `event` happen to a job, and return its new state.
+    def act(self, sequence: T, event: Event) -> State:
+        """Let `event` happen to a sequence, and return its new state.
 
-        A job without anything left to prefill is admitted as any other, and "prefilled" follows
-        at once. A preempted one has tokens to read again: tell `progress` how many before it is
-        admitted. Whoever is finished is forgotten.
+        A sequence without tokens left to prefill is admitted as any other, and "prefilled" follows
+        at once. A finished one is forgotten.
 
         Raises:
-            UnknownSequence: no such job.
+            UnknownSequence: it was never added, or it is done.
             ValueError: not in this state; or "admit" while all places are taken; or "prefilled"
                 while tokens are left to prefill. Nothing is changed then.
         """
-        job = self.job(job_id)
-        state = next_state(job.state, event)
+        if self._sequences.get(sequence.id) is not sequence:
+            raise UnknownSequence(sequence.id, len(self._sequences))
+        state = next_state(sequence.state, event)
         if event == "admit" and self.free_places < 1:
             raise ValueError(
-                f"job {job_id} cannot be admitted: all {self.max_batch_size} places are taken"
+                f"sequence {sequence.id} cannot be admitted: all {self.max_batch_size} places are "
+                f"taken"
             )
-        if event == "prefilled" and job.left:
-            raise ValueError(f"job {job_id} has {job.left} tokens left to prefill")
-        self._leave(job)
-        job.state = state
-        self._enter(job)
+        if event == "prefilled" and sequence.remaining_tokens:
+            raise ValueError(
+                f"sequence {sequence.id} has {sequence.remaining_tokens} tokens left to prefill"
+            )
+        self._leave(sequence)
+        sequence.state = state
+        self._enter(sequence)
         return state
 
-    def progress(
-        self,
-        job_id: int,
-        *,
-        position: int,
-        left: int,
-        next_block_hash: bytes | None = None,
-        served_tokens: int = 0,
-    ) -> None:
-        """Take down where a job stands: after its chunk, after another's that it shares, or
-        preempted.
+    def plan(self) -> StepPlan[T]:
+        """Return what the next step runs. Asked again before a prompt gets on, it says the same.
 
-        Args:
-            job_id: whose progress.
-            position: tokens readable now.
-            left: tokens still to prefill; 0 for whoever is running.
-            next_block_hash: of the block that the next chunk begins with; None for a last chunk
-                that is less than a block, and wherever nothing can be shared.
-            served_tokens: tokens that the model has read for it since the last report.
-
-        Raises:
-            UnknownSequence: no such job.
-            ValueError: a negative number; or tokens left to prefill for whoever is running
-                (preempt it first).
+        Every running sequence decodes. Of the prefilling sequences whose next block is the same,
+        only the first is prefilled; the others find the block in the tree afterwards, as do those
+        whose next block is being restored. At most `budget_tokens` are prefilled in all, and
+        never none while something can be.
         """
-        job = self.job(job_id)
-        _check_numbers(job_id, position=position, left=left, served_tokens=served_tokens)
-        if left and job.state is State.RUNNING:
-            raise ValueError(f"job {job_id} is running and cannot have {left} tokens to prefill")
-        if self._planned:  # the first report on a plan: a new step has been run
-            self._step += 1
-            self._planned = False
-        if served_tokens or position > job.position:
-            job.moved_step = self._step
-        job.position, job.left, job.next_block_hash = position, left, next_block_hash
-        job.served += served_tokens
-
-    def plan(self) -> StepPlan:
-        """Return what the next step runs. Asked again before any report, it says the same.
-
-        Every running job decodes. Of the prefilling jobs whose next block is the same, only
-        the first is read; the others find it in the tree afterwards, as do those whose next
-        block is being restored. At most `budget_tokens`
-        are prefilled in all, and never none while something can be.
-        """
-        self._planned = True
+        self._note_progress()
         placed = self.placed()
-        decode = tuple(job.id for job in placed if job.state is State.RUNNING)
+        decode = tuple(sequence for sequence in placed if sequence.state is State.RUNNING)
         return StepPlan(decode, self._prefill(self._readers(placed)))
 
     def check(self) -> None:
-        """Raise AssertionError if a job is lost or doubled, or if too many have a place."""
+        """Raise AssertionError if a sequence is lost or doubled, or if too many have a place."""
         wrong = []
-        held = Counter(job.id for job in [*self._line, *self._placed.values()])
-        if held != Counter(self._jobs.keys()):
-            wrong.append(f"jobs {sorted(self._jobs)}, but in line or placed {sorted(held.items())}")
+        placed = [place.sequence.id for place in self._placed.values()]
+        entries = Counter([*(sequence.id for sequence in self._line), *placed])
+        if entries != Counter(self._sequences.keys()):
+            wrong.append(
+                f"sequences {sorted(self._sequences)}, but in line or placed "
+                f"{sorted(entries.items())}"
+            )
         if len(self._placed) > self.max_batch_size:
-            wrong.append(f"{len(self._placed)} jobs in {self.max_batch_size} places")
+            wrong.append(f"{len(self._placed)} sequences in {self.max_batch_size} places")
         if self._line != sorted(self._line, key=_line_order):
             wrong.append("the line is out of order")
-        waiting = sum(job.state is State.WAITING for job in self._line)
+        waiting = sum(sequence.state is State.WAITING for sequence in self._line)
         if waiting > self.max_queue:
-            wrong.append(f"{waiting} jobs in a queue of {self.max_queue}")
-        wrong += [
-            f"job {job.id} is {job.state.value}, placed: {job.id in self._placed}, "
-            f"left: {job.left}, known as {key}"
-            for key, job in self._jobs.items()
-            if job.id != key
-            or job.state is State.DONE
-            or (job.state in PLACED) != (job.id in self._placed)
-            or (job.state is State.RUNNING and job.left)
-        ]
-        if wrong:
-            raise AssertionError("; ".join(wrong))
+            wrong.append(f"{waiting} sequences in a queue of {self.max_queue}")
+        wrong += [self._fault(key, sequence) for key, sequence in self._sequences.items()]
+        if any(wrong):
+            raise AssertionError("; ".join(filter(None, wrong)))
 
-    # ---- how it is done
+    # ---- parts
 
-    def _leave(self, job: Job) -> None:
-        if job.state in PLACED:
-            del self._placed[job.id]
+    def _fault(self, key: int, sequence: T) -> str:
+        """Return what is wrong with a sequence that is known by a number; empty if nothing is."""
+        is_placed, remaining = sequence.id in self._placed, sequence.remaining_tokens
+        if (
+            sequence.id != key
+            or sequence.state is State.DONE
+            or (sequence.state in PLACED) != is_placed
+            or (sequence.state is State.RUNNING and remaining)
+        ):
+            return (
+                f"sequence {sequence.id} is {sequence.state.value}, placed: {is_placed}, "
+                f"remaining: {remaining}, known as {key}"
+            )
+        return _impossible(sequence)
+
+    def _leave(self, sequence: T) -> None:
+        if sequence.state in PLACED:
+            self._progressed |= self._placed.pop(sequence.id).progressed
         else:
-            self._line.remove(job)
+            self._line.remove(sequence)
 
-    def _enter(self, job: Job) -> None:
-        if job.state is State.DONE:
-            del self._jobs[job.id]
-        elif job.state not in PLACED:
-            insort(self._line, job, key=_line_order)
+    def _enter(self, sequence: T) -> None:
+        if sequence.state is State.DONE:
+            del self._sequences[sequence.id]
+        elif sequence.state not in PLACED:
+            insort(self._line, sequence, key=_line_order)
         else:
-            self._placed[job.id] = job
-            if job.state is State.PREFILLING:
-                job.moved_step = self._step
+            self._placed[sequence.id] = _Place(
+                sequence, sequence.position, sequence.served_tokens, self._step
+            )
 
-    def _readers(self, placed: list[Job]) -> list[_Reader]:
-        """Choose whom a step may read: of those with the same next block, the first."""
-        leaders: dict[bytes, Job] = {}
-        moved: dict[Job, int] = {}
+    def _note_progress(self) -> None:
+        """Begin a new step if a prompt got on since the last plan, and note which ones did."""
+        progressed = [place for place in self._placed.values() if place.progressed]
+        self._step += self._progressed or bool(progressed)
+        self._progressed = False
+        for place in progressed:
+            sequence = place.sequence
+            place.position, place.served_tokens = sequence.position, sequence.served_tokens
+            place.last_progress_step = self._step
+
+    def _readers(self, placed: list[T]) -> list[_Reader[T]]:
+        """Choose the sequences that may be prefilled: of those with the same next block, the
+        first."""
+        leaders: dict[bytes, int] = {}
+        oldest: dict[int, int] = {}
         restored = self.restoring_hashes()
-        for job in placed:
-            same = job.next_block_hash
-            if job.state is State.PREFILLING and job.left and same not in restored:
-                leader = job if same is None else leaders.setdefault(same, job)
-                moved[leader] = min(job.moved_step, moved.get(leader, job.moved_step))
-        return [_Reader(job, step) for job, step in moved.items()]
+        for sequence in placed:
+            if sequence.state is not State.PREFILLING or not sequence.remaining_tokens:
+                continue
+            block_hash = sequence.next_block_hash
+            if block_hash in restored:
+                continue
+            leader = sequence.id
+            if block_hash is not None:
+                leader = leaders.setdefault(block_hash, sequence.id)
+            step = self._placed[sequence.id].last_progress_step
+            oldest[leader] = min(step, oldest.get(leader, step))
+        return [_Reader(self._sequences[leader], step) for leader, step in oldest.items()]
 
-    def _prefill(self, readers: list[_Reader]) -> tuple[PrefillChunk, ...]:
-        """Deal the budget out; each offer is a job and the tokens that it may have so far."""
-        tokens = dict.fromkeys((reader.job.id for reader in readers), 0)
+    def _prefill(self, readers: list[_Reader[T]]) -> tuple[PrefillChunk[T], ...]:
+        """Deal the budget out; an offer is a sequence and the tokens that it may have so far."""
+        tokens = dict.fromkeys((reader.sequence.id for reader in readers), 0)
         unspent = self.budget_tokens
-        for job, most in self._offers(readers):
-            given = tokens[job.id]
-            tokens[job.id] = max(given, self._whole(job, min(most, given + unspent)))
-            unspent -= tokens[job.id] - given
-        return tuple(PrefillChunk(job_id, count) for job_id, count in tokens.items() if count)
+        for sequence, most in self._offers(readers):
+            given = tokens[sequence.id]
+            tokens[sequence.id] = max(given, self._whole(sequence, min(most, given + unspent)))
+            unspent -= tokens[sequence.id] - given
+        chunks = ((reader.sequence, tokens[reader.sequence.id]) for reader in readers)
+        return tuple(PrefillChunk(sequence, count) for sequence, count in chunks if count)
 
-    def _offers(self, readers: list[_Reader]) -> list[tuple[Job, int]]:
+    def _offers(self, readers: list[_Reader[T]]) -> list[tuple[T, int]]:
         if not readers:
             return []
-        budget, first = self.budget_tokens, readers[0].job
+        budget, first = self.budget_tokens, readers[0].sequence
         half = self._whole(first, min(budget, self._rounded_up(first, (budget + 1) // 2)))
-        others = [reader.job for reader in sorted(readers[1:], key=self._turn)]
-        offers = [(first, half), *((job, budget) for job in others), (first, budget)]
+        others = [reader.sequence for reader in sorted(readers[1:], key=self._turn)]
+        offers = [(first, half), *((sequence, budget) for sequence in others), (first, budget)]
         if not others or self._whole(others[0], budget - half):
             return offers
         if self._crowded_step == self._step - 1:  # now it is the others' turn
@@ -409,34 +432,40 @@ class Scheduler:
         self._crowded_step = self._step
         return offers
 
-    def _turn(self, reader: _Reader) -> tuple[bool, int]:
-        """The key that orders the others: who has not got on for too long, then least served."""
-        overlooked = self._step - reader.moved_step >= self.max_batch_size
-        return (not overlooked, reader.moved_step if overlooked else reader.job.served)
+    def _turn(self, reader: _Reader[T]) -> tuple[bool, int]:
+        """Return the key that orders the others: overlooked for too long first, then least
+        served."""
+        step = reader.oldest_progress_step
+        overlooked = self._step - step >= self.max_batch_size
+        return (not overlooked, step if overlooked else reader.sequence.served_tokens)
 
-    def _whole(self, job: Job, tokens: int) -> int:
+    def _whole(self, sequence: T, tokens: int) -> int:
         """Return how long a chunk of at most `tokens` can be: it ends at a block, or the prompt."""
-        if tokens >= job.left:
-            return job.left
-        return max(0, tokens - (job.position + tokens) % self.block_size)
+        if tokens >= sequence.remaining_tokens:
+            return sequence.remaining_tokens
+        return max(0, tokens - (sequence.position + tokens) % self.block_size)
 
-    def _rounded_up(self, job: Job, tokens: int) -> int:
+    def _rounded_up(self, sequence: T, tokens: int) -> int:
         """Return how long a chunk of at least `tokens` must be, if the prompt is that long."""
-        return min(job.left, tokens + -(job.position + tokens) % self.block_size)
+        return min(
+            sequence.remaining_tokens, tokens + -(sequence.position + tokens) % self.block_size
+        )
 
 
-def _order(job: Job) -> tuple[int, int, int]:
-    return (-job.priority, job.arrived, job.id)
+def _order(sequence: SchedulerSequence) -> tuple[int, int]:
+    return (-sequence.priority, sequence.id)
 
 
-def _line_order(job: Job) -> tuple[int, bool, int, int]:
-    return (-job.priority, job.state is State.WAITING, job.arrived, job.id)
+def _line_order(sequence: SchedulerSequence) -> tuple[int, bool, int]:
+    return (-sequence.priority, sequence.state is State.WAITING, sequence.id)
 
 
-def _check_numbers(job_id: int, **numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 0:
-            raise ValueError(f"{name} of job {job_id} must not be negative: {value}")
+def _impossible(sequence: SchedulerSequence) -> str:
+    """Return which number of a sequence is negative; empty if none is."""
+    for name in ("position", "remaining_tokens", "served_tokens"):
+        if (value := getattr(sequence, name)) < 0:
+            return f"{name} of sequence {sequence.id} must not be negative: {value}"
+    return ""
 
 
 def _positive(name: str, value: int) -> int:

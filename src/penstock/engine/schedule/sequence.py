@@ -11,6 +11,7 @@ from penstock.engine.model.text import TextStream
 from penstock.engine.offload.engine_tier import Restore
 from penstock.engine.offload.tier_group import TierLookup
 from penstock.engine.request import Finish, Reason, Request, Token, Usage
+from penstock.engine.schedule.scheduler import State
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.errors import PenstockError, StepFailed
 from penstock.kv.reads import DecodeRow
@@ -32,6 +33,12 @@ class Sequence:
     text: TextStream | None
     kv: SequenceKV
     """Where its keys and values lie."""
+    deadline_seconds: float | None = None
+    """When it ends, wherever it is, on the engine's clock; None for never."""
+    state: State = State.WAITING
+    """Written by the scheduler alone."""
+    served_tokens: int = 0
+    """Tokens that the model has prefilled for it."""
     cached_tokens: int = 0
     """Of the prompt, what was not computed for this answer."""
     admitted: bool = False
@@ -48,6 +55,11 @@ class Sequence:
     """When it begins to compute what is not restored by then, on the engine's clock."""
     step_reservation: Reservation | None = None
     """Bytes that its length adds to a step's buffers."""
+
+    @property
+    def priority(self) -> int:
+        """Priority of the request; higher goes first."""
+        return self.request.priority
 
     @property
     def prompt_tokens(self) -> int:
@@ -85,9 +97,19 @@ class Sequence:
         return self.kv.position
 
     @property
-    def left(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens to prefill; the last one is left to the decode step that needs its logits."""
         return len(self.tokens) - 1 - self.position
+
+    @property
+    def next_block_hash(self) -> bytes | None:
+        """Hash of the block that the next chunk begins with; None if it shares with no other.
+
+        While a restore waits for its states, of the block behind which they are restored.
+        """
+        if not self.remaining_tokens:
+            return None
+        return self.kv.block_hash_at(self.position if self.resumed_at is None else self.resumed_at)
 
     @property
     def whole_stop(self) -> int:

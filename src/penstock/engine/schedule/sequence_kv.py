@@ -107,6 +107,14 @@ class SequenceKV:
         resumed, _ = self._stores.resume(match.path, min(match.tokens, self.readable_tokens))
         return resumed
 
+    def block_hash_at(self, position: int) -> bytes | None:
+        """Return the hash of the block that begins at a position, or around it; None if it is not
+        to be shared."""
+        blocks = position // self._size
+        if self.own_spans or blocks >= len(self.block_hashes):
+            return None
+        return self.block_hashes[blocks]
+
     def spans(self) -> tuple[KVSpan, ...]:
         """Return everything in front of the tail, in order."""
         path = self.pin.path if self.pin is not None else ()
