@@ -27,18 +27,18 @@ help:
 
 # The stamps stand for "installed with these dependencies, as this version", so a second make does
 # nothing.
-INSTALLED := pyproject.toml tools/environment.sh src/penstock/__init__.py
+INSTALLED := pyproject.toml tools/environment.sh src/penstock/__init__.py benchmarks/pyproject.toml
 
 $(VENV)/.run: $(INSTALLED)
 	@tools/environment.sh $(VENV) clients
 	@touch $@
 
 $(VENV)/.dev: $(INSTALLED)
-	@tools/environment.sh $(VENV) dev
+	@tools/environment.sh $(VENV) dev benchmarks
 	@touch $@ $(VENV)/.run
 
 $(VENV)/.scale: $(VENV)/.dev
-	@tools/environment.sh $(VENV) dev,remote,ray
+	@tools/environment.sh $(VENV) dev,remote,ray benchmarks
 	@touch $@
 
 run: $(VENV)/.run
@@ -58,7 +58,7 @@ lint: $(VENV)/.dev
 # leaves out is in tests/quick.py.
 test: TESTED := --quick
 test test-all: lint
-	$(BIN)/pytest --doctest-modules src --ignore=src/penstock/serve_ray \
+	$(BIN)/pytest --doctest-modules src benchmarks/src --ignore=src/penstock/serve_ray \
 		--ignore-glob='src/penstock/tiers/remote/*_objects.py'
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(TESTED) -n $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder --ignore=tests/scale

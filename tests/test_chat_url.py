@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from stand_in_server import stand_in
 
-from penstock.bench.models import Choice
-from penstock.bench.serve_model import model_folder
-from penstock.bench.serve_process import Server, free_port, ours, serving
 from penstock.cli.remote import Remote, RemoteError
 from penstock.config import KVSettings, SamplingSettings, flag_of
 from penstock.errors import SettingError
+from penstock_bench.models import Choice
+from penstock_bench.serve_model import model_folder
+from penstock_bench.serve_process import Server, free_port, ours, serving
 
 ROOT = Path(__file__).parent.parent
 TELL = "The code of the amber falcon is 4821."

@@ -13,13 +13,14 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from command_line import commands
 from mlx.utils import tree_flatten
 from small_models import BASE, build
 from typer.main import get_command
@@ -525,15 +526,6 @@ def test_a_broken_folder_is_one_line(
 def test_raw_is_no_codec(more: tuple[str, str]) -> None:
     done = run("generate", "Hello", "--kv-cache-quantization", "raw", *more)
     assert (done.returncode, done.stdout) == (0, run("generate", "Hello", *more).stdout)
-
-
-def commands(group: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every command there is, with the words that call it."""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, *names, name)
-        else:
-            yield (*names, name), command
 
 
 MAY_STAND_ALONE = [

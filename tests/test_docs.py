@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import commands
 from typer.main import get_command
 
 from penstock.cli import app
@@ -15,17 +15,11 @@ from penstock.recall import MODEL_PATH
 
 ROOT = Path(__file__).parent.parent
 TOOL = runpy.run_path(str(ROOT / "tools" / "write_cli_docs.py"))
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
 
 
-def commands(command: object, name: str = "") -> Iterator[str]:
-    """Yield the root, every command and every command of a group, as they are typed."""
-    yield name
-    for child, inner in getattr(command, "commands", {}).items():
-        yield from commands(inner, f"{name} {child}".strip())
-
-
-COMMANDS = list(commands(get_command(app)))
+COMMANDS = [" ".join(words) for words, _ in commands(get_command(app))]
+"""The root, every command and every command of a group, as they are typed."""
 
 
 def typed_in(page: Path, command: str) -> list[str]:
@@ -120,7 +114,8 @@ def headings(page: Path) -> set[str]:
 
 def test_classes_of_the_glossary_exist() -> None:
     words = re.findall(r"`([A-Z][a-z]*[A-Z]\w*)`", (ROOT / "docs" / "glossary.md").read_text())
-    sources = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    sources = "\n".join(path.read_text() for path in files)
     assert words
     assert set(words) <= set(re.findall(r"^class (\w+)", sources, re.MULTILINE))
 

@@ -1,15 +1,17 @@
 #!/bin/sh
 # Make the virtual environment and install penstock in it.
 #
-#   tools/environment.sh FOLDER [EXTRA]
+#   tools/environment.sh FOLDER [EXTRA [PACKAGE]]
 #
-# FOLDER is where the environment goes, EXTRA a further extra such as dev.
+# FOLDER is where the environment goes, EXTRA a further extra such as dev, PACKAGE the folder of
+# another package of this checkout that is installed, too.
 # PYTHON names the interpreter, BACKEND (cpu, cuda or none) the MLX back end; both are
 # found if they are not given.
 set -eu
 
 folder=$1
 extra=${2:-}
+package=${3:-}
 
 suits() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
@@ -54,6 +56,6 @@ if [ ! -x "$folder/bin/python" ]; then
 fi
 backend=${BACKEND:-$(find_backend)}
 extras=$(echo "$backend $extra" | sed 's/none//; s/^ *//; s/ *$//; s/  */,/')
-echo "installing penstock${extras:+[$extras]} in $folder"
+echo "installing penstock${extras:+[$extras]}${package:+ and $package} in $folder"
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --editable ".${extras:+[$extras]}"
+    --editable ".${extras:+[$extras]}" ${package:+--editable "./$package"}

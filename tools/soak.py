@@ -37,8 +37,8 @@ from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
 from penstock.errors import NeverFits, PenstockError, SettingError
 from penstock.memory import format_bytes, parse_bytes
-from penstock.models.rivals import random_falcon
 from penstock.recall import MODEL_PATH, Dialogue, dialogue
+from penstock_bench.rivals import random_falcon
 
 SYSTEM_PROMPTS = 8
 """Beginnings that are shared; more than fit at once."""

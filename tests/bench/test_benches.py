@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache as TheirRotatingKVCache
 
 from penstock import caches
-from penstock.bench import growth, recall
-from penstock.bench.report import publish
+from penstock_bench import growth, recall
+from penstock_bench.report import publish
 
 KEYS = {"claim", "penstock", "mlx-lm", "ratio", "goal", "met", "environment"}
 SMALL = growth.Shape(layers=2, window_tokens=512, read_tokens=700, chunk_tokens=64, rounds=1)

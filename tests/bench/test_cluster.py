@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from penstock import routing
-from penstock.bench import cluster, trace
-from penstock.bench.cluster_simulation import (
+from penstock.cli import main
+from penstock.errors import SettingError
+from penstock.routing import POLICIES
+from penstock_bench import cluster, trace
+from penstock_bench.cluster_simulation import (
     Arrival,
     Cluster,
     Crowd,
@@ -22,10 +25,7 @@ from penstock.bench.cluster_simulation import (
     quantile,
     simulate,
 )
-from penstock.bench.report import publish
-from penstock.cli import main
-from penstock.errors import SettingError
-from penstock.routing import POLICIES
+from penstock_bench.report import publish
 
 SIZE = 512
 QUICK = Machine(memory_tokens=100 * SIZE, prefill_rate=512.0, decode_rate=10.0, max_batch_size=2)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import tiny_families
 
-from penstock.bench import codecs as bench
-from penstock.bench.codecs import Row, Shape, Table
 from penstock.cli import main
 from penstock.kv.codecs import parse_scheme
-from penstock.models import vllm_mlx
+from penstock_bench import codecs as bench
+from penstock_bench import vllm_mlx
+from penstock_bench.codecs import Row, Shape, Table
 
 SHAPE = Shape(layers=2, heads=4, head_dim=128, seq_len=256, dtype="float32", rounds=1)
 NAMES = (

@@ -20,7 +20,11 @@ from mlx_lm.generate import (
 )
 from mlx_lm.models.cache import LRUPromptCache
 
-from penstock.bench import (
+from penstock.cli import main
+from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.errors import SettingError
+from penstock.prefix.checkpoints import Checkpoints
+from penstock_bench import (
     engine_runs,
     hit,
     hybrid,
@@ -30,14 +34,10 @@ from penstock.bench import (
     shared_prefix,
     single,
 )
-from penstock.bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, Run, Task
-from penstock.bench.models import Choice, LlamaShape, bench_model
-from penstock.bench.report import publish
-from penstock.cli import main
-from penstock.engine.offload.prefill_rate import PrefillRate
-from penstock.errors import SettingError
-from penstock.models.rivals import Batched, Solo, random_llama
-from penstock.prefix.checkpoints import Checkpoints
+from penstock_bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, Run, Task
+from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench.report import publish
+from penstock_bench.rivals import Batched, Solo, random_llama
 
 TINY = LlamaShape(
     layers=2, hidden_size=64, intermediate_size=64, query_heads=4, kv_heads=2, head_dim=16
@@ -542,7 +542,7 @@ def test_a_report_is_printed_stored_and_drawn(
     printed = capsys.readouterr().out
     assert printed.count("NOT MET") == sum(line.met is False for line in report.lines)
     pytest.importorskip("matplotlib")
-    from penstock.bench.engine_picture import draw
+    from penstock_bench.engine_picture import draw
 
     draw(report, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1_000
@@ -553,7 +553,7 @@ def test_a_curve_alone(tmp_path: Path) -> None:
     assert report.ratio == {}
     assert [line.met is not None for line in report.lines] == [True]
     pytest.importorskip("matplotlib")
-    from penstock.bench.engine_picture import draw
+    from penstock_bench.engine_picture import draw
 
     draw(report, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1_000
@@ -561,7 +561,7 @@ def test_a_curve_alone(tmp_path: Path) -> None:
 
 def test_a_picture_without_a_curve(tmp_path: Path, alone: Any) -> None:
     pytest.importorskip("matplotlib")
-    from penstock.bench.engine_picture import draw
+    from penstock_bench.engine_picture import draw
 
     draw(replace(alone, raw={**alone.raw, "curve": None}), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1_000

@@ -10,11 +10,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from penstock.bench import evaluate as bench
-from penstock.bench.evaluate import Estimate, Load, Reading, Setting
-from penstock.bench.key_forms import KeyForm, reform
-from penstock.bench.models import Choice, LlamaShape, bench_model
-from penstock.bench.report import Report
 from penstock.cli import main
 from penstock.engine.core import Core
 from penstock.engine.request import Request, Sampling
@@ -22,6 +17,11 @@ from penstock.errors import ModelError
 from penstock.kv.codecs import parse_scheme
 from penstock.models.mlx_lm import load, plain_caches, render
 from penstock.recall import MODEL_PATH, dialogue
+from penstock_bench import evaluate as bench
+from penstock_bench.evaluate import Estimate, Load, Reading, Setting
+from penstock_bench.key_forms import KeyForm, reform
+from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench.report import Report
 
 SMALL = Load(
     settings=tuple(map(Setting, ("k8v4", "2", "turbo4c"))),

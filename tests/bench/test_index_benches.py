@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from penstock.bench import lookup, trace
-from penstock.bench.report import publish
 from penstock.errors import SettingError
 from penstock.prefix import HalfLife
+from penstock_bench import lookup, trace
+from penstock_bench.report import publish
 
 SMALL = lookup.Load(
     prompt_tokens=2_048, block_size=16, branches=8, branch_tokens=64, path_nodes=32, rounds=3

@@ -18,11 +18,13 @@ import psutil
 import pytest
 from stand_in_server import stand_in
 
-from penstock.bench import serve, serve_model, serve_process
-from penstock.bench.engine_runs import OURS, RIVAL
-from penstock.bench.models import Choice, LlamaShape
-from penstock.bench.report import publish
-from penstock.bench.serve_client import (
+from penstock.models.mlx_lm import load, render
+from penstock.recall import count_tokens
+from penstock_bench import serve, serve_model, serve_process
+from penstock_bench.engine_runs import OURS, RIVAL
+from penstock_bench.models import Choice, LlamaShape
+from penstock_bench.report import publish
+from penstock_bench.serve_client import (
     Client,
     Reply,
     Session,
@@ -32,8 +34,6 @@ from penstock.bench.serve_client import (
     open_loop,
     percentile,
 )
-from penstock.models.mlx_lm import load, render
-from penstock.recall import count_tokens
 
 TINY = LlamaShape(
     layers=2, hidden_size=64, intermediate_size=64, query_heads=4, kv_heads=2, head_dim=16
@@ -184,7 +184,7 @@ def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words() -> Non
 def test_a_bench_that_is_told_to_end_leaves_no_process_behind() -> None:
     code = (
         "import sys, time\n"
-        "from penstock.bench.serve_process import _started, ending_cleanly, stop, signal\n"
+        "from penstock_bench.serve_process import _started, ending_cleanly, stop, signal\n"
         "waits = (sys.executable, '-c', 'import time; time.sleep(60)')\n"
         "with ending_cleanly(), _started(waits, {}) as (process, _):\n"
         "    try:\n"
@@ -255,7 +255,7 @@ def test_the_report_is_printed_stored_and_drawn(
     publish(measured, as_json=False, save=None)
     assert "completion tokens/s" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
-    from penstock.bench.serve_picture import draw
+    from penstock_bench.serve_picture import draw
 
     draw(measured, tmp_path / "serve.png")
     assert (tmp_path / "serve.png").stat().st_size > 10_000

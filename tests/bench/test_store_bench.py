@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from penstock.bench import store
-from penstock.bench.report import publish
-from penstock.models.vllm_mlx import is_installed
+from penstock_bench import store
+from penstock_bench.report import publish
+from penstock_bench.vllm_mlx import is_installed
 
 SMALL = store.Load(layers=4, heads=2, tokens=1_024, rounds=2)
 

@@ -23,13 +23,13 @@ from penstock import (
     attach,
     load,
 )
-from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.kv import columns as col
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.quantization import piece_bytes
 from penstock.kv.tails import LayerShape
 from penstock.prefix.prefixes import BYTES_PER_REMEMBERED
 from penstock.recall import MODEL_PATH, dialogue
+from penstock_bench.models import Choice, LlamaShape, bench_model
 from rounding import assert_same_codes
 
 SHAPE = LlamaShape(

@@ -12,8 +12,6 @@ import mlx.core as mx
 import pytest
 from cold_engine import files, said, settle, ssd, submit
 
-from penstock.bench.key_forms import KeyForm, reform
-from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.model.runner import Runner
@@ -23,6 +21,8 @@ from penstock.errors import SettingError
 from penstock.kv import columns as col
 from penstock.kv.segment import Segment
 from penstock.prefix.node import Node
+from penstock_bench.key_forms import KeyForm, reform
+from penstock_bench.models import Choice, LlamaShape, bench_model
 
 SHAPE = LlamaShape(
     layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64

@@ -14,8 +14,6 @@ import mlx.core as mx
 import pytest
 from tiny_families import build, uncompiled
 
-from penstock.bench.key_forms import KeyForm, reform
-from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.model.runner import Runner
@@ -25,6 +23,8 @@ from penstock.errors import NeverFits, SettingError
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind
+from penstock_bench.key_forms import KeyForm, reform
+from penstock_bench.models import Choice, LlamaShape, bench_model
 
 SHAPE = LlamaShape(
     layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64

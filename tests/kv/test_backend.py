@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import penstock
+import penstock_bench
 from penstock.kv import attention, backend
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.backend import Backend, CPUBackend, GPUBackend
@@ -21,7 +22,7 @@ from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 from rounding import UNIT, attention_error, product_error
 
-SOURCE = Path(penstock.__file__).parent
+SOURCES = [Path(package.__file__).parent for package in (penstock, penstock_bench)]
 CPU, GPU = CPUBackend(), GPUBackend()
 HEADS, KV_HEADS, DIM, VALUE_DIM, SCALE = 8, 2, 64, 32, 0.125
 WINDOWS = {
@@ -314,7 +315,7 @@ def test_it_is_chosen_once_and_can_be_chosen_on_purpose() -> None:
 ASKS = {"default_device", "set_default_device", "cpu", "gpu", "metal", "cuda", "Device"}
 """Names of MLX's module by which code learns, or says, where it computes."""
 MAY_ASK = {"kv/backend.py"}
-MAY_REPORT = {"cli/doctor.py", "bench/report.py"}
+MAY_REPORT = {"cli/doctor.py", "report.py"}
 """Say in words what the device is, and decide nothing by it."""
 
 
@@ -330,8 +331,9 @@ def asked(source: str) -> Iterator[str]:
 
 def test_no_other_module_asks_for_the_device() -> None:
     asking = {
-        file.relative_to(SOURCE).as_posix()
-        for file in SOURCE.rglob("*.py")
+        file.relative_to(source).as_posix()
+        for source in SOURCES
+        for file in source.rglob("*.py")
         if set(asked(file.read_text()))
     }
     assert asking == MAY_ASK | MAY_REPORT

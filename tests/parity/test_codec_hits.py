@@ -15,7 +15,6 @@ import pytest
 from cold_engine import files, settle, ssd
 from combinations import pairs
 
-from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.offload import engine_tier as tier_module
@@ -23,6 +22,7 @@ from penstock.engine.offload import restoring
 from penstock.engine.request import Sampling
 from penstock.kv import columns as col
 from penstock.kv.segment import Segment
+from penstock_bench.models import Choice, LlamaShape, bench_model
 
 SHAPE = LlamaShape(
     layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64

@@ -29,8 +29,8 @@ from penstock import (
     load_prompt_cache,
     save_prompt_cache,
 )
-from penstock.bench.models import Choice, LlamaShape, bench_model
 from penstock.recall import MODEL_PATH, dialogue
+from penstock_bench.models import Choice, LlamaShape, bench_model
 
 family = pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt_oss", "phi3"])
 LENGTHS, TOKENS = (150, 61, 17, 200), (40, 9, 52, 23)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from penstock.bench.blank import Blank
 from penstock.prefix import HalfLife, Node, PrefixTree, hash_blocks, root_hash
+from penstock_bench.blank import Blank
 
 ROOT = root_hash("model")
 SIZE = 4

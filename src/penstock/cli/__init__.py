@@ -11,24 +11,23 @@ from typer.main import get_command
 from penstock import __version__
 from penstock.cli import (
     agents,
-    bench,
     cache,
     chat,
     doctor,
-    evaluate,
     generate,
-    kv_cache,
     plan,
     serve,
     top,
     verify,
 )
+from penstock.cli.command_group import CommandGroup
 from penstock.cli.options import with_values
 from penstock.errors import PenstockError
 
 # Plain help: it is the same in a pipe, in a narrow terminal and in docs/cli.md.
 app = typer.Typer(
     name="penstock",
+    cls=CommandGroup,
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -40,10 +39,7 @@ app.command()(serve.serve)
 app.command()(top.top)
 app.command()(verify.verify)
 app.command()(plan.plan)
-app.add_typer(bench.app, name="bench", no_args_is_help=False)  # a refusal is one line
-app.command()(kv_cache.bench_kv_cache)
-app.command("eval")(evaluate.evaluate)
-app.add_typer(cache.app, name="cache", no_args_is_help=False)
+app.add_typer(cache.app, name="cache", no_args_is_help=False)  # a refusal is one line
 app.command()(doctor.doctor)
 
 

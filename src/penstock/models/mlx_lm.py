@@ -13,7 +13,6 @@ from functools import wraps
 from math import lcm
 from pathlib import Path
 from traceback import walk_tb
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -50,7 +49,6 @@ __all__ = [
     "load_tokenizer",
     "passes_on",
     "render",
-    "rival_caches",
     "stream",
 ]
 
@@ -477,12 +475,6 @@ def positions(model: nn.Module) -> int:
 def plain_caches(model: nn.Module) -> list[Any]:
     """Return mlx-lm's own caches for a model: one sequence, unbounded."""
     return list(mlx_lm.models.cache.make_prompt_cache(model))
-
-
-def rival_caches() -> ModuleType:
-    """Return mlx-lm's own cache classes, for benches that measure ours against them."""
-    module: ModuleType = mlx_lm.models.cache
-    return module
 
 
 def _source(path_or_name: str | Path) -> str:

@@ -1,0 +1,163 @@
+"""`penstock bench-kv-cache`: what every way of holding keys and values takes, loses and costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table as Drawn
+
+from penstock.cli import options
+from penstock.errors import SettingError
+from penstock.memory import format_bytes
+from penstock.recall import MODEL_PATH
+from penstock_bench.cli.bench_commands import Plot, Save
+
+if TYPE_CHECKING:
+    from penstock_bench.codecs import Table
+
+EMBEDDED = "embedded"
+TIMES_RAW = 4
+"""What a comparison takes of the raw bytes of all layers: the numbers, two ways of holding them,
+and some more;"""
+TIMES_LAYER = 12
+"""and of those of the layer whose errors are looked at; 11.8 measured with one layer of float16."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def bench_kv_cache(
+    layers: Annotated[int, typer.Option(help="Layers.", min=1)] = 32,
+    heads: Annotated[int, typer.Option(help="Heads of keys and values.", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(help="Numbers of a head.", min=1)] = 128,
+    seq_len: Annotated[int, typer.Option(help="Tokens.", min=64)] = 512,
+    dtype: Annotated[
+        Literal["float16", "bfloat16", "float32"],
+        typer.Option(help="What a raw cache is held in; every ratio is against it."),
+    ] = "float16",
+    codecs: Annotated[
+        str | None,
+        typer.Option(
+            help="Codecs, with commas between.",
+            metavar="NAMES",
+            show_default="one or two of every kind and size",
+        ),
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="gauss, outliers (of some channels of the keys), biased (keys with a constant, "
+            "turned by RoPE), embedded, or a model's folder or Hugging Face name: what it computes "
+            "for a text.",
+            metavar="DATA",
+        ),
+    ] = "gauss",
+    rounds: Annotated[int, typer.Option(help="How often each is timed.", min=1)] = 5,
+    save: Save = None,
+    plot: Plot = None,
+    as_json: options.Json = False,
+) -> None:
+    """Hold the same keys and values in every codec, mlx-lm's quantized cache beside them, and
+    vllm-mlx's where it is installed.
+
+    Reports true bytes, errors of the numbers and of attention (queries that look for one token
+    each), and what it takes to quantize, to dequantize and to attend.
+    """
+    from penstock.kv.codecs import parse_scheme
+    from penstock_bench import codecs as bench
+
+    shape = bench.Shape(layers, heads, head_dim, seq_len, dtype, rounds)
+    own = None
+    names = bench.CODECS if codecs is None else [name for name in codecs.split(",") if name.strip()]
+    if not names:
+        raise SettingError("--codecs names none")
+    try:
+        for name in names:
+            parse_scheme(name)
+    except ValueError as error:
+        raise SettingError(f"--codecs: {error}") from None
+    if data not in bench.DATA:
+        model = str(MODEL_PATH) if data == EMBEDDED else data
+        if "/" not in model and not Path(model).is_dir():
+            known = ", ".join([*bench.DATA, EMBEDDED])
+            raise SettingError(f"--data {data}: there is no such folder; or one of {known}")
+        taken, own = bench.of_model(model, seq_len, dtype)
+        shape = bench.Shape(taken.layers, taken.heads, taken.head_dim, seq_len, dtype, rounds)
+    needed = TIMES_RAW * shape.raw_bytes + TIMES_LAYER * shape.raw_bytes // shape.layers
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise SettingError(
+            f"keys and values of {format_bytes(shape.raw_bytes)} need {format_bytes(needed)} with "
+            f"what they are compared with, and {format_bytes(free)} are free; take fewer --layers "
+            f"or a smaller --seq-len"
+        )
+    with Console(stderr=True).status("") as status:
+        found = bench.measure(
+            shape, data, names, own, lambda name: status.update(f"holding as {name}")
+        )
+    record = found.as_object()
+    if save is not None:
+        from penstock_bench.report import keep
+
+        keep("kv-cache", record, save)
+    if plot is not None:
+        from penstock_bench.codecs_picture import draw_codecs
+
+        draw_codecs(found, plot)
+    if as_json:
+        print(json.dumps(record))
+    else:
+        _print(found)
+
+
+def _print(found: Table) -> None:
+    shape = found.shape
+    console = Console(highlight=False)
+    console.print(
+        f"{shape.layers} layers x {shape.heads} heads x {shape.head_dim} x {shape.seq_len} tokens, "
+        f"{found.data}; raw is {shape.dtype}"
+    )
+    losses = _drawn(
+        "what it loses", "bytes", "ratio", "MSE K", "MSE V", "mean", "max", "KL", "top 1"
+    )
+    costs = _drawn("what it costs, ms", "quantize", "dequantize", "attend", "peak")
+    for row in found.rows:
+        losses.add_row(
+            row.name,
+            format_bytes(row.nbytes),
+            f"{row.ratio:.2f}x",
+            f"{row.relative_mse_keys:.1e}",
+            f"{row.relative_mse_values:.1e}",
+            f"{row.mean_error:.3f}",
+            f"{row.max_error:.2f}",
+            f"{row.kl:.1e}",
+            f"{row.top_1:.1%}",
+        )
+        costs.add_row(
+            row.name,
+            f"{row.quantize_ms:.1f}",
+            f"{row.dequantize_ms:.1f}",
+            f"{row.attend_ms:.2f}",
+            format_bytes(row.peak_bytes),
+        )
+    console.print(losses)
+    console.print(costs)
+    for name, why in found.refused.items():
+        console.print(f"not in the table: {name}: {why}")
+    console.print(
+        "MSE relative to the numbers' squares, mean and max absolute, of keys and values; KL in "
+        "nats of the attention weights of queries that look for one token each; times of one pass "
+        "over all layers, attention of one query a head; peak above what was there."
+    )
+
+
+def _drawn(*headings: str) -> Drawn:
+    drawn = Drawn(box=None, pad_edge=False)
+    for number, heading in enumerate(headings):
+        drawn.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    return drawn

@@ -1,0 +1,216 @@
+"""`penstock bench cluster`: a trace through 1 to 1,000 replicas, by how prompts find theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+from penstock.config import RoutingPolicy
+from penstock.errors import SettingError
+from penstock.memory import format_bytes
+from penstock.routing import POLICIES, WORTH
+from penstock_bench.cluster_simulation import (
+    Cluster,
+    Crowd,
+    Machine,
+    Outcome,
+    capacity_blocks,
+    one_large,
+    simulate,
+)
+from penstock_bench.report import Line, Report
+from penstock_bench.trace import Trace, read_trace
+
+CLAIM = "Replicas whose prompts find them keep what one large engine would find"
+OURS: RoutingPolicy = "prefix+load"
+RIVAL: RoutingPolicy = "round-robin"
+KEPT = 0.9
+"""Goal: share of the hits of one engine with the memory of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is replayed, and on what."""
+
+    replicas: Sequence[int] = (1, 3, 10, 30, 100)
+    policies: Sequence[RoutingPolicy] = POLICIES
+    split: int = 10
+    """Parts of whole conversations that a trace is cut into, one for each replica."""
+    requests: int = 20_000
+    """Of a run at most: the first ones of all replicas together."""
+    routers: int = 1
+    gossip_seconds: float = 5.0
+    worth: float = WORTH
+    machine: Machine = field(default_factory=Machine)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """All policies with so many replicas."""
+
+    replicas: int
+    seconds: float
+    """Of the trace that were replayed."""
+    one_large_hit_rate: float
+    outcomes: dict[RoutingPolicy, Outcome]
+
+    def kept(self, policy: RoutingPolicy) -> float:
+        """Return the share of the large engine's hits that a policy keeps."""
+        large = self.one_large_hit_rate
+        return self.outcomes[policy].hit_rate / large if large else 1.0
+
+
+def policy_of(name: str) -> RoutingPolicy:
+    """Return the policy of this name.
+
+    Raises:
+        SettingError: there is none; says which there are.
+    """
+    for policy in POLICIES:
+        if policy == name:
+            return policy
+    raise SettingError(f"--policy {name} is none of {', '.join(POLICIES)}")
+
+
+def measure(file: Path, load: Load, progress: Callable[[str, int, int], None]) -> Report:
+    """Replay the trace for every number of replicas, under every policy.
+
+    Args:
+        progress: told what is replayed, how many requests have arrived, and of how many.
+
+    Raises:
+        SettingError: the file is missing, or a line is not of this form.
+    """
+    trace = read_trace(file)
+    crowd = Crowd(trace, load.split)
+    return report(trace, load, [_runs(trace, crowd, load, n, progress) for n in load.replicas])
+
+
+def _runs(
+    trace: Trace,
+    crowd: Crowd,
+    load: Load,
+    replicas: int,
+    progress: Callable[[str, int, int], None],
+) -> Runs:
+    arrivals = crowd.arrivals(replicas, load.requests)
+    outcomes: dict[RoutingPolicy, Outcome] = {}
+    for policy in load.policies:
+        what = f"{replicas} x {policy}"
+        outcomes[policy] = simulate(
+            trace,
+            arrivals,
+            Cluster(replicas, policy, load.routers, load.gossip_seconds, load.worth),
+            load.machine,
+            lambda done, what=what: progress(what, done, len(arrivals)),  # type: ignore[misc]
+        )
+    large = one_large(trace, arrivals, load.machine, replicas)
+    return Runs(replicas, arrivals[-1].seconds, large, outcomes)
+
+
+def report(trace: Trace, load: Load, runs: Sequence[Runs]) -> Report:
+    """Set our policy beside turns, and both beside one engine with the memory of all."""
+    ours = OURS if OURS in load.policies else load.policies[0]
+    others = [policy for policy in load.policies if policy != ours]
+    rival = RIVAL if RIVAL in others else (others or [ours])[0]
+    return Report(
+        name="cluster",
+        claim=CLAIM,
+        rival=rival,
+        penstock=_figures(runs, ours),
+        rival_figures=_figures(runs, rival),
+        ratio={
+            _name(one): round(one.outcomes[ours].hit_rate / max(1e-9, found.hit_rate), 3)
+            for one in runs
+            for found in (one.outcomes[rival],)
+        },
+        goal={"share_of_one_engines_hits": KEPT},
+        met=ours != OURS or all(one.kept(OURS) >= KEPT for one in runs),
+        lines=[line for one in runs for line in _lines(one, ours, rival)],
+        raw={
+            "load": asdict(load),
+            "visits": len(trace.visits),
+            "block_tokens": trace.block_tokens,
+            "capacity_blocks": capacity_blocks(trace, load.machine),
+            "runs": [asdict(one) for one in runs],
+        },
+        dtype="none",
+    )
+
+
+def _figures(runs: Sequence[Runs], policy: RoutingPolicy) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "hit_rate": {_name(one): round(one.outcomes[policy].hit_rate, 4) for one in runs},
+        "share_of_one_engines_hits": {_name(one): round(one.kept(policy), 4) for one in runs},
+        "wait_p95_seconds": {
+            _name(one): round(one.outcomes[policy].wait_p95_seconds, 3) for one in runs
+        },
+    }
+
+
+def _lines(one: Runs, ours: RoutingPolicy, rival: RoutingPolicy) -> list[Line]:
+    of, than = one.outcomes[ours], one.outcomes[rival]
+    judged = ours == OURS
+    return [
+        Line(
+            f"{_name(one)}: hits kept of one engine's {100 * one.one_large_hit_rate:.1f} %",
+            f"{100 * one.kept(ours):.0f} %",
+            f"{100 * one.kept(rival):.0f} %",
+            f">= {100 * KEPT:.0f} %" if judged else "",
+            one.kept(ours) >= KEPT if judged else None,
+        ),
+        Line(
+            f"{_name(one)}: first token, p95 s",
+            f"{of.wait_p95_seconds:.1f}",
+            f"{than.wait_p95_seconds:.1f}",
+        ),
+    ]
+
+
+def _name(one: Runs) -> str:
+    return f"{one.replicas} replica{'s' if one.replicas > 1 else ''}"
+
+
+def table(found: Report) -> Table:
+    """Lay out every run: one row for each number of replicas and policy.
+
+    Hits, and as a share of one engine's with all the memory; the busiest replica's work over the
+    mean; seconds to the first token; bytes of summaries' changes.
+    """
+    load = found.raw["load"]
+    machine = load["machine"]
+    drawn = Table(
+        title=(
+            f"each replica: KV of {machine['memory_tokens']:,} tokens, reads "
+            f"{machine['prefill_rate']:,.0f} tokens/s, writes {machine['decode_rate']:,.0f} "
+            f"tokens/s in each of {machine['max_batch_size']} sequences, and has 1/{load['split']} "
+            f"of the trace's conversations; {load['routers']} router(s), summaries every "
+            f"{load['gossip_seconds']:g} s"
+        ),
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    headings = ("n", "policy", "hits", "of one's", "max/mean", "p50 s", "p95 s", "gossip/s")
+    for heading in headings:
+        justify: Literal["left", "right"] = "left" if heading == "policy" else "right"
+        drawn.add_column(heading, justify=justify, no_wrap=True)
+    for one in found.raw["runs"]:
+        for policy, of in one["outcomes"].items():
+            kept = of["hit_rate"] / one["one_large_hit_rate"] if one["one_large_hit_rate"] else 1
+            drawn.add_row(
+                f"{one['replicas']:,}",
+                policy,
+                f"{100 * of['hit_rate']:.1f} %",
+                f"{100 * kept:.0f} %",
+                f"{of['imbalance']:.2f}",
+                f"{of['wait_p50_seconds']:.1f}",
+                f"{of['wait_p95_seconds']:,.1f}",
+                format_bytes(int(of["gossip_bytes_per_second"])),
+            )
+    return drawn

@@ -1,0 +1,342 @@
+"""Many replicas without arrays, in simulated time: real trees, the real router, a linear machine.
+
+trace, in parts ──arrivals──> Router ──> queue ─> reading ─> answering      of each replica
+                                ▲                   │
+                                └──── summaries ────┘  every `gossip_seconds`
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, merge
+from itertools import count, islice
+
+from penstock.config import RoutingPolicy
+from penstock.prefix import HalfLife, hash_blocks, root_hash
+from penstock.routing import SHORT_BYTES, WORTH, RoutedPrompt, Router, short
+from penstock_bench.blank import BlankPrefixes
+from penstock_bench.trace import Trace, Visit
+
+COMMON_SHARE = 0.05
+"""A block in so many of a trace's requests is the service's own (a system prompt), and the same
+in all copies of the trace; every other one is a user's."""
+GOLDEN = 0.6180339887
+SHIFT_SECONDS = 60.0
+"""Copies of a trace begin up to so much later than the first, evenly spread."""
+NODE_BLOCKS = 4
+ROOT = root_hash("trace")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a replica takes for a request: a line through the origin, and no more than that."""
+
+    memory_tokens: int = 500_000
+    """KV that it holds."""
+    prefill_rate: float = 5_000.0
+    """Tokens of prompts a second, one prompt after the other."""
+    decode_rate: float = 30.0
+    """Tokens of answers a second, of each sequence."""
+    max_batch_size: int = 16
+    """Sequences that run at the same time, the one that is read included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Replicas, and who chooses among them."""
+
+    replicas: int
+    policy: RoutingPolicy
+    routers: int = 1
+    """Each sees every so-maniest request, and knows what it has sent itself at once."""
+    gossip_seconds: float = 5.0
+    """How often replicas say what has changed."""
+    worth: float = WORTH
+    """What a block of one conversation counts where it would be computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of one copy of the trace."""
+
+    seconds: float
+    visit: Visit
+    blocks: tuple[int, ...]
+    """The visit's, renamed where they are a user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run showed."""
+
+    requests: int
+    hit_rate: float
+    """Share of all prompt tokens that were found where the prompt was sent."""
+    imbalance: float
+    """Seconds of work of the busiest replica, over the mean."""
+    wait_p50_seconds: float
+    wait_p95_seconds: float
+    """From arrival to the first token."""
+    queue_p95_seconds: float
+    """From arrival until the prompt begins to be read."""
+    busy: float
+    """Share of the time in which the mean replica reads prompts."""
+    gossip_bytes_per_second: float
+    """All summaries' changes, to all routers."""
+    whole_bytes_per_second: float
+    """The same if whole summaries were sent each time."""
+    router_bytes: int
+    """Of one router's index, at the end."""
+    evictions: int
+
+
+class Crowd:
+    """A trace for many replicas: each brings one more part of whole conversations.
+
+    `split` parts are the trace as it is; more are copies of it in which every block that is not
+    the service's own has another name, and every copy begins a little later.
+    """
+
+    def __init__(self, trace: Trace, split: int) -> None:
+        if split < 1:
+            raise ValueError(f"split must be at least 1, not {split}")
+        self._trace = trace
+        self._split = split
+        seen = Counter(block for visit in trace.visits for block in set(visit.blocks))
+        least = COMMON_SHARE * len(trace.visits)
+        self._common = {block for block, times in seen.items() if times >= least}
+        self._stride = max(seen) + 1
+        self._parts: list[list[Visit]] = [[] for _ in range(split)]
+        for visit in trace.visits:
+            self._parts[self._conversation(visit) % split].append(visit)
+
+    def _conversation(self, visit: Visit) -> int:
+        own = next((block for block in visit.blocks if block not in self._common), 0)
+        return (own * 2_654_435_761 & 0xFFFFFFFF) >> 8  # Knuth: neighbours come apart
+
+    def arrivals(self, replicas: int, most: int | None = None) -> list[Arrival]:
+        """Return the requests for so many replicas in order of time, the first `most` of them."""
+        copies = [self._copy(number) for number in range(replicas)]
+        return list(islice(merge(*copies, key=lambda arrival: arrival.seconds), most))
+
+    def _copy(self, number: int) -> Iterator[Arrival]:
+        copy, part = divmod(number, self._split)
+        late, offset = copy * GOLDEN % 1.0 * SHIFT_SECONDS, copy * self._stride
+        for visit in self._parts[part]:
+            blocks = visit.blocks
+            if offset:
+                blocks = tuple(b if b in self._common else b + offset for b in blocks)
+            yield Arrival(visit.seconds + late, visit, blocks)
+
+
+def one_large(trace: Trace, arrivals: Sequence[Arrival], machine: Machine, replicas: int) -> float:
+    """Return the hit rate of one replica with the memory of all, that never lets anybody wait."""
+    capacity = replicas * capacity_blocks(trace, machine)
+    held = BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS)
+    hit_tokens = prompt_tokens = 0
+    for arrival in arrivals:
+        block_hashes = hash_blocks(arrival.blocks, 1, ROOT)
+        matched = held.serve(arrival.blocks, block_hashes, arrival.seconds)
+        hit_tokens += trace.tokens_of(arrival.visit, matched)
+        prompt_tokens += arrival.visit.input_tokens
+    held.check()
+    return hit_tokens / max(1, prompt_tokens)
+
+
+def capacity_blocks(trace: Trace, machine: Machine) -> int:
+    """Return the blocks that a replica holds."""
+    return max(1, machine.memory_tokens // trace.block_tokens)
+
+
+def simulate(
+    trace: Trace,
+    arrivals: Sequence[Arrival],
+    cluster: Cluster,
+    machine: Machine,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Send every request through the router, a queue and a tree; deterministic.
+
+    Args:
+        progress: told how many requests have arrived, now and then.
+    """
+    return _Simulation(trace, cluster, machine).run(arrivals, progress)
+
+
+# ---- inside
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request on its way through a replica."""
+
+    arrival: Arrival
+    block_hashes: list[bytes]
+    expected_blocks: float
+    """That the router expects to be computed."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One engine: prompts are read one after the other, answers go on beside."""
+
+    name: str
+    held: BlankPrefixes
+    waiting: deque[_Job] = field(default_factory=deque)
+    reading: _Job | None = None
+    answering: int = 0
+    busy_seconds: float = 0.0
+    changed: dict[int, bool] = field(default_factory=dict)
+    """Short keys that have come or gone since the last gossip."""
+    held_blocks: int = 0
+
+    def note(self, block_hashes: Sequence[bytes], held: bool) -> None:
+        """Take note of what has come or gone."""
+        self.held_blocks += len(block_hashes) if held else -len(block_hashes)
+        self.changed.update((short(key), held) for key in block_hashes)
+
+
+class _Simulation:
+    def __init__(self, trace: Trace, cluster: Cluster, machine: Machine) -> None:
+        self._trace, self._cluster, self._machine = trace, cluster, machine
+        names = [f"replica {number}" for number in range(cluster.replicas)]
+        self._replicas = {name: self._replica(name) for name in names}
+        self._routers = [
+            Router(cluster.policy, seed=seed, worth=cluster.worth)
+            for seed in range(cluster.routers)
+        ]
+        for router in self._routers:
+            for name in names:
+                router.join(name)
+        self._gossips = cluster.policy in ("prefix", "prefix+load")
+        # Routers ask replicas for their queues when they need them; summaries alone are old.
+        self._loads = dict.fromkeys(names, 0.0)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = count()
+        self._hit_tokens = self._prompt_tokens = 0
+        self._gossip_bytes = self._whole_bytes = 0
+        self._waits: list[float] = []
+        self._queued: list[float] = []
+
+    def _replica(self, name: str) -> _Replica:
+        capacity = capacity_blocks(self._trace, self._machine)
+        made = _Replica(name, BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS))
+        made.held.on_change = made.note
+        return made
+
+    def run(self, arrivals: Sequence[Arrival], progress: Callable[[int], None]) -> Outcome:
+        """Go through all arrivals in their order, and let what is open end."""
+        next_gossip = now = 0.0
+        for number, arrival in enumerate(arrivals):
+            while next_gossip <= arrival.seconds:
+                self._until(next_gossip)
+                self._gossip()
+                next_gossip += self._cluster.gossip_seconds
+            self._until(arrival.seconds)
+            self._arrive(number, arrival)
+            if number % 256 == 0:
+                progress(number)
+        last = arrivals[-1].seconds
+        while self._events:
+            now, _, act = heappop(self._events)
+            act(now)
+        progress(len(arrivals))
+        return self._outcome(len(arrivals), last, max(now, last))
+
+    def _until(self, seconds: float) -> None:
+        while self._events and self._events[0][0] <= seconds:
+            at, _, act = heappop(self._events)
+            act(at)
+
+    def _at(self, seconds: float, act: Callable[[float], None]) -> None:
+        heappush(self._events, (seconds, next(self._order), act))
+
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        router = self._routers[number % len(self._routers)]
+        block_hashes = hash_blocks(arrival.blocks, 1, ROOT)
+        routed = router.choose(RoutedPrompt(block_hashes), self._loads)
+        if self._gossips:
+            router.sent(routed.replica, block_hashes)
+        replica = self._replicas[routed.replica]
+        job = _Job(arrival, block_hashes, len(block_hashes) - routed.known_blocks)
+        self._loads[replica.name] += job.expected_blocks
+        replica.waiting.append(job)
+        self._begin(replica, arrival.seconds)
+
+    def _begin(self, replica: _Replica, now: float) -> None:
+        """Read the next prompt, if nobody's is being read and there is room for its answer."""
+        if replica.reading or not replica.waiting:
+            return
+        if replica.answering >= self._machine.max_batch_size:
+            return
+        job = replica.reading = replica.waiting.popleft()
+        visit = job.arrival.visit
+        self._queued.append(now - job.arrival.seconds)
+        found = replica.held.tree.match(job.block_hashes).tokens
+        hit_tokens = min(self._trace.tokens_of(visit, found), visit.input_tokens - 1)
+        seconds = (visit.input_tokens - hit_tokens) / self._machine.prefill_rate
+        replica.busy_seconds += seconds
+        self._hit_tokens += hit_tokens
+        self._prompt_tokens += visit.input_tokens
+        self._at(now + seconds, lambda at: self._read(replica, job, at))
+
+    def _read(self, replica: _Replica, job: _Job, now: float) -> None:
+        """A prompt has been read: its blocks are held, its answer begins."""
+        self._waits.append(now - job.arrival.seconds)
+        replica.held.serve(job.arrival.blocks, job.block_hashes, now)
+        replica.reading = None
+        replica.answering += 1
+        self._loads[replica.name] = max(0.0, self._loads[replica.name] - job.expected_blocks)
+        seconds = job.arrival.visit.output_tokens / self._machine.decode_rate
+        self._at(now + seconds, lambda at: self._end(replica, at))
+        self._begin(replica, now)
+
+    def _end(self, replica: _Replica, now: float) -> None:
+        replica.answering -= 1
+        self._begin(replica, now)
+
+    def _gossip(self) -> None:
+        """Have every replica say what has changed."""
+        if not self._gossips:
+            return
+        for replica in self._replicas.values():
+            self._whole_bytes += SHORT_BYTES * replica.held_blocks * len(self._routers)
+            added = [block for block, held in replica.changed.items() if held]
+            removed = [block for block, held in replica.changed.items() if not held]
+            self._gossip_bytes += SHORT_BYTES * len(replica.changed) * len(self._routers)
+            replica.changed.clear()
+            for router in self._routers:
+                router.change(replica.name, added, removed)
+
+    def _outcome(self, requests: int, last: float, end: float) -> Outcome:
+        for replica in self._replicas.values():
+            replica.held.check()
+        busy = [replica.busy_seconds for replica in self._replicas.values()]
+        mean = sum(busy) / len(busy)
+        return Outcome(
+            requests=requests,
+            hit_rate=self._hit_tokens / max(1, self._prompt_tokens),
+            imbalance=max(busy) / mean if mean else 1.0,
+            wait_p50_seconds=quantile(self._waits, 0.5),
+            wait_p95_seconds=quantile(self._waits, 0.95),
+            queue_p95_seconds=quantile(self._queued, 0.95),
+            busy=mean / end if end else 0.0,
+            gossip_bytes_per_second=self._gossip_bytes / last if last else 0.0,
+            whole_bytes_per_second=self._whole_bytes / last if last else 0.0,
+            router_bytes=self._routers[0].index_bytes,
+            evictions=sum(replica.held.evictions for replica in self._replicas.values()),
+        )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the least value that at least `share` of all are not above; 0 of none.
+
+    >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5)
+    2.0
+    """
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]

@@ -1,0 +1,486 @@
+"""`penstock bench-kv-cache`: what every codec takes, loses and costs, side by side.
+
+Numbers are drawn as a model's might be: normal ones, keys with a few large channels, keys with a
+constant that RoPE turns; or they are a model's own. What is lost in attention is told by queries
+that look for one token each: a key of the sequence and noise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.errors import SettingError
+from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
+from penstock.kv.states import taken_apart
+from penstock.models.mlx_lm import encode, load, plain_caches
+from penstock.recall import dialogue
+from penstock_bench import vllm_mlx
+from penstock_bench.report import environment
+from penstock_bench.rivals import QuantizedSides
+from penstock_bench.vllm_mlx import WidenedSides
+
+CODECS = (
+    *("raw", "affine8", "kivi8", "rot8", "turbo8", "k8v4", "affine4", "rot4", "kivi4", "turbo4"),
+    *("turbo4c", "kivi4/turbo4", "kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3.5", "affine3"),
+    *("turbo3", "turbo3c", "kivi4/turbo3", "kivi4/turbo2", "turbo2.5", "affine2", "kivi2"),
+    *("turbo2", "turbo2c"),
+)
+RIVALS: dict[str, type[QuantizedSides] | type[WidenedSides]] = {
+    "mlx-lm": QuantizedSides,
+    "vllm-mlx": WidenedSides,
+}
+"""mlx-lm's `QuantizedKVCache`, and an entry of vllm-mlx's prefix cache where that is installed."""
+RIVAL_BITS = (8, 4)
+RIVAL_GROUPS = (64, 32)
+"""Neighbours that share a scale: what is their default, or what fits a head."""
+QUERIES = 32
+"""That look for a token, a head."""
+LEAST_DIM = 8
+"""Numbers of a head: what is drawn has four pairs of its own."""
+ROPE_BASE = 10_000.0
+OUTLIERS = (10.0, 20.0)
+"""How many times as large as others the channels are, from the first to the last."""
+BIAS = (30.0, 100.0)
+TEXT_TOKENS = 1_000
+"""Of one dialogue that a model reads."""
+DATA = ("gauss", "outliers", "biased")
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is held: layers, heads, numbers of a head, tokens; and in what type a raw cache is."""
+
+    layers: int = 32
+    heads: int = 8
+    head_dim: int = 128
+    seq_len: int = 512
+    dtype: str = "float16"
+    rounds: int = 5
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of keys and values in the stated type."""
+        numbers = 2 * self.layers * self.heads * self.head_dim * self.seq_len
+        return numbers * int(DTYPES[self.dtype].size)
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """One layer's numbers, (1, heads, tokens, dim), and the queries that are asked of it, float32
+    (heads, QUERIES, dim)."""
+
+    keys: mx.array
+    values: mx.array
+    queries: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one way of holding a cache takes, loses and costs; errors are of all layers together,
+    times of one pass over all layers, medians."""
+
+    name: str
+    nbytes: int
+    ratio: float
+    """Raw bytes in the stated type, over these."""
+    bits: float
+    """For each number, all parts together."""
+    relative_mse_keys: float
+    relative_mse_values: float
+    mean_error: float
+    """Absolute, of keys and values,"""
+    mean_error_keys: float
+    mean_error_values: float
+    """and of one of the two alone."""
+    max_error: float
+    kl: float
+    """Of the attention weights, in nats, a query."""
+    top_1: float
+    """How often the largest weight is the same token's."""
+    output_error: float
+    """Of attention's output, absolute, mean."""
+    quantize_ms: float
+    dequantize_ms: float
+    attend_ms: float
+    """One query a head, with keys and values."""
+    peak_bytes: int
+    """Above what was there, while one layer after the other is quantized."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The outcome."""
+
+    shape: Shape
+    data: str
+    rows: tuple[Row, ...]
+    refused: dict[str, str]
+    """What is not in the table, and why: codecs that cannot hold heads of this size, rivals that
+    cannot or are not installed."""
+
+    def as_object(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return {
+            "shape": asdict(self.shape),
+            "data": self.data,
+            "baseline": self.shape.dtype,
+            "rows": [asdict(row) for row in self.rows],
+            "refused": self.refused,
+            "environment": environment(self.shape.dtype),
+        }
+
+
+def draw(shape: Shape, data: str, layer: int) -> Sides:
+    """Draw one layer's numbers.
+
+    gauss: normal. outliers: and four channels of the keys 10 to 20 times as large. biased: and a
+    constant of 30 to 100 in four pairs of channels in the middle of RoPE's frequencies, turned as
+    RoPE turns it. Queries look for what a key is beyond its constant.
+
+    Raises:
+        ValueError: `data` is none of these.
+    """
+    if data not in DATA:
+        raise ValueError(f"{data!r} is none of {', '.join(DATA)}")
+    seeds = mx.random.split(mx.random.key(layer), 3)
+    size = (1, shape.heads, shape.seq_len, shape.head_dim)
+    keys, values = mx.random.normal(size, key=seeds[0]), mx.random.normal(size, key=seeds[1])
+    if data == "outliers":
+        at = [(7 + 31 * i) % shape.head_dim for i in range(4)]
+        large = mx.ones((shape.head_dim,))
+        for number, channel in enumerate(at):
+            large[channel] = OUTLIERS[0] + number * (OUTLIERS[1] - OUTLIERS[0]) / 3
+        keys = keys * large
+    told = keys[0]
+    if data == "biased":
+        keys = keys + _turned_bias(shape)
+    return _layer(keys, values, told, seeds[2], DTYPES[shape.dtype])
+
+
+def _turned_bias(shape: Shape) -> mx.array:
+    """Return what a constant of the keys is at every position: (tokens, dim)."""
+    half = shape.head_dim // 2
+    pairs = list(range(half // 2 - 2, half // 2 + 2))
+    bias = mx.zeros((shape.head_dim,))
+    for number, pair in enumerate(pairs):
+        size = BIAS[0] + number * (BIAS[1] - BIAS[0]) / (len(pairs) - 1)
+        bias[pair] = size * (-1) ** number
+    angles = mx.arange(shape.seq_len)[:, None] * ROPE_BASE ** (-mx.arange(half) / half)
+    first, second = bias[:half], bias[half:]
+    return mx.concatenate(
+        [
+            first * mx.cos(angles) - second * mx.sin(angles),
+            first * mx.sin(angles) + second * mx.cos(angles),
+        ],
+        axis=-1,
+    )
+
+
+def of_model(model: str | Path, tokens: int, dtype: str) -> tuple[Shape, list[Sides]]:
+    """Take what a model computes for a text of so many tokens, in the layers that hold keys and
+    values; queries are drawn as in `draw`.
+
+    Raises:
+        SettingError: there are no such layers, or they are not all of the same shape.
+        ModelError: it cannot be loaded.
+    """
+    loaded, tokenizer = load(model)
+    try:
+        return computed(loaded, _text(tokenizer, tokens), dtype)
+    except ValueError as error:
+        raise SettingError(f"--data {model}: {error}") from None
+
+
+def computed(model: Any, prompt: Sequence[int], dtype: str) -> tuple[Shape, list[Sides]]:
+    """Take what a model computes for a prompt, see `of_model`.
+
+    Raises:
+        ValueError: there are no such layers, or they are not all of the same shape.
+    """
+    tokens, caches = len(prompt), plain_caches(model)
+    model(mx.array([list(prompt)]), cache=caches)
+    kept, _, _ = taken_apart(caches)
+    held = [tuple(cache.state)[:2] for cache in kept]
+    sides = [both for both in held if len(both) == 2 and all(_is_side(side) for side in both)]
+    shapes = {tuple(side.shape[1::2]) for both in sides for side in both}
+    if len(shapes) != 1:
+        found = ", ".join(f"{heads} heads of {dim}" for heads, dim in sorted(shapes))
+        raise ValueError(
+            f"only keys and values of one size can be set side by side; its layers hold "
+            f"{found or 'none of their own'}"
+        )
+    layers = []
+    for number, (keys, values) in enumerate(sides):
+        wide = keys[0, :, :tokens].astype(mx.float32)
+        told = wide - mx.mean(wide, axis=1, keepdims=True)
+        cut = keys[:, :, :tokens], values[:, :, :tokens]
+        layers.append(_layer(*cut, told, mx.random.key(number), DTYPES[dtype]))
+    heads, dim = shapes.pop()
+    return Shape(len(layers), heads, dim, tokens, dtype), layers
+
+
+def _is_side(state: Any) -> bool:
+    return isinstance(state, mx.array) and state.ndim == 4 and state.shape[0] == 1
+
+
+def _layer(
+    keys: mx.array, values: mx.array, told: mx.array, seed: mx.array, dtype: mx.Dtype
+) -> Sides:
+    """Return a layer with queries, each a key and as much noise.
+
+    Args:
+        keys: (1, heads, tokens, dim).
+        values: the same.
+        told: (heads, tokens, dim), what of the keys differs from token to token.
+        seed: of the queries.
+        dtype: what a raw cache is held in.
+    """
+    heads, tokens, _ = told.shape
+    # What is large in all tokens tells nothing.
+    scale = mx.sqrt(mx.mean(told**2, axis=1, keepdims=True)) + 1e-6
+    seeds = mx.random.split(seed, 2)
+    wanted = mx.random.randint(0, tokens, (heads, QUERIES), key=seeds[0])
+    found = mx.take_along_axis(told, wanted[..., None], axis=1)
+    queries = found / scale**2 + mx.random.normal(found.shape, key=seeds[1]) / scale
+    sides = Sides(keys.astype(dtype), values.astype(dtype), queries)
+    mx.eval(sides.keys, sides.values, sides.queries)
+    return sides
+
+
+def _text(tokenizer: Any, tokens: int) -> list[int]:
+    """Return the first tokens of dialogues."""
+    found: list[int] = []
+    while len(found) < tokens:
+        told = dialogue(len(found), tokens=TEXT_TOKENS)
+        found += encode(tokenizer, "\n".join(each["content"] for each in told.messages))
+    return found[:tokens]
+
+
+# ---- ways of holding a cache
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One layer, held: how it is read and dequantized again."""
+
+    nbytes: int
+    dequantize: Callable[[], tuple[mx.array, mx.array]]
+    attend: Callable[[mx.array], mx.array]
+    """Queries (heads, 1, dim), scaled: (heads, 1, dim)."""
+    arrays: list[mx.array]
+
+
+Hold = Callable[[Sides], Held]
+
+
+def ours(scheme: Scheme) -> Hold:
+    """Hold layers as a scheme says."""
+
+    def hold(sides: Sides) -> Held:
+        keys, values = _coded(scheme.keys, sides.keys), _coded(scheme.values, sides.values)
+        parts = [part for side in (keys, values) for part in _parts(side)]
+
+        def attend(queries: mx.array) -> mx.array:
+            scores = keys.score(queries) if isinstance(keys, Coded) else _products(queries, keys)
+            weights = mx.softmax(scores.astype(mx.float32), axis=-1)
+            if isinstance(values, Coded):
+                return values.mix(weights)
+            return weights.astype(values.dtype) @ values[0]
+
+        def dequantize() -> tuple[mx.array, mx.array]:
+            wide = [
+                side.dequantize() if isinstance(side, Coded) else side for side in (keys, values)
+            ]
+            return wide[0], wide[1]
+
+        return Held(sum(part.nbytes for part in parts), dequantize, attend, parts)
+
+    return hold
+
+
+def rival(name: str, bits: int, group_size: int) -> Hold:
+    """Hold layers as one of the rivals does, with its own attention; vllm-mlx's is that of the
+    model, to what was dequantized."""
+
+    def hold(sides: Sides) -> Held:
+        held = RIVALS[name](sides.keys, sides.values, bits=bits, group_size=group_size)
+        return Held(held.nbytes, held.dequantize, held.attend, held.arrays)
+
+    return hold
+
+
+def rivals(head_dim: int) -> tuple[dict[str, Hold], dict[str, str]]:
+    """Return the ways of the rivals, and why others are not there."""
+    ways, missing = dict[str, Hold](), {}
+    group = next((size for size in RIVAL_GROUPS if head_dim % size == 0), None)
+    for name in RIVALS:
+        if name == "vllm-mlx" and not vllm_mlx.is_installed():
+            missing[name] = f"not installed; {vllm_mlx.INSTALL_HINT}"
+        elif group is None:
+            missing[name] = f"no group of 32 or 64 numbers divides a head of {head_dim}"
+        else:
+            behind = "" if group == RIVAL_GROUPS[0] else f"g{group}"
+            ways |= {f"{name} {bits}{behind}": rival(name, bits, group) for bits in RIVAL_BITS}
+    return ways, missing
+
+
+def _coded(codec: Codec | None, side: mx.array) -> Coded | mx.array:
+    # Evaluated, a copy: what a cache holds is no view of what was computed.
+    return side + 0 if codec is None else codec.encode(side)
+
+
+def _parts(side: Coded | mx.array) -> list[mx.array]:
+    return list(side.parts) if isinstance(side, Coded) else [side]
+
+
+def _products(queries: mx.array, keys: mx.array) -> mx.array:
+    return queries.astype(keys.dtype) @ keys[0].swapaxes(-1, -2)
+
+
+# ---- measuring
+
+
+def measure(
+    shape: Shape,
+    data: str,
+    codecs: Sequence[str],
+    layers: Sequence[Sides] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Table:
+    """Hold the same numbers in every way, one after the other.
+
+    Args:
+        shape: of the cache.
+        data: what is drawn, or the name of the model.
+        codecs: names; see `parse_scheme`.
+        layers: the model's own numbers.
+        progress: is told what is measured now.
+
+    Raises:
+        ValueError: a codec or data of this name does not exist.
+        SettingError: the tokens cannot be encoded together as a codec needs them, or the heads
+            have no halves for RoPE to turn.
+    """
+    schemes = [parse_scheme(name) for name in codecs]
+    if shape.head_dim % 2 or shape.head_dim < LEAST_DIM:
+        raise SettingError(
+            f"heads of {shape.head_dim} numbers: an even number of {LEAST_DIM} or more is needed"
+        )
+    refused, ways = {}, dict[str, Hold]()
+    for scheme in schemes:
+        try:
+            scheme.token_bits(shape.head_dim, shape.head_dim, 16)
+        except ValueError as error:
+            refused[scheme.name] = str(error)
+        else:
+            ways[scheme.name] = ours(scheme)
+    spans = [codec.span for s in schemes for codec in (s.keys, s.values) if codec is not None]
+    if layers is None:
+        layers = [draw(shape, data, layer) for layer in range(shape.layers)]
+    whole = math.lcm(*spans, 1)
+    if shape.seq_len % whole:
+        raise SettingError(
+            f"{shape.seq_len} tokens are not a multiple of {whole}, which one of these codecs "
+            f"encodes together"
+        )
+    theirs, missing = rivals(shape.head_dim)
+    ways, refused = ways | theirs, refused | missing
+    rows = []
+    for name, hold in ways.items():
+        progress(name)
+        rows.append(_row(name, hold, shape, layers))
+    return Table(shape, data, tuple(rows), refused)
+
+
+def _row(name: str, hold: Hold, shape: Shape, layers: Sequence[Sides]) -> Row:
+    held, peak, quantize = _filled(hold, layers, shape.rounds)
+    nbytes = sum(each.nbytes for each in held)
+    numbers = 2 * len(layers) * layers[0].keys.size
+    errors = [_errors(each, sides) for each, sides in zip(held, layers, strict=True)]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(each[key] for each in errors)
+
+    one = [sides.queries[:, :1] / math.sqrt(shape.head_dim) for sides in layers]
+    mx.eval(one)
+    return Row(
+        name=name,
+        nbytes=nbytes,
+        ratio=round(numbers * DTYPES[shape.dtype].size / nbytes, 3),
+        bits=round(8 * nbytes / numbers, 3),
+        relative_mse_keys=mean("mse_keys"),
+        relative_mse_values=mean("mse_values"),
+        mean_error=(mean("mean_keys") + mean("mean_values")) / 2,
+        mean_error_keys=mean("mean_keys"),
+        mean_error_values=mean("mean_values"),
+        max_error=max(each["max"] for each in errors),
+        kl=mean("kl"),
+        top_1=mean("top_1"),
+        output_error=mean("output"),
+        quantize_ms=quantize,
+        dequantize_ms=_median_ms([each.dequantize for each in held], shape.rounds),
+        attend_ms=_median_ms(
+            [partial(each.attend, q) for each, q in zip(held, one, strict=True)], shape.rounds
+        ),
+        peak_bytes=peak,
+    )
+
+
+def _filled(hold: Hold, layers: Sequence[Sides], rounds: int) -> tuple[list[Held], int, float]:
+    """Hold all layers, one after the other; return them, the peak above what was there, and ms."""
+    seconds, held, peak = [], list[Held](), 0
+    for _ in range(rounds):
+        held.clear()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        for sides in layers:
+            held.append(hold(sides))
+            mx.eval(held[-1].arrays)
+        seconds.append(time.perf_counter() - began)
+        peak = mx.get_peak_memory() - before
+    return held, peak, 1e3 * statistics.median(seconds)
+
+
+def _median_ms(layers: Sequence[Callable[[], Any]], rounds: int) -> float:
+    seconds = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        for layer in layers:
+            mx.eval(layer())
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(seconds[1:])
+
+
+def _errors(held: Held, sides: Sides) -> dict[str, float]:
+    wide = [side.astype(mx.float32) for side in (sides.keys, sides.values)]
+    read = [side.astype(mx.float32) for side in held.dequantize()]
+    lost = [mx.abs(a - b) for a, b in zip(wide, read, strict=True)]
+    queries = sides.queries / math.sqrt(sides.queries.shape[-1])
+    right, found = (
+        mx.softmax(queries @ keys[0].swapaxes(-1, -2), axis=-1) for keys in (wide[0], read[0])
+    )
+    logs = [mx.log(mx.maximum(weights, 1e-30)) for weights in (right, found)]
+    outputs = right @ wide[1][0] - found @ read[1][0]
+    figures = {
+        "mse_keys": (lost[0] ** 2).sum() / (wide[0] ** 2).sum(),
+        "mse_values": (lost[1] ** 2).sum() / (wide[1] ** 2).sum(),
+        "mean_keys": lost[0].mean(),
+        "mean_values": lost[1].mean(),
+        "max": mx.maximum(lost[0].max(), lost[1].max()),
+        "kl": (right * (logs[0] - logs[1])).sum(axis=-1).mean(),
+        "top_1": (mx.argmax(right, axis=-1) == mx.argmax(found, axis=-1)).mean(),
+        "output": mx.abs(outputs).mean(),
+    }
+    return {name: float(figure) for name, figure in figures.items()}

@@ -1,0 +1,39 @@
+"""The picture of `penstock bench growth`: bytes held while tokens pass, and what each step took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure  # not pyplot: no screen is needed, no state is shared
+
+from penstock_bench.growth import TRACK_TOKENS
+from penstock_bench.report import Report
+
+COLOURS = ("tab:blue", "tab:orange")
+
+
+def draw(report: Report, file: Path) -> None:
+    """Draw the first round: peak bytes for decode and chunked prefill, milliseconds for decode."""
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = report.raw["runs"]
+    shape = report.raw["shape"]
+    figure = Figure(figsize=(13, 3.6))
+    titles = {
+        "decode": "one token at a time",
+        "prefill": f"chunks of {shape['chunk_tokens']} tokens",
+    }
+    panes = figure.subplots(1, 3)
+    for pane, (load, title) in zip(panes, titles.items(), strict=False):
+        for who, colour in zip(("penstock", report.rival), COLOURS, strict=True):
+            track = runs[load][who][0]["peak_track"]
+            tokens = [TRACK_TOKENS * i for i in range(len(track))]
+            pane.plot(tokens, [n / 1e6 for n in track], label=who, color=colour)
+        pane.axvline(shape["window_tokens"], color="grey", lw=0.8, ls=":")
+        pane.set(title=f"peak MB, {title}", xlabel="tokens read", ylim=(0, None))
+    for who, colour in reversed(list(zip(("penstock", report.rival), COLOURS, strict=True))):
+        steps = runs["decode"][who][0]["step_ms"]
+        panes[2].plot(range(len(steps)), steps, label=who, color=colour, lw=0.7)
+    panes[2].set(title="ms a step, one token at a time", xlabel="tokens read", yscale="log")
+    panes[0].legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)

@@ -1,0 +1,172 @@
+"""`penstock bench hit`: a prompt that is known costs one decode step, and copies nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from penstock_bench.engine_runs import (
+    OURS,
+    RIVAL,
+    EngineShape,
+    Found,
+    MakeSide,
+    Ours,
+    Run,
+    Task,
+    compare,
+    figures,
+    ratios,
+    size,
+)
+from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.report import Line, Report
+from penstock_bench.rivals import Solo
+
+CLAIM = "A known prompt is read where it lies: its first token costs one decode step"
+
+FIRST_OVER_STEP = 1.10
+"""Goal: seconds to the first token over those of a plain decode step at the same length."""
+RESOLUTION = 0.01
+"""Share of the known KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes in tokens."""
+
+    model: Choice = Choice.RANDOM
+    llama: LlamaShape = field(default_factory=LlamaShape)
+    known_tokens: int = 8_192
+    decode_tokens: int = 12
+    """Plain steps that the first token is compared with; few enough that no tail fills up."""
+    engine: EngineShape = field(default_factory=EngineShape)
+    rounds: int = 5
+    hits: int = 5
+    """A round's engine is asked this often; to learn the prompt costs more than all hits."""
+
+    def task(self, model: BenchModel) -> Task:
+        """Ask for the known tokens and one more: someone has to compute what follows them."""
+        prompt = model.prompt(self.known_tokens + 1, seed=0)
+        return Task(
+            [prompt],
+            self.decode_tokens,
+            known=prompt[:-1],
+            repeats=self.hits,
+            prefill_chunk=self.engine.prefill_chunk,
+        )
+
+
+def measure(load: Load) -> Report:
+    """Learn the prompt and ask for it, on both sides, turn by turn."""
+    model = bench_model(load.model, load.llama)
+    makers: dict[str, MakeSide] = {
+        OURS: lambda: Ours(model, 1, load.engine),
+        RIVAL: lambda: Solo(model.model),
+    }
+    found = compare(makers, load.task(model), load.rounds, alike=load.engine.exact)
+    return report(load, model, found)
+
+
+def first_over_step(runs: Sequence[Run]) -> float:
+    """Return the median of each hit's first token over the median of its own plain steps."""
+    return statistics.median(
+        run.first_seconds / statistics.median(run.step_seconds) for run in runs
+    )
+
+
+def bytes_copied(runs: Sequence[Run], known_bytes: int, layers: int) -> int:
+    """Return the bytes of known KV that a hit lays down a second time, for good or for a step.
+
+    The step of the first token may take what any decode step at this length takes, and a decode
+    step may take buffers, but no keys or values: half of one layer's keys is far more than its
+    scores. How many buffers live at once varies with the threads' turns, so that less than
+    `RESOLUTION` beyond a plain step is nothing; a copy is made in every hit, so the least of all
+    hits counts.
+
+    Args:
+        runs: watched, each a hit.
+        known_bytes: the known KV.
+        layers: which it is made of.
+    """
+    half_a_side = known_bytes / layers / 4
+    return min(_copied(run, RESOLUTION * known_bytes, half_a_side) for run in runs)
+
+
+def _copied(run: Run, noise_bytes: float, most_bytes: float) -> int:
+    held = [run.before_bytes, *(moment.held_bytes for moment in run.moments)]
+    first, *later = [moment.peak_bytes - held[i] for i, moment in enumerate(run.moments)]
+    if first > most_bytes:
+        return first
+    beyond = first - round(statistics.median(later))
+    return beyond if beyond > noise_bytes else 0
+
+
+def report(load: Load, model: BenchModel, found: Found) -> Report:
+    """Judge the first token against a plain step, and the copies against none."""
+    known_bytes = load.known_tokens * model.kv_bytes_per_token
+    sides = {who: _figures(found, who, known_bytes, model.layers) for who in (OURS, RIVAL)}
+    ours, theirs = sides[OURS], sides[RIVAL]
+    common = ratios(found)
+    first = round(theirs["first_token_ms"] / ours["first_token_ms"], 3)
+    goal = {"bytes_copied": 0, "first_over_step": FIRST_OVER_STEP}
+    lines = [
+        Line(
+            "KV bytes copied",
+            size(ours["bytes_copied"]),
+            size(theirs["bytes_copied"]),
+            "0",
+            ours["bytes_copied"] == 0,
+        ),
+        Line(
+            f"first token, ms ({first:.2f}x)",
+            f"{ours['first_token_ms']:.2f}",
+            f"{theirs['first_token_ms']:.2f}",
+        ),
+        Line(
+            "a plain step at that length, ms",
+            f"{ours['step_ms']:.2f}",
+            f"{theirs['step_ms']:.2f}",
+        ),
+        Line(
+            "first token / plain step",
+            f"{ours['first_over_step']:.2f}",
+            f"{theirs['first_over_step']:.2f}",
+            f"<= {FIRST_OVER_STEP:.2f}",
+            ours["first_over_step"] <= FIRST_OVER_STEP,
+        ),
+        Line("KV held", size(ours["held_bytes"]), size(theirs["held_bytes"])),
+        Line("peak", size(ours["peak_bytes"]), size(theirs["peak_bytes"])),
+    ]
+    return Report(
+        name="hit",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock=ours,
+        rival_figures=theirs,
+        ratio={
+            "first_token": first,
+            "decode_speed": common["decode_speed"],
+            "peak_memory": common["peak_memory"],
+            "held_memory": common["held_memory"],
+        },
+        goal=goal,
+        met=all(line.met for line in lines if line.met is not None),
+        lines=lines,
+        raw={"load": asdict(load), "model": model.as_object(), "runs": found.as_object()},
+        dtype=model.dtype,
+    )
+
+
+def _figures(found: Found, who: str, known_bytes: int, layers: int) -> dict[str, Any]:
+    timed = found.timed[who]
+    common = figures(found, who)
+    return {
+        "bytes_copied": bytes_copied(found.watched[who], known_bytes, layers),
+        "first_token_ms": round(1e3 * found.median(who, "first_seconds"), 3),
+        "step_ms": common["median_step_ms"],
+        "first_over_step": round(first_over_step(timed), 3),
+        **{name: common[name] for name in ("held_bytes", "peak_bytes", "cached_tokens")},
+    }

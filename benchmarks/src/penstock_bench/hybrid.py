@@ -1,0 +1,229 @@
+"""`penstock bench hybrid`: recurrent layers, and the next turn of a conversation all the same.
+
+    a conversation ──> its next turn         mlx-lm: from the start; its server's cache: goes on
+                   └─> another last question mlx-lm: from the start, its server's cache, too
+
+mlx-lm's prompt cache goes on where a stored prompt ends and nowhere else: states are not trimmed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+from penstock import config
+from penstock_bench.engine_runs import OURS, RIVAL, EngineShape, Ours, size
+from penstock_bench.models import BenchModel
+from penstock_bench.report import Line, Report
+from penstock_bench.rivals import Solo, random_hybrid
+
+CLAIM = "With recurrent layers, too, the next turn computes its new text, and no more than a block"
+SERVER = f"{RIVAL} server's cache"
+TIMES = 10.0
+"""Goal: how much sooner the first token of the second turn is there than in a loop of mlx-lm's."""
+GOAL_TOKENS = 4_096
+SHARE = 0.25
+"""Goal: bytes of checkpoints over those of keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the random hybrid, without unit; a state takes what 115 tokens of its keys and
+    values take. In Qwen3-Next 80B it is 3,000."""
+
+    layers: int = 4
+    hidden_size: int = 256
+    full_every: int = 4
+    query_heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    state_heads: int = 8
+    state_dim: int = 32
+    experts: int = 4
+    vocabulary_size: int = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes in tokens."""
+
+    shape: Shape = field(default_factory=Shape)
+    known_tokens: int = GOAL_TOKENS
+    """Of the first turn's prompt."""
+    answer_tokens: int = 40
+    new_tokens: int = 64
+    """Of the second turn."""
+    engine: EngineShape = field(default_factory=EngineShape)
+    rounds: int = 5
+
+
+@dataclass(slots=True)
+class Found:
+    """Of every round."""
+
+    next_seconds: dict[str, list[float]] = field(default_factory=dict)
+    """To the first token of the next turn."""
+    other_seconds: dict[str, list[float]] = field(default_factory=dict)
+    """To that of another last question."""
+    computed_tokens: list[int] = field(default_factory=list)
+    """Of the next turn, in ours."""
+    kv_bytes: int = 0
+    checkpoint_bytes: int = 0
+
+
+def measure(load: Load) -> Report:
+    """Hold the same conversation on all sides, round by round."""
+    model = _model(load.shape)
+    found = Found()
+    for turn in range(load.rounds):
+        prompt = model.prompt(load.known_tokens, seed=3 * turn)
+        others = [model.prompt(load.new_tokens, seed=3 * turn + i) for i in (1, 2)]
+        said = _ours(load, model, prompt, others, found)
+        _theirs(model, [*prompt, *said], others, load, found)
+    return report(load, model, found)
+
+
+def _ours(
+    load: Load, model: BenchModel, prompt: list[int], new: Sequence[list[int]], found: Found
+) -> list[int]:
+    """Hold the first turn, time what follows; return the first answer."""
+    side = Ours(model, 1, load.engine)
+    try:
+        side.submit([prompt], load.answer_tokens)
+        said = _answer(side, load.answer_tokens)
+        by_kind = side.stats().by_kind
+        found.kv_bytes, found.checkpoint_bytes = by_kind["nodes"], by_kind["checkpoints"]
+        _time(found.next_seconds, OURS, side, [*prompt, *said, *new[0]])
+        found.computed_tokens.append(side.prefilled_tokens)
+        _time(found.other_seconds, OURS, side, [*prompt[: -load.new_tokens], *new[1]])
+    finally:
+        side.close()
+    return said
+
+
+def _theirs(
+    model: BenchModel, history: list[int], new: Sequence[list[int]], load: Load, found: Found
+) -> None:
+    other = [*history[: load.known_tokens - load.new_tokens], *new[1]]
+    for who, learns in ((RIVAL, False), (SERVER, True)):
+        side = Solo(model.model)
+        try:
+            if learns:
+                side.learn(history)
+            _time(found.next_seconds, who, side, [*history, *new[0]])
+            _time(found.other_seconds, who, side, other)
+        finally:
+            side.close()
+
+
+def _time(seconds: dict[str, list[float]], who: str, side: Any, prompt: list[int]) -> None:
+    """Time a prompt's first token, and give the rest of the answer up."""
+    began = time.perf_counter()
+    side.submit([prompt], 2)
+    while not side.step():
+        pass
+    seconds.setdefault(who, []).append(time.perf_counter() - began)
+    side.give_up()
+    side.settle()
+
+
+def _answer(side: Ours, count: int) -> list[int]:
+    (tokens,) = side.answers()
+    if len(tokens) != count:
+        raise AssertionError(f"{len(tokens)} tokens came, {count} were asked for")
+    return tokens
+
+
+def _model(shape: Shape) -> BenchModel:
+    sizes = asdict(shape)
+    model = random_hybrid(**sizes)
+
+    def draw(seed: int, tokens: int) -> list[int]:
+        pick = Random(seed)
+        return [pick.randrange(shape.vocabulary_size) for _ in range(tokens)]
+
+    full = shape.layers // shape.full_every
+    return BenchModel(
+        "random Qwen3-Next",
+        model,
+        None,
+        shape.layers,
+        full * shape.kv_heads * shape.head_dim * 2 * 4,
+        shape.query_heads,
+        config.BLOCK_SIZE,
+        draw,
+    )
+
+
+def report(load: Load, model: BenchModel, found: Found) -> Report:
+    """Set ours against mlx-lm's loop, and against its server's cache."""
+    median = {
+        what: {who: statistics.median(each) for who, each in times.items()}
+        for what, times in (("next", found.next_seconds), ("other", found.other_seconds))
+    }
+
+    def times(what: str, rival: str) -> float:
+        return round(median[what][rival] / median[what][OURS], 3)
+
+    ratio: dict[str, float | None] = {
+        "second_turn_ttft": times("next", RIVAL),
+        "second_turn_ttft_server": times("next", SERVER),
+        "other_question_ttft": times("other", RIVAL),
+        "other_question_ttft_server": times("other", SERVER),
+    }
+    computed = max(found.computed_tokens)
+    most = load.new_tokens + (load.engine.block_size or config.BLOCK_SIZE)
+    share = found.checkpoint_bytes / found.kv_bytes
+    judged = load.known_tokens >= GOAL_TOKENS
+
+    def ms(seconds: float) -> str:
+        return f"{1e3 * seconds:,.1f}"
+
+    def line(heading: str, what: str, rival: str, goal: bool = False) -> Line:
+        value = times(what, rival)
+        return Line(
+            f"{heading}, ms to the first token ({value:.1f}x)",
+            ms(median[what][OURS]),
+            ms(median[what][rival]),
+            f">= {TIMES:g}x" if goal else "",
+            value >= TIMES if goal else None,
+        )
+
+    lines = [
+        line("next turn", "next", RIVAL, judged),
+        line(f"next turn, {SERVER}", "next", SERVER),
+        line("another last question", "other", RIVAL, judged),
+        line(f"another last question, {SERVER}", "other", SERVER),
+        Line(
+            "computed for the next turn", f"{computed:,} tokens", "", f"<= {most}", computed <= most
+        ),
+        Line("keys and values held", size(found.kv_bytes), "", "", None),
+        Line(
+            f"checkpoints ({share:.0%})",
+            size(found.checkpoint_bytes),
+            "",
+            f"<= {SHARE:.0%}",
+            share <= SHARE,
+        ),
+    ]
+    return Report(
+        name="hybrid",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock={**median, "computed_tokens": computed, "checkpoint_share": round(share, 4)},
+        rival_figures={},
+        ratio=ratio,
+        goal={"second_turn_ttft": TIMES, "other_question_ttft": TIMES, "checkpoint_share": SHARE},
+        met=all(each.met for each in lines if each.met is not None),
+        lines=lines,
+        raw={
+            "load": asdict(load),
+            "model": model.as_object(),
+            "runs": [asdict(found)],
+        },
+        dtype=model.dtype,
+    )

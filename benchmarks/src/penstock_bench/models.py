@@ -1,0 +1,138 @@
+"""The models that benches of the engine run on, and prompts of exact lengths for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from penstock import config
+from penstock.models.mlx_lm import load, render
+from penstock.recall import MODEL_PATH, dialogue
+from penstock_bench.rivals import random_llama
+
+DIALOGUE_TOKENS = 2_000
+"""Long prompts for the embedded model are made of dialogues of at most this length."""
+
+
+class Choice(StrEnum):
+    """Which model a bench runs on."""
+
+    RANDOM = "random"
+    EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """Sizes of the random llama, without unit. The vocabulary is the embedded model's.
+
+    The defaults have 21.5 million parameters, and 16 KiB of keys and values a token.
+    """
+
+    layers: int = 8
+    hidden_size: int = 512
+    intermediate_size: int = 640
+    query_heads: int = 16
+    kv_heads: int = 4
+    head_dim: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    """A float32 model in memory, with a tokenizer that knows all of its tokens."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    layers: int
+    kv_bytes_per_token: int
+    query_heads: int
+    block_size: int
+    """The engine's default for this model, tokens."""
+    draw: Callable[[int, int], list[int]]
+    """Makes a prompt of exactly so many tokens: `draw(seed, tokens)`."""
+    dtype: str = "float32"
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights have."""
+        return sum(weights.size for weights in dict(tree_flatten(self.model.parameters())).values())
+
+    def prompt(self, tokens: int, seed: int) -> list[int]:
+        """Return a prompt of exactly `tokens` tokens, another one for every seed."""
+        return self.draw(seed, tokens)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return what a record says of the model."""
+        return {
+            "name": self.name,
+            "parameters": self.parameters,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "dtype": self.dtype,
+        }
+
+
+def bench_model(choice: Choice, shape: LlamaShape | None = None, seed: int = 0) -> BenchModel:
+    """Load the embedded model, or make the random one of `shape` and `seed`."""
+    embedded, tokenizer = load(MODEL_PATH)
+    vocabulary_size = int(embedded.args.vocab_size)
+
+    def random_tokens(seed: int, tokens: int) -> list[int]:
+        pick = Random(seed)
+        return [pick.randrange(vocabulary_size) for _ in range(tokens)]
+
+    def dialogues(seed: int, tokens: int) -> list[int]:
+        return _dialogues(tokenizer, seed, tokens)
+
+    if choice is Choice.EMBEDDED:
+        return _described("embedded", embedded, tokenizer, config.BLOCK_SIZE, dialogues)
+    sizes = shape or LlamaShape()
+    model = random_llama(
+        layers=sizes.layers,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        query_heads=sizes.query_heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        vocabulary_size=vocabulary_size,
+        seed=seed,
+    )
+    return _described("random llama", model, tokenizer, config.BLOCK_SIZE, random_tokens)
+
+
+def _dialogues(tokenizer: Any, seed: int, tokens: int) -> list[int]:
+    """Return `tokens` tokens of dialogues, whose end asks for the last fact told."""
+    length = min(DIALOGUE_TOKENS, max(64, tokens))
+    told = dialogue(seed << 20, tokens=length, facts=length // 64)
+    written = render(tokenizer, told.ask(told.questions[-1]))
+    while len(written) < tokens:
+        earlier = dialogue((seed << 20) + len(written), tokens=DIALOGUE_TOKENS)
+        written = render(tokenizer, earlier.messages, answer=False) + written
+    return written[-tokens:]
+
+
+def _described(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    block_size: int,
+    draw: Callable[[int, int], list[int]],
+) -> BenchModel:
+    args = model.args
+    head_dim = args.head_dim or args.hidden_size // args.num_attention_heads
+    numbers = 2 * args.num_hidden_layers * args.num_key_value_heads * head_dim
+    return BenchModel(
+        name,
+        model,
+        tokenizer,
+        int(args.num_hidden_layers),
+        int(numbers) * mx.float32.size,
+        int(args.num_attention_heads),
+        block_size,
+        draw,
+    )

@@ -1,0 +1,154 @@
+"""`penstock bench quantized`: held in fewer bits, a run takes less at its peak, not only at rest.
+
+Every ratio is of the coded form over full precision, of the same engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from penstock_bench.engine_runs import (
+    RIVAL,
+    EngineShape,
+    Found,
+    MakeSide,
+    Ours,
+    Task,
+    compare_in_turn,
+    figures,
+    in_turn,
+    size,
+    speed,
+)
+from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.report import Line, Report
+from penstock_bench.rivals import Solo
+
+CLAIM = "Held in fewer bits, a run takes less memory at its peak too, and decodes as fast"
+RAW = "raw"
+RIVAL_BITS = 4
+RIVAL_CODED = f"{RIVAL_BITS} bits"
+"""mlx-lm's own quantized cache."""
+DECODE_SPEED = 0.9
+"""Goal: times the speed of full precision, at `DECODE_TOKENS` tokens."""
+DECODE_TOKENS = 4_096
+PEAK_MEMORY = 1.01
+"""Goal: times less than full precision at every length; two runs of one form differ by 0.002."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes in tokens."""
+
+    codec: str
+    model: Choice = Choice.RANDOM
+    llama: LlamaShape = field(default_factory=LlamaShape)
+    lengths: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
+    """Of the prompts."""
+    decode_tokens: int = 32
+    engine: EngineShape = field(default_factory=EngineShape)
+    rounds: int = 5
+
+    def makers(self, model: BenchModel) -> dict[str, MakeSide]:
+        """Return how to make each side: ours and mlx-lm's, each in both forms."""
+        coded = replace(self.engine, kv_cache_quantization=self.codec)
+        return {
+            RAW: lambda: Ours(model, 1, self.engine),
+            self.codec: lambda: Ours(model, 1, coded, kv_cache_quantize_when="active"),
+            RIVAL: lambda: Solo(model.model),
+            f"{RIVAL} {RIVAL_CODED}": lambda: Solo(model.model, kv_bits=RIVAL_BITS),
+        }
+
+
+def measure(load: Load) -> Report:
+    """Run every length on all sides; they decode in turn."""
+    model = bench_model(load.model, load.llama)
+    found = {}
+    for tokens in load.lengths:
+        task = Task([model.prompt(tokens, seed=0)], load.decode_tokens)
+        found[tokens] = compare_in_turn(load.makers(model), task, load.rounds, alike=False)
+    return report(load, model, found)
+
+
+def report(load: Load, model: BenchModel, found: Mapping[int, Found]) -> Report:
+    """Set what is coded against what is not, ours and mlx-lm's."""
+    ours = {tokens: _pair(of, RAW, load.codec) for tokens, of in found.items()}
+    theirs = {tokens: _pair(of, RIVAL, f"{RIVAL} {RIVAL_CODED}") for tokens, of in found.items()}
+    lines = [line for tokens in found for line in _lines(tokens, ours[tokens], theirs[tokens])]
+    ratio: dict[str, float | None] = {}
+    for tokens, pair in ours.items():
+        for name, times in _ratios(pair).items():
+            ratio[f"{tokens}: {name}"] = times
+    for name in ("decode_speed", "held_memory", "peak_memory"):
+        ratio[name] = min(_ratios(pair)[name] for pair in ours.values())
+    return Report(
+        name="quantized",
+        claim=f"{CLAIM}: raw > {load.codec}; {RIVAL}: raw > {RIVAL_CODED}",
+        rival=RIVAL,
+        penstock={str(tokens): pair for tokens, pair in ours.items()},
+        rival_figures={str(tokens): pair for tokens, pair in theirs.items()},
+        ratio=ratio,
+        goal={"peak_memory": PEAK_MEMORY, f"{DECODE_TOKENS}: decode_speed": DECODE_SPEED},
+        met=all(line.met for line in lines if line.met is not None),
+        lines=lines,
+        raw={
+            "load": asdict(load),
+            "model": model.as_object(),
+            "runs": {str(tokens): of.as_object() for tokens, of in found.items()},
+        },
+        dtype=model.dtype,
+    )
+
+
+Pair = dict[str, dict[str, Any]]
+"""Figures of the two forms, full precision first."""
+
+
+def _pair(found: Found, raw: str, coded: str) -> Pair:
+    """The coded form's speed is told by steps in turn with full precision's: the figures of both
+    may have been taken when the machine was not as fast. Peaks are of whole runs."""
+    pair = {who: {**figures(found, who), "peak_bytes": _peak(found, who)} for who in (raw, coded)}
+    pair[coded]["decode_speed"] = round(in_turn(found, coded, raw), 3)
+    return pair
+
+
+def _peak(found: Found, who: str) -> int:
+    return max(run.peak_bytes for run in found.watched[who])
+
+
+def _ratios(pair: Pair) -> dict[str, float]:
+    """Return how many times better the coded form is than full precision."""
+    raw, coded = pair.values()
+
+    def times(better: float, worse: float) -> float:
+        return round(better / worse, 3)
+
+    return {
+        "decode_speed": coded["decode_speed"],
+        "held_memory": times(raw["held_bytes"], coded["held_bytes"]),
+        "peak_memory": times(raw["peak_bytes"], coded["peak_bytes"]),
+    }
+
+
+def _lines(tokens: int, ours: Pair, theirs: Pair) -> list[Line]:
+    def text(pair: Pair, key: str, name: str) -> str:
+        write = size if key.endswith("bytes") else speed
+        raw, coded = (write(form[key]) for form in pair.values())
+        return f"{raw} > {coded} ({_ratios(pair)[name]:.2f}x)"
+
+    def line(figure: str, key: str, name: str, goal: str = "", met: bool | None = None) -> Line:
+        heading = f"{tokens:,} tokens: {figure}"
+        return Line(heading, text(ours, key, name), text(theirs, key, name), goal, met)
+
+    ratio = _ratios(ours)
+    goal, met = "", None
+    if tokens == DECODE_TOKENS:
+        goal, met = f">= {DECODE_SPEED:g}x", ratio["decode_speed"] >= DECODE_SPEED
+    less = ratio["peak_memory"] >= PEAK_MEMORY
+    return [
+        line("peak", "peak_bytes", "peak_memory", f">= {PEAK_MEMORY:g}x", less),
+        line("held", "held_bytes", "held_memory"),
+        line("decode, tokens/s", "decode_tokens_per_second", "decode_speed", goal, met),
+    ]

@@ -1,0 +1,182 @@
+"""`penstock bench ragged`: one long sequence beside short ones makes nobody pay for its length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from penstock_bench.engine_runs import (
+    OURS,
+    RIVAL,
+    EngineShape,
+    Found,
+    MakeSide,
+    Ours,
+    Task,
+    compare,
+    figures,
+    least,
+    ratio_line,
+    ratios,
+    size,
+    speed,
+)
+from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.report import Line, Report
+from penstock_bench.rivals import Batched
+
+CLAIM = "A batch of unequal lengths holds what its tokens need, and reads no padding"
+
+HELD_OVER_IDEAL = 1.1
+"""Goal: bytes held over those of the KV that is needed."""
+GOALS = {(2_048, 64, 7): 4.0, (3_000, 100, 7): 5.0}
+"""Times mlx-lm's decode speed, by tokens of the long one and of the short ones, and their count."""
+
+Shape = tuple[int, int, int]
+"""Tokens of the long prompt, tokens of the short ones, how many short ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes in tokens and sequences."""
+
+    model: Choice = Choice.RANDOM
+    llama: LlamaShape = field(default_factory=LlamaShape)
+    shapes: tuple[Shape, ...] = tuple(GOALS)
+    decode_tokens: int = 32
+    engine: EngineShape = field(default_factory=EngineShape)
+    rounds: int = 5
+
+    def task(self, model: BenchModel, shape: Shape) -> Task:
+        """Make one long prompt and some short ones that begin with nothing in common."""
+        long_tokens, short_tokens, count = shape
+        short = [model.prompt(short_tokens, seed=1 + i) for i in range(count)]
+        return Task(
+            [model.prompt(long_tokens, seed=0), *short],
+            self.decode_tokens,
+            prefill_chunk=self.engine.prefill_chunk,
+        )
+
+
+def measure(load: Load) -> Report:
+    """Run every shape on both sides, turn by turn."""
+    model = bench_model(load.model, load.llama)
+    found = {shape: _measure_one(load, model, shape) for shape in load.shapes}
+    return report(load, model, found)
+
+
+def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Found:
+    batch_size = 1 + shape[2]
+    makers: dict[str, MakeSide] = {
+        OURS: lambda: Ours(model, batch_size, load.engine),
+        RIVAL: lambda: Batched(model.model, batch_size),
+    }
+    return compare(makers, load.task(model, shape), load.rounds, alike=load.engine.exact)
+
+
+def held_over_ideal(found: Found, who: str, token_bytes: int) -> tuple[float, float]:
+    """Return the worst ratio of bytes held to KV needed: while all generate, and ever.
+
+    What is needed is the KV of the tokens read so far, `token_bytes` each.
+    """
+    moments = [m for m in found.watched[who][0].moments if m.needed_tokens]
+    ratio = [moment.held_bytes / (token_bytes * moment.needed_tokens) for moment in moments]
+    return (
+        max(x for x, moment in zip(ratio, moments, strict=True) if moment.decoding),
+        max(ratio),
+    )
+
+
+def _figures(found: Found, who: str, token_bytes: int) -> dict[str, Any]:
+    decoding, ever = held_over_ideal(found, who, token_bytes)
+    return {
+        **figures(found, who),
+        "held_over_ideal_decoding": round(decoding, 3),
+        "held_over_ideal_ever": round(ever, 3),
+    }
+
+
+def report(load: Load, model: BenchModel, found: Mapping[Shape, Found]) -> Report:
+    """Set both sides against each other, and what is held against what is needed."""
+    token_bytes = model.kv_bytes_per_token
+    sides = {
+        who: {name(shape): _figures(of, who, token_bytes) for shape, of in found.items()}
+        for who in (OURS, RIVAL)
+    }
+    ratio = {name(shape): ratios(of) for shape, of in found.items()}
+    lines = [
+        line
+        for shape in found
+        for line in _lines(
+            name(shape),
+            sides[OURS][name(shape)],
+            sides[RIVAL][name(shape)],
+            ratio[name(shape)],
+            GOALS.get(shape),
+        )
+    ]
+    return Report(
+        name="ragged",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock=sides[OURS],
+        rival_figures=sides[RIVAL],
+        ratio=least(ratio),
+        goal={
+            "held_over_ideal": HELD_OVER_IDEAL,
+            "decode_speed": {name(shape): goal for shape, goal in GOALS.items()},
+        },
+        met=all(line.met for line in lines if line.met is not None),
+        lines=lines,
+        raw={
+            "load": asdict(load),
+            "model": model.as_object(),
+            "runs": {name(shape): of.as_object() for shape, of in found.items()},
+        },
+        dtype=model.dtype,
+    )
+
+
+def name(shape: Shape) -> str:
+    """Write a shape: `2,048 + 7 x 64`."""
+    long_tokens, short_tokens, count = shape
+    return f"{long_tokens:,} + {count} x {short_tokens:,}"
+
+
+def _lines(
+    shape: str,
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    ratio: Mapping[str, float],
+    goal: float | None,
+) -> list[Line]:
+    key = "decode_tokens_per_second"
+    lines = [
+        ratio_line(
+            f"{shape}: decode, tokens/s",
+            (speed(ours[key]), speed(theirs[key])),
+            ratio["decode_speed"],
+            goal,
+        )
+    ]
+    for text, key in (
+        ("held / needed, generating", "held_over_ideal_decoding"),
+        ("held / needed, at every moment", "held_over_ideal_ever"),
+    ):
+        lines.append(
+            Line(
+                f"{shape}: {text}",
+                f"{ours[key]:.2f}",
+                f"{theirs[key]:.2f}",
+                f"<= {HELD_OVER_IDEAL:g}",
+                ours[key] <= HELD_OVER_IDEAL,
+            )
+        )
+    for text, key, times in (
+        ("KV held", "held_bytes", "held_memory"),
+        ("peak", "peak_bytes", "peak_memory"),
+    ):
+        texts = size(ours[key]), size(theirs[key])
+        lines.append(ratio_line(f"{shape}: {text}", texts, ratio[times], None))
+    return lines

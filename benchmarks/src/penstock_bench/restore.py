@@ -1,0 +1,382 @@
+"""`penstock bench restore`: what was read before a restart is read back, not computed again."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+from penstock.engine.core import Core
+from penstock.engine.request import Request, Token
+from penstock.errors import SettingError
+from penstock_bench.engine_runs import MEMORY_SHARE, RIVAL, EngineShape, clean, size
+from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.report import Line, Report
+from penstock_bench.rivals import Solo
+
+CLAIM = "After a restart a known prompt is read from the disk, not computed"
+
+GOALS = {"first_token": 20.0, "bandwidth": 0.8, "writing": 0.97, "peak_memory": 1.1}
+"""Times quicker than computing the prompt; of a plain read's bytes a second; of the decode speed
+without a disk; of the bytes restored."""
+FLUSH_SECONDS = 120.0
+FILES = ("disk", "memory")
+"""Where the files are when they are read: the system was told to forget them, or has just read
+them."""
+
+
+def _by_files() -> dict[str, list[float]]:
+    return {files: [] for files in FILES}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes in tokens."""
+
+    model: Choice = Choice.RANDOM
+    llama: LlamaShape = field(default_factory=LlamaShape)
+    known_tokens: int = 8_192
+    decode_tokens: int = 128
+    """Generated while the prompt's blocks are written behind."""
+    engine: EngineShape = field(default_factory=EngineShape)
+    rounds: int = 5
+    restarts: int = 9
+    """In each round, for each place where the files may be; a plain read beside each."""
+
+
+@dataclass(slots=True)
+class Round:
+    """What one round has found, each side after the other. Seconds, bytes of KV or of files."""
+
+    prefill_seconds: float = 0.0
+    """To the first token, nothing known."""
+    decode_seconds: float = 0.0
+    """Of `decode_tokens` after it."""
+    written_prefill_seconds: float = 0.0
+    """The same with a folder."""
+    written_decode_seconds: float = 0.0
+    written_bytes: int = 0
+    restored_seconds: dict[str, list[float]] = field(default_factory=_by_files)
+    """To the first token after each restart, by whether the system has the files in memory."""
+    step_seconds: float = 0.0
+    """Of a plain step at that length, the median."""
+    restored_bytes: int = 0
+    file_bytes: int = 0
+    peak_bytes: int = 0
+    """Beyond what was there before the request, until its first token."""
+    plain_seconds: dict[str, list[float]] = field(default_factory=_by_files)
+    """To read the same files one after the other."""
+    rival_restored_seconds: dict[str, list[float]] = field(default_factory=_by_files)
+    """mlx-lm's: to load its file of the same prompt, and to the first token."""
+    rival_peak_bytes: int = 0
+    tokens: list[int] = field(default_factory=list, repr=False)
+
+    def bandwidth_shares(self, files: str) -> list[float]:
+        """Return our bytes a second from each request on, a plain step not counted, by those of
+        the plain read beside it."""
+        return [
+            plain / (restored - self.step_seconds)
+            for plain, restored in zip(
+                self.plain_seconds[files], self.restored_seconds[files], strict=True
+            )
+        ]
+
+
+def measure(load: Load) -> Report:
+    """Compute, write, restart and restore, again and again, a folder for each round.
+
+    Raises:
+        SettingError: the prompt is so short that the engine computes it sooner than it is read.
+    """
+    model = bench_model(load.model, load.llama)
+    prompt = model.prompt(load.known_tokens + 1, seed=0)
+    with TemporaryDirectory(prefix="penstock-bench-") as name:
+        file = Path(name) / "rival.safetensors"
+        rival_seconds = _rival_file(model, prompt, file)
+        rounds = [_round(load, model, prompt, file) for _ in range(load.rounds)]
+    for each in rounds:
+        _check(rounds[0].tokens, each.tokens)
+        if not each.restored_bytes:
+            raise SettingError(
+                f"--tokens {load.known_tokens}: so many are sooner computed than read, and were "
+                f"not restored; ask for more"
+            )
+    return report(load, model, rounds, rival_seconds)
+
+
+def _round(load: Load, model: BenchModel, prompt: Sequence[int], rival_file: Path) -> Round:
+    found = Round()
+    with TemporaryDirectory(prefix="ours-", dir=rival_file.parent) as name:
+        folder = Path(name)
+        with _core(load, model, None) as core:
+            found.prefill_seconds, found.tokens, steps = _ask(core, prompt, load.decode_tokens)
+            found.decode_seconds, found.step_seconds = sum(steps), statistics.median(steps)
+        with _core(load, model, folder) as core:
+            seconds, tokens, steps = _ask(core, prompt, load.decode_tokens)
+            found.written_prefill_seconds, found.written_decode_seconds = seconds, sum(steps)
+            _check(found.tokens, tokens)
+        ours = sorted(folder.rglob("*.safetensors"))
+        found.written_bytes = sum(path.stat().st_size for path in ours)
+        _plain_read(ours)  # what is below the system may have a cache too: the same for all
+        for files in FILES:
+            for number in range(load.restarts):
+                if number % 2:
+                    _read_plainly(found, ours, files)
+                _prepare(ours, files)
+                _restart(found, load, model, prompt, folder, files)
+                if not number % 2:
+                    _read_plainly(found, ours, files)
+    _rival_round(found, model, prompt, rival_file, load)
+    return found
+
+
+def _restart(
+    found: Round, load: Load, model: BenchModel, prompt: Sequence[int], folder: Path, files: str
+) -> None:
+    """Ask an engine that has only the folder."""
+    with _core(load, model, folder) as core:
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        seconds, tokens, _ = _ask(core, prompt, 1)
+        found.peak_bytes = max(found.peak_bytes, mx.get_peak_memory() - before)
+        found.restored_seconds[files].append(seconds)
+        stats = core.view.stats()
+        assert stats.ssd is not None
+        found.restored_bytes = round(stats.restored_tokens * core.view.coded_token_bytes)
+        found.file_bytes = stats.ssd.counts.read_bytes
+    if load.engine.exact:
+        _check(found.tokens, tokens)
+
+
+def _rival_file(model: BenchModel, prompt: Sequence[int], file: Path) -> float:
+    """Compute the prompt with mlx-lm and save it; return the seconds of computing it."""
+    clean()
+    side = Solo(model.model)
+    began = time.perf_counter()
+    side.learn(prompt[:-1])
+    _first(side, prompt)
+    seconds = time.perf_counter() - began
+    side.save(prompt[:-1], file)
+    side.close()
+    return seconds
+
+
+def _rival_round(
+    found: Round, model: BenchModel, prompt: Sequence[int], file: Path, load: Load
+) -> None:
+    """Load what mlx-lm has saved, as after a restart."""
+    for files in [each for each in FILES for _ in range(load.restarts)]:
+        _prepare([file], files)
+        before = clean()
+        mx.reset_peak_memory()
+        side = Solo(model.model)
+        began = time.perf_counter()
+        side.load(prompt[:-1], file)
+        first = _first(side, prompt)
+        found.rival_restored_seconds[files].append(time.perf_counter() - began)
+        if load.engine.exact:
+            _check(found.tokens, [first])
+        found.rival_peak_bytes = mx.get_peak_memory() - before
+        side.close()
+        del side
+
+
+def _first(side: Solo, prompt: Sequence[int]) -> int:
+    side.submit([prompt], 1)
+    return side.step()[0][1]
+
+
+def _check(expected: Sequence[int], found: Sequence[int]) -> None:
+    if list(expected[: len(found)]) != list(found):
+        raise AssertionError("restored, the prompt is answered with other tokens")
+
+
+@contextmanager
+def _core(load: Load, model: BenchModel, folder: Path | None) -> Iterator[Core]:
+    clean()
+    core = Core(
+        model.model,
+        model.tokenizer,
+        memory_limit=int(MEMORY_SHARE * psutil.virtual_memory().total),
+        max_batch_size=1,
+        block_size=load.engine.block_size or model.block_size,
+        prefill_chunk=load.engine.prefill_chunk,
+        **load.engine.codec_settings,
+        ssd_cache_dir=folder,
+    )
+    try:
+        if not core.view.tiers_are_written(FLUSH_SECONDS):
+            raise AssertionError("the folder was not opened in time")
+        yield core
+    finally:
+        core.close()
+
+
+def _ask(core: Core, prompt: Sequence[int], count: int) -> tuple[float, list[int], list[float]]:
+    """Return the seconds to the first token, the tokens, and the seconds of those after it."""
+    request = Request(prompt=tuple(prompt), max_tokens=count + 1, ignore_eos=True)
+    began = before = time.perf_counter()
+    handle = core.submit(request)
+    first, tokens, steps = 0.0, list[int](), list[float]()
+    while len(tokens) < count + 1:
+        core.step()
+        found = [event.token for event in handle.events() if isinstance(event, Token)]
+        now = time.perf_counter()
+        if found and tokens:
+            steps.append(now - before)
+        elif found:
+            first = now - began
+        tokens += found
+        before = now if found else before
+    return first, tokens, steps
+
+
+def _prepare(paths: Sequence[Path], files: str) -> None:
+    """Have the system forget files, where it can be told to, or read them."""
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            if files == "memory":
+                file.readall()
+            elif hasattr(os, "posix_fadvise"):
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_plainly(found: Round, paths: Sequence[Path], files: str) -> None:
+    _prepare(paths, files)
+    found.plain_seconds[files].append(_plain_read(paths))
+
+
+def _plain_read(paths: Sequence[Path]) -> float:
+    began = time.perf_counter()
+    for path in paths:
+        path.read_bytes()
+    return time.perf_counter() - began
+
+
+def report(load: Load, model: BenchModel, rounds: Sequence[Round], rival_seconds: float) -> Report:
+    """Judge the first token against computing the prompt, and the bytes against a plain read."""
+    ours = _our_figures(load, rounds)
+    theirs: dict[str, Any] = {
+        "prefill_seconds": round(rival_seconds, 3),
+        "first_token_seconds": {
+            files: round(_middle_of(each.rival_restored_seconds[files] for each in rounds), 4)
+            for files in FILES
+        },
+        "peak_bytes": round(statistics.median(each.rival_peak_bytes for each in rounds)),
+    }
+    lines = _lines(load, ours, theirs)
+    first, rival = ours["first_token_seconds"], theirs["first_token_seconds"]
+    return Report(
+        name="restore",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock=ours,
+        rival_figures=theirs,
+        ratio={
+            "first_token": round(min(rival[files] / first[files] for files in FILES), 3),
+            "prefill_speed": round(theirs["prefill_seconds"] / ours["prefill_seconds"], 3),
+            "peak_memory": round(theirs["peak_bytes"] / ours["peak_bytes"], 3),
+        },
+        goal=GOALS,
+        met=all(line.met for line in lines if line.met is not None),
+        lines=lines,
+        raw={
+            "load": asdict(load),
+            "model": model.as_object(),
+            "runs": [asdict(each) for each in rounds],
+        },
+        dtype=model.dtype,
+    )
+
+
+def _middle_of(rounds: Iterable[Sequence[float]]) -> float:
+    """Return the median of all restarts of all rounds."""
+    return statistics.median(value for values in rounds for value in values)
+
+
+def _our_figures(load: Load, rounds: Sequence[Round]) -> dict[str, Any]:
+    def middle(figure: Callable[[Round], float]) -> float:
+        return statistics.median(figure(each) for each in rounds)
+
+    first = {files: _middle_of(each.restored_seconds[files] for each in rounds) for files in FILES}
+    prefill = middle(lambda each: each.prefill_seconds)
+    peak, restored = middle(lambda each: each.peak_bytes), middle(lambda each: each.restored_bytes)
+    written = middle(lambda each: each.written_bytes)
+    return {
+        "prefill_seconds": round(prefill, 3),
+        "first_token_seconds": {files: round(first[files], 4) for files in FILES},
+        "first_token_over_prefill": round(prefill / max(first.values()), 1),
+        "bandwidth_share": {
+            files: round(_middle_of(each.bandwidth_shares(files) for each in rounds), 3)
+            for files in FILES
+        },
+        "decode_speed_while_writing": round(
+            middle(lambda each: each.decode_seconds / each.written_decode_seconds), 4
+        ),
+        "prefill_speed_while_writing": round(
+            middle(lambda each: each.prefill_seconds / each.written_prefill_seconds), 4
+        ),
+        "peak_bytes": round(peak),
+        "peak_over_restored": round(peak / restored, 3),
+        "written_bytes_per_token": round(written / (load.known_tokens + load.decode_tokens)),
+        "restored_bytes": round(restored),
+    }
+
+
+def _lines(load: Load, ours: dict[str, Any], theirs: dict[str, Any]) -> list[Line]:
+    def at_least(label: str, value: float, goal: str, form: str) -> Line:
+        aim = GOALS[goal]
+        return Line(label, format(value, form), "", f">= {format(aim, form)}", value >= aim)
+
+    first, rival = ours["first_token_seconds"], theirs["first_token_seconds"]
+    shares, peak = ours["bandwidth_share"], ours["peak_over_restored"]
+    return [
+        Line(
+            f"prefill of {load.known_tokens:,} tokens, s",
+            f"{ours['prefill_seconds']:.2f}",
+            f"{theirs['prefill_seconds']:.2f}",
+        ),
+        *(
+            Line(
+                f"first token, files in {files}, ms",
+                f"{1e3 * first[files]:.0f}",
+                f"{1e3 * rival[files]:.0f}",
+            )
+            for files in FILES
+        ),
+        at_least(
+            "times quicker than our own prefill",
+            ours["first_token_over_prefill"],
+            "first_token",
+            ".1f",
+        ),
+        *(
+            at_least(f"of a plain read's speed, in {files}", shares[files], "bandwidth", ".0%")
+            for files in FILES
+        ),
+        at_least(
+            "decode speed while writing",
+            ours["decode_speed_while_writing"],
+            "writing",
+            ".1%",
+        ),
+        Line(
+            "peak, of the bytes restored",
+            f"{peak:.2f}",
+            "",
+            f"<= {GOALS['peak_memory']:g}",
+            peak <= GOALS["peak_memory"],
+        ),
+        Line("peak", size(ours["peak_bytes"]), size(theirs["peak_bytes"])),
+        Line("bytes written per token served", f"{ours['written_bytes_per_token']:,}", ""),
+    ]

@@ -1,0 +1,395 @@
+"""What benches need of mlx-lm beyond `penstock.models.mlx_lm`: its batching, driven step by step.
+
+Its caches, random models of its llama and Qwen3-Next classes, and two ways to generate with
+mlx-lm: many sequences through `BatchGenerator`, as its server runs them, and one through
+`generate_step`. Both look prompts up in an `LRUPromptCache` before they read them. What is leaned
+on here is named in `tests/bench/test_engine_benches.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import falcon_h1, llama, qwen3_next
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
+from mlx_lm.models.cache import (
+    KVCache,
+    LRUPromptCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+from penstock.kv.backend import default_stream
+
+__all__ = [
+    "Batched",
+    "KVCache",
+    "LRUPromptCache",
+    "QuantizedSides",
+    "RotatingKVCache",
+    "Solo",
+    "random_falcon",
+    "random_hybrid",
+    "random_llama",
+]
+
+PREFILL_STEP_TOKENS = 2_048
+"""Tokens of a prompt that mlx-lm reads at once: the default of its server."""
+PREFILL_BATCH = 8
+"""Prompts that it reads at once: the default of its server."""
+_KEY = "model"
+"""Names the model in the prompt cache."""
+
+
+def random_llama(
+    *,
+    layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocabulary_size: int,
+    rope_theta: float = 500_000.0,
+    seed: int = 0,
+) -> nn.Module:
+    """Make mlx-lm's llama with random float32 weights, evaluated; the same seed, the same model.
+
+    Matrices are drawn uniformly with the variance 1 / inputs, so that activations keep their
+    size from layer to layer. The head is not tied to the embedding: tied, a random model
+    repeats the token it was given, whatever its cache holds.
+    """
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=hidden_size,
+            num_hidden_layers=layers,
+            intermediate_size=intermediate_size,
+            num_attention_heads=query_heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=1e-5,
+            vocab_size=vocabulary_size,
+            rope_theta=rope_theta,
+            tie_word_embeddings=False,
+        )
+    )
+    return _randomised(model, seed)
+
+
+def random_hybrid(
+    *,
+    layers: int,
+    hidden_size: int,
+    full_every: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    state_heads: int,
+    state_dim: int,
+    experts: int,
+    vocabulary_size: int,
+    seed: int = 0,
+) -> nn.Module:
+    """Make mlx-lm's Qwen3-Next with random float32 weights, evaluated: of `full_every` layers one
+    is attention, and the others are gated delta nets with `state_heads` states of `state_dim`
+    squared numbers."""
+    model = qwen3_next.Model(
+        qwen3_next.ModelArgs(
+            model_type="qwen3_next",
+            hidden_size=hidden_size,
+            num_hidden_layers=layers,
+            intermediate_size=hidden_size,
+            num_attention_heads=query_heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            linear_num_value_heads=state_heads,
+            linear_num_key_heads=state_heads // 2,
+            linear_key_head_dim=state_dim,
+            linear_value_head_dim=state_dim,
+            linear_conv_kernel_dim=4,
+            num_experts=experts,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+            shared_expert_intermediate_size=hidden_size // 2,
+            mlp_only_layers=[],
+            moe_intermediate_size=hidden_size // 2,
+            rms_norm_eps=1e-6,
+            vocab_size=vocabulary_size,
+            rope_theta=500_000.0,
+            partial_rotary_factor=0.25,
+            max_position_embeddings=131_072,
+            full_attention_interval=full_every,
+            tie_word_embeddings=False,
+        )
+    )
+    return _randomised(model, seed)
+
+
+def random_falcon(*, vocabulary_size: int, layers: int = 2, seed: int = 0) -> nn.Module:
+    """Make a small Falcon-H1 of mlx-lm's with random float32 weights, evaluated: attention and a
+    Mamba state in every layer."""
+    model = falcon_h1.Model(
+        falcon_h1.ModelArgs(
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            mamba_d_head=32,
+            mamba_d_ssm=128,
+            mamba_d_state=16,
+            mamba_n_heads=4,
+            lm_head_multiplier=1.0,
+            vocab_size=vocabulary_size,
+            tie_word_embeddings=False,
+        )
+    )
+    return _randomised(model, seed)
+
+
+def _randomised(model: Any, seed: int) -> nn.Module:
+    """Draw all weights, each a matrix or a norm; evaluated."""
+    parameters = dict(tree_flatten(model.parameters()))
+    shapes = [(name, weights.shape) for name, weights in parameters.items()]
+    keys = mx.random.split(mx.random.key(seed), len(shapes))
+    drawn = [(name, _drawn(keys[i], shape)) for i, (name, shape) in enumerate(shapes)]
+    model.update(tree_unflatten(drawn))
+    mx.eval(model.parameters())
+    made: nn.Module = model.eval()
+    return made
+
+
+def _drawn(key: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """Draw one parameter: a matrix (outputs, inputs), or ones for a norm."""
+    if len(shape) == 1:
+        return mx.ones(shape)
+    bound = (3.0 / shape[-1]) ** 0.5
+    return mx.random.uniform(-bound, bound, shape, key=key)
+
+
+class _Rival:
+    """What both ways share: the prompt cache, and the stream that all runs in."""
+
+    model_seconds = 0.0
+    """Not told apart from the rest."""
+
+    def __init__(self, model: nn.Module, prefill_step_tokens: int) -> None:
+        self._model = model
+        self._prefill_step_tokens = prefill_step_tokens
+        self._stream = default_stream()
+        self._known: Any = LRUPromptCache()
+
+    def learn(self, prefix: Sequence[int]) -> None:
+        """Read `prefix`, as far as it is not known, and keep its cache as one entry.
+
+        After a request with a system prompt mlx-lm's server holds such an entry for it. It
+        would keep another one of the whole prompt for every request, which is left out here.
+        """
+        caches, rest = self._fetch(list(prefix))
+        caches = caches or make_prompt_cache(self._model)
+        for start in range(0, len(rest), self._prefill_step_tokens):
+            chunk = mx.array(rest[start : start + self._prefill_step_tokens])
+            self._model(chunk[None], cache=caches)
+            mx.eval([cache.state for cache in caches])
+        self._known.insert_cache(_KEY, list(prefix), caches, cache_type="system")
+
+    def _fetch(self, prompt: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """Return the caches of the longest known prefix, None if there is none, and the rest."""
+        caches, rest = self._known.fetch_nearest_cache(_KEY, prompt)
+        return caches, rest
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight; mlx-lm computes one step ahead."""
+        mx.synchronize(self._stream)
+
+
+class Batched(_Rival):
+    """Several sequences through mlx-lm's `BatchGenerator`, as its server drives it.
+
+    `step` is its `next`: one token of every running sequence, or a chunk of every waiting
+    prompt. Not thread-safe, and everything is computed in the thread's default stream.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_size: int,
+        *,
+        prefill_batch: int = PREFILL_BATCH,
+        prefill_step_tokens: int = PREFILL_STEP_TOKENS,
+    ) -> None:
+        super().__init__(model, prefill_step_tokens)
+        self._generator: Any = BatchGenerator(
+            model,
+            completion_batch_size=batch_size,
+            prefill_batch_size=min(prefill_batch, batch_size),
+            prefill_step_size=prefill_step_tokens,
+            stream=self._stream,
+        )
+        self._places: dict[int, int] = {}
+        self._known_tokens: list[int] = []
+        self._read_tokens: list[int] = []
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that need not be computed, because an entry held them."""
+        return sum(self._known_tokens)
+
+    @property
+    def prompt_read(self) -> int:
+        """Tokens of the prompts that are in caches by now."""
+        return sum(self._read_tokens)
+
+    def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Hand in all prompts at once, each with what the prompt cache knows of it."""
+        for prompt in prompts:
+            tokens = list(prompt)
+            caches, rest = self._fetch(tokens)
+            known = len(tokens) - len(rest)
+            (uid,) = self._generator.insert(
+                [rest], [max_tokens], caches=[caches], all_tokens=[tokens[:known]]
+            )
+            self._places[uid] = len(self._places)
+            self._known_tokens.append(known)
+            self._read_tokens.append(known)
+
+    def give_up(self) -> None:
+        """Take all sequences out of the generator; the prompt cache stays."""
+        self._generator.remove(list(self._places))
+        self._places, self._known_tokens, self._read_tokens = {}, [], []
+
+    def step(self) -> list[tuple[int, int]]:
+        """Run one step; return (which prompt, token) of every token that came out."""
+        prefilled, generated = self._generator.next()
+        for response in prefilled:
+            place = self._places[response.uid]
+            self._read_tokens[place] = self._known_tokens[place] + response.progress[0]
+        return [(self._places[response.uid], int(response.token)) for response in generated]
+
+    def close(self) -> None:
+        """Give the generator's settings back; what it holds goes with the object."""
+        self._generator.close()
+
+
+class Solo(_Rival):
+    """One sequence through mlx-lm's `generate_step`: no batch, no padding, no mask of rows.
+
+    With `kv_bits` in its own quantized cache, from the first token on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        prefill_step_tokens: int = PREFILL_STEP_TOKENS,
+        kv_bits: int | None = None,
+    ) -> None:
+        super().__init__(model, prefill_step_tokens)
+        self._kv_bits = kv_bits
+        self._tokens: Iterator[tuple[Any, Any]] = iter(())
+        self.cached_tokens = 0
+        """Tokens of the prompt that need not be computed, because an entry held them."""
+        self.prompt_read = 0
+        """Tokens of the prompt that are in the cache by now."""
+
+    def save(self, prefix: Sequence[int], file: Path) -> None:
+        """Write what is known of a prefix into a file."""
+        caches, _ = self._fetch(list(prefix))
+        save_prompt_cache(str(file), caches)
+
+    def load(self, prefix: Sequence[int], file: Path) -> None:
+        """Read a file that `save` has written, and know the prefix."""
+        caches = load_prompt_cache(str(file))
+        self._known.insert_cache(_KEY, list(prefix), caches, cache_type="system")
+
+    def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Take the one prompt, with what the prompt cache knows of it."""
+        (prompt,) = prompts
+        caches, rest = self._fetch(list(prompt))
+        self.cached_tokens = len(prompt) - len(rest)
+
+        def progress(tokens: int, _: int) -> None:
+            self.prompt_read = self.cached_tokens + tokens
+
+        self._tokens = generate_step(
+            mx.array(rest),
+            self._model,
+            self._stream,
+            max_tokens=max_tokens,
+            prompt_cache=caches,
+            prefill_step_size=self._prefill_step_tokens,
+            prompt_progress_callback=progress,
+            kv_bits=self._kv_bits,
+            quantized_kv_start=0,
+        )
+
+    def step(self) -> list[tuple[int, int]]:
+        """Run up to the next token, the first time through the whole prompt; return (0, token)."""
+        token, _ = next(self._tokens)
+        return [(0, int(token))]
+
+    def give_up(self) -> None:
+        """Drop the generator and its caches; the prompt cache stays."""
+        self._tokens = iter(())
+
+    def close(self) -> None:
+        """Stop generating."""
+        self.give_up()
+
+
+class QuantizedSides:
+    """One layer of one sequence in mlx-lm's `QuantizedKVCache`, filled at once.
+
+    Args:
+        keys: (1, heads, tokens, dim).
+        values: the same.
+        bits: of a number.
+        group_size: neighbours that share a scale and an offset.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, *, bits: int, group_size: int) -> None:
+        self._cache = QuantizedKVCache(group_size=group_size, bits=bits)
+        self._dtype = keys.dtype
+        self._sides = self._cache.update_and_fetch(keys, values)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What it holds."""
+        return [part for side in (self._cache.keys, self._cache.values) for part in side]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens; what it holds has room for up to 255 more."""
+        return sum(part.nbytes for side in self._sides for part in side)
+
+    def dequantize(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values as they are read."""
+        (keys, *of_keys), (values, *of_values) = self._sides
+        return self._wide(keys, *of_keys), self._wide(values, *of_values)
+
+    def _wide(self, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        group, bits = self._cache.group_size, self._cache.bits
+        return mx.dequantize(codes, scales, biases, group_size=group, bits=bits)
+
+    def attend(self, queries: mx.array) -> mx.array:
+        """Let queries (heads, m, dim), already scaled, read it: (heads, m, dim)."""
+        found: mx.array = quantized_scaled_dot_product_attention(
+            queries[None].astype(self._dtype),
+            *self._sides,
+            scale=1.0,
+            mask=None,
+            group_size=self._cache.group_size,
+            bits=self._cache.bits,
+        )
+        return found[0]

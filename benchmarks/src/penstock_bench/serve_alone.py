@@ -1,0 +1,42 @@
+"""The engine without a server: `python -m penstock_bench.serve_alone FOLDER BLOCK_SIZE JSON`,
+with settings of codecs as the JSON.
+
+Each line of standard input is a job, `{"prompts": [[token, ...], ...], "max_tokens": n}`; each
+line of standard output says how long it took. The end of the input is the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.engine.engine import Engine
+from penstock.engine.request import Request
+from penstock.models.mlx_lm import load
+
+
+def main(folder: str, block_size: int, codec_settings: dict[str, Any]) -> None:
+    """Serve jobs until the input ends."""
+    with Engine(*load(folder), block_size=block_size, **codec_settings) as engine:
+        run(engine, [[1, 2, 3]], 4)  # the first step of all pays for what the others find
+        for line in sys.stdin:
+            job = json.loads(line)
+            print(json.dumps(run(engine, job["prompts"], job["max_tokens"])), flush=True)
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+    """Submit all prompts, wait for all answers; return `seconds` and `tokens`."""
+    began = time.perf_counter()
+    handles = [
+        engine.submit(Request(prompt=tuple(prompt), max_tokens=max_tokens)) for prompt in prompts
+    ]
+    answers = [choice for handle in handles for choice in handle.result()]
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "tokens": sum(len(choice.tokens) for choice in answers)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

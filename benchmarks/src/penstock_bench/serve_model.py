@@ -1,0 +1,162 @@
+"""A model's folder for two servers, and what is said to them: a system prompt and lines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from penstock import config
+from penstock.models.mlx_lm import load
+from penstock.recall import MODEL_PATH, count_tokens, dialogue, vocabulary
+from penstock_bench.models import Choice, LlamaShape, bench_model
+
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_SAID = "You are a helpful assistant. Remember these facts."
+_FACT_TOKENS = 32
+"""No fact that is told takes more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A model that both servers load, and what a record says of it."""
+
+    path: Path
+    name: str
+    block_size: int
+    """Of our engine, tokens."""
+    parameters: int
+    kv_bytes_per_token: int
+    dtype: str = "float32"
+    codec_settings: dict[str, Any] = field(default_factory=dict)
+    """What our engine is told of codecs."""
+
+    def as_object(self) -> dict[str, Any]:
+        """Return what a record says of the model."""
+        return {
+            "name": self.name,
+            "parameters": self.parameters,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "dtype": self.dtype,
+        }
+
+
+@contextmanager
+def model_folder(choice: Choice, shape: LlamaShape | None = None) -> Iterator[Folder]:
+    """Yield the embedded model's folder, or a temporary one with the random llama in it."""
+    if choice is Choice.EMBEDDED:
+        yield _described(MODEL_PATH, choice, None)
+        return
+    with TemporaryDirectory(prefix="penstock-bench-") as place:
+        folder = Path(place) / "random-llama"
+        write_random(folder, shape)
+        yield _described(folder, choice, shape)
+
+
+def write_random(folder: Path, shape: LlamaShape | None = None) -> None:
+    """Write the random llama as mlx-lm reads it, with the embedded model's tokenizer.
+
+    It says words only: of all other tokens, the end of sequence among them, the rows of the
+    head are zero, and the largest of the words' logits is above zero. So every answer has its
+    full length, and its text, sent back with the next turn, has the same tokens again.
+    """
+    made = bench_model(Choice.RANDOM, shape)
+    folder.mkdir(parents=True)
+    weights = dict(tree_flatten(made.model.parameters()))
+    said = mx.array(_word_mask(made.tokenizer, made.model.args.vocab_size))
+    weights["lm_head.weight"] = weights["lm_head.weight"] * said[:, None]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    _, tokenizer = load(MODEL_PATH)
+    settings = {
+        **asdict(made.model.args),
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "float32",
+        "max_position_embeddings": config.MAX_KV_SIZE,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    for name in _TOKENIZER:
+        shutil.copy(MODEL_PATH / name, folder / name)
+
+
+def _word_mask(tokenizer: Any, vocabulary_size: int) -> list[float]:
+    """Return 1 for every token that is a space and a word, 0 for all others."""
+    mask = [0.0] * vocabulary_size
+    for text in vocabulary():
+        if text[0] == " " and text[1:].isalpha():
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            if len(tokens) == 1:
+                mask[tokens[0]] = 1.0
+    return mask
+
+
+def _described(path: Path, choice: Choice, shape: LlamaShape | None) -> Folder:
+    made = bench_model(choice, shape)
+    return Folder(path, made.name, config.BLOCK_SIZE, made.parameters, made.kv_bytes_per_token)
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def system_prompt(tokens: int, seed: int = 0) -> str:
+    """Return facts of a seeded dialogue, at most so many tokens as a system message.
+
+    >>> 980 < count_tokens([{"role": "system", "content": system_prompt(1_000)}]) <= 1_000
+    True
+    """
+    text = _SAID
+    used = count_tokens([{"role": "system", "content": text}])
+    for told in _lines(seed, tokens):
+        used += count_tokens([{"role": "", "content": told}]) - 3  # no role, no end, one start
+        if used > tokens:
+            break
+        text += f" {told}"
+    return text
+
+
+def lines(seed: int, count: int, tokens: int) -> list[str]:
+    """Return `count` messages of a user, each of about `tokens` tokens, by seed."""
+    told = _lines(seed + 1_000, (count + 1) * (tokens + _FACT_TOKENS))
+    found = []
+    for _ in range(count):
+        line = next(told)
+        while count_tokens([{"role": "user", "content": line}]) < tokens:
+            line += f" {next(told)}"
+        found.append(line)
+    return found
+
+
+def _lines(seed: int, tokens: int) -> Iterator[str]:
+    """Yield what a user says in a seeded dialogue, long enough for `tokens` tokens of it."""
+    made = dialogue(seed, tokens=4 * tokens + 256, facts=tokens // _FACT_TOKENS)
+    return (said["content"] for said in made.messages if said["role"] == "user")
+
+
+def poisson_times(rate: float, count: int, seed: int = 0) -> list[float]:
+    """Return when `count` requests arrive, in seconds, `rate` a second on average.
+
+    >>> times = poisson_times(2.0, 1_000)
+    >>> 400 < times[-1] < 600 and times == sorted(times)
+    True
+    """
+    pick = Random(seed)
+    times, now = [], 0.0
+    for _ in range(count):
+        now += pick.expovariate(rate)
+        times.append(now)
+    return times

@@ -1,0 +1,70 @@
+"""The picture of the server bench. Needs matplotlib, which comes with the extra `dev`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot: no screen is needed, no state is shared
+
+from penstock_bench.report import Report
+
+COLOURS = {"penstock": "tab:blue", "mlx-lm": "tab:orange"}
+DPI = 110
+SIDE_STEP = 0.16
+"""How far the dots of one server stand beside the turn's number."""
+
+
+def draw(report: Report, file: Path) -> None:
+    """Draw memory over time, the first token of every turn, and the gaps between tokens."""
+    rounds: Mapping[str, Sequence[Mapping[str, Any]]] = report.raw["sessions"]
+    figure = Figure(figsize=(13, 3.8))
+    memory, first, gaps = figure.subplots(1, 3)
+    for place, (who, phases) in enumerate(rounds.items()):
+        colour = COLOURS[who]
+        replies = [reply for phase in phases for reply in phase["replies"]]
+        _draw_memory(memory, phases[0], who, colour)
+        _draw_first(first, replies, who, colour, (2 * place - 1) * SIDE_STEP)
+        _draw_gaps(gaps, replies, who, colour)
+    for pane in (memory, first, gaps):
+        pane.legend(fontsize="small")
+    load = report.raw["load"]
+    memory.set(xlabel="seconds", ylim=(0, None))
+    memory.set_title("resident memory of the server, MB", fontsize="medium")
+    first.set(xlabel="turn", yscale="log", xticks=range(1, load["turns"] + 1))
+    first.set_title(
+        f"seconds to the first token, {load['sessions']} sessions with a prompt of "
+        f"{load['system_tokens']:,} tokens",
+        fontsize="medium",
+    )
+    gaps.set(xlabel="ms between two pieces of text", ylabel="share below", xscale="log")
+    gaps.set_title("gaps between tokens", fontsize="medium")
+    figure.tight_layout()
+    figure.savefig(file, dpi=DPI)
+
+
+def _draw_memory(pane: Axes, phase: Mapping[str, Any], who: str, colour: str) -> None:
+    times, nbytes = zip(*phase["memory"], strict=True)
+    pane.plot(times, [n / 1e6 for n in nbytes], color=colour, label=who)
+    pane.axhline(phase["idle_bytes"] / 1e6, color=colour, lw=0.7, ls=":", label=f"{who}, idle")
+
+
+def _draw_first(
+    pane: Axes, replies: Sequence[Mapping[str, Any]], who: str, colour: str, aside: float
+) -> None:
+    answered = [reply for reply in replies if reply["text_times"]]
+    turns = [reply["turn"] + 1 + aside for reply in answered]
+    seconds = [max(1e-3, reply["text_times"][0] - reply["sent"]) for reply in answered]
+    pane.plot(turns, seconds, "o", color=colour, alpha=0.6, label=who)
+
+
+def _draw_gaps(pane: Axes, replies: Sequence[Mapping[str, Any]], who: str, colour: str) -> None:
+    found = sorted(
+        1e3 * (after - before)
+        for reply in replies
+        for before, after in zip(reply["text_times"], reply["text_times"][1:], strict=False)
+    )
+    shares = [(place + 1) / len(found) for place in range(len(found))]
+    pane.plot([max(0.1, gap) for gap in found], shares, color=colour, label=who)

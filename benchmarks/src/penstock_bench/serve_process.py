@@ -1,0 +1,321 @@
+"""The processes of a server bench: penstock's server, mlx-lm's, and the engine without a server.
+
+Each is started as a user would start it, and watched from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import httpx
+import psutil
+
+from penstock.blas import VARIABLE as BLAS_VARIABLE
+from penstock.blas import load_blas
+from penstock.errors import PenstockError
+from penstock_bench.serve_client import Reply, connected
+from penstock_bench.serve_model import Folder
+
+HOST = "127.0.0.1"
+START_SECONDS = 120.0
+STOP_SECONDS = 30.0
+SAMPLE_SECONDS = 0.05
+WARM_UP_TOKENS = 4
+
+
+class ServerFailed(PenstockError):
+    """A server under test did not start, or has died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a server is started, asked, and stopped."""
+
+    name: str
+    arguments: tuple[str, ...]
+    stop_signal: signal.Signals
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def ours(folder: Folder, port: int) -> Kind:
+    """Return penstock's server with its defaults, and the codec that is measured."""
+    flags = ["--host", HOST, "--port", str(port), "--block-size", str(folder.block_size)]
+    for name, value in folder.codec_settings.items():
+        flags += [f"--{name.replace('_', '-')}", str(value)]
+    return Kind(
+        "penstock",
+        (sys.executable, "-m", "penstock", "serve", str(folder.path), *flags),
+        signal.SIGTERM,
+    )
+
+
+def rival(folder: Folder, port: int) -> Kind:
+    """Return mlx-lm's server with its defaults, and with the BLAS that penstock loads.
+
+    Without it, it would multiply about 30 times slower on a Linux CPU.
+    """
+    flags = ["--host", HOST, "--port", str(port), "--log-level", "WARNING"]
+    blas = load_blas()
+    preloaded = sys.platform == "linux" and blas.found and ".so" in blas.name
+    return Kind(
+        "mlx-lm",
+        (sys.executable, "-m", "mlx_lm", "server", "--model", str(folder.path), *flags),
+        signal.SIGINT,
+        (("LD_PRELOAD", blas.name),) if preloaded else (),
+    )
+
+
+@dataclass(slots=True)
+class Server:
+    """A server that answers, as seen from outside."""
+
+    name: str
+    url: str
+    model: str
+    """What requests call the model."""
+    process: psutil.Process
+    start_seconds: float
+    idle_bytes: int = 0
+    """Resident after loading and one short answer."""
+
+
+@contextmanager
+def serving(kind: Kind, port: int) -> Iterator[Server]:
+    """Start a server, wait until it has answered once, and stop it at the end.
+
+    Raises:
+        ServerFailed: it ended by itself, or did not answer in time.
+    """
+    began = time.perf_counter()
+    with _started(kind.arguments, dict(kind.environment)) as (process, log):
+        url = f"http://{HOST}:{port}"
+        try:
+            model = _wait(process, log, url, kind)
+            server = Server(
+                kind.name,
+                url,
+                model,
+                psutil.Process(process.pid),
+                time.perf_counter() - began,
+            )
+            reply = asyncio.run(_warm_up(server))
+            if reply.error is not None:
+                raise ServerFailed(f"{kind.name} does not answer: {reply.error}\n{_tail(log)}")
+            server.start_seconds = time.perf_counter() - began
+            server.idle_bytes = server.process.memory_info().rss
+            yield server
+            if process.poll() is not None:
+                raise ServerFailed(f"{kind.name} has died under the load: {_tail(log)}")
+        finally:
+            stop(process, kind.stop_signal)
+
+
+async def _warm_up(server: Server) -> Reply:
+    async with connected(server.url, server.model) as client:
+        return await client.ask([{"role": "user", "content": "Hello!"}], WARM_UP_TOKENS)
+
+
+@contextmanager
+def _started(
+    arguments: Sequence[str], environment: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    with TemporaryFile() as log:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**_plain_environment(), **environment},
+        )
+        yield process, log
+
+
+def _plain_environment() -> dict[str, str]:
+    """Return the environment without settings that would change a server's defaults."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PENSTOCK_") or name == BLAS_VARIABLE
+    }
+
+
+def _wait(process: subprocess.Popen[bytes], log: IO[bytes], url: str, kind: Kind) -> str:
+    """Wait until the server answers, and return what it calls its model."""
+    until = time.monotonic() + START_SECONDS
+    with httpx.Client(base_url=url, trust_env=False) as http:
+        while time.monotonic() < until:
+            if process.poll() is not None:
+                raise ServerFailed(f"{kind.name} ended while it started: {_tail(log)}")
+            try:
+                if http.get("/health").status_code == httpx.codes.OK:
+                    if kind.name != "penstock":
+                        return "default_model"
+                    return str(http.get("/v1/models").json()["data"][0]["id"])
+            except httpx.TransportError:  # not there yet, or busy with the model
+                time.sleep(0.1)
+    raise ServerFailed(f"{kind.name} did not start within {START_SECONDS:.0f} s: {_tail(log)}")
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace")[-600:].strip()
+
+
+@contextmanager
+def ending_cleanly() -> Iterator[None]:
+    """Let SIGTERM end the bench as Ctrl-C does, so that no server is left behind it."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def stop(process: subprocess.Popen[bytes], by: signal.Signals) -> int:
+    """Ask a process to end, and kill it if it does not; return its exit code."""
+    if process.poll() is None:
+        process.send_signal(by)
+    try:
+        return process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+# ---------------------------------------------------------------- memory
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a process had resident while it was watched."""
+
+    samples: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds since the watch began, and bytes; 20 a second."""
+    cpu_seconds: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of all samples."""
+        return max(nbytes for _, nbytes in self.samples)
+
+
+@contextmanager
+def watched(process: psutil.Process) -> Iterator[Memory]:
+    """Sample the resident bytes of a process in a thread until the end of the block."""
+    memory = Memory()
+    done = threading.Event()
+    began = time.perf_counter()
+
+    def sample() -> None:
+        while True:
+            try:
+                nbytes = process.memory_info().rss
+            except psutil.NoSuchProcess:  # it is whoever waits for answers that reports that
+                return
+            memory.samples.append((time.perf_counter() - began, nbytes))
+            if done.wait(SAMPLE_SECONDS):
+                return
+
+    thread = threading.Thread(target=sample, name="penstock-bench-memory")
+    cpu_before = cpu_seconds(process)
+    thread.start()
+    try:
+        yield memory
+    finally:
+        done.set()
+        thread.join()
+        memory.cpu_seconds = cpu_seconds(process) - cpu_before
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the processor time that a process has taken so far; 0 if it is gone."""
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+# ---------------------------------------------------------------- the engine alone
+
+
+class Alone:
+    """The engine without a server, in a process of its own that waits for prompts."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.process = psutil.Process(process.pid)
+
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[float, int]:
+        """Generate after all prompts at once; return the seconds it took and the tokens."""
+        answer = self._ask({"prompts": [list(p) for p in prompts], "max_tokens": max_tokens})
+        return float(answer["seconds"]), int(answer["tokens"])
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        into, out = self._process.stdin, self._process.stdout
+        if into is None or out is None:
+            raise AssertionError("the process has pipes")
+        into.write(json.dumps(job) + "\n")
+        into.flush()
+        line = out.readline()
+        if not line:
+            raise ServerFailed("the engine's process has died")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+@contextmanager
+def engine_alone(folder: Folder) -> Iterator[Alone]:
+    """Start the engine with the server's defaults in a process of its own."""
+    arguments = [
+        sys.executable,
+        "-m",
+        "penstock_bench.serve_alone",
+        str(folder.path),
+        str(folder.block_size),
+        json.dumps(folder.codec_settings),
+    ]
+    with ExitStack() as held:
+        process = held.enter_context(
+            subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        if process.stdin is None:
+            raise AssertionError("the process has pipes")
+        held.callback(process.stdin.close)  # the end of its input ends it
+        yield Alone(process)
+
+
+def high_water_bytes(pid: int) -> int | None:
+    """Return the most that a process ever had resident, as Linux counts it; None elsewhere."""
+    status = Path(f"/proc/{pid}/status")
+    if not status.is_file():
+        return None
+    for line in status.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return None

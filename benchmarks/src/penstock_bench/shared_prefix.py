@@ -1,0 +1,218 @@
+"""`penstock bench shared-prefix`: conversations that begin alike hold and read the prefix once."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+
+from penstock.kv import backend
+from penstock_bench.engine_runs import (
+    OURS,
+    RIVAL,
+    EngineShape,
+    Found,
+    MakeSide,
+    Ours,
+    Run,
+    Task,
+    check_same_tokens,
+    compare,
+    figures,
+    least,
+    ratio_line,
+    ratios,
+    run_side,
+    size,
+    speed,
+)
+from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.report import Line, Report
+from penstock_bench.rivals import PREFILL_BATCH, PREFILL_STEP_TOKENS, Batched
+
+CLAIM = "A prefix is held once and read once, whoever shares it"
+
+GOALS = {
+    (8, 8_192): {"decode_speed": 4.0, "held_memory": 6.0, "peak_memory": 4.0},
+    (8, 2_048): {"decode_speed": 3.0, "held_memory": 6.0, "peak_memory": 4.0},
+}
+"""Times better than mlx-lm, by conversations and tokens of the prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes in tokens and sequences."""
+
+    model: Choice = Choice.RANDOM
+    llama: LlamaShape = field(default_factory=LlamaShape)
+    conversations: int = 8
+    prefix_tokens: tuple[int, ...] = (8_192, 2_048)
+    suffix_tokens: int = 32
+    decode_tokens: int = 32
+    engine: EngineShape = field(default_factory=EngineShape)
+    rounds: int = 5
+    cold_rounds: int = 1
+    """mlx-lm reads the prefix for every conversation, which takes minutes; 0 leaves it out."""
+
+    def task(self, model: BenchModel, prefix_tokens: int) -> Task:
+        """Make the prompts. Nothing is known before: all conversations come at once."""
+        prefix = model.prompt(prefix_tokens, seed=0)
+        own = [model.prompt(self.suffix_tokens, seed=1 + i) for i in range(self.conversations)]
+        return Task(
+            [prefix + suffix for suffix in own],
+            self.decode_tokens,
+            prefill_chunk=self.engine.prefill_chunk,
+        )
+
+
+class Knowing(Batched):
+    """mlx-lm's side, its prompt cache knowing the prefix before the clock starts.
+
+    Its server would have to be told the prefix by an earlier request. Ours begins with nothing.
+    """
+
+    def __init__(self, model: BenchModel, load: Load, prefix_tokens: int) -> None:
+        super().__init__(model.model, load.conversations)
+        self.learn(model.prompt(prefix_tokens, seed=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What one length of the prefix showed."""
+
+    found: Found
+    """Our engine cold, mlx-lm's with the prefix in its prompt cache."""
+    cold: list[Run]
+    """mlx-lm's without; only the time to the first tokens counts."""
+    block_size: int
+    """Of our engine, tokens."""
+
+    def ratios(self) -> dict[str, float]:
+        """Return the ratios; prefill is compared cold with cold, if mlx-lm's was measured."""
+        if not self.cold:
+            return {k: v for k, v in ratios(self.found).items() if k != "prefill_speed"}
+        seconds = statistics.median(run.first_seconds for run in self.cold)
+        ours = self.found.median(OURS, "first_seconds")
+        return {**ratios(self.found), "prefill_speed": round(seconds / ours, 3)}
+
+    def figures(self, who: str) -> dict[str, Any]:
+        """Return the figures of one side, and how much of the prompts it computed."""
+        known = figures(self.found, who)
+        cold = self.cold if who == RIVAL else self.found.timed[who]
+        if not cold:
+            return {k: v for k, v in known.items() if not k.startswith("prefill_")}
+        seconds = statistics.median(run.first_seconds for run in cold)
+        computed = {run.prompt_tokens - run.cached_tokens for run in cold}
+        return {
+            **known,
+            "prefill_seconds": round(seconds, 4),
+            "prefill_tokens_per_second": round(cold[0].prompt_tokens / seconds, 1),
+            "computed_prompt_tokens": max(computed),
+            "prompt_tokens": cold[0].prompt_tokens,
+        }
+
+
+def measure(load: Load) -> Report:
+    """Run every length of the prefix on both sides, turn by turn."""
+    model = bench_model(load.model, load.llama)
+    sharing = {count: _measure_one(load, model, count) for count in load.prefix_tokens}
+    return report(load, model, sharing)
+
+
+def _measure_one(load: Load, model: BenchModel, prefix_tokens: int) -> Sharing:
+    task = load.task(model, prefix_tokens)
+    makers: dict[str, MakeSide] = {
+        OURS: lambda: Ours(model, load.conversations, load.engine),
+        RIVAL: lambda: Knowing(model, load, prefix_tokens),
+    }
+    found = compare(makers, task, load.rounds, alike=load.engine.exact)
+    batch = fitting_batch(model, prefix_tokens + load.suffix_tokens)
+    first = Task(task.prompts, 1)
+    cold = [
+        run
+        for _ in range(load.cold_rounds)
+        for run in run_side(
+            lambda: Batched(model.model, load.conversations, prefill_batch=batch), first
+        )
+    ]
+    check_same_tokens({RIVAL: found.watched[RIVAL], f"{RIVAL}, cold": cold})
+    return Sharing(found, cold, load.engine.block_size or model.block_size)
+
+
+def fitting_batch(model: BenchModel, tokens: int) -> int:
+    """Return how many prompts mlx-lm reads at once: what its server does, or what fits.
+
+    On the CPU its attention holds all scores, twice: for 8 prompts of 8,192 tokens 17 GB. With
+    fewer prompts at once it is no slower there.
+    """
+    if backend.current().fuses_attention:
+        return PREFILL_BATCH
+    scores = model.query_heads * min(tokens, PREFILL_STEP_TOKENS) * tokens * 4
+    room = psutil.virtual_memory().available // 2
+    return max(1, min(PREFILL_BATCH, room // (2 * scores)))
+
+
+def report(load: Load, model: BenchModel, sharing: Mapping[int, Sharing]) -> Report:
+    """Set both sides against each other and against the goals."""
+    names = {count: f"{load.conversations} x {count:,}" for count in sharing}
+    ratio = {names[count]: one.ratios() for count, one in sharing.items()}
+    lines = [
+        line
+        for count, one in sharing.items()
+        for line in _lines(load, names[count], one, GOALS.get((load.conversations, count), {}))
+    ]
+    return Report(
+        name="shared-prefix",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock={names[count]: one.figures(OURS) for count, one in sharing.items()},
+        rival_figures={names[count]: one.figures(RIVAL) for count, one in sharing.items()},
+        ratio=least(ratio),
+        goal={
+            **{f"{n} x {count:,}": goal for (n, count), goal in GOALS.items()},
+            "prefix_computed": "once",
+        },
+        met=all(line.met for line in lines if line.met is not None),
+        lines=lines,
+        raw={
+            "load": asdict(load),
+            "model": model.as_object(),
+            "runs": {names[count]: one.found.as_object() for count, one in sharing.items()},
+            "cold": {
+                names[count]: [run.first_seconds for run in one.cold]
+                for count, one in sharing.items()
+            },
+        },
+        dtype=model.dtype,
+    )
+
+
+def _lines(load: Load, shape: str, one: Sharing, goal: Mapping[str, float]) -> list[Line]:
+    ours, theirs, ratio = one.figures(OURS), one.figures(RIVAL), one.ratios()
+    computed = ours["computed_prompt_tokens"]
+    prefix = max(0, len(one.found.task.prompts[0]) - load.suffix_tokens)
+    # What each conversation reads for itself: its suffix, and what it shares of a block.
+    once = prefix + load.conversations * (load.suffix_tokens + one.block_size)
+
+    def line(figure: str, name: str, key: str) -> Line:
+        write = size if key.endswith("bytes") else speed
+        texts = write(ours[key]), write(theirs[key])
+        return ratio_line(f"{shape}: {figure}", texts, ratio[name], goal.get(name))
+
+    prefill = ("prefill cold, tokens/s", "prefill_speed", "prefill_tokens_per_second")
+    return [
+        line("decode, tokens/s", "decode_speed", "decode_tokens_per_second"),
+        *([line(*prefill)] if one.cold else []),
+        line("KV held", "held_memory", "held_bytes"),
+        line("peak", "peak_memory", "peak_bytes"),
+        Line(
+            f"{shape}: prompt tokens computed",
+            f"{computed:,}",
+            f"{theirs['computed_prompt_tokens']:,}" if one.cold else "not measured",
+            f"<= {once:,}",
+            computed <= once,
+        ),
+    ]

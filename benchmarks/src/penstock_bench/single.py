@@ -1,0 +1,240 @@
+"""`penstock bench single`: nothing shared, nothing known: the engine costs nobody anything."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from penstock.errors import SettingError
+from penstock_bench.engine_runs import (
+    OURS,
+    RIVAL,
+    EngineShape,
+    Found,
+    MakeSide,
+    Ours,
+    Side,
+    Task,
+    check_same_tokens,
+    compare,
+    drive,
+    figures,
+    least,
+    ratio_line,
+    ratios,
+    size,
+    speed,
+)
+from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.report import Line, Report
+from penstock_bench.rivals import Batched, Solo
+
+CLAIM = "Where nothing is shared the engine is no slower, and a step's cost is linear"
+
+Shape = tuple[int, int]
+"""Sequences, and tokens of the prompt of each."""
+
+GOALS: dict[Shape, dict[str, float]] = {
+    (1, 512): {"decode_speed": 1.05, "prefill_speed": 1.0},
+    (1, 2_048): {"decode_speed": 1.3, "prefill_speed": 1.0},
+    (1, 8_192): {"decode_speed": 1.3, "prefill_speed": 1.0},
+    (8, 512): {"decode_speed": 1.1},
+    (4, 2_048): {"decode_speed": 1.5},
+}
+"""Times mlx-lm's."""
+MACHINERY = 0.01
+"""Goal: share of the time that is spent on anything but the model."""
+STRAIGHT = 0.98
+"""Goal: share of the variance of the steps' cost that a straight line explains."""
+CURVE_PREFILL_TOKENS = 512
+"""mlx-lm's prefill on the way to the curve's lengths; in chunks of 2,048 its scores at 32,768
+tokens take 8 GB. It is not timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sizes in tokens and sequences."""
+
+    model: Choice = Choice.RANDOM
+    llama: LlamaShape = field(default_factory=LlamaShape)
+    shapes: tuple[Shape, ...] = tuple(GOALS)
+    decode_tokens: int = 32
+    engine: EngineShape = field(default_factory=EngineShape)
+    rounds: int = 5
+    curve_tokens: tuple[int, ...] = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 24_576, 32_768)
+    """Tokens read when the curve's steps are timed, in rising order."""
+    curve_steps: int = 16
+
+    def curve_to(self, longest: int) -> tuple[int, ...]:
+        """Return the lengths of a curve that ends at `longest` tokens; none for 0.
+
+        Raises:
+            SettingError: only one length would be left.
+        """
+        lengths = sorted({count for count in self.curve_tokens if count < longest} | {longest})
+        if longest and len(lengths) < 2:
+            least = self.curve_tokens[0]
+            raise SettingError(f"--longest {longest}: a curve ends above {least} tokens; 0 is none")
+        return tuple(lengths) if longest else ()
+
+    def task(self, model: BenchModel, shape: Shape) -> Task:
+        """Make prompts that have nothing in common."""
+        sequences, tokens = shape
+        prompts = [model.prompt(tokens, seed=i) for i in range(sequences)]
+        return Task(prompts, self.decode_tokens, prefill_chunk=self.engine.prefill_chunk)
+
+    def ours(self, model: BenchModel, batch_size: int) -> Ours:
+        """Build our side."""
+        return Ours(model, batch_size, self.engine)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Median milliseconds of a decode step, by the tokens it reads."""
+
+    tokens: Sequence[int]
+    step_ms: Mapping[str, Sequence[float]]
+
+    def straightness(self, who: str) -> float:
+        """Return the share of the variance that a straight line explains; 1 is a line."""
+        return statistics.correlation(self.tokens, self.step_ms[who]) ** 2
+
+    def figures(self, who: str) -> dict[str, Any]:
+        """Return the figures of one side."""
+        steps = zip(self.tokens, self.step_ms[who], strict=True)
+        return {
+            "step_ms": {str(tokens): round(ms, 3) for tokens, ms in steps},
+            "straightness": round(self.straightness(who), 4),
+        }
+
+
+def measure(load: Load) -> Report:
+    """Run every shape on both sides, turn by turn, and then the curve."""
+    model = bench_model(load.model, load.llama)
+    found = {shape: _measure_one(load, model, shape) for shape in load.shapes}
+    curve = measure_curve(load, model) if load.curve_tokens else None
+    return report(load, model, found, curve)
+
+
+def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Found:
+    batch_size = shape[0]
+    makers: dict[str, MakeSide] = {
+        OURS: lambda: Ours(model, batch_size, load.engine),
+        # One sequence needs no batch; mlx-lm's generate_step is its fastest way.
+        RIVAL: lambda: Solo(model.model) if batch_size == 1 else Batched(model.model, batch_size),
+    }
+    return compare(makers, load.task(model, shape), load.rounds, alike=load.engine.exact)
+
+
+def _figures(found: Found, who: str) -> dict[str, Any]:
+    """Return the figures of one side; of ours, the share of all time that is not the model's."""
+    own = figures(found, who)
+    if who == OURS:
+        own["machinery_share"] = round(found.median(OURS, "machinery_share"), 5)
+    return own
+
+
+def measure_curve(load: Load, model: BenchModel) -> Curve:
+    """Time steps at every length, both sides alive and asked in turn.
+
+    Each length is learned first, from the one before: nothing is read twice.
+    """
+    prompt = model.prompt(load.curve_tokens[-1], seed=0)
+    sides: dict[str, Side] = {
+        OURS: Ours(model, 1, load.engine),
+        RIVAL: Solo(model.model, prefill_step_tokens=CURVE_PREFILL_TOKENS),
+    }
+    step_ms: dict[str, list[float]] = {who: [] for who in sides}
+    for turn, tokens in enumerate(load.curve_tokens):
+        read = prompt[: tokens - load.curve_steps // 2]  # half of the steps are beyond `tokens`
+        task = Task([read], load.curve_steps, prefill_chunk=load.engine.prefill_chunk)
+        runs = {}
+        for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+            sides[who].learn(read[:-1])
+            runs[who] = drive(sides[who], task)
+            step_ms[who].append(1e3 * statistics.median(runs[who].step_seconds))
+        if load.engine.exact:
+            check_same_tokens({who: [run] for who, run in runs.items()})
+    for side in sides.values():
+        side.close()
+    return Curve(load.curve_tokens, step_ms)
+
+
+def report(
+    load: Load, model: BenchModel, found: Mapping[Shape, Found], curve: Curve | None
+) -> Report:
+    """Set both sides against each other and against the goals."""
+    ratio = {name(shape): ratios(of) for shape, of in found.items()}
+    lines = [line for shape, of in found.items() for line in _lines(shape, of)]
+    sides: dict[str, dict[str, Any]] = {
+        who: {name(shape): _figures(of, who) for shape, of in found.items()}
+        for who in (OURS, RIVAL)
+    }
+    if curve is not None:
+        lines.append(_curve_line(curve))
+        for who, of in sides.items():
+            of["curve"] = curve.figures(who)
+    return Report(
+        name="single",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock=sides[OURS],
+        rival_figures=sides[RIVAL],
+        ratio=least(ratio),
+        goal={
+            **{name(shape): goal for shape, goal in GOALS.items()},
+            "machinery_share": MACHINERY,
+            "straightness": STRAIGHT,
+        },
+        met=all(line.met for line in lines if line.met is not None),
+        lines=lines,
+        raw={
+            "load": asdict(load),
+            "model": model.as_object(),
+            "runs": {name(shape): of.as_object() for shape, of in found.items()},
+            "curve": None if curve is None else asdict(curve),
+        },
+        dtype=model.dtype,
+    )
+
+
+def name(shape: Shape) -> str:
+    """Write a shape: `8 x 512`."""
+    return f"{shape[0]} x {shape[1]:,}"
+
+
+def _lines(shape: Shape, found: Found) -> list[Line]:
+    ours, theirs, ratio = _figures(found, OURS), _figures(found, RIVAL), ratios(found)
+    goal = GOALS.get(shape, {})
+
+    def line(figure: str, key: str, times: str) -> Line:
+        write = size if key.endswith("bytes") else speed
+        texts = write(ours[key]), write(theirs[key])
+        return ratio_line(f"{name(shape)}: {figure}", texts, ratio[times], goal.get(times))
+
+    share = ours["machinery_share"]
+    return [
+        line("decode, tokens/s", "decode_tokens_per_second", "decode_speed"),
+        line("prefill, tokens/s", "prefill_tokens_per_second", "prefill_speed"),
+        line("peak", "peak_bytes", "peak_memory"),
+        Line(
+            f"{name(shape)}: machinery, of all time",
+            f"{100 * share:.2f} %",
+            "",
+            f"< {100 * MACHINERY:g} %",
+            share < MACHINERY,
+        ),
+    ]
+
+
+def _curve_line(curve: Curve) -> Line:
+    straight = {who: curve.straightness(who) for who in (OURS, RIVAL)}
+    return Line(
+        f"a step's cost explained by a line, {curve.tokens[0]:,} to {curve.tokens[-1]:,} tokens",
+        f"{100 * straight[OURS]:.1f} %",
+        f"{100 * straight[RIVAL]:.1f} %",
+        f">= {100 * STRAIGHT:g} %",
+        straight[OURS] >= STRAIGHT,
+    )

@@ -1,0 +1,88 @@
+"""What a bench needs of vllm-mlx: its prefix cache, where it is installed. The one seam to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import mlx.core as mx
+
+from penstock_bench import rivals
+
+INSTALL_HINT = "pip install --no-deps vllm-mlx"
+
+
+def is_installed() -> bool:
+    """Tell whether there is something to compare with."""
+    return find_spec("vllm_mlx") is not None
+
+
+class MemoryAwareCache:
+    """vllm-mlx's `MemoryAwarePrefixCache` that holds entries in affine codes, groups of 64."""
+
+    def __init__(self, *, bits: int, limit_bytes: int) -> None:
+        theirs: Any = import_module("vllm_mlx.memory_cache")
+        self._cache = theirs.MemoryAwarePrefixCache(
+            object(),
+            theirs.MemoryCacheConfig(
+                max_memory_mb=limit_bytes >> 20,
+                kv_quantize=True,
+                kv_bits=bits,
+                kv_min_quantize_tokens=0,
+            ),
+        )
+
+    def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> bool:
+        """Keep the caches' KV; tell whether it is kept."""
+        return bool(self._cache.store(list(tokens), list(caches)))
+
+    def fetch(self, tokens: Sequence[int]) -> Sequence[Any] | None:
+        """Return caches of full precision for the longest known prefix; None without one."""
+        caches, _ = self._cache.fetch(list(tokens))
+        return None if caches is None else list(caches)
+
+
+class WidenedSides:
+    """One layer of one sequence as an entry of that cache holds it, and as a hit dequantizes it.
+
+    Args:
+        keys: (1, heads, tokens, dim).
+        values: the same.
+        bits: of a number.
+        group_size: neighbours that share a scale and an offset.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, *, bits: int, group_size: int) -> None:
+        self._theirs: Any = import_module("vllm_mlx.memory_cache")
+        cache = rivals.KVCache()
+        cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
+        self._held = self._theirs._quantize_cache([cache], bits, group_size)
+        self._wide: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What it holds."""
+        return [part for layer in self._held for part in (*layer.keys, *layer.values)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of that."""
+        return sum(part.nbytes for part in self.arrays)
+
+    def dequantize(self) -> tuple[mx.array, mx.array]:
+        """Return keys and values as they are read."""
+        (cache,) = self._theirs._dequantize_cache(self._held)
+        return cache.keys, cache.values
+
+    def attend(self, queries: mx.array) -> mx.array:
+        """Let queries (heads, m, dim), already scaled, read what a hit has dequantized, once:
+        (heads, m, dim)."""
+        if self._wide is None:
+            self._wide = self.dequantize()
+            mx.eval(*self._wide)
+        keys, values = self._wide
+        return mx.fast.scaled_dot_product_attention(
+            queries[None].astype(keys.dtype), keys, values, scale=1.0
+        )[0]

@@ -1,1 +1,0 @@
-"""Measured claims, one file each. The rival runs in the same process, turn by turn with ours."""

@@ -1,0 +1,94 @@
+"""Commands that packages add by entry points, with the package and without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.cli.command_group import BENCH_COMMANDS, ENTRY_POINTS
+
+GREETING = """
+import typer
+app = typer.Typer()
+
+@app.command()
+def greet() -> None:
+    "Say hello."
+    print("hello")
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all installed packages but penstock-bench."""
+    folder = tmp_path_factory.mktemp("packages")
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if not package.name.startswith("penstock_bench"):
+            (folder / package.name).symlink_to(package)
+    return folder
+
+
+def run(*arguments: str, packages: list[Path]) -> subprocess.CompletedProcess[str]:
+    """Run penstock with these folders of packages and no other (-S)."""
+    source = Path(penstock.__file__).parent.parent
+    path = os.pathsep.join(map(str, [source, *packages]))
+    return subprocess.run(
+        [sys.executable, "-S", "-m", "penstock", *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def listed(printed: str) -> set[str]:
+    """Return the names of the commands in a help text."""
+    _, _, commands = printed.partition("Commands:\n")
+    return {line.split()[0] for line in commands.splitlines() if line.startswith("  ")}
+
+
+@pytest.mark.parametrize("command", BENCH_COMMANDS)
+def test_without_the_package_one_line_says_how_to_install_it(bare: Path, command: str) -> None:
+    for arguments in ([command], [command, "--help"]):
+        done = run(*arguments, packages=[bare])
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert line == (
+            f"penstock: penstock {command} is in a package of its own: pip install penstock-bench "
+            "(from a checkout: pip install ./benchmarks)"
+        )
+
+
+def test_without_the_package_all_other_commands_are_there(bare: Path) -> None:
+    done = run("--help", packages=[bare])
+    assert done.returncode == 0
+    assert {"serve", "agents", "cache"} <= listed(done.stdout)
+    assert not set(BENCH_COMMANDS) & listed(done.stdout)
+    assert run("agents", "--help", packages=[bare]).returncode == 0
+
+
+def test_the_package_has_the_commands_that_the_line_names() -> None:
+    assert {entry.name for entry in entry_points(group=ENTRY_POINTS)} >= set(BENCH_COMMANDS)
+
+
+def test_any_package_can_add_a_command_but_replace_none(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "greeting.py").write_text(GREETING)
+    info = tmp_path / "greeting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[{ENTRY_POINTS}]\ngreet = greeting:app\ndoctor = greeting:app\n"
+    )
+    packages = [bare, tmp_path]
+    assert run("greet", packages=packages).stdout == "hello\n"
+    shown = run("--help", packages=packages).stdout
+    assert "greet " in shown
+    assert shown.count("doctor") == 1
+    assert "hello" not in run("doctor", "--help", packages=packages).stdout
