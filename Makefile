@@ -82,18 +82,18 @@ docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py
 
 bench: $(VENV)/.dev
-	$(BIN)/penstock bench growth --save bench/results --docs docs
-	$(BIN)/penstock bench recall --save bench/results --docs docs
+	$(BIN)/penstock bench growth --save benchmarks/results --docs docs
+	$(BIN)/penstock bench recall --save benchmarks/results --docs docs
 	$(BIN)/penstock bench recall
-	$(BIN)/penstock bench lookup --save bench/results
-	$(BIN)/penstock bench shared-prefix --cold-rounds 0 --save bench/results
-	$(BIN)/penstock bench hit --rounds 2 --save bench/results
-	$(BIN)/penstock bench hybrid --save bench/results
-	$(BIN)/penstock bench single --save bench/results --plot docs/single.png
-	$(BIN)/penstock bench ragged --save bench/results
+	$(BIN)/penstock bench lookup --save benchmarks/results
+	$(BIN)/penstock bench shared-prefix --cold-rounds 0 --save benchmarks/results
+	$(BIN)/penstock bench hit --rounds 2 --save benchmarks/results
+	$(BIN)/penstock bench hybrid --save benchmarks/results
+	$(BIN)/penstock bench single --save benchmarks/results --plot docs/single.png
+	$(BIN)/penstock bench ragged --save benchmarks/results
 	for data in gauss outliers biased; do \
-		$(BIN)/penstock bench-kv-cache --layers 8 --data $$data --save bench/results || exit 1; done
-	$(BIN)/penstock bench quantized --codec kivi8 --longest 4096 --save bench/results \
+		$(BIN)/penstock bench-kv-cache --layers 8 --data $$data --save benchmarks/results || exit 1; done
+	$(BIN)/penstock bench quantized --codec kivi8 --longest 4096 --save benchmarks/results \
 		--plot docs/quantized.png
 
 peers: $(VENV)/.dev

@@ -277,5 +277,5 @@ fact that lies across an edge is not counted.
 |---|---|---|---|---|
 {rows}
 
-Written by `penstock bench recall --docs docs`; every question is in `bench/results/`.
+Written by `penstock bench recall --docs docs`; every question is in `benchmarks/results/`.
 """
