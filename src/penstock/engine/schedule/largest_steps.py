@@ -1,6 +1,7 @@
 """Whether the largest steps that the settings ask for can fit, told before memory is taken.
 
-A small step is doubled as long as the next one would fit, as far as the last two tell.
+Small steps are run, and a straight line through the last two tells of the one that is asked for.
+A step is doubled a few times, as long as the next one would fit.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from math import log2
 
 import mlx.core as mx
 
-from penstock.config import MAX_BATCH_SIZE, EngineSettings
+from penstock.config import MAX_BATCH_SIZE, PREFILL_CHUNK, EngineSettings
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.ranks.process_group import ProcessGroup
-from penstock.engine.schedule.costs import EVERYTHING
+from penstock.engine.schedule.costs import EVERYTHING, MASK_BYTES, SLACK
 from penstock.errors import StepTooLarge
 from penstock.kv.reads import DecodeRow
 from penstock.kv.tails import Tails
@@ -23,12 +24,15 @@ from penstock.ledger import Ledger
 from penstock.memory import format_bytes
 
 SMALL_BATCH = 8
+"""Sequences of the first step that is tried."""
+DOUBLINGS = 3
+"""How often a step is doubled at most: behind that, what it takes grows in a line."""
 
 
 def check_largest_steps(
     ledger: Ledger, limits: EngineSettings, runner: Runner, group: ProcessGroup, columns: int
 ) -> None:
-    """Refuse a batch that cannot fit beside the weights; the usual ones are not tried.
+    """Refuse a batch or a chunk that cannot fit beside the weights; the usual ones are not tried.
 
     Args:
         ledger: holds the weights.
@@ -40,29 +44,36 @@ def check_largest_steps(
     Raises:
         StepTooLarge: with what it would take.
     """
-    sequences = limits.max_batch_size
+    free = ledger.free_bytes
+    sequences, tokens = limits.max_batch_size, limits.step_tokens
     if sequences > MAX_BATCH_SIZE:
-        _check("max_batch_size", sequences, partial(_sampled, runner, sequences, group), ledger)
-        _check(
-            "max_batch_size",
-            sequences,
-            partial(_needed, lambda n: _decode(runner, n, columns), SMALL_BATCH, sequences, group),
-            ledger,
-        )
+        pool = sequences * columns * runner.token_bytes
+        masks = MASK_BYTES * sequences * runner.vocabulary_size
+        _check("max_batch_size", sequences, pool + masks, ledger)
+        for run, beside in (
+            (partial(_sample, runner), pool + masks),
+            (partial(_decode, runner, columns), pool),
+        ):
+            step = _needed(run, SMALL_BATCH, sequences, group, free - beside)
+            _check("max_batch_size", sequences, beside + int(SLACK * step), ledger)
+    if tokens > PREFILL_CHUNK and not runner.fitness.whole:
+        setting = "prefill_chunk" if tokens == limits.prefill_chunk else "block_size"
+        _check(setting, tokens, tokens * runner.token_bytes, ledger)
+        # From a usual chunk on, back ends that bound their scores have as many as they ever do.
+        step = _needed(partial(_prefill, runner), PREFILL_CHUNK, tokens, group, free)
+        _check(setting, tokens, int(SLACK * step), ledger)
 
 
-def _check(setting: str, asked: int, needed: Callable[[int], int], ledger: Ledger) -> None:
-    limit = ledger.limit_bytes
-    free = limit - ledger.used_bytes
-    wanted = needed(free)
-    if wanted <= free:
+def _check(setting: str, asked: int, needed: int, ledger: Ledger) -> None:
+    limit, free = ledger.limit_bytes, ledger.free_bytes
+    if needed <= free:
         return
     flag = f"--{setting.replace('_', '-')}"
     raise StepTooLarge(
-        f"{setting} ({flag}) of {asked:,} needs about {format_bytes(wanted)} for one step; the "
+        f"{setting} ({flag}) of {asked:,} needs about {format_bytes(needed)} for one step; the "
         f"limit of {format_bytes(limit)} leaves {format_bytes(free)} beside the weights. Lower "
         f"{flag}, or raise --memory-limit",
-        wanted,
+        needed,
         free,
         limit,
     )
@@ -71,43 +82,54 @@ def _check(setting: str, asked: int, needed: Callable[[int], int], ledger: Ledge
 def _needed(
     run: Callable[[int], object], small: int, asked: int, group: ProcessGroup, free_bytes: int
 ) -> int:
-    """Return what a step of so many sequences or tokens takes; none that would not fit is run."""
+    """Return the bytes of a step of so many sequences or tokens; none that would not fit is run.
+
+    Args:
+        run: a step of the given size.
+        small: the first size to be tried, and the second half of it more.
+        asked: the size in question.
+        group: of its processes, the one that takes most counts.
+        free_bytes: that a step may take.
+    """
     run(small)  # the first time, something else may be made
     size = 2 * small
     less, taken = (max(1, group.most(_peak(partial(run, n)))) for n in (small, size))
-    while size < asked:
+    for _ in range(DOUBLINGS):
+        line = _line(size, less, taken, asked)
         following = min(2 * size, asked)
         # What grows in a line, beside what does not grow; or what grows with a power.
-        line = taken + (taken - less) * (following - size) / (size / 2)
         power = taken * (taken / less) ** log2(following / size)
-        needed = int(max(line, power))
-        if needed > free_bytes or following == asked:
-            return needed * asked // following
+        if line > free_bytes or power > free_bytes or asked <= 2 * size:
+            return max(line, int(power))
         size, less = following, taken
         taken = max(1, group.most(_peak(partial(run, size))))
-    return taken
+    return _line(size, less, taken, asked)
 
 
-def _sampled(runner: Runner, asked: int, group: ProcessGroup, free_bytes: int) -> int:
-    """Return what it takes to choose tokens for so many: that grows in a line, and takes long."""
-    size = runner.vocabulary_size
-
-    def sample(count: int) -> None:
-        logits = mx.random.normal((count, size), key=mx.random.key(0))
-        samplers = [TokenSampler(EVERYTHING, (0,), choice) for choice in range(count)]
-        sample_all(logits, samplers, [()] * count)
-
-    few, more = (group.most(_peak(partial(sample, n * SMALL_BATCH))) for n in (1, 2))
-    return (more - few) * asked // SMALL_BATCH
+def _line(size: int, less: int, taken: int, asked: int) -> int:
+    """Return the bytes of a size on the line through those of a size and of its half."""
+    return taken + (taken - less) * (asked - size) * 2 // size
 
 
-def _decode(runner: Runner, count: int, columns: int) -> None:
+def _sample(runner: Runner, count: int) -> None:
+    """Choose tokens for so many sequences."""
+    logits = mx.random.normal((count, runner.vocabulary_size), key=mx.random.key(0))
+    samplers = [TokenSampler(EVERYTHING, (0,), choice) for choice in range(count)]
+    sample_all(logits, samplers, [()] * count)
+
+
+def _decode(runner: Runner, columns: int, count: int) -> None:
     """Decode for so many sequences of nothing."""
     tails = Tails(count, columns, runner.shapes)
     rows = [DecodeRow((), 0, slot, 0) for slot in range(count)]
     recurrent_states = [None] * count if runner.is_recurrent else []
     decoded = runner.decode([0] * count, rows, tails, recurrent_states)
     mx.eval(decoded.logits, decoded.arrays(), tails.buffers())
+
+
+def _prefill(runner: Runner, count: int) -> None:
+    """Read a chunk of so many tokens that are nothing."""
+    runner.prefill([0] * count, (), 0)
 
 
 def _peak(run: Callable[[], object]) -> int:
