@@ -57,7 +57,7 @@ def loaded(blas: str | None = None, before: str = "") -> dict[str, Any]:
 
 
 needs_blas = pytest.mark.skipif(
-    not loaded()["found"], reason="no fast BLAS is installed on this machine"
+    not loaded()["is_fast"], reason="no fast BLAS is installed on this machine"
 )
 
 
@@ -67,7 +67,7 @@ def test_the_answer_stays_the_same() -> None:
 
 def test_none_loads_nothing_and_asks_for_nothing() -> None:
     assert loaded("none") == {
-        "found": False,
+        "is_fast": False,
         "name": "reference BLAS",
         "why": "PENSTOCK_BLAS=none",
         "advice": None,
@@ -95,7 +95,7 @@ def test_a_missing_blas_says_what_to_install() -> None:
     hide = "import penstock.blas as b; b._SONAMES = (); b._WHEEL = ('none', '*')\n"
     hide += "b.load_blas.cache_clear()\n"
     found = loaded(before=hide)
-    assert not found["found"]
+    assert not found["is_fast"]
     assert found["advice"].endswith(install_hint())
     there = [word for word in INSTALL_COMMANDS if shutil.which(word)]
     assert all(INSTALL_COMMANDS[word] in found["advice"] for word in there[:1])
@@ -141,7 +141,7 @@ def test_float32_gets_faster_by_the_wheel() -> None:
 
 def test_mlx_before_penstock_is_said() -> None:
     found = loaded(before="import mlx.core; ")
-    assert not found["found"]
+    assert not found["is_fast"]
     assert "import penstock first" in found["advice"]
 
 

@@ -11,7 +11,7 @@ import tiny_families
 from small_models import BASE, build
 
 from penstock.caches import TurboQuantKVCache, make_kv_cache
-from penstock.cli.conversation import Conversation, kv_line, kv_use, make_caches, shared_tokens
+from penstock.cli.conversation import LocalChat, kv_line, kv_use, make_caches, shared_tokens
 from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import ModelError, SettingError
 from penstock.models.mlx_lm import Loaded, encode, load_all, render, stream
@@ -30,7 +30,7 @@ def recall() -> Loaded:
     return load_all(MODEL_PATH)
 
 
-def ask(conversation: Conversation, text: str) -> tuple[str, int]:
+def ask(conversation: LocalChat, text: str) -> tuple[str, int]:
     """Return the answer and the number of tokens that were read for it."""
     pieces = list(conversation.answer(text, GREEDY))
     return "".join(piece.text for piece in pieces), pieces[-1].prompt_tokens
@@ -51,7 +51,7 @@ def test_the_last_token_is_always_read(held: list[int], wanted: list[int], share
 
 
 def test_it_answers_from_memory(recall: Loaded) -> None:
-    conversation = Conversation(recall, KVSettings())
+    conversation = LocalChat(recall, KVSettings())
     for text in TOLD:
         ask(conversation, text)
     assert ask(conversation, "What is the code of the amber falcon?")[0] == "4821."
@@ -63,7 +63,7 @@ def test_it_answers_from_memory_in_a_codec(recall: Loaded, codec: str) -> None:
     coded = KVSettings(kv_cache_quantization=codec, kv_cache_min_quantize_tokens=0)
     held = []
     for kv in (KVSettings(), coded):
-        conversation = Conversation(recall, kv)
+        conversation = LocalChat(recall, kv)
         for text in TOLD * 6:
             ask(conversation, text)
         assert ask(conversation, "What is the code of the amber falcon?")[0] == "4821."
@@ -91,7 +91,7 @@ def test_codecs_that_do_not_fit_the_model(
 
 
 def test_a_turn_reads_only_what_is_new(recall: Loaded) -> None:
-    conversation = Conversation(recall, KVSettings(), "You are a helpful assistant.")
+    conversation = LocalChat(recall, KVSettings(), "You are a helpful assistant.")
     for text in TOLD:
         held = conversation.kv_use().tokens
         _, read = ask(conversation, text)
@@ -101,14 +101,14 @@ def test_a_turn_reads_only_what_is_new(recall: Loaded) -> None:
 
 
 def test_each_answer_equals_that_of_a_fresh_run(recall: Loaded) -> None:
-    conversation = Conversation(recall, KVSettings())
+    conversation = LocalChat(recall, KVSettings())
     for text in (*TOLD, "What is the code of the amber falcon?"):
         answer, _ = ask(conversation, text)
         assert answer == fresh_answer(recall, conversation.messages[:-1])
 
 
 def test_reset_forgets_all_but_the_system_prompt(recall: Loaded) -> None:
-    conversation = Conversation(recall, KVSettings(), "Be brief.")
+    conversation = LocalChat(recall, KVSettings(), "Be brief.")
     ask(conversation, TOLD[0])
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
@@ -123,7 +123,7 @@ def test_a_template_that_rewrites_history(kv: KVSettings) -> None:
     tokenizer = other.tokenizer
     first = "{{ '<|start|><|system|> ' + messages | length | string + '<|end|>' }}"
     tokenizer.chat_template = first + tokenizer.chat_template.replace("{{ '<|start|>' }}", "")
-    conversation = Conversation(other, kv)
+    conversation = LocalChat(other, kv)
     for text in (*TOLD, *TOLD):
         _, read = ask(conversation, text)
         prompt = len(render(tokenizer, conversation.messages[:-1]))
@@ -134,7 +134,7 @@ def test_a_template_that_rewrites_history(kv: KVSettings) -> None:
 
 
 def test_a_broken_off_turn_is_forgotten(recall: Loaded) -> None:
-    conversation = Conversation(recall, KVSettings())
+    conversation = LocalChat(recall, KVSettings())
     ask(conversation, TOLD[0])
     said = list(conversation.messages)
     turn = conversation.answer(TOLD[1], GREEDY)
@@ -145,7 +145,7 @@ def test_a_broken_off_turn_is_forgotten(recall: Loaded) -> None:
 
 
 def test_the_window_bounds_what_is_held(recall: Loaded) -> None:
-    conversation = Conversation(recall, KVSettings(max_kv_size=32, keep_kv_size=4))
+    conversation = LocalChat(recall, KVSettings(max_kv_size=32, keep_kv_size=4))
     sizes = []
     for text in TOLD * 3:
         ask(conversation, text)
@@ -250,7 +250,7 @@ def test_a_model_that_cannot_read_quantized_caches_is_refused_before_it_runs(
     latents = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
     odd = replace(recall, config={**BASE, **latents, "model_type": model_type, "head_dim": 64})
     with pytest.raises(SettingError, match=f"{model_type}.* cannot have quantized caches: .*{why}"):
-        Conversation(odd, KVSettings(kv_bits=8))
+        LocalChat(odd, KVSettings(kv_bits=8))
     assert make_caches(odd, KVSettings())
 
 

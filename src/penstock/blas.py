@@ -43,7 +43,7 @@ INSTALL_COMMANDS = {
     "pacman": "sudo pacman -S openblas",
     "apk": "sudo apk add openblas",
 }
-"""By the package manager that is there."""
+"""Install command, by the package manager of the system."""
 WHEEL_COMMAND = "pip install 'penstock[blas]'"
 _THREAD_CALLS = (
     ("openblas_get_num_threads", "openblas_set_num_threads"),
@@ -56,7 +56,7 @@ CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 class Blas:
     """Which BLAS MLX multiplies with, and why it is that one."""
 
-    found: bool
+    is_fast: bool
     """Whether a fast BLAS is in place, or none is needed on this machine."""
     name: str
     """The library loaded, or what multiplies instead."""
@@ -109,7 +109,7 @@ def one_thread() -> Iterator[None]:
 def _thread_calls() -> tuple[Callable[[], int], Callable[[int], object]] | None:
     """Return what tells and sets the threads of the BLAS that MLX multiplies with, if it can."""
     blas = load_blas()
-    if sys.platform != "linux" or not blas.found or uses_cuda():
+    if sys.platform != "linux" or not blas.is_fast or uses_cuda():
         return None
     library = ctypes.CDLL(blas.name)
     for get_name, set_name in _THREAD_CALLS:
@@ -152,9 +152,14 @@ def _load_named(wanted: str) -> Blas:
     if problem is None:
         return Blas(True, wanted, f"named by {VARIABLE}")
     instead = _load_first()
-    used = f"using {instead.name} instead" if instead.found else "MLX keeps the slow reference BLAS"
+    used = (
+        f"using {instead.name} instead" if instead.is_fast else "MLX keeps the slow reference BLAS"
+    )
     return Blas(
-        instead.found, instead.name, problem, f"{VARIABLE}={wanted} is not used: {problem}; {used}"
+        instead.is_fast,
+        instead.name,
+        problem,
+        f"{VARIABLE}={wanted} is not used: {problem}; {used}",
     )
 
 

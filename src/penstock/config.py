@@ -75,9 +75,9 @@ def setting_of(kind: type[Settings], name: str) -> Setting:
     Raises:
         TypeError: the field has no description.
     """
-    for each in kind.model_fields[name].metadata:
-        if isinstance(each, Setting):
-            return each
+    for annotation in kind.model_fields[name].metadata:
+        if isinstance(annotation, Setting):
+            return annotation
     raise TypeError(f"{kind.__name__}.{name} has no Setting: add its help and unit to the field")
 
 

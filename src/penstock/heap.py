@@ -17,7 +17,7 @@ from typing import Any
 
 LEAST_KEPT_BYTES = 64 * 2**20
 MOST_KEPT_BYTES = 2**31 - 1
-"""mallopt takes a C int."""
+"""Largest C int, the type mallopt takes."""
 
 # mallopt's parameters, from glibc's malloc.h; 32 MiB is the largest threshold that it takes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8

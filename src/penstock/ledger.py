@@ -24,7 +24,7 @@ class Kind(Enum):
     BUFFERS = "buffers"
     """Buffers of the step in flight."""
     INDEX = "index"
-    """What the prefix tree itself holds: tokens, keys, nodes."""
+    """Bytes of the prefix tree itself: tokens, hashes, nodes."""
 
 
 class Reservation:

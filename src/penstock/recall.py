@@ -50,7 +50,7 @@ START = "<|start|>"
 END = "<|end|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 PIECE = r" ?[^\W\d_]+| ?\d{1,2}|[^\w\s]|_|\s"
-"""How text is cut before the look-up: a word or two digits with the space before, or a sign."""
+"""Pattern of a piece of text: a word or two digits with the space before, or a sign."""
 
 NOTED = "Noted."
 """The reply to a fact."""
@@ -524,11 +524,11 @@ def dialogue(
     return Dialogue(tuple(writer.messages), questions, tuple(writer.facts), writer.tokens)
 
 
-def without(told: Dialogue, question: Question) -> Dialogue:
-    """Return `told` with the fact of `question` taken out: the negative control."""
+def without(dialogue: Dialogue, question: Question) -> Dialogue:
+    """Return `dialogue` with the fact of `question` taken out: the negative control."""
     gone = (question.message, question.message + 1)
-    kept = tuple(m for i, m in enumerate(told.messages) if i not in gone)
-    facts = tuple(fact for fact in told.facts if fact != question.fact)
+    kept = tuple(m for i, m in enumerate(dialogue.messages) if i not in gone)
+    facts = tuple(fact for fact in dialogue.facts if fact != question.fact)
     return Dialogue(kept, (question,), facts, count_tokens(kept))
 
 

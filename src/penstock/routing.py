@@ -33,13 +33,13 @@ from penstock.config import RoutingPolicy
 
 POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 SHORT_BYTES = 4
-"""Of a block's key in a summary."""
+"""Bytes of a block hash in a summary."""
 HASH_BLOCKS = 2
 """Blocks by which a prompt without a cache key of its own is known to a hash."""
 WORTH = 8.0
-"""What a block of one conversation counts where it would have to be computed again, against one
-that waits: it would lie in two places then, and fewer others would fit. Replayed, 8 keeps 19
-hits in 20 that 50 keeps, and at 1 a fifth is lost (docs/scale.md)."""
+"""Cost of computing again a block of one conversation, counted in waiting blocks: it would be on
+two replicas then, and fewer others would fit. Replayed, 8 keeps 19 hits in 20 that 50 keeps, and at
+1 a fifth is lost (docs/scale.md)."""
 RECENT = 256
 """Prompts of which the router remembers the blocks."""
 COMMON = 16
@@ -77,9 +77,9 @@ class Summary:
 
     def to_bytes(self) -> bytes:
         """Return 4 bytes a block, in rising order."""
-        found = np.fromiter(self.blocks, "<u4", len(self.blocks))
-        found.sort()
-        return found.tobytes()
+        blocks = np.fromiter(self.blocks, "<u4", len(self.blocks))
+        blocks.sort()
+        return blocks.tobytes()
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ class RoutedPrompt:
     """What a router knows of a prompt."""
 
     block_hashes: Sequence[bytes]
-    """Of its whole blocks, as `hash_blocks` names them."""
+    """Hashes of its whole blocks, as `hash_blocks` computes them."""
     cache_key: str | None = None
     """The client's `prompt_cache_key`, if it gave one."""
 
@@ -119,7 +119,7 @@ class Routed:
 
     replica: str
     known_blocks: int
-    """Of the prompt, that the router believes to be there."""
+    """Blocks of the prompt that the router believes to be there."""
 
 
 @dataclass(slots=True)
@@ -129,21 +129,21 @@ class _Place:
     bit: int
     """Its place in the masks of the index."""
     seed: int
-    told: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)
     """Blocks it said it holds."""
     sent: set[int] = field(default_factory=set)
     """Other blocks, of prompts that were sent there since it last said so."""
     sent_before: set[int] = field(default_factory=set)
-    """As `sent`, from between its last two tellings."""
+    """Blocks that were in `sent` when the replica last reported."""
 
     def holds(self, block: int) -> bool:
         """Tell whether a block is believed to be there."""
-        return block in self.told or block in self.sent or block in self.sent_before
+        return block in self.reported or block in self.sent or block in self.sent_before
 
     @property
     def size(self) -> int:
         """Blocks believed to be there, about: one may have been sent twice."""
-        return len(self.told) + len(self.sent) + len(self.sent_before)
+        return len(self.reported) + len(self.sent) + len(self.sent_before)
 
 
 class Router:
@@ -218,22 +218,24 @@ class Router:
 
     def known(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
         """Return how many of a prompt's first blocks each replica seems to hold; zeros left out."""
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         for blocks, mask in self._levels(block_hashes):
             for name in self._named(mask):
-                found.setdefault(name, blocks)
-        return found
+                lengths.setdefault(name, blocks)
+        return lengths
 
     def prices(self, block_hashes: Sequence[bytes]) -> list[float]:
         """Return what the blocks behind the first 0, 1, 2, ... count if they are computed."""
-        each = [
+        block_prices = [
             1.0 if self._uses.get(short(key), 0) >= COMMON else self._worth for key in block_hashes
         ]
-        return [*accumulate(reversed(each), initial=0.0)][::-1]
+        return [*accumulate(reversed(block_prices), initial=0.0)][::-1]
 
     def choose(self, prompt: RoutedPrompt, loads: Mapping[str, float]) -> Routed:
-        """Choose who gets a prompt. `round-robin` and what is drawn go on from here; what was
-        told does not change.
+        """Choose a replica for a prompt.
+
+        Advances the turn of `round-robin` and the random draw; the replicas' summaries stay as they
+        are.
 
         Args:
             loads: blocks that wait to be computed, of each replica; none where it is not named.
@@ -275,20 +277,22 @@ class Router:
         if place is None:
             return
         del self._places[replica]
-        for block in place.told | place.sent | place.sent_before:
+        for block in place.reported | place.sent | place.sent_before:
             self._mark(block, place.bit, held=False)
         self._names[place.bit] = ""
         self._recount()
 
     def tell(self, replica: str, summary: Summary) -> None:
-        """Replace what a replica holds by what it says. What was sent there since it last said
-        so is believed once more: it may not have been computed when the summary was made.
+        """Replace the blocks a replica is known to hold by its summary.
+
+        Blocks sent there since its last summary are believed once more: they may not have been
+        computed when it was made.
 
         Raises:
             KeyError: it has not joined.
         """
         place = self._places[replica]
-        self.change(replica, summary.blocks - place.told, place.told - summary.blocks)
+        self.change(replica, summary.blocks - place.reported, place.reported - summary.blocks)
 
     def change(self, replica: str, added: Iterable[int], removed: Iterable[int]) -> None:
         """As `tell`, by what is different from before.
@@ -298,10 +302,10 @@ class Router:
         """
         place = self._places[replica]
         added, removed = set(added), set(removed)
-        place.told |= added
-        place.told -= removed
+        place.reported |= added
+        place.reported -= removed
         forgotten = place.sent_before
-        place.sent_before, place.sent = place.sent - place.told, set()
+        place.sent_before, place.sent = place.sent - place.reported, set()
         for block in added | removed | forgotten:
             self._mark(block, place.bit, held=place.holds(block))
 
@@ -314,7 +318,7 @@ class Router:
         place = self._places[replica]
         blocks = [short(key) for key in block_hashes]
         self._use(blocks)
-        new = set(blocks) - place.told  # what it holds it will say when it gives it up
+        new = set(blocks) - place.reported  # what it holds it will say when it gives it up
         for block in new:
             self._mark(block, place.bit, held=True)
         place.sent |= new
@@ -323,7 +327,7 @@ class Router:
         """Raise AssertionError unless the index is what the replicas' own sets say."""
         recount: dict[int, int] = {}
         for place in self._places.values():
-            for block in place.told | place.sent | place.sent_before:
+            for block in place.reported | place.sent | place.sent_before:
                 recount[block] = recount.get(block, 0) | 1 << place.bit
         if recount != self._index:
             raise AssertionError(f"{len(self._index)} blocks indexed, {len(recount)} are held")

@@ -70,7 +70,7 @@ def rival(folder: Folder, port: int) -> Kind:
     """
     flags = ["--host", HOST, "--port", str(port), "--log-level", "WARNING"]
     blas = load_blas()
-    preloaded = sys.platform == "linux" and blas.found and ".so" in blas.name
+    preloaded = sys.platform == "linux" and blas.is_fast and ".so" in blas.name
     return Kind(
         "mlx-lm",
         (sys.executable, "-m", "mlx_lm", "server", "--model", str(folder.path), *flags),

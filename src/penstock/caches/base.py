@@ -26,7 +26,7 @@ class LayerCache:
     keys: Side | None = None
     values: Side | None = None
     growths: int = 0
-    """How often an update replaced the buffers it had allocated by a larger copy."""
+    """Number of updates that replaced the allocated buffers by a larger copy."""
     read_by_others: bool = False
     """Whether later layers call `keys_and_values()` of this one (Gemma 3n, AFM 7).
 
@@ -332,15 +332,15 @@ def agree(what: str, caches: Sequence[LayerCache]) -> None:
     if len(kinds) > 1:
         raise ValueError(f"{what} needs caches of one class, not of {sorted(kinds)}")
     for name in first.carried:
-        found = {getattr(cache, name) for cache in caches}
-        if len(found) > 1:
+        values = {getattr(cache, name) for cache in caches}
+        if len(values) > 1:
             raise ValueError(
-                f"{what} needs caches of the same {name}, not of {sorted(found, key=str)}"
+                f"{what} needs caches of the same {name}, not of {sorted(values, key=str)}"
             )
     shapes = [shape[1:] for cache in caches if (shape := cache._held_shape()) is not None]
     names = ("kv_heads", "head_dim of keys", "head_dim of values", "dtype", "dtype of values")
     for name, *found_in_each in zip(names, *shapes, strict=False):
-        if any(found != found_in_each[0] for found in found_in_each):
+        if any(values != found_in_each[0] for values in found_in_each):
             raise ValueError(f"{what} needs caches of the same {name}, not of {found_in_each}")
 
 

@@ -113,8 +113,8 @@ class TurboQuant(LayerCache):
     """What the cache of one sequence and that of a batch share: who reads them, and how."""
 
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
-    """What the model is to attend to now; it alone keeps that alive, which may be all,
-    dequantized."""
+    """Weak references to the keys and values the model attends to next. The model alone keeps them
+    alive, since they may be the whole sequence, dequantized."""
     _in_place = False
     """Whether a single token was seen to attend by `attend`."""
 
@@ -148,11 +148,11 @@ class TurboQuant(LayerCache):
         self._given, self._in_place = None, True
         queries = attention.in_base_2(queries, scale)
         rows = self._rows()
-        found = [
-            row.attended(queries[i : i + 1] if len(rows) > 1 else queries, some, sinks)
-            for i, (row, some) in enumerate(zip(rows, seen, strict=True))
+        mixed_rows = [
+            row.attended(queries[i : i + 1] if len(rows) > 1 else queries, row_mask, sinks)
+            for i, (row, row_mask) in enumerate(zip(rows, seen, strict=True))
         ]
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
+        return mixed_rows[0] if len(mixed_rows) == 1 else mx.concatenate(mixed_rows, axis=0)
 
     def _give(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return what the model hands to its attention for a single token.
@@ -177,8 +177,10 @@ class TurboQuant(LayerCache):
         raise NotImplementedError
 
     def _seen(self, mask: object) -> list[mx.array | None]:
-        """Return (1, columns) of booleans, or None for all, for each row; nothing if the mask is
-        of another kind."""
+        """Return (1, columns) of booleans, or None for all, for each row.
+
+        Returns nothing if the mask is of another kind.
+        """
         raise NotImplementedError
 
 
@@ -298,8 +300,8 @@ class TurboQuantKVCache(TurboQuant):
         for part in parts:
             raw = short or cache.head.offset < first
             for side, codec in zip(part, codecs, strict=True):
-                found = side.codec if isinstance(side, Coded) else None
-                if found != (None if raw else codec):
+                held_codec = side.codec if isinstance(side, Coded) else None
+                if held_codec != (None if raw else codec):
                     return None
             if raw:
                 cache.head.update_and_fetch(*col.arrays(*part))
@@ -436,7 +438,7 @@ class TurboQuantKVCache(TurboQuant):
             return keys, values
         first, end = self.head.offset, self.codes.offset
         start, stop = start - first, stop - first
-        found = []
+        sides = []
         codecs = (self.scheme.keys, self.scheme.values)
         own = self.tail.keys_and_values()
         for coded, raw, codec in zip(
@@ -449,9 +451,9 @@ class TurboQuantKVCache(TurboQuant):
             if stop > end:
                 (rest,) = col.arrays(col.take(raw, max(0, start - end), stop - end))
                 parts.append(_encoded(rest, codec))
-            found.append(col.copied(parts[0]) if len(parts) == 1 else col.join(*parts))
-        mx.eval(col.arrays(*found))
-        return found[0], found[1]
+            sides.append(col.copied(parts[0]) if len(parts) == 1 else col.join(*parts))
+        mx.eval(col.arrays(*sides))
+        return sides[0], sides[1]
 
     def attended(
         self, queries: mx.array, seen: mx.array | None, sinks: mx.array | None
@@ -474,8 +476,7 @@ class TurboQuantKVCache(TurboQuant):
     # ---- acts
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take tokens in and return all there are, these as they are and what was before
-        dequantized.
+        """Take tokens in and return all of them: the new ones raw, the earlier ones dequantized.
 
         keys, values: (1, kv_heads, tokens, dim). To a single token whose model was seen to read
         in place, itself alone.
@@ -607,8 +608,8 @@ class TurboQuantKVCache(TurboQuant):
             dtypes = [part.dtype for part in col.arrays(*self.tail._held())]
             rest = []
             for side, dtype in zip(self.codes.keys_and_values(), dtypes, strict=True):
-                some = col.take(side, start, start + span)
-                wide = some.dequantize().astype(dtype) if isinstance(some, Coded) else some
+                piece = col.take(side, start, start + span)
+                wide = piece.dequantize().astype(dtype) if isinstance(piece, Coded) else piece
                 rest.append(col.take(wide, 0, tokens - start))
             self.tail.update_and_fetch(*(col.arrays(*rest)))
         self.codes.offset = start
@@ -816,12 +817,12 @@ class BatchTurboQuantKVCache(TurboQuant):
             return []
         if mask.shape not in ((rows, 1, 1, count), (1, 1, 1, count)):
             return []
-        each = mx.broadcast_to(mask, (rows, 1, 1, count))
-        return [each[i, 0, :, count - row.size() :] for i, row in enumerate(self.rows)]
+        row_mask = mx.broadcast_to(mask, (rows, 1, 1, count))
+        return [row_mask[i, 0, :, count - row.size() :] for i, row in enumerate(self.rows)]
 
     def _held_shape(self) -> tuple[Any, ...] | None:
-        found = (shape for row in self.rows if (shape := row._held_shape()) is not None)
-        shape = next(found, None)
+        shapes = (shape for row in self.rows if (shape := row._held_shape()) is not None)
+        shape = next(shapes, None)
         return None if shape is None else (len(self.rows), *shape[1:])
 
     def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:

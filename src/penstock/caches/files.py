@@ -81,8 +81,8 @@ def save_prompt_cache(
     kinds = [type(c).__name__ for c in cache]
     header = dict(tree_flatten([metadata or {}, kinds, scalars]))
     # Made with mode 0600, under a name of its own, in the folder that it stays in.
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as made:
-        aside = Path(made.name)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=path.suffix, delete=False) as file:
+        aside = Path(file.name)
     try:
         mx.save_safetensors(str(aside), arrays, header)
         with aside.open("rb+") as written:

@@ -26,15 +26,15 @@ class LayerForm:
     settings: tuple[Any, ...]
     max_size: int | None
     dtypes: tuple[mx.Dtype, ...]
-    """Of the arrays that its keys, and then its values, consist of."""
+    """Dtypes of the arrays that its keys, and then its values, consist of."""
     heads: tuple[tuple[int, int], ...]
     """Heads, and numbers of one of them, in each of those arrays."""
 
     @staticmethod
     def parts(keys: Side | None, values: Side | None) -> tuple[Any, Any]:
         """Return `dtypes` and `heads` of keys and values."""
-        found = col.arrays(keys, values)
-        return tuple(part.dtype for part in found), tuple(part.shape[1::2] for part in found)
+        arrays = col.arrays(keys, values)
+        return tuple(part.dtype for part in arrays), tuple(part.shape[1::2] for part in arrays)
 
     @classmethod
     def of(cls, cache: Any) -> LayerForm | str:
@@ -65,8 +65,10 @@ class LayerForm:
         return f"a {self.kind.__name__}{settings} ({heads}; {dtypes})"
 
     def revive(self, keys: Sequence[Side], values: Sequence[Side], tokens: int, room: int) -> Any:
-        """Make a cache that holds copies of these consecutive parts, with `room` columns; what is
-        coded is dequantized."""
+        """Make a cache with `room` columns that holds copies of these consecutive parts.
+
+        Coded parts are dequantized.
+        """
         settings = self.settings
         if self.max_size is not None:
             keep, size, _, *rest = settings

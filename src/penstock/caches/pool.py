@@ -27,7 +27,7 @@ from penstock.kv import columns as col
 from penstock.kv.checks import positive
 
 Layout: TypeAlias = Literal["heads_first", "tokens_first"]
-"""Which axis of keys and values is the first: that of the heads, or that of the tokens."""
+"""Axis that comes first in keys and values: heads, or tokens."""
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ from penstock.prefix.prefixes import Prefixes
 from penstock.prefix.tree import Pin
 
 PREFILL_TOKENS = 2_048
-"""That `prefill` reads at a time, as mlx-lm does."""
+"""Tokens that `prefill` reads at a time, as mlx-lm does."""
 ROOM_TOKENS = 256
 """Columns that a fetched cache has beyond its tokens, unless told how many it needs."""
 
@@ -68,7 +68,7 @@ class _Run:
     start: int
     stop: int
     nbytes: int
-    """Of their KV, as it will be held."""
+    """Bytes of their KV in its final format."""
     meanwhile: int = 0
     """Bytes that are taken besides while they are encoded."""
     rule: QuantizationRule | None = None
@@ -80,9 +80,9 @@ class _Shape:
     """How a model's caches are made again."""
 
     forms: list[LayerForm]
-    """Of those with keys and values."""
+    """Forms of the caches with keys and values."""
     states: list[type[Any]]
-    """Of those with a state of a recurrent layer."""
+    """Types of the caches with a state of a recurrent layer."""
     places: tuple[Place, ...]
 
 
@@ -99,7 +99,7 @@ class _Source:
     SettingError if a codec cannot hold what is not coded yet."""
     coded: bool = False
     viewed: int = 0
-    """Of coded tokens: first ones that are cut as views; others that stay raw are joined."""
+    """First coded tokens that are cut as views; later ones that stay raw are joined."""
     encoded: bool = False
     """Whether some are encoded already, so that all behind the first ones are cut so."""
 
@@ -292,8 +292,8 @@ class PrefixCache:
             return self._refuse(_difference(held_shape, shape))
         values = as_tokens(tokens)
         held = min((source.tokens for source in sources), default=len(values))
-        found = tuple(tuple(cache.cache) for cache in states)
-        return self._insert(values[:held], sources, salt, found if held <= len(values) else ())
+        recurrent = tuple(tuple(cache.cache) for cache in states)
+        return self._insert(values[:held], sources, salt, recurrent if held <= len(values) else ())
 
     def prefill(
         self,
@@ -344,12 +344,12 @@ class PrefixCache:
 
     def explain(self, tokens: Tokens, *, salt: str = "") -> Explanation:
         """Say how far `tokens` would match now, what stands in the way of more, and what to do."""
-        found = self.prefixes.explain(tokens, salt)
+        explanation = self.prefixes.explain(tokens, salt)
         shape = self._shapes.get(salt)
         if shape is None or not shape.states:
-            return found
+            return explanation
         match = self.prefixes.find(as_tokens(tokens)[:-1], salt)
-        return replace(found, resume_tokens=resume(match.path, match.tokens)[0])
+        return replace(explanation, resume_tokens=resume(match.path, match.tokens)[0])
 
     def clear(self) -> None:
         """Evict everything that nobody is reading."""
@@ -503,8 +503,8 @@ class PrefixCache:
                     except SettingError as error:
                         return self._refuse(str(error))
                 for run, segment in zip(runs, segments, strict=True):
-                    some = values[run.start : run.stop]
-                    self.prefixes.insert(pin, run.start // size, keys, some, segment, paid)
+                    run_tokens = values[run.start : run.stop]
+                    self.prefixes.insert(pin, run.start // size, keys, run_tokens, segment, paid)
             self._keep_states(pin, len(values), states)
         return Stored(stop - start, stop)
 
@@ -540,15 +540,16 @@ class PrefixCache:
                     self.prefixes.exchange(node, rule.encoded, nbytes)
 
     def _keep_states(self, pin: Pin[Segment], at: int, states: States) -> None:
-        """File states that are true behind so many tokens, if that is a boundary, and there is
-        room."""
+        """Insert a checkpoint of the states at `at`, if that is a boundary and memory allows."""
         if states and at and at % self.tree.block_size == 0:
             checkpoints = Checkpoints(self.prefixes, nbytes_of(states))
             checkpoints.capture(pin.path, at, RecurrentState(states), turn_end=True)
 
     def _runs(self, sources: list[_Source], start: int, stop: int, tokens: int) -> list[_Run]:
-        """Return which tokens become a node each, and what they take: raw ones, then coded; of a
-        short prompt of so many tokens raw ones alone."""
+        """Return the token runs that become a node each, with their bytes: raw ones, then coded.
+
+        A prompt of fewer tokens than the rule quantizes stays raw.
+        """
         layers = [source.sample for source in sources]
         rule = self._rule
         short = rule is not None and tokens < rule.least_tokens
@@ -580,16 +581,16 @@ class PrefixCache:
         """
         with self.ledger.reserve(Kind.BUFFERS, run.meanwhile):
             layers = tuple(source.cut(run.start, run.stop) for source in sources)
-            made = Segment(layers, length=run.stop - run.start)
+            segment = Segment(layers, length=run.stop - run.start)
             if run.rule is None:
-                return made.owned()
-            made = run.rule.encoded(made)
-        more = made.nbytes - run.nbytes
+                return segment.owned()
+            segment = run.rule.encoded(segment)
+        more = segment.nbytes - run.nbytes
         if more > 0:
             if not self.prefixes.make_room(more + index):
                 raise SettingError("numbers too large for a codec find no room")
             paid.resize(paid.nbytes + more)
-        return made.owned()
+        return segment.owned()
 
     def _refuse(self, reason: str) -> Stored:
         self.counts.refused += 1

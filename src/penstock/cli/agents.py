@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 1.0
-"""How often the line is printed where it cannot be drawn over."""
+"""Seconds between two printed lines where the terminal cannot redraw one."""
 
 
 @with_settings

@@ -136,9 +136,9 @@ def verify(
     with _opened(ssd_cache_dir) as folder, _progress("verify", folder.index.nbytes) as progress:
         verdict = verify_folder(folder, repair=repair, progress=progress)
     if as_json:
-        found = {kind: verdict.count(kind) for kind in ("damaged", "missing", "unknown")}
-        found["left_over"] = verdict.count("left over")
-        _print_json(ssd_cache_dir, index=damage, **asdict(verdict), **found)
+        counts = {kind: verdict.count(kind) for kind in ("damaged", "missing", "unknown")}
+        counts["left_over"] = verdict.count("left over")
+        _print_json(ssd_cache_dir, index=damage, **asdict(verdict), **counts)
     else:
         _show_verdict(verdict, damage is not None)
     raise typer.Exit(1 if verdict.faults and not repair else 0)
@@ -311,8 +311,8 @@ def _say(line: str) -> None:
     _console().print(line, soft_wrap=True)
 
 
-def _print_json(path: Path, **found: Any) -> None:
-    print(json.dumps({"folder": str(path.expanduser()), **found}))
+def _print_json(path: Path, **fields: Any) -> None:
+    print(json.dumps({"folder": str(path.expanduser()), **fields}))
 
 
 def _block(entry: Entry, uses: int) -> dict[str, object]:

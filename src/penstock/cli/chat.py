@@ -102,10 +102,10 @@ def chat(
 def _local(model: str, kv: config.KVSettings, system: str | None) -> Partner:
     options.warn_of_slow_blas(load_blas())
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.cli.conversation import Conversation
+    from penstock.cli.conversation import LocalChat
     from penstock.models.mlx_lm import load_all
 
-    return Conversation(load_all(model), kv, system)
+    return LocalChat(load_all(model), kv, system)
 
 
 def _remote(context: typer.Context, url: str, api_key: str | None, system: str | None) -> Partner:

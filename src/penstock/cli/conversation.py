@@ -29,7 +29,7 @@ class KVUse:
     capacity: int
     """Tokens the allocated buffers have room for."""
     growths: int
-    """How often a buffer was replaced by a larger copy, all layers together."""
+    """Number of times that a buffer was replaced by a larger copy, all layers together."""
 
 
 def make_caches(loaded: Loaded, kv: KVSettings, capacity: int | None = None) -> list[Any]:
@@ -97,7 +97,7 @@ def shared_tokens(held: Sequence[int], wanted: Sequence[int]) -> int:
     return next((i for i in range(limit) if held[i] != wanted[i]), limit)
 
 
-class Conversation:
+class LocalChat:
     """A dialogue; each turn reads only the tokens that the caches do not hold yet.
 
     The chat template decides what a turn's tokens are. Where the rendered history no longer

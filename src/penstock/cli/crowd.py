@@ -26,7 +26,7 @@ from penstock.models.mlx_lm import Loaded, render
 from penstock.recall import Message, Question, dialogue
 
 ROUNDS = 2
-"""How often an agent tells a fact and asks for two."""
+"""Rounds of an agent, each telling one fact and asking for two."""
 ANSWER_TOKENS = 32
 FACT_TOKENS = 20
 """Tokens of a dialogue for each fact that is told in it."""
@@ -63,14 +63,14 @@ class Account:
     answers: tuple[AgentAnswer, ...]
     conversation_tokens: int
     prompt_tokens: int
-    """Of all its requests; each sends the conversation so far."""
+    """Prompt tokens of all its requests; each sends the conversation so far."""
     hit_tokens: int
-    """Of those, not computed again: prefill avoided."""
+    """Prompt tokens that were not computed again: prefill avoided."""
     hit_rate: float
     own_bytes: int
-    """Of its conversation, what is held behind the part that all share."""
+    """KV bytes of its conversation behind the part that all agents share."""
     plain_bytes: int
-    """What a cache of its own would hold."""
+    """KV bytes that a cache of its own would hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class AgentsReport:
     hit_rate: float
     prefilled_tokens: int
     plain_prefilled_tokens: int
-    """What would have been prefilled with caches of their own, kept from turn to turn."""
+    """Prompt tokens that caches of their own, kept from turn to turn, would have prefilled."""
     generated_tokens: int
     seconds: float
     tokens_per_second: float
@@ -333,9 +333,9 @@ def write_scripts(
     """
     most = max(1, prompt_tokens // LEAST_TOKENS_A_FACT)
     facts = most + agents * ROUNDS
-    told = dialogue(seed, tokens=1 + facts * FACT_TOKENS, facts=facts, distractors=0.0)
-    tellings = [told.messages[question.message]["content"] for question in told.questions]
-    own, tellings_of_own = told.questions[most:], tellings[most:]
+    script = dialogue(seed, tokens=1 + facts * FACT_TOKENS, facts=facts, distractors=0.0)
+    tellings = [script.messages[question.message]["content"] for question in script.questions]
+    own, tellings_of_own = script.questions[most:], tellings[most:]
 
     def system(count: int) -> Message:
         return {"role": "system", "content": "\n".join(tellings[:count])}
@@ -349,7 +349,7 @@ def write_scripts(
     rng = Random(f"agents {seed}")
     scripts: list[list[AgentLine]] = [[] for _ in range(agents)]
     for index, (question, telling) in enumerate(zip(own, tellings_of_own, strict=True)):
-        shared = rng.choice(told.questions[:fits])
+        shared = rng.choice(script.questions[:fits])
         scripts[index % agents] += [
             AgentLine(telling),
             AgentLine(shared.text, shared, shared=True),

@@ -47,7 +47,7 @@ class MachineReport:
     """What was found."""
 
     back_end: str
-    """metal, cuda, cpu, or none if MLX cannot be imported."""
+    """MLX back end: `metal`, `cuda`, `cpu`, or `none` if MLX cannot be imported."""
     device: str
     nvidia: bool
     """Whether the system shows an NVIDIA device."""
@@ -81,8 +81,8 @@ def doctor(
     if fit is not None:
         problems += find_misfits(fit)
     if as_json:
-        found = {**asdict(machine), "model": None if fit is None else asdict(fit)}
-        print(json.dumps({**found, "problems": [asdict(p) for p in problems]}))
+        report = {**asdict(machine), "model": None if fit is None else asdict(fit)}
+        print(json.dumps({**report, "problems": [asdict(p) for p in problems]}))
     else:
         _show(machine, fit, problems)
     raise typer.Exit(1 if problems else 0)
@@ -92,7 +92,7 @@ def examine() -> MachineReport:
     """Look at the machine and measure its matrix products."""
     blas, nvidia = load_blas(), nvidia_device()
     versions = {"python": platform.python_version(), "penstock": __version__}
-    versions |= {name: found for name in PACKAGES if (found := installed(name)) is not None}
+    versions |= {name: version for name in PACKAGES if (version := installed(name)) is not None}
     try:
         import mlx.core as mx
     except ImportError as error:

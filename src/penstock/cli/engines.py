@@ -11,10 +11,10 @@ from penstock.errors import NeverFits, SettingError, StepTooLarge
 from penstock.models.mlx_lm import Loaded
 
 USEFUL_TOKENS = 1_024
-"""Of KV: what a limit that is proposed has room for."""
+"""Tokens of KV for which a proposed limit has room."""
 NO_LIMIT = 1 << 60
 INDEX_SHARE = 0.03
-"""Of a limit, what the index takes at most."""
+"""Largest share of a limit that the index takes."""
 
 
 def make_engine(loaded: Loaded, **settings: Any) -> Engine:

@@ -21,7 +21,7 @@ class Layers:
     count: int
     kind: LayerKind | Literal["compressed"]
     window_tokens: int | None = None
-    """What they see beside the kept tokens; None is everything."""
+    """Tokens of the window beside the kept ones; None is no window."""
     keep: int = 0
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class FitnessReport:
     model_type: str
     layers: tuple[Layers, ...]
     kv_bytes_per_token: int
-    """In all layers; recurrent ones have none."""
+    """KV bytes of one token in all layers; recurrent ones have none."""
     way: Way | None
     """None: the engine cannot run it."""
     why: str

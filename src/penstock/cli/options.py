@@ -207,5 +207,5 @@ def check_text(what: str, text: str) -> None:
         # surrogateescape adds 0xDC00 to the byte; what else cannot be encoded is a surrogate
         # itself, of which the low byte says nothing.
         code = ord(text[error.start])
-        found = f"byte {code - 0xDC00:#04x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
-        raise SettingError(f"{what} is not UTF-8: {found} after {error.start} characters") from None
+        shown = f"byte {code - 0xDC00:#04x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
+        raise SettingError(f"{what} is not UTF-8: {shown} after {error.start} characters") from None

@@ -120,7 +120,7 @@ def plan(
     Exit code 0 if the batch fits, 1 if it does not.
     """
     spec = memory.divided(memory.read_model_spec(_find(model)), hosts, pipeline=pipeline)
-    made = make_plan(
+    memory_plan = make_plan(
         spec,
         memory_bytes=_limit(memory_limit),
         max_kv_size=max_kv_size,
@@ -128,10 +128,10 @@ def plan(
         **kv,
     )
     if as_json:
-        print(json.dumps(asdict(made)))
+        print(json.dumps(asdict(memory_plan)))
     else:
-        _show(made, Console(highlight=False, markup=False))
-    if not made.fits:
+        _show(memory_plan, Console(highlight=False, markup=False))
+    if not memory_plan.fits:
         raise typer.Exit(1)
 
 
@@ -289,27 +289,27 @@ def _advice(chosen: PlanRow, rows: tuple[PlanRow, ...], free: int, batch: int) -
     )
 
 
-def _show(made: MemoryPlan, console: Console) -> None:
+def _show(plan: MemoryPlan, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
 
-    weights = "unknown" if made.weight_bytes is None else format_bytes(made.weight_bytes)
-    layers = ", ".join(f"{count} {kind}" for kind, count in made.layers.items() if count)
-    say(f"{made.model} ({made.model_type}, {made.dtype}): {layers} layers")
-    say(f"weights  {weights} ({made.weight_source})")
-    say(f"memory   {format_bytes(made.memory_bytes)}, {format_bytes(made.free_bytes)} for caches")
+    weights = "unknown" if plan.weight_bytes is None else format_bytes(plan.weight_bytes)
+    layers = ", ".join(f"{count} {kind}" for kind, count in plan.layers.items() if count)
+    say(f"{plan.model} ({plan.model_type}, {plan.dtype}): {layers} layers")
+    say(f"weights  {weights} ({plan.weight_source})")
+    say(f"memory   {format_bytes(plan.memory_bytes)}, {format_bytes(plan.free_bytes)} for caches")
     say(
-        f"window   {made.max_kv_size:,} tokens a sequence, of them {made.keep_kv_size:,} kept; "
-        f"batch {made.batch}"
+        f"window   {plan.max_kv_size:,} tokens a sequence, of them {plan.keep_kv_size:,} kept; "
+        f"batch {plan.batch}"
     )
-    windows = made.layers["window"] > 0
+    windows = plan.layers["window"] > 0
     table = Table()
     for title in ("KV bits", "a token", *(["window layers"] if windows else [])):
         table.add_column(title, justify="right")
     for title in ("a sequence", "batch", "sequences fit", "window fits"):
         table.add_column(title, justify="right")
-    for row in made.rows:
-        mark = "*" if row is made.chosen else ""
+    for row in plan.rows:
+        mark = "*" if row is plan.chosen else ""
         if row.impossible:
             table.add_row(f"{row.kv_bits}", "not possible")
             continue
@@ -323,13 +323,13 @@ def _show(made: MemoryPlan, console: Console) -> None:
             "any" if row.largest_window_tokens is None else f"{row.largest_window_tokens:,}",
         )
     console.print(table)
-    for line in made.arithmetic:
+    for line in plan.arithmetic:
         say(f"  {line}")
-    for reason in sorted({row.impossible for row in made.rows if row.impossible}):
+    for reason in sorted({row.impossible for row in plan.rows if row.impossible}):
         say(f"note: {reason}")
-    for note in made.notes:
+    for note in plan.notes:
         say(f"note: {note}")
-    say(made.advice or "fits; a prompt's own working memory comes on top")
+    say(plan.advice or "fits; a prompt's own working memory comes on top")
 
 
 def _default_keep(window: int) -> int:

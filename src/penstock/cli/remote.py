@@ -16,7 +16,8 @@ from penstock.errors import PenstockError, SettingError
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 300.0
-"""How long the next byte may take; ours sends a comment now and then while it reads a prompt."""
+"""Seconds to wait for the next byte; penstock's server sends a comment now and then while it reads
+a prompt."""
 
 
 class RemoteError(PenstockError):
@@ -40,12 +41,12 @@ class RemoteUsage:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, read from what was computed before."""
+    """Prompt tokens read from the cache."""
     completion_tokens: int = 0
     first_seconds: float = 0.0
-    """From the request to the first text."""
+    """Seconds from the request to the first text."""
     seconds: float = 0.0
-    """From the first text to the last."""
+    """Seconds from the first text to the last."""
 
     def line(self) -> str:
         """Say it in one line.
@@ -213,12 +214,12 @@ def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _count(found: dict[str, Any] | None, usage: RemoteUsage) -> None:
-    if not found:
+def _count(reported: dict[str, Any] | None, usage: RemoteUsage) -> None:
+    if not reported:
         return
-    usage.prompt_tokens = found.get("prompt_tokens", 0)
-    usage.completion_tokens = found.get("completion_tokens", 0)
-    usage.cached_tokens = (found.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    usage.prompt_tokens = reported.get("prompt_tokens", 0)
+    usage.completion_tokens = reported.get("completion_tokens", 0)
+    usage.cached_tokens = (reported.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -15,7 +15,7 @@ from penstock.models.mlx_lm import Loaded
 
 WAYS = ("cold", "memory", "disk")
 ANSWER_SECONDS = 600.0
-"""For one answer."""
+"""Seconds to wait for one answer."""
 LOGPROBS = Sampling(logprobs=True)
 
 
@@ -47,16 +47,18 @@ class ReplayVerdict:
 
     @property
     def difference(self) -> float:
-        """The most that a token's log-probability differs from the cold one, up to the first
-        other token."""
+        """Largest difference of a token's log-probability from the cold one.
+
+        Counted up to the first token that differs.
+        """
         cold = self.answers["cold"]
-        found = [0.0]
+        differences = [0.0]
         for answer in self.answers.values():
             for i, (ours, theirs) in enumerate(zip(answer.tokens, cold.tokens, strict=False)):
                 if ours != theirs:
                     break
-                found.append(abs(answer.logprobs[i] - cold.logprobs[i]))
-        return max(found)
+                differences.append(abs(answer.logprobs[i] - cold.logprobs[i]))
+        return max(differences)
 
     def is_within(self, tolerance: float) -> bool:
         """Tell whether the answers are the same."""
@@ -122,9 +124,9 @@ def replay(
 
 def _answer(engine: Engine, prompt: Sequence[int], max_tokens: int) -> ReplayedAnswer:
     request = Request(prompt=tuple(prompt), max_tokens=max_tokens, sampling=LOGPROBS)
-    (found,) = engine.submit(request).result(ANSWER_SECONDS)
-    assert found.finish is not None
-    if found.finish.error is not None:
-        raise found.finish.error
-    logprobs = tuple(float(token.logprob or 0.0) for token in found.logprobs)
-    return ReplayedAnswer(tuple(found.tokens), logprobs, found.finish.usage.cached_tokens)
+    (choice,) = engine.submit(request).result(ANSWER_SECONDS)
+    assert choice.finish is not None
+    if choice.finish.error is not None:
+        raise choice.finish.error
+    logprobs = tuple(float(token.logprob or 0.0) for token in choice.logprobs)
+    return ReplayedAnswer(tuple(choice.tokens), logprobs, choice.finish.usage.cached_tokens)

@@ -26,8 +26,10 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def _switched(read: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in which true is the value of a flag that may stand without one, and false
-    leaves such a flag out."""
+    """Return settings in which a flag that may stand alone is true by its value.
+
+    False leaves such a flag out.
+    """
     values = {flag[2:].replace("-", "_"): value for flag, value in WITHOUT_VALUE.items()}
     switches = {name for name in values if isinstance(read.get(name), bool)}
     on = {name: values[name] for name in switches if read[name]}

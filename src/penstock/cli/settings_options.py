@@ -72,7 +72,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         command(**{name: fields.take(values) for name, fields in groups.items()}, **values)
 
     called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    called.__annotations__ = {one.name: one.annotation for one in parameters}
     return called
 
 
@@ -180,8 +180,8 @@ def _range(field: FieldInfo, read: Any) -> dict[str, Any]:
     """Return a number's range, as help shows it; the settings check open ends themselves."""
     if read not in (int, float):
         return {}
-    least = [each.ge for each in field.metadata if isinstance(each, annotated_types.Ge)]
-    most = [each.le for each in field.metadata if isinstance(each, annotated_types.Le)]
+    least = [bound.ge for bound in field.metadata if isinstance(bound, annotated_types.Ge)]
+    most = [bound.le for bound in field.metadata if isinstance(bound, annotated_types.Le)]
     if not least:
         return {}
     return {"min": least[0], **({"max": most[0]} if most else {})}

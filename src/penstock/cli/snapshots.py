@@ -17,13 +17,13 @@ from penstock.memory import format_bytes
 
 CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
-"""After which a server that tells nothing is taken for lost; ours tells twice a second."""
+"""Seconds without a snapshot after which a server is taken for lost; it sends two a second."""
 BAR_CELLS = 48
 FRAME_LINES = 12
 """Lines of a drawing that are not a request's."""
 
 Snapshot: TypeAlias = dict[str, Any]
-"""What `/v1/live` tells, see `penstock.server.live.Snapshot`."""
+"""Body of `/v1/live`; see `penstock.server.live.Snapshot`."""
 
 COLOURS = {
     "weights": "bright_black",
@@ -33,7 +33,7 @@ COLOURS = {
     "tails": "yellow",
     "nodes": "cyan",
 }
-"""From what stays to what comes and goes."""
+"""Colors of the memory bar, from the most lasting kind of memory to the least."""
 STATES = {"done": "green", "running": "cyan", "waiting": "yellow", "failed": "red"}
 
 
@@ -63,7 +63,7 @@ def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
 
 def record(snapshot: Snapshot) -> Snapshot:
     """Return the figures alone: the tree has its own address, and the past its own lines."""
-    return {name: told for name, told in snapshot.items() if name not in ("tree", "history")}
+    return {name: value for name, value in snapshot.items() if name not in ("tree", "history")}
 
 
 def line(snapshot: Snapshot) -> str:
@@ -213,13 +213,13 @@ def _parsed(address: str, answer: httpx.Response) -> Iterator[Snapshot]:
         if not row.startswith("data:"):
             continue
         try:
-            told = json.loads(row.removeprefix("data:"))
-            error = told.get("error")
+            snapshot = json.loads(row.removeprefix("data:"))
+            error = snapshot.get("error")
         except (ValueError, AttributeError):
             raise RemoteError(f"{address} does not answer as penstock serve does") from None
         if error:
             raise RemoteError(f"{address} has stopped: {error.get('message', error)}")
-        yield told
+        yield snapshot
 
 
 def _address(url: str) -> str:

@@ -13,7 +13,7 @@ from rich.live import Live
 from penstock.config import HOST, PORT
 
 PLAIN_SECONDS = 1.0
-"""How often a line is printed where nothing can be drawn over."""
+"""Seconds between two printed lines where the terminal cannot redraw one."""
 
 
 def top(

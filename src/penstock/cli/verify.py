@@ -82,8 +82,8 @@ def verify(
         verdicts = replay(loaded, tokens, max_tokens, tell, **engine)
     wrong = [verdict for verdict in verdicts if not verdict.is_within(tolerance)]
     if as_json:
-        found = [verdict.as_object() for verdict in verdicts]
-        print(json.dumps({"same": not wrong, "tolerance": tolerance, "prompts": found}))
+        objects = [verdict.as_object() for verdict in verdicts]
+        print(json.dumps({"same": not wrong, "tolerance": tolerance, "prompts": objects}))
     else:
         _print(verdicts, tolerance)
     raise typer.Exit(1 if wrong else 0)
@@ -103,20 +103,20 @@ def _asked(model: str, file: Path | None) -> list[Any]:
         return asked
     if Path(model).expanduser().resolve() != MODEL_PATH.resolve():
         raise SettingError("--prompts is needed: there are prompts for the embedded model alone")
-    told = [dialogue(seed, tokens=OWN_TOKENS, facts=2) for seed in range(OWN_PROMPTS)]
-    return [one.ask(question) for one in told for question in one.questions]
+    dialogues = [dialogue(seed, tokens=OWN_TOKENS, facts=2) for seed in range(OWN_PROMPTS)]
+    return [one.ask(question) for one in dialogues for question in one.questions]
 
 
 def _prompt(where: str, line: str) -> Any:
     options.check_text(where, line)
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except ValueError as error:
         raise SettingError(f"{where} is no JSON: {error}") from None
-    if isinstance(found, dict) and isinstance(found.get("messages"), list) and found["messages"]:
-        return found["messages"]
-    if isinstance(found, dict) and isinstance(found.get("prompt"), str) and found["prompt"]:
-        return found["prompt"]
+    if isinstance(fields, dict) and isinstance(fields.get("messages"), list) and fields["messages"]:
+        return fields["messages"]
+    if isinstance(fields, dict) and isinstance(fields.get("prompt"), str) and fields["prompt"]:
+        return fields["prompt"]
     raise SettingError(f"{where} has neither messages nor a prompt")
 
 

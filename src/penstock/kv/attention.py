@@ -70,8 +70,9 @@ KVData: TypeAlias = mx.array | CodedSide
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Which columns a query at `position` sees: none behind it, the last `window`, the first
-    `keep`.
+    """Visible columns of a query at `position`: the last `window` and the first `keep`.
+
+    Columns behind the query are never visible.
 
     `window` counts the query's own column; None sees everything in front.
     """
@@ -196,20 +197,20 @@ def mix(weights: mx.array, total: mx.array, parts: Sequence[KVData]) -> mx.array
     start = 0
     for values in parts:
         stop = start + columns(values)
-        some = weights if len(parts) == 1 else weights[..., start:stop]
+        part_weights = weights if len(parts) == 1 else weights[..., start:stop]
         start = stop
         if isinstance(values, mx.array):
-            sums.append(_mix(some, total, values))
+            sums.append(_mix(part_weights, total, values))
             continue
-        found = values.codec.mix(
-            some, values.after(total if transform_query is None else transform_query)
+        part_mix = values.codec.mix(
+            part_weights, values.after(total if transform_query is None else transform_query)
         )
-        found = found.astype(mx.float32)
+        part_mix = part_mix.astype(mx.float32)
         if codec is not None and transform_query is not None and values.codec != codec:
             sums.append(codec.inverse_transform(transform_query, dim))
             transform_query = None
         codec, dim = values.codec, values.dim
-        transform_query = found if transform_query is None else transform_query + found
+        transform_query = part_mix if transform_query is None else transform_query + part_mix
     if codec is not None and transform_query is not None:
         sums.append(codec.inverse_transform(transform_query, dim))
     return sum(sums[1:], start=sums[0])

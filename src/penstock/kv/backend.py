@@ -33,9 +33,9 @@ LANES_FROM = 2**16
 CODED_LANES_FROM = 2**12
 """The same where most of what is read is coded: MLX multiplies codes on one core alone."""
 CODED_LANES_ROWS = 4
-"""Up to so many rows. Of more, codes become floats, and BLAS has both cores for their product."""
+"""Most rows whose codes MLX multiplies; for more rows codes become floats, and BLAS has them."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
-"""By the bytes of a number."""
+"""Signed and unsigned integer types, by the bytes of a number."""
 HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
 """Whether MLX computes with it on this processor; on others it takes it for two bytes."""
 
@@ -135,8 +135,10 @@ class Backend(ABC):
         return mx.power(2.0, x)
 
     def extremes(self, groups: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the least and the largest of the last axis, (...) float32; no numbers where one
-        is none."""
+        """Return the minimum and maximum over the last axis, (...) float32.
+
+        Both are NaN where an element is NaN.
+        """
         return groups.min(axis=-1).astype(mx.float32), groups.max(axis=-1).astype(mx.float32)
 
     def as_float32(self, x: mx.array) -> mx.array:
@@ -163,14 +165,15 @@ class Backend(ABC):
         return 4 * (SCORE_BUFFERS if dtype == mx.float32 else HALF_SCORE_BUFFERS)
 
     def holds_all_scores(self, key_dim: int, value_dim: int) -> bool:
-        """Tell whether all scores of a prefill chunk are alive together, for heads of this
-        size."""
+        """Tell whether a prefill chunk materializes all its scores, for heads of this size."""
         return False
 
     @abstractmethod
     def code_bytes(self, numbers: int) -> int:
-        """Return what `multiply_codes` takes beside its result, at most, in all lanes together,
-        for runs of up to so many codes, one run after the other."""
+        """Return an upper bound of the bytes `multiply_codes` takes beside its result.
+
+        Counts all lanes together, for runs of up to so many codes, one run after the other.
+        """
 
 
 @dataclass(frozen=True)
@@ -283,18 +286,18 @@ class CPUBackend(Backend):
         sunk = None if sinks is None else (sinks * LOG2_E).reshape(keys.shape[0], -1, 1, 1)
         done = []
         for first in range(0, n, step):
-            some = min(step, n - first)
+            count = min(step, n - first)
             # Columns behind the last query of these are seen by none of them.
-            reach = m - n + first + some
+            reach = m - n + first + count
             part = self._attend_slice(
-                queries_in_2[:, :, first : first + some],
+                queries_in_2[:, :, first : first + count],
                 keys[:, :reach],
                 values[:, :reach],
                 None if columns is None else columns[:reach],
                 start + first,
                 attention_window,
             )
-            done.append(attention.merged([part], sunk).reshape(1, heads, some, -1))
+            done.append(attention.merged([part], sunk).reshape(1, heads, count, -1))
             if eager and step < n:
                 mx.eval(done[-1])
         result = done[0] if len(done) == 1 else mx.concatenate(done, axis=2)
@@ -309,8 +312,10 @@ class CPUBackend(Backend):
         start: int,
         attention_window: AttentionWindow,
     ) -> Partial:
-        """Let queries in base 2, (1, heads, n, d) from `start` on, read keys (kv_heads, m, d):
-        partial results (kv_heads, heads / kv_heads, n, ...)."""
+        """Return partial results (kv_heads, heads / kv_heads, n, ...) of queries over keys.
+
+        Queries: in base 2, (1, heads, n, d), from `start` on. Keys: (kv_heads, m, d).
+        """
         (_, heads, n, _), (kv_heads, m, _) = queries.shape, keys.shape
         scores = attention.score(attention.grouped(queries, kv_heads), [keys])
         scores = scores.reshape(kv_heads, heads // kv_heads, n, m)
@@ -389,8 +394,11 @@ class CPUBackend(Backend):
         return wide_codes.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
     def exp2(self, x: mx.array) -> mx.array:
-        """See `Backend`. `mx.exp` takes 8.9 ns an element here, `mx.power` 3.1, and the
-        polynomial 1.6 (1 M scores, MLX 0.32.4, one core)."""
+        """Compute 2 ** x by a polynomial; see `Backend`.
+
+        `mx.exp` takes 8.9 ns an element here, `mx.power` 3.1, and the polynomial 1.6 (1 M scores,
+        MLX 0.32.4, one core).
+        """
         if x.size < self.polynomial_from or x.dtype != mx.float32:
             return mx.power(2.0, x)
         x = mx.maximum(x, -126.0)
@@ -403,8 +411,9 @@ class CPUBackend(Backend):
         return (power.view(mx.int32) + exponent).view(mx.float32)
 
     def extremes(self, groups: mx.array) -> tuple[mx.array, mx.array]:
-        """See `Backend`: of the bits, read as integers, whose extremes MLX finds four times as
-        quickly.
+        """Find extremes by the bits, read as integers; see `Backend`.
+
+        MLX finds the extremes of integers four times as quickly.
 
         They are in the order of the numbers as long as those are positive, and in the opposite
         one if they are negative, behind all others where no sign is looked at.
@@ -420,8 +429,9 @@ class CPUBackend(Backend):
         return least.view(dtype).astype(mx.float32), most.view(dtype).astype(mx.float32)
 
     def as_float32(self, x: mx.array) -> mx.array:
-        """See `Backend`. A processor without float16 takes its bits apart three times as quickly
-        as MLX does.
+        """Convert float16 by its bits; see `Backend`.
+
+        A processor without float16 does so three times as quickly as MLX.
 
         Sign and exponent move to where float32 has them, which counts exponents from 112 more.
         """
@@ -449,8 +459,11 @@ class CPUBackend(Backend):
             _second.taken = False
 
     def computes_ahead(self, rows: int) -> bool:
-        """See `Backend`: one row would wait for Python in a third of its step; several keep both
-        cores busy, and must have BLAS on one thread first."""
+        """Run several rows in lanes; see `Backend`.
+
+        One row would wait for Python in a third of its step. Several rows keep both cores busy;
+        BLAS must be on one thread first.
+        """
         return rows == 1
 
     def code_bytes(self, numbers: int) -> int:

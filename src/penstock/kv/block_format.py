@@ -1,5 +1,7 @@
-"""How the blocks of a chain are held: the first ones as the model computes them, the others as a
-scheme says. Known before any of them exists, so that files can be read into what they become."""
+"""The format of a chain's blocks: the first ones raw, the later ones quantized by a scheme.
+
+The format is known before the blocks exist, so that files can be read straight into it.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ class ArrayFormat:
         return self.heads * self.codec.token_bits(self.dim)
 
     def arrays(self, tokens: int) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-        """Return the shapes and dtypes of the arrays of so many tokens, a multiple of the codec's
-        span."""
+        """Return the shapes and dtypes of the arrays of `tokens` tokens.
+
+        `tokens` is a multiple of the codec's span.
+        """
         if self.codec is None:
             return [((1, self.heads, tokens, self.dim), self.dtype)]
         span = self.codec.span
@@ -166,8 +170,10 @@ class BlockFormats:
         return 0 if self.rule is None else self._coded.nbytes(tokens)
 
     def held(self, segment: Segment, block: int) -> Segment | None:
-        """Return a block as it is to be held, whatever it is held as; None if it cannot be: some
-        of its numbers are too large, or some layer does not hold it any more."""
+        """Return a block converted to this format; None if that is impossible.
+
+        Conversion fails if a number is too large for float16, or if a layer lacks its first tokens.
+        """
         if segment.missing:
             return None
         form = self.of(block)

@@ -37,9 +37,10 @@ class Spans:
     """
 
     blocks: int = 1
-    """A record ends at every multiple of so many blocks,"""
+    """Blocks of a record: a record ends at every multiple of it."""
     cut: int = 0
-    """and at this one: blocks in front of it are held in another form than those behind it."""
+    """Block at which a record ends as well, since the blocks in front of it have another format; 0
+    is none."""
 
     def start(self, block: int) -> int:
         """Return the first block of the record that has `block`."""

@@ -166,12 +166,12 @@ def spread(column: int, parts: Sequence[Side]) -> list[tuple[int, Side]]:
 
 def between(parts: Sequence[Side], start: int, stop: int) -> Side:
     """Return columns start..stop-1 of consecutive parts: a view of one, or a copy of several."""
-    found = [
+    ranges = [
         take(part, max(start - at, 0), min(stop - at, columns(part)))
         for at, part in spread(0, parts)
         if at < stop and start < at + columns(part)
     ]
-    return found[0] if len(found) == 1 else join(*found)
+    return ranges[0] if len(ranges) == 1 else join(*ranges)
 
 
 def rolled(side: Side, shifts: Sequence[int]) -> Side:

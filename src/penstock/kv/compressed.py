@@ -37,7 +37,7 @@ class Rows:
     """What a layer keeps for every `ratio` tokens, and where it is found."""
 
     name: str
-    """What the model calls it."""
+    """Name of the rows in the model."""
     ratio: int
     width: int
     """Numbers of a row."""
@@ -45,7 +45,7 @@ class Rows:
     state: int
     """Number of the layer's state."""
     place: int
-    """In that state, of its loose rows: those that are in no column yet."""
+    """Index, in that state, of its loose rows: those that are in no column yet."""
 
     @property
     def shape(self) -> LayerShape:
@@ -54,18 +54,20 @@ class Rows:
         return LayerShape(1, share, share, self.dtype)
 
     def columns(self, rows: mx.array | None, tokens: int) -> tuple[mx.array, mx.array]:
-        """Cut rows, (1, n, width), into columns of `tokens` tokens, (1, 1, tokens, share) each
-        side; those behind them are zero."""
+        """Cut rows, (1, n, width), into columns of `tokens` tokens, (1, 1, tokens, share) a side.
+
+        Columns without a row are zero.
+        """
         share = self.shape.key_dim
         if rows is None:
             nothing = mx.zeros((1, 1, tokens, share), self.dtype)
             return nothing, nothing
-        half, made = share * self.ratio, rows.shape[1] * self.ratio
+        half, width_tokens = share * self.ratio, rows.shape[1] * self.ratio
         rows = mx.pad(rows, [(0, 0), (0, 0), (0, 2 * half - self.width)])
 
         def side(numbers: mx.array) -> mx.array:
-            columns = numbers.reshape(1, 1, made, share)
-            return mx.pad(columns, [(0, 0), (0, 0), (0, tokens - made), (0, 0)])
+            columns = numbers.reshape(1, 1, width_tokens, share)
+            return mx.pad(columns, [(0, 0), (0, 0), (0, tokens - width_tokens), (0, 0)])
 
         return side(rows[..., :half]), side(rows[..., half:])
 
@@ -82,8 +84,11 @@ class RowReads:
     def __init__(
         self, rows: Rows, layer: int, parts: Sequence[KVSpan], position: int, *, chunk: bool
     ) -> None:
-        """`chunk`: what the step makes goes into columns of its own, if its first token begins a
-        group; else it is loose, and kept in the state."""
+        """Wrap the rows of a step; with `chunk` they go into columns of their own.
+
+        That needs a first token that begins a group. Otherwise the rows are loose, and kept in the
+        state.
+        """
         self.rows = rows
         self.layer = layer
         self._parts = parts
@@ -98,12 +103,12 @@ class RowReads:
         for part in self._parts:
             end = min(part.columns, stop - part.start)
             if end > 0:
-                for found, side in zip(sides, part.segment.layers[self.layer], strict=True):
+                for pieces, side in zip(sides, part.segment.layers[self.layer], strict=True):
                     assert isinstance(side, mx.array)
-                    found.append(side[:, :, :end])
+                    pieces.append(side[:, :, :end])
         if not sides[0]:
             return loose
-        keys, values = (mx.concatenate(found, axis=2) for found in sides)
+        keys, values = (mx.concatenate(pieces, axis=2) for pieces in sides)
         joined = self.rows.rows(keys, values)
         return joined if loose is None else mx.concatenate([joined, loose], axis=1)
 
@@ -126,12 +131,13 @@ class RowReads:
 
 
 class CompressedReads:
-    """One layer of one sequence's step, in the words of DeepSeek 4.1's own cache: the model reads
-    and replaces its attributes."""
+    """One layer of one sequence's step, with the attributes of DeepSeek 4.1's own cache.
+
+    The model reads and replaces these attributes.
+    """
 
     def __init__(self, window_tokens: int, *inner: Any) -> None:
-        """`inner`: `RowReads` for each of `ROWS` that the layer keeps, and a cache with its
-        state."""
+        """Wrap `inner`: `RowReads` for each of the layer's `ROWS`, and a cache with its state."""
         *self._reads, kept = inner
         self.window_size = window_tokens
         self.offset = 0
@@ -156,7 +162,7 @@ class CompressedReads:
             for reads, before in zip(self._reads, self._loose, strict=True)
         ]
         points = (self.window, self.pending_kv, self.pending_gate)
-        return (*(each if _length(each) else None for each in points), *loose)
+        return (*(point if _length(point) else None for point in points), *loose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +180,9 @@ class Compressed:
 def completed(
     segment: Segment, live: RecurrentState, rows: Mapping[int, Rows]
 ) -> tuple[Segment, RecurrentState]:
-    """Put the loose rows of a state into the last columns of a segment that ends where a group
-    does; copies of those layers, evaluated.
+    """Put the loose rows of a state into the last columns of a segment.
+
+    The segment ends where a group does. Those layers are copied and evaluated.
 
     Args:
         segment: ends where the state is true.
@@ -183,16 +190,16 @@ def completed(
         rows: by the layer's number.
     """
     layers, states = list(segment.layers), [list(state) for state in live.row_states()]
-    for layer, each in rows.items():
-        loose = states[each.state][each.place]
+    for layer, layer_rows in rows.items():
+        loose = states[layer_rows.state][layer_rows.place]
         if loose is None:
             continue
-        states[each.state][each.place] = None
-        count = loose.shape[1] * each.ratio
+        states[layer_rows.state][layer_rows.place] = None
+        count = loose.shape[1] * layer_rows.ratio
         behind = segment.tokens - count
         if behind < 0:
             raise AssertionError(f"{loose.shape[1]} loose rows of {segment.tokens} tokens")
-        new_keys, new_values = each.columns(loose, count)
+        new_keys, new_values = layer_rows.columns(loose, count)
         keys, values = (col.take(side, 0, behind) for side in segment.layers[layer])
         layers[layer] = col.join(keys, new_keys), col.join(values, new_values)
     mx.eval([col.arrays(*layer) for layer in layers])

@@ -18,7 +18,7 @@ from penstock.kv.segment import PIECE_TOKENS, Segment
 from penstock.kv.tails import LayerShape
 
 FORMAT = 2
-"""Of what codecs make: raised when one of them makes other bits of the same numbers."""
+"""Version of the codes: raised when a codec makes other bits of the same numbers."""
 PIECE_BUFFERS = 10
 """Arrays of float32 that are alive together while a piece of one side is encoded; measured: 8."""
 
@@ -29,7 +29,7 @@ class QuantizationRule:
 
     scheme: Scheme
     first_tokens: int
-    """Of every prompt, which stay as they are: whole blocks."""
+    """First tokens of every prompt that stay raw: whole blocks."""
     raw_layers: frozenset[int]
     """Numbers of layers that stay as they are."""
     least_tokens: int = 0
@@ -37,12 +37,14 @@ class QuantizationRule:
 
     @staticmethod
     def block_size(codec: str | None, every: int = 1) -> int:
-        """Return the default tokens of a block, or the least more of which a codec, and a model
-        that takes `every` so many together, can make one."""
+        """Return the default tokens of a block for a codec and a model.
+
+        It is the least multiple of `every`, and of the codec's span, that is not below the default.
+        """
         spans = [every]
         if isinstance(codec, str):
             with suppress(ValueError):  # `of` says what is wrong with the name
-                spans += [each.span for each in parse_scheme(codec).codecs]
+                spans += [one.span for one in parse_scheme(codec).codecs]
         together = lcm(*spans)
         return -(-BLOCK_SIZE // together) * together
 
@@ -87,10 +89,10 @@ class QuantizationRule:
             raise SettingError(f"kv_cache_quantization: {error}") from None
         if not scheme.codecs:
             return None
-        for each in scheme.codecs:
-            if block_size % each.span:
+        for one in scheme.codecs:
+            if block_size % one.span:
                 raise SettingError(
-                    f"kv_cache_quantization {scheme.name}: {each.name} encodes {each.span} "
+                    f"kv_cache_quantization {scheme.name}: {one.name} encodes {one.span} "
                     f"tokens together, which do not divide a block_size of {block_size}"
                 )
         first = -(-first_tokens // block_size) * block_size

@@ -152,8 +152,10 @@ def _descend(
 
 
 def _key(part: KVSpan) -> tuple[int, int]:
-    """Return what is equal for parts that are read together: of one segment, to ends that are not
-    far apart, for rows that see less are scored for all that the others see."""
+    """Return a key that is equal for parts read together: one segment, ends close by.
+
+    Rows that see less are scored against all columns the others see.
+    """
     return id(part.segment), (part.columns - 1) // APART
 
 
@@ -273,8 +275,8 @@ class Reads:
 
     offset: mx.array | int
     keys: mx.array | None = None
-    """Of the new tokens. A model whose next layers are another process's replaces them by the same
-    ones, that what it sends is computed with them."""
+    """Keys of the new tokens. A model whose next layers are on another process replaces them by an
+    equal array, so that the array it sends is computed with them."""
 
     def __init__(self, layer: int, attention_window: AttentionWindow) -> None:
         self.layer = layer
@@ -397,26 +399,26 @@ class DecodeReads(Reads):
         before = [partials[0].mixed] * device.lanes
         """What each lane computes last, by now: codes of the next unit are read after that."""
         for level in layout.levels:
-            found: list[Partial] = []
+            parts_read: list[Partial] = []
             row = 0
             for number, unit in enumerate(level):
                 if unit.first > row:
-                    found.append(_nothing(stacked, (unit.first - row) * r, tail_values))
+                    parts_read.append(_nothing(stacked, (unit.first - row) * r, tail_values))
                 place = number % device.lanes
                 with device.lane(number if len(level) > 1 else None):
-                    found.append(self._unit_partial(stacked, unit, r, before[place]))
+                    parts_read.append(self._unit_partial(stacked, unit, r, before[place]))
                 if len(level) > 1:
-                    before[place] = found[-1].mixed
+                    before[place] = parts_read[-1].mixed
                 else:  # it may have had all lanes
-                    before = [found[-1].mixed] * device.lanes
+                    before = [parts_read[-1].mixed] * device.lanes
                 row = unit.last
             if row < b:
-                found.append(_nothing(stacked, (b - row) * r, tail_values))
-            partials.append(_side_by_side(found))
+                parts_read.append(_nothing(stacked, (b - row) * r, tail_values))
+            partials.append(_side_by_side(parts_read))
         sunk = None
         if sinks is not None:
-            each = mx.broadcast_to(sinks.reshape(kv_heads, 1, r), (kv_heads, b, r))
-            sunk = each.reshape(kv_heads, b * r, 1)
+            row_sinks = mx.broadcast_to(sinks.reshape(kv_heads, 1, r), (kv_heads, b, r))
+            sunk = row_sinks.reshape(kv_heads, b * r, 1)
         return attention.ungrouped(attention.merged(partials, sunk), b, heads)
 
     def _unit_partial(
@@ -449,14 +451,14 @@ class DecodeReads(Reads):
 
 def _sides(pieces: Sequence[ColumnRange], layer: int) -> tuple[list[KVData], list[KVData]]:
     """Return keys and values of the pieces, (kv_heads, columns, dim) each, or coded."""
-    found: tuple[list[KVData], list[KVData]] = ([], [])
+    sides: tuple[list[KVData], list[KVData]] = ([], [])
     for segment, start, stop in pieces:
         if segment.missing:
             start, stop = segment.columns(layer, start, stop)
         keys, values = segment.layers[layer]
-        found[0].append(_held(keys, start, stop))
-        found[1].append(_held(values, start, stop))
-    return found
+        sides[0].append(_held(keys, start, stop))
+        sides[1].append(_held(values, start, stop))
+    return sides
 
 
 def _held(side: Side, start: int, stop: int) -> KVData:
@@ -504,13 +506,13 @@ def _nothing(stacked: mx.array, rows: int, values: mx.array) -> Partial:
     return Partial(top, zero, mx.zeros((kv_heads, rows, values.shape[-1])))
 
 
-def _side_by_side(found: Sequence[Partial]) -> Partial:
-    if len(found) == 1:
-        return found[0]
+def _side_by_side(partials: Sequence[Partial]) -> Partial:
+    if len(partials) == 1:
+        return partials[0]
     return Partial(
-        mx.concatenate([part.top for part in found], axis=1),
-        mx.concatenate([part.total for part in found], axis=1),
-        mx.concatenate([part.mixed for part in found], axis=1),
+        mx.concatenate([part.top for part in partials], axis=1),
+        mx.concatenate([part.total for part in partials], axis=1),
+        mx.concatenate([part.mixed for part in partials], axis=1),
     )
 
 
@@ -617,7 +619,7 @@ def join_parts(
     behind = parts[-1].end
     spans.append((behind, behind + keys.shape[2]))
     before = _sides(pieces, layer)
-    joined = [_join(*each, lazily=lazily) for each in zip(before, own, strict=True)]
+    joined = [_join(*sides, lazily=lazily) for sides in zip(before, own, strict=True)]
     return joined[0], joined[1], _positions(spans)
 
 

@@ -17,7 +17,7 @@ from penstock.kv.states import Checkpoint
 
 Piece = TypeVar("Piece")
 _Codecs: TypeAlias = tuple[Codec | None, Codec | None]
-"""Of keys and values."""
+"""Codecs of keys and values; None is raw."""
 PIECE_TOKENS = 128
 """Encoded or dequantized at a time in each lane, by codecs that take most memory for it; by others
 as many more as take no more."""
@@ -36,14 +36,14 @@ class Segment:
     """
 
     layers: tuple[Layer, ...]
-    """Of the layers with keys and values, in the model's order."""
+    """Layers with keys and values, in the model's order."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """States of the recurrent layers, by where they were captured."""
     length: int = 0
     """Tokens, as told for a model of recurrent layers alone: no key tells there."""
     missing: tuple[int, ...] = ()
-    """How many first tokens each layer does not hold any more; empty if all hold all, as most
-    segments' do."""
+    """Number of first tokens that each layer lacks; empty if every layer is complete, as in most
+    segments."""
 
     @classmethod
     def cut(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
@@ -62,8 +62,10 @@ class Segment:
         )
 
     def owned(self, *, coded: bool = False) -> Segment:
-        """Return it with copies of the sides that may be views: those that are not coded, or with
-        `coded` all; evaluated."""
+        """Return the segment with copies of the sides that may be views, evaluated.
+
+        Those are the raw sides, or with `coded` all.
+        """
 
         def own(side: Side) -> Side:
             return side if isinstance(side, Coded) and not coded else col.copied(side)
@@ -72,9 +74,9 @@ class Segment:
 
     def _with(self, layers: Iterable[Layer]) -> Segment:
         """Return it with other arrays, evaluated."""
-        made = replace(self, layers=tuple(layers))
-        mx.eval([col.arrays(*layer) for layer in made.layers])
-        return made
+        segment = replace(self, layers=tuple(layers))
+        mx.eval([col.arrays(*layer) for layer in segment.layers])
+        return segment
 
     @property
     def tokens(self) -> int:
@@ -107,7 +109,7 @@ class Segment:
     @property
     def checkpoint_nbytes(self) -> int:
         """Bytes of its checkpoints."""
-        return sum(each.nbytes for each in self.checkpoints)
+        return sum(checkpoint.nbytes for checkpoint in self.checkpoints)
 
     def checkpointed(self, checkpoints: Iterable[Checkpoint]) -> Segment:
         """Return it with these checkpoints in place of its own; keys and values are shared.
@@ -115,12 +117,12 @@ class Segment:
         Raises:
             ValueError: two at one position, or one that is not in it.
         """
-        found = tuple(sorted(checkpoints, key=lambda each: each.at))
-        places = [each.at for each in found]
+        ordered = tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.at))
+        places = [checkpoint.at for checkpoint in ordered]
         inside = not places or 0 < places[0] <= places[-1] <= self.tokens
         if len(set(places)) < len(places) or not inside:
             raise ValueError(f"checkpoints at {places} of {self.tokens} tokens")
-        return replace(self, checkpoints=found)
+        return replace(self, checkpoints=ordered)
 
     def encoded(self, scheme: Scheme, raw_layers: Collection[int] = ()) -> Segment:
         """Return it held as a scheme says, some tokens of one layer at a time; evaluated.
@@ -141,7 +143,10 @@ class Segment:
         ]
         # All that is made, before what pieces leave behind is handed out, larger than it need be.
         rooms = [
-            [_room(number, *each) for number, each in enumerate(zip(layer, own, strict=True))]
+            [
+                _room(number, *layer_sides)
+                for number, layer_sides in enumerate(zip(layer, own, strict=True))
+            ]
             for layer, own in zip(self.layers, codecs, strict=True)
         ]
         mx.eval([room.parts for layer in rooms for room in layer if room is not None])
@@ -150,8 +155,8 @@ class Segment:
         device = backend.current()
         for number in range(device.lanes):
             device.settle(number)
-        made = [[room.coded() if room else None for room in layer] for layer in rooms]
-        sides = [(number, side) for layer in made for number, side in enumerate(layer)]
+        coded = [[room.coded() if room else None for room in layer] for layer in rooms]
+        sides = [(number, side) for layer in coded for number, side in enumerate(layer)]
         finite = [_is_finite(number, side) for number, side in sides if side is not None]
         mx.eval(finite)
         answers = iter(finite)
@@ -163,13 +168,14 @@ class Segment:
             self,
             layers=tuple(
                 (held(keys, into[0]), held(values, into[1]))
-                for (keys, values), into in zip(self.layers, made, strict=True)
+                for (keys, values), into in zip(self.layers, coded, strict=True)
             ),
         )
 
     def is_finite(self) -> bool:
-        """Tell whether every number is one; whoever shares one that is not, even unseen, gets
-        none either: weights of 0 x infinity.
+        """Tell whether every number is finite.
+
+        A sequence that shares a segment with a NaN, even masked, gets NaN: weights of 0 x infinity.
 
         Looks at sums first, a fraction of the work: they are no numbers if one of the summands
         is none. A sum may also overflow; only then is every number looked at.
@@ -182,8 +188,7 @@ class Segment:
         return self._copy(0, at_tokens), self._copy(at_tokens, self.tokens)
 
     def part(self, start: int, stop: int) -> Segment:
-        """Return views of what it holds of the tokens start..stop-1, to be owned at once; without
-        checkpoints."""
+        """Return views of the tokens start..stop-1, without checkpoints; own them at once."""
         if not self.missing:
             return Segment.views(self.layers, start, stop)
         layers = []
@@ -194,15 +199,16 @@ class Segment:
         return Segment(tuple(layers), length=stop - start, missing=_if_any(missing))
 
     def _copy(self, start: int, stop: int) -> Segment:
-        inside = (each for each in self.checkpoints if start < each.at <= stop)
+        inside = (checkpoint for checkpoint in self.checkpoints if start < checkpoint.at <= stop)
         return replace(
             self.part(start, stop).owned(coded=True),
-            checkpoints=tuple(each.moved(-start) for each in inside),
+            checkpoints=tuple(checkpoint.moved(-start) for checkpoint in inside),
         )
 
     def thinned(self, gone: Mapping[int, int]) -> Segment:
-        """Return it without some layers' first tokens: copies of what stays of those layers,
-        evaluated; the others, and the checkpoints, are shared.
+        """Return the segment without the first tokens of the layers in `gone`.
+
+        Copies the rest of those layers, evaluated. Shares the other layers, and the checkpoints.
 
         Args:
             gone: how many tokens, by the layer's number; a multiple of the span of its codecs.
@@ -217,8 +223,9 @@ class Segment:
         return replace(self, missing=_if_any(missing))._with(layers)
 
     def filled(self, source: Segment, at: int) -> Segment:
-        """Return it with copies of another's numbers in the layers that do not hold all tokens,
-        evaluated; the other layers, and the checkpoints, are shared.
+        """Return the segment with its incomplete layers filled in from `source`.
+
+        Copies those layers, evaluated. Shares the other layers, and the checkpoints.
 
         Args:
             source: holds the same tokens, in all layers.
@@ -227,19 +234,22 @@ class Segment:
         Raises:
             ValueError: it does not hold them.
         """
-        found = source.part(at, at + self.tokens)
-        if found.missing or found.tokens != self.tokens:
+        complete = source.part(at, at + self.tokens)
+        if complete.missing or complete.tokens != self.tokens:
             raise ValueError(f"tokens {at} to {at + self.tokens} are not all in {source.tokens}")
         missing = self.missing or [0] * len(self.layers)
         layers = [
             (col.copied(new[0]), col.copied(new[1])) if gone else old
-            for old, new, gone in zip(self.layers, found.layers, missing, strict=True)
+            for old, new, gone in zip(self.layers, complete.layers, missing, strict=True)
         ]
         return replace(self, missing=())._with(layers)
 
     def joins(self, other: Segment) -> bool:
-        """Tell whether both hold every side in the same form, and together no layer has a hole:
-        where the other does not hold its first tokens, this one must hold none."""
+        """Tell whether both have equal formats on every side, and joining leaves no hole.
+
+        Where the other segment lacks first tokens of a layer, this one must hold none of that
+        layer.
+        """
         return self._forms() == other._forms() and all(
             not gone or not col.columns(layer[0])
             for layer, gone in zip(self.layers, other.missing, strict=False)
@@ -263,10 +273,10 @@ class Segment:
                 raise ValueError("some layer would have a hole between two segments")
             none = (0,) * len(self.layers)
             gone = (segment.missing or none for segment in segments)
-            missing = [sum(each) for each in zip(*gone, strict=True)]
+            missing = [sum(counts) for counts in zip(*gone, strict=True)]
         checkpoints, length = [], 0
         for segment in segments:
-            checkpoints += [each.moved(length) for each in segment.checkpoints]
+            checkpoints += [counts.moved(length) for counts in segment.checkpoints]
             length += segment.tokens
         joined = Segment((), tuple(checkpoints), length, _if_any(missing))
         return joined._with(
@@ -291,8 +301,7 @@ def _is_finite(number: int, side: Coded) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Where the codes of a side are put, in buffers that nobody else has: they are written to in
-    place."""
+    """Buffers for the codes of one side, written in place; nothing else refers to them."""
 
     codec: Codec
     parts: list[mx.array]
@@ -310,14 +319,16 @@ class _Room:
 
 
 def _room(number: int, side: Side, codec: Codec | None) -> _Room | None:
-    """Return room for the codes of a layer's first or second side, made in a lane of its own; None
-    if it stays as it is."""
+    """Return the buffers for the codes of a layer's first or second side, in a lane of its own.
+
+    None if that side stays as it is.
+    """
     if codec is None or not isinstance(side, mx.array):
         return None
     batch, heads, tokens, dim = side.shape
     codec.token_bits(dim)
-    some = tokens % codec.span or codec.span  # what is no whole span is refused
-    like = codec.encode(mx.zeros((batch, heads, some, dim), side.dtype))  # not computed
+    whole = tokens % codec.span or codec.span  # what is no whole span is refused
+    like = codec.encode(mx.zeros((batch, heads, whole, dim), side.dtype))  # not computed
     with backend.current().lane(number):
         room = col.blank(like, tokens)
     assert isinstance(room, Coded)
@@ -325,9 +336,11 @@ def _room(number: int, side: Side, codec: Codec | None) -> _Room | None:
 
 
 def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
-    """Encode what there is room for, piece by piece in all lanes: in each the next one begins
-    when what the last took meanwhile is let go, and is put together before. The last ones may
-    still be computed."""
+    """Encode into the targets, piece by piece in all lanes.
+
+    In each lane a piece begins when the arrays of the last one are freed, and is put together
+    before. The last pieces may still be computed.
+    """
     device = backend.current()
     sides, pieces = {}, []
     for number, (side, room) in enumerate(zip(layer, into, strict=True)):
@@ -335,8 +348,8 @@ def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
             cuts = _cuts(side.shape, room.codec)
             sides[number] = room, room.codec.encode_by(cuts, side, room.put)
             pieces += [(place, number) for place in range(len(cuts))]
-    for some in _in_lanes(sorted(pieces)):  # of both sides in turn
-        numbers = [number for _, number in some]
+    for lane_pieces in _in_lanes(sorted(pieces)):  # of both sides in turn
+        numbers = [number for _, number in lane_pieces]
         for place, number in enumerate(numbers):
             with device.lane(place):
                 next(sides[number][1])
@@ -349,25 +362,29 @@ def _encode(layer: Layer, into: Sequence[_Room | None]) -> None:
 
 
 def _piece_tokens(codec: Codec) -> int:
-    """Return how many tokens are encoded or dequantized together: as many as take no more than
-    those of the codec that takes most."""
+    """Return how many tokens are encoded or dequantized together.
+
+    It is as many as keep within the bytes of the largest codec.
+    """
     tokens = int(PIECE_TOKENS * Codec.buffers / codec.buffers)
     return tokens - tokens % PIECE_STEP
 
 
 def _cuts(shape: Sequence[int], codec: Codec) -> list[Cut]:
-    """Return heads, and their tokens, of the pieces of (1, heads, tokens, dim): each of as many
-    numbers, at most, as `_piece_tokens` of all heads, and of as few heads as can be, whose tokens
-    lie one behind the other."""
+    """Return the (heads, tokens) of the pieces of (1, heads, tokens, dim).
+
+    A piece has as many numbers, at most, as `_piece_tokens` of all heads. It has as few heads as
+    possible, so that its tokens are contiguous.
+    """
     _, heads, tokens, _ = shape
     most = _piece_tokens(codec) * heads
     if tokens > most:
-        step, each = most - most % PIECE_STEP, 1
+        step, per_cut = most - most % PIECE_STEP, 1
     else:
-        step, each = max(1, tokens), max(1, min(heads, most // max(1, tokens)))
+        step, per_cut = max(1, tokens), max(1, min(heads, most // max(1, tokens)))
     return [
-        (slice(head, min(head + each, heads)), slice(start, min(start + step, tokens)))
-        for head in range(0, heads, each)
+        (slice(head, min(head + per_cut, heads)), slice(start, min(start + step, tokens)))
+        for head in range(0, heads, per_cut)
         for start in range(0, tokens, step)
     ]
 
@@ -380,8 +397,10 @@ def _in_lanes(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
 
 
 def _sums(array: mx.array) -> mx.array:
-    """Sum up (..., tokens, width) over the tokens, which is quickest; or, in a precision in which
-    so many would overflow, over the width."""
+    """Sum (..., tokens, width) over the tokens, which is quickest.
+
+    Where that overflows the dtype, sum over the width.
+    """
     return array.sum(axis=-1 if array.dtype == mx.float16 else col.TOKEN_AXIS).reshape(-1)
 
 

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 State: TypeAlias = "tuple[mx.array | None, ...]"
-"""Of one layer: the arrays, (rows, ...), that it left; None is what a layer never wrote."""
+"""Arrays, (rows, ...), that one layer left; None stands for an array the layer never wrote."""
 States: TypeAlias = tuple[State, ...]
-"""Of all recurrent layers, in the model's order."""
+"""States of all recurrent layers, in the model's order."""
 
 
 def arrays(states: Iterable[Iterable[mx.array | None]]) -> list[mx.array]:
@@ -38,9 +38,9 @@ def copied(states: Sequence[State], row: int | None = None) -> States:
         taken = array if row is None else array[row : row + 1]
         return mx.concatenate([taken, taken[:0]])  # of one array alone MLX returns that array
 
-    made = tuple(tuple(own(array) for array in state) for state in states)
-    mx.eval(arrays(made))
-    return made
+    copies = tuple(tuple(own(array) for array in state) for state in states)
+    mx.eval(arrays(copies))
+    return copies
 
 
 def unpinned(states: Sequence[State]) -> States:
@@ -84,7 +84,7 @@ class RecurrentState:
     """A running sequence's states: one row of what the last step left."""
 
     states: States
-    """Of all rows of that step."""
+    """States of all rows of that step."""
     row: int = 0
     own: bool = False
     """Whether the row is alone, in buffers of just its size."""
@@ -115,16 +115,16 @@ def stacked(lives: Sequence[RecurrentState]) -> States:
         return first
 
     def joined(parts: tuple[mx.array | None, ...]) -> mx.array | None:
-        found = [
+        columns = [
             part[live.row : live.row + 1]
             for part, live in zip(parts, lives, strict=True)
             if part is not None
         ]
-        if not found:
+        if not columns:
             return None
-        if len(found) < len(parts):
+        if len(columns) < len(parts):
             raise ValueError("some of the sequences have a state where others have none")
-        return mx.concatenate(found)
+        return mx.concatenate(columns)
 
     layers = zip(*(live.states for live in lives), strict=True)
     return tuple(tuple(map(joined, zip(*layer, strict=True))) for layer in layers)
@@ -140,13 +140,13 @@ def blank(states: Sequence[State]) -> States:
 
 def before(checkpoints: Sequence[Checkpoint], at: int) -> Iterator[Checkpoint]:
     """Yield the checkpoints up to a position, the deepest first."""
-    return (each for each in reversed(checkpoints) if each.at <= at)
+    return (checkpoint for checkpoint in reversed(checkpoints) if checkpoint.at <= at)
 
 
 def is_finite(states: Sequence[State]) -> bool:
     """Tell whether every number is one."""
-    found = [mx.isfinite(array).all() for array in arrays(states)]
-    return not found or bool(mx.stack(found).all())
+    checks = [mx.isfinite(array).all() for array in arrays(states)]
+    return not checks or bool(mx.stack(checks).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def _place(cache: Any, kept: list[Any], states: list[Any]) -> Place:
     inner = getattr(cache, "caches", None)
     if isinstance(inner, tuple | list):
         made_by = getattr(cache, "rebuild", type(cache))
-        return made_by, tuple(_place(each, kept, states) for each in inner)
+        return made_by, tuple(_place(part, kept, states) for part in inner)
     if keeps_state(cache):
         states.append(cache)
         return ~(len(states) - 1)
@@ -223,5 +223,5 @@ def _place(cache: Any, kept: list[Any], states: list[Any]) -> Place:
 def _cache(place: Place, kept: Sequence[Any], states: Sequence[Any]) -> Any:
     if isinstance(place, tuple):
         made_by, inner = place
-        return made_by(*(_cache(each, kept, states) for each in inner))
+        return made_by(*(_cache(part, kept, states) for part in inner))
     return states[~place] if place < 0 else kept[place]

@@ -199,8 +199,11 @@ def _mamba2_state(
 
 
 def _mamba(c: Config) -> list[LayerSpec]:
-    """Mamba 1, all in float32: files keep A_log so, and from the first layer on mlx-lm's
-    activations follow it. In a model without float32 weights this is twice what is held."""
+    """Mamba 1 states, all in float32.
+
+    Files keep A_log so, and from the first layer on mlx-lm's activations follow it. In a model
+    without float32 weights this is twice the bytes in use.
+    """
     inner = c.positive("intermediate_size", "d_inner")
     kernel, states = c.positive("conv_kernel", "d_conv"), c.positive("state_size", "d_state")
     return [c.recurrent(0, inner * (kernel - 1 + states))] * c.layer_count
@@ -288,7 +291,7 @@ def _lfm2(c: Config) -> list[LayerSpec]:
 
 
 def unknown(c: Config) -> list[LayerSpec]:
-    """The rule for model types without an entry: an upper bound wherever one can be had.
+    """Rule for model types without an entry: an upper bound wherever one can be had.
 
     Every attention layer is full, though mlx-lm may know a window. Layers that
     `layer_types` names as something other than attention get a state of unknown size.
@@ -306,8 +309,11 @@ def unknown(c: Config) -> list[LayerSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How mlx-lm reads one model type: its layers, the values it assumes, and whether the
-    weights are those of a gated MLP (dense or of experts), so that they can be counted."""
+    """Reader of one model type's config, as mlx-lm reads it: layers and assumed values.
+
+    `gated` tells whether the weights are those of a gated MLP (dense or of experts), so that they
+    can be counted.
+    """
 
     read: Callable[[Config], list[LayerSpec]]
     assumed: Mapping[str, object]

@@ -18,7 +18,7 @@ class MachineMemory:
     total_bytes: int
     available_bytes: int
     recommended_bytes: int
-    """What the device recommends; the whole memory where it says nothing."""
+    """Bytes of memory the device recommends; all memory where it recommends none."""
     default_limit_bytes: int
     default_threshold: float
     """Share of the total, in use by everybody, above which cold prefixes give way."""

@@ -126,8 +126,9 @@ def _outside_layers(c: Config, files: Mapping[str, int], weight_bytes: int | Non
 
 
 def _read_headers(folder: Path) -> dict[str, int]:
-    """Sum the bytes of all tensors in a folder's safetensors files, by their dtype, and once more,
-    under `OUTSIDE`, of those that are in no layer.
+    """Sum the tensor bytes of a folder's safetensors files by dtype.
+
+    The bytes of the tensors outside the layers stand again, under `OUTSIDE`.
 
     A file starts with the length of its header as 8 bytes, then the header as JSON; the
     weights behind it are not read. The files are those mlx-lm would load.

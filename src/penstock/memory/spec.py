@@ -74,9 +74,10 @@ class ModelSpec:
 
 
 def divided(spec: ModelSpec, hosts: int, *, pipeline: bool = False) -> ModelSpec:
-    """Return what one of `hosts` machines has of a model that mlx-lm divides among them: an equal
-    part of every layer's heads, states and weights, and all that is outside of the layers. The
-    one head of a latent attention is on every machine.
+    """Return the part of a model on one of `hosts` machines that divide it.
+
+    That is an equal part of every layer's heads, states and weights, and all tensors outside the
+    layers. The one head of a latent attention is on every machine.
 
     Args:
         spec: of the whole model.

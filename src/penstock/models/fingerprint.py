@@ -1,5 +1,8 @@
-"""What a model's KV depends on besides the tokens, as one name: the same weights under another
-name give the same, the same name over other weights does not."""
+"""Fingerprint of a model: one name for everything but the tokens that its KV depends on.
+
+Equal weights under another name give the same fingerprint. Other weights under the same name do
+not.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ def fingerprint(model: Any, **settings: object) -> str:
     """
     hashed = xxhash.xxh3_128()
     arguments = getattr(model, "args", None)
-    told = asdict(arguments) if is_dataclass(arguments) else repr(arguments)  # type: ignore[arg-type]
+    config = asdict(arguments) if is_dataclass(arguments) else repr(arguments)  # type: ignore[arg-type]
     words = {
         "mlx_lm": version("mlx-lm"),
-        "arguments": told,
+        "arguments": config,
         "layers": repr(model),
         "settings": settings,
     }

@@ -109,9 +109,11 @@ def load_all(path_or_name: str | Path) -> Loaded:
 def load_part(
     path_or_name: str | Path, group: mx.distributed.Group, *, pipeline: bool = False
 ) -> Loaded:
-    """Load this process's part of a model that mlx-lm divides among all processes, the `group`:
-    some heads of every layer, and some of what is between (`shard`); or whole layers (`pipeline`),
-    if that is asked for or all that the model's class has. All processes of the group must load.
+    """Load this process's part of a model that mlx-lm divides among the `group`.
+
+    With `shard` that is a part of the heads of every layer, and of the matrices between them. With
+    `pipeline`, or if the model's class has nothing else, it is whole layers. All processes of the
+    group must load.
 
     Raises:
         ModelError: as `load`; or mlx-lm cannot divide this model among so many.
@@ -137,8 +139,10 @@ def load_part(
 
 
 def _check_divided(config: dict[str, Any], name: str, ranks: int, divided: Sequence[str]) -> None:
-    """Raise ModelError unless so many ranks got equal parts: mlx-lm rounds down heads, and gives
-    some ranks a layer more."""
+    """Raise ModelError unless so many ranks got equal parts.
+
+    mlx-lm rounds heads down, and gives the first ranks a layer more.
+    """
     for place in (config, config.get("text_config") or {}):
         for what in divided:
             count = place.get(f"num_{what}")
@@ -269,7 +273,7 @@ def attach(model: nn.Module) -> tuple[str, ...]:
     """
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     names = {type(module).__module__ for module in modules}
-    found = []
+    attached = []
     for name in sorted(names):
         module = sys.modules[name]
         theirs = getattr(module, _ATTENTION, None)
@@ -277,8 +281,8 @@ def attach(model: nn.Module) -> tuple[str, ...]:
             continue
         if not hasattr(theirs, "penstock_seam"):
             setattr(module, _ATTENTION, _dispatching(theirs))
-        found.append(name)
-    return tuple(found)
+        attached.append(name)
+    return tuple(attached)
 
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -298,9 +302,9 @@ def _dispatching(theirs: Any) -> Any:
         if isinstance(cache, Reads):
             return cache.attend(queries, keys, values, scale, mask, sinks)
         if isinstance(cache, TurboQuant):
-            found = cache.attend(queries, keys, values, scale, mask, sinks)
-            if found is not None:
-                return found
+            mixed = cache.attend(queries, keys, values, scale, mask, sinks)
+            if mixed is not None:
+                return mixed
         return theirs(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
     dispatch.penstock_seam = True  # type: ignore[attr-defined]
@@ -312,12 +316,12 @@ class Compression:
     """What a model keeps whose layers compress: see `kv.compressed`."""
 
     rows: tuple[Rows, ...]
-    """Of all layers, in the model's order."""
+    """Rows of all layers, in the model's order."""
     every: int
     """Tokens after which all groups are full: a block is a multiple of it."""
     state_form: StateForm
-    """Of a sequence's states where all groups are full and no row is loose, behind as many tokens
-    as fill the windows."""
+    """Form of a sequence's states at a boundary where all groups are full and no row is loose, with
+    enough tokens in front to fill the windows."""
     state_bytes: int
     """The most that a sequence's states take, but for loose rows."""
 
@@ -331,13 +335,13 @@ class ModelLayout:
     """
 
     attention_windows: tuple[AttentionWindow, ...]
-    """What each layer with keys and values sees, in the model's order."""
+    """Attention windows of the layers with keys and values, in the model's order."""
     state_sizes: tuple[int, ...]
-    """How many arrays each recurrent layer keeps."""
+    """Number of arrays that each recurrent layer keeps."""
     places: tuple[Place, ...]
-    """What each of the model's caches is."""
+    """Kinds of the model's caches, in order."""
     compression: Compression | None = None
-    """What is known of layers that compress; None if there are none."""
+    """Compression of the model's layers; None if no layer compresses."""
 
     @property
     def rows(self) -> dict[int, Rows]:
@@ -360,12 +364,12 @@ class ModelLayout:
             if states is not None:
                 cache.cache = list(states[number])
             kept.append(cache)
-        made = put_together(self.places, reads, kept)
+        caches = put_together(self.places, reads, kept)
         if self.compression is None:
-            return made, kept
-        for cache in made:
+            return caches, kept
+        for cache in caches:
             cache.offset = position
-        return made, made
+        return caches, caches
 
 
 def states_of(kept: Sequence[Any]) -> States:
@@ -414,9 +418,9 @@ def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression
     for number, (cache, ratio) in enumerate(zip(caches, ratios, strict=True)):
         names = [name for name in ROWS if getattr(cache, name) is not None]
         own = [
-            Rows(name, ratio, found.shape[-1], found.dtype, number, len(POINTS) + place)
+            Rows(name, ratio, value.shape[-1], value.dtype, number, len(POINTS) + place)
             for place, name in enumerate(names)
-            for found in [getattr(cache, name)]
+            for value in [getattr(cache, name)]
         ]
         rows += own
         kept = mlx_lm.models.cache.ArraysCache(len(POINTS) + len(own))
@@ -445,31 +449,33 @@ def _sight(cache: Any, number: int) -> AttentionWindow:
 
 
 def query_heads(model: nn.Module) -> int:
-    """Return the most query heads that a layer can have: the attribute of its attention or its
-    arguments, under one of the names mlx-lm's models use; 64 if there is none."""
+    """Return the most query heads of any layer; 64 if the model does not tell.
+
+    Read from the layer's attention or its arguments, under one of the names mlx-lm's models use.
+    """
     places = [getattr(model, "args", None)]
     places.append(getattr(places[0], "text_config", None))
     places += [getattr(layer, "self_attn", None) for layer in getattr(model, "layers", [])]
-    found = [
+    counts = [
         value
         for place in places
         for name in ("num_attention_heads", "n_heads", "n_head", "num_heads")
         if isinstance(value := getattr(place, name, None), int)
     ]
-    return max(found, default=64)
+    return max(counts, default=64)
 
 
 def positions(model: nn.Module) -> int:
     """Return how many positions a model is made for, of its arguments; 256 if they do not tell."""
     places = [getattr(model, "args", None)]
     places.append(getattr(places[0], "text_config", None))
-    found = [
+    limits = [
         value
         for place in places
         for name in ("max_position_embeddings", "n_positions", "n_ctx")
         if isinstance(value := getattr(place, name, None), int)
     ]
-    return min(found, default=256)
+    return min(limits, default=256)
 
 
 def plain_caches(model: nn.Module) -> list[Any]:

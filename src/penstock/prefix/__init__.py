@@ -12,7 +12,7 @@ from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.prefix.policy import HalfLife, Policy, PrefillCost
 from penstock.prefix.prefixes import InsertResult, PrefixCounts, Prefixes
-from penstock.prefix.tree import Match, Node, Pin, PrefixTree, Segment
+from penstock.prefix.tree import Match, Node, Pin, PrefixTree, TreeSegment
 
 __all__ = [
     "Explanation",
@@ -27,7 +27,7 @@ __all__ = [
     "PrefixCounts",
     "PrefixTree",
     "Prefixes",
-    "Segment",
+    "TreeSegment",
     "as_tokens",
     "hash_blocks",
     "root_hash",

@@ -104,8 +104,10 @@ def checkpoint_hash(key: bytes) -> bytes:
 
 
 def is_hash_of(key: bytes, parent: bytes, tokens: TokenArray | None, blocks: int = 1) -> bool:
-    """Tell whether a key is that of the last of some blocks with these tokens behind `parent`;
-    without tokens, that of the checkpoint there."""
+    """Tell whether a key is the hash of the last block of `tokens` behind `parent`.
+
+    Without tokens: whether it is the hash of the checkpoint there.
+    """
     if tokens is None:
         return key == checkpoint_hash(parent)
     if len(parent) != KEY_BYTES or blocks < 1 or not len(tokens) or len(tokens) % blocks:

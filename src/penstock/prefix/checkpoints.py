@@ -20,7 +20,7 @@ from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 
 SHARE = 0.25
-"""Of the bytes of a path's keys and values, what its checkpoints may take."""
+"""Largest bytes of a path's checkpoints, as a share of its KV."""
 TURN_ENDS = 2
 """Newest ends of turns of a path that keep their checkpoint whatever it takes."""
 LEAST = 4
@@ -60,41 +60,43 @@ class Checkpoints:
         Returns:
             Whether there is a checkpoint now.
         """
-        node = next((each for each in path if each.start < position <= each.end), None)
+        node = next((one for one in path if one.start < position <= one.end), None)
         if node is None:
             return False
         at = position - node.start
-        held = next((each for each in node.segment.checkpoints if each.at == at), None)
+        held = next((one for one in node.segment.checkpoints if one.at == at), None)
         if held is not None:
             if turn_end and not held.turn_end:
                 self._replace(node, [Checkpoint(at, held.states, turn_end=True)], {at})
             return True
         if self._prefixes.make_room(self._state_bytes):
             states = live.owned()
-            made = [Checkpoint(at, states, turn_end=turn_end)]
-            if st.is_finite(states) and self._replace(node, made, {at}):
+            new = [Checkpoint(at, states, turn_end=turn_end)]
+            if st.is_finite(states) and self._replace(node, new, {at}):
                 self.thin(path, position)
                 return True
         return False
 
     def end_turn(self, path: Path, position: int) -> int:
-        """Note that a conversation ended behind a position: the deepest checkpoint in front of it
-        is where it goes on. Return its place, 0 if there is none."""
+        """Mark the deepest checkpoint at or before `end` as the end of a turn; return its position.
+
+        Returns 0 if there is none. The conversation resumes there.
+        """
         for node in reversed(path):
-            for found in st.before(node.segment.checkpoints, position - node.start):
-                if not found.turn_end:
-                    kept = Checkpoint(found.at, found.states, turn_end=True)
-                    self._replace(node, [kept], {found.at})
-                return node.start + found.at
+            for checkpoint in st.before(node.segment.checkpoints, position - node.start):
+                if not checkpoint.turn_end:
+                    kept = Checkpoint(checkpoint.at, checkpoint.states, turn_end=True)
+                    self._replace(node, [kept], {checkpoint.at})
+                return node.start + checkpoint.at
         return 0
 
     def thin(self, path: Path, tip: int) -> None:
         """Evict the checkpoints of a path that its end does not need so close together."""
-        found = [(node, each) for node in path for each in node.segment.checkpoints]
-        places = [node.start + each.at for node, each in found]
+        filed = [(node, checkpoint) for node in path for checkpoint in node.segment.checkpoints]
+        places = [node.start + checkpoint.at for node, checkpoint in filed]
         # Where branches part, every one of them begins.
         fixed = {node.end for node in path if len(node.children) > 1}
-        ends = [p for p, (_, each) in zip(places, found, strict=True) if each.turn_end]
+        ends = [p for p, (_, checkpoint) in zip(places, filed, strict=True) if checkpoint.turn_end]
         fixed |= set(sorted(p for p in ends if p <= tip)[-TURN_ENDS:])
         kv_bytes = sum(node.segment.kv_nbytes for node in path)
         most = None
@@ -103,25 +105,29 @@ class Checkpoints:
         kept = retained(places, tip, self._prefixes.block_size, fixed, most)
         for node in path:
             evicted = {
-                each.at for each in node.segment.checkpoints if node.start + each.at not in kept
+                checkpoint.at
+                for checkpoint in node.segment.checkpoints
+                if node.start + checkpoint.at not in kept
             }
             if evicted:
                 self._replace(node, [], evicted)
 
     def _replace(self, node: Node[Segment], new: Sequence[Checkpoint], at: Collection[int]) -> bool:
         """Put checkpoints in the place of those of a node that are at some positions."""
-        kept = [each for each in node.segment.checkpoints if each.at not in at]
-        made = node.segment.checkpointed([*kept, *new])
-        more = max(0, made.checkpoint_nbytes - node.segment.checkpoint_nbytes)
-        return self._prefixes.exchange(node, lambda _: made, more)
+        kept = [checkpoint for checkpoint in node.segment.checkpoints if checkpoint.at not in at]
+        segment = node.segment.checkpointed([*kept, *new])
+        more = max(0, segment.checkpoint_nbytes - node.segment.checkpoint_nbytes)
+        return self._prefixes.exchange(node, lambda _: segment, more)
 
 
 def resume(path: Path, most_tokens: int) -> tuple[int, RecurrentState | None]:
-    """Return the deepest position of a path, `most_tokens` at most, at which a sequence can go on,
-    and the states it goes on with; 0 and None if that is the beginning."""
+    """Return the deepest position at which a sequence can resume, and its states there.
+
+    At most `most_tokens`. 0 and None if that is the beginning.
+    """
     for node in reversed(path):
-        for found in st.before(node.segment.checkpoints, most_tokens - node.start):
-            return node.start + found.at, RecurrentState(found.states, own=True)
+        for checkpoint in st.before(node.segment.checkpoints, most_tokens - node.start):
+            return node.start + checkpoint.at, RecurrentState(checkpoint.states, own=True)
     return 0, None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 Why: TypeAlias = Literal["limit", "pressure", "cleared"]
-"""What took a node: the memory limit, memory pressure of the machine, or somebody's wish."""
+"""Cause of an eviction: the memory limit, memory pressure of the machine, or a request to clear."""
 
 CAUSES: dict[Why, str] = {
     "limit": "to stay inside the memory limit of {limit}; raise memory_limit to keep more",
@@ -17,7 +17,7 @@ CAUSES: dict[Why, str] = {
     "cleared": "because all was to be evicted",
 }
 GIVEN_UP_BYTES = 300
-"""Of Python, for each block remembered: 170 to 280 as tracemalloc sees them."""
+"""Python overhead of one remembered block, in bytes: 170 to 280 by tracemalloc."""
 
 
 class Eviction(NamedTuple):
@@ -67,14 +67,14 @@ class Explanation:
     given_token: int | None
     reason: str
     given_up_seconds_ago: float | None = None
-    """How long ago the next block was evicted, if it was held and that is remembered."""
+    """Seconds since the next block was evicted; None if that is not remembered."""
     given_up_for: Why | None = None
     held_text: str | None = None
-    """What `held_token` reads like, where a tokenizer is at hand."""
+    """Text of `held_token`, where a tokenizer is at hand."""
     given_text: str | None = None
     resume_tokens: int | None = None
-    """Of what is held, first tokens that would be read and not computed: up to where the states of
-    recurrent layers were kept, and the windows of all others are whole. None if all of it would be,
-    in a model without recurrent layers."""
+    """Length of the cached prefix that can be reused: up to the last boundary where every recurrent
+    layer has a checkpoint and every window is complete. None if all of it can be, in a model
+    without recurrent layers."""
     tier_tokens: int | None = None
     """First tokens whose blocks a cold tier has; None if that was not asked, or there is none."""

@@ -9,9 +9,11 @@ from typing import Generic, Protocol, Self, TypeVar
 from penstock.prefix.block_hashes import TokenArray
 
 
-class Segment(Protocol):
-    """An immutable run of whole blocks' KV. What `split` and `join` return shares no memory
-    with what they were called on, so that dropping a segment frees all of its bytes.
+class TreeSegment(Protocol):
+    """An immutable run of whole blocks' KV, as the tree sees it.
+
+    The results of `split` and `join` share no memory with their sources, so that dropping a segment
+    frees all of its bytes.
     """
 
     @property
@@ -36,7 +38,7 @@ class Segment(Protocol):
         """Tell whether it can be joined with another: whether both are held in the same form."""
 
 
-S = TypeVar("S", bound=Segment)
+S = TypeVar("S", bound=TreeSegment)
 
 # As tracemalloc sees them, entries of the eviction queue included, for a node in the middle of
 # a path; a leaf costs 200 bytes less, which is left in as reserve.
@@ -64,9 +66,10 @@ class Node(Generic[S]):
     """Times it was read after it was inserted."""
     last_used_seconds: float
     heat: float
-    """What the policy makes of all uses."""
+    """Sum of the decayed uses, as the policy computes it."""
     held_until_seconds: float | None = None
-    """Until then it is evicted only when nothing else can be; None if it is not held."""
+    """End of its hold, in seconds of the tree's clock: until then it is evicted last. None if it is
+    not held."""
     held_bytes: int = 0
     """Bytes of segment and index, as the tree counts them."""
 
@@ -104,13 +107,13 @@ class NodeView:
     """Tokens in front of this node's."""
     end: int
     nbytes: int
-    """Of its segment and its place in the index."""
+    """Bytes of its segment and of its entry in the index."""
     pins: int
     hits: int
     idle_seconds: float
-    """Since it was read or made."""
+    """Seconds since the last read, or since the insert."""
     held_seconds: float
-    """For which it is still held; 0 if it is not."""
+    """Seconds for which it is still held; 0 if it is not."""
     tokens: tuple[int, ...]
     """The first ones."""
 

@@ -67,8 +67,10 @@ class Relief(Protocol[S]):
     """Frees bytes of nodes that stay."""
 
     def relieve(self, nbytes: int) -> int:
-        """Free as many bytes, or as many as can be, and return how many were freed; makes no
-        room by itself."""
+        """Free as many bytes, or as many as possible, and return the bytes freed.
+
+        Makes no room by itself.
+        """
 
     @property
     def pinned_bytes(self) -> int:
@@ -200,8 +202,9 @@ class Prefixes(Generic[S]):
         return self.tree.pin(match.path[-1] if match.path else None, self._clock())
 
     def follow(self, pin: Pin[S], block_hashes: Sequence[bytes], blocks_done: int) -> int:
-        """Extend a pin along what others have committed of `keys`, and let go of what is not
-        theirs.
+        """Extend a pin along blocks of the chain that other sequences committed.
+
+        Releases this sequence's own copies of them.
 
         Args:
             pin: a sequence's, whose path holds the first `blocks_done` of these blocks.
@@ -360,11 +363,11 @@ class Prefixes(Generic[S]):
         """
         if nbytes > self.ledger.free_bytes:
             return False
-        with self.ledger.reserve(Kind.BUFFERS, nbytes) as made:
+        with self.ledger.reserve(Kind.BUFFERS, nbytes) as reserved:
             try:
                 self.tree.exchange(node, make(node.segment))
             finally:
-                made.resize(0)  # it is the node's now
+                reserved.resize(0)  # it is the node's now
                 self._settle()
         return True
 
@@ -388,8 +391,9 @@ class Prefixes(Generic[S]):
         return self.ledger.reserve(kind, nbytes)
 
     def shrink(self, nbytes: int, why: Why = "pressure") -> int:
-        """Evict what is worth least until `nbytes` were freed, or nothing is left to give; before
-        that, parts of nodes that nobody needs, if there is somebody who knows them.
+        """Evict the nodes worth least until `nbytes` were freed, or no node is left to evict.
+
+        First drops parts of nodes that no sequence needs, if a retention policy is set.
 
         Returns:
             Bytes freed, index included: more than asked, or all that nobody reads.

@@ -19,18 +19,18 @@ import numpy as np
 
 from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, hash_blocks
 from penstock.prefix.eviction import EvictionQueue
-from penstock.prefix.node import Match, Node, NodeView, S, Segment, upwards, view
+from penstock.prefix.node import Match, Node, NodeView, S, TreeSegment, upwards, view
 from penstock.prefix.policy import COLD, HalfLife, Policy
 
-__all__ = ["Match", "Node", "Pin", "PrefixTree", "Segment"]
+__all__ = ["Match", "Node", "Pin", "PrefixTree", "TreeSegment"]
 
 HELD_WORTH = 2.0**30
-"""What being held adds to a node's worth: more than any use, and little enough that the worths
-of two held nodes still differ after a second."""
+"""Worth that a hold adds to a node: more than any use. It is small enough that the worths of two
+held nodes still differ after a second."""
 LONGER = 4
 """Times `max_merge_tokens`, for nodes of few bytes."""
 ROUNDING = 1e-6
-"""By which a worth may differ when it is computed anew."""
+"""Difference of two worths of one node that counts as rounding."""
 
 
 class Pin(Generic[S]):
@@ -187,8 +187,8 @@ class PrefixTree(Generic[S]):
 
     def victim(self) -> Node[S] | None:
         """Find the unpinned leaf worth least, in O(log n); None if there is none."""
-        found = self._queue.first(self._worth_if_evictable)
-        return None if found is None else self._nodes[found]
+        node_id = self._queue.first(self._worth_if_evictable)
+        return None if node_id is None else self._nodes[node_id]
 
     def worth(self, node: Node[S]) -> float:
         """Return what the policy gives the node, and more if it is held; the least goes first."""
@@ -197,21 +197,20 @@ class PrefixTree(Generic[S]):
 
     def views(self, now_seconds: float) -> list[NodeView]:
         """Show every node, parents before their children."""
-        found = []
+        views = []
         waiting = list(self._tops.values())
         while waiting:
             node = waiting.pop()
-            found.append(view(node, now_seconds))
+            views.append(view(node, now_seconds))
             waiting.extend(node.children.values())
-        return found
+        return views
 
     def has(self, node: Node[S]) -> bool:
         """Tell whether a node is in the tree."""
         return self._nodes.get(node.id) is node
 
     def can_merge(self, node: Node[S], last: Node[S] | None = None) -> bool:
-        """Tell whether `node` and what lies below it, down to `last`, are read by the same, and
-        small together.
+        """Tell whether the nodes from `node` down to `last` have equal readers, and are small.
 
         Whoever reads `node` must read its child, too: the last one is what a merge leaves. Of a
         held node and one that is not, one would lose what makes it different.
@@ -232,17 +231,22 @@ class PrefixTree(Generic[S]):
     # ---- acts
 
     def pin(self, node: Node[S] | None, now_seconds: float) -> Pin[S]:
-        """Read a path: count the use for `node` and all nodes above, and keep them until
-        released. None is the root: an empty path, to be extended.
+        """Add a reference to a path, released with the pin; counts a use of each of its nodes.
+
+        None is the root: an empty path, to be extended.
+
+        None is the root: an empty path, to be extended.
+
+        None is the root: an empty path, to be extended.
 
         Raises:
             ValueError: the node is not in the tree.
         """
         if node is not None:
             self._check_known(node)
-        for each in upwards(node):
-            self._claim(each, 1)
-            self._use(each, now_seconds)
+        for above in upwards(node):
+            self._claim(above, 1)
+            self._use(above, now_seconds)
         pin = Pin(self, node)
         self._pins.add(pin)
         return pin
@@ -316,8 +320,9 @@ class PrefixTree(Generic[S]):
         return head
 
     def merge(self, node: Node[S], last: Node[S] | None = None) -> Node[S]:
-        """Make one node of `node` and what lies below it, down to `last`, and return it: the last
-        one, grown upwards. Every token is copied once.
+        """Merge `node` and the nodes below it, down to `last`, and return the one that remains.
+
+        That is `last`, grown upwards. Every token is copied once.
 
         Pins that pass through all of them stay where they are.
 
@@ -334,23 +339,23 @@ class PrefixTree(Generic[S]):
             )
         run = self._run(node, last)
         *above, last = run
-        segment = node.segment.join(*(each.segment for each in run[1:]))
+        segment = node.segment.join(*(part.segment for part in run[1:]))
         nbytes = last.segment.nbytes
         self._uncount(last)
-        for each in reversed(above):
-            last.heat = self.policy.joined(last.heat, nbytes, each.heat, each.segment.nbytes)
-            nbytes += each.segment.nbytes
-            last.hits = max(last.hits, each.hits)
-            last.last_used_seconds = max(last.last_used_seconds, each.last_used_seconds)
-            if each.held_until_seconds is not None:
-                self.hold(last, each.held_until_seconds)
-            self._uncount(each)
-            self._forget(each)
+        for part in reversed(above):
+            last.heat = self.policy.joined(last.heat, nbytes, part.heat, part.segment.nbytes)
+            nbytes += part.segment.nbytes
+            last.hits = max(last.hits, part.hits)
+            last.last_used_seconds = max(last.last_used_seconds, part.last_used_seconds)
+            if part.held_until_seconds is not None:
+                self.hold(last, part.held_until_seconds)
+            self._uncount(part)
+            self._forget(part)
         last.block_hashes, last.segment = (
-            tuple(key for each in run for key in each.block_hashes),
+            tuple(key for part in run for key in part.block_hashes),
             segment,
         )
-        last.tokens = np.concatenate([each.tokens for each in run])
+        last.tokens = np.concatenate([part.tokens for part in run])
         last.start, last.parent = node.start, node.parent
         self._children(last.parent)[last.block_hashes[0]] = last
         self._count(last)
@@ -400,12 +405,12 @@ class PrefixTree(Generic[S]):
 
     def expire(self, now_seconds: float) -> None:
         """Let go of the holds that have ended: those nodes are worth what they were without."""
-        while (found := self._holds.first(self._held_until)) is not None:
-            node = self._nodes[found]
+        while (node_id := self._holds.first(self._held_until)) is not None:
+            node = self._nodes[node_id]
             if node.held_until_seconds is None or node.held_until_seconds > now_seconds:
                 return
             node.held_until_seconds = None
-            self._holds.drop(found)
+            self._holds.drop(node_id)
             self._offer(node)
 
     def check(self) -> None:
@@ -420,17 +425,17 @@ class PrefixTree(Generic[S]):
             self._index_bytes,
             self._pinned_bytes,
         )
-        found = (
+        counts = (
             sum(len(node.tokens) for node in self),
             sum(node.segment.nbytes for node in self),
             sum(node.segment.checkpoint_nbytes for node in self),
             sum(node.index_bytes for node in self),
             sum(node.segment.nbytes + node.index_bytes for node in self if node.pins),
         )
-        if counted != found:
+        if counted != counts:
             raise AssertionError(
                 f"tokens, bytes, those of checkpoints, index bytes, pinned bytes {counted} "
-                f"counted, {found} found"
+                f"counted, {counts} found"
             )
         pinned = Counter(node.id for pin in self._pins for node in pin.path)
         for node in self:
@@ -478,14 +483,16 @@ class PrefixTree(Generic[S]):
     # ---- parts of acts
 
     def _run(self, node: Node[S], last: Node[S] | None) -> list[Node[S]]:
-        """Return the nodes from `node` down to `last`, or to its only child; less if there is
-        no such way."""
+        """Return the nodes from `node` down to `last`, or to its only child.
+
+        Returns `node` alone if `last` is not below it.
+        """
         if last is None:
             last = next(iter(node.children.values())) if len(node.children) == 1 else node
         run = []
-        for each in upwards(last):
-            run.append(each)
-            if each is node:
+        for member in upwards(last):
+            run.append(member)
+            if member is node:
                 return run[::-1]
         return [node]
 
@@ -596,7 +603,7 @@ def _common(own: Sequence[bytes], block_hashes: Sequence[bytes], start: int) -> 
 
 def _inseparable(node: Node[S], child: Node[S]) -> bool:
     """Tell whether whoever reads, or holds, a node does so with its child, in the same form."""
-    held, child_held = (each.held_until_seconds is not None for each in (node, child))
+    held, child_held = (member.held_until_seconds is not None for member in (node, child))
     alike = held == child_held and node.pins == child.pins
     return len(node.children) == 1 and alike and node.segment.joins(child.segment)
 

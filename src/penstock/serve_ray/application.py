@@ -29,9 +29,9 @@ from penstock.serve_ray.replica import Replica, Served
 
 NAME = "penstock"
 FLUSH_SECONDS = 60.0
-"""What a replica has, after its answers have ended, to write what waits to be written."""
+"""Seconds a replica has, after its answers have ended, to write pending blocks."""
 START_SECONDS = 600.0
-"""How long replicas may take to load the model."""
+"""Seconds that replicas may take to load the model."""
 RAY_TRIES = 3
 """Ray gives its own processes 30 s to start, which a busy machine does not always keep."""
 WATCH_SECONDS = 0.5
@@ -47,7 +47,7 @@ class Fleet(FleetSettings):
     doors: int = 1
     worth: float = WORTH
     gossip_seconds: float = 1.0
-    """How often replicas are asked what they hold."""
+    """Seconds between two requests for a replica's summary."""
     upscale_seconds: float = 10.0
     downscale_seconds: float = 300.0
 
@@ -94,8 +94,9 @@ def application(served: Served, fleet: Fleet) -> serve.Application:
 
 @contextmanager
 def running(served: Served, fleet: Fleet) -> Iterator[str]:
-    """Serve until left; yield the URL. With `RAY_ADDRESS` in a Ray that runs already, of which
-    only this application is ended.
+    """Serve until the context is left; yield the URL.
+
+    With `RAY_ADDRESS` it joins a running Ray, of which only this application is ended.
 
     Raises:
         RayFailed: the replicas did not become ready.
@@ -142,12 +143,18 @@ def _start_ray() -> None:
 def _wait_until_ready() -> None:
     until = time.monotonic() + START_SECONDS
     while True:
-        found = serve.status().applications.get(NAME)
-        if found is not None and found.status == ApplicationStatus.RUNNING:
+        application = serve.status().applications.get(NAME)
+        if application is not None and application.status == ApplicationStatus.RUNNING:
             return
         late = time.monotonic() > until
-        if late or (found is not None and found.status == ApplicationStatus.DEPLOY_FAILED):
-            said = [] if found is None else [one.message for one in found.deployments.values()]
+        if late or (
+            application is not None and application.status == ApplicationStatus.DEPLOY_FAILED
+        ):
+            said = (
+                []
+                if application is None
+                else [one.message for one in application.deployments.values()]
+            )
             why = [line.strip() for text in said for line in text.splitlines() if line.strip()]
             raise RayFailed(
                 f"the replicas are not ready after {START_SECONDS:.0f} s"
@@ -159,14 +166,14 @@ def _wait_until_ready() -> None:
 
 def wait_for_signal() -> None:
     """Wait for SIGTERM or Ctrl-C."""
-    told = threading.Event()
+    signaled = threading.Event()
 
     def tell(number: int, frame: FrameType | None) -> None:
-        told.set()
+        signaled.set()
 
     before = {one: signal.signal(one, tell) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
-        while not told.wait(WATCH_SECONDS):
+        while not signaled.wait(WATCH_SECONDS):
             pass
     finally:
         for one, handler in before.items():

@@ -10,7 +10,8 @@ from typing import Any
 CLAIMED = "penstock_claimed"
 """Name of the metric: a replica's share of KV memory that requests have claimed."""
 MOST_CLAIMED = 0.8
-"""Of a replica's memory for KV: beyond it requests wait for bytes, and prefixes have no room."""
+"""Share of a replica's memory for KV beyond which requests wait for bytes, and prefixes have no
+room."""
 
 
 def desired(requests: float, target_requests: float, claimed: Iterable[float]) -> int:

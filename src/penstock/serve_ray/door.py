@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 NAMES_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
-"""How much longer than a request may take a replica may be silent; streams say something sooner."""
+"""Seconds that a replica may be silent beyond the limit of a request; streams send an event sooner.
+"""
 PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string")
-"""Of ASGI's scope, besides headers and addresses."""
+"""Keys of ASGI's scope that are passed on, besides headers and addresses."""
 
 
 class Door:
@@ -155,9 +156,9 @@ class Passed(Response):
 def scope_of(http: HttpRequest) -> dict[str, Any]:
     """Return what a replica's application needs of a request's scope, in plain values."""
     scope = http.scope
-    made = {name: scope[name] for name in PASSED if name in scope}
-    made["asgi"] = {"version": "3.0"}
-    made["root_path"] = ""
-    made["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-    made["client"], made["server"] = scope.get("client"), scope.get("server")
-    return made
+    passed = {name: scope[name] for name in PASSED if name in scope}
+    passed["asgi"] = {"version": "3.0"}
+    passed["root_path"] = ""
+    passed["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+    passed["client"], passed["server"] = scope.get("client"), scope.get("server")
+    return passed

@@ -22,7 +22,7 @@ from penstock.server.app import create_app
 from penstock.server.service import Service
 
 GONE_SECONDS = 5.0
-"""How long a request whose client has gone has to end by itself."""
+"""Seconds that a request has to end after its client disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Served:
     name: str
     settings: ServerSettings
     limits: dict[str, Any]
-    """Of the engine, as `Engine` takes them."""
+    """Limits of the engine, as `Engine` takes them."""
     preload: bool = False
 
 

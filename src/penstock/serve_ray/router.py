@@ -15,12 +15,14 @@ from penstock.routing import WORTH, RoutedPrompt, Router, Summary
 BLOCKS = "penstock_blocks"
 """Name of the summary among a replica's routing stats."""
 LEAST_BLOCKS = 1.0
-"""What an open request counts though all of its prompt is known: its answer takes time, too."""
+"""Blocks that an open request counts at least, though its prompt is cached: its answer takes time,
+too."""
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types we could follow
-    """Sends a request to the replica that our `Router` chooses, or, if that one takes no more,
-    to another.
+    """Ray request router that asks penstock's `Router` for the replica, and has a second choice.
+
+    If that replica takes no more requests, another one gets the request.
 
     Loads are blocks of the requests that were sent from here and have not ended. What others
     send counts by Ray's queue lengths: a replica with `max_ongoing_requests` is passed over.

@@ -36,13 +36,13 @@ def host_block(block: Segment, tokens: TokenArray, *more: Segment) -> dict[str, 
     """
     pieces = (block, *more)
     mx.eval([col.arrays(*layer) for piece in pieces for layer in piece.layers])
-    found = {TOKENS: _host([tokens.astype(np.uint32)], "uint32")}
+    host_arrays = {TOKENS: _host([tokens.astype(np.uint32)], "uint32")}
     for number, layers in enumerate(zip(*(piece.layers for piece in pieces), strict=True)):
         named = [_named(number, layer, col.arrays) for layer in layers]
         for arrays in zip(*named, strict=True):
             seen, dtypes = zip(*(_seen(array) for _, array in arrays), strict=True)
-            found[arrays[0][0]] = _host(seen, dtypes[0], col.TOKEN_AXIS)
-    return found
+            host_arrays[arrays[0][0]] = _host(seen, dtypes[0], col.TOKEN_AXIS)
+    return host_arrays
 
 
 def host_states(states: States) -> dict[str, HostArray]:
@@ -89,9 +89,9 @@ class StateRestoreBuffer:
 
     def states(self) -> States:
         """Return what was read."""
-        found = {name: room.read() for name, room in self._rooms.items()}
-        mx.eval(list(found.values()))
-        return self._form.states(found)
+        arrays = {name: room.read() for name, room in self._rooms.items()}
+        mx.eval(list(arrays.values()))
+        return self._form.states(arrays)
 
 
 class RestoreBuffer:
@@ -129,7 +129,7 @@ class RestoreBuffer:
         """Take the memory, if it is not taken, and return where the arrays of each block go."""
         if not self._layers:
             self._layers = [
-                tuple([self._made(*each) for each in side.arrays(self._tokens)] for side in layer)
+                tuple([self._made(*form) for form in side.arrays(self._tokens)] for side in layer)
                 for layer in self._form.layers
             ]
             if self._in_place:
@@ -180,7 +180,7 @@ class RestoreBuffer:
         return Target(
             room.dtype,
             (1, heads, count, *rest),
-            [each[block * count : (block + 1) * count].reshape(-1) for each in data],
+            [part[block * count : (block + 1) * count].reshape(-1) for part in data],
         )
 
 
@@ -213,8 +213,8 @@ class _BufferPool:
 
     def read(self) -> mx.array:
         """Return it as MLX has it."""
-        made = self.array if isinstance(self.array, mx.array) else mx.array(self.array)
-        return made.view(mx.bfloat16) if self.dtype == "bfloat16" else made
+        array = self.array if isinstance(self.array, mx.array) else mx.array(self.array)
+        return array.view(mx.bfloat16) if self.dtype == "bfloat16" else array
 
 
 def _named(

@@ -52,9 +52,9 @@ class Readers:
             ]
             for thread in self._threads:
                 thread.start()
-        made = _ReadCall(call, arguments)
-        self._calls.put(made)
-        return made.answer
+        read_call = _ReadCall(call, arguments)
+        self._calls.put(read_call)
+        return read_call.answer
 
     def close(self, timeout_seconds: float) -> None:
         """End the threads once they have done what was asked; again does nothing."""

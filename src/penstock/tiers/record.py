@@ -39,7 +39,7 @@ HEAD_BYTES = 16_384
 """Read of a file at first: most headers are shorter."""
 MOST_DEPTH = 1 << 31
 MOST_HEAD_BYTES = 1 << 20
-"""Of a header that is read at all: 80 layers take 16 kB."""
+"""Largest header that is read, in bytes: 80 layers take 16 kB."""
 PIECES_AT_ONCE = 512
 """Places that one read is spread over; systems allow 1,024."""
 
@@ -53,7 +53,7 @@ class HostArray:
     """An array in the host's memory, whatever its dtype: numpy knows no bfloat16."""
 
     dtype: str
-    """As MLX calls it: `float32`, `bfloat16`, ..."""
+    """Name of the dtype in MLX: `float32`, `bfloat16`, ..."""
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
     """Its bytes, (n,), row by row."""
@@ -61,8 +61,10 @@ class HostArray:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """KV of consecutive blocks, all layers; or a checkpoint, which lies behind its block as a
-    child."""
+    """KV of consecutive blocks, all layers; or a checkpoint.
+
+    A checkpoint lies behind its block as a child.
+    """
 
     key: bytes
     """Names the last block and everything in front of it; see `blocks`."""
@@ -71,9 +73,9 @@ class Record:
     depth: int
     """Blocks in front of it."""
     arrays: Mapping[str, HostArray]
-    """By name, as `3.keys`."""
+    """Arrays by name, as `3.keys`."""
     blocks: int = 1
-    """How many they are."""
+    """Number of blocks."""
     replaces: Sequence[bytes] = ()
     """Keys of shorter records with the same first block, which nobody needs beside this one; not in
     the file."""
@@ -142,11 +144,11 @@ def decode(raw: bytes) -> Record:
     try:
         arrays = {
             name: HostArray(
-                DTYPES[found["dtype"]],
-                tuple(found["shape"]),
-                np.frombuffer(found["data"], np.uint8),
+                DTYPES[parts["dtype"]],
+                tuple(parts["shape"]),
+                np.frombuffer(parts["data"], np.uint8),
             )
-            for name, found in deserialize(raw)  # type: ignore[no-untyped-call]
+            for name, parts in deserialize(raw)  # type: ignore[no-untyped-call]
         }
         record = Record(
             bytes.fromhex(words["key"]),
@@ -155,10 +157,10 @@ def decode(raw: bytes) -> Record:
             arrays,
             blocks_of(words),
         )
-        told = words["xxh3"]
+        checksum = words["xxh3"]
     except (SafetensorError, KeyError, ValueError) as error:
         raise Damaged(f"its header makes no sense: {error}") from None
-    if _hash(words, arrays) != told:
+    if _hash(words, arrays) != checksum:
         raise Damaged("its bytes are not those that were written")
     return record
 
@@ -231,9 +233,9 @@ class _File:
 
     def fill(self, pieces: Sequence[NDArray[np.uint8]], at: int) -> None:
         for first in range(0, len(pieces), PIECES_AT_ONCE):
-            some = pieces[first : first + PIECES_AT_ONCE]
-            wanted = sum(piece.nbytes for piece in some)
-            buffers: list[Any] = list(some)
+            batch = pieces[first : first + PIECES_AT_ONCE]
+            wanted = sum(piece.nbytes for piece in batch)
+            buffers: list[Any] = list(batch)
             if os.preadv(self.descriptor, buffers, at) != wanted:
                 raise OSError(f"the system has not read {wanted} bytes at {at}")
             at += wanted
@@ -241,14 +243,14 @@ class _File:
 
 def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
     """Return the names of a file's arrays, all of them targets, in the order of their bytes."""
-    found = json.loads(head)
-    del found["__metadata__"]
+    fields = json.loads(head)
+    del fields["__metadata__"]
     try:
-        told = {
+        order = {
             name: (array["dtype"], tuple(array["shape"]), *array["data_offsets"])
-            for name, array in found.items()
+            for name, array in fields.items()
         }
-        names = sorted(told, key=lambda name: told[name][2])
+        names = sorted(order, key=lambda name: order[name][2])
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise Damaged(f"its header makes no sense: {error}") from None
     at = 0
@@ -257,7 +259,7 @@ def _order(head: bytes, targets: Mapping[str, Target]) -> list[str]:
         if target is None:
             raise Damaged(f"it holds {name}, which was not asked for")
         end = at + sum(piece.nbytes for piece in target.pieces)
-        if told[name] != (_SAFE[target.dtype], target.shape, at, end):
+        if order[name] != (_SAFE[target.dtype], target.shape, at, end):
             raise Damaged(f"{name} is not the {target.dtype} {target.shape} that was asked for")
         at = end
     if len(names) != len(targets):
@@ -303,10 +305,10 @@ def read_tokens(descriptor: int) -> tuple[NDArray[np.uint32], int]:
 
 
 def _words(head: bytes) -> dict[str, str]:
-    found = json.loads(head)
-    if not isinstance(found, dict) or not isinstance(found.get("__metadata__"), dict):
+    fields = json.loads(head)
+    if not isinstance(fields, dict) or not isinstance(fields.get("__metadata__"), dict):
         raise ValueError("no metadata")
-    return {str(name): str(value) for name, value in found["__metadata__"].items()}
+    return {str(name): str(value) for name, value in fields["__metadata__"].items()}
 
 
 def _hash(words: Mapping[str, str], arrays: Mapping[str, HostArray]) -> str:

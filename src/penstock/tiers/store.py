@@ -61,7 +61,7 @@ class Store(ABC):
     """
 
     limit_bytes: int = 0
-    """Of all that is kept; 0 if that is for others to say."""
+    """Limit of all bytes in the store; 0 if another program sets it."""
     full: str | None = None
     """Why no new blocks are taken for now; those that are there are read all the same."""
 
@@ -87,20 +87,22 @@ class Store(ABC):
         """
         ends = [0, *self.spans.ends(len(block_hashes))]
         whole = ends[self._first([block_hashes[end - 1] for end in ends[1:]])]
-        some = block_hashes[
+        batch = block_hashes[
             : self.spans.end(whole) - 1
         ]  # behind the whole records one may be shorter
         if not resumable:
-            return whole + self._last(some[whole:])
-        checkpoints = [checkpoint_hash(key) for key in some]
+            return whole + self._last(batch[whole:])
+        checkpoints = [checkpoint_hash(key) for key in batch]
         at = self._last(checkpoints)
         while at and at not in ends and not self._last([block_hashes[at - 1]]):
             at = self._last(checkpoints[: at - 1])
         return at
 
     def chains(self, most_bytes: int) -> list[list[bytes]]:
-        """Return the keys of all blocks of this model's chains that are worth most, each from its
-        first one on, as far as they fit into so many bytes of files."""
+        """Return the hashes of the blocks worth most of this model, whole chains from their start.
+
+        As many as fit into `nbytes` bytes of files.
+        """
         return []
 
     @abstractmethod
@@ -128,8 +130,7 @@ class Store(ABC):
         targets: Sequence[Mapping[str, Target]],
         meanwhile: Callable[[], object] = lambda: None,
     ) -> int:
-        """Read records that follow each other to where they belong; return how many, as far as all
-        is well.
+        """Read consecutive records into their buffers; return how many succeeded before a failure.
 
         Some records are read at the same time; all are done with when this returns.
 
@@ -160,8 +161,7 @@ class Store(ABC):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return how many blocks of a chain, from its first on, could be read, as somebody asks for
-        them: they are used, wherever they are read from.
+        """Return how many first blocks of a chain could be read, and count a use of each.
 
         Args:
             block_hashes: of the blocks.
@@ -173,8 +173,7 @@ class Store(ABC):
         """Write which blocks were used since the last time."""
 
     def clear(self, *, all_models: bool = True) -> int:
-        """Remove all blocks, or this model's, as far as they are ours to remove; return how
-        many."""
+        """Remove all blocks, or this model's, as far as this store owns them; return how many."""
         return 0
 
     def reconciling(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 QUEUE_BYTES = 256_000_000
 """Bytes of blocks that may wait to be written."""
 RETRY_SECONDS = 30.0
-"""How long a store that has failed is left alone."""
+"""Seconds for which a store that has failed is left alone."""
 CLOSE_SECONDS = 30.0
 FAULTS = (OSError, sqlite3.Error)
 
@@ -48,9 +48,9 @@ class TierStats:
     """Not written: the queue was full, the tier off, or the block gone from memory by then."""
     held_bytes: int = 0
     limit_bytes: int = 0
-    """Of the folder; of what others keep, nothing is known."""
+    """Limit of the folder in bytes; 0 for a remote store, whose limit is not known."""
     faults: int = 0
-    """How often the store has failed."""
+    """Number of times that the store has failed."""
     counts: TierCounts = field(default_factory=TierCounts)
     """The store's, of all times it was opened."""
 
@@ -63,7 +63,7 @@ class _Call:
     otherwise: Any
     """The answer of a tier that is off."""
     prepare: Callable[[], object] | None
-    """What may be done before its turn, in the thread."""
+    """Preparation that may run before its turn, in the thread."""
     answer: Future[Any] = field(default_factory=Future)
     begun: bool = False
 
@@ -135,8 +135,11 @@ class ColdTier:
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> Future[int]:
-        """Count how many first keys of a chain could be read, all of which are used now, and have
-        the system read those ahead that are behind the `known` ones; see `Store.prepare`."""
+        """Count how many first blocks of a chain could be read, and have the rest read ahead.
+
+        All of them are used now. The system reads those behind the `known` first ones ahead; see
+        `Store.prepare`.
+        """
         return self._call(lambda store: store.prepare(block_hashes, known, resumable=resumable), 0)
 
     def restore(

@@ -117,7 +117,7 @@ def evaluate(
     save: Save = None,
     plot: Plot = None,
 ) -> None:
-    """What a model still knows, says and expects with its keys and values in fewer bits.
+    """Measure recall, agreement and perplexity of a model with its KV in fewer bits.
 
     Recall, of the embedded model: answers of the engine to questions about dialogues. Agreement:
     the engine continues a text as with raw ones. Perplexity, KL and likeliest token of a text, read

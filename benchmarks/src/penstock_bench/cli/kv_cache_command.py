@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 TIMES_RAW = 4
-"""What a comparison takes of the raw bytes of all layers: the numbers, two ways of holding them,
-and some more;"""
+"""Memory of a comparison as a multiple of the raw bytes of all layers: the numbers, two ways of
+holding them, and a reserve."""
 TIMES_LAYER = 12
-"""and of those of the layer whose errors are looked at; 11.8 measured with one layer of float16."""
+"""Memory of a comparison as a multiple of the raw bytes of one layer, beside `TIMES_RAW`; 11.8
+measured with one layer of float16."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -62,8 +63,9 @@ def bench_kv_cache(
     plot: Plot = None,
     as_json: options.Json = False,
 ) -> None:
-    """Hold the same keys and values in every codec, mlx-lm's quantized cache beside them, and
-    vllm-mlx's where it is installed.
+    """Compare every codec on the same keys and values, with mlx-lm's and vllm-mlx's caches.
+
+    The one of vllm-mlx is compared where it is installed.
 
     Reports true bytes, errors of the numbers and of attention (queries that look for one token
     each), and what it takes to quantize, to dequantize and to attend.
@@ -97,10 +99,10 @@ def bench_kv_cache(
             f"or a smaller --seq-len"
         )
     with Console(stderr=True).status("") as status:
-        found = bench.measure(
+        table = bench.measure(
             shape, data, names, own, lambda name: status.update(f"holding as {name}")
         )
-    record = found.as_object()
+    record = table.as_object()
     if save is not None:
         from penstock_bench.report import keep
 
@@ -108,25 +110,25 @@ def bench_kv_cache(
     if plot is not None:
         from penstock_bench.codecs_picture import draw_codecs
 
-        draw_codecs(found, plot)
+        draw_codecs(table, plot)
     if as_json:
         print(json.dumps(record))
     else:
-        _print(found)
+        _print(table)
 
 
-def _print(found: Table) -> None:
-    shape = found.shape
+def _print(table: Table) -> None:
+    shape = table.shape
     console = Console(highlight=False)
     console.print(
         f"{shape.layers} layers x {shape.heads} heads x {shape.head_dim} x {shape.seq_len} tokens, "
-        f"{found.data}; raw is {shape.dtype}"
+        f"{table.data}; raw is {shape.dtype}"
     )
     losses = _drawn(
         "what it loses", "bytes", "ratio", "MSE K", "MSE V", "mean", "max", "KL", "top 1"
     )
     costs = _drawn("what it costs, ms", "quantize", "dequantize", "attend", "peak")
-    for row in found.rows:
+    for row in table.rows:
         losses.add_row(
             row.name,
             format_bytes(row.nbytes),
@@ -147,7 +149,7 @@ def _print(found: Table) -> None:
         )
     console.print(losses)
     console.print(costs)
-    for name, why in found.refused.items():
+    for name, why in table.refused.items():
         console.print(f"not in the table: {name}: {why}")
     console.print(
         "MSE relative to the numbers' squares, mean and max absolute, of keys and values; KL in "

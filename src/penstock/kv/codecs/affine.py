@@ -24,13 +24,15 @@ from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 BITS = (2, 3, 4, 5, 6, 8)
 GRID_CUTS = 2
-"""Of 8 bits, pieces whose scales and offsets are found together."""
+"""Pieces whose scales and offsets are computed together, with 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Affine(Scaled):
-    """`group_size` neighbours to a scale and an offset, both float16: bits + 32 / group_size bits
-    a number. Parts: codes, scales, offsets."""
+    """`group_size` neighbors share a scale and an offset: bits + 32 / group_size bits a number.
+
+    Scales and offsets are float16. Parts: codes, scales, offsets.
+    """
 
     buffers: ClassVar[float] = 2
 
@@ -69,17 +71,17 @@ class Affine(Scaled):
     def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put) -> Iterator[None]:
         """See `Codec`."""
         for first in range(0, len(cuts), GRID_CUTS):
-            some = cuts[first : first + GRID_CUTS]
-            heads, tokens = (slice(some[0][axis].start, some[-1][axis].stop) for axis in (0, 1))
-            ragged = all(len({cut[axis].start for cut in some}) > 1 for axis in (0, 1))
+            group = cuts[first : first + GRID_CUTS]
+            heads, tokens = (slice(group[0][axis].start, group[-1][axis].stop) for axis in (0, 1))
+            ragged = all(len({cut[axis].start for cut in group}) > 1 for axis in (0, 1))
             if self.rotated or self.bits != 8 or ragged:
-                yield from Codec.encode_by(self, some, x, put)
+                yield from Codec.encode_by(self, group, x, put)
                 continue
             scales, offsets, grid = Grid.of(x[:, heads, tokens], self.group_size)
             put(1, scales, heads.start, tokens.start)
             put(2, offsets, heads.start, tokens.start)
             del scales, offsets
-            for cut in some:
+            for cut in group:
                 part = grid.part(_behind(cut[0], heads.start), _behind(cut[1], tokens.start))
                 put(0, part.codes(x[:, *cut]), cut[0].start, cut[1].start)
                 yield

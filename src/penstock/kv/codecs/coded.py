@@ -21,17 +21,17 @@ TOKEN_AXIS = 2
 GROUP_SIZES = (128, 64, 32)
 """Neighbours that can share a scale in `mx.quantized_matmul`."""
 ROUNDING = 2.0**-11
-"""What a number is off by in float16, as a share of it, at most,"""
+"""Largest relative rounding error of a number in float16."""
 SMALLEST = 2.0**-24
-"""and the smallest that there is."""
+"""Smallest positive number of float16."""
 INFINITY = 0x7C00
-"""The bits of float16's; with the sign in front, of the other."""
+"""Bits of infinity in float16, without the sign."""
 Cut: TypeAlias = tuple[slice, slice]
 """Heads, and which of their tokens."""
 Put: TypeAlias = Callable[[int, mx.array, int, int], None]
 """Takes the number of a part, an array of it, and its first head and first column there."""
 Scales: TypeAlias = tuple[bytes, ...]
-"""Of the channels of each head of keys, see `codecs.scales`; none at all: 1 everywhere."""
+"""Scales of the channels of each head of keys, see `codecs.scales`; empty means 1 everywhere."""
 
 
 class Codec(ABC):
@@ -78,19 +78,20 @@ class Codec(ABC):
         """Encode (batch, heads, tokens, dim), in any floating type."""
 
     def encode_by(self, cuts: Sequence[Cut], x: mx.array, put: Put) -> Iterator[None]:
-        """Encode some heads' tokens at a time, to the bits of `encode`, and put them where they
-        belong, one cut before each time it yields; not computed yet."""
+        """Encode a few heads' tokens at a time, to the bits of `encode`.
+
+        Each piece is put where it belongs, one cut before each yield; it is not computed yet.
+        """
         for heads, tokens in cuts:
-            found = self.of_heads(heads.start, heads.stop).encode(x[:, heads, tokens])
-            for number, part in enumerate(found.parts):
+            coded = self.of_heads(heads.start, heads.stop).encode(x[:, heads, tokens])
+            for number, part in enumerate(coded.parts):
                 put(number, part, heads.start, tokens.start // self.span)
-            del found, part  # what was put is not held meanwhile
+            del coded, part  # what was put is not held meanwhile
             yield
 
     @abstractmethod
     def dequantize(self, coded: Coded) -> mx.array:
-        """Return what is read, (batch, heads, tokens, dim) float32: what `encode` was given, but
-        for its error."""
+        """Return (batch, heads, tokens, dim) float32: the input of `encode`, but for its error."""
 
     def transform_query(self, queries: mx.array) -> mx.array:
         """Return queries (heads, m, dim) as they meet the codes of keys."""
@@ -154,8 +155,10 @@ class Coded:
         )
 
     def after(self, earlier: mx.array) -> Coded:
-        """Return the same, not read before `earlier` is computed: of what is read one after the
-        other, little is dequantized at the same time."""
+        """Return the same side, read only after `earlier` is computed.
+
+        Reading sides in order bounds how much is dequantized at a time.
+        """
         codes, *others = self.parts
         return Coded(self.codec, (*mx.depends([codes], [earlier]), *others), self.dim)
 
@@ -164,12 +167,12 @@ class Coded:
 
         Nothing is allocated for it: read as integers, what is no number is beyond all others.
         """
-        found = mx.array(True)
+        finite = mx.array(True)
         for part in self.parts:
             if part.dtype == mx.float16 and part.size:
-                found = found & (part.view(mx.int16).max() < INFINITY)
-                found = found & (part.view(mx.uint16).max() < INFINITY + 2**15)
-        return found
+                finite = finite & (part.view(mx.int16).max() < INFINITY)
+                finite = finite & (part.view(mx.uint16).max() < INFINITY + 2**15)
+        return finite
 
     def dequantize(self) -> mx.array:
         """See `Codec.dequantize`."""
@@ -221,7 +224,7 @@ class Grid:
 
     per_step: mx.array
     zero: mx.array
-    """Where zero lies, and half a step: codes are cut, not rounded."""
+    """Code of zero, and half a step: codes are cut, not rounded."""
 
     @classmethod
     def of(cls, x: mx.array, group_size: int) -> tuple[mx.array, mx.array, Grid]:
@@ -245,8 +248,8 @@ class Grid:
     def codes(self, x: mx.array) -> mx.array:
         """Return the numbers' codes, (..., n / 4) uint32."""
         groups = backend.current().as_float32(x).reshape(*self.zero.shape, -1)
-        found = groups * mx.expand_dims(self.per_step, -1) + mx.expand_dims(self.zero, -1)
-        return found.astype(mx.uint8).reshape(x.shape).view(mx.uint32)
+        steps = groups * mx.expand_dims(self.per_step, -1) + mx.expand_dims(self.zero, -1)
+        return steps.astype(mx.uint8).reshape(x.shape).view(mx.uint32)
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
@@ -259,14 +262,14 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     words = []
     for word in range(bits):
         first, last = 32 * word // bits, (32 * word + 31) // bits
-        found = None
+        packed = None
         for number in range(first, last + 1):
             shift = number * bits - 32 * word
             code = codes[..., number]
             moved = code << shift if shift >= 0 else code >> -shift
-            found = moved if found is None else found | moved
-        assert found is not None
-        words.append(found)
+            packed = moved if packed is None else packed | moved
+        assert packed is not None
+        words.append(packed)
     return mx.stack(words, axis=-1).reshape(*rows, n * bits // 32)
 
 

@@ -59,11 +59,11 @@ class Kivi(Codec):
 
     def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        found = self._product(
+        scores = self._product(
             mx.expand_dims(transform_query, 1), coded, transpose=False
         )  # (heads, spans, m, SPAN)
-        heads, count, rows, _ = found.shape
-        return found.swapaxes(1, 2).reshape(heads, rows, count * SPAN)
+        heads, count, rows, _ = scores.shape
+        return scores.swapaxes(1, 2).reshape(heads, rows, count * SPAN)
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""

@@ -37,7 +37,7 @@ class Scheme:
     keys: Codec | None
     values: Codec | None
     scales: tuple[Scales, ...] = ()
-    """Of the keys' channels, by layer; none at all: 1 everywhere."""
+    """Scales of the keys' channels, by layer; empty means 1 everywhere."""
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
@@ -48,8 +48,8 @@ class Scheme:
         """Return it with the scales that `measure` tells, if the keys' codec can use any."""
         if self.keys is None or not self.keys.takes_scales:
             return self
-        found = measure()
-        return replace(self, scales=found if any(found) else ())
+        scales = measure()
+        return replace(self, scales=scales if any(scales) else ())
 
     def of_layer(self, number: int) -> Scheme:
         """Return what one layer is held in."""
@@ -103,15 +103,15 @@ def parse_scheme(text: str) -> Scheme:
 def _side(word: str, text: str, *, keys: bool) -> Codec | None:
     if word == RAW:
         return None
-    if (found := _AFFINE.fullmatch(word)) and int(found[2]) in affine.BITS:
-        return Affine(int(found[2]), int(found[3] or 64), rotated=found[1] == "rot")
-    if found := _TURBO.fullmatch(word):
-        bits = int(found[1])
-        if found[2] == "c" and bits in turbo.CODEBOOKS:
+    if (match := _AFFINE.fullmatch(word)) and int(match[2]) in affine.BITS:
+        return Affine(int(match[2]), int(match[3] or 64), rotated=match[1] == "rot")
+    if match := _TURBO.fullmatch(word):
+        bits = int(match[1])
+        if match[2] == "c" and bits in turbo.CODEBOOKS:
             return TurboBook(bits, unbiased=keys)
-        half = found[2] == ".5"
-        if found[2] != "c" and bits in turbo.STEPS and (not half or bits + 1 in turbo.STEPS):
+        half = match[2] == ".5"
+        if match[2] != "c" and bits in turbo.STEPS and (not half or bits + 1 in turbo.STEPS):
             return Turbo(bits, half, unbiased=keys)
-    if (found := _KIVI.fullmatch(word)) and int(found[1]) in affine.BITS:
-        return Kivi(int(found[1]))
+    if (match := _KIVI.fullmatch(word)) and int(match[1]) in affine.BITS:
+        return Kivi(int(match[1]))
     raise ValueError(f"{text!r} is no codec; there are {FORMS}")

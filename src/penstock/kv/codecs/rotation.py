@@ -17,8 +17,10 @@ SEED = 0
 
 
 def rotate(x: mx.array, width: int | None = None) -> mx.array:
-    """Rotate (..., dim), in float32; into more dimensions, (..., width), if there are to be more:
-    what is lost there later is spread over all of them."""
+    """Rotate (..., dim), in float32, into (..., width).
+
+    With more dimensions a later error is spread over all of them.
+    """
     x = x.astype(mx.float32)
     *rows, dim = x.shape
     if width is not None and width > dim:

@@ -1,5 +1,6 @@
-"""A scale for each channel of the keys: what is encoded is divided by it, and the query that meets
-the codes is multiplied, so that every score is what it was.
+"""Scale factors of the key channels: codes are divided by them, queries multiplied.
+
+So every score stays equal.
 
 A rotation spreads the error over all channels: that of a score is as the sum of k^2 / s^2, times
 that of s^2 q^2, over the channels of scale s, with keys and queries of root mean squares k and q.
@@ -28,7 +29,7 @@ FROM = 2
 of one size."""
 MOST = 16
 LEAST = 1e-30
-"""Of a mean square: below it a channel is nothing."""
+"""Smallest mean square of a channel that counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,10 @@ def divided(x: mx.array, scales: Scales) -> mx.array:
 
 
 def multiplied(x: mx.array, scales: Scales) -> mx.array:
-    """Return queries (heads, m, dim) as they meet the codes, or keys (batch, heads, tokens, dim)
-    as they were."""
+    """Return queries (heads, m, dim) transformed for the codes, or keys in their old scale.
+
+    Keys are (batch, heads, tokens, dim).
+    """
     return x.astype(mx.float32) * _factors(scales) if scales else x
 
 
@@ -80,31 +83,35 @@ class Squares:
         self._queries: mx.array | None = None
 
     def add(self, keys: mx.array, queries: mx.array) -> None:
-        """Take in keys (1, kv_heads, n, dim) and the queries (1, heads, n, dim) that meet them;
-        evaluated."""
+        """Add keys (1, kv_heads, n, dim) and the queries (1, heads, n, dim) that score them.
+
+        Evaluates the sums.
+        """
         kv_heads, dim = keys.shape[1], keys.shape[3]
         sums = []
         for before, new in ((self._keys, keys), (self._queries, queries)):
-            each = new.astype(mx.float32).reshape(kv_heads, -1, dim)
-            found = (each * each).sum(axis=1)
-            sums.append(found if before is None else before + found)
+            rows = new.astype(mx.float32).reshape(kv_heads, -1, dim)
+            squares = (rows * rows).sum(axis=1)
+            sums.append(squares if before is None else before + squares)
         mx.eval(sums)
         self._keys, self._queries = sums
 
     def scales(self) -> Scales:
-        """Return the scales of channels that are large beside the middle one of their head; none
-        if there is none, or nothing was seen."""
+        """Return the scales of channels that are large beside the median of their head.
+
+        Returns none if no channel is, or before any `add`.
+        """
         if self._keys is None or self._queries is None:
             return ()
         keys, queries = (np.array(one, np.float64) for one in (self._keys, self._queries))
-        told = (keys > LEAST) & (queries > LEAST) & np.isfinite(keys) & np.isfinite(queries)
-        logs = np.log2(np.where(told, keys, 1.0) / np.where(told, queries, 1.0)) / 4
+        known = (keys > LEAST) & (queries > LEAST) & np.isfinite(keys) & np.isfinite(queries)
+        logs = np.log2(np.where(known, keys, 1.0) / np.where(known, queries, 1.0)) / 4
         middles = [
             np.median(head[seen]) if seen.any() else 0.0
-            for head, seen in zip(logs, told, strict=True)
+            for head, seen in zip(logs, known, strict=True)
         ]
         best = np.rint(logs - np.array(middles)[:, None])
-        exponents = np.where(told & (best >= FROM), np.minimum(best, MOST), 0).astype(np.int8)
+        exponents = np.where(known & (best >= FROM), np.minimum(best, MOST), 0).astype(np.int8)
         return tuple(head.tobytes() for head in exponents) if exponents.any() else ()
 
 

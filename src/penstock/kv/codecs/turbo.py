@@ -28,7 +28,7 @@ from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
-"""Between levels, in standard deviations, by bits."""
+"""Distance between two levels, in standard deviations, by bits."""
 CODEBOOKS = {
     1: (0.7979,),
     2: (0.4528, 1.5104),
@@ -40,8 +40,10 @@ CODEBOOKS = {
 
 @dataclass(frozen=True, slots=True)
 class Turbo(Scaled):
-    """One float16 a vector, and `bits` for each number; with `half`, one bit more for the first
-    half of the rotated numbers. Parts: codes (two of them with `half`), scales.
+    """One float16 scale a vector, and `bits` for each rotated number.
+
+    With `half`, the first half of the rotated numbers has one bit more. Parts: codes (two arrays
+    with `half`), scales.
 
     `unbiased` chooses the scale for keys: products with the vector itself are right on average.
     For values it is the one of least squared error.
@@ -112,9 +114,9 @@ class Turbo(Scaled):
 
     def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
-        found, start = None, 0
+        total, start = None, 0
         for codes, offsets, scales, width, bits in self._readable(coded):
-            some = backend.current().multiply_codes(
+            product = backend.current().multiply_codes(
                 transform_query[..., start : start + width],
                 codes,
                 scales,
@@ -123,10 +125,10 @@ class Turbo(Scaled):
                 group_size=largest_group(width),
                 bits=bits,
             )
-            found = some if found is None else found + some
+            total = product if total is None else total + product
             start += width
-        assert found is not None
-        return found
+        assert total is not None
+        return total
 
     def mix(self, weights: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
@@ -152,21 +154,24 @@ class Turbo(Scaled):
     def _as_mlx(
         self, codes: Sequence[mx.array], scales: mx.array, dim: int
     ) -> list[tuple[mx.array, mx.array, mx.array, int, int]]:
-        found = []
+        arrays = []
         for part, width, bits in zip(codes, self._widths(dim), self._each, strict=True):
             step = mx.expand_dims(scales.astype(mx.float32), -1) * STEPS[bits]
             shape = (*step.shape[:-1], width // largest_group(width))
             offsets = step * (-(2**bits - 1) / 2)
-            found.append(
+            arrays.append(
                 (part, mx.broadcast_to(offsets, shape), mx.broadcast_to(step, shape), width, bits)
             )
-        return found
+        return arrays
 
 
 @dataclass(frozen=True, slots=True)
 class TurboBook(Scaled):
-    """As `Turbo`, on the uneven grid of least error; read by looking every level up, which on a CPU
-    takes about ten times as long. 1 to 4 bits. Parts: codes, scales."""
+    """Variant of `Turbo` on the non-uniform grid of least error, 1 to 4 bits.
+
+    It is read by a table look-up, which on a CPU takes about ten times as long. Parts: codes,
+    scales.
+    """
 
     in_place: ClassVar[bool] = False
 

@@ -33,7 +33,7 @@ from penstock.tiers.record import MOST_DEPTH, MOST_HEAD_BYTES, Damaged, header
 
 NAME = re.compile(r"[0-9a-f]{32}" + re.escape(SUFFIX))
 MOST_BLOCK_BYTES = 1 << 30
-"""Of a file in a tar: 1,024 tokens of 1 MB. Blocks that large make no sense."""
+"""Largest file in a tar, in bytes: 1,024 tokens of 1 MB. Larger blocks make no sense."""
 _NOTES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 """Members that only say more about others, which need nothing said: they are passed over."""
 _MOST_SECONDS = 8**11 - 1
@@ -48,13 +48,13 @@ class Exported:
     checkpoints: int = 0
     """States of recurrent layers, behind blocks."""
     tokens: int = 0
-    """From the first one of a chain to the last, of the longest chain."""
+    """Tokens of the longest chain."""
     nbytes: int = 0
-    """Of the files of both."""
+    """Bytes of the files of blocks and checkpoints."""
     damaged: int = 0
-    """Left out."""
+    """Blocks left out because their file is damaged."""
     gone: int = 0
-    """Had to give way meanwhile."""
+    """Blocks that were evicted meanwhile."""
 
 
 @dataclass(slots=True)
@@ -62,17 +62,18 @@ class Imported:
     """What became of the members of a tar."""
 
     blocks: int = 0
-    """Are new in the folder."""
+    """Blocks that are new in the folder."""
     checkpoints: int = 0
-    """States of recurrent layers, behind blocks: are new, or were there."""
+    """States of recurrent layers, behind blocks, new or known."""
     tokens: int = 0
-    """As of `Exported`, of those that are new, or were there."""
+    """Tokens of the longest chain, new or known."""
     nbytes: int = 0
     known: int = 0
-    """Blocks that were there."""
+    """Blocks that the folder had already."""
     damaged: int = 0
     refused: dict[str, int] = field(default_factory=dict)
-    """By reason, as `Written` has it; or `name`, `type`, `size`: it is no block of ours."""
+    """Refused members by reason, as in `Written`; or `name`, `type`, `size` for a member that is no
+    block file."""
     broken: str | None = None
     """Why the tar could not be read to its end."""
 
@@ -93,7 +94,7 @@ class _Member:
     """Its first byte in the tar."""
     nbytes: int
     depth: int
-    """As its head says; not to be trusted."""
+    """Depth in the file's header; not to be trusted."""
 
 
 def export_blocks(
@@ -185,13 +186,13 @@ def models_of(file: Path) -> set[str]:
     Raises:
         OSError: the file cannot be read.
     """
-    found = set()
+    fingerprints = set()
     with file.open("rb") as tar:
         for member in _members(tar, Imported()):
             tar.seek(member.at)
             size = tar.read(8)
-            found.add(header(size + tar.read(int.from_bytes(size, "little")))["fingerprint"])
-    return found
+            fingerprints.add(header(size + tar.read(int.from_bytes(size, "little")))["fingerprint"])
+    return fingerprints
 
 
 def _write(
@@ -223,21 +224,23 @@ def _write(
 
 
 def _whole(folder: Folder, entry: Entry, done: Exported) -> tuple[bytes | None, int]:
-    """Read a block's file, and how many tokens end with it; None, and it is counted, if it is not
-    there or not what it should be."""
+    """Read a block's file, and the number of tokens up to its end.
+
+    None, and counted as refused, if it is missing or damaged.
+    """
     try:
         raw = folder.file(entry.key).read_bytes()
-        found = check_block(raw)
+        content = check_block(raw)
     except FileNotFoundError:
         done.gone += 1
         return None, 0
     except Damaged:
         done.damaged += 1
         return None, 0
-    if (found.record.key, found.fingerprint) != (entry.key, entry.fingerprint):
+    if (content.record.key, content.fingerprint) != (entry.key, entry.fingerprint):
         done.damaged += 1
         return None, 0
-    return raw, found.record.end_tokens
+    return raw, content.record.end_tokens
 
 
 def _info(entry: Entry, nbytes: int) -> tarfile.TarInfo:
@@ -314,21 +317,21 @@ def _take(store: SSDStore, tar: BinaryIO, member: _Member, done: Imported) -> No
     tar.seek(member.at)
     raw = tar.read(member.nbytes)
     try:
-        found = check_block(raw)
+        content = check_block(raw)
     except Damaged:
         done.damaged += 1
         return
-    if found.record.key.hex() + SUFFIX != member.name:
+    if content.record.key.hex() + SUFFIX != member.name:
         done.damaged += 1
     elif done.nbytes + len(raw) > store.payload_bytes:
         done.refuse("full")
     else:
-        written = store.take(found.record, raw, found.fingerprint)
-        is_checkpoint = found.record.key == checkpoint_hash(found.record.parent)
+        written = store.take(content.record, raw, content.fingerprint)
+        is_checkpoint = content.record.key == checkpoint_hash(content.record.parent)
         if written == "claimed":
             done.nbytes += len(raw)
         if written in ("claimed", "known"):
-            done.tokens = max(done.tokens, found.record.end_tokens)
+            done.tokens = max(done.tokens, content.record.end_tokens)
         if written in ("claimed", "known") and is_checkpoint:
             done.checkpoints += 1
         elif written == "claimed":

@@ -16,7 +16,7 @@ from pathlib import Path
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 ALIGNED_BYTES = 4_096
-"""What lengths and addresses must be multiples of, on all disks that there are."""
+"""Alignment of lengths and addresses, in bytes, that every disk accepts."""
 
 
 class Writer:

@@ -61,12 +61,12 @@ LOCK_NAME = "lock"
 FLOOR_BYTES = 1_000_000_000
 """Free bytes of the disk that are never gone below."""
 READ_SECONDS = 10.0
-"""How long a store that is closed waits for files that are being read."""
+"""Seconds that `close` waits for files that are being read."""
 SUFFIX = ".safetensors"
 LOCK_LOOK_SECONDS = 0.02
 
 Written: TypeAlias = Claim | Literal["disk"]
-"""What became of a write: as `Claim`, or `disk`: too little of it is free."""
+"""Outcome of a write: as `Claim`, or `disk`: too little of it is free."""
 
 
 class SSDStore(Store):
@@ -106,8 +106,8 @@ class SSDStore(Store):
         self._folder = folder / FORMAT
         self._blocks = self._folder / BLOCKS_NAME
         self._aside = self._folder / ASIDE_NAME
-        for each in (folder, self._folder, self._blocks, self._aside):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in (folder, self._folder, self._blocks, self._aside):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._used: list[bytes] = []
         self._writer = Writer()
         self.index = self._open_index()
@@ -129,8 +129,10 @@ class SSDStore(Store):
         return 0 if last is None else last + 1
 
     def chains(self, most_bytes: int) -> list[list[bytes]]:
-        """Return the keys of all blocks of this model's chains that are worth most, each from its
-        first one on, as far as they fit into so many bytes of files."""
+        """Return the hashes of the blocks worth most of this model, whole chains from their start.
+
+        As many as fit into `nbytes` bytes of files.
+        """
         entries = [
             entry
             for entry in self.index.entries()
@@ -139,7 +141,7 @@ class SSDStore(Store):
             and entry.key != checkpoint_hash(entry.parent)
         ]
         by_key = {entry.key: entry for entry in entries}
-        found: list[list[bytes]] = []
+        chains: list[list[bytes]] = []
         covered: set[bytes] = set()
         for entry in sorted(entries, key=lambda entry: (-entry.used, -entry.depth)):
             if entry.key in covered:
@@ -147,18 +149,20 @@ class SSDStore(Store):
             chain = [entry]
             while (parent := by_key.get(chain[-1].parent)) is not None:
                 chain.append(parent)
-            most_bytes -= sum(each.nbytes for each in chain if each.key not in covered)
+            most_bytes -= sum(link.nbytes for link in chain if link.key not in covered)
             if most_bytes < 0:
                 break
-            covered.update(each.key for each in chain)
+            covered.update(link.key for link in chain)
             if chain[-1].depth == 0:  # else nobody could read it
-                found.append(self._block_keys(chain[::-1]))
-        return found
+                chains.append(self._block_keys(chain[::-1]))
+        return chains
 
     def _block_keys(self, chain: Iterable[Entry]) -> list[bytes]:
-        """Return the keys of all blocks of a chain's records, as their tokens tell; up to the first
-        one whose tokens are not those of its key."""
-        found: list[bytes] = []
+        """Return the hashes of all blocks in a chain's records, as their tokens give them.
+
+        Stops at the first block whose tokens do not have its hash.
+        """
+        block_hashes: list[bytes] = []
         for entry in chain:
             try:
                 with _opened(self._path(entry.key)) as file:
@@ -167,8 +171,8 @@ class SSDStore(Store):
                 break
             if not is_hash_of(entry.key, entry.parent, tokens, blocks):
                 break
-            found += hash_blocks(tokens, len(tokens) // blocks, entry.parent)
-        return found
+            block_hashes += hash_blocks(tokens, len(tokens) // blocks, entry.parent)
+        return block_hashes
 
     # ---- acts
 
@@ -248,8 +252,9 @@ class SSDStore(Store):
     def prepare(
         self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
     ) -> int:
-        """Return how many keys of a chain, from its first on, could be read, as somebody asks for
-        them: they are used, wherever they are read from, which `note_uses` writes.
+        """Return how many first blocks of a chain could be read, and count a use of each.
+
+        The uses are written to the index by `note_uses`, wherever the blocks are read from.
 
         Args:
             block_hashes: of the blocks.
@@ -303,8 +308,10 @@ class SSDStore(Store):
         self.index.shrink(self.payload_bytes, self._unlink)
 
     def _reconcile_entry(self, entry: Entry) -> None:
-        """Remove an entry without a file, or with one of another length, and what a writer that was
-        killed has left half done."""
+        """Remove an entry whose file is missing, of another length, or half written.
+
+        Half written means: by a writer that was killed.
+        """
         if entry.owner is not None:
             gone = not is_alive(entry.owner)
         else:  # unless somebody has just removed both, or written it again
@@ -424,8 +431,10 @@ class SSDStore(Store):
         _sync_folder(path.parent)
 
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
-        """Read a block to where it belongs; return the bytes of its file. Any thread may; nothing
-        but the file is touched."""
+        """Read a block into its buffers; return the bytes of its file.
+
+        Any thread may call it. It touches the file alone.
+        """
         with _opened(self._path(key)) as file:
             words = read_into(file, targets)
             self._check_is(words, key)
@@ -512,7 +521,7 @@ def _entries(paths: Iterable[Path]) -> Iterator[Entry]:
     for path in paths:
         try:
             with _opened(path) as file:
-                found = os.fstat(file)
+                status = os.fstat(file)
                 size = int.from_bytes(os.pread(file, 8, 0), "little")
                 words = header(os.pread(file, 8 + min(size, MOST_HEAD_BYTES), 0))
             depth = int(words["depth"])
@@ -523,10 +532,10 @@ def _entries(paths: Iterable[Path]) -> Iterator[Entry]:
                 fingerprint=words["fingerprint"],
                 parent=bytes.fromhex(words["parent"]),
                 depth=depth,
-                nbytes=found.st_size,
+                nbytes=status.st_size,
                 hits=0,
                 used=0,
-                written_seconds=found.st_mtime,
+                written_seconds=status.st_mtime,
                 owner=None,
             )
         except (OSError, KeyError, ValueError):

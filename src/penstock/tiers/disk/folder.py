@@ -28,9 +28,9 @@ from penstock.tiers.disk.index import DAY_SECONDS, PAGE_ENTRIES, Entry, Index, i
 from penstock.tiers.record import FORMAT
 
 FORMATS = "penstock-block-"
-"""How the folders of all versions of the format begin."""
+"""Common prefix of the folders of all format versions."""
 SHOWN_CHARACTERS = 12
-"""Of keys and fingerprints, which are longer."""
+"""Characters that are shown of hashes and fingerprints."""
 Progress: TypeAlias = Callable[[int], None]
 """Is told how many bytes more are done."""
 
@@ -46,12 +46,12 @@ class ModelUsage:
     fingerprint: str
     blocks: int
     nbytes: int
-    """Of the files, those that are being written included."""
+    """Bytes of the files, unfinished ones included."""
     chains: int
     """Blocks that no other follows: so many prefixes end here."""
     hits: int
     writing_blocks: int
-    """Of the blocks, those whose files are not there yet."""
+    """Blocks whose files are still being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class FolderUsage:
     models: tuple[ModelUsage, ...]
     """The largest first."""
     index_bytes: int
-    """Of the index and its log."""
+    """Bytes of the index and its log."""
     written_today_bytes: int
-    """By all who share the folder, since midnight UTC; what is gone again included."""
+    """Bytes written by all processes since midnight UTC, including files removed again."""
     writing_files: int
     """Files aside, whose writers live."""
     left_over_files: int
@@ -82,9 +82,9 @@ class Freed:
 
     blocks: int
     nbytes: int
-    """Of their files."""
+    """Bytes of their files."""
     held_bytes: int
-    """What the folder holds afterwards."""
+    """Bytes in the folder afterwards."""
 
 
 class Folder:
@@ -145,8 +145,8 @@ class Folder:
 
     def entries(self, fingerprint: str | None = None) -> list[Entry]:
         """Return the blocks of one model, or of all, worth most first."""
-        found = self.index.entries()
-        return [entry for entry in found if fingerprint in (None, entry.fingerprint)]
+        entries = self.index.entries()
+        return [entry for entry in entries if fingerprint in (None, entry.fingerprint)]
 
     def model(self, prefix: str) -> str:
         """Return the one fingerprint that begins with `prefix`.
@@ -157,14 +157,14 @@ class Folder:
         if not prefix:
             raise SettingError("--model needs the beginning of a fingerprint; ls shows them")
         known = {entry.fingerprint for entry in self.index.entries()}
-        found = sorted(one for one in known if one.startswith(prefix))
-        if not found:
+        matches = sorted(one for one in known if one.startswith(prefix))
+        if not matches:
             names = ", ".join(map(shown, sorted(known))) or "none"
             raise SettingError(f"--model {prefix}: no fingerprint begins so; there are: {names}")
-        if len(found) > 1:
-            names = ", ".join(shown(one, 2 * SHOWN_CHARACTERS) for one in found)
+        if len(matches) > 1:
+            names = ", ".join(shown(one, 2 * SHOWN_CHARACTERS) for one in matches)
             raise SettingError(f"--model {prefix}: more than one model begins so: {names}")
-        return found[0]
+        return matches[0]
 
     def usage(self) -> FolderUsage:
         """Count everything that is there."""
@@ -270,18 +270,18 @@ def _models(entries: list[Entry]) -> tuple[ModelUsage, ...]:
     by_model: dict[str, list[Entry]] = {}
     for entry in entries:
         by_model.setdefault(entry.fingerprint, []).append(entry)
-    found = [
+    models = [
         ModelUsage(
             fingerprint=fingerprint,
-            blocks=len(some),
-            nbytes=sum(entry.nbytes for entry in some),
-            chains=sum(entry.key not in followed for entry in some),
-            hits=sum(entry.hits for entry in some),
-            writing_blocks=sum(entry.owner is not None for entry in some),
+            blocks=len(model_entries),
+            nbytes=sum(entry.nbytes for entry in model_entries),
+            chains=sum(entry.key not in followed for entry in model_entries),
+            hits=sum(entry.hits for entry in model_entries),
+            writing_blocks=sum(entry.owner is not None for entry in model_entries),
         )
-        for fingerprint, some in by_model.items()
+        for fingerprint, model_entries in by_model.items()
     ]
-    return tuple(sorted(found, key=lambda model: (-model.nbytes, model.fingerprint)))
+    return tuple(sorted(models, key=lambda model: (-model.nbytes, model.fingerprint)))
 
 
 def _is_there(entry: Entry) -> bool:

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 import psutil
 
 BUSY_SECONDS = 5.0
-"""How long an act waits for other processes before it evicts."""
+"""Seconds for which a transaction waits for the lock of another process."""
 WORTH_OF_A_HIT = 256.0
 """Uses of other blocks after which one that was hit twice as often is worth as little."""
 KEYS_AT_ONCE = 500
@@ -62,7 +62,7 @@ UPDATE sums SET nbytes = told.nbytes, uses = told.uses
     FROM (SELECT ifnull(sum(nbytes), 0) AS nbytes, ifnull(max(used), 0) AS uses FROM blocks) AS told
     WHERE sums.nbytes != told.nbytes OR sums.uses NOT BETWEEN told.uses AND 1 << 50
 """
-"""What a damaged index tells of all blocks together is made good when it is opened."""
+"""Statement that corrects the sums of a damaged index when it is opened."""
 
 _LEAST = """
 SELECT key, nbytes FROM blocks WHERE owner IS NULL AND key != ?
@@ -90,14 +90,14 @@ class Entry:
     parent: bytes
     depth: int
     nbytes: int
-    """Of its file."""
+    """Bytes of the block's file."""
     hits: int
     used: int
     """The number of the use that was its last one; of all blocks together they are counted."""
     written_seconds: float
-    """Since 1970."""
+    """Seconds since 1970."""
     owner: str | None
-    """Who is writing it; None once it is there."""
+    """Name of the writer while the file is being written; None once it is complete."""
 
 
 _COLUMNS = ", ".join(Entry.__dataclass_fields__)
@@ -121,9 +121,9 @@ class Index:
             with self._writing():
                 for statement in _statements(_SCHEMA):
                     self._db.execute(statement)
-            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
-            if found != "ok":
-                raise sqlite3.DatabaseError(found)
+            (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
             with self._writing():
                 self._db.execute(_RECOUNT)
             self._same = _identity(file)
@@ -178,10 +178,10 @@ class Index:
         """Return how many keys of a chain, from its first on, are there and written."""
         count = 0
         for start in range(0, len(block_hashes), KEYS_AT_ONCE):
-            some = list(block_hashes[start : start + KEYS_AT_ONCE])
-            found = self._found(some, fingerprint)
-            for key in some:
-                if key not in found:
+            batch = list(block_hashes[start : start + KEYS_AT_ONCE])
+            present = self._found(batch, fingerprint)
+            for key in batch:
+                if key not in present:
                     return count
                 count += 1
         return count
@@ -189,10 +189,10 @@ class Index:
     def deepest(self, block_hashes: Sequence[bytes], fingerprint: str) -> int | None:
         """Return the place of the last of some keys that is there and written."""
         for start in reversed(range(0, len(block_hashes), KEYS_AT_ONCE)):
-            some = list(block_hashes[start : start + KEYS_AT_ONCE])
-            found = self._found(some, fingerprint)
-            for place in reversed(range(len(some))):
-                if some[place] in found:
+            batch = list(block_hashes[start : start + KEYS_AT_ONCE])
+            present = self._found(batch, fingerprint)
+            for place in reversed(range(len(batch))):
+                if batch[place] in present:
                     return start + place
         return None
 
@@ -285,7 +285,7 @@ class Index:
             ends = [
                 key for key in block_hashes if self._db.execute(query, (key,)).fetchone() is None
             ]
-            written = [key for key in ends if (found := self.get(key)) and found.owner is None]
+            written = [key for key in ends if (entry := self.get(key)) and entry.owner is None]
             self._remove(written, unlink)
 
     def remove_if(
@@ -355,10 +355,10 @@ class Index:
         over = self.nbytes + nbytes - limit_bytes
         gone: list[bytes] = []
         while over > 0:
-            found = self._db.execute(_LEAST, (keep,)).fetchone()
-            if found is None:
+            row = self._db.execute(_LEAST, (keep,)).fetchone()
+            if row is None:
                 raise _Full
-            key, size = found
+            key, size = row
             self._db.execute("DELETE FROM blocks WHERE key = ?", (key,))
             gone.append(key)
             over -= size
@@ -375,8 +375,10 @@ class Index:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Tell whether an error says that the index itself is damaged: not that the disk fails, is full
-    or read-only, or that another process holds it."""
+    """Tell whether an error says that the index itself is damaged.
+
+    A disk that fails, is full or read-only, or a lock of another process, is no damage.
+    """
     code = getattr(error, "sqlite_errorcode", None)
     wrong = code is None or code & 0xFF in _DAMAGE
     return isinstance(error, sqlite3.DatabaseError) and wrong
@@ -391,7 +393,7 @@ _DAMAGE = {
 }
 _numbers = count()
 _writers: set[str] = set()
-"""Of this process, that have not ended: several stores may be open in it."""
+"""Names of this process's open writers: several stores may be open in it."""
 
 
 def new_writer() -> str:

@@ -42,7 +42,7 @@ class Fault:
 
     kind: Kind
     name: str
-    """Of the file, within the folder."""
+    """Name of the file within the folder."""
     what: str
 
 
@@ -52,7 +52,7 @@ class IntegrityReport:
 
     checked_blocks: int = 0
     checked_bytes: int = 0
-    """Of files that were read."""
+    """Bytes of the files that were read."""
     faults: list[Fault] = field(default_factory=list)
     repaired: bool = False
 
@@ -142,10 +142,12 @@ def make_index(path: Path) -> None:
 
 
 def _check_entry(folder: Folder, entry: Entry, verdict: IntegrityReport) -> None:
-    """Check one block. What seems wrong is looked at again while nobody changes anything: it may
-    just have been removed, or written again."""
-    found = _fault(folder, entry)
-    if found is None:
+    """Check one block, and check a suspect again while nothing can change.
+
+    It may just have been removed, or written again.
+    """
+    wrong = _fault(folder, entry)
+    if wrong is None:
         if entry.owner is None:
             verdict.checked_blocks += 1
             verdict.checked_bytes += entry.nbytes
@@ -168,7 +170,7 @@ def _fault(folder: Folder, entry: Entry) -> Fault | None:
         return None if is_alive(entry.owner) else Fault("left over", name, "its writer is gone")
     try:
         raw = path.read_bytes()
-        found = check_block(raw)
+        content = check_block(raw)
     except FileNotFoundError:
         return Fault("missing", name, "there is no file")
     except Damaged as error:
@@ -177,8 +179,8 @@ def _fault(folder: Folder, entry: Entry) -> Fault | None:
         if error.errno != errno.EIO:
             raise
         return Fault("damaged", name, str(error))
-    record = found.record
-    if (record.key, found.fingerprint) != (entry.key, entry.fingerprint):
+    record = content.record
+    if (record.key, content.fingerprint) != (entry.key, entry.fingerprint):
         return Fault("damaged", name, "it is another block")
     if (record.parent, record.depth, len(raw)) != (entry.parent, entry.depth, entry.nbytes):
         return Fault("damaged", name, "the index tells another place or size of it")

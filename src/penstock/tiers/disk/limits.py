@@ -5,9 +5,9 @@ from __future__ import annotations
 from penstock.memory import format_bytes
 
 INDEX_SHARE = 0.02
-"""Of the limit, what is left to the index: 100,000 blocks take 30 MB there."""
+"""Share of the limit that is left to the index: 100,000 blocks take 30 MB there."""
 LEAST_INDEX_BYTES = 8_000_000
-"""What an index takes with its log, however few blocks there are."""
+"""Smallest size of an index with its log, in bytes, however few blocks there are."""
 
 
 def payload_bytes(limit_bytes: int) -> int:

@@ -18,7 +18,7 @@ PACKAGES = {
     **dict.fromkeys(("redis", "rediss", "unix"), "redis"),
     **dict.fromkeys(("s3", "gs", "az", "file"), "obstore"),
 }
-"""By scheme, what speaks to such a store."""
+"""Module and package that speak to a store, by its scheme."""
 MOST_WORDS = 300
 """Characters of an error that are told."""
 
@@ -28,9 +28,9 @@ class ObjectPiece:
     """Some bytes of a value."""
 
     nbytes: int
-    """Of the whole value."""
+    """Bytes of the whole value."""
     raw: bytes | memoryview
-    """Of the piece."""
+    """Bytes of the piece."""
 
 
 class Objects(Protocol):
@@ -40,8 +40,7 @@ class Objects(Protocol):
     """
 
     def get(self, name: str, at: int, nbytes: int) -> ObjectPiece | None:
-        """Return so many bytes of a value from `at` on, or those that there are; None if there is
-        no such value."""
+        """Return up to `nbytes` bytes of a value from `at` on; None if there is no such value."""
 
     def put(self, name: str, raw: bytes) -> bool:
         """Keep a value, whole or not at all; False if the store takes none."""

@@ -40,8 +40,8 @@ class ObstoreObjects:
     def get(self, name: str, at: int, nbytes: int) -> ObjectPiece | None:
         with self._in_words():
             try:
-                found = obstore.get(self._quick, name, options={"range": (at, at + nbytes)})
-                return ObjectPiece(found.meta["size"], memoryview(found.bytes()))
+                response = obstore.get(self._quick, name, options={"range": (at, at + nbytes)})
+                return ObjectPiece(response.meta["size"], memoryview(response.bytes()))
             except FileNotFoundError:
                 return None
             except BaseError:  # perhaps it ends in front of these bytes

@@ -17,7 +17,7 @@ REFUSALS = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.NoPermissionError,
 )
-"""Of a store that can still be read from."""
+"""Errors of a store that refuses writes and can still be read."""
 MOST_CONNECTIONS = 4
 
 

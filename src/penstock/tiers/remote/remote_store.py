@@ -35,20 +35,21 @@ from penstock.tiers.store import READERS, Store
 PIECE_BYTES = 4_000_000
 """Read at once of a value."""
 COPIES = 4
-"""Of a piece, while it arrives: the client's buffer, its answer, and what that was cut from."""
+"""Copies of a piece while it arrives: the client's buffer, its answer, and the bytes that was cut
+from."""
 SEEN_SECONDS = 600.0
-"""For so long a value that was seen is taken to be there, and not written again if it is not."""
+"""Seconds for which a value that was seen counts as present, and is not written again."""
 SEEN_KEYS = 16_384
 """Values that are known to be there; of more, those seen longest ago are asked for again."""
 SEEN_KEY_BYTES = 200
-"""Of Python, for each."""
+"""Python overhead of one remembered hash, in bytes."""
 FULL_SECONDS = 60.0
-"""For so long nothing is sent to a store that took no value."""
+"""Seconds without writes after a store refused a value."""
 FIRST_PAGE = 8
 MOST_PAGE = 512
 """Values that are asked for at once: a prompt that nobody knows costs a short question."""
 CLOSE_SECONDS = 10.0
-"""How long a store that is closed waits for what is being read."""
+"""Seconds that `close` waits for reads under way."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -161,8 +162,8 @@ class RemoteStore(Store):
         since = time.monotonic() - self._seen_seconds
         unsure = [key for key in block_hashes if self._seen.get(key, since) <= since]
         if unsure:
-            told = self._timed(self._objects.has, [self.name(key) for key in unsure])
-            for key, there in zip(unsure, told, strict=True):
+            answers = self._timed(self._objects.has, [self.name(key) for key in unsure])
+            for key, there in zip(unsure, answers, strict=True):
                 self._seen.pop(key, None)
                 if there:
                     self._see(key)
@@ -226,21 +227,21 @@ class _Value:
         self._fetch(0)
 
     def read(self, nbytes: int, at: int) -> bytes:
-        found = b""
-        while len(found) < nbytes and at < self.nbytes:
-            some = bytes(self._from(at)[: nbytes - len(found)])
-            found += some
-            at += len(some)
-        return found
+        raw = b""
+        while len(raw) < nbytes and at < self.nbytes:
+            chunk = bytes(self._from(at)[: nbytes - len(raw)])
+            raw += chunk
+            at += len(chunk)
+        return raw
 
     def fill(self, pieces: Sequence[NDArray[np.uint8]], at: int) -> None:
         for piece in pieces:
             done = 0
             while done < piece.nbytes:
-                some = self._from(at)[: piece.nbytes - done]
-                piece[done : done + len(some)] = some
-                done += len(some)
-                at += len(some)
+                chunk = self._from(at)[: piece.nbytes - done]
+                piece[done : done + len(chunk)] = chunk
+                done += len(chunk)
+                at += len(chunk)
 
     def _from(self, at: int) -> memoryview:
         """Return the bytes from `at` on that are here, fetched if none are."""
@@ -250,10 +251,10 @@ class _Value:
 
     def _fetch(self, at: int) -> None:
         self._raw = memoryview(b"")
-        found = self._get(at)
-        if found is None or (at and not found.raw):
+        piece = self._get(at)
+        if piece is None or (at and not piece.raw):
             raise FileNotFoundError("the value is not there")
-        self.nbytes, self._at, self._raw = found.nbytes, at, memoryview(found.raw)
+        self.nbytes, self._at, self._raw = piece.nbytes, at, memoryview(piece.raw)
 
 
 def _pages(block_hashes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
