@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 # Folders whose docstrings and locals are still to be rewritten; this shall shrink to nothing.
-NOT_YET = ("bench/", "engine/", "server/", "cli/bench.py", "cli/evaluate.py", "models/rivals.py")
+NOT_YET = ("engine/", "server/")
 # A local is called after what it holds.
 VAGUE = {"found", "made", "told", "each", "some"}
 # "Of the whole value." continues a sentence that the reader does not see.

@@ -123,7 +123,7 @@ class Routed:
 
 
 @dataclass(slots=True)
-class _Place:
+class _ReplicaState:
     """A replica as the router sees it."""
 
     bit: int
@@ -194,7 +194,7 @@ class Router:
         self._random = random.Random(seed)
         self._hash_blocks = hash_blocks
         self._worth = worth
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _ReplicaState] = {}
         self._names: list[str] = []  # by bit; "" where one has left
         self._index: dict[int, int] = {}  # short key -> mask of who holds it
         self._recent: deque[list[int]] = deque()
@@ -268,7 +268,7 @@ class Router:
             self._names.append("")
         self._names[bit] = replica
         seed = int.from_bytes(blake2b(replica.encode(), digest_size=8).digest(), "little")
-        self._places[replica] = _Place(bit, seed)
+        self._places[replica] = _ReplicaState(bit, seed)
         self._recount()
 
     def leave(self, replica: str) -> None:
