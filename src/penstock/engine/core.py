@@ -16,7 +16,7 @@ computed,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from copy import copy
@@ -37,7 +37,8 @@ from penstock.engine.offload.tier_group import TierGroup, open_tiers
 from penstock.engine.ranks.process_group import Command, ProcessGroup, SingleProcess
 from penstock.engine.request import Request
 from penstock.engine.retention.requantize import Requantizer
-from penstock.engine.retention.windows import Reader, Windows, windows_of
+from penstock.engine.retention.window_relief import WindowRelief
+from penstock.engine.retention.windows import Windows, windows_of
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget, reserve_fixed, weight_bytes
 from penstock.engine.schedule.costs import MemoryEstimator
@@ -194,10 +195,7 @@ class Core:
         windows = windows_of(self.runner.attention_windows, self.limits.max_kv_size)
         self.windows = None
         if windows:
-            self.windows = Windows(
-                self.prefixes, windows, self.runner.shapes, self._readers, self._waiting_nodes
-            )
-            self.prefixes.relief = self.windows
+            self.windows = Windows(self.prefixes, windows, self.runner.shapes)
 
     def _connect(self) -> None:
         """Make what runs sequences on the parts that there are."""
@@ -224,6 +222,9 @@ class Core:
             tiers=self.tiers,
             counters=self.counters,
         )
+        if self.windows is not None:
+            written = self.tiers if self.group.size == 1 else None
+            self.prefixes.relief = WindowRelief(self.windows, self.admission, written)
         self.executor = ModelExecutor(
             self.runner,
             self.tails,
@@ -255,15 +256,6 @@ class Core:
             estimator=self.estimator,
             tokenizer=self.tokenizer,
         )
-
-    def _readers(self) -> Iterator[Reader]:
-        """Yield what is read of which paths."""
-        yield from self.admission.readers()
-
-    def _waiting_nodes(self) -> set[int]:
-        """Return the nodes, by their ids, that have blocks which wait to be written; none where
-        there are other ranks, who write at a pace of their own."""
-        return set() if self.tiers is None or self.group.size > 1 else self.tiers.waiting_nodes()
 
     # ---- requests
 

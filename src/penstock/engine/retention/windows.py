@@ -1,17 +1,18 @@
-"""Of which tokens the layers with windows hold keys and values: where somebody may go on.
+"""Retention of sliding-window layers: which tokens of a node keep their keys and values there.
 
-    bytes are short ──> relieve: the nodes unused for longest drop what no retained place needs
-    match           ──> resume: back to the deepest place at which all windows are whole
-    read again      ──> fill: what was computed once more takes its place in the nodes
+    bytes are short ──> relieve: least recently used nodes drop KV that no retained position needs
+    match           ──> resume: back to the deepest position at which all windows are complete
+    prefilled again ──> fill: KV that was computed once more takes its place in the nodes
 
-Retained are the ends of branches, the places where they part, held prefixes, where whoever runs
-stands, and, while that will do, the ends of the newest turns. A node is named, and its other layers
-are shared, as if nothing was dropped.
+To resume at a position, a sliding-window layer needs only the `window` tokens before it. Retained
+positions are the ends of branches, the forks between them, held prefixes, the positions of running
+sequences, and, as long as that frees enough, the ends of the newest turns. A node keeps its name,
+and its other layers stay shared, as if nothing was dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 
@@ -26,22 +27,22 @@ from penstock.prefix.prefixes import Prefixes
 from penstock.prefix.tree import Pin
 
 TURN_ENDS = 2
-"""Newest ends of turns of a branch that are retained: in models with states an answer's, too."""
+"""Newest ends of turns of a branch that are retained; with recurrent layers also of answers."""
 
 Path = Sequence[Node[Segment]]
 Reader = tuple[Path, int]
-"""A path that is read, and how many tokens of it."""
+"""Path of a running sequence, and the number of its first tokens that the sequence reads."""
+Droppable = dict[int, dict[int, int]]
+"""First tokens that can be dropped: by node id, then by layer."""
 
 
 class Windows:
-    """Thins the nodes of a tree and fills them again. Not thread-safe: the engine's thread.
+    """Drops and refills the KV of sliding-window layers. Not thread-safe: the engine's thread.
 
     Args:
         prefixes: of the engine.
         windows: see `windows_of`; not empty.
         shapes: of one token in each layer.
-        readers: tells who runs.
-        waiting: tells which nodes, by their ids, have blocks that wait to be written.
 
     Raises:
         LedgerFull: there is no room for the copy of one layer's window.
@@ -52,17 +53,13 @@ class Windows:
         prefixes: Prefixes[Segment],
         windows: Mapping[int, int],
         shapes: Sequence[LayerShape],
-        readers: Callable[[], Iterable[Reader]],
-        waiting: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.windows = dict(windows)
-        self._layers = {
-            window: [layer for layer, each in windows.items() if each == window]
-            for window in set(windows.values())
-        }
+        self._layers: dict[int, list[int]] = {}
+        """Layers by their window."""
+        for layer, tokens in windows.items():
+            self._layers.setdefault(tokens, []).append(layer)
         self._prefixes = prefixes
-        self._readers = readers
-        self._waiting = waiting
         window = max(
             (tokens + prefixes.block_size) * shapes[layer].nbytes
             for layer, tokens in self.windows.items()
@@ -71,30 +68,41 @@ class Windows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes set aside for the copy of what a layer keeps."""
+        """Bytes reserved for the copy of the tokens that a layer keeps."""
         return self._copy.nbytes
 
     def release(self) -> None:
-        """Give back what was set aside."""
+        """Release the reserved bytes."""
         self._copy.release()
 
     # ---- questions
 
     def resume(self, path: Path, max_kv_tokens: int) -> int:
-        """Return the deepest position of a path, `max_kv_tokens` at most, at which a sequence can
-        go
-        on: every window in front of it is whole."""
+        """Return the deepest position of a path at which every window is complete.
+
+        Args:
+            path: nodes from the root.
+            max_kv_tokens: the deepest position that is asked for.
+        """
         return resume(path, max_kv_tokens, self.windows)
 
     def is_useless(self, node: Node[Segment]) -> bool:
-        """Tell whether nobody can go on anywhere in a node that nobody reads, nor behind it."""
+        """Tell whether no sequence reads a node, and none can resume in it or behind it."""
         if node.children or node.pins or not node.segment.missing:
             return False
         return self.resume(node.path(), node.end) <= node.start
 
     def check(self, path: Path, read: int, position: int) -> None:
-        """Raise AssertionError if a sequence at `position`, which reads the first tokens of a path,
-        sees one that a layer does not hold."""
+        """Check that every layer holds the tokens that a sequence sees.
+
+        Args:
+            path: of the sequence.
+            read: first tokens of the path that it reads.
+            position: its next token.
+
+        Raises:
+            AssertionError: a layer lacks one of them.
+        """
         for node in path:
             for layer, gone in enumerate(node.segment.missing):
                 sees = position - self.windows.get(layer, position + 1) + 1
@@ -103,94 +111,119 @@ class Windows:
                         f"layer {layer} of {node} lacks {gone} tokens; it is seen from {sees} on"
                     )
 
-    def droppable(self, *, turns: bool) -> dict[int, dict[int, int]]:
-        """Return how many first tokens which layers of which nodes could drop: by node, by layer.
-
-        O(nodes).
+    def droppable(self, readers: Iterable[Reader], *, turns: bool) -> Droppable:
+        """Return the first tokens that no retained position needs. O(nodes).
 
         Args:
+            readers: the running sequences.
             turns: whether the ends of turns are retained.
         """
-        nearest = self._nearest(turns=turns)
-        size = self._prefixes.block_size
-        found = {}
-        for node in self._prefixes.tree:
-            missing = node.segment.missing
-            gone: dict[int, int] = {}
-            for window, layers in self._layers.items():
-                needed = (int(nearest[node.id]) - window) // size * size
-                count = min(needed - node.start, len(node.tokens))
-                if count > 0:
-                    lacks = (layer for layer in layers if not missing or missing[layer] < count)
-                    gone |= dict.fromkeys(lacks, count)
-            if gone:
-                found[node.id] = gone
-        return found
+        nearest = self._nearest(readers, turns=turns)
+        droppable = {
+            node.id: self._droppable_of(node, nearest[node.id]) for node in self._prefixes.tree
+        }
+        return {node_id: layers for node_id, layers in droppable.items() if layers}
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that `relieve` frees of nodes that somebody reads, at least. O(nodes)."""
-        droppable, found = self.droppable(turns=False), 0
+    def _droppable_of(self, node: Node[Segment], nearest: float) -> dict[int, int]:
+        """Return how many first tokens of a node each layer can drop.
+
+        Args:
+            node: of the tree.
+            nearest: the first retained position in the node or behind it.
+        """
+        missing, size = node.segment.missing, self._prefixes.block_size
+        droppable: dict[int, int] = {}
+        for window, layers in self._layers.items():
+            needed = (int(nearest) - window) // size * size
+            count = min(needed - node.start, len(node.tokens))
+            if count > 0:
+                lacking = (layer for layer in layers if not missing or missing[layer] < count)
+                droppable |= dict.fromkeys(lacking, count)
+        return droppable
+
+    def pinned_bytes(self, readers: Iterable[Reader]) -> int:
+        """Return the bytes that `relieve` frees of nodes that are read, at least. O(nodes).
+
+        Args:
+            readers: the running sequences.
+        """
+        droppable, nbytes = self.droppable(readers, turns=False), 0
         for node in self._prefixes.tree:
             if node.pins:
                 for layer, count in droppable.get(node.id, {}).items():
                     dropped, stays = _sizes(node, layer, count)
-                    found += dropped if stays <= self._copy.nbytes else 0
-        return found
+                    nbytes += dropped if stays <= self._copy.nbytes else 0
+        return nbytes
 
     # ---- acts
 
     def end_prompt(self, path: Path, position: int) -> None:
-        """Retain the place where a prompt ends, until a later one does on the same branch: the
-        next turn may leave out some of the answer, or ask for another one.
+        """Retain the position where a prompt ends, until a later one ends on the same branch.
 
-        Of models without states: of others a checkpoint says that a turn ends.
+        The next turn may leave out some of the answer, or ask for another one. For models without
+        recurrent layers: with them a checkpoint says that a turn ends.
         """
         forks = [number for number, node in enumerate(path, 1) if len(node.children) > 1]
         shared = max(forks, default=0)
         for number, node in enumerate(path):
             before, at = node.segment.checkpoints, position - node.start
-            after = [each for each in before if number < shared or each.at == at]
-            if 0 < at <= len(node.tokens) and all(each.at != at for each in after):
+            after = [mark for mark in before if number < shared or mark.at == at]
+            if 0 < at <= len(node.tokens) and all(mark.at != at for mark in after):
                 after.append(Checkpoint(at, (), turn_end=True))
-            if [each.at for each in before] != sorted(each.at for each in after):
-                made = node.segment.checkpointed(after)
-                self._prefixes.tree.exchange(node, made)  # which holds the same arrays
+            if [mark.at for mark in before] != sorted(mark.at for mark in after):
+                # The new segment holds the same arrays.
+                self._prefixes.tree.exchange(node, node.segment.checkpointed(after))
 
-    def relieve(self, nbytes: int) -> int:
-        """Drop what no retained place needs until `nbytes` were freed, or nothing is left to drop;
-        the nodes unused for longest come first, those with blocks that wait to be written last, and
-        the ends of turns that are no ends of branches are retained while that will do. Return the
-        bytes freed."""
-        before, waiting = self._prefixes.nbytes, self._waiting()
+    def relieve(self, nbytes: int, readers: Iterable[Reader], waiting: Collection[int] = ()) -> int:
+        """Drop KV that no retained position needs, until `nbytes` are free.
+
+        Least recently used nodes come first. The ends of turns inside a branch are retained as long
+        as the rest frees enough.
+
+        Args:
+            nbytes: to be freed.
+            readers: the running sequences.
+            waiting: ids of nodes with blocks that wait to be written; they come last.
+
+        Returns:
+            Bytes freed; less than asked if nothing is left to drop.
+        """
+        before, reading = self._prefixes.nbytes, list(readers)
+        try:
+            for turns in (True, False):
+                for node, layer, count in self._in_order(reading, waiting, turns=turns):
+                    if before - self._prefixes.nbytes >= nbytes:
+                        return before - self._prefixes.nbytes
+                    self._drop(node, layer, count)
+        except (MemoryError, RuntimeError):  # MLX has no room for a copy: nodes are evicted instead
+            pass
+        return before - self._prefixes.nbytes
+
+    def _in_order(
+        self, readers: Iterable[Reader], waiting: Collection[int], *, turns: bool
+    ) -> Iterator[tuple[Node[Segment], int, int]]:
+        """Yield node, layer and count of first tokens to drop, the least valuable first."""
 
         def order(node: Node[Segment]) -> tuple[bool, float, int]:
             return node.id in waiting, node.last_used_seconds, node.start
 
-        try:
-            for turns in (True, False):
-                droppable = self.droppable(turns=turns)
-                nodes = [node for node in self._prefixes.tree if node.id in droppable]
-                for node in sorted(nodes, key=order):
-                    for layer, count in droppable[node.id].items():
-                        if before - self._prefixes.nbytes >= nbytes:
-                            return before - self._prefixes.nbytes
-                        self._drop(node, layer, count)
-        except (MemoryError, RuntimeError):  # MLX found no room for a copy: nodes give way instead
-            pass
-        return before - self._prefixes.nbytes
+        droppable = self.droppable(readers, turns=turns)
+        nodes = [node for node in self._prefixes.tree if node.id in droppable]
+        for node in sorted(nodes, key=order):
+            for layer, count in droppable[node.id].items():
+                yield node, layer, count
 
     def fill(self, pin: Pin[Segment], keys: Sequence[bytes], segment: Segment, start: int) -> bool:
         """Let the nodes that have a segment's tokens hold them in all layers.
 
         Args:
-            pin: a sequence's, which reads its path up to `start`.
-            keys: the sequence's chain.
+            pin: of a sequence that reads its path up to `start`.
+            keys: block hashes of the sequence.
             segment: the blocks behind `start`, computed or read again.
-            start: of the segment; between two blocks.
+            start: position of the segment, between two blocks.
 
         Returns:
-            False if there is no room; the pin is on what its sequence reads then.
+            False if there is no room; the pin then ends where its sequence reads.
         """
         prefixes, size = self._prefixes, self._prefixes.block_size
         chain = keys[: (start + segment.tokens) // size]
@@ -210,31 +243,31 @@ class Windows:
 
     # ---- parts
 
-    def _nearest(self, *, turns: bool) -> dict[int, float]:
-        """Return, for every node, the first retained place in it or behind it."""
+    def _nearest(self, readers: Iterable[Reader], *, turns: bool) -> dict[int, float]:
+        """Return the first retained position in every node or behind it, by node id."""
         nodes = sorted(self._prefixes.tree, key=lambda node: node.start, reverse=True)
         nearest = {node.id: _retained(node) for node in nodes}
         for node in nodes:
             if turns and not node.children:
                 for above, at in islice(_turn_ends(node), TURN_ENDS):
                     nearest[above.id] = min(nearest[above.id], at)
-        for path, read in self._readers():
+        for path, read in readers:
             for node in path:
                 if node.start < read <= node.end:
                     nearest[node.id] = min(nearest[node.id], read)
-        for node in nodes:  # each before its parent
+        for node in nodes:  # children before their parent
             if node.parent is not None:
                 nearest[node.parent.id] = min(nearest[node.parent.id], nearest[node.id])
         return nearest
 
     def _drop(self, node: Node[Segment], layer: int, count: int) -> None:
-        """Drop a layer's first tokens, if what stays can be copied."""
+        """Drop a layer's first tokens, if there is room for a copy of the others."""
         _, stays = _sizes(node, layer, count)
         more = max(0, stays - self._copy.nbytes)
         self._prefixes.exchange(node, lambda segment: segment.thinned({layer: count}), more)
 
     def _fill(self, node: Node[Segment], segment: Segment, start: int, end: int) -> bool:
-        """Fill the part start..end-1 of a node, cut out of it; False without room."""
+        """Fill the tokens start..end-1 of a node, cut out of it; return False without room."""
         size = self._prefixes.block_size
         if node.start < start and not self._prefixes.cut(node, (start - node.start) // size):
             return False
@@ -257,11 +290,11 @@ class Windows:
 
 
 def windows_of(attention_windows: Sequence[AttentionWindow], max_kv_tokens: int) -> dict[int, int]:
-    """Return the windows of the layers that see less than what may be shared, by their numbers.
+    """Return the windows in tokens of the layers that see less than a path may hold, by layer.
 
     Args:
-        attention_windows: of all layers. Those that also see the first tokens are not counted.
-        max_kv_tokens: of a path.
+        attention_windows: of all layers; those that also see the first tokens are not counted.
+        max_kv_tokens: the longest path.
     """
     return {
         layer: attention_window.window
@@ -273,9 +306,16 @@ def windows_of(attention_windows: Sequence[AttentionWindow], max_kv_tokens: int)
 
 
 def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
-    """Return the deepest position of a path, `max_kv_tokens` at most, in front of which every layer
-    holds its window. Each node lacks first tokens alone, so that the search goes from the beginning
-    of one node that lacks some to that of another."""
+    """Return the deepest position of a path before which every layer holds its window.
+
+    A node can lack only its first tokens, so the search goes from the start of one node with
+    missing tokens to the start of another.
+
+    Args:
+        path: nodes from the root.
+        max_kv_tokens: the deepest position that is asked for.
+        windows: see `windows_of`.
+    """
     position = max_kv_tokens
     for node in reversed(path):
         missing = node.segment.missing
@@ -288,22 +328,22 @@ def resume(path: Path, max_kv_tokens: int, windows: Mapping[int, int]) -> int:
 
 
 def _retained(node: Node[Segment]) -> float:
-    """Return the first place of a node at which somebody may go on, whoever runs now."""
+    """Return the first position of a node that is retained even if no sequence runs."""
     if node.held_until_seconds is not None:
         return node.start
     return node.end if len(node.children) != 1 else inf
 
 
 def _turn_ends(leaf: Node[Segment]) -> Iterator[tuple[Node[Segment], int]]:
-    """Yield where turns of a branch ended, the newest first, each with its node."""
+    """Yield node and position of the ends of turns of a branch, the newest first."""
     for node in upwards(leaf):
-        for each in reversed(node.segment.checkpoints):
-            if each.turn_end:
-                yield node, node.start + each.at
+        for checkpoint in reversed(node.segment.checkpoints):
+            if checkpoint.turn_end:
+                yield node, node.start + checkpoint.at
 
 
 def _sizes(node: Node[Segment], layer: int, count: int) -> tuple[int, int]:
-    """Return the bytes of a layer's tokens that it holds of its first `count`, and of the rest."""
+    """Return the bytes that a layer holds of its first `count` tokens, and of the others."""
     gone = node.segment.missing[layer] if node.segment.missing else 0
     held = col.nbytes(*node.segment.layers[layer])
     stays = held * (len(node.tokens) - count) // (len(node.tokens) - gone)
@@ -311,5 +351,5 @@ def _sizes(node: Node[Segment], layer: int, count: int) -> tuple[int, int]:
 
 
 def _short(path: Path, start: int) -> list[Node[Segment]]:
-    """Return the nodes of a path in which some layer lacks a token behind `start`."""
+    """Return the nodes of a path in which a layer lacks a token behind `start`."""
     return [node for node in path if node.start + max(node.segment.missing, default=-inf) > start]
