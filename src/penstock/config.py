@@ -53,6 +53,8 @@ class Setting:
     """Name of the flag without dashes; None takes the field's, without `_seconds`."""
     is_flag: bool = True
     """Whether commands offer a flag; False is for limits that need no tuning."""
+    is_local: bool = False
+    """Whether the machines of one model may have different values."""
 
 
 def _fixed(help_text: str) -> Setting:
@@ -188,6 +190,10 @@ class SamplingSettings(Settings):
     ] = None
 
 
+COLD_TIERS = ("ssd_cache_dir", "remote_cache")
+"""Fields of `EngineSettings` that name a cold tier each, the nearest first."""
+
+
 class EngineSettings(Settings):
     """What an engine is made with."""
 
@@ -200,6 +206,7 @@ class EngineSettings(Settings):
             "Memory for everything, the weights included: 16GB is 16 x 10^9 bytes.",
             "BYTES",
             unset=f"{EMBEDDED_LIMIT} for the embedded model, else as penstock doctor shows",
+            is_local=True,
         ),
     ]
     memory_threshold: Annotated[
@@ -210,6 +217,7 @@ class EngineSettings(Settings):
             "memory; at 1 the own limit alone counts.",
             "SHARE",
             unset="0.8 to 0.95, more on larger machines",
+            is_local=True,
         ),
     ] = 1.0
     max_kv_size: MaxKVSize = MAX_KV_SIZE
@@ -248,12 +256,17 @@ class EngineSettings(Settings):
             "made if it is not there. Prompts can be told from what lies in it.",
             "FOLDER",
             unset="none: memory only",
+            is_local=True,
         ),
     ] = None
     ssd_cache_limit: Annotated[
         int,
         Field(ge=1),
-        Setting("The folder's size is never over this, whoever shares it: 500MB, 100GB.", "BYTES"),
+        Setting(
+            "The folder's size is never over this, whoever shares it: 500MB, 100GB.",
+            "BYTES",
+            is_local=True,
+        ),
     ] = 20_000_000_000
     ssd_write_budget: Annotated[
         int | None,
@@ -317,15 +330,11 @@ class EngineSettings(Settings):
 
     @model_validator(mode="after")
     def _one_way_for_the_cold(self) -> EngineSettings:
-        if self.hot_cache_only and self.ssd_cache_dir is not None:
+        if self.hot_cache_only and self.cold_tiers:
+            name = self.cold_tiers[0]
             raise ValueError(
-                f"hot_cache_only (--hot-cache-only) leaves nothing to do for ssd_cache_dir "
-                f"{self.ssd_cache_dir}; name one of them"
-            )
-        if self.hot_cache_only and self.remote_cache is not None:
-            raise ValueError(
-                "hot_cache_only (--hot-cache-only) leaves nothing to do for remote_cache "
-                "(--remote-cache); name one of them"
+                f"hot_cache_only (--hot-cache-only) leaves nothing to do for {name} "
+                f"(--{flag_of(EngineSettings, name)}); name one of them"
             )
         return self
 
@@ -338,9 +347,9 @@ class EngineSettings(Settings):
         return self
 
     @property
-    def has_cold_tier(self) -> bool:
-        """Whether blocks are kept anywhere but in memory."""
-        return self.ssd_cache_dir is not None or self.remote_cache is not None
+    def cold_tiers(self) -> list[str]:
+        """Fields of `COLD_TIERS` that name a tier here."""
+        return [name for name in COLD_TIERS if getattr(self, name) is not None]
 
     @property
     def step_tokens(self) -> int:

@@ -144,7 +144,7 @@ def test_what_is_still_raw_is_written_as_it_will_be_held(model: Any, tmp_path: P
     with running(model, tmp_path, "turbo4", **settings) as core:
         handle = submit(core, asked, max_tokens=200)
         assert core.tiers is not None
-        while core.tiers.tiers["ssd"].tier.stats().counts.written_blocks < 10:
+        while core.tiers.tiers["disk"].tier.stats().counts.written_blocks < 10:
             assert core.step()
         assert not handle.done, "all blocks are written while their reader runs"
         settle(core)

@@ -17,7 +17,7 @@ from objects_in_memory import InMemory
 from penstock.engine.core import Core
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring as restoring_module
-from penstock.engine.offload import tier_group as cold_module
+from penstock.engine.offload import tier_kinds
 from penstock.tiers.remote.remote_store import COPIES, SEEN_KEY_BYTES, SEEN_KEYS
 from penstock.tiers.store import READERS
 from penstock.tiers.worker import TierStats
@@ -31,8 +31,8 @@ FAMILIES = ("llama", "gemma2", "falcon_h1")
 def values(monkeypatch: pytest.MonkeyPatch) -> InMemory:
     """The store that every URL names here."""
     made = InMemory()
-    monkeypatch.setattr(cold_module, "check_url", lambda url: None)
-    monkeypatch.setattr(cold_module, "open_objects", lambda url, **settings: made)
+    monkeypatch.setattr(tier_kinds, "check_url", lambda url: None)
+    monkeypatch.setattr(tier_kinds, "open_objects", lambda url, **settings: made)
     monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
     return made
@@ -49,9 +49,7 @@ def alone(family: str = "llama") -> tuple[int, ...]:
 
 
 def remote(core: Core) -> TierStats:
-    found = core.view.stats().remote
-    assert found is not None
-    return found
+    return core.view.stats().tiers["remote"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,7 +60,7 @@ def test_what_one_has_read_the_other_does_not_compute(family: str) -> None:
     with shared(family=family) as core:
         assert ask(core, PROMPT) == expected
         assert core.view.stats().restored_tokens == WHOLE
-        assert core.view.stats().ssd is None
+        assert list(core.view.stats().tiers) == ["remote"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,7 +91,7 @@ def test_the_sooner_one_is_read(tmp_path: Path) -> None:
         ask(core, PROMPT)
         assert core.tiers is not None
         tiers = core.tiers.tiers
-        for slow, quick in (("ssd", "remote"), ("remote", "ssd")):
+        for slow, quick in (("disk", "remote"), ("remote", "disk")):
             tiers[slow].read_pace.seconds = lambda nbytes: 2e-9 * nbytes  # type: ignore[method-assign]
             tiers[quick].read_pace.seconds = lambda nbytes: 1e-9 * nbytes  # type: ignore[method-assign]
             found = dict.fromkeys(tiers.values(), 12)

@@ -93,13 +93,11 @@ def test_blocks_in_memory_need_the_checkpoint_alone(folder: Path) -> None:
         assert core.checkpoints is not None
         for node in list(core.prefixes.tree):
             core.checkpoints._replace(node, [], range(1_000))
-        read = core.view.stats().ssd
-        assert read is not None
+        read = core.view.stats().tiers["disk"]
         handle = submit(core, PROMPT)
         settle(core)
         assert said(handle) == first
-        after = core.view.stats().ssd
-        assert after is not None
+        after = core.view.stats().tiers["disk"]
         assert after.counts.read_blocks - read.counts.read_blocks == 1
         assert core.view.stats().restored_tokens == 128
 
@@ -114,12 +112,10 @@ def test_what_is_worth_most_is_read_ahead_with_its_checkpoint(folder: Path) -> N
         core.view.check()
         held = [each.at for node in core.prefixes.tree for each in node.segment.checkpoints]
         assert len(held) == 3
-        read = core.view.stats().ssd
-        assert read is not None
+        read = core.view.stats().tiers["disk"]
         assert [ask(core, prompt) for prompt in (other, branch, PROMPT)] == expected
         assert core.view.stats().hit_tokens == 3 * 64
-        after = core.view.stats().ssd
-        assert after is not None
+        after = core.view.stats().tiers["disk"]
         assert after.counts.read_blocks == read.counts.read_blocks
     with running(folder, FAMILY) as core:
         assert core.preload() == 160
@@ -173,7 +169,7 @@ def test_states_of_another_form_are_not_written(
     """Negative control: then nothing is restored, for nobody could go on."""
     with running(tmp_path / "cold", FAMILY) as core:
         assert core.tiers is not None
-        core.tiers.tiers["ssd"]._state_form = StateForm.of(())
+        core.tiers.tiers["disk"]._state_form = StateForm.of(())
         ask(core, PROMPT)
     assert restored(tmp_path / "cold")[0] == 0
 

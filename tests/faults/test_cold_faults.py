@@ -303,7 +303,7 @@ def test_what_others_have_put_there_is_in_nobodys_way(folder: Path, patient: Non
         core.prefixes.clear()
         assert assert_right(core) == WHOLE
         assert (ssd(core).off, ssd(core).faults) == (None, 0)
-        assert core.tiers is not None and core.tiers.tiers["ssd"].tier._thread.is_alive()
+        assert core.tiers is not None and core.tiers.tiers["disk"].tier._thread.is_alive()
     assert (folder / "a folder" / "notes.txt").read_text() == "mine"
     assert (folder / ".DS_Store").exists()
 
@@ -311,7 +311,7 @@ def test_what_others_have_put_there_is_in_nobodys_way(folder: Path, patient: Non
 def wait_for_chores(core: Core) -> None:
     """Wait until index and files were compared."""
     assert core.tiers is not None
-    tier, until = core.tiers.tiers["ssd"].tier, time.monotonic() + SOON
+    tier, until = core.tiers.tiers["disk"].tier, time.monotonic() + SOON
     while tier._chores is not None and tier._thread.is_alive():
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -577,7 +577,7 @@ def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
             until = time.monotonic() + SOON
             while ssd(core).off is not None:
                 assert core.tiers is not None
-                core.tiers.tiers["ssd"].tier.held([b"anything"]).result(SOON)
+                core.tiers.tiers["disk"].tier.held([b"anything"]).result(SOON)
                 assert time.monotonic() < until
             assert_right(core)
         assert ssd(core).faults == 1

@@ -263,7 +263,7 @@ def cannot_choose(core: Core) -> None:
 def no_disk(core: Core) -> None:
     """It has no block of those that it had."""
     assert core.tiers is not None
-    core.tiers.tiers["ssd"].tier.clear().result(SOON)
+    core.tiers.tiers["disk"].tier.clear().result(SOON)
 
 
 def cannot_compute(core: Core) -> None:

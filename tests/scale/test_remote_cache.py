@@ -20,7 +20,7 @@ from typing import Any
 import cold_engine
 import numpy as np
 import pytest
-from cold_engine import BLOCK, SOON, files, said, settle, submit
+from cold_engine import BLOCK, SOON, files, said, settle, ssd, submit
 from engine_faults import VOCABULARY_TOKENS
 from numpy.typing import NDArray
 from redis_server import RedisServer, free_port
@@ -99,9 +99,7 @@ def write(url: str, family: str = "llama") -> None:
 
 
 def remote(core: Core) -> TierStats:
-    found = core.view.stats().remote
-    assert found is not None
-    return found
+    return core.view.stats().tiers["remote"]
 
 
 def name_of(core: Core, block: int) -> str:
@@ -224,7 +222,7 @@ def test_what_one_tier_lacks_the_other_has(store: RedisServer, tmp_path: Path) -
         assert len(files(tmp_path / "b")) >= 12
         core.prefixes.clear()
         assert ask(core) == (expected, WHOLE / 200)
-        assert remote(core).counts.read_blocks + core.view.stats().ssd.counts.read_blocks == 24
+        assert remote(core).counts.read_blocks + ssd(core).counts.read_blocks == 24
     store.client.flushall()
     with running(store.url, folder=tmp_path / "b") as core:
         assert ask(core)[0] == expected

@@ -70,8 +70,8 @@ def test_stats_count_what_is_served(http: httpx.Client, told: Dialogue) -> None:
     assert served > 0
     assert after["stats"]["hit_tokens"] - before["hit_tokens"] == served
     assert sum(after["stats"]["by_kind"].values()) == after["stats"]["used_bytes"]
-    assert after["tiers"]["ram"]["used_bytes"] == after["stats"]["used_bytes"]
-    assert after["tiers"]["ssd"]["state"] == "off"
+    assert after["tiers"]["memory"]["used_bytes"] == after["stats"]["used_bytes"]
+    assert after["tiers"]["disk"]["state"] == "off"
 
 
 def test_the_tree_is_what_the_engine_holds(

@@ -316,7 +316,7 @@ def test_a_disk_with_no_space_says_so_everywhere(
     with little_disk(tmp_path / "little") as folder:
         given = {"ssd_cache_dir": folder, "block_size": 64}
         with make_engine(load_all(MODEL_PATH), **given) as engine:
-            opened = engine._later(lambda core: core.tiers.tiers["ssd"].held([])).result()
+            opened = engine._later(lambda core: core.tiers.tiers["disk"].held([])).result()
             assert opened.result(30.0) == 0
             assert "nothing is written: the disk of" in banner(engine, "r", settings(), 1)[3]
         with serving(engine=given) as running:
@@ -325,8 +325,8 @@ def test_a_disk_with_no_space_says_so_everywhere(
                 httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
             question = {"messages": [*body["messages"], {"role": "user", "content": "And?"}]}
             why = httpx.post(f"{running.url}/v1/cache/explain", json=question, timeout=60).json()
-            tier = httpx.get(f"{running.url}/v1/cache/stats", timeout=60).json()["tiers"]["ssd"]
-        assert "the ssd cache writes no new blocks: the disk of" in why["reason"]
+            tier = httpx.get(f"{running.url}/v1/cache/stats", timeout=60).json()["tiers"]["disk"]
+        assert "the disk cache writes no new blocks: the disk of" in why["reason"]
         assert tier["state"] == "on" and "1.00 GB are always left free" in tier["why"]
     assert sum("writes nothing for now" in line for line in caplog.messages) == 2  # two engines
 
@@ -402,7 +402,7 @@ def test_what_was_told_this_morning_is_known_this_evening(
             texts.append(text)
             cached.append(tokens)
             told_by = httpx.get(f"{url}/v1/cache/stats").json()
-            assert told_by["tiers"]["ssd"]["state"] == "on"
+            assert told_by["tiers"]["disk"]["state"] == "on"
             assert "penstock_ssd_held_bytes" in httpx.get(f"{url}/metrics").text
     assert texts[0] == texts[1]
     assert told.questions[0].answer in texts[0]

@@ -59,7 +59,7 @@ class ColdMachine(EngineMachine):
     @property
     def tiers(self) -> tier_module.EngineTier:
         assert self.core.tiers is not None
-        return self.core.tiers.tiers["ssd"]
+        return self.core.tiers.tiers["disk"]
 
     def hanging(self, restore: Callable[..., int]) -> Callable[..., int]:
         def hangs(store: SSDStore, *rest: Any) -> int:

@@ -14,6 +14,7 @@ from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
 from penstock.kv import block_spans
+from penstock.tiers.worker import TierStats
 
 BLOCK = 16
 SAID = 8
@@ -85,10 +86,8 @@ def ask(core: Core, tokens: Sequence[int], **more: Any) -> tuple[int, ...]:
     return said(handle)
 
 
-def ssd(core: Core) -> Any:
-    found = core.view.stats().ssd
-    assert found is not None
-    return found
+def ssd(core: Core) -> TierStats:
+    return core.view.stats().tiers["disk"]
 
 
 def files(folder: Path) -> list[Path]:

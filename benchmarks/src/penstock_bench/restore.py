@@ -150,9 +150,8 @@ def _restart(
         found.peak_bytes = max(found.peak_bytes, mx.get_peak_memory() - before)
         found.restored_seconds[files].append(seconds)
         stats = core.view.stats()
-        assert stats.ssd is not None
         found.restored_bytes = round(stats.restored_tokens * core.view.coded_token_bytes)
-        found.file_bytes = stats.ssd.counts.read_bytes
+        found.file_bytes = stats.tiers["disk"].counts.read_bytes
     if load.engine.exact:
         _check(found.tokens, tokens)
 

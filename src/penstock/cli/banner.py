@@ -11,6 +11,7 @@ from penstock.memory import format_bytes
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.ranks.process_group import RankGroup
+    from penstock.engine.stats import Stats
     from penstock.engine.view import EngineView
     from penstock.tiers.worker import TierStats
 
@@ -52,27 +53,23 @@ def _ranks(ranks: RankGroup) -> str:
     )
 
 
-def _disk(ssd: TierStats | None, limits: config.EngineSettings) -> str:
-    """Say whether prefixes survive a restart, and where."""
-    if ssd is None and limits.remote_cache is not None:
-        return "disk     none"
-    if ssd is None:
-        return "disk     none: prefixes end with the server; --ssd-cache-dir keeps them"
-    room = f"limit {format_bytes(limits.ssd_cache_limit)}"
-    if ssd.off is not None:
-        return f"disk     {limits.ssd_cache_dir}, {room}; off: {ssd.off}"
-    full = "" if ssd.full is None else f"; nothing is written: {ssd.full}"
-    return f"disk     {limits.ssd_cache_dir}, {room}; {format_bytes(ssd.held_bytes)} held{full}"
+def _tiers(stats: Stats, limits: config.EngineSettings) -> list[str]:
+    """Return a line for each cold tier, or one that says that there is none."""
+    from penstock.engine.offload.tier_kinds import TIER_KINDS
+
+    if not stats.tiers:
+        return ["disk     none: prefixes end with the server; --ssd-cache-dir keeps them"]
+    return [
+        f"{name:<8} {TIER_KINDS[name].address(limits)}{_tier_state(tier)}"
+        for name, tier in stats.tiers.items()
+    ]
 
 
-def _remote(remote: TierStats | None, limits: config.EngineSettings) -> list[str]:
-    """Say which store is shared with others, if there is one."""
-    if remote is None or limits.remote_cache is None:
-        return []
-    from penstock.tiers.remote.objects import shown
-
-    off = "" if remote.off is None else f"; off: {remote.off}"
-    return [f"remote   {shown(limits.remote_cache)}{off}"]
+def _tier_state(tier: TierStats) -> str:
+    if tier.off is not None:
+        return f"; off: {tier.off}"
+    held = f"; {format_bytes(tier.held_bytes)} held" if tier.limit_bytes else ""
+    return held if tier.full is None else f"{held}; nothing is written: {tier.full}"
 
 
 def _room(view: EngineView) -> list[str]:
@@ -101,8 +98,7 @@ def _room(view: EngineView) -> list[str]:
         + (f"; more than this machine has: {format_bytes(machine_bytes)}" if over else ""),
         f"fits     about {tokens:,} tokens of KV{held}; in sequences: "
         + (", ".join(fitting) or f"none of {lengths[0]:,}; raise --memory-limit for longer"),
-        _disk(stats.ssd, limits),
-        *_remote(stats.remote, limits),
+        *_tiers(stats, limits),
         f"limits   {limits.max_kv_size:,} tokens a sequence, {limits.max_batch_size} sequences at "
         f"a time, {limits.max_queue} waiting, blocks of {limits.block_size}",
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
+from penstock.config import EngineSettings, setting_of
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Set by whoever starts the processes of a group."""
-OWN = frozenset({"memory_limit", "memory_threshold", "ssd_cache_dir", "ssd_cache_limit"})
-"""Settings of an engine that are each machine's own."""
 
 
 @contextmanager
@@ -62,7 +61,11 @@ def check_same(ranks: RankGroup, model: dict[str, Any], limits: dict[str, Any]) 
     """
     ranks.check_equal("penstock and mlx-lm", [__version__, version("mlx-lm")])
     ranks.check_equal("the model's config.json", model)
-    given = {name: value for name, value in limits.items() if name not in OWN}
+    given = {
+        name: value
+        for name, value in limits.items()
+        if not setting_of(EngineSettings, name).is_local
+    }
     ranks.check_equal("all settings but memory limits and folders", given)
 
 

@@ -115,16 +115,16 @@ def check_writable(flag: str, folder: Path | None) -> None:
         ) from None
 
 
-def check_remote(url: str | None) -> None:
-    """Refuse a URL that names no store, before a model is loaded.
+def check_tiers(settings: config.EngineSettings) -> None:
+    """Refuse settings of cold tiers that name none, before a model is loaded.
 
     Raises:
-        SettingError: says what it should be, and repeats nothing of it.
+        SettingError: says what they should be, and repeats nothing secret.
     """
-    if url:
-        from penstock.tiers.remote.objects import check_url
+    if settings.cold_tiers:
+        from penstock.engine.offload import tier_kinds
 
-        check_url(url)
+        tier_kinds.check_tiers(settings)
 
 
 def check_codec_settings(limits: Mapping[str, Any]) -> None:

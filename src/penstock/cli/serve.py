@@ -105,8 +105,7 @@ def _checked_limits(model: str, given: dict[str, Any]) -> dict[str, Any]:
     config.parse(
         config.KVSettings, max_kv_size=limits["max_kv_size"], keep_kv_size=limits.get("keep")
     )
-    config.parse(config.EngineSettings, **{**limits, "memory_limit": 1})
-    options.check_remote(limits.get("remote_cache"))
+    options.check_tiers(config.parse(config.EngineSettings, **{**limits, "memory_limit": 1}))
     return limits
 
 

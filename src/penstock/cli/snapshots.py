@@ -106,13 +106,12 @@ def _figures(snapshot: Snapshot) -> Table:
     table.add_row(
         "cache",
         f"hit rate {snapshot['hit_rate']:.0%}: {stats['hit_tokens']:,} of "
-        f"{stats['prompt_tokens']:,} prompt tokens; {stats['held_tokens']:,} tokens held, "
+        f"{stats['prompt_tokens']:,} prompt tokens, {stats['restored_tokens']:,} restored; "
+        f"{stats['held_tokens']:,} tokens held, "
         f"{format_bytes(stats['evicted_bytes'])} evicted",
     )
-    if (ssd := stats.get("ssd")) is not None:
-        table.add_row("disk", _disk(ssd, stats["restored_tokens"]))
-    if (remote := stats.get("remote")) is not None:
-        table.add_row("remote", _remote(remote))
+    for name, tier in stats["tiers"].items():
+        table.add_row(name, _tier(tier))
     table.add_row(
         "speed",
         f"{snapshot['generated_per_second']:,.0f} tokens/s generated, "
@@ -127,27 +126,22 @@ def _figures(snapshot: Snapshot) -> Table:
     return table
 
 
-def _disk(ssd: dict[str, Any], restored_tokens: int) -> str:
-    if ssd["off"] is not None:
-        return f"off: {ssd['off']}"
-    counts = ssd["counts"]
-    written = f"{format_bytes(counts['written_bytes'])} written"
-    if ssd.get("full") is not None:
-        written += f"; nothing is written now: {ssd['full']}"
-    return (
-        f"{format_bytes(ssd['held_bytes'])} of {format_bytes(ssd['limit_bytes'])}; "
-        f"{restored_tokens:,} tokens restored, {written}"
-    )
-
-
-def _remote(remote: dict[str, Any]) -> str:
-    if remote["off"] is not None:
-        return f"off: {remote['off']}"
-    counts = remote["counts"]
-    return (
-        f"{counts['read_blocks']:,} blocks of {format_bytes(counts['read_bytes'])} read, "
-        f"{counts['written_blocks']:,} of {format_bytes(counts['written_bytes'])} written"
-    )
+def _tier(tier: dict[str, Any]) -> str:
+    """Return the figures of a cold tier in one line."""
+    if tier["off"] is not None:
+        return f"off: {tier['off']}"
+    counts = tier["counts"]
+    parts = [
+        f"{counts['read_blocks']:,} blocks read ({format_bytes(counts['read_bytes'])}), "
+        f"{counts['written_blocks']:,} written ({format_bytes(counts['written_bytes'])})"
+    ]
+    if tier["limit_bytes"]:
+        parts.insert(
+            0, f"{format_bytes(tier['held_bytes'])} of {format_bytes(tier['limit_bytes'])}"
+        )
+    if tier["full"] is not None:
+        parts.append(f"nothing is written now: {tier['full']}")
+    return "; ".join(parts)
 
 
 def _bar(stats: dict[str, Any]) -> Text:

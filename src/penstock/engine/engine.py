@@ -60,13 +60,9 @@ class Engine:
         memory_threshold: share of the machine's memory, in use by everybody, from which cold
             prefixes give way; by default 0.8 to 0.95, more on larger machines, and 1, which
             looks at the own limit alone, on a device with memory of its own.
-        ssd_cache_dir: folder of the cold tier, made if it is not there; None is none.
-        ssd_cache_limit: bytes, or a text, for all that is ever in that folder.
-        ssd_write_budget: bytes, or a text, that may be written there in a day.
-        remote_cache: URL of a store that servers share; it may hold a password. None is none.
-        remote_cache_ttl_seconds: for which Valkey or Redis keeps a block after its last use.
-        remote_cache_timeout_seconds: for an answer of that store.
         hot_cache_only: True promises that there is no cold tier.
+        ssd_cache_dir, remote_cache: folder or URL of a cold tier; None is none.
+        settings: all other fields of `config.EngineSettings`; sizes may be texts.
         group: the processes among which the model was divided; this one is the first.
         fingerprint: what must be equal for KV to be reusable, besides the tokens; by default,
             where there is a cold tier, a hash of the weights and of what else KV depends on.

@@ -4,7 +4,7 @@ its keys and values depend on."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 
@@ -27,12 +27,7 @@ def checked(settings: dict[str, Any]) -> config.EngineSettings:
     Raises:
         SettingError: a number is out of its range, or a name is none of a setting's.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    for name in ("memory_limit", "ssd_cache_limit", "ssd_write_budget"):
-        if isinstance(size := given.get(name), str):
-            given[name] = parse_bytes(size)
-    if isinstance(folder := given.get("ssd_cache_dir"), str):
-        given["ssd_cache_dir"] = Path(folder).expanduser()
+    given = {name: _typed(name, value) for name, value in settings.items() if value is not None}
     if backend.current().own_memory:
         given.setdefault("memory_threshold", 1.0)
     if not {"memory_limit", "memory_threshold"} <= set(given):
@@ -40,6 +35,16 @@ def checked(settings: dict[str, Any]) -> config.EngineSettings:
         given.setdefault("memory_limit", machine.default_limit_bytes)
         given.setdefault("memory_threshold", machine.default_threshold)
     return config.parse(config.EngineSettings, flags=False, **given)
+
+
+def _typed(name: str, value: Any) -> Any:
+    """Return a size or a folder for a text that names one; other values as they are."""
+    field = config.EngineSettings.model_fields.get(name)
+    if field is None or not isinstance(value, str):
+        return value
+    if config.setting_of(config.EngineSettings, name).unit == "BYTES":
+        return parse_bytes(value)
+    return Path(value).expanduser() if Path in get_args(field.annotation) else value
 
 
 def fitting(limits: config.EngineSettings, runner: Runner) -> config.EngineSettings:
@@ -92,7 +97,7 @@ def identity(
         group: each has a part of it.
         fingerprint: what the caller says; empty to have it found.
     """
-    if limits.has_cold_tier and not fingerprint:
+    if limits.cold_tiers and not fingerprint:
         fingerprint = fingerprint_of(model, keep=limits.keep_tokens, window=limits.max_kv_size)
         if group.size > 1:
             part = f"{group.rank} of {group.size}{runner.divided}"

@@ -76,10 +76,8 @@ class Stats:
     prefill: StepTimes
     model_seconds: float
     """Seconds spent in the model and in the choice of tokens, since the start."""
-    ssd: TierStats | None = None
-    """Of the folder, if there is one."""
-    remote: TierStats | None = None
-    """Of the store that others share, if there is one."""
+    tiers: dict[str, TierStats]
+    """Figures of the cold tiers by name, `disk` and `remote`, the nearest first."""
 
     @property
     def hit_rate(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.config import EngineSettings
-from penstock.engine.offload.restoring import ASK_SECONDS
+from penstock.engine.offload import restoring
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget, weight_bytes
 from penstock.engine.schedule.costs import MemoryEstimator
@@ -166,7 +166,6 @@ class EngineView:
         """Return all figures, in O(open sequences)."""
         counters, tree, counts = self._stores.counters, self._prefixes.tree, self._prefixes.counts
         answers = {state: len(self._scheduler.sequences(state)) for state in State}
-        tiers = {} if self._stores.tiers is None else self._stores.tiers.stats()
         return Stats(
             limit_bytes=self._ledger.limit_bytes,
             used_bytes=self._ledger.used_bytes,
@@ -196,8 +195,7 @@ class EngineView:
             decode=StepTimes.of(counters.decode_steps, counters.decode_seconds),
             prefill=StepTimes.of(counters.prefill_steps, counters.prefill_seconds),
             model_seconds=counters.model_seconds,
-            ssd=tiers.get("ssd"),
-            remote=tiers.get("remote"),
+            tiers={} if self._stores.tiers is None else self._stores.tiers.stats(),
         )
 
     # ---- one prompt
@@ -231,7 +229,7 @@ class EngineView:
         if self._stores.tiers is None:
             return None
         return self._stores.tiers.held_tokens(
-            self._prefixes.block_hashes(prompt, salt), ASK_SECONDS
+            self._prefixes.block_hashes(prompt, salt), restoring.ASK_SECONDS
         )
 
     def _tier_reason(self, held_tokens: int, tier_tokens: int | None) -> str:

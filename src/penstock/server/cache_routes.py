@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.engine.stats import Cleared, Stats
 from penstock.engine.view import EngineView
 from penstock.prefix.explanation import Explanation
@@ -17,28 +18,21 @@ from penstock.prefix.node import NodeView
 from penstock.server.forms import Each, OnePrompt
 from penstock.server.openai import ERRORS
 from penstock.server.service import Service
+from penstock.tiers.worker import TierStats
 
 MOST_NODES = 10_000
 """Nodes that one answer tells of."""
 
 
 class Tier(BaseModel):
-    """Where KV is kept."""
+    """A place of KV: memory, disk, remote."""
 
     state: Literal["on", "off"]
     why: str | None = None
-    """Why it is off, if it should be on, or takes no new blocks."""
+    """Reason that it is off, if it should be on, or takes no new blocks."""
     used_bytes: int
     limit_bytes: int
-
-
-class Tiers(BaseModel):
-    """All of them, the fastest first."""
-
-    ram: Tier
-    ssd: Tier = Tier(state="off", used_bytes=0, limit_bytes=0)
-    remote: Tier = Tier(state="off", used_bytes=0, limit_bytes=0)
-    """How much it holds and may hold is not known: both are 0."""
+    """Limit of `used_bytes`; both are 0 for a store whose size is not known."""
 
 
 class CacheStats(BaseModel):
@@ -47,23 +41,26 @@ class CacheStats(BaseModel):
     stats: Stats
     hit_rate: float
     """Share of all prompt tokens that were not computed again."""
-    tiers: Tiers
+    tiers: dict[str, Tier]
+    """All tiers by name, the fastest first: memory, disk, remote."""
 
     @classmethod
     def of(cls, stats: Stats) -> Self:
-        """Tell of figures."""
-        ram = Tier(state="on", used_bytes=stats.used_bytes, limit_bytes=stats.limit_bytes)
-        tiers = Tiers(ram=ram)
-        for name, found in (("ssd", stats.ssd), ("remote", stats.remote)):
-            if found is not None:
-                tier = Tier(
-                    state="on" if found.off is None else "off",
-                    why=found.off or found.full,
-                    used_bytes=found.held_bytes,
-                    limit_bytes=found.limit_bytes,
-                )
-                setattr(tiers, name, tier)
-        return cls(stats=stats, hit_rate=stats.hit_rate, tiers=tiers)
+        """Return the figures as the interface shows them."""
+        memory = Tier(state="on", used_bytes=stats.used_bytes, limit_bytes=stats.limit_bytes)
+        cold = {name: _tier(stats.tiers.get(name)) for name in TIER_KINDS}
+        return cls(stats=stats, hit_rate=stats.hit_rate, tiers={"memory": memory, **cold})
+
+
+def _tier(stats: TierStats | None) -> Tier:
+    if stats is None:
+        return Tier(state="off", used_bytes=0, limit_bytes=0)
+    return Tier(
+        state="on" if stats.off is None else "off",
+        why=stats.off or stats.full,
+        used_bytes=stats.held_bytes,
+        limit_bytes=stats.limit_bytes,
+    )
 
 
 class NodeOut(BaseModel):

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
+from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.engine.stats import Stats, StepTimes
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
@@ -86,11 +87,8 @@ class EngineMetrics(Collector):
             return
         yield from _memory(self.stats)
         yield from _work(self.stats)
-        if self.stats.ssd is not None:
-            yield from _folder(self.stats.ssd)
-            yield from _tier("ssd", self.stats.ssd)
-        if self.stats.remote is not None:
-            yield from _tier("remote", self.stats.remote)
+        for name, tier in self.stats.tiers.items():
+            yield from _tier(TIER_KINDS[name].metrics_prefix, tier)
         yield from _steps({"decode": self.stats.decode, "prefill": self.stats.prefill})
 
     def describe(self) -> Iterator[Metric]:
@@ -155,13 +153,11 @@ def _work(stats: Stats) -> Iterator[Metric]:
     yield _counter("out_of_memory", "Times that MLX ran out of memory.", stats.out_of_memory)
 
 
-def _folder(stats: TierStats) -> Iterator[Metric]:
-    yield _gauge("ssd_held_bytes", "Bytes of blocks in the folder.", stats.held_bytes)
-    yield _gauge("ssd_limit_bytes", "The folder's limit.", stats.limit_bytes)
-
-
 def _tier(name: str, stats: TierStats) -> Iterator[Metric]:
     counts = stats.counts
+    if stats.limit_bytes:
+        yield _gauge(f"{name}_held_bytes", "Bytes of blocks in the tier.", stats.held_bytes)
+        yield _gauge(f"{name}_limit_bytes", "The tier's limit.", stats.limit_bytes)
     yield _gauge(f"{name}_up", "Whether the store of the tier works.", int(stats.off is None))
     yield _gauge(f"{name}_queued_bytes", "Bytes that wait to be written.", stats.queued_bytes)
     yield _counter(f"{name}_faults", "Times that the store has failed.", stats.faults)

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 
 from penstock.config import EngineSettings
 from penstock.engine.offload.engine_tier import (
@@ -29,26 +28,23 @@ from penstock.engine.offload.engine_tier import (
     Restore,
 )
 from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.engine.offload.tier_kinds import (
+    TIER_KINDS,
+    StoreOpener,
+    TierContent,
+    check_tiers,
+)
 from penstock.engine.ranks.process_group import ProcessGroup
-from penstock.errors import SettingError
 from penstock.kv.block_format import BlockFormats
-from penstock.kv.block_spans import Spans
 from penstock.kv.segment import Segment
 from penstock.kv.states import StateForm, States
 from penstock.ledger import Reservation
 from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.prefixes import Prefixes
-from penstock.tiers.disk.disk_store import SSDStore
-from penstock.tiers.disk.limits import payload_bytes
-from penstock.tiers.record import HEAD_BYTES
-from penstock.tiers.remote.objects import check_url, open_objects, shown
-from penstock.tiers.remote.remote_store import PIECE_BYTES, RemoteStore, buffer_bytes
 from penstock.tiers.worker import ColdTier, TierStats
 
 LATE_SECONDS = 0.1
 """After which a tier that has not answered is not waited for, if another one has."""
-WHERE = {"ssd": "on the disk", "remote": "in the remote cache"}
-"""The tiers in words, the nearest first."""
 
 
 class TierLookup:
@@ -92,7 +88,7 @@ class TierGroup:
     """What the engine does with its cold tiers. Not thread-safe: the engine's thread.
 
     Args:
-        tiers: at least one, by name as in `WHERE`, the nearest first.
+        tiers: at least one, by name as in `TIER_KINDS`, the nearest first.
         prefixes: of the engine.
         clock: seconds, by which an answer is late.
     """
@@ -131,7 +127,7 @@ class TierGroup:
     @property
     def where(self) -> str:
         """Where the tiers are, in words."""
-        return " or ".join(WHERE[name] for name in self.tiers)
+        return " or ".join(TIER_KINDS[name].where for name in self.tiers)
 
     def stats(self) -> dict[str, TierStats]:
         """Return what each tier has done, by its name."""
@@ -282,45 +278,35 @@ def open_tiers(
     state_form: StateForm | None = None,
     group: ProcessGroup,
 ) -> TierGroup | None:
-    """Open the cold tiers that an engine's settings name; None if they name none. See `EngineTier`.
+    """Open the cold tiers that an engine's settings name; return None if they name none.
+
+    See `EngineTier` for the arguments.
 
     Raises:
         LedgerFull, NeverFits: there is no room for blocks that are being written.
         SettingError: a limit is too small for anything, or a URL names no store.
     """
-
-    def tier(open_tier: Callable[[int], ColdTier], buffer_bytes: int = 0) -> EngineTier:
-        return EngineTier(
-            open_tier,
-            prefixes,
-            forms,
-            prefill_rate,
-            in_place=in_place,
-            state_form=state_form,
-            buffer_bytes=buffer_bytes,
-            group=group,
-        )
-
+    content = TierContent(
+        prefixes.fingerprint,
+        forms.spans,
+        max(forms.most_record_bytes, 0 if state_form is None else state_form.nbytes),
+    )
+    check_tiers(limits)
     tiers: dict[str, EngineTier] = {}
     try:
-        if limits.ssd_cache_dir is not None:
-            tiers["ssd"] = tier(
-                _ssd(limits, limits.ssd_cache_dir, prefixes.fingerprint, forms.spans)
-            )
-        if limits.remote_cache is not None:
-            most_bytes = max(
-                forms.most_record_bytes, 0 if state_form is None else state_form.nbytes
-            )
-            piece_bytes = min(PIECE_BYTES, most_bytes + HEAD_BYTES)
-            store = _remote(
-                limits,
-                limits.remote_cache,
-                prefixes.fingerprint,
-                forms.spans,
-                most_bytes=most_bytes,
-                piece_bytes=piece_bytes,
-            )
-            tiers["remote"] = tier(store, buffer_bytes(piece_bytes))
+        for kind in TIER_KINDS.values():
+            if kind.is_named(limits):
+                store = kind.opener(limits, content)
+                tiers[kind.name] = EngineTier(
+                    _tier_of(store),
+                    prefixes,
+                    forms,
+                    prefill_rate,
+                    in_place=in_place,
+                    state_form=state_form,
+                    buffer_bytes=store.buffer_bytes,
+                    group=group,
+                )
     except BaseException:
         for opened in tiers.values():
             opened.close()
@@ -328,52 +314,6 @@ def open_tiers(
     return TierGroup(tiers, prefixes, group.clock) if tiers else None
 
 
-def _ssd(
-    limits: EngineSettings, folder: Path, fingerprint: str, spans: Spans
-) -> Callable[[int], ColdTier]:
-    try:
-        payload_bytes(limits.ssd_cache_limit)
-    except ValueError as error:
-        raise SettingError(f"ssd_cache_limit: {error}") from None
-
-    def open_store() -> SSDStore:
-        return SSDStore(
-            folder,
-            limits.ssd_cache_limit,
-            fingerprint=fingerprint,
-            budget_bytes=limits.ssd_write_budget,
-            spans=spans,
-        )
-
-    return lambda queue_bytes: ColdTier(open_store, queue_bytes=queue_bytes)
-
-
-def _remote(
-    limits: EngineSettings,
-    url: str,
-    fingerprint: str,
-    spans: Spans,
-    *,
-    most_bytes: int,
-    piece_bytes: int,
-) -> Callable[[int], ColdTier]:
-    check_url(url)
-    seconds, ttl_seconds = limits.remote_cache_timeout_seconds, limits.remote_cache_ttl_seconds
-
-    def open_store() -> RemoteStore:
-        return RemoteStore(
-            open_objects(
-                url,
-                ttl_seconds=ttl_seconds,
-                timeout_seconds=seconds,
-                put_seconds=seconds * max(1.0, most_bytes / PIECE_BYTES),
-            ),
-            fingerprint=fingerprint,
-            piece_bytes=piece_bytes,
-            timeout_seconds=seconds,
-            ttl_seconds=ttl_seconds,
-            spans=spans,
-        )
-
-    name = f"remote cache {shown(url)}"
-    return lambda queue_bytes: ColdTier(open_store, queue_bytes=queue_bytes, name=name)
+def _tier_of(store: StoreOpener) -> Callable[[int], ColdTier]:
+    """Return a function that makes a store's tier, for the bytes that may wait in it."""
+    return lambda queue_bytes: ColdTier(store.open, queue_bytes=queue_bytes, name=store.name)

@@ -89,27 +89,11 @@ export class MemoryChart {
       piece.style.width = `${share * 100}%`;
       ram.append(piece);
     }
-    const ssd = tiers.ssd;
-    const on = ssd.state === "on";
-    const disk = make("span", { class: "bar" });
-    if (on) {
-      const piece = make("i", { class: "nodes" });
-      piece.style.width = `${(ssd.used_bytes / ssd.limit_bytes) * 100}%`;
-      disk.append(piece);
-    }
-    const full = ssd.why ? `; ${ssd.why}` : "";
-    const restored = `, ${count(stats.restored_tokens)} tokens restored${full}`;
+    const { memory, ...cold } = tiers;
     byId("tiers").replaceChildren(
-      make("dt", {}, "RAM"),
-      make("dd", {}, ram, make("span", { class: "said" }, tierText(tiers.ram))),
-      make("dt", {}, "SSD"),
-      make(
-        "dd",
-        { class: on ? "" : "off" },
-        disk,
-        make("span", { class: "said" }, on ? tierText(ssd) + restored : (ssd.why ?? "off")),
-      ),
-      ...(stats.remote ? remoteRow(stats.remote) : []),
+      make("dt", {}, "memory"),
+      make("dd", {}, ram, make("span", { class: "said" }, tierText(memory))),
+      ...Object.entries(cold).flatMap(([name, tier]) => tierRow(name, tier, stats.tiers[name])),
     );
   }
 
@@ -216,15 +200,36 @@ function legendEntry(kind, name, what) {
   return { element, value };
 }
 
-function remoteRow({ off, counts }) {
-  const on = `${bytes(counts.read_bytes)} read, ${bytes(counts.written_bytes)} written`;
+/** Show a cold tier: its share of its limit, if it has one, and its reads and writes. */
+function tierRow(name, tier, figures) {
+  const on = tier.state === "on";
+  const bar = make("span", { class: "bar" });
+  if (on && tier.limit_bytes) {
+    const piece = make("i", { class: "nodes" });
+    piece.style.width = `${(tier.used_bytes / tier.limit_bytes) * 100}%`;
+    bar.append(piece);
+  }
+  const text = on ? [tierText(tier), movedText(figures), tier.why] : [tier.why ?? "off"];
   return [
-    make("dt", {}, "Remote"),
-    make("dd", { class: off ? "off" : "" }, make("span", { class: "said" }, off ?? on)),
+    make("dt", {}, name),
+    make(
+      "dd",
+      { class: on ? "" : "off" },
+      ...(on && !tier.limit_bytes ? [] : [bar]),
+      make("span", { class: "said" }, text.filter(Boolean).join("; ")),
+    ),
   ];
 }
 
+function movedText({ counts }) {
+  return (
+    `${count(counts.read_blocks)} blocks read (${bytes(counts.read_bytes)}), ` +
+    `${count(counts.written_blocks)} written (${bytes(counts.written_bytes)})`
+  );
+}
+
 function tierText({ used_bytes: used, limit_bytes: limit }) {
+  if (!limit) return "";
   return `${bytes(used)} of ${bytes(limit)} (${percent(used / limit)})`;
 }
 
