@@ -12,7 +12,13 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "penstock"
 
 # Folders whose docstrings and locals are still to be rewritten; this shall shrink to nothing.
-NOT_YET = ("engine/", "server/")
+NOT_YET = (
+    "engine/core.py",
+    "engine/model/executor.py",
+    "engine/model/runner.py",
+    "engine/schedule/",
+    "server/",
+)
 # A local is called after what it holds.
 VAGUE = {"found", "made", "told", "each", "some"}
 # "Of the whole value." continues a sentence that the reader does not see.

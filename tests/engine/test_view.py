@@ -22,7 +22,7 @@ def test_a_sequence_takes_the_bytes_that_the_view_says() -> None:
     with running(None) as core:
         tokens = len(PROMPT) + 7
         sequence = core.view.sequence_bytes(tokens)
-        fits = core.budget.fixed_bytes + sequence.each + sequence.once
+        fits = core.budget.fixed_bytes + sequence.own + sequence.shared
         core.set_limit(fits - core.prefixes.index_bytes(1) - 1)
         with pytest.raises(NeverFits):
             core.submit(Request(prompt=PROMPT, max_tokens=8))

@@ -264,7 +264,7 @@ def test_what_the_banner_says_fits_does() -> None:
 
         def needed(tokens: int) -> int:
             sequence = ask(lambda view: view.sequence_bytes(tokens)).result()
-            return sequence.each + sequence.once
+            return sequence.own + sequence.shared
 
         most = bisect.bisect_right(range(100_000), free, key=needed) - 1
         assert most > 1_000

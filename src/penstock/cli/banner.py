@@ -79,12 +79,12 @@ def _room(view: EngineView) -> list[str]:
 
     def fit(length: int) -> int:
         sequence = view.sequence_bytes(length)
-        return max(0, free - sequence.once) // sequence.each
+        return max(0, free - sequence.shared) // sequence.own
 
     window = limits.max_kv_size
     lengths = [length for length in SHOWN_LENGTHS if length <= window] or [window]
     fitting = [f"{count:,} of {length:,}" for length in lengths if (count := fit(length))]
-    tokens = free * SHOWN_LENGTHS[0] // view.sequence_bytes(SHOWN_LENGTHS[0]).each
+    tokens = free * SHOWN_LENGTHS[0] // view.sequence_bytes(SHOWN_LENGTHS[0]).own
     held = ""
     if view.codec_name is not None:
         more = round(tokens * view.token_bytes / view.coded_token_bytes)

@@ -45,7 +45,7 @@ def _needed(view: EngineView) -> tuple[str, int]:
     """Return what is always held, in words, and the least limit with room for some KV."""
     by_kind, sequence = view.stats().by_kind, view.sequence_bytes(USEFUL_TOKENS)
     fixed = {kind: by_kind[kind] for kind in ("weights", "tails", "buffers")}
-    most = sum(fixed.values()) + sequence.each + sequence.once
+    most = sum(fixed.values()) + sequence.own + sequence.shared
     least = min(most + by_kind["index"], int(most / (1 - INDEX_SHARE)))
     words = [f"{kind} of {memory.format_bytes(size)}" for kind, size in fixed.items()]
     return " and ".join([", ".join(words[:-1]), words[-1]]), least

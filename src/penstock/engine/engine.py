@@ -26,11 +26,11 @@ from penstock.prefix.explanation import Explanation
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 120.0
-"""How long a call waits for the engine's thread, which looks up between two steps."""
+"""Longest wait of a call for the engine's thread, which answers between two steps."""
 IDLE_SECONDS = 0.2
-"""How long the idle thread sleeps at most before it looks around."""
+"""Longest sleep of the idle thread."""
 DRAIN_SECONDS = 0.05
-"""How often `drain` looks whether the last answer has ended."""
+"""Seconds between two looks of `drain` at the open requests."""
 
 T = TypeVar("T")
 Call = tuple[Callable[[], Any], "Future[Any]"]

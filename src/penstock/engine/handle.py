@@ -1,4 +1,4 @@
-"""What a caller holds of a request: its events as they come, and its answers when it is done."""
+"""A submitted request for its caller: events as they come, and the answers at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.errors import EngineStopped
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.5
-"""How often a wait looks whether the engine still lives."""
+"""Seconds between two looks of a wait at the engine's thread."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Handle:
     ) -> None:
         self.request = request
         self.constraint = constraint
-        """Where the request's grammar begins, if it is compiled already."""
+        """Compiled grammar of the request; None if it is not compiled yet."""
         self.choices = [Choice() for _ in range(request.n)]
         self._cancel = cancel
         self._alive = alive
@@ -60,7 +60,7 @@ class Handle:
 
     @property
     def unread(self) -> int:
-        """Events that were posted and nobody has taken yet."""
+        """Events that were posted and not taken yet."""
         return self._events.qsize()
 
     @property
@@ -86,10 +86,10 @@ class Handle:
 
     def events(self) -> list[Event]:
         """Return the events that are there, without waiting."""
-        found = []
+        events = []
         while not self._events.empty():
-            found.append(self._take(self._events.get_nowait()))
-        return found
+            events.append(self._take(self._events.get_nowait()))
+        return events
 
     def __iter__(self) -> Iterator[Event]:
         """Yield events as they come, until the last answer has ended.
@@ -147,7 +147,7 @@ class Handle:
 
 
 def notify(handles: Iterable[Handle]) -> None:
-    """Call who listens to any of the handles, each once; the engine's thread does after a step."""
+    """Call every listener of the handles once; the engine's thread does so after a step."""
     listening: dict[Callable[[], object], list[Handle]] = {}
     for handle in handles:
         if handle._listener is not None:

@@ -1,7 +1,7 @@
-"""What is asked of the engine, and the events it answers with.
+"""Requests to the engine, and the events that answer them.
 
 A request is checked once, where it is made; past that every value is right. It holds tokens,
-not text: who has a tokenizer encodes the prompt.
+not text: the caller encodes the prompt.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ GREEDY_BELOW = 1e-5
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0)]
 Added: TypeAlias = Annotated[float, Field(ge=-1e30, le=1e30)]
-"""What is added to logits, and still a float32 when it was added many times."""
+"""Number that is added to logits; it stays a float32 even if added many times."""
 
 
 class _Asked(Settings):
-    """Settings whose constructor says in one line what is wrong.
+    """Settings whose constructor reports the first fault in one line.
 
     Raises:
         SettingError: names the first value that is out of its range.
@@ -127,7 +127,7 @@ class ReasoningBudget(_Asked):
     """How long an answer's reasoning may be, and the marks around it."""
 
     max_tokens: int = Field(ge=1)
-    """Of all reasoning of an answer; behind them the end mark is the only thing that may come."""
+    """Tokens of all reasoning of an answer; then only the end mark may come."""
     start: tuple[TokenId, ...] = ()
     """Tokens that begin it."""
     end: tuple[TokenId, ...] = Field(min_length=1)
@@ -137,7 +137,7 @@ class ReasoningBudget(_Asked):
 
 
 class Request(_Asked):
-    """A prompt and what to do with it; `n` answers are generated from one reading of it.
+    """A prompt and its settings; `n` answers are generated from one prefill of it.
 
     >>> Request(prompt=[])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -155,21 +155,23 @@ class Request(_Asked):
     ignore_eos: bool = False
     """Whether an answer goes on after the tokenizer's end of sequence."""
     n: int = Field(default=1, ge=1, le=128)
-    """Answers."""
+    """Number of answers."""
     priority: int = 0
-    """Higher goes first."""
+    """Priority in the queue; higher goes first."""
     timeout_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    """From `submit` to the last token; None waits forever."""
+    """Seconds from `submit` to the last token; None waits forever."""
     salt: str = ""
-    """Only requests of the same salt share what was computed."""
+    """Tenant: only requests of the same salt share prefixes."""
     grammar: str | None = Field(default=None, min_length=1)
-    """What the answers must follow, in llguidance's form (`constraint.json_schema_grammar`);
-    one that is complete ends its answer with "stop", whatever `ignore_eos` says."""
+    """Grammar that the answers follow, in llguidance's form (`constraint.json_schema_grammar`).
+
+    An answer that completes it ends with "stop", also with `ignore_eos`."""
     reasoning: ReasoningBudget | None = None
     """Bounds the reasoning; not beside a grammar, which leaves no room for any."""
     hold_seconds: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """For so long after this request what it read stays held: it is evicted only when nothing
-    else can be. A preference, never a claim: it takes no room from what runs."""
+    """Seconds after this request in which its prefix is evicted last.
+
+    A preference, never a claim: it takes no room from running sequences."""
     hold_tokens: int | None = Field(default=None, ge=0)
     """First tokens of the prompt that are held, in whole nodes; None is all of them."""
 
@@ -196,21 +198,22 @@ class Token:
     """Number of the answer, from 0."""
     token: int
     text: str
-    """What became certain with this token: empty in the middle of a character, or while the end
-    of the text may be the start of a stop string."""
+    """Text that became certain with this token.
+
+    Empty in the middle of a character, and while the end of the text may begin a stop string."""
     logprob: float | None = None
-    """Natural logarithm; None when it was not asked for."""
+    """Natural logarithm of its probability; None if the request does not ask for it."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log-probabilities, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one answer took, in tokens."""
+    """Usage of one answer, in tokens."""
 
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, read from what was computed before."""
+    """Prompt tokens whose KV was in the cache."""
     completion_tokens: int
 
 
@@ -224,7 +227,7 @@ class Finish:
     choice: int
     reason: Reason
     text: str
-    """Held back until now, and certain with the end."""
+    """Last text, which was held back until the end."""
     stop: str | int | None
     """The text or the token that ended it."""
     usage: Usage
@@ -235,7 +238,7 @@ Event: TypeAlias = Token | Finish
 
 
 def _one_line(error: ValidationError) -> str:
-    """Say the first thing that is wrong: where, which value, why."""
+    """Return the first fault: field, value, reason."""
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
     where = ".".join(str(part) for part in first["loc"])

@@ -25,23 +25,24 @@ from penstock.tiers.disk.archive import export_blocks, import_blocks, models_of
 from penstock.tiers.disk.folder import Folder
 
 WRITE_SECONDS = 60.0
-"""How long what a session needs may take to be written."""
+"""Longest wait until the blocks of a session are written."""
 LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """What a file holds."""
+    """Content of a session file."""
 
     tokens: int
-    """Of whole blocks, from the beginning of the prompt."""
+    """First tokens of the prompt, in whole blocks."""
     nbytes: int
-    """Of the file."""
+    """Size of the file."""
 
 
 def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = "") -> SavedSession:
-    """Write what is held of a prompt, in memory or on the disk, into a file; one that is there is
-    replaced in the end.
+    """Write the cached blocks of a prompt, in memory or on the disk, into a file.
+
+    A file of that name is replaced at the end.
 
     Args:
         engine: with a cold tier.
@@ -94,8 +95,8 @@ def load_session(engine: Engine, file: Path) -> SavedSession:
         CacheFileError: the file is no session.
         OSError: a disk fails.
     """
-    about, found = _about(engine), models_of(file)
-    if others := found - {about.fingerprint}:
+    about, fingerprints = _about(engine), models_of(file)
+    if others := fingerprints - {about.fingerprint}:
         raise SettingError(
             f"{file.name} is of another model, or of this one with other settings: its "
             f"fingerprint is {min(others)[:12]}, the engine's {about.fingerprint[:12]}"
@@ -109,11 +110,11 @@ def load_session(engine: Engine, file: Path) -> SavedSession:
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What is asked of an engine."""
+    """Settings of an engine that a session file depends on."""
 
     folder: Path
     limit_bytes: int
-    """Of the folder."""
+    """Limit of the folder."""
     block_size: int
     fingerprint: str
 
@@ -134,7 +135,7 @@ def _about(engine: Engine) -> _About:
 
 
 def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
-    """Have all blocks of a prompt written that are in memory; return the names of all."""
+    """Have the tier write a prompt's blocks that are in memory; return all its block hashes."""
     core.check_tokens(tokens)
     block_hashes = core.prefixes.block_hashes(list(tokens), salt)
     held = core.prefixes.match(block_hashes).tokens // core.limits.block_size
@@ -145,7 +146,7 @@ def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
 
 
 def _note_checkpoints(core: Core, block_hashes: Sequence[bytes], root: bytes) -> None:
-    """Have the checkpoints of a chain written."""
+    """Have the tier write the checkpoints of a chain."""
     assert core.tiers is not None
     for node in core.prefixes.match(block_hashes).path:
         for checkpoint in node.segment.checkpoints:

@@ -1,5 +1,4 @@
-"""An engine's settings: checked as its constructor takes them, fitted to a model, and what of them
-its keys and values depend on."""
+"""Settings of an engine: checked, fitted to a model, and the part that KV depends on."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def identity(
     *,
     fingerprint: str,
 ) -> tuple[QuantizationRule | None, str]:
-    """Return which tokens and layers are held in which codecs, None if all are raw; and what must
-    be equal for KV to be reusable.
+    """Return the rule of quantization, None if all KV is raw, and the fingerprint.
 
     Args:
         model: its weights are read if a cold tier needs its name.

@@ -1,4 +1,4 @@
-"""What an engine tells about itself."""
+"""Figures of an engine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ REMEMBERED_STEPS = 512
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of the last steps of a kind, in seconds; 0 if there were none."""
+    """Seconds of the last steps of one kind; 0 if there were none."""
 
     count: int
-    """Since the start."""
+    """Number of steps since the start."""
     median_seconds: float
     p95_seconds: float
     worst_seconds: float
 
     @classmethod
     def of(cls, count: int, seconds: Sequence[float]) -> StepTimes:
-        """Sum up what is remembered of `count` steps."""
+        """Summarize the last of `count` steps."""
         if not seconds:
             return cls(count, 0.0, 0.0, 0.0)
         ordered = sorted(seconds)
@@ -37,41 +37,55 @@ class Stats:
     """A view of the engine between two steps."""
 
     limit_bytes: int
+    """Memory limit."""
     used_bytes: int
-    """Held, or promised to who was let in."""
+    """Bytes in the ledger: held, or reserved for admitted sequences."""
     held_bytes: int
-    """Of those, what is there now."""
+    """Bytes in arrays."""
     by_kind: dict[str, int]
-    """`used_bytes` by what it is for."""
+    """Bytes in the ledger by `ledger.Kind`; their sum is `used_bytes`."""
     active_bytes: int
-    """What MLX says is allocated in this process."""
+    """Bytes that MLX has allocated in this process."""
     waiting: int
+    """Sequences that were never admitted."""
     prefilling: int
+    """Admitted sequences whose prompt is computed."""
     restoring: int
+    """Admitted sequences that wait for blocks of a cold tier."""
     running: int
+    """Admitted sequences that decode."""
     preempted: int
-    """Sequences in each state."""
+    """Sequences that were admitted, and wait to be admitted again."""
     requests: int
+    """Answers that were asked for since the start."""
     finished: int
+    """Answers that have ended, failed ones too."""
     failed: int
-    """Answers, since the start."""
+    """Answers that ended with an error."""
     prompt_tokens: int
-    """Tokens of the prompts that were let in."""
+    """Prompt tokens of admitted sequences."""
     hit_tokens: int
-    """Of those, read from what was computed before: prefill avoided."""
+    """Prompt tokens that were not prefilled, because their KV was in the cache."""
     restored_tokens: int
-    """Of the hits, read back from a cold tier."""
+    """Hit tokens whose KV was read from a cold tier."""
     prefilled_tokens: int
+    """Prompt tokens that were computed."""
     generated_tokens: int
+    """Tokens that were sampled."""
     nodes: int
+    """Nodes of the prefix tree."""
     held_tokens: int
     """Tokens in the prefix tree."""
     evicted_nodes: int
+    """Nodes evicted since the start."""
     evicted_bytes: int
+    """KV bytes of those nodes."""
     preemptions: int
+    """Times that a running sequence was preempted."""
     out_of_memory: int
+    """Times that MLX ran out of memory."""
     copied_bytes: int
-    """KV copied since the start by splits and merges of nodes."""
+    """KV bytes copied since the start by splits and merges of nodes."""
     decode: StepTimes
     prefill: StepTimes
     model_seconds: float
@@ -97,7 +111,7 @@ class Cleared:
 
 @dataclass(slots=True)
 class Counters:
-    """What is counted while the engine runs."""
+    """Counters of a running engine; see `Stats` for their meaning."""
 
     requests: int = 0
     finished: int = 0

@@ -36,9 +36,9 @@ NOT_SHARED = (
 class SequenceBytes:
     """Memory of sequences of one length."""
 
-    each: int
+    own: int
     """Bytes of every sequence: its KV, its part of a decode step and its index."""
-    once: int
+    shared: int
     """Bytes that all such sequences need together: the buffers of one prefill chunk."""
 
 
@@ -110,8 +110,8 @@ class EngineView:
         """Return the memory that a sequence of `tokens` needs beside what is always held."""
         estimator = self._estimator
         index = self._prefixes.index_bytes(-(-tokens // self._prefixes.block_size) + 1)
-        each = estimator.sequence_bytes(tokens) + estimator.decode_bytes(tokens) + index
-        return SequenceBytes(each, estimator.prefill_bytes(tokens))
+        own = estimator.sequence_bytes(tokens) + estimator.decode_bytes(tokens) + index
+        return SequenceBytes(own, estimator.prefill_bytes(tokens))
 
     @property
     def claimed_share(self) -> float:

@@ -24,18 +24,20 @@ from penstock.errors import GrammarFailed, SettingError
 __all__ = ["Constraint", "Grammars", "json_schema_grammar"]
 
 COMPILED_GRAMMARS = 16
-"""Of those asked for last, so many are kept compiled."""
+"""Grammars that are kept compiled, those used last."""
 GRAMMAR_BYTES = 65_536
-"""Of a grammar's text, at most, and of all that are kept: compiled, each takes 400 times as much,
-and the time grows faster than the text (2 seconds for an object of 2,500 optional properties)."""
+"""Longest text of a grammar, and of all compiled ones together.
+
+Compiled, it takes 400 times as much, and the time grows faster than the text: 2 seconds for an
+object of 2,500 optional properties."""
 WHITESPACE = " "
-"""Between the parts of JSON, or nothing: with more, a weak model would go on for ever."""
+"""Text between the parts of JSON, or nothing: with more a weak model would go on for ever."""
 COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
-"""Why a matcher stops when all is well."""
+"""Reasons of a matcher to stop when all is well."""
 EMPTY = ("NoExtension", "NoExtensionBias")
-"""What a matcher says of a grammar that nothing can begin."""
+"""Reasons of a matcher for a grammar that nothing can begin."""
 UNSAID = "doesn't satisfy the grammar"
-"""What it says of forced text that the tokens cannot spell."""
+"""Reason of a matcher for forced text that the tokens cannot spell."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -214,8 +216,13 @@ class _Spelt:
 
 
 def _begin(matcher: LLMatcher) -> None:
-    """Raise SettingError if nothing can begin a grammar (it compiles, as a schema that refers to
-    itself alone), or if it is too complex where it begins."""
+    """Check that a grammar can begin, and is not too complex there.
+
+    A grammar that cannot begin may compile, as a schema that only refers to itself.
+
+    Raises:
+        SettingError: it cannot.
+    """
     first = matcher.deep_copy()
     first.compute_bitmask()
     if first.is_error():

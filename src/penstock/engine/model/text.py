@@ -16,7 +16,7 @@ class Detokenizer(Protocol):
         """Take in one token."""
 
     def finalize(self) -> None:
-        """Evict waiting for the rest of a character."""
+        """Stop waiting for the rest of a character."""
 
     def reset(self) -> None:
         """Begin another text, in buffers of its own."""
@@ -67,11 +67,11 @@ class TextStream:
             return piece
         for end, char in enumerate(piece, 1):
             self._state = self._stops.step(self._state, char)
-            found = self._stops.found[self._state]
-            if found is not None:
+            stop = self._stops.found[self._state]
+            if stop is not None:
                 text = self._held + piece[:end]
-                self.stopped, self._held = found, ""
-                return text.removesuffix(found)
+                self.stopped, self._held = stop, ""
+                return text.removesuffix(stop)
         text = self._held + piece
         certain = len(text) - self._stops.depth[self._state]
         self._held = text[certain:]

@@ -1,10 +1,10 @@
-"""One cold tier as the engine uses it: what is read from it and written to it, each at its pace.
+"""One cold tier of an engine: reads and writes, each at its own pace.
 
     begin ──> memory of the segments-to-be, filled by the tier's thread ──> taken in
     note  ──> these blocks are new ──> those of one record are copied and offered between two steps
 
-Nothing here waits for the store. What is in the thread's hands stays in the ledger until it is
-done, also if nobody wants it any more. `cold` says which tier, and when.
+Nothing here waits for the store. Buffers that the tier's thread uses stay in the ledger until it is
+done with them, also after a cancel. `tier_group` says which tier, and when.
 """
 
 from __future__ import annotations
@@ -33,58 +33,56 @@ from penstock.tiers.record import HostArray, Record
 from penstock.tiers.worker import ColdTier, TierStats
 
 QUEUE_RECORDS = 2
-"""Copies of records that wait to be written."""
+"""Copied records that wait to be written."""
 FILE_RECORDS = 2
-"""Copies that are made while a file is: its bytes, and the buffer that they are written from."""
+"""Copies of a record while its file is written: the bytes, and the buffer behind them."""
 PENDING_KEYS = 16_384
-"""Blocks that are known to be worth writing, and whose turn has not come."""
+"""Blocks, at most, that are worth writing and wait for their turn."""
 TOKEN_BYTES = 4
-"""Of a token's number, which is in the file beside its KV."""
+"""Bytes of a token's number, which is in the file beside its KV."""
 PENDING_TURNS = 64
-"""Checkpoints whose turn has not come; of more, the oldest are not written."""
+"""Checkpoints, at most, that wait for their turn; the oldest are left out."""
 KEY_BYTES = 80
-"""Of Python, for each."""
+"""Python overhead of one pending block hash."""
 WORTH_WRITING = 2.0
-"""A record that was asked for once is written if computing it takes so many times as long as
-reading it."""
+"""Ratio of computing to reading a record from which one that was used once is written."""
 WORTH_READING = 2.0
-"""A block is read if computing it takes at least so many times as long."""
+"""Ratio of computing to reading blocks from which they are read."""
 LEAST_PATIENCE_SECONDS = 0.25
 LOOK_SECONDS = 0.005
-"""How long an engine that has nothing else to do waits for the disk before it looks around."""
+"""Longest wait of an idle engine for a tier between two steps."""
 PRELOAD_SECONDS = 60.0
-"""How long the disk may take for a chain that is read ahead of all requests."""
+"""Longest wait for a chain that is read ahead of all requests."""
 CLOSE_SECONDS = 30.0
-"""For what waits to be written when the engine ends."""
+"""Longest wait for pending writes when the engine ends."""
 
 
 @dataclass(eq=False, slots=True)
 class Restore:
-    """Consecutive blocks of a chain, or the checkpoint behind them, on the way from the disk."""
+    """Consecutive blocks of a chain, or the checkpoint behind them, on the way from a tier."""
 
     first: int
-    """Blocks in front of them."""
+    """Blocks before them in the chain."""
     landing: RestoreBuffer | StateRestoreBuffer
     answer: Future[int]
-    """How many of their records are there, from the first on."""
+    """Number of their records that were read, from the first one on."""
     paid: Reservation
-    """Of what is read."""
+    """Reservation of the buffers."""
     tier: EngineTier
-    """From which."""
+    """Tier that they are read from."""
     blocks: int = 1
-    """How many there are."""
+    """Number of blocks."""
     known: int = 0
-    """Blocks in front of them that are in the tree, and are read all the same: of the first one's
-    record."""
+    """Blocks before them that are in the tree and read again, as part of the first record."""
     known_bytes: int = 0
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of what is read, without what is in the tree."""
+        """Bytes of the buffers, without blocks that are in the tree."""
         return self.paid.nbytes - self.known_bytes
 
     def segment(self, blocks: int, block_size: int) -> Segment:
-        """Return the first of these blocks, once they are read; a copy, if there are others."""
+        """Return the first of these blocks, once they are read; a copy if there are others."""
         assert isinstance(self.landing, RestoreBuffer)
         segment = self.landing.segment()
         if blocks == self.blocks and not self.known:
@@ -95,14 +93,14 @@ class Restore:
 
 @dataclass(slots=True)
 class _Pending:
-    """Blocks of a chain, from `first` on, that are to be written; their KV is in the tree."""
+    """Pending blocks of a chain, from `first` on; their KV is in the tree."""
 
     block_hashes: tuple[bytes, ...]
     root: bytes
     first: int
-    """Where a record begins."""
+    """First block of the next record."""
     ended: bool
-    """Whether the chain's last blocks are written, too, if they make no whole record."""
+    """Whether the last blocks of the chain are written even if they make no whole record."""
 
     def goes_on(self, block_hashes: Sequence[bytes], first: int) -> bool:
         """Tell whether a chain's blocks from `first` on lie behind these."""
@@ -114,17 +112,17 @@ class _Pending:
 
 
 class EngineTier:
-    """What the engine does with one of its cold tiers. Not thread-safe: the engine's thread.
+    """One of an engine's cold tiers. Not thread-safe: the engine's thread.
 
     Args:
-        open_tier: makes the tier, once it is told how many bytes of blocks may wait in it.
+        open_tier: makes the tier, for the number of bytes that may wait in it.
         prefixes: of the engine.
         forms: how blocks are held.
-        prefill_rate: what is known of the model's speed.
+        prefill_rate: measured speed of the model.
         in_place: whether files can be read into MLX's arrays.
-        state_form: of what the model's recurrent layers keep; None if it has none.
-        buffer_bytes: what the store itself holds in memory, besides blocks that are written.
-        group: who runs the same engine: what a tier answers counts when all have it.
+        state_form: of the recurrent layers' states; None if the model has none.
+        buffer_bytes: held by the store itself, besides blocks that are written.
+        group: the ranks of the engine; an answer of a tier counts when all have it.
 
     Raises:
         LedgerFull, NeverFits: there is no room for blocks that are being written.
@@ -171,43 +169,49 @@ class EngineTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held whatever happens: of blocks that are being written, and of the list of those
-        that are to be."""
+        """Bytes reserved for buffers of writes, and for the list of pending blocks."""
         return self._buffers.nbytes
 
     @property
     def paid_bytes(self) -> int:
-        """Bytes of segments that are being read."""
+        """Bytes of buffers that are being read into."""
         return sum(restore.paid.nbytes for restore in (*self._restores, *self._left))
 
     def stats(self) -> TierStats:
-        """Return what the tier has done; what was evicted before it came to it is dropped."""
-        found = self.tier.stats()
-        found.dropped_blocks += self._dropped
-        return found
+        """Return the tier's figures; blocks evicted before they were written count as dropped."""
+        stats = self.tier.stats()
+        stats.dropped_blocks += self._dropped
+        return stats
 
     @property
     def is_written(self) -> bool:
-        """Whether nothing waits to be written, or was dropped in the end."""
+        """Whether no write is pending."""
         return not (self.has_pending or self.tier.is_busy)
 
     @property
     def has_pending(self) -> bool:
-        """Whether there are blocks or checkpoints whose turn to be written has not come."""
+        """Whether blocks or checkpoints wait to be offered to the tier."""
         return bool(self._pending or self._turns)
 
     def held(self, block_hashes: Sequence[bytes]) -> Future[int]:
-        """Ask how many blocks of a chain, from its first one on, could be read."""
+        """Ask how many first blocks of a chain could be read."""
         return self.tier.held(block_hashes, resumable=self.has_states)
 
     @property
     def has_states(self) -> bool:
-        """Whether a sequence goes on where a checkpoint is, and nowhere else."""
+        """Whether the model has recurrent layers: a sequence resumes only at a checkpoint."""
         return self._state_form is not None
 
     def saved_seconds(self, first: int, stop: int) -> float:
-        """Return how much sooner the blocks first..stop-1 of a chain are read, behind all that is
-        being read, than computed; 0 if that is not worth it."""
+        """Return the seconds by which reading blocks is faster than computing them.
+
+        Args:
+            first: the first of the blocks.
+            stop: the block behind the last.
+
+        Returns:
+            0 if reading is not worth it; reads that have begun come first.
+        """
         if stop <= first:
             return 0.0
         ahead = sum(restore.paid.nbytes for restore in self._restores)
@@ -217,27 +221,32 @@ class EngineTier:
         return computed - seconds if WORTH_READING * seconds < computed else 0.0
 
     def patience_seconds(self, first: int, stop: int) -> float:
-        """Return how long to wait for these blocks before computing them: longer than they should
-        take, and never longer than computing them does."""
+        """Return how long to wait for the blocks first..stop-1 before computing them.
+
+        Longer than the read should take, and never longer than computing them does.
+        """
         expected = self.read_pace.seconds(self._nbytes(first, stop))
         return min(self._prefill_seconds(stop - first), max(LEAST_PATIENCE_SECONDS, 4 * expected))
 
     # ---- reading
 
     def ask(self, block_hashes: Sequence[bytes], known: int) -> Future[int]:
-        """Ask how many blocks of a chain, from its first one on, are there, for a request; they
-        are used, also the `known` first ones that are in the tree, and the others will be read.
-        Of a model with states no more than to the last checkpoint."""
+        """Ask how many first blocks of a request's chain the tier has.
+
+        This counts as a use of the blocks, and lets the system read ahead those behind the first
+        `known` ones. With recurrent layers the answer ends at the last checkpoint.
+        """
         return self._group.answer(self.tier.prepare(block_hashes, known, resumable=self.has_states))
 
     def begin(self, block_hashes: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
-        """Have the blocks of a chain read from block `first` on, some at a time; none if there is
-        no room for those in front of it that are in the same record.
+        """Begin to read the blocks of a chain from block `first` on, in several restores.
+
+        Return none if there is no room for the blocks before `first` of the same record.
 
         Args:
             block_hashes: up to the last block to be read.
-            first: blocks in front.
-            own: counts the bytes of the segments, and passes them on.
+            first: blocks before them.
+            own: reservation of the sequence, which passes the bytes on.
         """
         size, begun = self._prefixes.block_size, []
         for ends in self._runs(first, len(block_hashes)):
@@ -265,8 +274,10 @@ class EngineTier:
         return begun
 
     def _runs(self, first: int, stop: int) -> Iterator[list[int]]:
-        """Yield where the records end that the blocks first..stop-1 are in: as many together as
-        are alike, and no more than a node has."""
+        """Yield the ends of the records of the blocks first..stop-1.
+
+        Records of one size come together, up to the size of a node.
+        """
         spans, most = self._spans, max(1, MAX_MERGE_TOKENS // self._prefixes.block_size)
         while first < stop:
             start, ends = spans.start(first), [min(spans.end(first), stop)]
@@ -279,7 +290,7 @@ class EngineTier:
             first = ends[-1]
 
     def begin_states(self, block_hashes: Sequence[bytes]) -> Restore | None:
-        """Have the checkpoint read behind the last block of a chain; None if there is no room."""
+        """Begin to read the checkpoint behind a chain; return None if there is no room."""
         assert self._state_form is not None
         if not self._prefixes.make_room(self._state_bytes):
             return None
@@ -293,8 +304,10 @@ class EngineTier:
         return restore
 
     def take_states(self, restore: Restore) -> States | None:
-        """Return the states of a restore that is done, if they are there. Their bytes are not
-        counted any more: the caller does, at once."""
+        """Return the states of a restore that is done, if they were read.
+
+        Their bytes are released: the caller reserves them at once.
+        """
         self._restores.remove(restore)
         restore.paid.release()
         there = not restore.answer.exception() and restore.answer.result()
@@ -302,8 +315,10 @@ class EngineTier:
         return restore.landing.states() if there else None
 
     def take(self, restore: Restore, own: Reservation) -> int:
-        """Return how many blocks are there of a restore that is done; its bytes are `own`'s, but
-        for those of blocks that are in the tree, which the caller counts, at once."""
+        """Return how many blocks of a restore were read, and pass its bytes to `own`.
+
+        Bytes of blocks that are in the tree are released: the caller reserves them at once.
+        """
         self._restores.remove(restore)
         restore.paid.pass_on(own, restore.own_bytes)
         restore.paid.release()
@@ -316,7 +331,7 @@ class EngineTier:
         return max(0, there - restore.known)
 
     def cancel(self, restore: Restore, own: Reservation) -> bool:
-        """Take a restore back if it has not begun; its bytes are `own`'s. Tell whether it is."""
+        """Cancel a restore that has not begun and pass its bytes to `own`; return whether it is."""
         if not restore.answer.cancel():
             return False
         self._restores.remove(restore)
@@ -326,27 +341,28 @@ class EngineTier:
         return True
 
     def leave(self, restore: Restore) -> None:
-        """Let go of what nobody waits for any more, as soon as the store does."""
+        """Abandon a restore; its bytes are released as soon as the store is done with it."""
         restore.answer.cancel()
         self._restores.remove(restore)
         self._left.append(restore)
         self.sweep()
 
     def sweep(self) -> None:
-        """Give back the bytes of what was left and is done."""
-        for restore in [each for each in self._left if each.answer.done()]:
+        """Release the bytes of abandoned restores that are done."""
+        for restore in [left for left in self._left if left.answer.done()]:
             self._left.remove(restore)
             restore.paid.release()
 
     def preload(self, checkpoints: Checkpoints | None = None) -> int:
-        """Read what is worth most, as long as there is free memory; nothing gives way for it. Of a
-        model with states each chain up to its last checkpoint, and that.
+        """Read the most valuable chains into free memory; nothing is evicted for them.
+
+        With recurrent layers each chain ends at its last checkpoint, which is read too.
 
         Args:
             checkpoints: of the tree, for a model with states.
 
         Returns:
-            How many tokens are in the tree more than before.
+            Tokens that the tree has more than before.
         """
         prefixes, ledger = self._prefixes, self._prefixes.ledger
         before, size = prefixes.tree.tokens, prefixes.block_size
@@ -432,22 +448,23 @@ class EngineTier:
         seen: bool = False,
         ended: bool = False,
     ) -> None:
-        """Note that the blocks of a chain from `first` on are in the tree, and perhaps not on the
-        disk; those that are worth it are written when there is time.
+        """Take note of blocks in the tree, from `first` on, that the tier may lack.
+
+        Those that are worth it are written when there is time.
 
         Args:
             block_hashes: the chain, up to the last of the blocks.
-            root: what the chain begins with.
-            first: blocks in front of them.
+            root: hash before the first block.
+            first: blocks before them.
             seen: whether they were asked for before.
-            ended: whether a conversation ended there: what makes no whole record is written, too,
-                until there is more of the chain.
+            ended: whether a conversation ended there: its last blocks are written even if they
+                make no whole record, until there is more of the chain.
         """
         whole = len(block_hashes) >= self._spans.end(first)
         if first >= len(block_hashes) or not (whole or ended) or not (seen or self._is_dear()):
             return
         first = self._spans.start(first)
-        for pending in [each for each in self._pending if each.goes_on(block_hashes, first)]:
+        for pending in [entry for entry in self._pending if entry.goes_on(block_hashes, first)]:
             if not (self.has_states and pending.ended):  # a checkpoint lies behind that record
                 first = pending.first
                 self._drop(pending)
@@ -457,24 +474,31 @@ class EngineTier:
             self._give_up(self._pending[0])
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
-        """Note that a conversation ended behind a chain, whose whole records were noted: those of
-        its blocks that make none are written, too."""
+        """Take note of the end of a conversation behind a chain that was noted.
+
+        Its last blocks are written even if they make no whole record.
+        """
         if block_hashes and self._spans.end(len(block_hashes) - 1) > len(block_hashes):
             self.note(block_hashes, root, len(block_hashes) - 1, seen=seen, ended=True)
 
     def note_checkpoint(
         self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False
     ) -> None:
-        """Note that there is a checkpoint behind the last block of a chain, at which a conversation
-        goes on: it is written behind the blocks, as they are."""
+        """Take note of a checkpoint behind a chain, at which a conversation resumes.
+
+        It is written after the blocks.
+        """
         turn = tuple(block_hashes)
         if block_hashes and turn not in self._turns and (seen or self._is_dear()):
             self.note_end(block_hashes, root, seen=True)
             self._turns.append(turn)
 
     def offer_next(self) -> bool:
-        """Copy a block, or a checkpoint, and offer it, if there is one and the tier takes it; tell
-        whether that was done."""
+        """Offer a copy of the next record or checkpoint to the tier, if it has room.
+
+        Returns:
+            Whether one was offered.
+        """
         self.sweep()
         if self.tier.is_off:
             self.forget()
@@ -487,7 +511,7 @@ class EngineTier:
         return False
 
     def waiting_nodes(self) -> set[int]:
-        """Return the nodes, by their ids, that have blocks which wait to be written."""
+        """Return the ids of nodes with blocks that wait to be written."""
         size = self._prefixes.block_size
         return {
             node.id
@@ -497,13 +521,13 @@ class EngineTier:
         }
 
     def forget(self) -> None:
-        """Write nothing of what was noted so far."""
+        """Drop all pending blocks and checkpoints."""
         while self._pending:
             self._give_up(self._pending[0])
         self._turns.clear()
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write what waits, as far as there is time, and end the tier."""
+        """Write pending records as long as there is time, and close the tier."""
         until = time.monotonic() + timeout_seconds
         while self.has_pending and time.monotonic() < until:
             if not self.offer_next():
@@ -518,7 +542,7 @@ class EngineTier:
     # ---- parts
 
     def _is_dear(self) -> bool:
-        """Tell whether a record takes so long to compute that it is worth writing at once."""
+        """Tell whether computing a record takes so long that it is written after its first use."""
         seconds = self.read_pace.seconds(self._most_record_bytes)
         return self._prefill_seconds(self._spans.blocks) > WORTH_WRITING * seconds
 
@@ -531,7 +555,7 @@ class EngineTier:
         return self._forms.nbytes(first, stop) + TOKEN_BYTES * tokens
 
     def _offer(self, pending: _Pending) -> None:
-        """Copy the next record's blocks out of the tree, if they are still there, and offer it."""
+        """Offer the next record, if its blocks are still in the tree."""
         block_hashes, first = pending.block_hashes, pending.first
         stop = self._spans.end(first)
         if pending.ended:
@@ -558,8 +582,13 @@ class EngineTier:
             self._drop(pending)
 
     def _copied(self, block_hashes: Sequence[bytes], first: int) -> dict[str, HostArray] | None:
-        """Copy a chain's last blocks, from `first` on, held as they are to be: what waits in the
-        tree to be held so is not waited for. None if they are not all there."""
+        """Return a copy of a chain's blocks from `first` on, in the codec of the tier.
+
+        Blocks that still wait in the tree to be quantized are quantized here.
+
+        Returns:
+            None if not all of them are in the tree, or MLX has no room for the codes.
+        """
         match, size = self._prefixes.match(block_hashes), self._prefixes.block_size
         start, stop = first * size, len(block_hashes) * size
         if match.tokens < stop:
@@ -580,20 +609,21 @@ class EngineTier:
         return host_block(pieces[0], np.concatenate(tokens), *pieces[1:])
 
     def _offer_states(self, block_hashes: Sequence[bytes]) -> None:
-        """Copy a checkpoint out of the tree, if it is still there, and offer it."""
+        """Offer a checkpoint, if it is still in the tree."""
         match = self._prefixes.match(block_hashes)
         end = len(block_hashes) * self._prefixes.block_size
         if match.tokens < end:
             return
         node = match.path[-1]
-        for found in node.segment.checkpoints:
-            if node.start + found.at == end and StateForm.of(found.states) == self._state_form:
+        for checkpoint in node.segment.checkpoints:
+            form = StateForm.of(checkpoint.states)
+            if node.start + checkpoint.at == end and form == self._state_form:
                 self.tier.offer(
                     Record(
                         key=checkpoint_hash(block_hashes[-1]),
                         parent=block_hashes[-1],
                         depth=len(block_hashes),
-                        arrays=host_states(found.states),
+                        arrays=host_states(checkpoint.states),
                     )
                 )
 

@@ -1,18 +1,18 @@
-"""How long it takes to compute a prompt's KV, and to read it from a store: both as measured."""
+"""Measured rates: computing a prompt's KV, and reading it from a store."""
 
 from __future__ import annotations
 
 FIRST_BYTES_PER_SECOND = 500e6
-"""What a store is taken for until it was read: slower than almost every SSD."""
+"""Rate of a store before its first read is measured: slower than almost every SSD."""
 NEWEST_WEIGHT = 0.25
-"""Of the last measurement in the mean."""
+"""Weight of the newest measurement in a running mean."""
 
 
 class RunningMean:
     """A running mean.
 
     Args:
-        first: what it is taken for before anything was measured.
+        first: value before the first measurement.
     """
 
     def __init__(self, first: float) -> None:
@@ -24,39 +24,39 @@ class RunningMean:
 
 
 class PrefillRate:
-    """A model's speed. Pure: it is told what was measured.
+    """A model's measured prefill rate. Pure: it reads no clock.
 
     Args:
-        token_seconds: what a token of a prompt takes to compute.
+        token_seconds: seconds to compute a token of a prompt.
     """
 
     def __init__(self, token_seconds: RunningMean) -> None:
         self._token_seconds = token_seconds
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Take in how long it took to compute some tokens of a prompt."""
+        """Add a measurement: seconds to compute `tokens` of a prompt."""
         self._token_seconds.add(seconds / tokens)
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return how long so many tokens take to compute."""
+        """Return the seconds that `tokens` take to compute."""
         return tokens * self._token_seconds.value
 
 
 class ReadRate:
-    """A store's speed. Pure: it is told what was measured.
+    """A store's measured read rate. Pure: it reads no clock.
 
     Args:
-        byte_seconds: what a byte of its files takes to read.
+        byte_seconds: seconds to read a byte of its files.
     """
 
     def __init__(self, byte_seconds: RunningMean) -> None:
         self._byte_seconds = byte_seconds
 
     def restored(self, nbytes: int, seconds: float) -> None:
-        """Take in how long it took to read so many bytes of files; none tell nothing."""
+        """Add a measurement: seconds to read `nbytes` of files; 0 bytes are left out."""
         if nbytes:
             self._byte_seconds.add(seconds / nbytes)
 
     def seconds(self, nbytes: int) -> float:
-        """Return how long so many bytes take to read."""
+        """Return the seconds that `nbytes` take to read."""
         return nbytes * self._byte_seconds.value

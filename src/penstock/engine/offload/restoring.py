@@ -1,11 +1,11 @@
-"""What is read back from cold tiers for a sequence in a place, instead of being computed.
+"""Restores blocks of admitted sequences from cold tiers, instead of computing them.
 
     prefilling ──> begin: a tier has more of the chain, and reading it is quicker
     restoring  ──> take: what has come hangs in the tree; what takes too long is computed
-               ──> all is there, or nobody waits for it any more: prefilling again
+               ──> all is there, or it takes too long: prefilling again
 
-Of a model with states the blocks come first and the checkpoint behind them last: until it is there
-a sequence has no place from which it could go on.
+With recurrent layers the blocks come first and the checkpoint behind them last. A sequence cannot
+resume before the checkpoint is there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer
 
 ASK_SECONDS = 0.5
-"""How long a prompt waits to be told how much of it is on the disk."""
+"""Longest wait of a prompt until the tiers have said how much of it they hold."""
 
 
 class Restoring:
@@ -33,12 +33,12 @@ class Restoring:
 
     Args:
         tiers: the tiers.
-        prefixes: what is read becomes part of.
-        scheduler: says who has a place, and is told who waits for the disk.
+        prefixes: tree that takes the restored blocks.
+        scheduler: knows which sequences are admitted, and which wait for a tier.
         admission: of the sequences.
         stores: of keys and values.
-        budget: for what has to be computed after all.
-        clock: seconds, by which patience ends.
+        budget: for tokens that are computed after all.
+        clock: seconds, for deadlines of restores.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Restoring:
         self._size = prefixes.block_size
 
     def begin(self) -> None:
-        """Have read from the disk what would take longer to compute."""
+        """Begin to restore blocks that would take longer to compute."""
         restored = self._scheduler.restoring_hashes()
         for sequence in self._scheduler.placed():
             answer = sequence.tier_lookup
@@ -74,16 +74,16 @@ class Restoring:
                     sequence.restore_deadline = self._clock() + ASK_SECONDS
                 continue
             sequence.tier_lookup = None  # asked once
-            found = answer.found()
+            blocks_by_tier = answer.found()
             held = self._stores.matched(sequence.block_hashes) // self._size
             root = self._prefixes.root(sequence.request.salt)
             cached_blocks = sequence.kv.num_cached_tokens // self._size
             self._tiers.note_held(answer, sequence.block_hashes[:held], root, cached_blocks)
-            if sequence.state is State.PREFILLING and self._begin(sequence, found):
+            if sequence.state is State.PREFILLING and self._begin(sequence, blocks_by_tier):
                 restored |= self._scheduler.restoring_hashes()
 
     def take(self) -> None:
-        """Take in what was read from the disk, and compute what takes too long to come."""
+        """Insert restored blocks, and let sequences compute blocks that take too long to come."""
         for sequence in self._scheduler.sequences(State.RESTORING):
             while sequence.restores and sequence.restores[0].answer.done():
                 self._take_in(sequence, sequence.restores.pop(0))
@@ -100,13 +100,13 @@ class Restoring:
 
     # ---- parts
 
-    def _begin(self, sequence: Sequence, found: dict[EngineTier, int]) -> bool:
-        """Have the blocks of a chain read that a cold tier has, if that is worth it."""
+    def _begin(self, sequence: Sequence, blocks_by_tier: dict[EngineTier, int]) -> bool:
+        """Begin to restore a chain from the fastest tier; return False if that saves no time."""
         done = sequence.kv.num_cached_tokens // self._size
         if self._stores.by_block:  # the last token's block is computed
             most = sequence.kv.readable_tokens // self._size
-            found = {tier: min(blocks, most) for tier, blocks in found.items()}
-        fastest = None if sequence.kv.own_spans else self._tiers.fastest(found, done)
+            blocks_by_tier = {tier: min(n, most) for tier, n in blocks_by_tier.items()}
+        fastest = None if sequence.kv.own_spans else self._tiers.fastest(blocks_by_tier, done)
         if fastest is None:
             return False
         assert sequence.kv.reservation is not None
@@ -126,8 +126,11 @@ class Restoring:
         return True
 
     def _go_on(self, sequence: Sequence) -> bool:
-        """Go on at the deepest place, of all that was read, with states; False if there is no
-        room to compute what is behind it: the sequence is preempted then."""
+        """Resume at the deepest restored position with states.
+
+        Returns:
+            False if there is no room to compute the tokens behind it; the sequence is preempted.
+        """
         before, sequence.resumed_at = sequence.resumed_at, None
         sequence.kv.resume()
         if not self._budget.reserve_anew(sequence):
@@ -139,7 +142,7 @@ class Restoring:
         return True
 
     def _take_in(self, sequence: Sequence, restore: Restore) -> None:
-        """Hang restored blocks into the tree; if some are missing, nothing behind them is read."""
+        """Insert restored blocks into the tree; cancel the reads behind a missing one."""
         assert sequence.kv.reservation is not None
         if isinstance(restore.landing, StateRestoreBuffer):
             self._take_in_states(sequence, restore)
@@ -166,13 +169,13 @@ class Restoring:
             sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
 
     def _take_in_states(self, sequence: Sequence, restore: Restore) -> None:
-        """File a restored checkpoint, if all the blocks in front of it are there."""
+        """Capture a restored checkpoint, if all the blocks before it are there."""
         states = self._tiers.take_states(restore)
         if states is not None:
             sequence.kv.capture_restored(restore.first * self._size, states)
 
     def _lose_patience(self, sequence: Sequence) -> None:
-        """Compute what the disk has not brought, if there is room for both."""
+        """Let a sequence compute blocks that did not come in time, if there is room for both."""
         assert sequence.kv.reservation is not None
         sequence.restores = self._tiers.cancel(sequence.restores, sequence.kv.reservation)
         nbytes = sum(

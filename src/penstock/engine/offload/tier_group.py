@@ -1,14 +1,12 @@
-"""The cold tiers as the engine uses them: asks while a request waits, reads while others decode,
-writes behind.
+"""The cold tiers of an engine: lookups while a request waits, reads while others decode, writes.
 
     enqueue ──> ask: how much of the chain has each tier? the system reads it ahead
     step    ──> fastest: from which of them it is read ──> EngineTier.begin ──> taken in
     commit    ──> note: these blocks are new ──> each tier has them written at its own pace
     turn    ──> note_checkpoint ──> the states at its end, behind the blocks
 
-Nothing here waits for a tier, and no tier for another: what a slow one has not said in time is
-not there. What was read from one goes to the others when it is asked for again, as everything
-that is in memory and not with them.
+Nothing here waits for a tier, and no tier for another. A tier that does not answer in time has
+nothing. Blocks restored from one tier go to the others when a request asks for them again.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.worker import ColdTier, TierStats
 
 LATE_SECONDS = 0.1
-"""After which a tier that has not answered is not waited for, if another one has."""
+"""Longest wait for a tier that has not answered, once another one has."""
 
 
 class TierLookup:
-    """What is asked of all tiers for one request: how many blocks of a chain they have."""
+    """A question to all tiers for one request: how many first blocks of a chain they have."""
 
     def __init__(
         self,
@@ -62,16 +60,18 @@ class TierLookup:
         self._late_at = clock() + LATE_SECONDS
 
     def done(self) -> bool:
-        """Whether nothing is waited for: all have answered, or one has all of the chain, or those
-        that have not answered are late."""
-        found = self.found()
-        if any(blocks == self._blocks for blocks in found.values()):
+        """Tell whether there is nothing to wait for.
+
+        All have answered, or one has the whole chain, or one has answered and the others are late.
+        """
+        blocks_by_tier = self.found()
+        if any(blocks == self._blocks for blocks in blocks_by_tier.values()):
             return True
         late = self._clock() >= self._late_at
-        return len(found) == len(self._answers) or (late and bool(found))
+        return len(blocks_by_tier) == len(self._answers) or (late and bool(blocks_by_tier))
 
     def found(self) -> dict[EngineTier, int]:
-        """Return how many first blocks each tier has that has answered."""
+        """Return the number of first blocks in each tier that has answered."""
         return {
             tier: 0 if answer.exception() else answer.result()
             for tier, answer in self._answers.items()
@@ -79,13 +79,13 @@ class TierLookup:
         }
 
     def late(self) -> TierLookup | None:
-        """Return what is still to be answered; None if all is."""
+        """Return the part without an answer yet; None if all tiers have answered."""
         answers = {tier: answer for tier, answer in self._answers.items() if not answer.done()}
         return TierLookup(answers, self._blocks, self._clock) if answers else None
 
 
 class TierGroup:
-    """What the engine does with its cold tiers. Not thread-safe: the engine's thread.
+    """The cold tiers of an engine. Not thread-safe: the engine's thread.
 
     Args:
         tiers: at least one, by name as in `TIER_KINDS`, the nearest first.
@@ -110,8 +110,7 @@ class TierGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held whatever happens: of blocks that are being written, or arrive, and of the
-        lists of those that are to be."""
+        """Bytes reserved for buffers of the tiers, and for the lists of pending blocks."""
         return sum(tier.nbytes for tier in self)
 
     @property
@@ -121,46 +120,60 @@ class TierGroup:
 
     @property
     def has_states(self) -> bool:
-        """Whether a sequence goes on where a checkpoint is, and nowhere else."""
+        """Whether the model has recurrent layers: a sequence resumes only at a checkpoint."""
         return any(tier.has_states for tier in self)
 
     @property
     def where(self) -> str:
-        """Where the tiers are, in words."""
+        """Places of the tiers, in words."""
         return " or ".join(TIER_KINDS[name].where for name in self.tiers)
 
     def stats(self) -> dict[str, TierStats]:
-        """Return what each tier has done, by its name."""
+        """Return the figures of each tier, by its name."""
         return {name: tier.stats() for name, tier in self.tiers.items()}
 
     def held_tokens(self, block_hashes: Sequence[bytes], timeout_seconds: float) -> int | None:
-        """Wait to be told how many first tokens of a chain are in a tier at most; None if that
-        takes too long."""
-        until = time.monotonic() + timeout_seconds
-        found = []
-        for answer in [tier.held(block_hashes) for tier in self]:
-            with suppress(TimeoutError):
-                found.append(answer.result(max(0.0, until - time.monotonic())))
-        return max(found) * self._prefixes.block_size if found else None
-
-    def fastest(self, found: Mapping[EngineTier, int], first: int) -> tuple[EngineTier, int] | None:
-        """Return the tier from which reading the blocks from `first` on saves most time, and how
-        many first blocks it has; None if computing them is as good.
+        """Return how many first tokens of a chain the tiers have, the one with most.
 
         Args:
-            found: what `TierLookup` has found.
-            first: blocks that need not be read.
+            block_hashes: the chain.
+            timeout_seconds: longest wait for the answers.
+
+        Returns:
+            Tokens; None if no tier has answered in time.
         """
-        tier = max(found, key=lambda tier: tier.saved_seconds(first, found[tier]), default=None)
-        if tier is None or not tier.saved_seconds(first, found[tier]):
+        until = time.monotonic() + timeout_seconds
+        blocks = []
+        for answer in [tier.held(block_hashes) for tier in self]:
+            with suppress(TimeoutError):
+                blocks.append(answer.result(max(0.0, until - time.monotonic())))
+        return max(blocks) * self._prefixes.block_size if blocks else None
+
+    def fastest(
+        self, blocks_by_tier: Mapping[EngineTier, int], first: int
+    ) -> tuple[EngineTier, int] | None:
+        """Return the tier that saves most time, and its number of first blocks.
+
+        Args:
+            blocks_by_tier: see `TierLookup.found`.
+            first: blocks that need not be read.
+
+        Returns:
+            None if computing the blocks is as fast.
+        """
+        saved = {tier: tier.saved_seconds(first, n) for tier, n in blocks_by_tier.items()}
+        tier = max(saved, key=lambda tier: saved[tier], default=None)
+        if tier is None or not saved[tier]:
             return None
-        return tier, found[tier]
+        return tier, blocks_by_tier[tier]
 
     # ---- reading
 
     def ask(self, block_hashes: Sequence[bytes]) -> TierLookup:
-        """Ask how many blocks of a chain, from its first one on, each tier has, for a request;
-        they are used, also those that are in the tree, and the others will be read."""
+        """Ask every tier how many first blocks of a request's chain it has.
+
+        This counts as a use of the blocks, and lets the system read ahead those not in the tree.
+        """
         known = self._prefixes.match(block_hashes).tokens // self._prefixes.block_size
         return TierLookup(
             {tier: tier.ask(block_hashes, known) for tier in self}, len(block_hashes), self._clock
@@ -175,41 +188,42 @@ class TierGroup:
         return restore.tier.take(restore, own)
 
     def cancel(self, restores: Sequence[Restore], own: Reservation) -> list[Restore]:
-        """Take back what has not begun; the bytes are `own`'s. Return what has."""
+        """Cancel restores that have not begun and pass their bytes to `own`; return the others."""
         return [restore for restore in restores if not restore.tier.cancel(restore, own)]
 
     def leave(self, restores: Sequence[Restore]) -> None:
-        """Let go of what nobody waits for any more, as soon as its tier does."""
+        """Abandon restores; their bytes are released as soon as their tiers are done with them."""
         for restore in restores:
             restore.tier.leave(restore)
 
     def preload(self, checkpoints: Checkpoints | None = None) -> int:
-        """Read what is worth most, as long as there is free memory; see `EngineTier.preload`."""
+        """Restore the most valuable chains into free memory; see `EngineTier.preload`."""
         return sum(tier.preload(checkpoints) for tier in self)
 
     # ---- writing
 
     def note(self, block_hashes: Sequence[bytes], root: bytes, first: int) -> None:
-        """Note that the blocks of a chain from `first` on are new in the tree."""
+        """Take note of new blocks in the tree: those of a chain from `first` on."""
         for tier in self:
             tier.note(block_hashes, root, first)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes) -> None:
-        """Note that a conversation ended behind a chain that was noted."""
+        """Take note of the end of a conversation behind a chain that was noted."""
         for tier in self:
             tier.note_end(block_hashes, root)
 
     def note_held(
         self, asked: TierLookup, block_hashes: Sequence[bytes], root: bytes, cached_blocks: int
     ) -> None:
-        """Note that a chain that was asked for is in the tree, of which a tier may lack the end.
-        Who has not answered is noted for when it has.
+        """Take note of a chain in the tree whose end a tier may lack.
+
+        For a tier that has not answered yet this is done when it has.
 
         Args:
-            asked: for the chain.
-            block_hashes: of it, as far as it is held.
-            root: what the chain begins with.
-            cached_blocks: in front of the place where the sequence resumes; there may be a
+            asked: lookup of the chain.
+            block_hashes: the chain, as far as it is in the tree.
+            root: hash before the first block.
+            cached_blocks: blocks before the position where the sequence resumes, which may have a
                 checkpoint.
         """
         late = asked.late()
@@ -224,14 +238,20 @@ class TierGroup:
     def note_checkpoint(
         self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False
     ) -> None:
-        """Note that there is a checkpoint behind the last block of a chain."""
+        """Take note of a checkpoint behind the last block of a chain."""
         for tier in self:
             tier.note_checkpoint(block_hashes, root, seen=seen)
 
     def work(self, *, busy: bool) -> bool:
-        """Copy a block for each tier and offer it, if there is one and the tier takes it; or wait a
-        moment, if the engine has nothing else to do. False if there is nothing to be done."""
-        for late in [each for each in self._late if each[0].done()]:
+        """Offer one record to each tier that has room, or wait a moment for the tiers.
+
+        Args:
+            busy: whether the engine has something else to do, so that it does not wait.
+
+        Returns:
+            False if there is nothing to write.
+        """
+        for late in [note for note in self._late if note[0].done()]:
             self._late.remove(late)
             self.note_held(*late)
         offered = [tier.offer_next() for tier in self]
@@ -243,24 +263,23 @@ class TierGroup:
         return bool(waited_for)
 
     def clear(self) -> None:
-        """Write nothing of what was noted so far, and remove this model's blocks where they are
-        ours alone."""
+        """Forget what was noted, and remove this model's blocks from tiers that only we use."""
         self._late.clear()
         for tier in self:
             tier.forget()
             tier.tier.clear(all_models=False)
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all that was offered is written or dropped; tell whether it is."""
+        """Wait until all offered records are written or dropped; return whether they are."""
         until = time.monotonic() + timeout_seconds
         return all(tier.tier.flush(max(0.0, until - time.monotonic())) for tier in self)
 
     def waiting_nodes(self) -> set[int]:
-        """Return the nodes, by their ids, that have blocks which wait to be written."""
+        """Return the ids of nodes with blocks that wait to be written."""
         return set().union(*(tier.waiting_nodes() for tier in self))
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write what waits, as far as there is time, and end the tiers."""
+        """Write pending records as long as there is time, and close the tiers."""
         for tier in self:
             tier.close(timeout_seconds)
 

@@ -37,14 +37,14 @@ from penstock.engine.offload.prefill_rate import RunningMean
 from penstock.errors import PenstockError, SettingError
 
 NUMBERS = 16
-"""Of 64 bits, that every rank tells the others in one exchange."""
+"""Numbers of 64 bits that every rank tells the others in one exchange."""
 INLINE_BYTES = 1_024
-"""Of rank 0's message that go with them; the rest of a longer one comes in a second exchange."""
+"""Bytes of rank 0's message in the same exchange; the rest follows in a second one."""
 NAME_BYTES = 64
 PENDING, FAILED = -1, -2
-"""What a rank says of an answer that it does not have, or that was an error."""
+"""Numbers in place of an answer: not there yet, an error."""
 _HEAD = struct.Struct(f"<{NUMBERS + 1}q")
-"""The numbers, and what the exchange is about."""
+"""Layout of the numbers, and of the digest of the exchange's subject."""
 
 
 class RanksBroken(PenstockError, RuntimeError):
@@ -55,33 +55,33 @@ class RanksBroken(PenstockError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What was asked of rank 0 between two steps."""
+    """A command that rank 0 got between two steps."""
 
     name: str
     arguments: dict[str, Any]
-    """As JSON has them, or a `Request`."""
+    """JSON values, or a `Request`."""
     now: float
-    """The time it was asked at, on rank 0's clock, in seconds."""
+    """Time of the command on rank 0's clock, in seconds."""
 
 
 class ProcessGroup(Protocol):
-    """Who runs the same engine, as its core sees them."""
+    """The processes that run the same engine, as its core sees them."""
 
     rank: int
     size: int
 
     def clock(self) -> float:
-        """Return the seconds that all go by."""
+        """Return the seconds that are the same for all ranks."""
 
     def note(self, name: str, **arguments: Any) -> None:
-        """Note what was asked of rank 0, before it is done there."""
+        """Take note of a command of rank 0, before it is done there."""
 
     def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None:
-        """Agree before a step. The ranks but the first do what was asked of that one.
+        """Agree before a step. All ranks but the first do the commands of that one.
 
         Args:
-            state: what must be equal everywhere, as it was after the step before.
-            do: does what a command says.
+            state: numbers after the last step that must be equal on all ranks.
+            do: runs a command.
 
         Raises:
             RanksBroken: the ranks' states differ.
@@ -93,24 +93,24 @@ class ProcessGroup(Protocol):
     def most(self, number: int) -> int:
         """Return the largest of all ranks' numbers."""
 
-    def chosen(self, found: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
-        """Return what rank 0 has chosen of each row."""
+    def chosen(self, own: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
+        """Return the token that rank 0 has chosen for each row."""
 
     def answer(self, own: Future[int]) -> Future[int]:
-        """Return an answer that is there when every rank has its own, and is the least of them."""
+        """Return the least of all ranks' answers, which is there when every rank has its own."""
 
     def mean(self, first: float) -> RunningMean:
-        """Return a running mean that is the same for all: of what rank 0 measures."""
+        """Return a running mean of rank 0's measurements, which is the same on all ranks."""
 
     def fault(self, doing: str, error: Exception) -> None:
-        """Take note that a step could not be computed here.
+        """Report that a step could not be computed here.
 
         Raises:
-            RanksBroken: there are others, who wait for it.
+            RanksBroken: there are other ranks, which wait for it.
         """
 
-    def check_equal(self, what: str, told: object) -> None:
-        """Compare what must be the same on every rank.
+    def check_equal(self, what: str, own: object) -> None:
+        """Compare a value that must be the same on every rank.
 
         Raises:
             SettingError: it differs; on every rank.
@@ -118,7 +118,7 @@ class ProcessGroup(Protocol):
 
 
 class SingleProcess:
-    """The peers of an engine in one process: there is nobody to agree with."""
+    """The group of an engine in one process: there is no other rank to agree with."""
 
     rank = 0
     size = 1
@@ -136,8 +136,8 @@ class SingleProcess:
     def most(self, number: int) -> int:
         return number
 
-    def chosen(self, found: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
-        return list(found)
+    def chosen(self, own: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
+        return list(own)
 
     def answer(self, own: Future[int]) -> Future[int]:
         return own
@@ -147,7 +147,7 @@ class SingleProcess:
 
     def fault(self, doing: str, error: Exception) -> None: ...
 
-    def check_equal(self, what: str, told: object) -> None: ...
+    def check_equal(self, what: str, own: object) -> None: ...
 
 
 class AgreedMean(RunningMean):
@@ -156,7 +156,7 @@ class AgreedMean(RunningMean):
     def __init__(self, first: float) -> None:
         super().__init__(first)
         self.own = RunningMean(first)
-        """Of what this rank has measured."""
+        """Mean of this rank's measurements."""
 
     def add(self, measured: float) -> None:
         self.own.add(measured)
@@ -182,10 +182,10 @@ class RankGroup:
         self._now = 0.0
         self._journal: list[Command] = []
         self._answers: list[tuple[Future[int], Future[int]]] = []
-        """Each rank's own, and what all were given for it; in the same order everywhere."""
+        """Pairs of own and agreed answers, in the same order on all ranks."""
         self._means: list[AgreedMean] = []
         self.names = self._gather_names()
-        """Of the ranks, for people: number and machine."""
+        """Names of the ranks for people: number and machine."""
 
     @property
     def leads(self) -> bool:
@@ -203,8 +203,8 @@ class RankGroup:
     def begin(self, state: Sequence[int], do: Callable[[Command], None]) -> None:
         digest = crc32(json.dumps(list(state)).encode())
         open_answers = self._answers[: NUMBERS - 2]
-        told = [digest, len(open_answers), *(_reading(own) for own, _ in open_answers)]
-        rows, message = self._exchange("begin", told, self._words() if self.leads else b"")
+        numbers = [digest, len(open_answers), *(_reading(own) for own, _ in open_answers)]
+        rows, message = self._exchange("begin", numbers, self._words() if self.leads else b"")
         self._check_same([row[0] for row in rows], state)
         # What rank 0 was asked since the last step the others have not asked for yet.
         common = min(row[1] for row in rows)
@@ -214,7 +214,7 @@ class RankGroup:
                 self._answers.remove((own, agreed))
                 agreed.set_result(0 if FAILED in seen else min(seen))
         words = json.loads(message)
-        for command in () if self.leads else [Command(*each) for each in words["commands"]]:
+        for command in () if self.leads else [Command(*parts) for parts in words["commands"]]:
             self._now = command.now
             do(command)
         self._now = words["now"]
@@ -227,12 +227,12 @@ class RankGroup:
     def most(self, number: int) -> int:
         return max(self._all("most", number))
 
-    def chosen(self, found: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
-        tokens = [FAILED if isinstance(each, Exception) else each.token for each in found]
+    def chosen(self, own: Sequence[SampledToken | Exception]) -> list[SampledToken | Exception]:
+        tokens = [FAILED if isinstance(token, Exception) else token.token for token in own]
         message = struct.pack(f"<{len(tokens)}q", *tokens)
         _, message = self._exchange("chosen", (), message if self.leads else b"")
         if self.leads:
-            return list(found)
+            return list(own)
         return [
             RanksBroken("rank 0 could not choose its next token")
             if token < 0
@@ -252,13 +252,14 @@ class RankGroup:
 
     def fault(self, doing: str, error: Exception) -> NoReturn:
         text = str(error).strip().splitlines()
-        told = text[0] if text else type(error).__name__
-        raise RanksBroken(f"{self.names[self.rank]} failed while {doing}: {told}") from error
+        reason = text[0] if text else type(error).__name__
+        raise RanksBroken(f"{self.names[self.rank]} failed while {doing}: {reason}") from error
 
-    def check_equal(self, what: str, told: object) -> None:
-        digest = crc32(json.dumps(told, sort_keys=True, default=str).encode())
-        found = self._all("check_equal", digest)
-        others = [name for name, each in zip(self.names, found, strict=True) if each != found[0]]
+    def check_equal(self, what: str, own: object) -> None:
+        digest = crc32(json.dumps(own, sort_keys=True, default=str).encode())
+        digests = self._all("check_equal", digest)
+        by_name = zip(self.names, digests, strict=True)
+        others = [name for name, other in by_name if other != digests[0]]
         if others:
             raise SettingError(
                 f"{what} must be the same on every rank; {', '.join(others)} differ from "
@@ -272,25 +273,25 @@ class RankGroup:
     # ---- parts
 
     def _words(self) -> bytes:
-        """Return what rank 0 says in front of a step; what was noted is said once."""
+        """Return rank 0's message before a step, with the commands since the last one."""
         commands, self._journal = self._journal, []
         self._now = self._source()
         means = [mean.own.value for mean in self._means]
-        told = [[c.name, c.arguments, c.now] for c in commands]
-        words = {"now": self._now, "means": means, "commands": told}
+        rows = [[c.name, c.arguments, c.now] for c in commands]
+        words = {"now": self._now, "means": means, "commands": rows}
         return json.dumps(words, default=lambda request: request.model_dump(mode="json")).encode()
 
     def _first(self, number: float) -> float:
         """Return rank 0's number."""
-        found: float = struct.unpack("<d", self.secret(struct.pack("<d", number)))[0]
-        return found
+        first: float = struct.unpack("<d", self.secret(struct.pack("<d", number)))[0]
+        return first
 
     def _all(self, what: str, number: int) -> list[int]:
         return [row[0] for row in self._exchange(what, (number,))[0]]
 
     def _check_same(self, digests: Sequence[int], state: Sequence[object]) -> None:
         others = [
-            self.names[rank] for rank, each in enumerate(digests) if each != digests[self.rank]
+            self.names[rank] for rank, other in enumerate(digests) if other != digests[self.rank]
         ]
         if others:
             raise RanksBroken(
@@ -338,7 +339,7 @@ class RankGroup:
 
 
 def _reading(own: Future[int]) -> int:
-    """Say what is known of an answer, in a number."""
+    """Return the state of an answer as a number."""
     if not own.done():
         return PENDING
     return FAILED if own.cancelled() or own.exception() else own.result()

@@ -1,5 +1,6 @@
-"""Sees that all processes of a group live: one that has gone would leave the others waiting for
-its part of a layer, for ever.
+"""Heartbeats between the processes of a group, which ends as a whole when one of them is gone.
+
+A process that is gone would leave the others waiting for its part of a layer, for ever.
 
     rank 1 ──┐  a beat a second, both ways
     rank 2 ──┼──> rank 0: who is silent for 8 s, or has hung up, is named to all, and all end
@@ -26,12 +27,12 @@ from penstock.engine.ranks.process_group import RankGroup, RanksBroken
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 8.0
-"""Who was not heard of for so long is taken for gone."""
+"""Silence after which a rank counts as gone."""
 JOIN_SECONDS = 60.0
-"""For all ranks to call rank 0 at the start."""
+"""Longest wait at the start until all ranks have called rank 0."""
 KEY_BYTES = 32
 MOST_BYTES = 1_024
-"""Of a message."""
+"""Bytes of a message, at most."""
 BEAT, END = b"beat", b"end"
 ANY = "0.0.0.0"
 
@@ -82,32 +83,34 @@ class Watch:
             key = secrets.token_bytes(KEY_BYTES)
             host = _own_host()
             bound = host if host.startswith("127.") else ANY
-            found: dict[int, Connection] = {}
+            connections: dict[int, Connection] = {}
             with Listener((bound, 0), backlog=ranks.size, authkey=key) as listener:
                 port = listener.address[1]
                 ranks.secret(json.dumps([host, port, key.hex()]).encode())
-                accepting = threading.Thread(target=self._accept, args=(listener, found))
+                accepting = threading.Thread(target=self._accept, args=(listener, connections))
                 accepting.daemon = True  # a Listener has no timeout of its own
                 accepting.start()
                 accepting.join(JOIN_SECONDS)
-            missing = [ranks.names[rank] for rank in range(1, ranks.size) if rank not in found]
+            missing = [
+                ranks.names[rank] for rank in range(1, ranks.size) if rank not in connections
+            ]
             if missing:
                 raise RanksBroken(
                     f"{', '.join(missing)} did not reach {ranks.names[0]} at {host} port {port} "
                     f"within {JOIN_SECONDS:.0f} s"
                 )
-            return found
+            return connections
         host, port, key_hex = json.loads(ranks.secret(b""))
         connection = Client((host, port), authkey=bytes.fromhex(key_hex))
         connection.send_bytes(str(ranks.rank).encode())
         return {0: connection}
 
-    def _accept(self, listener: Listener, found: dict[int, Connection]) -> None:
-        """Take the calls of all others."""
-        while len(found) < self._ranks.size - 1:
+    def _accept(self, listener: Listener, connections: dict[int, Connection]) -> None:
+        """Accept the calls of all other ranks."""
+        while len(connections) < self._ranks.size - 1:
             try:
                 connection = listener.accept()
-                found[int(connection.recv_bytes(MOST_BYTES))] = connection
+                connections[int(connection.recv_bytes(MOST_BYTES))] = connection
             except (AuthenticationError, EOFError, ValueError):  # none of the group
                 continue
             except OSError:  # the time is over
@@ -124,7 +127,7 @@ class Watch:
                 beat_at = now + BEAT_SECONDS
                 self._tell(BEAT)
             for ready in wait(list(self._group.values()), BEAT_SECONDS / 4):
-                rank = next(r for r, each in self._group.items() if each is ready)
+                rank = next(r for r, other in self._group.items() if other is ready)
                 if not self._hear(rank):
                     return
             for rank, heard in self._heard.items():
@@ -137,35 +140,35 @@ class Watch:
             connection.close()
 
     def _hear(self, rank: int) -> bool:
-        """Take what a rank has sent; False if that is the end."""
+        """Receive a rank's message; return False if the group ends with it."""
         try:
-            told = self._group[rank].recv_bytes(MOST_BYTES)
+            message = self._group[rank].recv_bytes(MOST_BYTES)
         except (EOFError, OSError):
             self._end(f"{self._ranks.names[rank]} has ended")
             return False
         self._heard[rank] = time.monotonic()
-        if told == END:  # it ends in good order, and so will this one
+        if message == END:  # it ends in good order, and so will this one
             self._group.pop(rank).close()
             del self._heard[rank]
-        elif told != BEAT:
-            self._end(told.decode(errors="replace"))
+        elif message != BEAT:
+            self._end(message.decode(errors="replace"))
             return False
         return True
 
     def _tell(self, message: bytes) -> None:
-        """Send to all; who has hung up is found out where it is heard."""
+        """Send a message to all; `_hear` notices a rank that has hung up."""
         for connection in self._group.values():
             with suppress(OSError):
                 connection.send_bytes(message)
 
     def _end(self, why: str) -> None:
-        """Tell all others, and who made this."""
+        """End the group: tell all ranks, and call `gone`."""
         self._tell(why.encode()[:MOST_BYTES])
         self._gone(why)
 
 
 def _own_host() -> str:
-    """Return where the others reach rank 0: where MLX does."""
+    """Return the host at which MLX, and so the other ranks, reach rank 0."""
     file = os.environ.get("MLX_HOSTFILE")
     if file and Path(file).is_file():
         with suppress(ValueError, LookupError, TypeError):
