@@ -20,7 +20,7 @@ import tiny_families
 from combinations import SOAK
 from small_models import BASE, build
 
-from penstock.engine import core as core_module
+from penstock.engine import parts as parts_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
@@ -498,7 +498,7 @@ class CountsHalfTheTree(EngineView):
 
 @pytest.mark.parametrize("case", CASES[:2], ids=["greedy", "sampling"])
 def test_a_step_that_is_not_counted_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "MemoryEstimator", MeasuresHalf)
+    monkeypatch.setattr(parts_module, "MemoryEstimator", MeasuresHalf)
     with watched(case) as watch:
         watch.tighten(case.request(0))
         watch.core.submit(case.request(0))
@@ -507,7 +507,7 @@ def test_a_step_that_is_not_counted_is_seen(case: Case, monkeypatch: pytest.Monk
 
 
 def test_bytes_that_are_not_counted_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "EngineView", CountsHalfTheTree)
+    monkeypatch.setattr(parts_module, "EngineView", CountsHalfTheTree)
     with watched(CASES[0]) as watch:
         watch.core.submit(CASES[0].request(0))
         watch.drain()

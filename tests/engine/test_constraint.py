@@ -146,9 +146,9 @@ def test_the_engines_thread_compiles_nothing(embedded: Any) -> None:
         for i in range(COMPILED_GRAMMARS):
             engine.open(Request(prompt=(1, 2), grammar=f'start: "{"a" * (1 + i)}"'))
         core = engine._core
-        assert core.grammars is not None and GRAMMAR not in core.grammars._compiled
+        assert core.intake.grammars is not None and GRAMMAR not in core.intake.grammars._compiled
         engine.enqueue([handle]).result()
-        assert GRAMMAR not in core.grammars._compiled
+        assert GRAMMAR not in core.intake.grammars._compiled
         for choice in handle.result(60):
             assert_follows(choice.text)
 
@@ -373,7 +373,7 @@ def test_what_no_token_can_say_fails_one_answer_alone(signs: Core) -> None:
     assert_follows(found.text)
     assert (reason(said), len(said.tokens)) == ("length", 20)
     assert signs.counters.failed == 1
-    signs.check()
+    signs.view.check()
 
 
 def test_a_backend_that_has_no_bytes_is_spelt_out_as_well() -> None:

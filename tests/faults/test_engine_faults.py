@@ -262,10 +262,11 @@ def test_a_bias_that_overflows_fails_its_own_row() -> None:
 def test_a_tokenizer_that_cannot_be_copied_is_the_caller_s_error() -> None:
     with made() as setup:
         other = setup.ask(SHORT)
-        setup.core.tokenizer, setup.core._detokenizer = SimpleNamespace(), None
+        intake = setup.core.intake
+        intake.tokenizer, intake._detokenizer = SimpleNamespace(), None
         with pytest.raises(AttributeError):
             setup.ask(SHORT)
-        setup.core.tokenizer = setup.tokenizer
+        intake.tokenizer = setup.tokenizer
         setup.drain()
         assert_right(other)
 

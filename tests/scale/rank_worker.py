@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 import tiny_families
 from small_models import BASE, build
 
-import penstock.engine.core as core_module
+import penstock.engine.memory_pressure as pressure_module
 import penstock.engine.model.executor as passes_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -61,7 +61,7 @@ def main(scenario: str, told: dict[str, Any]) -> None:
     if "folder" in told:
         settings["ssd_cache_dir"] = str(Path(told["folder"]) / str(rank))
     settings["memory_limit"] = told.get("limits", {}).get(str(rank), settings["memory_limit"])
-    core_module.PRESSURE_SECONDS = 0.0  # all look as often
+    pressure_module.PRESSURE_SECONDS = 0.0  # all look as often
     core = Core(model, group=ranks or SingleProcess(), **settings)
     if core.tiers is not None:
         core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
@@ -246,7 +246,7 @@ def nothing_is_a_number(core: Core) -> None:
 
 def short_of_memory(core: Core) -> None:
     """Other programs on its machine take what it could have used, all the time."""
-    core_module.bytes_over = lambda threshold: 4_000
+    pressure_module.bytes_over = lambda threshold: 4_000
 
 
 def cannot_choose(core: Core) -> None:

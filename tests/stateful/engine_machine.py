@@ -358,7 +358,7 @@ class EngineMachine(RuleBasedStateMachine):
         before = self.failed
         while self.faulty.times and not self.core.view.idle:
             self.run_step()
-        while self.core.executor.failed_in_a_row and not self.core.view.idle:
+        while self.core.postprocessor.failed_in_a_row and not self.core.view.idle:
             self.run_step()  # to the end of what began with these calls
         rows, self.faulty.times = self.faulty.rows, 0
         failed = self.failed - before

@@ -14,7 +14,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_machines import causes
 
 from penstock.engine.core import Core
+from penstock.engine.intake import Intake
 from penstock.engine.model.executor import ModelExecutor
+from penstock.engine.postprocess import Postprocessor
 from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.costs import MemoryEstimator
@@ -83,7 +85,7 @@ class KeepsWhatItReleased(Admission):
         super()._release(sequence)
 
 
-class SharesBetweenSalts(Core):
+class SharesBetweenSalts(Intake):
     """Names blocks as if there were one tenant."""
 
     def _sequence(self, handle: Any, *rest: Any) -> Sequence:
@@ -94,7 +96,7 @@ class SharesBetweenSalts(Core):
         return sequence
 
 
-class DrawsTheSameForAll(Core):
+class DrawsTheSameForAll(Intake):
     """Gives every answer of a request the draws of the first."""
 
     def _sequence(self, handle: Any, choice: int, sampler: Any, *rest: Any) -> Sequence:
@@ -169,7 +171,7 @@ class TriesOnce(ModelExecutor):
         return False
 
 
-class ForgetsWhoFailed(ModelExecutor):
+class ForgetsWhoFailed(Postprocessor):
     """Takes the step's sequences up again after a bug, as if it had been memory."""
 
     def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
@@ -202,11 +204,11 @@ class CommitsWithoutASegment(SequenceKV):
         return True
 
 
-class KeepsTheOriginals(Core):
+class KeepsTheOriginals(Postprocessor):
     """Goes on holding what was encoded."""
 
     def _quantize(self, requantizer: Requantizer) -> bool:
-        before = [node.segment for node in self.prefixes.tree]
+        before = [node.segment for node in self._stores.prefixes.tree]
         found = super()._quantize(requantizer)
         if found:
             self.__dict__.setdefault("kept", []).append(before)
@@ -238,7 +240,15 @@ HUNT = settings(
     phases=[Phase.generate],
     print_blob=False,
 )
-PARTS: Items[type] = (Core, MemoryEstimator, ModelExecutor, Admission, SequenceKV)
+PARTS: Items[type] = (
+    Core,
+    Intake,
+    MemoryEstimator,
+    ModelExecutor,
+    Postprocessor,
+    Admission,
+    SequenceKV,
+)
 BROKEN: Items[type] = [
     c for part in PARTS for c in part.__subclasses__() if c.__module__ == __name__
 ]
@@ -258,10 +268,10 @@ def engine_with(broken: type) -> type[Core]:
     if issubclass(broken, SequenceKV):
 
         class Making(Core):
-            def _sequence(self, *args: Any) -> Sequence:
-                sequence = super()._sequence(*args)
-                sequence.kv.__class__ = broken
-                return sequence
+            def enqueue(self, handle: Any) -> None:
+                super().enqueue(handle)
+                for sequence in self.admission.sequences.values():
+                    sequence.kv.__class__ = broken
 
         return Making
 

@@ -115,7 +115,7 @@ class Engine:
         Raises:
             SettingError: the grammar is none.
         """
-        constraint = self._core.constraint(request)
+        constraint = self._core.intake.constraint(request)
         return Handle(request, self._cancel, lambda: self.alive, constraint)
 
     def enqueue(self, handles: Sequence[Handle]) -> Future[Explanation | None]:

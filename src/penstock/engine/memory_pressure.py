@@ -1,5 +1,4 @@
-"""The machine's memory beside the ledger: what all programs use of it, and what MLX keeps of what
-was freed."""
+"""The machine's memory beside the ledger: use by all programs, and freed bytes that MLX keeps."""
 
 from __future__ import annotations
 
@@ -10,13 +9,44 @@ from threading import Lock
 import mlx.core as mx
 import psutil
 
+from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.heap import give_back_freed_memory
+from penstock.kv.segment import Segment
+from penstock.prefix.prefixes import Prefixes
 
 logger = logging.getLogger(__name__)
+
+PRESSURE_SECONDS = 1.0
+"""Time between two looks at the machine's memory."""
 
 _kept_bytes: dict[int, int] = {}
 _kept_before: list[int] = []
 _keeping = Lock()
+
+
+class MemoryPressure:
+    """Evicts cold nodes while the whole machine is short of memory. The engine's thread.
+
+    Args:
+        threshold: share of the machine's memory from which it is short.
+        prefixes: of the engine.
+        group: of the engine's processes; the one that is shortest counts.
+    """
+
+    def __init__(self, threshold: float, prefixes: Prefixes[Segment], group: ProcessGroup) -> None:
+        self._threshold = threshold
+        self._prefixes = prefixes
+        self._group = group
+        self._looked_seconds = -PRESSURE_SECONDS
+
+    def relieve(self, now_seconds: float) -> None:
+        """Look at the machine's memory, if the last look was long ago, and evict what is over."""
+        if now_seconds - self._looked_seconds < PRESSURE_SECONDS:
+            return
+        self._looked_seconds = now_seconds
+        over = self._group.most(bytes_over(self._threshold))
+        if over > 0 and self._prefixes.shrink(over, "pressure"):
+            give_back()
 
 
 def bytes_over(threshold: float) -> int:

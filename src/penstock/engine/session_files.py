@@ -136,7 +136,7 @@ def _about(engine: Engine) -> _About:
 
 def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     """Have the tier write a prompt's blocks that are in memory; return all its block hashes."""
-    core.check_tokens(tokens)
+    core.intake.check_tokens(tokens)
     block_hashes = core.prefixes.block_hashes(list(tokens), salt)
     held = core.prefixes.match(block_hashes).tokens // core.limits.block_size
     root = core.prefixes.root(salt)

@@ -285,7 +285,8 @@ def without_frames(error: Exception) -> Exception:
     Frames keep their local variables: who kept the error would keep the step's arrays, which
     are in no ledger.
     """
-    error.add_note("".join(traceback.format_exception(error)))
+    if error.__traceback__ is not None:
+        error.add_note("".join(traceback.format_exception(error)))
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 

@@ -1,12 +1,11 @@
-"""The places of a batch: who is let in, how far each has come, and how it gives back all that it
-has.
+"""The places of a batch: sequences come into one, and give all back when they leave it.
 
     admit   ──> a path is pinned, bytes are reserved, a slot of the pool is taken: all, or nothing
-    preempt    ──> given back, but for the tokens; it is let in again later
-    finish  ──> given back, then the handle is told
-    fail    ──> the same, and its slot is wiped
+    preempt ──> all is given back but the tokens; the sequence is admitted again later
+    finish  ──> all is given back, then the handle gets the end
+    fail    ──> the same, and the slot is wiped
 
-The scheduler says whose turn it is; here it is done.
+The scheduler decides the order; here it is done.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 
-from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.windows import Reader
 from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.kv_stores import KVStores
-from penstock.engine.schedule.scheduler import Scheduler, State
+from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
-from penstock.engine.stats import Counters
-from penstock.errors import PenstockError
+from penstock.errors import NeverFits, PenstockError
 
 
 class Admission:
@@ -31,8 +28,6 @@ class Admission:
         scheduler: says who is next.
         budget: the bytes of the engine.
         stores: of keys and values.
-        tiers: reads for sequences, if there is a cold tier.
-        counters: of the engine.
     """
 
     def __init__(
@@ -41,21 +36,19 @@ class Admission:
         *,
         budget: MemoryBudget,
         stores: KVStores,
-        tiers: TierGroup | None,
-        counters: Counters,
     ) -> None:
         self.sequences: dict[int, Sequence] = {}
         self._scheduler = scheduler
         self._budget = budget
         self._stores = stores
         self._tails = stores.tails
-        self._tiers = tiers
-        self._counters = counters
+        self._tiers = stores.tiers
+        self._counters = stores.counters
 
     # ---- questions
 
     def readers(self) -> Iterator[Reader]:
-        """Yield what is read of which paths."""
+        """Yield the paths that sequences read, and how many tokens of each."""
         for sequence in self.sequences.values():
             if sequence.kv.pin is not None:
                 yield sequence.kv.pin.path, sequence.kv.num_cached_tokens
@@ -84,7 +77,7 @@ class Admission:
         self.sequences.update((sequence.id, sequence) for sequence in sequences)
 
     def admit(self) -> None:
-        """Let in who fits, in order; who does not fit lets nobody pass."""
+        """Admit the sequences that fit, in order; none passes one that does not."""
         for sequence in self._scheduler.in_line():
             while not (self._scheduler.free_places and self._try_admit(sequence)):
                 lower = self._scheduler.to_preempt(sequence)
@@ -93,7 +86,7 @@ class Admission:
                 self.preempt(lower[0])
 
     def catch_up(self) -> None:
-        """Let who is prefilling share what others have committed meanwhile."""
+        """Let prefilling sequences share the blocks that others have committed meanwhile."""
         for sequence in self._scheduler.sequences(State.PREFILLING):
             gained = sequence.kv.extend()
             if gained:
@@ -122,7 +115,7 @@ class Admission:
     # ---- going
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence out; it is let in again later and finds its committed path."""
+        """Take a sequence's place; it is admitted again later and finds its committed path."""
         node = sequence.kv.node
         self._release(sequence)
         sequence.was_preempted = True
@@ -131,11 +124,11 @@ class Admission:
         self._stores.tidy(node)
 
     def finish(
-        self, sequence: Sequence, tell: Callable[[Sequence], None], *, failed: bool = False
+        self, sequence: Sequence, end: Callable[[Sequence], None], *, failed: bool = False
     ) -> None:
-        """Give all back, then tell the handle: who reads the end finds the bytes free.
+        """Give all back, then end the answer: a reader of the end finds the bytes free.
 
-        Of one that failed, the end may be no numbers.
+        The last KV of one that failed may be no numbers.
         """
         if not failed:
             sequence.kv.end_answer()
@@ -145,7 +138,7 @@ class Admission:
         self._release(sequence)
         self._scheduler.act(sequence, "finish")
         self._counters.finished += 1
-        tell(sequence)
+        end(sequence)
         self._stores.tidy(node)
 
     def fail(self, sequence: Sequence, error: PenstockError) -> None:
@@ -153,6 +146,24 @@ class Admission:
         self._counters.failed += 1
         sequence.kv.wipe_slot()
         self.finish(sequence, lambda s: s.end("error", error=error), failed=True)
+
+    def fit(self, limit_bytes: int) -> None:
+        """Free what is over a new limit: cold nodes, then the places of the lowest priority.
+
+        Waiting sequences that would never fit in it fail.
+        """
+        prefixes = self._stores.prefixes
+        prefixes.shrink(prefixes.ledger.set_limit(limit_bytes), "limit")
+        for sequence in [s for state in PLACED for s in self._scheduler.sequences(state)[::-1]]:
+            if prefixes.ledger.used_bytes <= limit_bytes:
+                break
+            self.preempt(sequence)
+            prefixes.shrink(prefixes.ledger.used_bytes - limit_bytes, "limit")
+        for sequence in self._scheduler.in_line():
+            try:
+                self._budget.check_fits(sequence)
+            except NeverFits as error:
+                self.fail(sequence, error)
 
     def drop_overdue(self, now_seconds: float) -> None:
         """End the answers whose time is over."""

@@ -115,3 +115,31 @@ class KVStores:
             self.prefixes.tidy(node)
         except (MemoryError, RuntimeError):  # MLX found no room for the copy
             self.counters.out_of_memory += 1
+
+    def close(self) -> None:
+        """Let go of all KV that is not read; tiers write what waits, as far as there is time."""
+        if self.tiers is not None:
+            self.tiers.close()
+        if self.requantizer is not None:
+            self.requantizer.release()
+        if self.windows is not None:
+            self.windows.release()
+        self.prefixes.clear()
+        self.tails.drop()
+
+    def shrink_after(self, error: Exception) -> bool:
+        """After MLX ran out of memory evict half of the cold nodes; tell whether it did."""
+        if not out_of_memory(error):
+            return False
+        self.counters.out_of_memory += 1
+        self.prefixes.shrink(max(1, self.prefixes.evictable_bytes // 2), "pressure")
+        return True
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Tell whether MLX could not allocate; each back end says so in its own words."""
+    text = str(error).lower()
+    words = ("malloc", "unable to allocate", "out of memory", "bad_alloc", "attempting to allocate")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in words)
+    )

@@ -1,0 +1,182 @@
+"""Requests on their way into the queue: last checks, one sequence for each answer.
+
+Handle ──> tokens and grammar checked ──> block hashes ──> fits at all? room in the queue?
+──> sequences in the queue, and the cold tiers asked for their blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from copy import copy
+from typing import Any
+
+from penstock.engine.handle import Handle
+from penstock.engine.model.constraint import Grammars
+from penstock.engine.model.reasoning import ReasoningLimit
+from penstock.engine.model.sampling import Rule, TokenSampler
+from penstock.engine.model.text import Detokenizer, TextStream
+from penstock.engine.request import Request
+from penstock.engine.schedule.admission import Admission
+from penstock.engine.schedule.budget import MemoryBudget
+from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.schedule.scheduler import Scheduler
+from penstock.engine.schedule.sequence import Sequence
+from penstock.engine.schedule.sequence_kv import SequenceKV
+from penstock.errors import EngineStopped, SettingError
+
+
+class Intake:
+    """Makes sequences of requests. Not thread-safe but for `constraint`: the engine's thread.
+
+    Args:
+        tokenizer: mlx-lm's wrapper; None gives answers without text.
+        stores: of keys and values.
+        scheduler: has room in its queue or not.
+        admission: of the sequences.
+        budget: the bytes of the engine.
+        clock: seconds, for deadlines.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stores: KVStores,
+        scheduler: Scheduler[Sequence],
+        admission: Admission,
+        budget: MemoryBudget,
+        clock: Callable[[], float],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.next_id = 0
+        """Number of the next sequence."""
+        self.draining = False
+        """Whether no more requests are taken in."""
+        self.vocabulary_size = stores.runner.vocabulary_size
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, self.vocabulary_size)
+        self._detokenizer: Detokenizer | None = None
+        self._stores = stores
+        self._scheduler = scheduler
+        self._admission = admission
+        self._budget = budget
+        self._clock = clock
+
+    def enqueue(self, handle: Handle) -> None:
+        """Put the answers of a handle's request into the queue: all of them or none.
+
+        Raises:
+            NeverFits: its prompt and its answers would not fit beside the weights.
+            QueueFull: too many are waiting.
+            SettingError: a token that the model does not have, or an invalid grammar.
+            EngineStopped: the engine is being drained.
+        """
+        if self.draining:
+            raise EngineStopped("the engine is shutting down and takes no more requests")
+        request = handle.request
+        self.check_tokens(request.prompt)
+        samplers = self._samplers(handle)
+        first = self._sequence(handle, 0, samplers[0], list(request.prompt), [])
+        first.kv.hash_blocks()
+        self._budget.check_fits(first)
+        self._scheduler.check_room(request.n)
+        # They share tokens and hashes until they are admitted.
+        others = [
+            self._sequence(handle, choice, sampler, first.tokens, first.block_hashes)
+            for choice, sampler in enumerate(samplers[1:], 1)
+        ]
+        sequences = [first, *others]
+        self._admission.add(sequences)
+        if self._stores.tiers is not None and first.block_hashes:
+            lookup = self._stores.tiers.ask(first.block_hashes)
+            for sequence in sequences:
+                sequence.tier_lookup = lookup
+        self._stores.counters.requests += len(sequences)
+
+    def check_tokens(self, tokens: Items[int]) -> None:
+        """Raise SettingError if the model does not know all of these tokens."""
+        size = self.vocabulary_size
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < size:
+                raise SettingError(f"the prompt has token {token}; the model knows {size} tokens")
+
+    def constraint(self, request: Request) -> Rule | None:
+        """Return a new rule at the beginning of what an answer must follow; any thread may ask.
+
+        Raises:
+            SettingError: the grammar is invalid, there is no tokenizer to follow it with, or the
+                model does not have a token of the mark that ends reasoning.
+        """
+        if request.reasoning is not None:
+            size, last = self.vocabulary_size, max(request.reasoning.end)
+            if last >= size:
+                raise SettingError(f"reasoning.end has token {last}; the model knows {size} tokens")
+            return ReasoningLimit(request.reasoning)
+        if request.grammar is None:
+            return None
+        if self.grammars is None:
+            raise SettingError("a grammar needs a tokenizer, and the engine has none")
+        return self.grammars.constraint(request.grammar)
+
+    # ---- parts
+
+    def _samplers(self, handle: Handle) -> list[TokenSampler]:
+        """Return a sampler for each answer of a request."""
+        request, rule = handle.request, handle.constraint or self.constraint(handle.request)
+        sampling = request.sampling.with_seed()
+        return [
+            TokenSampler(
+                sampling,
+                request.prompt,
+                choice,
+                self.vocabulary_size,
+                constraint=None if rule is None else rule.copy(),
+            )
+            for choice in range(request.n)
+        ]
+
+    def _sequence(
+        self,
+        handle: Handle,
+        choice: int,
+        sampler: TokenSampler,
+        tokens: list[int],
+        block_hashes: list[bytes],
+    ) -> Sequence:
+        request = handle.request
+        text, deadline = None, None
+        if request.timeout_seconds is not None:
+            deadline = self._clock() + request.timeout_seconds
+        if self.tokenizer is not None:
+            text = TextStream(self._new_detokenizer(), request.stop)
+        sequence = Sequence(
+            id=self.next_id,
+            request=request,
+            choice=choice,
+            handle=handle,
+            sampler=sampler,
+            text=text,
+            deadline_seconds=deadline,
+            kv=SequenceKV(
+                self._stores,
+                tokens,
+                block_hashes,
+                salt=request.salt,
+                hold_tokens=request.held_tokens,
+                hold_seconds=request.hold_seconds,
+            ),
+        )
+        self.next_id += 1
+        return sequence
+
+    def _new_detokenizer(self) -> Detokenizer:
+        """Return a detokenizer for an answer.
+
+        The first is made by mlx-lm from the whole vocabulary, which takes long; the others are
+        copies that share its tables.
+        """
+        if self._detokenizer is None:
+            self._detokenizer = self.tokenizer.detokenizer
+        detokenizer = copy(self._detokenizer)
+        detokenizer.reset()
+        return detokenizer

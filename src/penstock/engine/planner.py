@@ -1,0 +1,48 @@
+"""First of the three calls of a step: everything that happens before the model runs.
+
+time out ──> evict under pressure ──> preempt, admit ──> take in restores, share, begin restores
+──> the plan: sequences that decode, chunks to prefill
+"""
+
+from __future__ import annotations
+
+from penstock.engine.memory_pressure import MemoryPressure
+from penstock.engine.offload.restoring import Restoring
+from penstock.engine.schedule.admission import Admission
+from penstock.engine.schedule.scheduler import Scheduler, StepPlan
+from penstock.engine.schedule.sequence import Sequence
+
+
+class StepPlanner:
+    """Brings all sequences up to date and asks the scheduler for a plan. The engine's thread.
+
+    Args:
+        scheduler: decides; pure.
+        admission: of the sequences.
+        restoring: reads from cold tiers; None without one.
+        pressure: of the machine's memory.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler[Sequence],
+        admission: Admission,
+        restoring: Restoring | None,
+        pressure: MemoryPressure,
+    ) -> None:
+        self._scheduler = scheduler
+        self._admission = admission
+        self._restoring = restoring
+        self._pressure = pressure
+
+    def schedule(self, now_seconds: float) -> StepPlan[Sequence]:
+        """Time out, preempt, admit, restore, and return the chunks and rows of the next step."""
+        self._admission.drop_overdue(now_seconds)
+        self._pressure.relieve(now_seconds)
+        self._admission.admit()
+        if self._restoring is not None:
+            self._restoring.take()
+        self._admission.catch_up()
+        if self._restoring is not None:
+            self._restoring.begin()
+        return self._scheduler.plan()

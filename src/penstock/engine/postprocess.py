@@ -1,0 +1,195 @@
+"""Last of the three calls of a step: what its passes have computed begins to count.
+
+decoded   ──> column visible, full blocks committed ──> token out, or the end of the answer
+prefilled ──> whole blocks committed, states captured
+failed    ──> that answer ends; out of memory, all are preempted and tried again
+then      ──> one node requantized, one record offered to each tier
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from penstock.engine.handle import notify
+from penstock.engine.model.executor import DecodePass, PrefillPass, StepOutput, step_error
+from penstock.engine.model.sampling import SampledToken
+from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.engine.retention.requantize import Requantizer
+from penstock.engine.schedule.admission import Admission
+from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
+from penstock.engine.schedule.scheduler import Scheduler, State, StepPlan
+from penstock.engine.schedule.sequence import Sequence
+from penstock.errors import StepFailed
+
+
+class Postprocessor:
+    """Commits, emits, requantizes and offloads. Not thread-safe: the engine's thread.
+
+    Args:
+        stores: of keys and values.
+        scheduler: knows the state of each sequence.
+        admission: of the sequences.
+        group: the processes that run the same step over the other parts of the model.
+        prefill_rate: measures how long a prompt takes.
+        ends: tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        stores: KVStores,
+        scheduler: Scheduler[Sequence],
+        *,
+        admission: Admission,
+        group: ProcessGroup,
+        prefill_rate: PrefillRate,
+        ends: Collection[int],
+    ) -> None:
+        self.failed_in_a_row = 0
+        """Decode passes that ran out of memory since the last one that did not."""
+        self._stores = stores
+        self._scheduler = scheduler
+        self._admission = admission
+        self._group = group
+        self._prefill_rate = prefill_rate
+        self._ends = ends
+
+    def postprocess(self, plan: StepPlan[Sequence], output: StepOutput) -> bool:
+        """Let a step count: commit, emit, requantize, offload. False if there was nothing to do.
+
+        Args:
+            plan: of the step.
+            output: its passes; each is computed when the one before it has been committed.
+        """
+        for computed in output:
+            if isinstance(computed, DecodePass):
+                self._decoded(computed)
+            else:
+                self._prefilled(computed)
+            del computed  # or its arrays would stay while the next pass is computed
+        busy = bool(plan.decode or plan.prefill)
+        if self._stores.requantizer is not None:
+            busy = self._quantize(self._stores.requantizer) or busy
+        if self._stores.tiers is None:
+            return busy
+        # A sequence whose restore ends just now goes on in the next step.
+        restoring = bool(self._scheduler.sequences(State.RESTORING))
+        return self._stores.tiers.work(busy=busy) or busy or restoring
+
+    # ---- decoded
+
+    def _decoded(self, computed: DecodePass) -> None:
+        """Let one token of each sequence count, or see to a failed pass."""
+        if computed.error is not None:
+            self._decode_failed(computed.sequences, computed.error)
+            return
+        self.failed_in_a_row = 0
+        rows = zip(computed.sequences, computed.choices, computed.states, strict=True)
+        for sequence, choice, state in rows:
+            with self._isolated(sequence):
+                if isinstance(choice, Exception):
+                    raise choice
+                sequence.kv.append_tokens(written=1, accepted=1, recurrent_state=state)
+                self._emit(sequence, choice)
+        notify(sequence.handle for sequence in computed.sequences)
+
+    def _emit(self, sequence: Sequence, chosen: SampledToken) -> None:
+        """Send a token out, or end the answer with it."""
+        request = sequence.request
+        self._stores.counters.generated_tokens += 1
+        goes_on = request.ignore_eos and request.grammar is None
+        ends = chosen.token in self._ends and not goes_on
+        if ends or chosen.token in request.stop_tokens:
+            sequence.tokens.append(chosen.token)
+            self._admission.finish(sequence, lambda s: s.end("stop", stop=chosen.token))
+            return
+        complete = sequence.sampler.accept(chosen.token)
+        sequence.emit(chosen)
+        stopped = sequence.text.stopped if sequence.text is not None else None
+        if stopped is not None:
+            self._admission.finish(sequence, lambda s: s.end("stop", stop=stopped))
+        elif complete:
+            self._admission.finish(sequence, lambda s: s.end("stop"))
+        elif sequence.generated_tokens >= request.max_tokens:
+            self._admission.finish(sequence, lambda s: s.end("length"))
+
+    def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
+        """End the answers of a pass; out of memory, only one of them, after a second try."""
+        self._stores.tails.drop()  # what it wrote may be no numbers
+        if not out_of_memory(error):
+            for sequence in sequences:
+                self._admission.fail(sequence, step_error("decoding", error))
+            return
+        self.failed_in_a_row += 1
+        if self.failed_in_a_row > 1:
+            largest = max(sequences, key=lambda s: (s.position, s.id))
+            self._admission.fail(largest, step_error("decoding", error))
+            sequences = [s for s in sequences if s is not largest]
+        self._stores.shrink_after(error)
+        for sequence in sequences:
+            self._admission.preempt(sequence)
+
+    # ---- prefilled
+
+    def _prefilled(self, computed: PrefillPass) -> None:
+        """Commit a chunk of a prompt, or end the answer whose chunk has failed."""
+        sequence = computed.sequence
+        if computed.error is not None:
+            self._admission.fail(sequence, step_error("reading its prompt", computed.error))
+            return
+        with self._isolated(sequence):
+            chunk, start = computed.take(), sequence.position
+            if not self._group.least(chunk.segment.is_finite()):
+                raise StepFailed(
+                    f"the model computed something without a number at tokens {start} to "
+                    f"{start + computed.tokens} of the prompt, as weights that overflow in "
+                    f"float16 do"
+                )
+            states = chunk.states if self._stores.runner.is_recurrent else None
+            sequence.kv.append_chunk(chunk.segment, states)
+            del chunk, states
+            if computed.captures:
+                sequence.kv.capture(turn_end=sequence.position == sequence.kv.last_boundary)
+            sequence.kv.end_prompt()
+            self._count(computed)
+            sequence.served_tokens += computed.tokens
+            self._admission.advance(sequence)
+
+    def _count(self, computed: PrefillPass) -> None:
+        """Count a chunk and its time, the commit included."""
+        counters, seconds = self._stores.counters, time.perf_counter() - computed.started_seconds
+        counters.prefill_steps += 1
+        counters.prefilled_tokens += computed.tokens
+        counters.prefill_seconds.append(seconds)
+        self._prefill_rate.prefilled(computed.tokens, seconds)
+
+    # ---- between two steps
+
+    def _quantize(self, requantizer: Requantizer) -> bool:
+        """Requantize one node that is due; one a step, so that no answer waits for more."""
+        stores = self._stores
+        preempted = (
+            s for s in self._admission.sequences.values() if s.was_preempted and s.kv.pin is None
+        )
+        try:
+            node = requantizer.work(stores.prefixes.match(s.block_hashes).path for s in preempted)
+        except (MemoryError, RuntimeError):  # MLX found no room for the codes
+            stores.counters.out_of_memory += 1
+            return True
+        stores.tidy(node)
+        return node is not None
+
+    # ---- parts
+
+    @contextmanager
+    def _isolated(self, sequence: Sequence) -> Iterator[None]:
+        """Let an exception end one answer and no other."""
+        try:
+            yield
+        # A boundary: a sampler, a detokenizer, a stop string of one request.
+        except Exception as error:
+            if sequence.id not in self._admission.sequences:
+                raise
+            self._admission.fail(sequence, step_error("choosing its next token", error))
