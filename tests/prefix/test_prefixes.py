@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
 from penstock.prefix import InsertResult, Match, Pin, Prefixes
 from penstock.prefix.explanation import Eviction, EvictionLog, Why
+from penstock.prefix.prefixes import REMEMBERED_MATCHES
+from penstock.prefix.tree import PrefixTree
 
 SIZE = 4
 TOKEN_BYTES = 100
@@ -113,6 +116,63 @@ def test_what_is_committed_is_found_at_once() -> None:
     assert spelled(pin) == tokens
     assert (prefixes.tree.pins, prefixes.counts.stored_tokens) == (1, 20)
     assert prefixes.find(tokens, salt="another tenant").tokens == 0
+
+
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the look-ups of all trees, each as the number of its blocks."""
+    counted: list[int] = []
+    match = PrefixTree.match
+
+    def counting(self: PrefixTree[Any], block_hashes: Sequence[bytes]) -> Match[Any]:
+        counted.append(len(block_hashes))
+        return match(self, block_hashes)
+
+    monkeypatch.setattr(PrefixTree, "match", counting)
+    return counted
+
+
+def test_nothing_is_looked_up_twice_until_the_tree_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = looked_up(monkeypatch)
+    prefixes = make()
+    tokens, other = list(range(20)), list(range(8))
+    put(prefixes, tokens).release()
+    changes: list[Callable[[], object]] = [
+        lambda: put(prefixes, [*tokens[:8], *range(50, 58)]).release(),  # cut and inserted
+        lambda: prefixes.exchange(next(iter(prefixes.tree)), lambda text: text, 0),
+        lambda: prefixes.shrink(1),
+        prefixes.clear,
+    ]
+    for change in changes:
+        before = prefixes.find(tokens)
+        del counted[:]
+        assert [prefixes.find(tokens), prefixes.find(tokens)] == [before] * 2
+        assert counted == []
+        assert prefixes.find(other).tokens <= 8
+        assert counted == [2]
+        change()
+        del counted[:]
+        assert prefixes.find(tokens) == prefixes.tree.match(prefixes.block_hashes(tokens))
+        assert counted == [5, 5]
+    assert before.tokens > prefixes.find(tokens).tokens == 0
+
+
+def test_a_match_that_is_remembered_keeps_nothing_alive() -> None:
+    prefixes = make()
+    tokens = list(range(20))
+    put(prefixes, tokens).release()
+    segment = weakref.ref(prefixes.find(tokens).path[0].segment)
+    assert segment() is not None
+    prefixes.clear()
+    assert segment() is None
+
+
+def test_few_matches_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = looked_up(monkeypatch)
+    prefixes = make()
+    for number in range(3 * REMEMBERED_MATCHES):
+        prefixes.find([number] * SIZE)
+        assert len(prefixes._matches) <= REMEMBERED_MATCHES
+    assert len(counted) == 3 * REMEMBERED_MATCHES
 
 
 def test_the_memory_of_what_was_given_up_is_a_small_part_of_the_limit() -> None:

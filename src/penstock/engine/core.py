@@ -78,10 +78,10 @@ class Core(EngineParts):
         self.enqueue(handle)
         return handle
 
-    def enqueue(self, handle: Handle) -> None:
-        """Put the request of a handle into the queue; raises as `submit` does."""
+    def enqueue(self, handle: Handle) -> list[bytes]:
+        """Put the request of a handle into the queue; see `Intake.enqueue`."""
         self.group.note("enqueue", request=handle.request)
-        self.intake.enqueue(handle)
+        return self.intake.enqueue(handle)
 
     def cancel(self, handle: Handle) -> None:
         """End a request's answers that have not ended; what was computed stays in the tree."""

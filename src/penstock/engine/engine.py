@@ -289,8 +289,9 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
     """Take requests in, all or none, and return how far the first one's prompt matches by now."""
     taken: list[Handle] = []
     try:
+        block_hashes = []
         for handle in handles:
-            core.enqueue(handle)
+            block_hashes.append(core.enqueue(handle))
             taken.append(handle)
     except BaseException:
         for handle in taken:
@@ -298,7 +299,7 @@ def _enqueue(core: Core, handles: Sequence[Handle]) -> Explanation | None:
         raise
     first = handles[0].request
     try:
-        return core.view.explain(first.prompt, first.salt)
+        return core.view.explain(first.prompt, first.salt, block_hashes=block_hashes[0])
     # A boundary: an explanation may fail, an answer may not.
     except Exception as error:
         logger.error("a prompt could not be explained: %s", type(error).__name__)

@@ -62,8 +62,11 @@ class Intake:
         self._budget = budget
         self._clock = clock
 
-    def enqueue(self, handle: Handle) -> None:
+    def enqueue(self, handle: Handle) -> list[bytes]:
         """Put the answers of a handle's request into the queue: all of them or none.
+
+        Returns:
+            Hashes of the prompt's blocks, as far as they may be shared.
 
         Raises:
             NeverFits: its prompt and its answers would not fit beside the weights.
@@ -92,6 +95,7 @@ class Intake:
             for sequence in sequences:
                 sequence.tier_lookup = lookup
         self._stores.counters.requests += len(sequences)
+        return first.block_hashes
 
     def check_tokens(self, tokens: Items[int]) -> None:
         """Raise SettingError if the model does not know all of these tokens."""

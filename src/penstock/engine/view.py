@@ -201,7 +201,12 @@ class EngineView:
     # ---- one prompt
 
     def explain(
-        self, tokens: Sequence[int], salt: str = "", *, ask_tiers: bool = False
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        *,
+        ask_tiers: bool = False,
+        block_hashes: Sequence[bytes] = (),
     ) -> Explanation:
         """Return how far a prompt would match now, and why no further.
 
@@ -209,11 +214,14 @@ class EngineView:
             tokens: the prompt.
             salt: the tenant's.
             ask_tiers: whether to wait until the cold tiers have said how much they hold.
+            block_hashes: of the prompt's first blocks, if they are known; hashed here if they are
+                not those of all its whole blocks.
         """
-        prompt = list(tokens)
-        explanation = self._prefixes.explain(prompt, salt)
-        tier_tokens = self._tier_tokens(prompt, salt) if ask_tiers else None
-        reusable_tokens, why = self._stores.explain(prompt, salt)
+        if len(block_hashes) != len(tokens) // self._prefixes.block_size:
+            block_hashes = self._prefixes.block_hashes(tokens, salt)
+        explanation = self._prefixes.explain(tokens, salt, block_hashes)
+        tier_tokens = self._tier_tokens(block_hashes) if ask_tiers else None
+        reusable_tokens, why = self._stores.explain(len(tokens), block_hashes)
         reason = NOT_SHARED if self._stores.runner.fitness.whole else explanation.reason
         return replace(
             explanation,
@@ -224,13 +232,11 @@ class EngineView:
             given_text=self._text(explanation.given_token),
         )
 
-    def _tier_tokens(self, prompt: Sequence[int], salt: str) -> int | None:
+    def _tier_tokens(self, block_hashes: Sequence[bytes]) -> int | None:
         """Wait for the length of a prompt's prefix in the cold tiers; None if it is not known."""
         if self._stores.tiers is None:
             return None
-        return self._stores.tiers.held_tokens(
-            self._prefixes.block_hashes(prompt, salt), restoring.ASK_SECONDS
-        )
+        return self._stores.tiers.held_tokens(block_hashes, restoring.ASK_SECONDS)
 
     def _tier_reason(self, held_tokens: int, tier_tokens: int | None) -> str:
         """Return the part of an explanation that is about cold tiers."""

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 BYTES_PER_REMEMBERED = 20_000
 """Bytes of the limit for each node, and block, remembered after it was evicted: 500 bytes."""
 MAX_MERGE_TOKENS = 2_048
+REMEMBERED_MATCHES = 64
+"""Matches that are remembered while the tree stays as it is, so that none is looked up twice."""
 
 
 @dataclass(slots=True)
@@ -136,6 +138,8 @@ class Prefixes(Generic[S]):
         self.counts = PrefixCounts()
         self.relief: Relief[S] | None = None
         """Asked for bytes before a node is evicted."""
+        self._matches: dict[bytes, Match[S]] = {}  # by the last hash of their chain
+        self._matches_version = self.tree.version
         self._clock = clock
         self._departures = EvictionLog(remembered)
         self._nodes = ledger.reserve(Kind.NODES, 0)
@@ -180,8 +184,18 @@ class Prefixes(Generic[S]):
         return root_hash(self.fingerprint, salt)
 
     def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
-        """Find the longest prefix of a chain that is held. Valid until the tree changes."""
-        return self.tree.match(block_hashes)
+        """Find the longest prefix of a chain that is held. Valid until the tree changes.
+
+        Asked again until then, it looks nothing up: a chain's last hash names all of it.
+        """
+        if not block_hashes:
+            return self.tree.match(block_hashes)
+        if self._matches_version != self.tree.version or len(self._matches) >= REMEMBERED_MATCHES:
+            self._forget_matches()
+        match = self._matches.get(block_hashes[-1])
+        if match is None:
+            match = self._matches[block_hashes[-1]] = self.tree.match(block_hashes)
+        return match
 
     def find(self, tokens: Tokens, salt: str = "") -> Match[S]:
         """Find the longest prefix of a prompt that is held. Valid until the tree changes."""
@@ -446,10 +460,19 @@ class Prefixes(Generic[S]):
         if counted != self.recount():
             raise AssertionError(f"{counted} counted, {self.recount()} found")
 
-    def explain(self, tokens: Tokens, salt: str = "") -> Explanation:
-        """Say how far a prompt would match now, what stands in the way of more, and what to do."""
+    def explain(
+        self, tokens: Tokens, salt: str = "", block_hashes: Sequence[bytes] | None = None
+    ) -> Explanation:
+        """Say how far a prompt would match now, what stands in the way of more, and what to do.
+
+        Args:
+            tokens: the prompt.
+            salt: the tenant's.
+            block_hashes: of all whole blocks of the prompt; hashed here by default.
+        """
         values = as_tokens(tokens)
-        block_hashes = self.block_hashes(values, salt)
+        if block_hashes is None:
+            block_hashes = self.block_hashes(values, salt)
         match = self.match(block_hashes)
         blocks = match.tokens // self.block_size
         gone = self._departures.find(block_hashes[blocks]) if blocks < len(block_hashes) else None
@@ -552,9 +575,15 @@ class Prefixes(Generic[S]):
 
     def _settle(self) -> None:
         """Bring the ledger to what the tree holds."""
+        self._forget_matches()
         self._nodes.resize(self.tree.nbytes - self.tree.checkpoint_bytes)
         self._checkpoints.resize(self.tree.checkpoint_bytes)
         self._index.resize(self.tree.index_bytes + self.fixed_bytes)
+
+    def _forget_matches(self) -> None:
+        """Forget matches of the tree as it was: they would keep evicted nodes alive."""
+        self._matches.clear()
+        self._matches_version = self.tree.version
 
     def _nearest(self, match: Match[S], rest: TokenArray, root: bytes) -> tuple[int, int | None]:
         """Return how many more tokens some branch shares with `rest`, and its next one then."""

@@ -122,6 +122,8 @@ class PrefixTree(Generic[S]):
         self._next_id = 0
         self._tokens = self._nbytes = self._index_bytes = self._pinned_bytes = 0
         self._checkpoint_bytes = 0
+        self.version = 0
+        """Number of changes so far: a match is valid as long as this stays the same."""
 
     # ---- questions
 
@@ -168,7 +170,7 @@ class PrefixTree(Generic[S]):
         return len(self._pins)
 
     def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
-        """Find the longest prefix of the chain `keys` that the tree holds."""
+        """Find the longest prefix of a chain of block hashes that the tree holds."""
         path: list[Node[S]] = []
         siblings = self._tops
         done = inside = 0
@@ -539,6 +541,7 @@ class PrefixTree(Generic[S]):
     def _count(self, node: Node[S], sign: int = 1) -> None:
         nbytes, index_bytes = node.segment.nbytes, node.index_bytes
         node.held_bytes = nbytes + index_bytes
+        self.version += 1
         self._tokens += sign * len(node.tokens)
         self._nbytes += sign * nbytes
         self._checkpoint_bytes += sign * node.segment.checkpoint_nbytes

@@ -71,13 +71,19 @@ class KVStores:
         """Return how many first tokens of a chain are held."""
         return self.prefixes.match(block_hashes).tokens
 
-    def explain(self, tokens: Items[int], salt: str) -> tuple[int | None, str]:
-        """Return from where a prompt would go on, and why not from the end of what is held; None
-        if from there, in a model in which that is so until memory is short."""
+    def explain(self, tokens: int, block_hashes: Items[bytes]) -> tuple[int | None, str]:
+        """Return the position at which a prompt could resume, and why no later one.
+
+        None if that is the end of the cached tokens, unless memory was short.
+
+        Args:
+            tokens: length of the prompt.
+            block_hashes: of its whole blocks.
+        """
         if self.checkpoints is None and self.windows is None:
             return None, ""
-        match = self.prefixes.find(tokens, salt)
-        most = min(match.tokens, max(0, len(tokens) - 1))
+        match = self.prefixes.match(block_hashes)
+        most = min(match.tokens, max(0, tokens - 1))
         resumes, _ = self.resume(match.path, most)
         whole = most if self.windows is None else self.windows.resume(match.path, most)
         if self.checkpoints is None and whole == most:

@@ -66,6 +66,8 @@ class SequenceKV:
         """Tokens that the tree held at admission: other sequences may branch there, too."""
         self.reservation: Reservation | None = None
         """Bytes of the spans, and of all tokens still to compute; set by the memory budget."""
+        self._matched_version: int | None = None
+        """Version of the tree in which its path was looked up; None if it was not."""
         self._stores = stores
         self._size = stores.block_size
         self._salt = salt
@@ -165,6 +167,7 @@ class SequenceKV:
         self.num_cached_tokens, self.recurrent_state = stores.resume(match.path, limit)
         self.pin = stores.prefixes.pin(match)
         self.matched_tokens = match.tokens
+        self._matched_version = stores.prefixes.tree.version if block_hashes is None else None
         return self.num_cached_tokens
 
     def undo_attach(self) -> None:
@@ -206,8 +209,10 @@ class SequenceKV:
         prefilled = len(self.tokens) - 1 <= self.position
         if self.own_spans or prefilled or self.pin is None:
             return 0
-        if blocks_done >= len(self.block_hashes):
+        version = self._stores.prefixes.tree.version
+        if blocks_done >= len(self.block_hashes) or version == self._matched_version:
             return 0
+        self._matched_version = version
         blocks = self._stores.prefixes.follow(self.pin, self.block_hashes, blocks_done)
         if blocks <= blocks_done:
             return 0
