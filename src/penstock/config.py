@@ -31,7 +31,7 @@ RAW_FIRST_TOKENS = 0
 MAX_QUEUE = 256
 """Answers that may wait for their place in the batch."""
 HOST = "127.0.0.1"
-"""Address that the server listens on: this machine's own, which nobody else reaches."""
+"""Address that the server listens on: this machine's own, out of reach for other machines."""
 PORT = 8080
 """TCP port of the server; 0 takes a free one."""
 EMBEDDED_LIMIT = "200MB"
@@ -263,7 +263,7 @@ class EngineSettings(Settings):
         int,
         Field(ge=1),
         Setting(
-            "The folder's size is never over this, whoever shares it: 500MB, 100GB.",
+            "Limit of the folder, for all processes that share it: 500MB, 100GB.",
             "BYTES",
             is_local=True,
         ),
@@ -282,7 +282,7 @@ class EngineSettings(Settings):
         Field(repr=False),
         Setting(
             "Share prefixes with other servers through a store: redis://, rediss:// or unix:// "
-            "for Valkey and Redis; s3://, gs://, az:// or file://. Who can read it can tell "
+            "for Valkey and Redis; s3://, gs://, az:// or file://. Read access to it reveals "
             "prompts. Other users of this machine can read flags, but not the environment.",
             "URL",
             unset="none",
@@ -321,10 +321,10 @@ class EngineSettings(Settings):
     kv_cache_quantize_when: Annotated[
         Literal["active", "at-rest"],
         Setting(
-            "When blocks are held so. at-rest: once nobody who runs reads them; the answer that "
-            "computes them has full precision, later ones read codes. active: as soon as they are "
-            "whole; an answer is the same cold and from the cache, and prompts are read a block at "
-            "a time."
+            "When blocks are quantized. at-rest: once no running request reads them; the answer "
+            "that computes them has full precision, later ones read codes. active: as soon as "
+            "they are whole; an answer is the same cold and from the cache, and prompts are read "
+            "a block at a time."
         ),
     ] = "at-rest"
 

@@ -1,7 +1,7 @@
-"""The one account of bytes: what is held, what for, and the limit that is never passed.
+"""The one account of bytes: those in use, by kind, and the limit that is never passed.
 
 Room is made first, then taken: `reserve` counts the bytes before they are allocated, or raises.
-Nothing here measures; `check` compares the account with a recount that somebody else made.
+Nothing here measures; `check` compares the account with a recount of the caller.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Ledger:
         return reservation
 
     def set_limit(self, limit_bytes: int) -> int:
-        """Change the limit and return by how many bytes what is held is over it: 0 if it fits."""
+        """Change the limit and return the bytes in use beyond it: 0 if they fit."""
         self.limit_bytes = _count("limit_bytes", limit_bytes)
         return max(0, self._used_bytes - self.limit_bytes)
 

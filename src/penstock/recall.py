@@ -433,7 +433,7 @@ class Dialogue:
     messages: tuple[Message, ...]
     questions: tuple[Question, ...]
     facts: tuple[Fact, ...]
-    """Every fact told, those nobody asks about (distractors) included, in order."""
+    """Every fact told, distractors (facts without a question) included, in order."""
     tokens: int
     """Length of `messages` under the model's chat template, without a generation prompt."""
 
@@ -482,7 +482,7 @@ def dialogue(
         facts: How many facts are told that `questions` ask about, one question each.
         place: The part of the dialogue, as two fractions of `tokens`, in which they are told:
             (0, 0.1) for the start (inside `keep`), (0.9, 1) for the end (inside the window).
-        distractors: Share of the other turns that tell facts nobody asks about. Half of them
+        distractors: Share of the other turns that tell facts without a question. Half of them
             differ in one word from a fact already told.
         quiz: Share of the other turns that ask about a fact told before, and are answered.
         strangers: Share of quiz questions about something never told, answered `UNKNOWN`.

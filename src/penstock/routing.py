@@ -1,8 +1,8 @@
 """Which of many replicas gets a prompt: pure, no clock, no thread, no arrays of a model.
 
-    replica's tree --Summary--> Router.tell        what it holds, every few seconds
-    prompt's keys  --Router.choose--> Routed       who gets it
-                   --Router.sent-->                what was sent there will soon be held there
+    replica's tree --Summary--> Router.tell        the blocks it holds, every few seconds
+    prompt's keys  --Router.choose--> Routed       the chosen replica
+                   --Router.sent-->                blocks sent there will soon be held there
 
 `penstock bench cluster` and `penstock serve --ray` use this same router: what is simulated is
 what runs.
@@ -196,7 +196,7 @@ class Router:
         self._worth = worth
         self._places: dict[str, _ReplicaState] = {}
         self._names: list[str] = []  # by bit; "" where one has left
-        self._index: dict[int, int] = {}  # short key -> mask of who holds it
+        self._index: dict[int, int] = {}  # short key -> mask of the replicas that hold it
         self._recent: deque[list[int]] = deque()
         self._uses: dict[int, int] = {}  # short key -> how many of the recent prompts have it
         self._turn = 0
@@ -206,7 +206,7 @@ class Router:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Who may be chosen, in the order of their joining."""
+        """Names of the replicas that may be chosen, in the order of their joining."""
         return self._replicas
 
     @property
@@ -359,9 +359,9 @@ class Router:
         self._seeds = np.array([place.seed for place in self._places.values()], np.uint64)
 
     def _levels(self, block_hashes: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Return (blocks known, mask of who knows just these), the most blocks first.
+        """Return (blocks known, mask of the replicas that know just these), the most blocks first.
 
-        Trees hold whole paths, so who lacks a block lacks what comes behind it.
+        Trees hold whole paths, so a replica that lacks a block lacks all blocks behind it.
         """
         levels: list[tuple[int, int]] = []
         mask = (1 << len(self._names)) - 1
@@ -412,7 +412,7 @@ class Router:
         return Routed(self._hashed(prompt, list(self._named(mask))), blocks)
 
     def _soonest(self, prompt: RoutedPrompt, loads: Mapping[str, float]) -> Routed:
-        """Return who has the least to do up to this prompt's first token."""
+        """Return the replica with the least work up to this prompt's first token."""
         levels, prices = self._levels(prompt.block_hashes), self.prices(prompt.block_hashes)
         knowing = 0
         for _, mask in levels:
@@ -423,7 +423,7 @@ class Router:
         for blocks, mask in levels:
             missing = prices[blocks]
             if best is not None and missing >= best[0]:
-                break  # who knows less cannot be sooner, even with nothing to do
+                break  # a replica that knows less cannot be sooner, even when idle
             name = min(self._some(mask), key=lambda name: self._busy(name, loads))
             cost = loads.get(name, 0.0) + missing
             if best is None or cost < best[0]:

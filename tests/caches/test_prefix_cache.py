@@ -302,14 +302,14 @@ def test_caches_of_another_kind_are_refused() -> None:
         (list(range(96)), 96, None, "all whole blocks"),
         ([*range(70), 5, 5, *range(72, 100)], 64, 70, "token 70 differs"),
         ([5, *range(1, 100)], 0, 0, "token 0 differs"),
-        (list(range(200)), 96, None, "never stored"),
+        (list(range(200)), 96, None, "never cached"),
     ],
 )
 def test_explain_says_where_and_why(
     asked: list[int], held: int, diverges_at: int | None, reason: str
 ) -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
-    assert prefix.explain(asked).reason == "nothing is held"
+    assert prefix.explain(asked).reason == "the cache is empty"
     prefix.store(list(range(100)), marked(list(range(100))))
     told = prefix.explain(asked)
     assert (told.held_tokens, told.diverges_at) == (held, diverges_at)

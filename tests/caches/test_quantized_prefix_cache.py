@@ -630,7 +630,7 @@ def test_codes_of_another_kind_are_refused(cache: Any, words: str) -> None:
 def test_codes_that_cannot_be_read_in_place_are_not_given_out() -> None:
     with pytest.raises(SettingError, match="turbo3c is dequantized whenever"):
         quantized("turbo3c").fetch(range(300), dequantize=False)
-    with pytest.raises(SettingError, match="nothing is held in codes"):
+    with pytest.raises(SettingError, match="no codec is set"):
         quantized(None).fetch(range(300), dequantize=False)
 
 

@@ -23,5 +23,5 @@ def test_the_first_token_that_differs_is_named_and_spelled() -> None:
     assert core.view.explain(told).given_text is None
     core.prefixes.clear()
     gone = core.view.explain(told)
-    assert (gone.held_tokens, gone.given_up_for) == (0, "cleared")
+    assert (gone.held_tokens, gone.evicted_for) == (0, "cleared")
     core.close()

@@ -655,7 +655,7 @@ def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyP
         setup.step()
         found = {p: setup.core.view.explain(p) for p in (old, cold, warm)}
         assert {p for p in found if found[p].held_tokens < 5 * BLOCK} == {cold}
-        assert found[cold].given_up_for == "pressure"
+        assert found[cold].evicted_for == "pressure"
         assert "memory" in found[cold].reason
         setup.step(3)
         assert looks == [0.501], "once a second, not once a step"

@@ -822,18 +822,18 @@ def test_explain_tells_what_was_given_up_when_and_why() -> None:
     acts: dict[Why, tuple[str, Callable[[], object]]] = {
         "limit": ("raise memory_limit", lambda: prefixes.reserve(Kind.TAILS, most).release()),
         "pressure": ("short of memory", lambda: prefixes.shrink(1)),
-        "cleared": ("all was to be evicted", prefixes.clear),
+        "cleared": ("the cache was cleared", prefixes.clear),
     }
     for why, (words, act) in acts.items():
         put(prefixes, tokens).release()
         told = prefixes.explain([*tokens, 1])
-        assert (told.held_tokens, told.given_up_for, told.given_up_seconds_ago) == (12, None, None)
+        assert (told.held_tokens, told.evicted_for, told.evicted_seconds_ago) == (12, None, None)
         act()
         clock.now += 30
         told = prefixes.explain([*tokens, 1])
-        assert (told.held_tokens, told.given_up_for, told.given_up_seconds_ago) == (0, why, 30.0)
+        assert (told.held_tokens, told.evicted_for, told.evicted_seconds_ago) == (0, why, 30.0)
         assert re.search(f"evicted 30 s ago .*{words}", told.reason)
-        assert prefixes.explain([*tokens, 1], "other").reason == "nothing is held"
+        assert prefixes.explain([*tokens, 1], "other").reason == "the cache is empty"
     prefixes.ledger.check(prefixes.recount())
 
 
@@ -844,10 +844,10 @@ def test_explain_knows_every_block_of_a_run_that_was_evicted() -> None:
     prefixes.clear()
     put(prefixes, range(8))
     told = prefixes.explain(range(20))
-    assert (told.held_tokens, told.given_up_for) == (8, "cleared")
+    assert (told.held_tokens, told.evicted_for) == (8, "cleared")
     told = prefixes.explain([*range(8), 5, 5, 5, 5])
-    assert (told.held_tokens, told.given_up_for) == (8, None)
-    assert "never stored" in told.reason
+    assert (told.held_tokens, told.evicted_for) == (8, None)
+    assert "never cached" in told.reason
 
 
 def test_departures_are_bounded_and_the_latest_is_told() -> None:

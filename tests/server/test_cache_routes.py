@@ -150,7 +150,7 @@ def test_after_clear_explain_says_that_it_was_cleared(http: httpx.Client, told: 
     chat(http, messages)
     http.delete("/v1/cache")
     found = explain(http, messages=messages)
-    assert found["given_up_for"] == "cleared" and found["given_up_seconds_ago"] >= 0
+    assert found["evicted_for"] == "cleared" and found["evicted_seconds_ago"] >= 0
 
 
 @pytest.mark.parametrize(

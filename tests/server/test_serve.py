@@ -153,7 +153,7 @@ def test_the_command_line_of_vllm_mlx_serves() -> None:
         (("--kv-cache-skip-layers", "one"), "'one' is no number"),
         (
             ("--kv-cache-skip-layers", "1", "--kv-cache-quantize-when", "active"),
-            "--kv-cache-skip-layers, --kv-cache-quantize-when: nothing is held in a codec",
+            "--kv-cache-skip-layers, --kv-cache-quantize-when: no codec is set",
         ),
         (("--kv-cache-min-quantize-tokens", "-1"), "--kv-cache-min-quantize-tokens"),
         (("--host", "0.0.0.0"), "api-key"),

@@ -130,7 +130,7 @@ class LayerCache:
         key_dtype: mx.Dtype,
         value_dtype: mx.Dtype,
     ) -> None:
-        """Raise unless chunks of these shapes go together, and with what is held."""
+        """Raise unless chunks of these shapes match each other and the cache."""
         for name, shape in (("keys", keys), ("values", values)):
             if len(shape) != 4:
                 raise ValueError(f"{name} must be (batch, kv_heads, tokens, head_dim), not {shape}")
@@ -160,7 +160,7 @@ class LayerCache:
         """Raise if the head sizes cannot be held. Any can."""
 
     def _held_shape(self) -> tuple[Any, ...] | None:
-        """Return (batch, kv_heads, key width, value width, two dtypes) of what is held."""
+        """Return (batch, kv_heads, key width, value width, two dtypes) of the cached columns."""
         if self.keys is None or self.values is None:
             return None
         key, value = col.arrays(self.keys)[0], col.arrays(self.values)[0]

@@ -110,7 +110,7 @@ def _encoded(side: mx.array, codec: Codec | None) -> Side:
 
 
 class TurboQuant(LayerCache):
-    """What the cache of one sequence and that of a batch share: who reads them, and how."""
+    """Base of the caches of one sequence and of a batch: reads in place, or dequantized."""
 
     _given: tuple[ref[mx.array], ref[mx.array]] | None = None
     """Weak references to the keys and values the model attends to next. The model alone keeps them
@@ -157,7 +157,7 @@ class TurboQuant(LayerCache):
     def _give(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return what the model hands to its attention for a single token.
 
-        As long as nobody is seen to read in place, all that is held, dequantized if it is used.
+        All columns, lazily dequantized, until the model was seen to read in place.
         """
         given = (keys, values) if self._in_place else self.keys_and_values()
         self._given = ref(given[0]), ref(given[1])
@@ -587,7 +587,7 @@ class TurboQuantKVCache(TurboQuant):
             self.head = KVCache(max(BLOCK_TOKENS, min(_blocks(max(self.first, self.least)), room)))
 
     def _unraw(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take what is to be encoded out of the head; return it with these behind it."""
+        """Take the columns to be encoded out of the head; return them with these behind."""
         held = self.head.keys_and_values()
         rest = [
             mx.concatenate([*col.arrays(col.take(side, self.first, self.head.offset)), new], axis=2)
@@ -641,7 +641,7 @@ class TurboQuantKVCache(TurboQuant):
 
 
 class BatchTurboQuantKVCache(TurboQuant):
-    """Sequences of a batch, each in a `TurboQuantKVCache` of its own: nobody is padded in memory.
+    """Sequences of a batch, each in a `TurboQuantKVCache` of its own: no row is padded in memory.
 
     To a model it looks left-padded: all rows end in the same column. Prompts of different lengths
     are padded on the right, and announced by `prepare`; the padding is not kept.

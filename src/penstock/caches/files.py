@@ -109,7 +109,7 @@ def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool =
     """Read the caches of all layers: a list, or with `return_metadata` (list, metadata).
 
     Raises:
-        CacheFileError: no such file, not a prompt cache, or a class nobody here knows.
+        CacheFileError: no such file, not a prompt cache, or an unknown class of cache.
     """
     try:
         loaded: Any = mx.load(str(file_name), format="safetensors", return_metadata=True)

@@ -7,7 +7,7 @@ buffer; MLX 0.32 on two CPU cores):
     what                                     slots in one buffer     a buffer a slot
     append one token, every slot                0.04 ms, 0 MiB         0.07 ms, 0 MiB
     attention of all slots together              5.7 ms, 0 MiB         9.1 ms, 40 MiB
-    append while somebody holds a view          14.3 ms, 32 MiB        0.2 ms, 4 MiB
+    append while a view of it is alive          14.3 ms, 32 MiB        0.2 ms, 4 MiB
 
 A step over all slots reads the buffers where they lie; with a buffer a slot it would have to
 stack them. The price is the last row: MLX arrays are values, so the first append to a layer

@@ -95,8 +95,8 @@ class _Source:
     """Keys and values of some columns."""
     tokens: int
     cut: Callable[[int, int], Layer]
-    """Returns columns start..stop-1: views, or copies of what is coded already; raises
-    SettingError if a codec cannot hold what is not coded yet."""
+    """Returns columns start..stop-1: views, or copies of what is coded already; raises SettingError
+    if a codec cannot hold the columns that are still raw."""
     coded: bool = False
     viewed: int = 0
     """First coded tokens that are cut as views; later ones that stay raw are joined."""
@@ -214,7 +214,7 @@ class PrefixCache:
 
         At least one token is left to be read. The caches are of the classes that were stored
         (a `KVCache` for a `TurboQuantKVCache`), with buffers for `capacity` tokens (prompt and
-        answer), and the caller's own; what is held in a codec is dequantized. Without a match the
+        answer), and the caller's own; coded columns are dequantized. Without a match the
         first is None and all tokens are left.
 
         Args:
@@ -231,7 +231,7 @@ class PrefixCache:
         if not dequantize:
             if self._rule is None:
                 raise SettingError(
-                    "dequantize=False: nothing is held in codes; name a kv_cache_quantization"
+                    "dequantize=False: no codec is set; name a kv_cache_quantization"
                 )
             self._rule.check_in_place()
         values = as_tokens(tokens)
@@ -255,9 +255,9 @@ class PrefixCache:
     def store(self, tokens: Tokens, caches: Sequence[Any], *, salt: str = "") -> Stored:
         """Keep the KV of the whole blocks of `tokens`, as far as `caches` hold them.
 
-        What is held already is not copied again, nor encoded. Nodes worth least give way; a
-        prompt that cannot fit is refused, and nothing else suffers. The caches are only read, and
-        nothing of them is kept: who drops them has what is held here alone.
+        Blocks that the cache holds already are not copied again, nor encoded. Nodes worth least are
+        evicted; a prompt that cannot fit is refused, and evicts nothing. The caches are only read,
+        and the copies share no memory with them.
 
         States of recurrent layers are true behind the last token that was read alone. They are
         kept if that is a multiple of the block size, and a later prompt goes on from there; so
@@ -343,7 +343,7 @@ class PrefixCache:
         return caches, values[at:].tolist()
 
     def explain(self, tokens: Tokens, *, salt: str = "") -> Explanation:
-        """Say how far `tokens` would match now, what stands in the way of more, and what to do."""
+        """Explain how far `tokens` would match now, why no further, and what to change."""
         explanation = self.prefixes.explain(tokens, salt)
         shape = self._shapes.get(salt)
         if shape is None or not shape.states:
@@ -352,7 +352,7 @@ class PrefixCache:
         return replace(explanation, resume_tokens=resume(match.path, match.tokens)[0])
 
     def clear(self) -> None:
-        """Evict everything that nobody is reading."""
+        """Evict all nodes that no match is reading."""
         self.prefixes.clear()
 
     def check(self) -> None:
@@ -402,12 +402,12 @@ class PrefixCache:
         rule = self._rule
         if isinstance(cache, TurboQuantKVCache):
             if cache.max_size is not None:
-                return ": TurboQuantKVCache with a window drops what is to be held"
+                return ": a TurboQuantKVCache with a window drops tokens that are to be stored"
             held = None if rule is None else (rule.scheme, rule.first_tokens, rule.least_tokens)
             if (cache.scheme, cache.first, cache.least) != held:
                 return (
                     f": TurboQuantKVCache holds {cache.codec} behind {cache.first:,} tokens, from "
-                    f"{cache.least:,} tokens on, which is not what is held here"
+                    f"{cache.least:,} tokens on, and this cache from another length on"
                 )
             if rule is not None and number in rule.raw_layers:
                 return (

@@ -35,7 +35,7 @@ class Ring(Bounded):
         self.offset = self._idx = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write the tokens and return what their queries may see; `make_mask` says who what.
+        """Write the tokens and return the columns that any query may see; `make_mask` tells which.
 
         keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order
         for one token, and in order of time for a chunk: up to max_size - 1 + tokens of them,

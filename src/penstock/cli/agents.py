@@ -54,7 +54,7 @@ def agents(
     seed: Annotated[
         int,
         typer.Option(
-            help="Seed of the facts and of who asks what.",
+            help="Seed of the facts and of the questions.",
             envvar="PENSTOCK_SEED",
             metavar="NUMBER",
             min=0,
@@ -64,10 +64,10 @@ def agents(
 ) -> None:
     """Let several conversations share a long system prompt.
 
-    All run at once on the engine. The prompt is made of facts; each agent tells facts of its
-    own, and asks for those and for shared ones. The answers are compared with the facts. A line
-    shows meanwhile who runs and waits, what the ledger counts, and what a plain cache for each
-    would hold.
+    All run at once on the engine. The prompt is made of facts; each agent tells facts of its own,
+    and asks for those and for shared ones. The answers are compared with the facts. Meanwhile a
+    line shows the running and waiting requests, the bytes in the ledger, and the bytes that one
+    plain cache for each would take.
     """
     engine = options.engine_size(model, engine_size)
     options.warn_of_slow_blas(load_blas())
@@ -87,7 +87,7 @@ def agents(
             crowd.run(lambda _: None, PLAIN_SECONDS)
             print(json.dumps(crowd.report().record()))
             return
-        # Where nobody looks, nothing is drawn over and nothing is coloured.
+        # Without a terminal, no line is redrawn and nothing is colored.
         console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
         _watch(crowd, console)
         _show(crowd.report(), console)

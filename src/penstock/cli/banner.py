@@ -46,7 +46,7 @@ def banner(
 
 
 def _ranks(ranks: RankGroup) -> str:
-    """Say who computes the model, and what the figures below count."""
+    """Print the ranks that compute the model, and the scope of the figures below."""
     return (
         f"ranks    {', '.join(ranks.names)}: each holds 1/{ranks.size} of all layers; bytes are "
         f"of one rank, and the one with the least room decides"

@@ -92,7 +92,7 @@ def ls(
 
 @app.command()
 def stats(ssd_cache_dir: Where, as_json: options.Json = False) -> None:
-    """Show what is held of each model and in all, what was written today, and what is not ours."""
+    """Show blocks and bytes of each model, bytes written today, and foreign files."""
     with _opened(ssd_cache_dir) as folder:
         usage = folder.usage()
     if as_json:
@@ -181,7 +181,7 @@ def prune(
 def clear(
     ssd_cache_dir: Where,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask; needed where nobody can be asked.")
+        bool, typer.Option("--yes", help="Do not ask; needed without a terminal.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -228,8 +228,8 @@ def import_command(
 ) -> None:
     """Take the blocks of a tar file in, each checked first; the folder may be empty.
 
-    That a block's numbers are what its model computes cannot be checked: take only what somebody
-    made whom you trust. Exits with 1 if something did not come in.
+    Nothing can check that a block's numbers are those its model computes: import only tar files
+    that you trust. Exits with 1 if a block was refused.
     """
     from penstock.tiers.disk.archive import import_blocks
 
@@ -290,7 +290,7 @@ def _ask(folder: Folder) -> None:
     """Ask whether all blocks are to go.
 
     Raises:
-        SettingError: nobody can be asked.
+        SettingError: there is no terminal to ask at.
         typer.Exit: the answer is no.
     """
     if not sys.stdin.isatty():
@@ -424,7 +424,7 @@ def _tell_freed(path: Path, freed: Freed, as_json: bool) -> None:
     if as_json:
         _print_json(path, **asdict(freed))
         return
-    held = f"{format_bytes(freed.held_bytes)} are held"
+    held = f"{format_bytes(freed.held_bytes)} are left"
     _say(f"{freed.blocks:,} blocks removed, {format_bytes(freed.nbytes)} freed; {held}")
 
 
@@ -433,7 +433,7 @@ def _exported(done: Exported, file: Path) -> str:
     if done.damaged:
         line += f"; {done.damaged:,} damaged ones are not"
     if done.gone:
-        line += f"; {done.gone:,} had to give way meanwhile"
+        line += f"; {done.gone:,} were evicted meanwhile"
     return line
 
 

@@ -34,7 +34,7 @@ class ChatPiece(Protocol):
 
 
 class Partner(Protocol):
-    """Who answers: a model in this process, or a server."""
+    """Source of the answers: a model in this process, or a server."""
 
     def answer(self, text: str, sampling: config.SamplingSettings) -> Generator[ChatPiece]:
         """Yield the answer piece by piece; a turn that is broken off is forgotten."""
@@ -209,7 +209,7 @@ def _typed_lines() -> Iterator[str]:
 @contextmanager
 def _line_editing(history: Path | None) -> Iterator[None]:
     """Let the prompt have line editing, and keep its lines in `history` if that is a file."""
-    import readline  # changes how input() behaves, so only where somebody types
+    import readline  # changes how input() behaves, so only at a terminal
 
     if history is None:
         yield

@@ -159,7 +159,7 @@ class Crowd:
         loaded: a model with a chat template that takes a system prompt.
         agents: how many.
         prompt_tokens: length of the system prompt, at most.
-        seed: decides who says what.
+        seed: decides which agent tells which fact.
         memory_limit: of the engine; None takes the machine's.
         block_size: of the engine, in tokens.
 
@@ -213,7 +213,7 @@ class Crowd:
                         talk.result()
                     watch(self.figures())
             except BaseException:
-                self.close()  # who still talks is cancelled, so that the pool can end
+                self.close()  # requests under way are canceled, so that the pool can end
                 raise
 
     def figures(self) -> Figures:
@@ -304,7 +304,7 @@ class Crowd:
         )
 
     def _held_tokens(self, agent: Agent, first_tokens: int) -> int:
-        """Count what is held of the first tokens of an agent's conversation."""
+        """Count the cached first tokens of an agent's conversation."""
         return self.engine.explain(agent.conversation[:first_tokens]).held_tokens
 
     def _plain_bytes(self, agent: Agent) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.engine.ranks.process_group import RankGroup
 
 LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Set by whoever starts the processes of a group."""
+"""Environment variables that the launcher of a group sets."""
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _is_single() -> bool:
 
 
 def _end(why: str) -> None:
-    """End the process, whose other threads may wait for ever for who is gone."""
+    """End the process at once: its other threads may wait for ever for a lost process."""
     print(f"penstock: the group has ended: {why}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)

@@ -142,7 +142,7 @@ def check_codec_settings(limits: Mapping[str, Any]) -> None:
     ]
     if given and name is None:
         raise SettingError(
-            f"{', '.join(given)}: nothing is held in a codec; name one by --kv-cache-quantization, "
+            f"{', '.join(given)}: no codec is set; name one by --kv-cache-quantization, "
             f"or leave this out"
         )
     check_codec(name)

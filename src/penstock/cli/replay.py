@@ -65,7 +65,7 @@ class ReplayVerdict:
         return self.same_tokens and self.difference <= tolerance
 
     def fault(self, tolerance: float) -> str:
-        """Say what is not the same."""
+        """List the differences."""
         return "OTHER TOKENS" if not self.same_tokens else f"MORE THAN {tolerance:g}"
 
     def as_object(self) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class BlockFormats:
     Args:
         shapes: of one token in each layer.
         block_size: tokens of a block.
-        rule: of what is held in codecs; None: all is as the model computes it.
+        rule: tokens and layers to quantize; None: all stay raw.
 
     """
 

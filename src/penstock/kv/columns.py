@@ -89,7 +89,7 @@ def blank(like: Side, count: int, rows: int | None = None) -> Side:
 def write(side: Side, column: int, new: Side, row: int | None = None, head: int = 0) -> Side:
     """Write `new` from `column` and `head` on, into all rows or from `row` on; return the side.
 
-    In place, if nobody else holds the buffer when it is evaluated; `side` is used up.
+    In place, if there is no other reference to the buffer when it is evaluated; `side` is used up.
     """
     if isinstance(side, Coded):
         column //= side.codec.span

@@ -1,4 +1,4 @@
-"""What is held in codecs: of which tokens and layers, and how many bytes that takes."""
+"""Rule of quantization: which tokens and layers are coded, and how many bytes that takes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class QuantizationRule:
                 )
 
     def token_bits(self, shapes: Sequence[LayerShape]) -> tuple[int, int]:
-        """Return the bits of one token, all layers: of what is coded, and of what is not.
+        """Return the bits of one token, all layers: of coded layers, and of raw ones.
 
         Raises:
             SettingError: the scheme cannot hold heads of this size, or a layer that is to stay

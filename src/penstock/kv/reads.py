@@ -478,7 +478,7 @@ def _held(side: Side, start: int, stop: int) -> KVData:
 
 
 def _wide(sides: Sequence[KVData], dtype: mx.Dtype) -> list[mx.array]:
-    """Return what is held as arrays (1, kv_heads, columns, dim)."""
+    """Return the side as arrays (1, kv_heads, columns, dim)."""
     return [
         (side.dequantize() if isinstance(side, Coded) else side[None]).astype(dtype)
         for side in sides
@@ -532,7 +532,7 @@ class ChunkReads(Reads):
         *,
         last: bool = False,
     ) -> None:
-        """`last`: nobody reads what the layer attends to, so it is never computed."""
+        """`last`: the output of the layer's attention is never read, so it is never computed."""
         super().__init__(layer, attention_window)
         self.parts = parts
         self.last = last
@@ -634,7 +634,7 @@ def _aligned(segment: Segment, layer: int, start: int, stop: int) -> list[Column
 
 
 def _join(before: Sequence[KVData], own: mx.array, *, lazily: bool) -> mx.array:
-    """Join what is held with `own` columns, (1, kv_heads, columns, dim)."""
+    """Join the cached columns with `own`, (1, kv_heads, columns, dim)."""
     if lazily or not any(isinstance(side, Coded) for side in before):
         return mx.concatenate([*_wide(before, own.dtype), own], axis=2)
     wide = (s if isinstance(s, Coded) else s[None].astype(own.dtype) for s in before)
@@ -695,7 +695,7 @@ class JoinedReads:
         )  # a tail is read whole
 
     def maybe_trim_front(self) -> None:
-        """Drop nothing: what is not seen is not joined."""
+        """Drop nothing: columns that are not visible are not joined."""
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what `update_and_fetch` returned; later layers of some models read it."""
@@ -705,7 +705,7 @@ class JoinedReads:
         else:
             assert self.keys is not None and self.values is not None
             own = self.keys, self.values
-        # Lazily: a layer that nobody reads is never computed, and rows are computed together.
+        # Lazily: a layer whose output is unread is never computed, and rows are computed together.
         return join_parts(
             self.parts, self.layer, self.attention_window, self.offset, own, lazily=True
         )[:2]

@@ -86,7 +86,7 @@ class Tails:
 
     @property
     def free_slots(self) -> int:
-        """Slots that nobody has."""
+        """Number of unclaimed slots."""
         return len(self._free)
 
     def take_slot(self) -> int:

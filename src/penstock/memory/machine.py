@@ -21,7 +21,7 @@ class MachineMemory:
     """Bytes of memory the device recommends; all memory where it recommends none."""
     default_limit_bytes: int
     default_threshold: float
-    """Share of the total, in use by everybody, above which cold prefixes give way."""
+    """Share of the total memory, in use by all programs, above which cold prefixes are evicted."""
 
 
 def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:

@@ -105,7 +105,7 @@ _COUNTS = ("intermediate_size", "moe_intermediate_size", "head_dim", "num_key_va
 def _check_sizes(c: Config) -> None:
     """Refuse sizes no model has, also where another key is read in their place.
 
-    Some models give a list, one number a layer; whoever reads such a key judges it.
+    Some models give a list, one number a layer; the reader of such a key judges it.
     """
     for key in (*_SIZES, *_COUNTS):
         value = c.values.get(key)

@@ -4,12 +4,12 @@ A block's key is a hash over the key before it and its own tokens: it names the 
 everything in front of it. The chain starts at `root_hash`, which stands for what must be equal
 besides the tokens: the fingerprint of the model and the tenant's salt.
 
-Keys are 128 bits of BLAKE2b and are trusted without comparing tokens. A prompt may come from
-somebody who would like to be served another tenant's KV, so the hash has to withstand one who
-searches for collisions (2^64 hashes); xxh3 does not. By accident, 10^12 blocks collide with a
-probability of 10^-15. BLAKE2b runs at the same speed on every CPU, needs no further package,
-and names 131,072 tokens in blocks of 64 in 1.1 ms, where SHA-256 with the CPU's own
-instructions takes 0.9 and xxh3_128 0.2; making bytes of a Python list takes another 0.7 ms.
+Keys are 128 bits of BLAKE2b and are trusted without comparing tokens. A prompt may come from an
+attacker after another tenant's KV, so the hash has to withstand a search for collisions (2^64
+hashes); xxh3 does not. By accident, 10^12 blocks collide with a probability of 10^-15. BLAKE2b runs
+at the same speed on every CPU, needs no further package, and names 131,072 tokens in blocks of 64
+in 1.1 ms, where SHA-256 with the CPU's own instructions takes 0.9 and xxh3_128 0.2; making bytes of
+a Python list takes another 0.7 ms.
 """
 
 from __future__ import annotations

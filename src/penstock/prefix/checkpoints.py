@@ -5,7 +5,7 @@
     match   ──> the deepest checkpoint of the path: what is behind it is read again
 
 A state is filed under exactly the boundary at which it was captured, is owned by the node there
-and goes with it. It is shared as it lies: whoever goes on from it computes new arrays.
+and goes with it. It is shared as it lies: a sequence that resumes from it computes new arrays.
 """
 
 from __future__ import annotations

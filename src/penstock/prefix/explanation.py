@@ -1,4 +1,4 @@
-"""Why a prompt is not found any further, and what to change."""
+"""Explanation of a lookup: how far a prompt matched, why no further, and what to change."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 Why: TypeAlias = Literal["limit", "pressure", "cleared"]
-"""Cause of an eviction: the memory limit, memory pressure of the machine, or a request to clear."""
+"""Cause of an eviction: the memory limit, memory pressure, or a request to clear the cache."""
 
 CAUSES: dict[Why, str] = {
     "limit": "to stay inside the memory limit of {limit}; raise memory_limit to keep more",
-    "pressure": "because the machine ran short of memory; leave it more, or let more of it be "
-    "used (memory_threshold)",
-    "cleared": "because all was to be evicted",
+    "pressure": "because the machine ran short of memory; free some of it, or "
+    "raise memory_threshold",
+    "cleared": "because the cache was cleared",
 }
-GIVEN_UP_BYTES = 300
+EVICTION_BYTES = 300
 """Python overhead of one remembered block, in bytes: 170 to 280 by tracemalloc."""
 
 
 class Eviction(NamedTuple):
-    """The end of what was held."""
+    """Time and cause of a block's eviction."""
 
     at_seconds: float
     why: Why
 
 
 class EvictionLog:
-    """Which blocks were evicted last, when and why: `most` of them, whatever happens."""
+    """Log of the last `most` evicted blocks: when and why."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -36,8 +36,8 @@ class EvictionLog:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of Python that this may come to hold, to be counted once."""
-        return GIVEN_UP_BYTES * self.most
+        """Largest Python overhead of the log, in bytes, to be counted once."""
+        return EVICTION_BYTES * self.most
 
     def note(self, block_hashes: Sequence[bytes], at_seconds: float, why: Why) -> None:
         """Remember that the blocks `keys`, a run of a chain, were evicted."""
@@ -49,26 +49,26 @@ class EvictionLog:
             self._by_key.popitem(last=False)
 
     def find(self, key: bytes) -> Eviction | None:
-        """Return how the block was last evicted, or None if that is not known."""
+        """Return the last eviction of a block, or None if that is not known."""
         return self._by_key.get(key)
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How far a prompt would match, and why no further."""
+    """Length of the match of a prompt, and the reason why it is no longer."""
 
     prompt_tokens: int
     held_tokens: int
-    """Tokens of whole blocks that are held."""
+    """Tokens of the cached whole blocks."""
     diverges_at: int | None
-    """Index of the first token that differs from the nearest prompt that is held."""
+    """Index of the first token that differs from the nearest cached prompt."""
     held_token: int | None
-    """The token that stands there in what is held."""
+    """Token at that place in the cached prompt."""
     given_token: int | None
     reason: str
-    given_up_seconds_ago: float | None = None
+    evicted_seconds_ago: float | None = None
     """Seconds since the next block was evicted; None if that is not remembered."""
-    given_up_for: Why | None = None
+    evicted_for: Why | None = None
     held_text: str | None = None
     """Text of `held_token`, where a tokenizer is at hand."""
     given_text: str | None = None
@@ -77,4 +77,4 @@ class Explanation:
     layer has a checkpoint and every window is complete. None if all of it can be, in a model
     without recurrent layers."""
     tier_tokens: int | None = None
-    """First tokens whose blocks a cold tier has; None if that was not asked, or there is none."""
+    """Cached tokens on the cold tiers; None if that was not asked, or there is no tier."""

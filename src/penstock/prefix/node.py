@@ -98,7 +98,7 @@ class Node(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node as it was when somebody looked: numbers, and no array."""
+    """Snapshot of a node: numbers, and no array."""
 
     id: int
     parent: int | None

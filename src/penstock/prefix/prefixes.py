@@ -3,8 +3,8 @@
     tokens --keys--> chain --match--> path --pin--> read; follow what others commit --insert-->
     commit
 
-Every act makes room first: nodes worth least give way, pinned ones never. What does not fit is
-refused, and then nothing has changed.
+Every act makes room first: it evicts the nodes worth least, pinned ones never. If there is not
+enough room it is refused, and changes nothing.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Relief(Protocol[S]):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that it can free, at least, of nodes that somebody reads."""
+        """Bytes that it can free, at least, of pinned nodes."""
 
     def is_useless(self, node: Node[S]) -> bool:
-        """Tell whether a leaf that nobody reads is of use to nobody any more."""
+        """Tell whether an unpinned leaf has become useless."""
 
 
 def remembered_nodes(limit_bytes: int) -> int:
@@ -141,7 +141,7 @@ class Prefixes(Generic[S]):
         self._matches: dict[bytes, Match[S]] = {}  # by the last hash of their chain
         self._matches_version = self.tree.version
         self._clock = clock
-        self._departures = EvictionLog(remembered)
+        self._evictions = EvictionLog(remembered)
         self._nodes = ledger.reserve(Kind.NODES, 0)
         self._checkpoints = ledger.reserve(Kind.CHECKPOINTS, 0)
         self._index = ledger.reserve(Kind.INDEX, self.fixed_bytes)
@@ -151,7 +151,7 @@ class Prefixes(Generic[S]):
     @property
     def fixed_bytes(self) -> int:
         """Bytes of the index that are held whatever the tree holds: the memory of evictions."""
-        return self.policy.nbytes + self._departures.nbytes
+        return self.policy.nbytes + self._evictions.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -160,7 +160,7 @@ class Prefixes(Generic[S]):
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes that would be free if all nodes that nobody reads were evicted."""
+        """Bytes that evicting all unpinned nodes would free."""
         return self.tree.nbytes + self.tree.index_bytes - self.tree.pinned_bytes
 
     def index_bytes(self, blocks: int) -> int:
@@ -264,8 +264,8 @@ class Prefixes(Generic[S]):
         counts goes down by just the bytes the tree has taken over. So after anything but a
         refusal the caller lets go of the segment, and of what `paid` still counts for it.
 
-        A refusal leaves all as it was, and nobody has given way; the blocks stay the caller's,
-        who goes on reading them.
+        A refusal changes and evicts nothing; the blocks stay the caller's, which goes on reading
+        them.
 
         Args:
             pin: the sequence's.
@@ -334,10 +334,10 @@ class Prefixes(Generic[S]):
     def tidy(self, at: Pin[S] | Node[S] | None) -> int:
         """Merge the small nodes of a path and return by how many it has fewer.
 
-        A node is merged with its parent if that is not longer, as in a binary counter: a
-        sequence that commits block by block has each token copied O(log) times, and leaves a path
-        of few nodes. Those that come together are copied once. There must be room for the copy;
-        nobody gives way for it.
+        A node is merged with its parent if that is not longer, as in a binary counter: a sequence
+        that commits block by block has each token copied O(log) times, and leaves a path of few
+        nodes. Those that come together are copied once. There must be room for the copy; nothing
+        is evicted for it.
 
         Args:
             at: the end of the path.
@@ -356,7 +356,7 @@ class Prefixes(Generic[S]):
         """Cut a node behind its first `blocks` blocks; it is what is behind them afterwards.
 
         Returns:
-            False if there is no room for the copy; nobody gives way for it.
+            False if there is no room for the copy; nothing is evicted for it.
         """
         if node.copy_bytes + node.index_bytes > self.ledger.free_bytes:
             return False
@@ -368,12 +368,12 @@ class Prefixes(Generic[S]):
         """Hold a node's KV in another form.
 
         Args:
-            node: of the tree, read or not: who reads it finds the new form at the next step.
+            node: of the tree, pinned or not: sequences read the new form from the next step on.
             make: makes the other form; what it takes meanwhile besides is the caller's.
             nbytes: the most that the other form takes.
 
         Returns:
-            False if there is no room for both forms; nobody gives way for it.
+            False if there is no room for both forms; nothing is evicted for it.
         """
         if nbytes > self.ledger.free_bytes:
             return False
@@ -399,7 +399,7 @@ class Prefixes(Generic[S]):
         """Make room and count `nbytes` as held, before they are allocated.
 
         Raises:
-            LedgerFull, NeverFits: there is no room; nobody gave way.
+            LedgerFull, NeverFits: there is no room; nothing was evicted.
         """
         self.make_room(nbytes)
         return self.ledger.reserve(kind, nbytes)
@@ -410,7 +410,7 @@ class Prefixes(Generic[S]):
         First drops parts of nodes that no sequence needs, if a retention policy is set.
 
         Returns:
-            Bytes freed, index included: more than asked, or all that nobody reads.
+            Bytes freed, index included: at least `nbytes`, or those of all unpinned nodes.
         """
         freed = 0
         self.tree.expire(self._clock())
@@ -426,7 +426,7 @@ class Prefixes(Generic[S]):
         return freed
 
     def clear(self) -> None:
-        """Evict everything that nobody is reading."""
+        """Evict all unpinned nodes."""
         while (node := self.tree.victim()) is not None:
             self._evict(node, "cleared")
 
@@ -463,7 +463,7 @@ class Prefixes(Generic[S]):
     def explain(
         self, tokens: Tokens, salt: str = "", block_hashes: Sequence[bytes] | None = None
     ) -> Explanation:
-        """Say how far a prompt would match now, what stands in the way of more, and what to do.
+        """Explain how far a prompt would match now, why no further, and what to change.
 
         Args:
             tokens: the prompt.
@@ -475,7 +475,7 @@ class Prefixes(Generic[S]):
             block_hashes = self.block_hashes(values, salt)
         match = self.match(block_hashes)
         blocks = match.tokens // self.block_size
-        gone = self._departures.find(block_hashes[blocks]) if blocks < len(block_hashes) else None
+        gone = self._evictions.find(block_hashes[blocks]) if blocks < len(block_hashes) else None
         common, beyond = self._nearest(match, values[match.tokens :], self.root(salt))
         at = match.tokens + common
         differs = beyond is not None and at < len(values)
@@ -487,8 +487,8 @@ class Prefixes(Generic[S]):
             held_token=beyond if differs else None,
             given_token=int(values[at]) if differs else None,
             reason=self._reason(len(block_hashes) - blocks, at if differs else None, gone, ago),
-            given_up_seconds_ago=ago,
-            given_up_for=None if gone is None else gone.why,
+            evicted_seconds_ago=ago,
+            evicted_for=None if gone is None else gone.why,
         )
 
     # ---- parts
@@ -567,7 +567,7 @@ class Prefixes(Generic[S]):
         """Evict a node and return the bytes freed."""
         before = self.nbytes
         logger.debug("a node of %d tokens is evicted (%s)", len(node.tokens), why)
-        self._departures.note(node.block_hashes, self._clock(), why)
+        self._evictions.note(node.block_hashes, self._clock(), why)
         self.counts.evicted_nodes += 1
         self.counts.evicted_bytes += self.tree.remove(node).nbytes
         self._settle()
@@ -596,9 +596,9 @@ class Prefixes(Generic[S]):
         return common, beyond
 
     def _continuations(self, match: Match[S], root: bytes) -> list[TokenArray]:
-        """Return the tokens that follow the match in what is held, one array a branch.
+        """Return the tokens that follow the match in the tree, one array a branch.
 
-        Those of this root alone: nobody is shown another tenant's tokens.
+        Those of this root alone: another tenant's tokens are never shown.
         """
         size = self.block_size
         if match.ends_inside:
@@ -617,17 +617,17 @@ class Prefixes(Generic[S]):
     ) -> str:
         if gone is not None:
             cause = CAUSES[gone.why].format(limit=format_bytes(self.ledger.limit_bytes))
-            return f"the next block was held, and evicted {ago:,.0f} s ago {cause}"
+            return f"the next block was evicted {ago:,.0f} s ago {cause}"
         if diverges is not None:
             return (
-                f"token {diverges} differs from the nearest prompt that is held; "
-                f"keep what changes (a date, a name) behind what does not"
+                f"token {diverges} differs from the nearest cached prompt; "
+                f"put the parts that change (a date, a name) behind those that do not"
             )
         if blocks_missing == 0:
-            return f"all whole blocks of {self.block_size} tokens are held"
+            return f"all whole blocks of {self.block_size} tokens are cached"
         if len(self.tree) == 0:
-            return "nothing is held"
-        return "the rest was never stored, or was evicted longer ago than is remembered"
+            return "the cache is empty"
+        return "the rest was never cached, or its eviction is no longer remembered"
 
 
 def _common_tokens(run: TokenArray, rest: TokenArray) -> int:

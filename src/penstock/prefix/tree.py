@@ -54,8 +54,8 @@ class Pin(Generic[S]):
     def extend(self, child: Node[S], now_seconds: float | None = None) -> None:
         """Pin a child of the pinned node as well.
 
-        With a time it is a read of what somebody else has committed, and counts as a use; without
-        one, the sequence's own work, whose insertion was counted.
+        With a time it is a read of a block that another sequence committed, and counts as a use.
+        Without one it is the sequence's own block, whose insertion was counted.
 
         Raises:
             ValueError: released before, or `child` is not a child of the node.
@@ -89,7 +89,7 @@ class Pin(Generic[S]):
 class PrefixTree(Generic[S]):
     """Nodes by prefix, each with a segment. Not thread-safe: one owner, the arrays' thread.
 
-    The tree counts bytes but knows no limit: whoever inserts makes room first, by removing
+    The tree counts bytes but knows no limit: the caller of `insert` makes room first, by removing
     `victim()` until there is enough.
 
     Args:
@@ -214,8 +214,8 @@ class PrefixTree(Generic[S]):
     def can_merge(self, node: Node[S], last: Node[S] | None = None) -> bool:
         """Tell whether the nodes from `node` down to `last` have equal readers, and are small.
 
-        Whoever reads `node` must read its child, too: the last one is what a merge leaves. Of a
-        held node and one that is not, one would lose what makes it different.
+        All pins of `node` must be pins of its child, too, since a merge leaves the last one. A node
+        with a hold is not merged with one without.
 
         Args:
             last: below `node`; by default its only child.
@@ -293,7 +293,7 @@ class PrefixTree(Generic[S]):
         """Cut `node` behind its first `blocks` blocks and return the new node that holds them.
 
         `node` itself becomes its child and keeps the rest, its children and its pins' ends,
-        so whoever holds it still holds the end of the same path.
+        so a pin on it still ends the same path.
 
         Raises:
             ValueError: nothing would be left on one side, or the node is not in the tree.
@@ -365,7 +365,7 @@ class PrefixTree(Generic[S]):
         return last
 
     def exchange(self, node: Node[S], segment: S) -> None:
-        """Let a node hold the same tokens in another form; who reads it finds the new one.
+        """Let a node hold the same tokens in another form; its readers find the new one.
 
         Raises:
             ValueError: the segment is not as long, or the node is not in the tree.
@@ -605,7 +605,7 @@ def _common(own: Sequence[bytes], block_hashes: Sequence[bytes], start: int) -> 
 
 
 def _inseparable(node: Node[S], child: Node[S]) -> bool:
-    """Tell whether whoever reads, or holds, a node does so with its child, in the same form."""
+    """Tell whether a node and its child have equal pins, holds and formats."""
     held, child_held = (member.held_until_seconds is not None for member in (node, child))
     alike = held == child_held and node.pins == child.pins
     return len(node.children) == 1 and alike and node.segment.joins(child.segment)

@@ -1,4 +1,4 @@
-"""How many replicas there should be: by who waits, and by what their ledgers have promised."""
+"""Target number of replicas: by waiting requests, and by the bytes their ledgers promised."""
 
 # Ray sends this file's functions to its controller by value, so it imports nothing of ours.
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Passed(Response):
         except (RayError, TimeoutError) as error:
             logger.error("a replica failed: %s", type(error).__name__)
             if started:
-                raise  # the connection is cut, so that nobody takes half an answer for a whole
+                raise  # the connection is cut: half an answer must not look whole
             await self._refuse(scope, receive, send, 503, "the replica that was asked has failed")
         finally:
             coming.cancel()

@@ -101,7 +101,7 @@ class Replica:
     # ---- what Ray asks, by these names
 
     async def record_routing_stats(self) -> dict[str, bytes]:
-        """Return the summary of what is held."""
+        """Return the summary of the blocks it holds."""
         with suppress(EngineStopped):
             return {BLOCKS: await self._service.ask(summary_of)}
         return {}

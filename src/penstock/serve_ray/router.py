@@ -1,6 +1,6 @@
 """Ray Serve's request router around ours, the one that `penstock bench cluster` simulates."""
 
-# Ray sends this class to whoever holds a handle, by value: it names all that it needs by import.
+# Ray sends this class to every holder of a handle, by value: it names all that it needs by import.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
     def initialize_state(
         self, policy: RoutingPolicy = "prefix+load", worth: float = WORTH, **_: Any
     ) -> None:
-        """Begin with nobody known."""
+        """Begin without replicas."""
         self._ours = Router(policy, worth=worth)
         self._said: dict[str, bytes] = {}
         self._open: dict[tuple[str, str], float] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take note of who is there, and of what they hold."""
+        """Update the list of replicas, and of the blocks they hold."""
         there = {_name(replica.replica_id): replica for replica in replicas}
         for name in set(self._ours.replicas) - set(there):
             self._ours.leave(name)

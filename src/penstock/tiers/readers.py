@@ -67,4 +67,4 @@ class Readers:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call.run()
-            del call  # what was read into is somebody's, also while nothing follows
+            del call  # its buffers are the caller's, also while no other call follows

@@ -77,8 +77,8 @@ class Record:
     blocks: int = 1
     """Number of blocks."""
     replaces: Sequence[bytes] = ()
-    """Keys of shorter records with the same first block, which nobody needs beside this one; not in
-    the file."""
+    """Keys of shorter records with the same first block, which this one replaces; not in the
+    file."""
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an array of a file goes: into memory that somebody has made for it."""
+    """Destination of an array of a file: memory that the caller has allocated."""
 
     dtype: str
     shape: tuple[int, ...]

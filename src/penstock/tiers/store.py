@@ -3,8 +3,8 @@
     held ──> read some at the same time, each straight to where it belongs ──> all before the first
                                                                                that is not whole
 
-Whatever goes wrong with a record is a miss that is counted, and the record is forgotten. What goes
-wrong with the store itself is an `OSError`, for whoever drives it to switch it off.
+A fault of a record is a miss that is counted, and the record is forgotten. A fault of the store
+itself is an `OSError`, on which its worker switches the tier off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ disks."""
 
 @dataclass(slots=True)
 class TierCounts:
-    """What happened. A store has its own from the start; who opens it again may go on with one."""
+    """Counts of a store's events. A store that is opened again may go on with the old ones."""
 
     written_blocks: int = 0
     written_bytes: int = 0

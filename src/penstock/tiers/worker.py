@@ -5,7 +5,7 @@
     restore  ──> before all writes       ──> Store.restore    a future; 0 when switched off
 
 A store that fails switches the tier off with one message; serving goes on, and after a while the
-thread tries it again. Nobody waits for that.
+thread tries it again. No request waits for that.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TierStats:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """What somebody waits for."""
+    """Call of another thread, which waits for the answer."""
 
     run: Callable[[Store], Any]
     otherwise: Any
@@ -152,7 +152,7 @@ class ColdTier:
         Args:
             block_hashes: of the blocks.
             make_targets: returns where each block goes, always the same. The thread calls it when
-                it begins to read, or while it reads for somebody else; the memory is the thread's
+                it begins to read, or while it reads for another call; the memory is the thread's
                 until the future is done.
         """
         return self._call(
@@ -235,7 +235,7 @@ class ColdTier:
         return self._stats.off is not None or self._closing
 
     def _run(self) -> None:
-        """Be the thread. Whatever ends it, nobody waits for it afterwards."""
+        """Be the thread. Whatever ends it, no caller waits for it afterwards."""
         try:
             self._serve()
         finally:
@@ -366,7 +366,7 @@ class ColdTier:
         self._writes.clear()
 
     def _refuse(self) -> None:
-        """Answer who waits: nothing is there."""
+        """Answer all waiting calls: nothing is there."""
         with self._changed:
             while self._calls:
                 call = self._calls.popleft()

@@ -116,8 +116,8 @@ export class Requests {
       facts.push(["Held when it came", many(found.held_tokens, "token")]);
     }
     if (found?.diverges_at != null) facts.push(["First difference at token", count(found.diverges_at)]);
-    if (found?.given_up_seconds_ago != null) {
-      facts.push(["The next block was evicted", `${duration(found.given_up_seconds_ago)} before`]);
+    if (found?.evicted_seconds_ago != null) {
+      facts.push(["The next block was evicted", `${duration(found.evicted_seconds_ago)} before`]);
     }
     const list = make("dl", {});
     for (const [name, value] of facts) list.append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));

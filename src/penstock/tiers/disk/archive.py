@@ -3,10 +3,9 @@
     export   index -> file, checked -> tar aside -> sync -> rename
     import   tar -> heads, parents first -> file, checked -> the store's own way of writing
 
-Who has made a tar may have put anything into it. Of a member only its name, type and size are
-looked at, and nothing is unpacked: its bytes are a block that is whole, or they are refused. What
-cannot be told is whether the numbers are what the model computes from the tokens: a tar deserves
-the trust that its maker does.
+A tar may come from an attacker. Of a member only its name, type and size are looked at, and nothing
+is unpacked: its bytes are a whole block, or they are refused. Nothing can check that the numbers
+are those the model computes from the tokens: a tar deserves the trust that its maker does.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def import_blocks(
 ) -> Imported:
     """Take the blocks of a tar file into a folder that is one of the cold tier, or empty.
 
-    What is worth least gives way for them; of more than the limit the ends of chains stay out.
+    Evicts the blocks worth least for them; beyond the limit the ends of chains stay out.
 
     Args:
         path: of the folder.

@@ -1,10 +1,10 @@
-"""Blocks in a folder: written once, read back checked, inside a limit that all who share it keep.
+"""Blocks in a folder: written once, read back checked, inside a limit that all processes keep.
 
     write   claim in the index (room is made) -> file aside -> sync -> rename -> written
     read    index -> file -> straight to where it belongs -> hash, or a miss that is counted
 
-Whatever goes wrong with a record is a miss, and the record is gone afterwards. What goes wrong
-with the folder itself is an `OSError`, for whoever drives the store to switch it off.
+A fault of a record is a miss, and the record is gone afterwards. A fault of the folder itself is an
+`OSError`, on which the store's worker switches the tier off.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SSDStore(Store):
         limit_bytes: for everything in it, files that are being written and the index included.
         fingerprint: what must be equal for KV to be reusable, besides the tokens.
         floor_bytes: free bytes of the disk that are never gone below.
-        budget_bytes: what all who share the folder may write in a day together; None is no limit.
+        budget_bytes: bytes that all processes may write to the folder in a day; None is no limit.
         spans: which blocks make a record together.
 
     Raises:
@@ -153,7 +153,7 @@ class SSDStore(Store):
             if most_bytes < 0:
                 break
             covered.update(link.key for link in chain)
-            if chain[-1].depth == 0:  # else nobody could read it
+            if chain[-1].depth == 0:  # else it could not be read
                 chains.append(self._block_keys(chain[::-1]))
         return chains
 
@@ -177,7 +177,7 @@ class SSDStore(Store):
     # ---- acts
 
     def write(self, record: Record) -> Written:
-        """Keep a record, unless it is there; what is worth least gives way, and what it replaces.
+        """Keep a record, unless it is there; evicts the blocks worth least, and those it replaces.
 
         Raises:
             OSError: the disk or the folder fails; nothing of the record is left.
@@ -291,7 +291,7 @@ class SSDStore(Store):
         return len(block_hashes)
 
     def reconcile(self) -> None:
-        """Bring index and files together: after a crash, or after somebody removed files."""
+        """Bring index and files together: after a crash, or after files were removed by hand."""
         for _ in self.reconciling():
             pass
 
@@ -314,7 +314,7 @@ class SSDStore(Store):
         """
         if entry.owner is not None:
             gone = not is_alive(entry.owner)
-        else:  # unless somebody has just removed both, or written it again
+        else:  # unless another process has just removed both, or written it again
             size = _size(self._path(entry.key))
             gone = size != entry.nbytes and self.index.get(entry.key) == entry
             self.counts.missing_blocks += gone and size is None
@@ -323,7 +323,7 @@ class SSDStore(Store):
             self._forget([entry.key])
 
     def _reconcile_file(self, path: Path) -> None:
-        """Remove what a dead writer has left; take in a block that nobody knows, or remove it."""
+        """Remove a dead writer's remains; take in a block that the index lacks, or remove it."""
         if path.parent == self._aside:
             if not is_alive(path.name.partition(".")[2]):
                 _remove(path)
@@ -411,7 +411,7 @@ class SSDStore(Store):
         except (IsADirectoryError, PermissionError):
             if not path.is_dir():
                 raise
-            shutil.rmtree(path)  # somebody has put it where a block belongs
+            shutil.rmtree(path)  # a folder where a block belongs
         except NotADirectoryError:
             return
 
@@ -479,7 +479,7 @@ def _size(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file that nobody needs, if it can be: what cannot is not ours."""
+    """Remove a superfluous file, if it can be: what cannot is not ours."""
     with suppress(OSError):
         path.unlink()
 

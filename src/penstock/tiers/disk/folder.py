@@ -67,7 +67,7 @@ class FolderUsage:
     writing_files: int
     """Files aside, whose writers live."""
     left_over_files: int
-    """Files aside of writers that were killed; who opens the folder next removes them."""
+    """Unfinished files of killed writers; the next process to open the folder removes them."""
     other_formats: tuple[str, ...]
     """Folders of other versions, which are left alone."""
     other_format_bytes: int

@@ -29,8 +29,9 @@ PAGE_ENTRIES = 256
 Unlink: TypeAlias = Callable[[bytes], None]
 """Removes the file of a block, if it is there."""
 Claim: TypeAlias = Literal["claimed", "known", "full", "orphan", "budget"]
-"""A block may be written now; it is there, or somebody is writing it; it does not fit; the block in
-front of it is not there, so nobody could read it; as much as may be was written today."""
+"""Answer to a request to write a block. claimed: write it now. known: it is there, or being
+written. full: it does not fit. orphan: the block in front of it is missing, so it could not be
+read. budget: today's bytes are used up."""
 DAY_SECONDS = 86_400
 REMEMBERED_DAYS = 30
 _SCHEMA = """
@@ -78,7 +79,7 @@ DELETE FROM days WHERE day NOT IN (SELECT day FROM days ORDER BY abs(day - ?) LI
 
 
 class _Full(Exception):
-    """There is no room, whoever gives way."""
+    """There is no room, even after evicting everything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ class Index:
         Args:
             entry: of the block; its bytes count as written on its day.
             limit_bytes: for all files together.
-            unlink: what removes the files that give way.
+            unlink: removes the files of evicted blocks.
             budget_bytes: what all processes together may write in a day.
         """
         day = int(entry.written_seconds // DAY_SECONDS)
@@ -295,7 +296,7 @@ class Index:
 
         Args:
             block_hashes: of blocks; those that are not there are passed over.
-            is_wanted: asked while nobody changes anything, so that files and index agree.
+            is_wanted: called while nothing can change, so that files and index agree.
             unlink: what removes a file.
         """
         with self._writing():
@@ -362,9 +363,9 @@ class Index:
             self._db.execute("DELETE FROM blocks WHERE key = ?", (key,))
             gone.append(key)
             over -= size
-        # The files before the transaction ends: until they are gone nobody may count on their
-        # bytes. Who is killed in between leaves entries without a file, which are found when
-        # somebody reads them.
+        # The files before the transaction ends: until they are gone no other process may count on
+        # their bytes. A process killed in between leaves entries without a file, which the next
+        # read finds.
         for key in gone:
             unlink(key)
 
@@ -409,7 +410,7 @@ def end_writer(name: str) -> None:
 
 
 def is_alive(owner: str) -> bool:
-    """Tell whether the writer that an entry names is still there; what is no name is nobody."""
+    """Tell whether the writer that an entry names is alive; False for what is no name."""
     process, _, _ = owner.partition("+")
     if process == this_process():
         return owner in _writers

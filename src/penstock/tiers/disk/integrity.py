@@ -25,7 +25,7 @@ from penstock.tiers.record import (
 )
 
 UNBOUNDED_BYTES = 1 << 60
-"""A limit that nothing has to give way for."""
+"""Limit that is never reached, in bytes."""
 NO_MODEL = ""
 """The fingerprint of a store that is opened for all models."""
 FINGERPRINT_CHARACTERS = 256
@@ -73,8 +73,8 @@ def check_block(raw: bytes) -> Checked:
     """Read a block's file, from wherever it comes.
 
     Beyond what `decode` does, its key must be that of its parent and its tokens, or of its parent's
-    checkpoint, and its words within bounds. That the arrays are what the model computes from the
-    tokens, nobody can tell.
+    checkpoint, and its words within bounds. Nothing can check that the arrays are those the model
+    computes from the tokens.
 
     Raises:
         Damaged: says what is wrong.
@@ -83,7 +83,7 @@ def check_block(raw: bytes) -> Checked:
         record, fingerprint = decode(raw), header(raw)["fingerprint"]
     except Damaged:
         raise
-    # The header is JSON, of which somebody may have made anything.
+    # The header is JSON, and may come from an attacker.
     except (KeyError, ValueError, RecursionError) as error:
         raise Damaged(f"its header makes no sense: {error}") from None
     if not fingerprint.isprintable() or not 0 < len(fingerprint) <= FINGERPRINT_CHARACTERS:

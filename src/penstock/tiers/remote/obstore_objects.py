@@ -100,5 +100,5 @@ def _bucket(url: str, seconds: float) -> Any:
             # As the environment has it: options that are given here replace those from there.
             "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
         },
-        retry_config={"max_retries": 0, "retry_timeout": limit},  # who fails is left alone
+        retry_config={"max_retries": 0, "retry_timeout": limit},  # a store that fails is left alone
     )

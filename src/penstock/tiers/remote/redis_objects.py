@@ -39,7 +39,7 @@ class RedisObjects:
             socket_timeout=seconds,
             socket_connect_timeout=connect_seconds,
             max_connections=MOST_CONNECTIONS,
-            retry=Retry(NoBackoff(), 0),  # who fails is left alone for a while
+            retry=Retry(NoBackoff(), 0),  # a store that fails is left alone for a while
             protocol=2,  # what is asked is as old as that, and every server speaks it
         )
 

@@ -3,9 +3,9 @@
     write   is it there? ──no──> one value, whole, for a time ──> known for a while
     read    value ──in pieces──> straight to where it belongs ──> hash, fingerprint, tokens
 
-The store may be slow, gone, full, or have been written by somebody else: a record that is not what
-was asked for is a miss and removed, and a store that does not answer in time is an `OSError`. How
-much is kept for how long is its own policy; what is used is kept for as long as what is new.
+The store may be slow, gone, full, or written by another program. A record that is not the one asked
+for is a miss and removed; a store that does not answer in time is an `OSError`. How much is kept
+for how long is its own policy; a use prolongs a value's stay.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FULL_SECONDS = 60.0
 """Seconds without writes after a store refused a value."""
 FIRST_PAGE = 8
 MOST_PAGE = 512
-"""Values that are asked for at once: a prompt that nobody knows costs a short question."""
+"""Values that are asked for at once: an unknown prompt costs a short question."""
 CLOSE_SECONDS = 10.0
 """Seconds that `close` waits for reads under way."""
 
@@ -95,7 +95,8 @@ class RemoteStore(Store):
         self._full_until = 0.0
         self._failed: str | None = None
         try:
-            self._there([bytes(KEY_BYTES)])  # that it answers shows now, when nobody waits
+            # A store that does not answer shows now, when no request waits.
+            self._there([bytes(KEY_BYTES)])
         except OSError:
             objects.close()
             raise
@@ -158,7 +159,7 @@ class RemoteStore(Store):
         return 0
 
     def _there(self, block_hashes: Sequence[bytes]) -> list[bool]:
-        """Tell which values are there; who was seen lately is not asked for."""
+        """Tell which values are there; those seen lately are not asked for."""
         since = time.monotonic() - self._seen_seconds
         unsure = [key for key in block_hashes if self._seen.get(key, since) <= since]
         if unsure:
@@ -201,7 +202,7 @@ class RemoteStore(Store):
             follows = is_hash_of(key, parent, tokens, blocks_of(words))
         except (KeyError, ValueError):
             follows = False
-        if not follows:  # a hash that anybody can make does not say who has
+        if not follows:  # the checksum is no proof: anyone can compute it
             raise Damaged("its key is not that of its tokens")
         return value.nbytes
 
