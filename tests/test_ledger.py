@@ -82,32 +82,28 @@ def test_weights_may_grow_into_their_own_room() -> None:
     assert ledger.by_class()[Kind.WEIGHTS] == 1_000
 
 
-def test_leaving_the_block_releases_what_was_not_committed() -> None:
+def test_leaving_the_block_releases_its_bytes() -> None:
     ledger = Ledger(100)
     with ledger.reserve(Kind.BUFFERS, 40):
         assert ledger.used_bytes == 40
     assert ledger.used_bytes == 0
-    with ledger.reserve(Kind.NODES, 40) as kept:
-        kept.commit()
-    assert ledger.used_bytes == 40
 
 
-def test_a_fault_in_the_block_releases_also_what_was_committed() -> None:
+def test_a_fault_in_the_block_releases_its_bytes() -> None:
     ledger = Ledger(100)
-    with pytest.raises(KeyError), ledger.reserve(Kind.NODES, 40) as kept:
-        kept.commit()
+    with pytest.raises(KeyError), ledger.reserve(Kind.NODES, 40):
         raise KeyError
     ledger.check({})
 
 
-def test_commit_settles_for_what_was_allocated() -> None:
+def test_resizing_settles_for_what_was_allocated() -> None:
     ledger = Ledger(100)
     held = ledger.reserve(Kind.NODES, 40)
-    held.commit(35)
+    held.resize(35)
     assert ledger.used_bytes == 35
-    held.commit(100)
+    held.resize(100)
     with pytest.raises(NeverFits):
-        held.commit(101)
+        held.resize(101)
     ledger.check({Kind.NODES: 100})
 
 
@@ -129,8 +125,6 @@ def test_released_once_however_often_it_is_called() -> None:
     held.release()
     held.release()
     assert ledger.used_bytes == keep.nbytes == 10
-    with pytest.raises(ValueError, match="was released"):
-        held.commit()
     with pytest.raises(ValueError, match="was released"):
         held.resize(1)
     ledger.check(recount(keep))

@@ -30,30 +30,24 @@ class Kind(Enum):
 class Reservation:
     """Bytes counted in a ledger, until they are released.
 
-    Leaving a `with` block releases them unless `commit` was called in it.
+    Leaving a `with` block releases them.
     """
 
-    __slots__ = ("_committed", "_ledger", "kind", "nbytes")
+    __slots__ = ("_ledger", "kind", "nbytes")
 
     def __init__(self, ledger: Ledger, kind: Kind, nbytes: int) -> None:
         self._ledger = ledger
-        self._committed = False
         self.kind = kind
         self.nbytes = nbytes
 
-    def commit(self, nbytes: int | None = None) -> None:
-        """Keep the bytes beyond the `with` block; `nbytes` is what was allocated in the end.
+    def resize(self, nbytes: int) -> None:
+        """Count `nbytes` from now on.
 
         Raises:
             LedgerFull, NeverFits: more than was reserved, and the rest does not fit. Nothing
                 is changed then.
             ValueError: released before, or `nbytes` is negative.
         """
-        self.resize(self.nbytes if nbytes is None else nbytes)
-        self._committed = True
-
-    def resize(self, nbytes: int) -> None:
-        """Count `nbytes` from now on; raises as `commit` does."""
         self._ledger._resize(self, nbytes)
 
     def pass_on(self, to: Reservation, nbytes: int) -> None:
@@ -77,8 +71,7 @@ class Reservation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not self._committed or error is not None:
-            self.release()
+        self.release()
 
     def __repr__(self) -> str:
         return f"Reservation({self.kind.value}, {format_bytes(self.nbytes)})"

@@ -179,7 +179,7 @@ def test_checkpoints_take_a_quarter_of_what_they_stand_for() -> None:
     with engine(model_of("qwen3_next"), max_kv_size=4_096, keep=16) as core:
         ask(core, prompt_of(2_000), 40)
         drain(core)
-        (path,) = [node.path() for node in core.prefixes.tree.leaves()]
+        (path,) = [node.path() for node in core.prefixes.tree if not node.children]
         places = [node.start + each.at for node in path for each in node.segment.checkpoints]
         assert places[-1] == 2_032 and 1_984 in places
         gaps = [after - before for before, after in pairwise(places)]
@@ -235,7 +235,7 @@ def test_numbers_of_a_state_are_numbers() -> None:
     with engine(model_of("mamba2")) as core:
         ask(core, BASE, 2)
         drain(core)
-        (path,) = [node.path() for node in core.prefixes.tree.leaves()]
+        (path,) = [node.path() for node in core.prefixes.tree if not node.children]
         with core.prefixes.pin(core.prefixes.match(path[-1].block_hashes[:1])):
             for node in path:
                 core.checkpoints._replace(node, [], range(1_000))

@@ -84,14 +84,15 @@ class EvictsThePinned(PrefixTree):
     """Does not ask for pins."""
 
     def victim(self) -> Any:
-        return min(self.leaves(), key=self.worth, default=None)
+        leaves = (node for node in self if not node.children)
+        return min(leaves, key=self.worth, default=None)
 
 
 class EvictsTheFirst(PrefixTree):
     """Evicts any leaf."""
 
     def victim(self) -> Any:
-        return next((leaf for leaf in self.leaves() if not leaf.pins), None)
+        return next((one for one in self if not one.children and not one.pins), None)
 
 
 class DropsPinsInSplit(PrefixTree):

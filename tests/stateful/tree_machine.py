@@ -185,7 +185,9 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.tokens == sum(len(e) - r.start for e, r in self.reference.runs.items())
         assert self.tree.pins == len(self.held)
         leaves = {e for e in self.reference.runs if not self.reference.children(e)}
-        assert {id(self.node(end)) for end in leaves} == set(map(id, self.tree.leaves()))
+        assert {id(self.node(end)) for end in leaves} == {
+            id(node) for node in self.tree if not node.children
+        }
         for end in self.reference.runs:
             assert self.tree.can_merge(self.node(end)) == self.reference.can_merge(end)
         for pin, end in zip(self.held, self.reference.pins, strict=True):

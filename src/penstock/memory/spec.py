@@ -67,11 +67,6 @@ class ModelSpec:
         """Recurrent state of one sequence, all layers; unknown states count as nothing."""
         return sum(layer.state_bytes or 0 for layer in self.layers)
 
-    @property
-    def unknown_states(self) -> int:
-        """Layers whose recurrent state cannot be computed from the config."""
-        return sum(layer.state_bytes is None for layer in self.layers)
-
 
 def divided(spec: ModelSpec, hosts: int, *, pipeline: bool = False) -> ModelSpec:
     """Return the part of a model on one of `hosts` machines that divide it.

@@ -183,10 +183,6 @@ class PrefixTree(Generic[S]):
             siblings = node.children
         return Match(tuple(path), done * self.block_size, inside)
 
-    def leaves(self) -> Iterator[Node[S]]:
-        """Yield the nodes without children, pinned ones too."""
-        return (node for node in self._nodes.values() if not node.children)
-
     def victim(self) -> Node[S] | None:
         """Find the unpinned leaf worth least, in O(log n); None if there is none."""
         node_id = self._queue.first(self._worth_if_evictable)
@@ -206,10 +202,6 @@ class PrefixTree(Generic[S]):
             views.append(view(node, now_seconds))
             waiting.extend(node.children.values())
         return views
-
-    def has(self, node: Node[S]) -> bool:
-        """Tell whether a node is in the tree."""
-        return self._nodes.get(node.id) is node
 
     def can_merge(self, node: Node[S], last: Node[S] | None = None) -> bool:
         """Tell whether the nodes from `node` down to `last` have equal readers, and are small.

@@ -25,10 +25,9 @@ from penstock.kv.quantization import QuantizationRule, piece_bytes
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
+from penstock.prefix.checkpoints import Path
 from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
-
-Path = Sequence[Node[Segment]]
 
 
 class Requantizer:
@@ -106,7 +105,7 @@ class Requantizer:
             self._look(awaited)
         while self._due:
             node = self._due.popleft()
-            if not self._prefixes.tree.has(node) or not self._is_due(node):
+            if node not in self._prefixes.tree or not self._is_due(node):
                 continue
             if not self._exchange(node):
                 self._looked = False  # who is due may be another one when there is room

@@ -22,6 +22,7 @@ from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
+from penstock.prefix.checkpoints import Path
 from penstock.prefix.node import NODE_BYTES, Node, upwards
 from penstock.prefix.prefixes import Prefixes
 from penstock.prefix.tree import Pin
@@ -29,7 +30,6 @@ from penstock.prefix.tree import Pin
 TURN_ENDS = 2
 """Newest ends of turns of a branch that are retained; with recurrent layers also of answers."""
 
-Path = Sequence[Node[Segment]]
 Reader = tuple[Path, int]
 """Path of a running sequence, and the number of its first tokens that the sequence reads."""
 Droppable = dict[int, dict[int, int]]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from penstock.engine.model.runner import Runner
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.requantize import Requantizer
-from penstock.engine.retention.windows import Path, Windows
+from penstock.engine.retention.windows import Windows
 from penstock.engine.stats import Counters
 from penstock.kv.block_spans import span_tokens
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState
 from penstock.kv.tails import Tails
-from penstock.prefix.checkpoints import Checkpoints
+from penstock.prefix.checkpoints import Checkpoints, Path
 from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 
