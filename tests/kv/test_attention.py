@@ -24,8 +24,9 @@ from penstock.kv.attention import (
     ungrouped,
     weigh,
 )
+from penstock.kv.attention_plan import DecodeRow, KVSpan, in_order
 from penstock.kv.backend import Backend, CPUBackend
-from penstock.kv.reads import DecodeRow, DecodeStep, KVSpan, in_order
+from penstock.kv.reads import DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 

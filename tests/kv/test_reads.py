@@ -15,19 +15,11 @@ from attention_reference import Numbers, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv import reads as reads_module
+from penstock.kv import attention_plan
 from penstock.kv.attention import AttentionWindow
-from penstock.kv.reads import (
-    AttentionPlan,
-    ChunkReads,
-    DecodeReads,
-    DecodeRow,
-    DecodeStep,
-    JoinedReads,
-    KVSpan,
-    in_order,
-    plan_attention,
-)
+from penstock.kv.attention_plan import AttentionPlan, DecodeRow, KVSpan, in_order, plan_attention
+from penstock.kv.joined_reads import JoinedReads
+from penstock.kv.reads import ChunkReads, DecodeReads, DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 
@@ -302,7 +294,7 @@ def test_rows_that_end_far_apart_in_a_segment_read_it_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the short ones would be scored for all that the long one sees."""
-    monkeypatch.setattr(reads_module, "APART", 4)
+    monkeypatch.setattr(attention_plan, "APART", 4)
     scene = Scene(AttentionWindow(), 4, 2, seed=1)
     long, behind = scene.segment(12), scene.segment(3)
     ends = (12, 3, 11, 4, 12)

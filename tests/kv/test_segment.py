@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.codecs import parse_scheme
 from penstock.kv.columns import arrays, columns
+from penstock.kv.joined_reads import read_sides
 from penstock.kv.quantization import piece_bytes
-from penstock.kv.reads import _sides
 from penstock.kv.segment import Segment, dequantized
 from penstock.kv.states import Checkpoint
 from penstock.kv.tails import LayerShape
@@ -126,9 +126,9 @@ def test_it_is_cut_anywhere_and_joined_again(data: st.DataObject) -> None:
         for layer in range(2):
             if start < gone[layer]:
                 with pytest.raises(AssertionError, match="any more"):
-                    _sides([(thin, start, tokens)], layer)
+                    read_sides([(thin, start, tokens)], layer)
             else:
-                ((keys,), _) = _sides([(thin, start, tokens)], layer)
+                ((keys,), _) = read_sides([(thin, start, tokens)], layer)
                 assert keys.tolist() == (numbered(start, tokens).layers[layer][0][0]).tolist()  # type: ignore[index,union-attr]
 
 

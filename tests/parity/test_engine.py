@@ -36,7 +36,8 @@ from penstock.engine.schedule.scheduler import State
 from penstock.errors import PenstockError
 from penstock.kv import attention, backend
 from penstock.kv.attention import AttentionWindow
-from penstock.kv.reads import DecodeStep, KVSpan
+from penstock.kv.attention_plan import KVSpan
+from penstock.kv.reads import DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 from penstock.models.mlx_lm import attach, load
@@ -726,7 +727,8 @@ def a_part_one_token_short(patch: pytest.MonkeyPatch) -> None:
     def pieces(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int]]:
         return [(part.start, part.end - 1)]
 
-    patch.setattr("penstock.kv.reads._pieces", pieces)
+    patch.setattr("penstock.kv.attention_plan.visible_ranges", pieces)
+    patch.setattr("penstock.kv.joined_reads.visible_ranges", pieces)
 
 
 def slots_mixed_up(patch: pytest.MonkeyPatch) -> None:

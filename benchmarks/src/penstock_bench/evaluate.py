@@ -28,8 +28,8 @@ from penstock.engine.model.runner import Runner
 from penstock.engine.request import Request
 from penstock.engine.settings import checked
 from penstock.errors import SettingError
+from penstock.kv.attention_plan import KVSpan
 from penstock.kv.codecs import Scheme, parse_scheme
-from penstock.kv.reads import KVSpan
 from penstock.models.mlx_lm import encode, load, render
 from penstock.recall import END, MODEL_PATH, ROLES, dialogue
 from penstock_bench.key_forms import OUTLIER_SCALE, KeyForm, reform

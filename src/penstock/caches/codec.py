@@ -31,8 +31,8 @@ from penstock.kv import columns as col
 from penstock.kv.checks import chosen_rows, ints, positive, whole
 from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
+from penstock.kv.joined_reads import KVData
 from penstock.kv.quantization import FORMAT, QuantizationRule
-from penstock.kv.reads import KVData
 from penstock.kv.segment import PIECE_TOKENS, Layer, dequantized
 
 BLOCK_TOKENS = 64

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.kv import columns as col
-from penstock.kv.reads import KVSpan
+from penstock.kv.attention_plan import KVSpan
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState, State
 from penstock.kv.tails import LayerShape

@@ -31,7 +31,7 @@ from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
 from penstock.engine.schedule.scheduler import State, StepPlan
 from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import PenstockError, StepFailed
-from penstock.kv.reads import in_order
+from penstock.kv.attention_plan import in_order
 from penstock.kv.states import RecurrentState
 
 

@@ -14,10 +14,12 @@ import mlx.core as mx
 
 from penstock.errors import ModelError
 from penstock.kv.attention import AttentionWindow
+from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.codecs import Scales
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.compressed import RowReads
-from penstock.kv.reads import ChunkReads, DecodeRow, DecodeStep, JoinedReads, KVSpan
+from penstock.kv.joined_reads import JoinedReads
+from penstock.kv.reads import ChunkReads, DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.states import (
     RecurrentState,

@@ -12,11 +12,11 @@ from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.request import Sampling
 from penstock.kv import backend
+from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.block_format import BlockFormat
 from penstock.kv.block_spans import span_tokens
 from penstock.kv.codecs.names import RAW
 from penstock.kv.quantization import piece_bytes
-from penstock.kv.reads import DecodeRow, KVSpan
 from penstock.kv.states import RecurrentState
 from penstock.kv.tails import Tails
 

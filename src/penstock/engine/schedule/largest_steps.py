@@ -18,7 +18,7 @@ from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.costs import EVERYTHING, MASK_BYTES, SLACK
 from penstock.errors import StepTooLarge
-from penstock.kv.reads import DecodeRow
+from penstock.kv.attention_plan import DecodeRow
 from penstock.kv.tails import Tails
 from penstock.ledger import Ledger
 from penstock.memory import format_bytes

@@ -14,7 +14,7 @@ from penstock.engine.request import Finish, Reason, Request, Token, Usage
 from penstock.engine.schedule.scheduler import State
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.errors import PenstockError, StepFailed
-from penstock.kv.reads import DecodeRow
+from penstock.kv.attention_plan import DecodeRow
 from penstock.ledger import Reservation
 
 WHOLE_CHUNK = 2_048

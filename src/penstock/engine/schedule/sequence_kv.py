@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from penstock.engine.schedule.kv_stores import KVStores
+from penstock.kv.attention_plan import KVSpan
 from penstock.kv.compressed import completed
-from penstock.kv.reads import KVSpan
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState, States
 from penstock.ledger import Kind, Reservation

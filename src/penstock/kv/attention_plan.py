@@ -1,0 +1,199 @@
+"""Plan of a decode step's attention: shared spans are grouped, so that each is read once.
+
+Computed once a step for each attention window, from positions alone; all layers use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import mlx.core as mx
+
+from penstock.kv.attention import AttentionWindow
+from penstock.kv.segment import Segment
+
+APART = 2_048
+"""Columns by which the ends of two rows in a segment may differ, if both read it together."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpan:
+    """The first `columns` columns of a segment, which begin at position `start`."""
+
+    segment: Segment
+    start: int
+    columns: int
+
+    @property
+    def end(self) -> int:
+        """Position behind the last column."""
+        return self.start + self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One sequence of a decode step: what it reads, and where its new token goes.
+
+    The parts cover the positions in front of the tail; the tail's `tail` tokens end in front of
+    `position`, which is the new token's.
+    """
+
+    parts: tuple[KVSpan, ...]
+    position: int
+    slot: int
+    tail: int
+
+
+ColumnRange = tuple[Segment, int, int]
+"""Columns start..stop-1 of a segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRead:
+    """Consecutive pieces that the rows first..last-1 read together, and which of them is seen."""
+
+    first: int
+    last: int
+    pieces: tuple[ColumnRange, ...]
+    seen: mx.array | None
+    """(rows, columns) booleans; None if every row sees all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How the rows of a step read their parts, for one sight: the same in all of its layers."""
+
+    levels: tuple[tuple[SharedRead, ...], ...]
+    """Units of a level are in order and have no row in common."""
+    tail_seen: mx.array | None
+    """(b, 1, 1, columns) booleans; None if every row sees all columns."""
+    tail_columns: int
+
+
+def in_order(rows: Sequence[DecodeRow]) -> list[int]:
+    """Return the rows' indices in an order in which those that share parts are neighbours.
+
+    Beyond that they are in the order of their slots, which often makes one slice of them.
+    """
+    by_slot = sorted(range(len(rows)), key=lambda i: rows[i].slot)
+    rank: dict[tuple[int, int], int] = {}
+    for i in by_slot:
+        for part in rows[i].parts:
+            rank.setdefault(_key(part), len(rank))
+    return sorted(by_slot, key=lambda i: [rank[_key(part)] for part in rows[i].parts])
+
+
+def plan_attention(rows: Sequence[DecodeRow], attention_window: AttentionWindow) -> AttentionPlan:
+    """Group what rows in order (see `in_order`) read, so that a shared part is read once."""
+    levels: list[list[SharedRead]] = []
+    _descend(rows, 0, len(rows), 0, 0, attention_window, levels)
+    columns = max(row.tail for row in rows) + 1
+    return AttentionPlan(
+        tuple(map(tuple, levels)), _tail_seen(rows, columns, attention_window), columns
+    )
+
+
+def _descend(
+    rows: Sequence[DecodeRow],
+    first: int,
+    last: int,
+    depth: int,
+    level: int,
+    attention_window: AttentionWindow,
+    levels: list[list[SharedRead]],
+) -> None:
+    """Lay out the rows first..last-1, which share their first `depth` parts, from `level` on.
+
+    Not a function within a function: one that calls itself keeps what it refers to, here the
+    segments, until the garbage collector comes by.
+    """
+    start = first
+    for _, group in groupby(range(first, last), lambda i: _key_at(rows[i], depth)):
+        stop = start + len(list(group))
+        if len(rows[start].parts) > depth:
+            # As far as all of these rows go on alike, the parts are read together.
+            end = depth + 1
+            while (key := _key_at(rows[start], end)) is not None and key == _key_at(
+                rows[stop - 1], end
+            ):
+                end += 1
+            unit = _unit(rows, start, stop, depth, end, attention_window)
+            if unit is not None:
+                if level == len(levels):
+                    levels.append([])
+                levels[level].append(unit)
+            _descend(rows, start, stop, end, level + (unit is not None), attention_window, levels)
+        start = stop
+
+
+def _key(part: KVSpan) -> tuple[int, int]:
+    """Return a key that is equal for parts read together: one segment, ends close by.
+
+    Rows that see less are scored against all columns the others see.
+    """
+    return id(part.segment), (part.columns - 1) // APART
+
+
+def _key_at(row: DecodeRow, depth: int) -> tuple[int, int] | None:
+    return _key(row.parts[depth]) if depth < len(row.parts) else None
+
+
+def _unit(
+    rows: Sequence[DecodeRow],
+    first: int,
+    last: int,
+    depth: int,
+    end: int,
+    attention_window: AttentionWindow,
+) -> SharedRead | None:
+    """Return what these rows read of their parts depth..end-1; None if they see none of it."""
+    members = rows[first:last]
+    nearest = min(attention_window.starts_at(row.position) for row in members)
+    pieces: list[ColumnRange] = []
+    columns: list[tuple[int, int]] = []
+    for depth_at in range(depth, end):
+        part = max((row.parts[depth_at] for row in members), key=lambda part: part.columns)
+        for start, stop in visible_ranges(part, nearest, attention_window.keep):
+            pieces.append((part.segment, start - part.start, stop - part.start))
+            columns.append((start, stop))
+    if not pieces:
+        return None
+    ends = [row.parts[end - 1].end for row in members]
+    furthest = max(attention_window.starts_at(row.position) for row in members)
+    whole = min(ends) == max(ends) and all(
+        start >= furthest or stop <= attention_window.keep for start, stop in columns
+    )
+    seen = None
+    if not whole:
+        at = mx.concatenate([mx.arange(start, stop) for start, stop in columns])
+        seen = attention_window.mask(mx.array([row.position for row in members]), at)
+        seen = seen & (at[None] < mx.array(ends)[:, None])
+    return SharedRead(first, last, tuple(pieces), seen)
+
+
+def visible_ranges(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int]]:
+    """Return the positions of a part that are seen by a window from `nearest` on and a keep."""
+    if nearest <= max(keep, part.start):
+        return [(part.start, part.end)]
+    spans = [(part.start, min(part.end, keep)), (max(part.start, nearest), part.end)]
+    return [(start, stop) for start, stop in spans if start < stop]
+
+
+def _tail_seen(
+    rows: Sequence[DecodeRow], columns: int, attention_window: AttentionWindow
+) -> mx.array | None:
+    if all(
+        row.tail + 1 == columns
+        and max(attention_window.starts_at(row.position), 0)
+        <= max(row.position - row.tail, attention_window.keep)
+        for row in rows
+    ):
+        return None
+    positions = mx.array([row.position for row in rows])[:, None]
+    at = positions - mx.array([row.tail for row in rows])[:, None] + mx.arange(columns)[None]
+    seen = at <= positions
+    if attention_window.window is not None:
+        seen = seen & ((at > positions - attention_window.window) | (at < attention_window.keep))
+    return seen[:, None, None]
