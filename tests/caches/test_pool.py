@@ -447,13 +447,13 @@ def test_a_wrong_size_is_named(argument: str, value: Any, error: Any) -> None:
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda p: p._free_slots.append(0),
-        lambda p: p._free_slots.pop(),
+        lambda p: p._slots._free.append(0),
+        lambda p: p._slots._free.pop(),
         lambda p: setattr(p._sequences[0], "length", LENGTH + 1),
         lambda p: p._sequences[0].pending.update({0: LENGTH}),
         lambda p: setattr(p, "_next_id", 0),
-        lambda p: p._keys.pop(),
-        lambda p: p._values.__setitem__(0, mx.zeros((1, 1, 1, 1))),
+        lambda p: p._slots._keys.pop(),
+        lambda p: p._slots._values.__setitem__(0, mx.zeros((1, 1, 1, 1))),
     ],
 )
 def test_check_notices_harm(harm: Any) -> None:

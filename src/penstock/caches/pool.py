@@ -18,13 +18,13 @@ dropped. Use what `get_cache` returns in the step at hand, and drop it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import mlx.core as mx
 
-from penstock.errors import PoolFull, SequenceOverflow, SettingError, UnknownSequence
-from penstock.kv import columns as col
+from penstock.errors import SequenceOverflow, SettingError, UnknownSequence
 from penstock.kv.checks import positive
+from penstock.kv.tails import LayerShape, Tails, token_bytes
 
 Layout: TypeAlias = Literal["heads_first", "tokens_first"]
 """Axis that comes first in keys and values: heads, or tokens."""
@@ -82,12 +82,10 @@ class KVCacheManager:
         if not isinstance(dtype, mx.Dtype) or not mx.issubdtype(dtype, mx.floating):
             raise TypeError(f"dtype must be a floating dtype of MLX, not {dtype!r}")
         self.dtype = dtype
-        shape = (max_batch_size, num_kv_heads, max_seq_len, head_dim)
-        self._keys: list[Any] = [mx.zeros(shape, dtype) for _ in range(num_layers)]
-        self._values: list[Any] = [mx.zeros(shape, dtype) for _ in range(num_layers)]
-        mx.eval(self._keys, self._values)
+        layer = LayerShape(num_kv_heads, head_dim, head_dim, dtype)
+        self._slots = Tails(max_batch_size, max_seq_len, [layer] * num_layers)
+        self._slots.ready()
         self._sequences: dict[int, _Sequence] = {}
-        self._free_slots = list(reversed(range(max_batch_size)))
         self._next_id = 0
 
     def allocate_sequence(self, max_len: int | None = None) -> int:
@@ -105,16 +103,15 @@ class KVCacheManager:
                 f"max_len {wanted} is longer than the pool's slots of {self.max_seq_len} tokens; "
                 "construct the pool with a larger max_seq_len"
             )
-        if not self._free_slots:
-            raise PoolFull(self.max_batch_size)
+        slot = self._slots.take_slot()
         seq_id = self._next_id
         self._next_id += 1
-        self._sequences[seq_id] = _Sequence(self._free_slots.pop(), wanted)
+        self._sequences[seq_id] = _Sequence(slot, wanted)
         return seq_id
 
     def release_sequence(self, seq_id: int) -> None:
         """Give the sequence's slot back; its id is unknown from now on."""
-        self._free_slots.append(self._find(seq_id).slot)
+        self._slots.give_back(self._find(seq_id).slot)
         del self._sequences[seq_id]
 
     def append_kv(
@@ -158,9 +155,7 @@ class KVCacheManager:
         if v.shape[2] != added:
             raise ValueError(f"v has {v.shape[2]} tokens, k has {added}")
         self._check_room(seq_id, sequence, added)
-        slot, start = sequence.slot, sequence.length
-        for buffers, new in ((self._keys, k), (self._values, v)):
-            buffers[layer_idx] = col.write(buffers[layer_idx], start, new, slot)
+        self._slots.write_block(layer_idx, sequence.slot, sequence.length, k, v)
         sequence.pending[layer_idx] = added
 
     def advance_seq_len(self, seq_id: int, n: int) -> None:
@@ -184,7 +179,7 @@ class KVCacheManager:
         # Computed before the end moves, so that a step that cannot be computed changes nothing
         # and no step's inputs stay held. Not async_eval: an append to a buffer still in flight
         # copies it (8 slots, 2 layers: 415 ms a step in place of 0.3 ms).
-        mx.eval(self._keys, self._values)
+        mx.eval(self._slots.buffers())
         sequence.length += n
         sequence.pending.clear()
 
@@ -200,8 +195,7 @@ class KVCacheManager:
         sequence = self._find(seq_id)
         self._check_layer(layer_idx)
         end = sequence.length + (sequence.pending.get(layer_idx, 0) if pending else 0)
-        rows = slice(sequence.slot, sequence.slot + 1)
-        return self._keys[layer_idx][rows, :, :end], self._values[layer_idx][rows, :, :end]
+        return self._slots.read_block(layer_idx, sequence.slot, 1, end)
 
     def get_seq_len(self, seq_id: int) -> int:
         """Return the sequence's visible length in tokens."""
@@ -219,8 +213,7 @@ class KVCacheManager:
     @property
     def slot_memory(self) -> int:
         """Bytes of one slot, all layers, keys and values."""
-        numbers = 2 * self.num_layers * self.num_kv_heads * self.max_seq_len * self.head_dim
-        return numbers * self.dtype.size
+        return self.max_seq_len * token_bytes(self._slots.shapes)
 
     @property
     def total_memory(self) -> int:
@@ -239,24 +232,13 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Recount everything, and raise AssertionError if something is lost or doubled."""
-        taken = [sequence.slot for sequence in self._sequences.values()]
-        if sorted([*taken, *self._free_slots]) != list(range(self.max_batch_size)):
-            raise AssertionError(
-                f"slots taken {sorted(taken)}, free {sorted(self._free_slots)} "
-                f"of {self.max_batch_size}"
-            )
+        self._slots.check(sequence.slot for sequence in self._sequences.values())
         for seq_id, sequence in self._sequences.items():
             furthest = sequence.length + max(sequence.pending.values(), default=0)
             if not 0 <= sequence.length <= furthest <= sequence.max_len <= self.max_seq_len:
                 raise AssertionError(f"sequence {seq_id} is out of its bounds: {sequence}")
             if seq_id >= self._next_id:
                 raise AssertionError(f"sequence {seq_id} was never given out")
-        shape = (self.max_batch_size, self.num_kv_heads, self.max_seq_len, self.head_dim)
-        buffers = [*self._keys, *self._values]
-        if any(buffer.shape != shape or buffer.dtype != self.dtype for buffer in buffers):
-            raise AssertionError(f"a buffer is not {shape} {self.dtype}")
-        if sum(buffer.nbytes for buffer in buffers) != self.total_memory:
-            raise AssertionError(f"the buffers do not hold {self.total_memory} bytes")
 
     def _find(self, seq_id: int) -> _Sequence:
         sequence = self._sequences.get(seq_id) if type(seq_id) is int else None

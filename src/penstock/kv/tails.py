@@ -1,14 +1,14 @@
 """The pool of tails: the last few tokens of every running sequence, in one buffer a side.
 
 All memory is taken at once, before the first step that writes, and a slot belongs to a sequence
-while it runs, as in `KVCacheManager`; what differs is that a step writes one token of many
-sequences at once, and that layers may have heads of different sizes. A tail that is full is
-copied out, exactly as long as it is, and begins anew.
+while it runs. A step can write one token of many sequences at once, and layers may have heads of
+different sizes. A full tail is copied out, exactly as long as it is, and begins anew.
+`KVCacheManager` is the same pool with long slots, as a library class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -113,6 +113,23 @@ class Tails:
         if slot in self._free or not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is not taken")
         self._free.append(slot)
+
+    def check(self, taken: Iterable[int]) -> None:
+        """Recount slots and buffers, and raise AssertionError if one is lost or doubled.
+
+        Args:
+            taken: the slots that running sequences have.
+        """
+        slots = sorted(taken)
+        if sorted([*slots, *self._free]) != list(range(self.slots)):
+            raise AssertionError(f"slots taken {slots}, free {sorted(self._free)} of {self.slots}")
+        for buffers, sides in ((self._keys, "key_dim"), (self._values, "value_dim")):
+            wanted = [
+                ((self.slots, shape.kv_heads, self.columns, getattr(shape, sides)), shape.dtype)
+                for shape in self.shapes
+            ]
+            if self.nbytes and [(buffer.shape, buffer.dtype) for buffer in buffers] != wanted:
+                raise AssertionError(f"the buffers are not {wanted}")
 
     def write(
         self, layer: int, slots: mx.array, columns: mx.array, keys: mx.array, values: mx.array
