@@ -4,184 +4,34 @@
 
 A sequence that is shorter than `min_quantize_tokens` is all in the head and the tail. Once it is
 not, the head is encoded as well, but for the first tokens that are to stay.
-
-A chunk attends to itself in full precision, and to what was before it dequantized, one layer at a
-time; it is encoded as soon as it is taken in. A single token is written to the tail. Where
-`penstock.attach(model)` was called it reads the codes as they lie; elsewhere they are dequantized
-for it, which is as right, and slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
-from typing import Any, ClassVar
-from weakref import ref
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 
 from penstock.caches import masks
-from penstock.caches.base import LayerCache, agree, check_floating
+from penstock.caches.base import LayerCache, check_floating
+from penstock.caches.codec_reading import TurboQuant
+from penstock.caches.codes import BLOCK_TOKENS, Codes, dim_of, encoded, whole_blocks
 from penstock.caches.growing import Growing, KVCache
 from penstock.caches.masks import Mask
 from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
-from penstock.errors import ModelError, SettingError
+from penstock.errors import SettingError
 from penstock.kv import attention, backend
 from penstock.kv import columns as col
-from penstock.kv.checks import chosen_rows, ints, positive, whole
-from penstock.kv.codecs import Codec, Coded, Scheme, parse_scheme
+from penstock.kv.checks import positive, whole
+from penstock.kv.codecs import Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
 from penstock.kv.joined_reads import KVData
 from penstock.kv.quantization import FORMAT, QuantizationRule
-from penstock.kv.segment import PIECE_TOKENS, Layer, dequantized
+from penstock.kv.segment import Layer, dequantized
 
-BLOCK_TOKENS = 64
-"""Encoded together; a multiple of every codec's span."""
-
-
-class Codes(Growing):
-    """Keys and values of whole blocks, encoded; of `most` columns the first `kept` never go."""
-
-    step = BLOCK_TOKENS
-
-    def __init__(self, scheme: Scheme, capacity: int | None, most: int | None, kept: int) -> None:
-        super().__init__(capacity)
-        self.scheme, self.most, self.kept = scheme, most, kept
-
-    @property
-    def span(self) -> int:
-        """Columns at a multiple of which it can be cut."""
-        return max((codec.span for codec in self.scheme.codecs), default=1)
-
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        """Encode blocks and write them behind the others, a piece at a time; evaluated.
-
-        Raises:
-            SettingError: numbers too large for a codec's scales.
-        """
-        tokens = keys.shape[2]
-        size = PIECE_TOKENS if self.most is None else min(PIECE_TOKENS, self.most - self.kept)
-        for start in range(0, tokens, size):
-            stop = min(start + size, tokens)
-            new = self._encode(keys[:, :, start:stop], values[:, :, start:stop])
-            if self.most is not None:
-                self._drop(self.offset + stop - start - self.most)
-            self.put(new, self.offset + tokens - start)
-
-    def put(self, new: tuple[Side, Side], needed: int) -> None:
-        """Write what is encoded behind the others, with room for `needed` columns; evaluated."""
-        self._make_room(min(needed, self.most or needed), self.offset, new)
-        self._write(self.offset, new)
-        self.offset += col.columns(new[0])
-        mx.eval(col.arrays(self.keys, self.values))
-
-    def _encode(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        return _encoded(keys, self.scheme.keys), _encoded(values, self.scheme.values)
-
-    def _drop(self, count: int) -> None:
-        """Move what is behind the oldest `count` columns that are not kept into their place."""
-        if count <= 0:
-            return
-        for name in ("keys", "values"):
-            side = getattr(self, name)
-            rest = col.copied(col.take(side, self.kept + count, self.offset))
-            setattr(self, name, col.write(side, self.kept, rest))
-            mx.eval(col.arrays(getattr(self, name)))
-        self.offset -= count
-
-    def _room_for(self, needed: int, held: int) -> int:
-        if self.most is not None and self._capacity is None:
-            return self.most
-        room = super()._room_for(needed, held)
-        return room if self.most is None else min(self.most, room)
-
-
-def _encoded(side: mx.array, codec: Codec | None) -> Side:
-    if codec is None:
-        return side
-    coded = codec.encode(side)
-    mx.eval(coded.parts)
-    if not bool(coded.is_finite()):
-        raise SettingError(
-            f"{codec.name} cannot hold numbers as large as {float(mx.abs(side).max()):.3g}: its "
-            f"scales are float16; leave this layer in full precision"
-        )
-    return coded
-
-
-class TurboQuant(LayerCache):
-    """Base of the caches of one sequence and of a batch: reads in place, or dequantized."""
-
-    _given: tuple[ref[mx.array], ref[mx.array]] | None = None
-    """Weak references to the keys and values the model attends to next. The model alone keeps them
-    alive, since they may be the whole sequence, dequantized."""
-    _in_place = False
-    """Whether a single token was seen to attend by `attend`."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_given"}
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all that is held, dequantized: (batch, kv_heads, columns, dim); not evaluated."""
-        raise NotImplementedError
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: object,
-        sinks: mx.array | None = None,
-    ) -> mx.array | None:
-        """Attend as the model's own attention would: (b, heads, 1, d) -> (b, heads, 1, dim).
-
-        None if the model is to attend to `keys` and `values` itself: those of a chunk, or such
-        as it has changed.
-        """
-        given = self._given
-        if given is None or keys is not given[0]() or values is not given[1]():
-            return None
-        seen = self._seen(mask)
-        if len(seen) == 0:
-            return None
-        self._given, self._in_place = None, True
-        queries = attention.in_base_2(queries, scale)
-        rows = self._rows()
-        mixed_rows = [
-            row.attended(queries[i : i + 1] if len(rows) > 1 else queries, row_mask, sinks)
-            for i, (row, row_mask) in enumerate(zip(rows, seen, strict=True))
-        ]
-        return mixed_rows[0] if len(mixed_rows) == 1 else mx.concatenate(mixed_rows, axis=0)
-
-    def _give(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return what the model hands to its attention for a single token.
-
-        All columns, lazily dequantized, until the model was seen to read in place.
-        """
-        given = (keys, values) if self._in_place else self.keys_and_values()
-        self._given = ref(given[0]), ref(given[1])
-        return given
-
-    def _check_read(self) -> None:
-        """Raise ModelError if what was given out to be read in place was read otherwise."""
-        given, self._given = self._given, None
-        if given is not None and self._in_place:
-            self._in_place = False
-            raise ModelError(
-                "the last token was not read by penstock's attention, as those before it were: "
-                "this cache was moved to another model; call penstock.attach for that one, too"
-            )
-
-    def _rows(self) -> Sequence[TurboQuantKVCache]:
-        raise NotImplementedError
-
-    def _seen(self, mask: object) -> list[mx.array | None]:
-        """Return (1, columns) of booleans, or None for all, for each row.
-
-        Returns nothing if the mask is of another kind.
-        """
-        raise NotImplementedError
+if TYPE_CHECKING:
+    from penstock.caches.codec_batch import BatchTurboQuantKVCache
 
 
 class TurboQuantKVCache(TurboQuant):
@@ -253,14 +103,14 @@ class TurboQuantKVCache(TurboQuant):
             blocks = max_size // BLOCK_TOKENS - 1  # the tail's is left out
             first = min(first, (blocks - 1) * BLOCK_TOKENS)
             most = blocks * BLOCK_TOKENS - first
-            kept = min(_blocks(max(0, keep - first)), most - BLOCK_TOKENS)
+            kept = min(whole_blocks(max(0, keep - first)), most - BLOCK_TOKENS)
             least = min(least, first + most)
         self.scheme, self.first, self.max_size, self.keep = scheme, first, max_size, keep
         self.least = least
-        room = None if capacity is None else max(BLOCK_TOKENS, _blocks(capacity - first))
+        room = None if capacity is None else max(BLOCK_TOKENS, whole_blocks(capacity - first))
         if room is not None and most is not None:
             room = min(room, most)
-        raw = min(first, LayerCache.step if capacity is None else _blocks(capacity))
+        raw = min(first, LayerCache.step if capacity is None else whole_blocks(capacity))
         self.head, self.codes = KVCache(raw or None), Codes(scheme, room, most, kept)
         self._asked = capacity
         self.tail = KVCache(BLOCK_TOKENS)
@@ -309,7 +159,7 @@ class TurboQuantKVCache(TurboQuant):
             else:
                 cache.codes.put(part, max(needed, col.columns(part[0])))
         keys, values = (
-            mx.zeros((1, col.arrays(side)[0].shape[1], 1, _dim(side)), dtype)
+            mx.zeros((1, col.arrays(side)[0].shape[1], 1, dim_of(side)), dtype)
             for side, dtype in zip(parts[0], dtypes, strict=True)
         )
         cache.tail._make_room(1, 0, (keys, values))
@@ -450,7 +300,7 @@ class TurboQuantKVCache(TurboQuant):
                 parts.append(col.take(coded, start, min(stop, end)))
             if stop > end:
                 (rest,) = col.arrays(col.take(raw, max(0, start - end), stop - end))
-                parts.append(_encoded(rest, codec))
+                parts.append(encoded(rest, codec))
             sides.append(col.copied(parts[0]) if len(parts) == 1 else col.join(*parts))
         mx.eval(col.arrays(*sides))
         return sides[0], sides[1]
@@ -548,6 +398,9 @@ class TurboQuantKVCache(TurboQuant):
         Raises:
             ValueError: no caches, or they differ in codec, settings or shapes.
         """
+        # A batch is made of these, so its module imports this one.
+        from penstock.caches.codec_batch import BatchTurboQuantKVCache
+
         return BatchTurboQuantKVCache.merge(caches)
 
     # ---- parts
@@ -583,8 +436,10 @@ class TurboQuantKVCache(TurboQuant):
     def _begin_raw(self) -> None:
         """Let the head, if it is empty, take as many tokens as a short sequence has."""
         if self.head.empty():
-            room = LayerCache.step if self._asked is None else _blocks(self._asked)
-            self.head = KVCache(max(BLOCK_TOKENS, min(_blocks(max(self.first, self.least)), room)))
+            room = LayerCache.step if self._asked is None else whole_blocks(self._asked)
+            self.head = KVCache(
+                max(BLOCK_TOKENS, min(whole_blocks(max(self.first, self.least)), room))
+            )
 
     def _unraw(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take the columns to be encoded out of the head; return them with these behind."""
@@ -640,217 +495,6 @@ class TurboQuantKVCache(TurboQuant):
         self.codes._capacity = col.columns(self.codes.keys) or None
 
 
-class BatchTurboQuantKVCache(TurboQuant):
-    """Sequences of a batch, each in a `TurboQuantKVCache` of its own: no row is padded in memory.
-
-    To a model it looks left-padded: all rows end in the same column. Prompts of different lengths
-    are padded on the right, and announced by `prepare`; the padding is not kept.
-    """
-
-    def __init__(self, rows: Sequence[TurboQuantKVCache]) -> None:
-        self.rows = list(rows)
-        self._ends: list[int] | None = None
-
-    @property
-    def offset(self) -> mx.array:
-        """The position of each row's next token; (batch,) int32."""
-        return mx.array([row.offset for row in self.rows], mx.int32)
-
-    @property
-    def left_padding(self) -> mx.array:
-        """Columns before each row's first one, as models see them; (batch,) int32."""
-        return mx.array([self.size() - row.size() for row in self.rows], mx.int32)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, used or not."""
-        return sum(row.nbytes for row in self.rows)
-
-    @property
-    def capacity(self) -> int:
-        """Columns allocated for the longest row, or before that those asked for."""
-        return max(row.capacity for row in self.rows)
-
-    def empty(self) -> bool:
-        """Tell whether nothing was ever written."""
-        return all(row.empty() for row in self.rows)
-
-    def size(self) -> int:
-        """Count the tokens of the longest row."""
-        return max(row.size() for row in self.rows)
-
-    def is_trimmable(self) -> bool:
-        """Tell whether `trim` works: as long as nothing was dropped."""
-        return all(row.is_trimmable() for row in self.rows)
-
-    def trim(self, n: int) -> int:
-        """Forget the last `n` tokens of every row, or as many as there are; return how many."""
-        if not self.is_trimmable():
-            return 0
-        self._check_read()
-        return max(row.trim(n) for row in self.rows)
-
-    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Mask:
-        """Return (batch, 1, N, columns + N) for the next N tokens."""
-        alone = self._alone(N)
-        pasts = [row.past(alone=alone) for row in self.rows]
-        pads = [max(pasts) - past for past in pasts]
-        if window_size is None:
-            return masks.causal(N, max(pasts), None, mx.array(pads))
-        at = [
-            mx.concatenate([mx.full((pad,), -1, mx.int32), row.positions(N, alone=alone)])
-            for pad, row in zip(pads, self.rows, strict=True)
-        ]
-        own = self.offset[:, None, None] + mx.arange(N)
-        return masks.by_position(mx.stack(at)[:, None], own, 0, _ALL, window_size)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take one chunk in for every row and return all there is, padded on the left.
-
-        keys, values: (batch, kv_heads, tokens, dim). As with one sequence, each row's chunk as it
-        is and what was before dequantized; to single tokens that are read in place, themselves
-        alone.
-
-        Raises:
-            TypeError, ValueError: wrong rank, dtype, batch, heads or widths.
-            SettingError, ModelError: as with one sequence.
-        """
-        self._check_read()
-        tokens = self._accept(keys, values)
-        if self._alone(tokens):
-            for i, row in enumerate(self.rows):
-                row.write(keys[i : i + 1], values[i : i + 1])
-            return self._give(keys, values)
-        past, parts = self.size(), [row.sides() for row in self.rows]
-        fetched = []
-        for number, new in enumerate((keys, values)):
-            placed = [
-                (i, at, side)
-                for i, row in enumerate(self.rows)
-                for at, side in col.spread(past - row.size(), [*parts[i][number], new[i : i + 1]])
-            ]
-            fetched.append(dequantized(placed, len(self.rows), past + tokens, new.dtype))
-        for i, row in enumerate(self.rows):
-            count = tokens if self._ends is None else min(tokens, self._ends[i] - row.offset)
-            if count > 0:
-                row.take_in(keys[i : i + 1, :, :count], values[i : i + 1, :, :count])
-        return fetched[0], fetched[1]
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all that is held, dequantized, zeros in front of shorter rows; not evaluated."""
-        count = self.size()
-        wide = [row.keys_and_values() for row in self.rows]
-
-        def padded(side: mx.array) -> mx.array:
-            return mx.pad(side, [(0, 0), (0, 0), (count - side.shape[2], 0), (0, 0)])
-
-        keys, values = (mx.concatenate([padded(row[i]) for row in wide]) for i in (0, 1))
-        return keys, values
-
-    def prepare(
-        self,
-        *,
-        left_padding: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
-        right_padding: Sequence[int] | None = None,
-    ) -> None:
-        """Announce how the next prompts are padded; on right padding `finalize` must follow.
-
-        Raises:
-            ValueError: left padding, or right padding without lengths.
-        """
-        if left_padding is not None and max(ints(left_padding)) > 0:
-            raise ValueError("pad on the right: the rows of this batch have no room for padding")
-        if right_padding is not None and max(ints(right_padding)) > 0:
-            if lengths is None:
-                raise ValueError("right_padding needs the lengths of the prompts")
-            pairs = zip(self.rows, ints(lengths), strict=True)
-            self._ends = [row.offset + length for row, length in pairs]
-
-    def finalize(self) -> None:
-        """End the padding that was announced; none of it was kept."""
-        self._ends = None
-
-    def filter(self, batch_indices: Any) -> None:
-        """Keep the given rows, in the given order."""
-        self.rows = [self.rows[row] for row in chosen_rows(batch_indices, len(self.rows))]
-        self._shape = None
-
-    def extend(self, other: BatchTurboQuantKVCache) -> None:
-        """Append the rows of `other`.
-
-        Raises:
-            ValueError: the two differ in codec, settings or shapes.
-        """
-        agree("extend", [*self.rows, *other.rows])
-        self.rows = self.rows + [deepcopy(row) for row in other.rows]
-        self._shape = None
-
-    def extract(self, idx: int) -> TurboQuantKVCache:
-        """Return one row, copied when it is written to first."""
-        return deepcopy(self.rows[idx])
-
-    @classmethod
-    def merge(cls, caches: Sequence[Any]) -> BatchTurboQuantKVCache:
-        """Return a batch of the sequences, in order; each is copied when it is written to first.
-
-        Raises:
-            ValueError: no caches, or they differ in codec, settings or shapes.
-        """
-        agree("merge", caches)
-        return cls([deepcopy(cache) for cache in caches])
-
-    # ---- parts
-
-    def _alone(self, tokens: int) -> bool:
-        """Tell whether every row takes a single token, behind others."""
-        return tokens == 1 and self._ends is None and not any(row.empty() for row in self.rows)
-
-    def _rows(self) -> Sequence[TurboQuantKVCache]:
-        return self.rows
-
-    def _seen(self, mask: object) -> list[mx.array | None]:
-        rows, count = len(self.rows), self.size()
-        if mask is None:
-            return [None] * rows
-        if not isinstance(mask, mx.array) or mask.dtype != mx.bool_:
-            return []
-        if mask.shape not in ((rows, 1, 1, count), (1, 1, 1, count)):
-            return []
-        row_mask = mx.broadcast_to(mask, (rows, 1, 1, count))
-        return [row_mask[i, 0, :, count - row.size() :] for i, row in enumerate(self.rows)]
-
-    def _held_shape(self) -> tuple[Any, ...] | None:
-        shapes = (shape for row in self.rows if (shape := row._held_shape()) is not None)
-        shape = next(shapes, None)
-        return None if shape is None else (len(self.rows), *shape[1:])
-
-    def _accept_dtype(self, name: str, dtype: mx.Dtype) -> None:
-        check_floating(name, dtype)
-
-    def _accept_widths(self, key_width: int, value_width: int) -> None:
-        self.rows[0]._accept_widths(key_width, value_width)
-
-    def _state(self) -> tuple[Any, ...]:
-        return tuple(row.state for row in self.rows)
-
-    def _restore(self, state: Sequence[Any]) -> None:
-        self.rows, self._ends = [TurboQuantKVCache.from_state(row) for row in state], None
-
-
-_ALL = 2**30
-"""More tokens than any cache holds."""
-
-
-def _dim(side: Side) -> int:
-    return side.dim if isinstance(side, Coded) else col.arrays(side)[0].shape[3]
-
-
 def _one(side: Side) -> KVData:
     assert not isinstance(side, tuple)
     return side
-
-
-def _blocks(tokens: int) -> int:
-    """Return so many tokens, up to whole blocks."""
-    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS

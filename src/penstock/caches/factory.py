@@ -1,4 +1,4 @@
-"""The one place where a model's caches are made, and where the bound is put on all of them."""
+"""Factory of a model's caches: the one place where they are made and bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.caches.base import LayerCache
-from penstock.caches.codec import BLOCK_TOKENS, TurboQuantKVCache
+from penstock.caches.codec import TurboQuantKVCache
+from penstock.caches.codes import BLOCK_TOKENS
 from penstock.caches.quantized import QuantizedRotatingKVCache
 from penstock.caches.rotating import Ring, RotatingKVCache
 from penstock.caches.sinks import SinkRotatingKVCache
@@ -44,8 +45,8 @@ def make_kv_cache(
         capacity: Columns that the first write allocates. A number: tokens the request can use,
             prompt and answer. None, the default, starts with 256 and grows by a quarter at a
             time: a short request takes little, a long one copies. "window" allocates the whole
-            window of each layer at once: nothing
-            ever grows, and a short request takes as much as a long one.
+            window of each layer at once: nothing ever grows, and a short request takes as much
+            as a long one.
         kv_group_size: Neighbours that share a scale when quantized: 32, 64 or 128.
         kv_cache_quantization: The codec of full-attention layers, as `turbo4`: they become
             `TurboQuantKVCache`s. Sliding layers stay in full precision.
@@ -64,27 +65,10 @@ def make_kv_cache(
         first_tokens=kv_cache_raw_first_tokens,
         least_tokens=kv_cache_min_quantize_tokens,
     )
-    if rule is None:  # raw is none
-        kv_cache_quantization = None
-    if kv_cache_quantization is not None and kv_bits is not None:
-        raise SettingError("kv_bits and kv_cache_quantization are two ways; name one of them")
+    shared = _reads_other_layers(model)
+    _check_codec(rule, kv_bits, shared=shared)
     size = positive("max_kv_size", max_kv_size)
-    bound = Bound(
-        size,
-        _kept(keep, size),
-        kv_bits,
-        kv_group_size,
-        _room(capacity),
-        _reads_other_layers(model),
-        kv_cache_quantization,
-        kv_cache_min_quantize_tokens,
-        kv_cache_raw_first_tokens,
-    )
-    if kv_cache_quantization is not None and bound.shared:
-        raise SettingError(
-            "kv_cache_quantization: layers of this model read other layers' keys and values, "
-            "which a codec would change under them; use kv_bits"
-        )
+    bound = Bound(size, _kept(keep, size), kv_bits, kv_group_size, _room(capacity), shared, rule)
     if hasattr(model, "make_cache"):
         return [bound.on(cache) for cache in model.make_cache()]
     return [bound.full() for _ in model.layers]
@@ -101,9 +85,7 @@ class Bound:
     room: int | None
     """Columns of the first write; None is the whole window."""
     shared: bool
-    codec: str | None
-    least_tokens: int
-    raw_tokens: int
+    rule: QuantizationRule | None
 
     def on(self, cache: Any) -> Any:
         """Return the bounded cache that takes the place of one that the model made."""
@@ -125,11 +107,11 @@ class Bound:
 
     def full(self) -> Ring | TurboQuantKVCache:
         """Return the cache of a full-attention layer."""
-        if self.codec is not None:
+        if self.rule is not None:
             return TurboQuantKVCache(
-                self.codec,
-                min_quantize_tokens=self.least_tokens,
-                raw_first_tokens=self.raw_tokens,
+                self.rule.scheme.name,
+                min_quantize_tokens=self.rule.least_tokens,
+                raw_first_tokens=self.rule.first_tokens,
                 max_size=self.size,
                 keep=self.keep,
                 capacity=self.size if self.room is None else self.room,
@@ -160,6 +142,19 @@ class Bound:
     def _of(self, cache: Ring) -> Ring:
         cache.read_by_others = self.shared
         return cache
+
+
+def _check_codec(rule: QuantizationRule | None, kv_bits: int | None, *, shared: bool) -> None:
+    """Raise SettingError if the codec cannot be used with these bits, or in this model."""
+    if rule is None:
+        return
+    if kv_bits is not None:
+        raise SettingError("kv_bits and kv_cache_quantization are two ways; name one of them")
+    if shared:
+        raise SettingError(
+            "kv_cache_quantization: layers of this model read other layers' keys and values, "
+            "which a codec would change under them; use kv_bits"
+        )
 
 
 def _kept(keep: int | None, size: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.caches import make_kv_cache
-from penstock.caches.codec import BLOCK_TOKENS
+from penstock.caches.codes import BLOCK_TOKENS
 from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import SettingError
 from penstock.kv.codecs import parse_scheme

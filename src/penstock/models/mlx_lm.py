@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.caches.codec import TurboQuant
+from penstock.caches.codec_reading import TurboQuant
 from penstock.config import SamplingSettings
 from penstock.errors import ModelError
 from penstock.kv.attention import AttentionWindow

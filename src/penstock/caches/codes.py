@@ -1,0 +1,100 @@
+"""Whole blocks of one sequence in a codec, encoded as they come."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from penstock.caches.growing import Growing
+from penstock.errors import SettingError
+from penstock.kv import columns as col
+from penstock.kv.codecs import Codec, Coded, Scheme
+from penstock.kv.columns import Side
+from penstock.kv.segment import PIECE_TOKENS
+
+BLOCK_TOKENS = 64
+"""Tokens that are encoded together; a multiple of every codec's span."""
+
+
+class Codes(Growing):
+    """Keys and values of whole blocks, encoded; of `most` columns the first `kept` never go."""
+
+    step = BLOCK_TOKENS
+
+    def __init__(self, scheme: Scheme, capacity: int | None, most: int | None, kept: int) -> None:
+        super().__init__(capacity)
+        self.scheme, self.most, self.kept = scheme, most, kept
+
+    @property
+    def span(self) -> int:
+        """Columns at a multiple of which it can be cut."""
+        return max((codec.span for codec in self.scheme.codecs), default=1)
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Encode blocks and write them behind the others, a piece at a time; evaluated.
+
+        Raises:
+            SettingError: numbers too large for a codec's scales.
+        """
+        tokens = keys.shape[2]
+        size = PIECE_TOKENS if self.most is None else min(PIECE_TOKENS, self.most - self.kept)
+        for start in range(0, tokens, size):
+            stop = min(start + size, tokens)
+            new = self._encode(keys[:, :, start:stop], values[:, :, start:stop])
+            if self.most is not None:
+                self._drop(self.offset + stop - start - self.most)
+            self.put(new, self.offset + tokens - start)
+
+    def put(self, new: tuple[Side, Side], needed: int) -> None:
+        """Write what is encoded behind the others, with room for `needed` columns; evaluated."""
+        self._make_room(min(needed, self.most or needed), self.offset, new)
+        self._write(self.offset, new)
+        self.offset += col.columns(new[0])
+        mx.eval(col.arrays(self.keys, self.values))
+
+    def _encode(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
+        return encoded(keys, self.scheme.keys), encoded(values, self.scheme.values)
+
+    def _drop(self, count: int) -> None:
+        """Move what is behind the oldest `count` columns that are not kept into their place."""
+        if count <= 0:
+            return
+        for name in ("keys", "values"):
+            side = getattr(self, name)
+            rest = col.copied(col.take(side, self.kept + count, self.offset))
+            setattr(self, name, col.write(side, self.kept, rest))
+            mx.eval(col.arrays(getattr(self, name)))
+        self.offset -= count
+
+    def _room_for(self, needed: int, held: int) -> int:
+        if self.most is not None and self._capacity is None:
+            return self.most
+        room = super()._room_for(needed, held)
+        return room if self.most is None else min(self.most, room)
+
+
+def encoded(side: mx.array, codec: Codec | None) -> Side:
+    """Encode a side, evaluated; None leaves it raw.
+
+    Raises:
+        SettingError: numbers too large for the codec.
+    """
+    if codec is None:
+        return side
+    coded = codec.encode(side)
+    mx.eval(coded.parts)
+    if not bool(coded.is_finite()):
+        raise SettingError(
+            f"{codec.name} cannot hold numbers as large as {float(mx.abs(side).max()):.3g}: its "
+            f"scales are float16; leave this layer in full precision"
+        )
+    return coded
+
+
+def whole_blocks(tokens: int) -> int:
+    """Round tokens up to whole blocks."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def dim_of(side: Side) -> int:
+    """Return the width of a head in numbers."""
+    return side.dim if isinstance(side, Coded) else col.arrays(side)[0].shape[3]
