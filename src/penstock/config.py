@@ -117,6 +117,16 @@ KVCacheQuantization: TypeAlias = Annotated[
     ),
 ]
 
+RawFirstTokens: TypeAlias = Annotated[
+    int,
+    Field(ge=0),
+    Setting(
+        "First tokens of every sequence that stay in full precision; a --keep-kv-size that is "
+        "more counts instead.",
+        "TOKENS",
+    ),
+]
+
 
 class KVSettings(Settings):
     """How much a sequence's key/value caches may hold, and in which form."""
@@ -141,15 +151,7 @@ class KVSettings(Settings):
             "TOKENS",
         ),
     ] = MIN_QUANTIZE_TOKENS
-    kv_cache_raw_first_tokens: Annotated[
-        int,
-        Field(ge=0),
-        Setting(
-            "First tokens of every sequence that stay in full precision; a --keep-kv-size that is "
-            "more counts instead.",
-            "TOKENS",
-        ),
-    ] = RAW_FIRST_TOKENS
+    kv_cache_raw_first_tokens: RawFirstTokens = RAW_FIRST_TOKENS
 
     @model_validator(mode="after")
     def _keep_leaves_room(self) -> KVSettings:
@@ -304,11 +306,13 @@ class EngineSettings(Settings):
         int,
         Field(ge=0),
         Setting(
-            "First tokens of every prompt that stay in full precision; a --keep-kv-size that is "
-            "more counts instead.",
+            "Leave a sequence of fewer tokens in full precision, and out of cold tiers; encode a "
+            "longer one whole. With --kv-cache-quantize-when active the first tokens of longer "
+            "ones stay as well.",
             "TOKENS",
         ),
     ] = MIN_QUANTIZE_TOKENS
+    kv_cache_raw_first_tokens: RawFirstTokens = RAW_FIRST_TOKENS
     kv_cache_skip_layers: Annotated[
         tuple[int, ...],
         Setting(
@@ -358,8 +362,26 @@ class EngineSettings(Settings):
 
     @property
     def raw_first_tokens(self) -> int:
-        """First tokens of a prompt that no codec touches."""
-        return max(self.kv_cache_min_quantize_tokens, self.keep or 0)
+        """First tokens of a prompt that no codec touches.
+
+        An active codec fixes a block's form before the length of a path is known, so that short
+        prompts stay raw only if all prompts begin so.
+        """
+        active = self.kv_cache_quantize_when == "active"
+        short = self.kv_cache_min_quantize_tokens if active else 0
+        return max(self.kv_cache_raw_first_tokens, self.keep or 0, short)
+
+    @property
+    def least_quantized_tokens(self) -> int:
+        """Tokens below which a path of nodes at rest stays as it is."""
+        active = self.kv_cache_quantize_when == "active"
+        return 0 if active else self.kv_cache_min_quantize_tokens
+
+    @property
+    def least_written_tokens(self) -> int:
+        """Tokens below which a path is not written to cold tiers."""
+        quantized = self.kv_cache_quantization is not None
+        return max(self.block_size, self.least_quantized_tokens if quantized else 0)
 
     @property
     def keep_tokens(self) -> int:

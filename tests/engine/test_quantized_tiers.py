@@ -15,6 +15,8 @@ from cold_engine import files, said, settle, ssd, submit
 from penstock.engine.core import Core
 from penstock.engine.engine import Engine
 from penstock.engine.model.runner import Runner
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring
 from penstock.engine.request import Request
 from penstock.engine.session_files import load_session, save_session
 from penstock.errors import SettingError
@@ -37,10 +39,18 @@ SMALL: dict[str, Any] = {
     "max_kv_size": 4_096,
     "memory_limit": "400MB",
     "ssd_cache_limit": "1GB",
-    "kv_cache_min_quantize_tokens": RAW_BLOCKS * BLOCK,
+    "kv_cache_min_quantize_tokens": 0,
+    "kv_cache_raw_first_tokens": RAW_BLOCKS * BLOCK,
     "kv_cache_quantize_when": "active",
 }
 CODECS = ["8", "turbo4", "turbo2.5", "kivi4/turbo3.5", "k8v4", "raw/3"]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a disk that others use as well: what is on it is read, not computed."""
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
+    monkeypatch.setattr(restoring, "ASK_SECONDS", 20.0)
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +165,59 @@ def test_what_is_still_raw_is_written_as_it_will_be_held(model: Any, tmp_path: P
         assert whole(core, asked) == held
 
 
+AT_REST: dict[str, Any] = {
+    "kv_cache_quantize_when": "at-rest",
+    "kv_cache_raw_first_tokens": 0,
+    "kv_cache_min_quantize_tokens": 6 * BLOCK,
+}
+
+
+@pytest.mark.parametrize("codec", ["4", "turbo2.5"])
+def test_a_short_prompt_says_the_same_cold_warm_and_after_a_restart(
+    model: Any, tmp_path: Path, codec: str
+) -> None:
+    """Its blocks are raw in memory, and tiers have none of them."""
+    asked = prompt()[: 5 * BLOCK + 20]
+    with running(model, tmp_path / "raw", None) as core:
+        expected = [ask(core, asked)[0] for _ in range(2)]
+    for _ in range(2):
+        with running(model, tmp_path / "coded", codec, **AT_REST) as core:
+            assert [ask(core, asked)[0] for _ in range(2)] == expected
+            assert files(tmp_path / "coded") == []
+
+
+@pytest.mark.parametrize("turns", [(10,), (4, 10), (3, 5, 6, 10), (5, 8, 10)])
+def test_a_chain_that_becomes_long_is_written_from_its_first_block(
+    model: Any, tmp_path: Path, turns: tuple[int, ...]
+) -> None:
+    asked = prompt()
+    with running(model, tmp_path, "turbo4", **AT_REST) as core:
+        for blocks in turns:
+            ask(core, asked[: blocks * BLOCK + 20])
+            written = blocks if blocks >= 6 else 0
+            assert sum(node.end == written * BLOCK for node in path(core, asked)) == (blocks >= 6)
+            assert len(files(tmp_path)) == written
+        warm, _ = ask(core, asked)
+        held = whole(core, asked)
+    with running(model, tmp_path, "turbo4", **AT_REST) as core:
+        assert ask(core, asked) == (warm, 10 * BLOCK)
+        assert whole(core, asked) == held
+
+
+def test_a_short_prompt_reads_what_is_on_the_disk_of_a_longer_one(
+    model: Any, tmp_path: Path
+) -> None:
+    asked = prompt()
+    short = [*asked[: 2 * BLOCK], *prompt(1)[: BLOCK + 20]]
+    with running(model, tmp_path, "4", **AT_REST) as core:
+        ask(core, asked)
+        expected, _ = ask(core, short)
+        warm, _ = ask(core, short)
+    with running(model, tmp_path, "4", **AT_REST) as core:
+        assert ask(core, short) == (expected, 2 * BLOCK)
+        assert ask(core, short)[0] == warm
+
+
 def test_other_codecs_miss_and_harm_nothing(model: Any, tmp_path: Path) -> None:
     asked = prompt()
     others: list[dict[str, Any]] = [
@@ -162,7 +225,13 @@ def test_other_codecs_miss_and_harm_nothing(model: Any, tmp_path: Path) -> None:
         {"codec": "turbo4"},
         {"codec": "turbo3"},
         {"codec": "turbo4", "kv_cache_skip_layers": (0,)},
-        {"codec": "turbo4", "kv_cache_min_quantize_tokens": 0},
+        {"codec": "turbo4", "kv_cache_raw_first_tokens": 0},
+        {"codec": "turbo4", "kv_cache_quantize_when": "at-rest"},
+        {
+            "codec": "turbo4",
+            "kv_cache_quantize_when": "at-rest",
+            "kv_cache_min_quantize_tokens": 100,
+        },
     ]
     for _ in range(2):
         first = _ == 0
@@ -237,3 +306,12 @@ def test_what_finds_no_room_to_be_encoded_stays_off_the_disk(
         assert ask(core, asked)[0] == expected
         assert len(files(tmp_path / "with")) == RAW_BLOCKS
         assert ssd(core).dropped_blocks == 10 - RAW_BLOCKS
+
+
+def test_a_session_of_a_short_prompt_is_refused_with_the_reason(model: Any, tmp_path: Path) -> None:
+    asked, settings = prompt()[:300], {**SMALL, **AT_REST, "kv_cache_quantization": "turbo4"}
+    with Engine(model, ssd_cache_dir=tmp_path / "cache", **settings) as engine:
+        engine.submit(Request(prompt=tuple(asked), max_tokens=4, ignore_eos=True)).result(60.0)
+        with pytest.raises(SettingError, match="of 384 tokens at least"):
+            save_session(engine, tmp_path / "session.tar", asked)
+        assert not (tmp_path / "session.tar").exists()

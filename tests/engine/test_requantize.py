@@ -36,7 +36,8 @@ SMALL: dict[str, Any] = {
     "max_batch_size": 4,
     "max_kv_size": 4_096,
     "memory_limit": "400MB",
-    "kv_cache_min_quantize_tokens": 64,
+    "kv_cache_min_quantize_tokens": 0,
+    "kv_cache_raw_first_tokens": 64,
     "kv_cache_quantize_when": "active",
 }
 
@@ -223,10 +224,89 @@ def test_layers_that_are_skipped_stay(model: Any) -> None:
         assert [isinstance(keys, Coded) for keys, _ in node.segment.layers] == [False, True, False]
 
 
-def test_a_short_prompt_is_left_alone(model: Any) -> None:
-    with running(model, "4", kv_cache_min_quantize_tokens=256) as core:
-        ask(core, prompt(250))
+AT_REST: dict[str, Any] = {
+    "kv_cache_quantize_when": "at-rest",
+    "kv_cache_raw_first_tokens": 0,
+    "kv_cache_min_quantize_tokens": 256,
+}
+
+
+@pytest.mark.parametrize("when", ["active", "at-rest"])
+def test_a_short_prompt_is_left_alone(when: str, model: Any) -> None:
+    settings = {**AT_REST, "kv_cache_quantize_when": when}
+    asked = prompt(230)
+    with running(model, None) as core:
+        expected = [ask(core, asked) for _ in range(2)]
+    with running(model, "4", **settings) as core:
+        assert [ask(core, asked) for _ in range(2)] == expected
+        assert core.view.stats().hit_tokens > 0
         assert not any(whole for _, _, whole in coded(core))
+
+
+@pytest.mark.parametrize("first", [0, 64, 300])
+@pytest.mark.parametrize("tokens", [257, 300, 500])
+def test_a_longer_prompt_is_quantized_whole(tokens: int, first: int, model: Any) -> None:
+    with running(model, "4", **{**AT_REST, "kv_cache_raw_first_tokens": first}) as core:
+        ask(core, prompt(tokens), max_tokens=1)
+        raw, end = -(-first // BLOCK) * BLOCK, tokens // BLOCK * BLOCK
+        expected = {False: (0, min(raw, end)), True: (raw, end)}
+        assert covered(core) == {
+            whole: (start, stop) for whole, (start, stop) in expected.items() if start < stop
+        }
+
+
+def test_an_active_codec_leaves_the_first_tokens_of_longer_prompts(model: Any) -> None:
+    """Else a block would have to be in two forms: for the short prompt, and for the longer one."""
+    with running(model, "4", **{**AT_REST, "kv_cache_quantize_when": "active"}) as core:
+        ask(core, prompt(500), max_tokens=1)
+        assert covered(core) == {False: (0, 256), True: (256, 448)}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_a_short_prompt_shares_codes_where_a_longer_one_goes_on(
+    order: tuple[int, ...], model: Any
+) -> None:
+    """A node is coded if some path through it is long enough, whichever came first."""
+    long, short = prompt(400), (*prompt(128), *prompt(70, 1))
+    asked = (long, short, prompt(200, 2))
+    with running(model, "4", **AT_REST) as core:
+        for number in order:
+            ask(core, asked[number], max_tokens=1)
+        paths = [core.prefixes.match(core.prefixes.block_hashes(tokens)).path for tokens in asked]
+        forms = [
+            [(n.start, n.end, isinstance(n.segment.layers[0][0], Coded)) for n in path]
+            for path in paths
+        ]
+        assert {whole for _, _, whole in forms[0]} == {True}
+        assert {(end <= 128, whole) for _, end, whole in forms[1]} == {(True, True), (False, False)}
+        assert {whole for _, _, whole in forms[2]} == {False}
+        token = 3 * 2 * 2 * 64  # numbers
+        nodes = 384 * token * 4.5 / 8 + (64 + 192) * token * 4
+        assert core.ledger.by_class()[Kind.NODES] == nodes
+
+
+def test_a_conversation_is_quantized_when_it_becomes_long(model: Any) -> None:
+    turns = [prompt(tokens) for tokens in (100, 200, 300, 500)]
+    with running(model, "turbo4", **AT_REST) as core:
+        held = hits = 0
+        for turn in turns:
+            ask(core, turn, max_tokens=1)
+            assert core.view.stats().hit_tokens - hits == held
+            hits, held = core.view.stats().hit_tokens, len(turn) // BLOCK * BLOCK
+            assert covered(core) == {len(turn) >= 256: (0, held)}
+
+
+def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
+    shape = replace(SHAPE, layers=1, query_heads=8, kv_heads=8, hidden_size=512)
+    half = bench_model(Choice.RANDOM, shape).model
+    half.set_dtype(mx.float16)
+    settings = {"block_size": 32, "kv_cache_quantization": "8"}
+    core = Core(half, memory_limit="400MB", **settings)
+    try:
+        ask(core, prompt(512), max_tokens=1)
+        assert core.ledger.by_class()[Kind.NODES] == 557_056
+    finally:
+        core.close()
 
 
 def test_who_keeps_tokens_keeps_them_whole(model: Any) -> None:

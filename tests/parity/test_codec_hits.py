@@ -43,6 +43,7 @@ class Case:
     block_size: int
     chunk: int
     first_tokens: int
+    least_tokens: int
 
 
 CASES = [
@@ -52,6 +53,7 @@ CASES = [
         (24, 64, 128),
         (16, 96, 512),
         (0, 100),
+        (0, 150),
     )
     if values[1] % 64 == 0 or not values[0].startswith("kivi")
 ]
@@ -86,7 +88,8 @@ def engine(case: Case, folder: Path | None = None, **settings: Any) -> Iterator[
         "block_size": case.block_size,
         "prefill_chunk": case.chunk,
         "kv_cache_quantization": case.codec,
-        "kv_cache_min_quantize_tokens": case.first_tokens,
+        "kv_cache_raw_first_tokens": case.first_tokens,
+        "kv_cache_min_quantize_tokens": case.least_tokens,
         "kv_cache_quantize_when": "active",
         **settings,
     }

@@ -46,6 +46,10 @@ class Kind:
     quantize: str = "at-rest"
     codec: str | None = None
     """What its nodes are held in; then the account is judged, and not the text."""
+    least_blocks: int = 0
+    """Blocks of the shortest path that is held so."""
+    raw_blocks: int = 1
+    """First blocks that are not."""
     places: int = 4
     """Sequences that run at the same time."""
     most_prompt: int = MOST_PROMPT
@@ -72,7 +76,8 @@ class Kind:
             "keep": self.keep,
             "max_batch_size": self.places,
             "kv_cache_quantization": self.codec,
-            "kv_cache_min_quantize_tokens": self.block_size,
+            "kv_cache_min_quantize_tokens": self.least_blocks * self.block_size,
+            "kv_cache_raw_first_tokens": self.raw_blocks * self.block_size,
             "kv_cache_quantize_when": self.quantize,
         }
 
@@ -105,7 +110,7 @@ KINDS = [
     Kind("blocks of one", "llama", 1, 4),
     Kind("window", "llama", 8, 16, max_kv_size=48, keep=12),
     Kind("recurrent", "falcon_h1", 16, 24),
-    Kind("coded", "llama", 16, 24, codec="turbo4"),
+    Kind("coded", "llama", 16, 24, codec="turbo4", least_blocks=3, raw_blocks=0),
     Kind("coded at once", "llama", 16, 24, codec="turbo4", quantize="active"),
 ]
 
@@ -129,6 +134,8 @@ drawn_kinds = st.builds(
     max_kv_size=st.sampled_from([8, 16, 48, 100, 256]),
     keep=st.sampled_from([None, 0, 4, 12, 40]),
     codec=st.sampled_from([None, None, "turbo4", "turbo8"]),
+    least_blocks=st.sampled_from([0, 1, 3]),
+    raw_blocks=st.sampled_from([0, 1, 2]),
     places=st.sampled_from([1, 2, 4]),
     most_prompt=st.just(160),
     feed_forward=st.just(2_048),

@@ -112,7 +112,7 @@ class Load:
     continued_tokens: int = 32
     """At most; an answer may end before."""
     raw_first_tokens: int = 0
-    """Of every prompt; the engine's default is 256."""
+    """First tokens of every prompt that stay in full precision."""
     block_size: int = EVALUATED_BLOCK_SIZE
     memory_limit: int | str | None = "200MB"
 
@@ -125,7 +125,8 @@ class Load:
             "keep": setting.keep,
             "max_batch_size": self.per_dialogue,
             "kv_cache_quantization": setting.codec,
-            "kv_cache_min_quantize_tokens": self.raw_first_tokens,
+            "kv_cache_min_quantize_tokens": 0,
+            "kv_cache_raw_first_tokens": self.raw_first_tokens,
             "kv_cache_quantize_when": "active",
         }
 

@@ -32,7 +32,12 @@ EngineSize: TypeAlias = Annotated[
 ]
 EngineCodec: TypeAlias = Annotated[
     dict[str, Any],
-    Fields(config.EngineSettings, "kv_cache_quantization", "kv_cache_min_quantize_tokens"),
+    Fields(
+        config.EngineSettings,
+        "kv_cache_quantization",
+        "kv_cache_min_quantize_tokens",
+        "kv_cache_raw_first_tokens",
+    ),
 ]
 KVOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.KVSettings)]
 SamplingOptions: TypeAlias = Annotated[dict[str, Any], Fields(config.SamplingSettings)]

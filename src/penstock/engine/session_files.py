@@ -77,7 +77,8 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         if not done.blocks:
             raise SettingError(
                 f"nothing is held of a prompt of {len(tokens):,} tokens; whole blocks of "
-                f"{about.block_size} tokens are, after it was asked"
+                f"{about.block_size} tokens are, after it was asked, of {about.least_tokens:,} "
+                f"tokens at least"
             )
         nbytes = aside.stat().st_size
         aside.replace(file)
@@ -116,6 +117,8 @@ class _About:
     limit_bytes: int
     """Limit of the folder."""
     block_size: int
+    least_tokens: int
+    """Of a prompt that is written."""
     fingerprint: str
 
 
@@ -128,6 +131,7 @@ def _about(engine: Engine) -> _About:
             limits.ssd_cache_dir,
             limits.ssd_cache_limit,
             limits.block_size,
+            limits.least_written_tokens,
             view.fingerprint,
         )
 

@@ -105,6 +105,7 @@ def identity(
         block_size=limits.block_size,
         first_tokens=limits.raw_first_tokens,
         skip_layers=limits.kv_cache_skip_layers,
+        least_tokens=limits.least_quantized_tokens,
     )
     if rule is not None:
         rule = rule.scaled(runner.key_scales)

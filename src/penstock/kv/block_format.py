@@ -135,6 +135,8 @@ class BlockFormats:
         if rule is not None:
             self._coded = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
             self._first = rule.first_tokens // block_size
+        self.least_blocks = 0 if rule is None else -(-rule.least_tokens // block_size)
+        """Whole blocks below which a chain stays raw, and out of cold tiers."""
 
     @property
     def coded(self) -> BlockFormat:

@@ -111,7 +111,8 @@ class QuantizationRule:
         """What is equal where prompts are held in the same bits."""
         layers = ",".join(map(str, sorted(self.raw_layers)))
         scales = f":{digest(self.scheme.scales)}" if self.scheme.scales else ""
-        return f"{FORMAT}:{self.scheme.name}:{layers}:{self.first_tokens}{scales}"
+        tokens = f"{self.first_tokens}:{self.least_tokens}"
+        return f"{FORMAT}:{self.scheme.name}:{layers}:{tokens}{scales}"
 
     def check_in_place(self) -> None:
         """Raise SettingError unless the codes are read as they lie."""

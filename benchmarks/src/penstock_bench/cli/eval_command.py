@@ -102,11 +102,11 @@ def evaluate(
     text_tokens: Annotated[
         int, typer.Option(help="Read so much of the text, at most.", metavar="TOKENS", min=1)
     ] = 4_000,
-    kv_cache_min_quantize_tokens: Annotated[
+    kv_cache_raw_first_tokens: Annotated[
         int,
         typer.Option(
             help="First tokens of every prompt that stay in full precision. 0 shows most of what "
-            "a codec does; penstock serve has 256.",
+            "a codec does.",
             metavar="TOKENS",
             min=0,
         ),
@@ -140,7 +140,7 @@ def evaluate(
         questions=questions,
         text=read,
         text_tokens=text_tokens,
-        raw_first_tokens=kv_cache_min_quantize_tokens,
+        raw_first_tokens=kv_cache_raw_first_tokens,
         **engine,
     )
     if codec or window or keep:

@@ -460,6 +460,10 @@ class EngineTier:
             ended: whether a conversation ended there: its last blocks are written even if they
                 make no whole record, until there is more of the chain.
         """
+        if self._is_short(block_hashes):
+            return
+        if first < self._forms.least_blocks:  # it was too short when those were noted
+            first = 0
         whole = len(block_hashes) >= self._spans.end(first)
         if first >= len(block_hashes) or not (whole or ended) or not (seen or self._is_dear()):
             return
@@ -489,6 +493,8 @@ class EngineTier:
         It is written after the blocks.
         """
         turn = tuple(block_hashes)
+        if self._is_short(turn):
+            return
         if block_hashes and turn not in self._turns and (seen or self._is_dear()):
             self.note_end(block_hashes, root, seen=True)
             self._turns.append(turn)
@@ -540,6 +546,10 @@ class EngineTier:
             self._buffers.release()
 
     # ---- parts
+
+    def _is_short(self, block_hashes: Sequence[bytes]) -> bool:
+        """Tell whether a chain is raw in memory, though tiers hold its blocks coded."""
+        return len(block_hashes) < self._forms.least_blocks
 
     def _is_dear(self) -> bool:
         """Tell whether computing a record takes so long that it is written after its first use."""

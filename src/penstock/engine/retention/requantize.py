@@ -7,6 +7,11 @@
 The first tokens of prompts and unfinished blocks stay in full precision; what is coded is never
 dequantized again.
 
+At rest a node is due once some path through it is `least_tokens` long, answers included: sequences
+that stay shorter are raw as a whole, but for blocks that they share with a longer one. Raw blocks
+of short paths are not written to cold tiers, whose blocks are coded: a short prompt reads the same
+numbers before and after a restart.
+
 At rest an answer reads in full precision what it computes, and codes where it meets blocks that an
 earlier one has left behind. With `active` a token reads as codes every whole block in front of its
 own, from the first that is coded on, and its own block raw, whatever was held before: what it reads
@@ -26,7 +31,7 @@ from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
 from penstock.prefix.checkpoints import Path
-from penstock.prefix.node import Node
+from penstock.prefix.node import Node, upwards
 from penstock.prefix.prefixes import Prefixes
 
 
@@ -59,6 +64,9 @@ class Requantizer:
         self._form = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
         self._prefixes = prefixes
         self._first = rule.first_tokens
+        self._least = rule.least_tokens
+        self._begins_long: set[int] = set()
+        """Nodes that end in front of `least_tokens`, with a path through them that does not."""
         self.active = limits.kv_cache_quantize_when == "active"
         """Whether blocks are encoded as soon as they are whole."""
         self._due: deque[Node[Segment]] = deque()
@@ -123,11 +131,19 @@ class Requantizer:
         """Find the nodes that are due, each before those below it."""
         self._looked = True
         self._awaited = {node.id for path in awaited for node in path}
+        self._begins_long = self._find_beginnings()
         self._due = deque(node for node in self._prefixes.tree if self._is_due(node))
         self._left &= {node.id for node in self._prefixes.tree}
 
+    def _find_beginnings(self) -> set[int]:
+        """Return the nodes, by their ids, in front of those that hold token `least_tokens`."""
+        long = (node for node in self._prefixes.tree if node.start < self._least <= node.end)
+        return {above.id for node in long for above in upwards(node.parent)}
+
     def _is_due(self, node: Node[Segment]) -> bool:
         if node.end <= self._first or node.id in self._left:
+            return False
+        if node.end < self._least and node.id not in self._begins_long:
             return False
         if not self.active and (node.pins or node.id in self._awaited):
             return False
