@@ -11,6 +11,7 @@ from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.request import Sampling
+from penstock.engine.schedule.step_peaks import StepPeaks, measured_once
 from penstock.kv import backend
 from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.block_format import BlockFormat
@@ -132,10 +133,34 @@ class MemoryEstimator:
         return layer + beyond * self._score_bytes
 
     def measure_step(self, tails: Tails) -> int:
-        """Run the largest steps once, on nothing, and return what they took beside their result.
+        """Return what the largest steps take beside their result: run once on nothing, unless an
+        engine with such limits was made on this model before.
 
-        The tails have taken their memory afterwards.
+        The tails may have taken their memory afterwards.
         """
+        limits, runner = self._limits, self._runner
+        run_as = (
+            *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
+            *(tails.columns, type(self._device), runner.divided, self._compresses),
+        )
+        peaks = measured_once(runner.model, run_as, lambda: self._run_steps(tails))
+        self._measured_scores = runner.heads * limits.step_tokens**2
+        self.prefill_token_seconds = peaks.prefill_seconds / limits.step_tokens
+        masks = MASK_BYTES * limits.max_batch_size * runner.vocabulary_size
+        taken = max(peaks.prefill, peaks.decode, peaks.sample + masks)
+        if self._compresses:
+            self._far_bytes = SLACK * max(0, peaks.far - peaks.prefill) / FAR_TOKENS
+            folding = 2 * limits.block_size * runner.token_bytes
+            return int(max(taken, peaks.far) * SLACK) + folding
+        # A chunk far into a prompt has as many scores at once as are ever computed together.
+        seen = limits.max_kv_size + limits.step_tokens
+        most = min(self._device.scores_at_once, runner.heads * limits.step_tokens * seen)
+        measured = min(most, self._measured_scores)
+        folding = 2 * span_tokens(limits.block_size) * runner.token_bytes
+        return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
+
+    def _run_steps(self, tails: Tails) -> StepPeaks:
+        """Run the largest steps on nothing."""
         limits, runner = self._limits, self._runner
         tokens = [0] * limits.step_tokens
         rows = [DecodeRow((), 0, slot, 0) for slot in range(limits.max_batch_size)]
@@ -150,22 +175,10 @@ class MemoryEstimator:
             samplers = [TokenSampler(EVERYTHING, (0,), choice) for choice in range(len(rows))]
             sample_all(logits, samplers, [()] * len(rows))
 
-        masks = MASK_BYTES * len(rows) * runner.vocabulary_size
         prefill, seconds = _peak(lambda: runner.prefill(tokens, (), 0))
-        self._measured_scores = runner.heads * len(tokens) ** 2
-        self.prefill_token_seconds = seconds / len(tokens)
-        taken = max(prefill, _peak(decode)[0], _peak(sample)[0] + masks)
-        if self._compresses:
-            far, _ = _peak(lambda: self._prefill_far(tokens))
-            self._far_bytes = SLACK * max(0, far - prefill) / FAR_TOKENS
-            folding = 2 * limits.block_size * runner.token_bytes
-            return int(max(taken, far) * SLACK) + folding
-        # A chunk far into a prompt has as many scores at once as are ever computed together.
-        seen = limits.max_kv_size + limits.step_tokens
-        most = min(self._device.scores_at_once, runner.heads * len(tokens) * seen)
-        measured = min(most, runner.heads * len(tokens) ** 2)
-        folding = 2 * span_tokens(limits.block_size) * runner.token_bytes
-        return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
+        decoding, sampling = _peak(decode)[0], _peak(sample)[0]
+        far = _peak(lambda: self._prefill_far(tokens))[0] if self._compresses else 0
+        return StepPeaks(prefill, decoding, sampling, far, seconds)
 
     def _prefill_far(self, tokens: list[int]) -> None:
         """Read a chunk behind `FAR_TOKENS` tokens that are nothing."""
