@@ -17,6 +17,7 @@ from penstock.tiers.disk import HostArray, Record
 from penstock.tiers.record import TOKENS, Target, decode, encode
 from penstock.tiers.remote import RemoteStore, check_url, objects, shown
 from penstock.tiers.remote import remote_store as store_module
+from penstock.tiers.store import READERS
 
 FINGERPRINT = "a model"
 BLOCK = 4
@@ -73,6 +74,12 @@ def test_what_one_has_written_another_reads(piece_bytes: int) -> None:
     assert values.puts == 20
     assert set(values.pieces) == {piece_bytes}
     assert other.counts.read_bytes == sum(map(len, values.values.values()))
+
+
+def test_each_reader_has_room_for_four_copies_of_a_piece() -> None:
+    """The client's buffer, its answer, the bytes that it is cut from, and the piece itself."""
+    assert store_module.buffer_bytes(1_000) - store_module.buffer_bytes(0) == 4_000 * READERS
+    assert store_module.buffer_bytes(0) == 16_384 * 200, "names of values that were seen"
 
 
 def test_a_prompt_that_nobody_knows_costs_a_short_question() -> None:

@@ -234,7 +234,7 @@ class TurboQuantKVCache(TurboQuant):
                 side.dequantize().astype(own.dtype) if isinstance(side, Coded) else side
                 for side in sides
             ]
-            wide.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
+            wide.append(mx.concatenate(parts, axis=2))
         return wide[0], wide[1]
 
     def sides(self) -> tuple[list[KVData], list[KVData]]:
