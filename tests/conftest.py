@@ -8,8 +8,12 @@ import penstock  # noqa: F401 - the import is what loads it
 
 import mlx.core as mx  # isort: skip
 import pytest
+from hypothesis import settings
 
 from quick import left_out
+
+settings.register_profile("unhurried", deadline=None)  # a loaded machine is slow by seconds
+settings.load_profile("unhurried")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell: what tests start would not hear Ctrl-C either.
