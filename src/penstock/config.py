@@ -436,6 +436,13 @@ class ServerSettings(Settings):
         Field(ge=1),
         Setting("Tokens of an answer whose request does not say how many.", "TOKENS"),
     ] = MAX_TOKENS
+    ignore_model_context: Annotated[
+        bool,
+        Setting(
+            "Take prompts that are longer than the model's max_position_embeddings; what it "
+            "answers to them may make no sense."
+        ),
+    ] = False
     keep_billing_header: Annotated[
         bool,
         Setting(

@@ -23,6 +23,8 @@ class Kind(Enum):
     CHECKPOINTS = "checkpoints"
     BUFFERS = "buffers"
     """Buffers of the step in flight."""
+    PROMPTS = "prompts"
+    """Texts and tokens of requests, and what it takes to read them."""
     INDEX = "index"
     """Bytes of the prefix tree itself: tokens, hashes, nodes."""
 

@@ -34,7 +34,11 @@ ROLES = tuple(f"<|{role}|>" for role in ("tools", "system", "user", "tool"))
 
 
 def parrot(
-    folder: Path, *pieces: str, marks: tuple[str, ...] = (), template: str = TEMPLATE
+    folder: Path,
+    *pieces: str,
+    marks: tuple[str, ...] = (),
+    template: str = TEMPLATE,
+    context: int = 32_768,
 ) -> tuple[Any, Any]:
     """Make a model that answers everything with these pieces, a token each, and its tokenizer.
 
@@ -42,10 +46,11 @@ def parrot(
         pieces: each once; the answer ends behind the last.
         marks: other tokens that are one piece, as those of reasoning.
         template: the chat template.
+        context: tokens that the model is made for.
     """
     tokenizer = _tokenizer(folder, (*dict.fromkeys((*pieces, *marks)),), template)
     said = [tokenizer.convert_tokens_to_ids(token) for token in (ASK, *pieces, END)]
-    return _model(len(tokenizer.get_vocab()), list(pairwise(said))), tokenizer
+    return _model(len(tokenizer.get_vocab()), list(pairwise(said)), context), tokenizer
 
 
 def _tokenizer(folder: Path, whole: tuple[str, ...], template: str) -> Any:
@@ -64,10 +69,10 @@ def _tokenizer(folder: Path, whole: tuple[str, ...], template: str) -> Any:
     return load_tokenizer(folder, {"tool_parser_type": "json_tools"})
 
 
-def _model(size: int, follows: list[tuple[int, int]]) -> Any:
+def _model(size: int, follows: list[tuple[int, int]], context: int) -> Any:
     shape = {"hidden_size": size, "vocab_size": size, "num_hidden_layers": 2, "head_dim": 16}
     more = {"model_type": "llama", "tie_word_embeddings": False, "torch_dtype": "float32"}
-    model = build({**BASE, **shape, **more})
+    model = build({**BASE, **shape, **more, "max_position_embeddings": context})
     for layer in model.layers:
         for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
             module.weight = mx.zeros_like(module.weight)

@@ -28,6 +28,7 @@ Snapshot: TypeAlias = dict[str, Any]
 COLOURS = {
     "weights": "bright_black",
     "buffers": "magenta",
+    "prompts": "red",
     "index": "bright_magenta",
     "checkpoints": "green",
     "tails": "yellow",

@@ -83,6 +83,15 @@ class Core(EngineParts):
         self.group.note("enqueue", request=handle.request)
         return self.intake.enqueue(handle)
 
+    def set_aside_prompts(self, nbytes: int) -> int:
+        """Set bytes aside for texts and tokens of prompts, half of what is free at most.
+
+        Returns:
+            The bytes that were set aside.
+        """
+        self.group.note("set_aside_prompts", nbytes=nbytes)
+        return self.budget.set_aside_prompts(nbytes)
+
     def cancel(self, handle: Handle) -> None:
         """End a request's answers that have not ended; what was computed stays in the tree."""
         self._cancel([s.id for s in self.admission.sequences.values() if s.handle is handle])
@@ -130,6 +139,8 @@ class Core(EngineParts):
                 self.enqueue(Handle(Request(**given["request"]), self.cancel))
         elif command.name == "cancel":
             self._cancel(given["ids"])
+        elif command.name == "set_aside_prompts":
+            self.budget.set_aside_prompts(given["nbytes"])
         elif command.name == "close":
             self._let_go(None)
         else:

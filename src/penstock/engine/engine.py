@@ -182,6 +182,14 @@ class Engine:
         """
         return self._wait(self._later(lambda core: core.preload()))
 
+    def set_aside_prompts(self, nbytes: int) -> int:
+        """Set bytes of the ledger aside for texts and tokens of prompts that a server holds.
+
+        Returns:
+            The bytes that were set aside: half of what is free at most.
+        """
+        return self._wait(self._later(lambda core: core.set_aside_prompts(nbytes)))
+
     def check(self) -> None:
         """Recount everything from the arrays, and raise AssertionError if something differs."""
         self._wait(self.ask(EngineView.check))

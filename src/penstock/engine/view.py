@@ -106,6 +106,16 @@ class EngineView:
         """Bytes of a token's KV in all layers, as the prefix tree holds it."""
         return (self._stores.requantizer or self._stores.runner).token_bytes
 
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens of a prompt and its answer that the model is made for; None if it does not say."""
+        return self._stores.runner.context_tokens
+
+    @property
+    def fitting_tokens(self) -> int:
+        """Tokens that a prompt and its answer can have together, alone; up to 2**31."""
+        return self._budget.most_tokens()
+
     def sequence_bytes(self, tokens: int) -> SequenceBytes:
         """Return the memory that a sequence of `tokens` needs beside what is always held."""
         estimator = self._estimator

@@ -465,8 +465,8 @@ def query_heads(model: nn.Module) -> int:
     return max(counts, default=64)
 
 
-def positions(model: nn.Module) -> int:
-    """Return how many positions a model is made for, of its arguments; 256 if they do not tell."""
+def positions(model: nn.Module) -> int | None:
+    """Return how many positions a model is made for, of its arguments; None if they do not tell."""
     places = [getattr(model, "args", None)]
     places.append(getattr(places[0], "text_config", None))
     limits = [
@@ -475,7 +475,7 @@ def positions(model: nn.Module) -> int:
         for name in ("max_position_embeddings", "n_positions", "n_ctx")
         if isinstance(value := getattr(place, name, None), int)
     ]
-    return min(limits, default=256)
+    return min(limits, default=None)
 
 
 def plain_caches(model: nn.Module) -> list[Any]:

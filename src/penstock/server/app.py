@@ -55,6 +55,7 @@ from penstock.server.problems import (
     problem_of,
     response_for,
 )
+from penstock.server.prompt_memory import HOLD, PromptHold, PromptMemory
 from penstock.server.service import ARRIVED, Service
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def create_app(service: Service) -> FastAPI:
     for module in (openai, responses, anthropic, cache_routes, sessions, metrics, live):
         app.include_router(module.router(service))
     reference.add_reference(app)
-    _guard(app, service.settings)
+    _guard(app, service.settings, service.memory)
     return app
 
 
@@ -143,9 +144,9 @@ def _health(service: Service) -> APIRouter:
 # ---- what stands before the routes
 
 
-def _guard(app: FastAPI, settings: ServerSettings) -> None:
+def _guard(app: FastAPI, settings: ServerSettings, memory: PromptMemory) -> None:
     """Put the middlewares around the routes, the innermost first."""
-    app.add_middleware(Body, settings=settings)
+    app.add_middleware(Body, settings=settings, memory=memory)
     if settings.api_key is not None:
         app.add_middleware(Key, api_key=settings.api_key)
     elif settings.on_loopback:
@@ -287,19 +288,27 @@ class Body:
     """Reads a request's body before anything else, and refuses one that is too much.
 
     Too many bytes are 413, too many brackets within brackets 400, too slow 408, and what does not
-    say that it is JSON 415. Behind it a body
-    is there at once, and `receive` waits for nothing but the client's leaving.
+    say that it is JSON 415. One for whose reading there is no memory is 503, or 413 if there never
+    is. Behind it a body is there at once, and `receive` waits for nothing but the client's leaving.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, memory: PromptMemory) -> None:
         self.app = app
         self._settings = settings
+        self._memory = memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return await self.app(scope, receive, send)
+        hold = self._memory.hold()
         try:
-            body = await self._read(scope, receive)
+            return await self._serve(scope, receive, send, hold)
+        finally:
+            hold.release()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, hold: PromptHold) -> None:
+        try:
+            body = await self._read(scope, receive, hold)
         except ServerError as error:
             response = response_for(scope["path"], error)
             response.headers["Connection"] = "close"  # the rest of the body is not read
@@ -307,6 +316,7 @@ class Body:
         if body is None:
             return None
         ARRIVED.set(time.monotonic())
+        HOLD.set(hold)
         given = False
 
         async def replay() -> Message:
@@ -318,8 +328,8 @@ class Body:
 
         return await self.app(scope, replay, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body; None if the client has gone."""
+    async def _read(self, scope: Scope, receive: Receive, hold: PromptHold) -> bytes | None:
+        """Return the body, whose cost is held; None if the client has gone."""
         limit = self._settings.max_body_bytes
         told = Headers(scope=scope).get("content-length", "0")
         if told.isdigit() and (len(told) > 18 or int(told) > limit):
@@ -336,6 +346,7 @@ class Body:
                     size += len(part)
                     if size > limit:
                         raise _too_large(limit)
+                    hold.resize(2 * size)  # it is put together in the end
                     parts.append(part)
                     if not message.get("more_body", False):
                         break
@@ -357,6 +368,7 @@ class Body:
                 status=415,
                 code="not_json",
             )
+        hold.take_body(body)
         return body
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -112,12 +113,24 @@ class Completion(BaseModel):
 
 
 class Model(BaseModel):
-    """A model that is served."""
+    """A model that is served, in OpenAI's and in Anthropic's words."""
 
     id: str
     object: str
     created: int
     owned_by: str
+    max_model_len: int
+    """Tokens that a prompt and its answer can have together."""
+    context_length: int
+    """The same, in other clients' words."""
+    type: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    """Tokens that a prompt can have."""
+    max_tokens: int
+    """Tokens that an answer can have."""
+    lifecycle: str
 
 
 class Models(BaseModel):
@@ -125,6 +138,9 @@ class Models(BaseModel):
 
     object: str
     data: list[Model]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 class ChatBody(ChatRequest):
@@ -191,7 +207,8 @@ def router(service: Service) -> APIRouter:
     @made.get("/v1/models", response_model=Models)
     async def models() -> Response:
         """List the models: there is one."""
-        return Json({"object": "list", "data": [_model(service)]})
+        ends = {"has_more": False, "first_id": service.model_name, "last_id": service.model_name}
+        return Json({"object": "list", "data": [_model(service)], **ends})
 
     @made.get("/v1/models/{model_id:path}", response_model=Model)
     async def model(model_id: str) -> Response:
@@ -213,6 +230,14 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "penstock",
+        "max_model_len": service.context_tokens,
+        "context_length": service.context_tokens,
+        "type": "model",
+        "display_name": service.model_name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "max_input_tokens": max(1, service.context_tokens - 1),
+        "max_tokens": service.context_tokens,
+        "lifecycle": "active",
     }
 
 

@@ -70,6 +70,18 @@ class BadRequest(ServerError):
     status = 400
 
 
+class PromptTooLong(BadRequest):
+    """A prompt has more tokens than can be answered; in the words that clients look for."""
+
+    def __init__(self, tokens: int, context: int, param: str = "prompt") -> None:
+        super().__init__(
+            f"prompt is too long: {tokens} tokens > {context - 1} maximum. This model's maximum "
+            f"context length is {context} tokens, prompt and answer together. Shorten the prompt",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+
 class Unauthorized(ServerError):
     """The key is missing or wrong."""
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from functools import cached_property
-from threading import Lock
+from threading import Event
 from typing import Any, TypeAlias
 
-from penstock.server.problems import BadRequest
+from penstock.errors import PenstockError
+from penstock.server.pieces import PIECE_CHARACTERS, FairLock, PieceEncoder
+from penstock.server.problems import BadRequest, ClientGone, PromptTooLong
+from penstock.server.prompt_memory import HOLD, PIECE_TOKEN_BYTES, UNCUT_CHARACTERS
 from penstock.server.templates import TemplateTraits
 
 Message: TypeAlias = Mapping[str, Any]
+
+STOP: ContextVar[Event | None] = ContextVar("stop", default=None)
+"""Set when the request that is served here is not waited for any more."""
+FAR_TOO_LONG = 2
+"""A prompt of more than so many times what can be answered is not read to its end."""
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Types of content parts that are text; their text stands under `text` or `refusal`."""
@@ -30,19 +39,30 @@ RESERVED = frozenset(
 class Prompts:
     """Encodes what clients send. Slow for long prompts: never to be called in an event loop.
 
-    Any thread may call it; one at a time does its work, because tokenizers are not all safe.
-    `Service.work` calls it in a thread of its own.
+    Any thread may call it; one at a time does its work, because tokenizers are not all safe. A
+    long text is read in pieces, between which others have their turn. `Service.work` calls it in
+    threads of its own.
 
     Args:
         tokenizer: mlx-lm's wrapper.
         keep_billing_header: whether Claude Code's billing header stays in the prompt.
+        most_tokens: of a prompt that can be answered; None is any number.
     """
 
-    def __init__(self, tokenizer: Any, *, keep_billing_header: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        keep_billing_header: bool = False,
+        most_tokens: int | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.most_tokens = most_tokens
+        """Of a prompt that can be answered; None is any number."""
         self.keep_billing_header = keep_billing_header
         """Whether Claude Code's billing header stays in the prompt."""
-        self._lock = Lock()
+        self._lock = FairLock()
+        self._pieces = PieceEncoder(tokenizer, self._lock)
 
     @cached_property
     def traits(self) -> TemplateTraits:
@@ -85,12 +105,14 @@ class Prompts:
         fitting = self.traits.fit(flat)
         for name in ("tokenize", "return_dict", "return_tensors", "add_generation_prompt"):
             template_args.pop(name, None)
+        long = sum(len(message["content"]) for message in flat) > PIECE_CHARACTERS
         with self._lock:
             try:
-                tokens = self.tokenizer.apply_chat_template(
+                rendered = self.tokenizer.apply_chat_template(
                     fitting,
                     tools=list(tools) if tools else None,
                     add_generation_prompt=answer,
+                    tokenize=not long,
                     **template_args,
                 )
             # A boundary: a template is a program of the model's makers, and raises anything.
@@ -100,7 +122,9 @@ class Prompts:
                     param="messages",
                     code="invalid_value",
                 ) from error
-        return self._some(tokens, "messages")
+        if isinstance(rendered, str):
+            rendered = self._tokens(rendered, "messages", special=False)
+        return self._some(rendered, "messages")
 
     def encode(self, text: str, param: str = "prompt") -> tuple[int, ...]:
         """Turn raw text into tokens, with the special tokens that the tokenizer adds by itself.
@@ -109,15 +133,7 @@ class Prompts:
             BadRequest: the text is empty, or not Unicode.
         """
         check_text(text, param)
-        with self._lock:
-            try:
-                tokens = self.tokenizer.encode(text)
-            # A boundary, as above.
-            except Exception as error:
-                raise BadRequest(
-                    f"the tokenizer refuses this text: {_one_line(error)}", param=param
-                ) from error
-        return self._some(tokens, param)
+        return self._some(self._tokens(text, param, special=True), param)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Turn tokens into text."""
@@ -162,7 +178,44 @@ class Prompts:
     def _some(self, tokens: Any, param: str) -> tuple[int, ...]:
         if len(tokens) == 0:
             raise BadRequest(f"{param} has no tokens", param=param, code="invalid_value")
+        hold = HOLD.get()
+        if hold is not None:
+            hold.add_tokens(len(tokens))
         return tuple(tokens)
+
+    def _tokens(self, text: str, param: str, *, special: bool) -> list[int]:
+        """Read a text in pieces; stop when it is far too long, or its client has gone."""
+        most = self.most_tokens
+        if most is not None and len(text) > most:
+            size = len(text) if text.isascii() else len(text.encode())
+            least = size // self._pieces.longest_token
+            if least > most:
+                raise PromptTooLong(least, most, param=param)
+
+        def check(tokens: int, characters: int) -> None:
+            if (stop := STOP.get()) is not None and stop.is_set():
+                raise ClientGone("the client has closed the connection")
+            if most is not None and tokens > FAR_TOO_LONG * most:
+                raise PromptTooLong(tokens * len(text) // characters, most, param=param)
+
+        try:
+            return self._pieces.encode(text, special=special, check=check, large=_hold_piece)
+        except PenstockError:
+            raise
+        # A boundary: a tokenizer is a program of the model's makers, too.
+        except Exception as error:
+            raise BadRequest(
+                f"the tokenizer refuses this text: {_one_line(error)}", param=param
+            ) from error
+
+
+def _hold_piece(characters: int) -> None:
+    """Have memory for reading a piece that cannot be cut; those of the usual size are few."""
+    hold = HOLD.get()
+    if hold is not None and characters > UNCUT_CHARACTERS:
+        before = hold.nbytes
+        hold.resize(before + PIECE_TOKEN_BYTES * characters)
+        hold.resize(before)
 
 
 def client_arguments(given: Mapping[str, Any] | None) -> dict[str, Any]:

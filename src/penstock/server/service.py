@@ -20,9 +20,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from threading import Event as ThreadEvent
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -39,12 +40,14 @@ from penstock.server.answers import total_usage
 from penstock.server.problems import (
     BadRequest,
     ClientGone,
+    PromptTooLong,
     ServerError,
     TimedOut,
     TooSlow,
     Unavailable,
 )
-from penstock.server.prompts import Prompts
+from penstock.server.prompt_memory import HOLD, TOKEN_BYTES, PromptMemory, pool_bytes
+from penstock.server.prompts import STOP, Prompts
 from penstock.server.response_store import ResponseStore
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,8 @@ logger = logging.getLogger(__name__)
 PATIENCE = 32
 """Events that may wait while nobody reads but the end: each wake takes the engine's time."""
 ASIDE_THREADS = 2
+LONG_BYTES = 65_536
+"""Bodies of as many bytes are read in a thread of their own, so that short ones pass them."""
 WATCH_SECONDS = 0.25
 """How often it is looked whether the engine's thread lives."""
 LEAST_SECONDS = 0.001
@@ -126,7 +131,20 @@ class Service:
         self.settings = settings
         self.model_name = model_name
         self.created = int(time.time())
-        self.prompts = Prompts(tokenizer, keep_billing_header=settings.keep_billing_header)
+        self.memory = PromptMemory(engine.set_aside_prompts(pool_bytes(engine)))
+        """Of bodies, texts and tokens of open requests."""
+        model_tokens = engine.ask(lambda view: view.context_tokens).result()
+        fitting_tokens = engine.ask(lambda view: view.fitting_tokens).result()
+        self.model_context = None if settings.ignore_model_context else model_tokens
+        """Tokens of a prompt and its answer that the model is made for; None is any number."""
+        context = (self.model_context, fitting_tokens, self.memory.pool_bytes // TOKEN_BYTES)
+        self.context_tokens = min(tokens for tokens in context if tokens is not None)
+        """Tokens that a prompt and its answer can have together."""
+        self.prompts = Prompts(
+            tokenizer,
+            keep_billing_header=settings.keep_billing_header,
+            most_tokens=self.context_tokens,
+        )
         self.stored = ResponseStore(settings.stored_response_bytes)
         self.recent: deque[Recent] = deque(maxlen=settings.recent)
         """Newest last."""
@@ -143,7 +161,8 @@ class Service:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told = False
         self._pending = 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-prompts")
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="penstock-prompts")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="penstock-long-prompts")
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, thread_name_prefix="penstock-sessions")
 
     @property
@@ -180,7 +199,9 @@ class Service:
                 code="too_many_answers",
                 param="n",
             )
-        requests = [_in_time(request) for request in requests]
+        if (hold := HOLD.get()) is not None:
+            hold.settle()
+        requests = [_in_time(self._in_context(request)) for request in requests]
         recent = Recent(f"req_{uuid.uuid4().hex[:16]}", label, time.time())
         recent.prompt_tokens = sum(len(request.prompt) for request in requests)
         answering = ActiveRequest(self, [await self._handle(r) for r in requests], recent)
@@ -197,6 +218,27 @@ class Service:
         for handle in answering.handles:
             handle.listen(answering.told)
         return answering
+
+    def _in_context(self, request: Request) -> Request:
+        """Leave an answer the tokens that the prompt leaves of the model's context.
+
+        Raises:
+            BadRequest: the prompt leaves none, or the answer alone is longer than the context.
+        """
+        prompt, most = len(request.prompt), self.model_context
+        if most is None or prompt + request.max_tokens <= most:
+            return request
+        if prompt >= most:
+            raise PromptTooLong(prompt, most)
+        if request.max_tokens > most:
+            raise BadRequest(
+                f"This model's maximum context length is {most} tokens; "
+                f"{prompt + request.max_tokens} were asked for ({prompt} in the prompt, "
+                f"{request.max_tokens} in the answer). Lower max_tokens",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+        return request.model_copy(update={"max_tokens": most - prompt})
 
     async def _handle(self, request: Request) -> Handle:
         """Return the engine's handle; a grammar is compiled for it, which takes long."""
@@ -234,7 +276,8 @@ class Service:
     async def work(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Have a worker thread do what takes long: `await service.work(prompts.render, messages)`.
 
-        There is one such thread: tokenizers and templates are Python's or lock each other out.
+        There is one such thread for short requests, and one for long ones, which lets the other
+        go first between two pieces of a text. When nobody waits any more, the thread stops there.
 
         Raises:
             ServerError: 429, as many as may wait for it do already.
@@ -245,11 +288,15 @@ class Service:
                 status=429,
                 code="queue_full",
             )
-        loop = asyncio.get_running_loop()
+        loop, hold, stop = asyncio.get_running_loop(), HOLD.get(), ThreadEvent()
+        worker = self._short if hold is None or hold.body_bytes < LONG_BYTES else self._long
+        context = copy_context()
+        context.run(STOP.set, stop)
         self._pending += 1
         try:
-            return await loop.run_in_executor(self._worker, partial(call, *args, **kwargs))
+            return await loop.run_in_executor(worker, partial(context.run, call, *args, **kwargs))
         finally:
+            stop.set()
             self._pending -= 1
 
     async def aside(self, call: Callable[[], T]) -> T:
@@ -284,7 +331,8 @@ class Service:
 
     def close(self) -> None:
         """Let go of the worker thread."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
         self._aside.shutdown(wait=False, cancel_futures=True)
 
     def wake_soon(self) -> None:

@@ -40,6 +40,8 @@ PROBE = (3, 1, 4, 1, 5, 2)
 SCALES_SEED = "penstock scales"
 SCALES_CHUNKS = 4
 """Read far apart: RoPE turns a constant of the keys from one channel into another and back."""
+SCALES_POSITIONS = 256
+"""How far apart at most, where a model does not say how many positions it is made for."""
 SCALES_CHUNK = 64
 """Tokens of each."""
 TOLERANCE = {mx.float32: 1e-3}
@@ -139,6 +141,11 @@ class Runner:
     def layer_bytes(self) -> int:
         """Bytes of one token's KV in the largest layer."""
         return max((shape.nbytes for shape in self.shapes), default=0)
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens of a prompt and its answer that the model is made for; None if it does not say."""
+        return seam.positions(self.model)
 
     @property
     def is_recurrent(self) -> bool:
@@ -250,7 +257,7 @@ class Runner:
             return ()
         draw = random.Random(SCALES_SEED)
         squares = [Squares() for _ in self.attention_windows]
-        step = max(1, seam.positions(self.model) // SCALES_CHUNKS)
+        step = max(1, (self.context_tokens or SCALES_POSITIONS) // SCALES_CHUNKS)
         for chunk in range(SCALES_CHUNKS):
             tokens = [draw.randrange(self.vocabulary_size) for _ in range(min(SCALES_CHUNK, step))]
             reads = self._chunk_reads([], chunk * step, "shared")

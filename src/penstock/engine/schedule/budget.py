@@ -86,6 +86,7 @@ class MemoryBudget:
         self._prefixes = prefixes
         self._ledger = prefixes.ledger
         self._copying = copying
+        self._prompts = prefixes.ledger.reserve(Kind.PROMPTS, 0)
 
     # ---- questions
 
@@ -102,31 +103,44 @@ class MemoryBudget:
     @property
     def fixed_bytes(self) -> int:
         """Bytes that are set aside, whatever sequences come."""
-        kinds = (self._aside.weights, self._aside.pool, self._aside.step)
+        kinds = (self._aside.weights, self._aside.pool, self._aside.step, self._prompts)
         fixed = sum(kind.nbytes for kind in kinds) + self._prefixes.fixed_bytes
         return fixed + self._copies_bytes
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raise NeverFits if a sequence could not run though nobody else did."""
-        own = self._estimator.sequence_bytes(sequence.max_kv_tokens)
-        step = self._estimator.decode_bytes(sequence.max_kv_tokens) + self._estimator.prefill_bytes(
-            sequence.max_kv_tokens
-        )
-        index = self._prefixes.index_bytes(len(sequence.block_hashes) + 1)
-        fixed = self.fixed_bytes
-        limit = self._ledger.limit_bytes
-        if fixed + own + step + index <= limit:
+        fixed, limit = self.fixed_bytes, self._ledger.limit_bytes
+        needed = self._needed_bytes(sequence.max_kv_tokens, len(sequence.block_hashes))
+        if fixed + needed <= limit:
             return
-        room = max(0, limit - fixed)
+        room, most = max(0, limit - fixed), self.most_tokens()
+        prompt, tokens = sequence.prompt_tokens, sequence.max_kv_tokens + 1
+        # Clients look for these words, and for numbers without commas.
+        long = f"prompt is too long: {prompt} tokens > {max(0, most - 1)} maximum. "
         raise NeverFits(
-            f"KV for {sequence.max_kv_tokens + 1:,} tokens needs "
-            f"{format_bytes(own + step + index)}; the limit of {format_bytes(limit)} leaves "
+            f"{long if prompt >= most else ''}This model's maximum context length is {most} tokens "
+            f"in this memory; {tokens} were asked for ({prompt} in the prompt, "
+            f"{tokens - prompt} in the answer). KV for {tokens:,} tokens needs "
+            f"{format_bytes(needed)}; the limit of {format_bytes(limit)} leaves "
             f"{format_bytes(room)} beside weights, tails and buffers of {format_bytes(fixed)}. "
             f"Lower max_tokens or max_kv_size, shorten the prompt, or raise memory_limit",
-            own + step + index,
+            needed,
             room,
             limit,
         )
+
+    def most_tokens(self) -> int:
+        """Return how many tokens a prompt and its answer can have together, alone; up to 2**31."""
+        room = self._ledger.limit_bytes - self.fixed_bytes
+        fits, over = 0, 2**31
+        while over - fits > 1:
+            tokens = (fits + over) // 2
+            blocks = self._estimator.shared_tokens(tokens) // self._prefixes.block_size
+            if self._needed_bytes(tokens - 1, blocks) <= room:
+                fits = tokens
+            else:
+                over = tokens
+        return fits
 
     def check_limit(self, limit_bytes: int) -> None:
         """Raise NeverFits if what is set aside is over a limit."""
@@ -181,6 +195,7 @@ class MemoryBudget:
                 Kind.WEIGHTS: weights,
                 Kind.TAILS: self._aside.pool.nbytes + promised + reading,
                 Kind.BUFFERS: buffers + self._copies_bytes,
+                Kind.PROMPTS: self._prompts.nbytes,
             }
         )
         pool = self._aside.pool.nbytes
@@ -188,6 +203,14 @@ class MemoryBudget:
             raise AssertionError(f"tails of {tails.nbytes} bytes, {pool} counted")
 
     # ---- acts
+
+    def set_aside_prompts(self, nbytes: int) -> int:
+        """Set bytes aside for texts and tokens of prompts, half of what is free at most; return
+        the bytes that were."""
+        self._prefixes.make_room(max(0, nbytes - self._prompts.nbytes))
+        room = self._ledger.free_bytes + self._prompts.nbytes
+        self._prompts.resize(min(nbytes, room // 2))
+        return self._prompts.nbytes
 
     def reserve(self, sequence: Sequence) -> bool:
         """Reserve a sequence's KV behind its cached tokens, and what it adds to a step; False, and
@@ -242,8 +265,15 @@ class MemoryBudget:
         """Give back the pool and the buffers of a step; the weights stay counted."""
         self._aside.pool.resize(0)
         self._aside.step.resize(0)
+        self._prompts.resize(0)
 
     # ---- parts
+
+    def _needed_bytes(self, tokens: int, blocks: int) -> int:
+        """Return what a sequence of so many tokens with KV, and of so many blocks, takes alone."""
+        estimator = self._estimator
+        step = estimator.decode_bytes(tokens) + estimator.prefill_bytes(tokens)
+        return estimator.sequence_bytes(tokens) + step + self._prefixes.index_bytes(blocks + 1)
 
     @property
     def _copies_bytes(self) -> int:

@@ -99,6 +99,10 @@ class MemoryEstimator:
             own += min(tokens - window, ring + 2 * self._limits.step_tokens)
         return own * self._runner.token_bytes + self._runner.state_bytes
 
+    def shared_tokens(self, tokens: int) -> int:
+        """Return how many first tokens of a sequence may come to lie in the tree."""
+        return 0 if self._runner.fitness.whole else min(tokens, self._limits.max_kv_size)
+
     def decode_bytes(self, tokens: int) -> int:
         """Return what a sequence adds to every step in which it decodes: its scores; where layers
         compress, its new states, since sequences are computed one after the other, each in less

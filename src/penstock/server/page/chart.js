@@ -6,6 +6,7 @@ import { byId, bytes, colour, count, make, percent, say } from "./format.js";
 export const KINDS = [
   ["weights", "Weights", "the model"],
   ["buffers", "Buffers", "the working memory of a step"],
+  ["prompts", "Prompts", "texts and tokens of open requests"],
   ["index", "Index", "tokens, names and nodes of the tree"],
   ["checkpoints", "Checkpoints", "states of recurrent layers"],
   ["tails", "Tails", "what running answers own, held or promised"],

@@ -1,0 +1,180 @@
+"""Memory of requests' bodies, texts and tokens: a pool in the ledger, shared out by the server.
+
+    body arrives ──take──> read as JSON ──> tokens ──settle──> answered ──release──> 0
+
+A request holds what it costs as long as it is open. One that costs more than is free is refused
+before it is read, so that no number of large bodies takes more than the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import suppress
+from contextvars import ContextVar
+from threading import Lock
+
+from penstock.engine.engine import Engine
+from penstock.heap import give_back_freed_memory
+from penstock.memory import format_bytes
+from penstock.server.problems import TooLarge, Unavailable
+
+POOL_SHARE = 24
+"""The pool is this part of the memory limit."""
+LEAST_POOL_BYTES = 1_000_000
+MOST_POOL_BYTES = 256_000_000
+TOKEN_BYTES = 48
+"""Python's objects for one token of a prompt."""
+PIECE_TOKEN_BYTES = 360
+"""Memory of a tokenizer for one token, while it reads the piece that the token is in. Measured were
+88 to 363 (tokenizers 0.22). A character is a token at most."""
+UNCUT_CHARACTERS = 131_072
+"""A piece that cannot be cut has memory of its own up to this size: one is read at a time."""
+OBJECT_BYTES = 72
+"""An empty object or list of a body, at most."""
+ENTRY_BYTES = 40
+"""An element of a list or an object beside its own size, at most."""
+NAME_BYTES = 100
+"""A name in an object, at most."""
+GIVE_BACK_BYTES = 4_000_000
+"""A request of at least this size has its memory given back to the system."""
+GIVE_BACK_SECONDS = 0.2
+"""How long after such a request the heap is trimmed."""
+
+
+class PromptMemory:
+    """The pool, and the bytes of it that are held. Any thread may hold and release.
+
+    Args:
+        pool_bytes: that all requests may hold together.
+    """
+
+    def __init__(self, pool_bytes: int) -> None:
+        self.pool_bytes = pool_bytes
+        self._used_bytes = 0
+        self._lock = Lock()
+        self._giving_back = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that requests hold."""
+        return self._used_bytes
+
+    def hold(self) -> PromptHold:
+        """Return a request's hold, of nothing yet."""
+        return PromptHold(self)
+
+    def _change(self, before: int, after: int) -> None:
+        if after > self.pool_bytes:
+            raise TooLarge(
+                f"this request needs about {format_bytes(after)} to be read; there are "
+                f"{format_bytes(self.pool_bytes)} for all prompts. Send less, or raise "
+                "--memory-limit",
+                code="request_too_large",
+            )
+        with self._lock:
+            free = self.pool_bytes - self._used_bytes
+            if after - before > free:
+                raise Unavailable(
+                    f"this request needs about {format_bytes(after)} to be read; "
+                    f"{format_bytes(max(0, free))} of {format_bytes(self.pool_bytes)} for all "
+                    "prompts are free; try again later",
+                    code="prompts_full",
+                )
+            self._used_bytes += after - before
+
+    def give_back_soon(self) -> None:
+        """Trim the heap in a moment, when the objects of a request are gone."""
+        if self._giving_back:
+            return
+        self._giving_back = True
+        loop = asyncio.get_running_loop()
+
+        def give_back() -> None:
+            self._giving_back = False
+            with suppress(RuntimeError):  # the loop's threads are gone already
+                loop.run_in_executor(None, give_back_freed_memory)
+
+        loop.call_later(GIVE_BACK_SECONDS, give_back)
+
+
+class PromptHold:
+    """The bytes of one request."""
+
+    __slots__ = ("_memory", "body_bytes", "kept_bytes", "most_bytes", "nbytes", "token_bytes")
+
+    def __init__(self, memory: PromptMemory) -> None:
+        self._memory = memory
+        self.nbytes = 0
+        self.most_bytes = 0
+        """The most bytes that it has held."""
+        self.body_bytes = 0
+        """Bytes of the body, as it came."""
+        self.kept_bytes = 0
+        """Bytes of the body, read, that stay until the answer's end."""
+        self.token_bytes = 0
+
+    def resize(self, nbytes: int) -> None:
+        """Hold so many bytes from now on.
+
+        Raises:
+            TooLarge: there are not so many for all prompts together.
+            Unavailable: others hold them; nothing is changed.
+        """
+        self._memory._change(self.nbytes, nbytes)
+        self.nbytes = nbytes
+        self.most_bytes = max(self.most_bytes, nbytes)
+
+    def take_body(self, body: bytes) -> None:
+        """Hold what it costs to read a body, before it is read; raises as `resize`."""
+        self.body_bytes = len(body)
+        peak, self.kept_bytes = body_cost(body)
+        self.resize(peak)
+
+    def add_tokens(self, count: int) -> None:
+        """Hold so many tokens of a prompt as well; raises as `resize`."""
+        self.resize(self.nbytes + TOKEN_BYTES * count)
+        self.token_bytes += TOKEN_BYTES * count
+
+    def settle(self) -> None:
+        """Hold what stays of a request that was read: its body, and its tokens."""
+        self.resize(min(self.nbytes, self.kept_bytes + self.token_bytes))
+
+    def release(self) -> None:
+        """Give the bytes back, and the memory to the system if it was much; in the event loop."""
+        self.resize(0)
+        if self.most_bytes >= GIVE_BACK_BYTES:
+            self._memory.give_back_soon()
+
+
+HOLD: ContextVar[PromptHold | None] = ContextVar("hold", default=None)
+"""The hold of the request that is served here."""
+
+_WIDE = re.compile(rb"[\xf0-\xff]|\\u[dD][89abAB]")
+
+
+def body_cost(body: bytes) -> tuple[int, int]:
+    r"""Return the bytes that a JSON body takes while it is read, and afterwards; at most.
+
+    Python holds a text in 1, 2 or 4 bytes a character, as the widest of them needs.
+
+    >>> body_cost(b'"' + b"a" * 98 + b'"'), body_cost(b"[[],[]]")
+    ((500, 200), (291, 270))
+    """
+    size, width = len(body), _width(body)
+    objects = OBJECT_BYTES * (body.count(b"[") + body.count(b"{"))
+    objects += ENTRY_BYTES * body.count(b",") + NAME_BYTES * body.count(b":")
+    return size * (2 + 3 * width) + objects, size * (1 + width) + objects
+
+
+def _width(body: bytes) -> int:
+    """Return the bytes that Python takes for a character of a body's texts, at most."""
+    if body.isascii() and b"\\u" not in body:
+        return 1
+    return 4 if _WIDE.search(body) else 2
+
+
+def pool_bytes(engine: Engine) -> int:
+    """Return the bytes of an engine's memory that should be set aside for prompts."""
+    limit = engine.ask(lambda view: view.limits.memory_limit).result()
+    return min(max(limit // POOL_SHARE, LEAST_POOL_BYTES), MOST_POOL_BYTES)

@@ -1,0 +1,225 @@
+"""One request against all: large bodies take no more than a pool, and hold nobody up."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from parrot import parrot
+from servers import Running, serving, wait_until
+
+from penstock.ledger import Kind
+
+COMPLETIONS = "/v1/completions"
+SECONDS = 60.0
+HEADERS = {"Content-Type": "application/json"}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much memory was taken")
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Running]:
+    """A server whose model has a context of 32,768 tokens of at most 13 bytes."""
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def wide() -> Iterator[Running]:
+    """A server that takes prompts of any length, and millions of tokens."""
+    with serving(engine={"memory_limit": "3GB"}, ignore_model_context=True) as running:
+        yield running
+
+
+def post(running: Running, body: bytes | dict[str, Any]) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(running.url + COMPLETIONS, content=content, headers=HEADERS, timeout=SECONDS)
+
+
+def taken_bytes(act: Callable[[], object]) -> int:
+    """Return how much more memory this process had at once while something was done."""
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what there is now
+    before = _status("VmRSS")
+    act()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    line = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert line is not None
+    return int(line[1]) * 1024
+
+
+HOSTILE = {
+    "lists": b'{"prompt":"a","x":[' + b"[]," * 3_300_000 + b"[]]}",
+    "objects": b'{"prompt":"a","x":[' + b"{}," * 3_300_000 + b"{}]}",
+    "numbers": b'{"prompt":[' + b"999," * 2_500_000 + b"1]}",
+    "words": b'{"prompt":"' + b"a b " * 2_500_000 + b'"}',
+    "wide": '{"prompt":"🦫'.encode() + b"a" * 10_000_000 + b'"}',
+}
+
+
+@linux
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_that_takes_too_much_is_refused_before_it_is_read(small: Running, name: str) -> None:
+    def refused() -> None:
+        answer = post(small, HOSTILE[name])
+        assert answer.status_code == 413, answer.text
+        assert "for all prompts" in answer.text
+
+    assert taken_bytes(refused) < 100_000_000  # its bytes, here and in the client, and copies
+    assert small.service.memory.used_bytes == 0
+
+
+@linux
+def test_what_can_never_fit_is_not_read_by_the_tokenizer(small: Running) -> None:
+    """32,768 tokens of at most 13 bytes are less than half a million."""
+    text = "aaaaaaa bbbb ccccc\n" * 60_000
+
+    def refused() -> None:
+        answer = post(small, {"prompt": text})
+        assert answer.status_code == 400, answer.text
+        (tokens,) = re.findall(r"prompt is too long: (\d+) tokens > 32767 maximum", answer.text)
+        assert int(tokens) > 32_768 and "maximum context length is 32768 tokens" in answer.text
+
+    assert taken_bytes(refused) < 60_000_000
+
+
+def test_a_line_that_cannot_be_cut(small: Running) -> None:
+    """One of usual length is read; for a longer one there must be memory."""
+    read = post(small, {"prompt": "a" * 120_000, "max_tokens": 1})
+    assert read.status_code == 400 and "prompt is too long: 120000 tokens" in read.text
+    refused = post(small, {"prompt": "a" * 400_000, "max_tokens": 1})
+    assert refused.status_code == 413 and "for all prompts" in refused.text
+
+
+def test_bodies_together_take_no_more_than_the_pool(small: Running) -> None:
+    """Others are told to come back; the pool is empty in the end, and stands in the ledger."""
+    memory = small.service.memory
+    stats = small.service.engine.stats()
+    assert stats.by_kind[Kind.PROMPTS.value] == memory.pool_bytes > 0
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 1_200_000}).encode()
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: post(small, body), range(24)))
+    codes = {answer.status_code for answer in answers}
+    assert 200 in codes and codes <= {200, 503}
+    for answer in answers:
+        if answer.status_code == 503:
+            assert (
+                answer.json()["error"]["code"] == "prompts_full" and "retry-after" in answer.headers
+            )
+    wait_until(lambda: memory.used_bytes == 0)
+
+
+def long_prompt(megabytes: int) -> dict[str, Any]:
+    line = "cedar 17 river, walnut: 4 of them\n"
+    return {"prompt": line * (megabytes * 1_000_000 // len(line)), "max_tokens": 1}
+
+
+def test_a_short_prompt_passes_a_long_one(wide: Running) -> None:
+    started = threading.Event()
+
+    def read_long() -> httpx.Response:
+        started.set()
+        return post(wide, long_prompt(8))
+
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(read_long)
+        started.wait()
+        wait_until(lambda: wide.service._pending == 1)
+        began = time.monotonic()
+        answers = 0
+        while not long.done() and answers < 3:
+            assert post(wide, {"prompt": "a b", "max_tokens": 1}).status_code == 200
+            answers += 1
+        took = time.monotonic() - began
+        passed = not long.done()
+        long.cancel()
+        wide.service.cancel_all()
+        assert answers == 3 and passed, f"{answers} short prompts took {took:.1f} s"
+
+
+def test_a_long_prompt_is_not_read_on_when_its_client_has_gone(wide: Running) -> None:
+    body = json.dumps(long_prompt(8)).encode()
+    host, port = wide.url.removeprefix("http://").split(":")
+    wait_until(lambda: wide.service._pending == 0, SECONDS)
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: wide.service._pending == 1, SECONDS)
+        reading = wide.service.prompts._pieces
+        time.sleep(0.3)
+        assert wide.service._pending == 1, "it was read too soon to tell"
+    wait_until(lambda: wide.service._pending == 0, SECONDS)
+    idle = wide.service._long.submit(lambda: None)
+    began = time.monotonic()
+    idle.result(SECONDS)
+    assert time.monotonic() - began < 1.0, "the thread went on reading"
+    assert reading.can_cut
+    wait_until(lambda: wide.service.memory.used_bytes == 0)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_models_own_context_is_kept_to(tmp_path: Path, ignored: bool) -> None:
+    """The last place is for an answer; with --ignore-model-context more is taken."""
+    model, tokenizer = parrot(tmp_path, "hello", context=64)
+    with serving(model, tokenizer, ignore_model_context=ignored) as running:
+        answers = [
+            post(running, {"prompt": [5] * tokens, "max_tokens": 1}) for tokens in (63, 64, 65)
+        ]
+    assert [answer.status_code for answer in answers] == [200, *(200 if ignored else 400,) * 2]
+    if not ignored:
+        error = answers[1].json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "prompt is too long: 64 tokens > 63 maximum" in error["message"]
+
+
+def test_an_answer_ends_with_the_context(tmp_path: Path) -> None:
+    model, tokenizer = parrot(tmp_path, "hello", context=64)
+    with serving(model, tokenizer) as running:
+        answer = post(running, {"prompt": [5] * 60, "max_tokens": 40, "logit_bias": {"5": 100}})
+        refused = post(running, {"prompt": [5], "max_tokens": 65})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["total_tokens"] == 64
+    assert refused.status_code == 400
+    assert "maximum context length is 64 tokens; 66 were asked for" in refused.text
+
+
+def test_what_memory_leaves_of_the_context(tmp_path: Path) -> None:
+    """The models' list says how many tokens fit, and one more is refused with the numbers."""
+    model, tokenizer = parrot(tmp_path, "hello", context=1_000_000)
+    with serving(model, tokenizer, engine={"memory_limit": "26MB", "prefill_chunk": 64}) as running:
+        most = httpx.get(f"{running.url}/v1/models").json()["data"][0]["max_model_len"]
+        assert 100 < most < 20_000
+        assert post(running, {"prompt": [5] * (most - 1), "max_tokens": 1}).status_code == 200
+        refused = post(running, {"prompt": [5] * most, "max_tokens": 1})
+    assert refused.status_code == 400
+    assert f"maximum context length is {most} tokens" in refused.text
+    assert f"prompt is too long: {most} tokens > {most - 1} maximum" in refused.text
+    assert re.search(r"tokens needs .*\d.*limit of 26", refused.text)
+
+
+def test_models_have_the_fields_of_both_interfaces(small: Running) -> None:
+    both = (
+        anthropic.Anthropic(base_url=small.url, api_key="x"),
+        openai.OpenAI(base_url=f"{small.url}/v1", api_key="x"),
+    )
+    (theirs,) = both[0].models.list(limit=5).data
+    (ours,) = both[1].models.list().data
+    assert theirs.id == ours.id == theirs.display_name
+    assert theirs.type == "model" and theirs.created_at.timestamp() == ours.created
+    assert theirs.max_input_tokens == 32_767 and ours.owned_by == "penstock"
+    assert both[0].models.retrieve(ours.id).id == ours.id
+    for client in both:
+        client.close()
