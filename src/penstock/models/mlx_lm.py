@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from math import lcm
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from traceback import walk_tb
 from typing import Any
 
@@ -25,6 +26,10 @@ from penstock.kv.attention import AttentionWindow
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
 from penstock.kv.reads import Reads
 from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
+from penstock.models.gguf import architectures
+from penstock.models.gguf import weights as gguf
+from penstock.models.gguf.header import is_gguf, read_header
+from penstock.models.widening import WeightsDtype, Widening, model_bytes, widen
 from penstock.open_files import unchanged_limit
 
 with unchanged_limit():
@@ -32,6 +37,7 @@ with unchanged_limit():
     import mlx_lm.models.base
     import mlx_lm.models.cache
     import mlx_lm.utils
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
     from mlx_lm.sample_utils import make_sampler
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -78,24 +84,50 @@ class Loaded:
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
+    weights_note: str | None = None
+    """Line about the dtype of the weights; None where they stay as they came."""
 
 
-def load(path_or_name: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model and its tokenizer from a folder or by its Hugging Face name.
+def load(
+    path_or_name: str | Path, *, weights_dtype: WeightsDtype = "auto"
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model and its tokenizer from a folder, a GGUF file or by its Hugging Face name.
+
+    Args:
+        path_or_name: a folder, a file, or `owner/model`.
+        weights_dtype: `auto` turns weights into float32 on a CPU, where MLX multiplies anything
+            else on one core; `native` leaves them; `float32` widens them anywhere.
 
     Raises:
         ModelError: The model is unknown, or its folder is incomplete, damaged or of a kind
             that mlx-lm does not have.
     """
-    loaded = load_all(path_or_name)
+    loaded = load_all(path_or_name, weights_dtype=weights_dtype)
     return loaded.model, loaded.tokenizer
 
 
-def load_all(path_or_name: str | Path) -> Loaded:
-    """Load as `load` does, and return the config beside model and tokenizer."""
+def load_all(
+    path_or_name: str | Path,
+    *,
+    weights_dtype: WeightsDtype = "auto",
+    limit_bytes: int | None = None,
+) -> Loaded:
+    """Load as `load` does, and return the config beside model and tokenizer.
+
+    Args:
+        path_or_name: as `load`.
+        weights_dtype: as `load`.
+        limit_bytes: memory limit; `auto` widens nothing that would leave too little of it.
+    """
+    if is_gguf(path_or_name):
+        return _load_gguf(Path(path_or_name).expanduser(), weights_dtype, limit_bytes)
     source = _source(path_or_name)
     try:
-        model, tokenizer, config = mlx_lm.load(source, return_config=True)
+        model, tokenizer, config = mlx_lm.load(source, lazy=True, return_config=True)
+        widening = Widening(weights_dtype, *model_bytes(model), limit_bytes)
+        if widening.widens:
+            widen(model, _dense)
+        mx.eval(model.parameters())
     # A boundary: a config says anything, and mlx-lm, transformers, the hub client and MLX each
     # compute with it before they check it: no list of their errors is ever complete.
     except Exception as error:
@@ -103,7 +135,46 @@ def load_all(path_or_name: str | Path) -> Loaded:
         if not Path(source).is_dir():
             what = f"there is no folder {source}, and it cannot be fetched"
         raise ModelError(f"{what}: {_one_line(error)}") from error
-    return Loaded(model, tokenizer, config)
+    return Loaded(model, tokenizer, config, widening.note)
+
+
+def _dense(module: nn.Module) -> nn.Module | None:
+    """Return a module for full numbers in the place of one with codes; its weights are no one's."""
+    rows, columns = module.weight.shape[-2], module.scales.shape[-1] * module.group_size
+    if isinstance(module, nn.QuantizedEmbedding):
+        return nn.Embedding(rows, columns)
+    if isinstance(module, nn.QuantizedLinear):
+        return nn.Linear(columns, rows, bias="bias" in module)
+    if isinstance(module, QuantizedSwitchLinear):
+        experts: nn.Module = SwitchLinear(columns, rows, len(module.weight), bias="bias" in module)
+        return experts
+    return None
+
+
+def _load_gguf(path: Path, weights_dtype: WeightsDtype, limit_bytes: int | None) -> Loaded:
+    """Load a model from a GGUF file.
+
+    mlx-lm's own loaders make the model and the tokenizer, of a folder that has everything but the
+    weights; these are read from the file, one tensor after the other.
+    """
+    header = read_header(path)
+    architectures.config(header)  # refuses what is no model before anything is counted
+    widening = Widening(
+        weights_dtype, gguf.native_bytes(header), gguf.wide_bytes(header), limit_bytes
+    )
+    try:
+        with TemporaryDirectory(prefix="penstock-") as name:
+            folder = Path(name)
+            gguf.write_folder(header, folder, wide=widening.widens)
+            model, config = mlx_lm.utils.load_model(folder, lazy=True, strict=False)
+            tokenizer = mlx_lm.utils.load_tokenizer(folder, eos_token_ids=config["eos_token_id"])
+        model.load_weights(list(gguf.weights(header, wide=widening.widens)))
+    except ModelError:
+        raise
+    # A boundary, as in `load_all`.
+    except Exception as error:
+        raise ModelError(f"cannot load {path}: {_one_line(error)}") from error
+    return Loaded(model, tokenizer, config, widening.note)
 
 
 def load_part(
@@ -495,7 +566,9 @@ def _source(path_or_name: str | Path) -> str:
         return str(folder)
     name = str(path_or_name)
     if folder.exists():
-        raise ModelError(f"{name} is a file; a model is a folder or a name like owner/model")
+        raise ModelError(
+            f"{name} is a file; a model is a folder, a .gguf file or a name like owner/model"
+        )
     if name.count("/") != 1 or name[0] in "./~":
         raise ModelError(f"there is no folder {name}; a hub name has the form owner/model")
     return name

@@ -1,0 +1,305 @@
+"""Architectures of GGUF files: mlx-lm's config and names of weights for each.
+
+A new architecture is a function from a header to what is special in its config, and a line in
+`ARCHITECTURES`. Keys and names are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+and of llama.cpp's `gguf-py/gguf/constants.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ModelError
+from penstock.models.gguf.header import Header
+
+Config = dict[str, Any]
+
+_COMMON = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA = {
+    **_COMMON,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI = {**_COMMON, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_EXPERTS = {
+    **_COMMON,
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+    "ffn_up_exps": "mlp.switch_mlp.up_proj",
+    "ffn_down_exps": "mlp.switch_mlp.down_proj",
+}
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that the config takes in; the model has none of these names."""
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What mlx-lm must know of one architecture."""
+
+    model_type: str
+    """The name of mlx-lm's module."""
+    special: Callable[[Header, str], Config]
+    """Returns what this architecture's config has besides the common part."""
+    names: Mapping[str, str] = field(default_factory=lambda: _COMMON)
+    """Names of mlx-lm's modules within a layer, by the file's."""
+    interleaved: bool = False
+    """Whether the rows of queries and keys lie in RoPE's interleaved order."""
+    norm_offset: float = 0.0
+    """Number that the file adds to the weights of norms, and mlx-lm adds itself."""
+
+
+def architecture(header: Header) -> Architecture:
+    """Return the architecture of a file.
+
+    Raises:
+        ModelError: it is not one of those that are read; the error lists them.
+    """
+    name = header.get("general.architecture", str)
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{header.name} has the architecture {str(name)[:64]!r}; GGUF files are read of "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
+    if name == "llama" and header.integer("llama.expert_count", 0):
+        raise ModelError(f"{header.name}: llama with experts (Mixtral) is not read from GGUF")
+    return ARCHITECTURES[name]
+
+
+def config(header: Header) -> Config:
+    """Return a config as mlx-lm's loader and `penstock plan` read it.
+
+    Raises:
+        ModelError: the architecture is unknown, or a number is missing.
+    """
+    kind, prefix = architecture(header), str(header.metadata["general.architecture"])
+    heads = header.integer(f"{prefix}.attention.head_count")
+    hidden = header.integer(f"{prefix}.embedding_length")
+    if not heads or not hidden:
+        raise ModelError(f"{header.name}: {heads} heads on {hidden} numbers are no model")
+    common = {
+        "model_type": kind.model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": header.integer(f"{prefix}.block_count"),
+        "intermediate_size": header.integer(f"{prefix}.feed_forward_length", 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": header.integer(f"{prefix}.attention.head_count_kv", heads),
+        "head_dim": header.integer(f"{prefix}.attention.key_length", hidden // heads),
+        "rms_norm_eps": header.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
+        "vocab_size": _vocabulary(header),
+        "max_position_embeddings": header.integer(f"{prefix}.context_length"),
+        "rope_theta": header.number(f"{prefix}.rope.freq_base", 10_000.0),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "eos_token_id": end_tokens(header),
+    }
+    scaling = _rope_scaling(header, prefix)
+    return {
+        **common,
+        **({"rope_scaling": scaling} if scaling else {}),
+        **kind.special(header, prefix),
+    }
+
+
+def module_of(kind: Architecture, tensor: str) -> str | None:
+    """Return the name in mlx-lm's model of a tensor of the file; None for one that it has not.
+
+    >>> module_of(ARCHITECTURES["llama"], "blk.3.attn_q.weight")
+    'model.layers.3.self_attn.q_proj.weight'
+    """
+    match = _BLOCK.fullmatch(tensor)
+    if match is not None:
+        name = kind.names.get(match[2])
+        return None if name is None else f"model.layers.{match[1]}.{name}.{match[3]}"
+    stem, _, suffix = tensor.rpartition(".")
+    return f"{_OUTER[stem]}.{suffix}" if stem in _OUTER else None
+
+
+def end_tokens(header: Header) -> list[int]:
+    """Return the tokens that end an answer: those that the metadata names, and those whose text
+    says so, as llama.cpp takes them."""
+    texts = header.get("tokenizer.ggml.tokens", list, [])
+    kinds = header.get("tokenizer.ggml.token_type", np.ndarray)
+    named = [
+        header.integer(f"tokenizer.ggml.{key}_token_id")
+        for key in ("eos", "eot", "eom")
+        if f"tokenizer.ggml.{key}_token_id" in header.metadata
+    ]
+    control = range(len(texts)) if kinds is None else np.flatnonzero(kinds == CONTROL).tolist()
+    ends = [token for token in control if token < len(texts) and texts[token] in _ENDS]
+    return list(dict.fromkeys([*named, *ends]))
+
+
+CONTROL = 3
+"""Type of a token that is a mark and no text."""
+_ENDS = frozenset(
+    (
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
+        "<|end_of_text|>", "<EOT>", "_<EOT>", "<|end_of_turn|>",
+    )
+)  # fmt: skip
+
+
+def _vocabulary(header: Header) -> int:
+    """Return the rows of the embedding: more than there are tokens, in some files."""
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{header.name} has no tensor token_embd.weight of two dimensions")
+    return embedding.shape[0]
+
+
+def _rope_scaling(header: Header, prefix: str) -> Config | None:
+    """Return how positions are scaled; None if they are not."""
+    kind = header.get(f"{prefix}.rope.scaling.type", str, "none")
+    if kind == "none":
+        return None
+    factor = header.number(f"{prefix}.rope.scaling.factor", 1.0)
+    original = header.integer(f"{prefix}.rope.scaling.original_context_length", 0)
+    if kind == "linear":
+        return {"type": "linear", "rope_type": "linear", "factor": factor}
+    if kind == "yarn" and original:
+        return {"type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    if kind == "longrope":
+        return None  # its factors are tensors
+    raise ModelError(f"{header.name}: positions are scaled by {kind!r}, which is not read")
+
+
+def _factors(header: Header, name: str) -> list[float]:
+    """Return the numbers of a small tensor in float32."""
+    tensor = header.tensors[name]
+    if tensor.form.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 12:
+        raise ModelError(f"{header.name}: {name} is no short row of float32")
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.offset)
+        return [float(x) for x in np.frombuffer(stream.read(tensor.nbytes), "<f4")]
+
+
+def _llama(header: Header, prefix: str) -> Config:
+    """Llama 3's positions stand in the file as one factor for each frequency."""
+    own: Config = {"rope_traditional": False}
+    if "rope_freqs.weight" not in header.tensors:
+        return own
+    factors = _factors(header, "rope_freqs.weight")
+    scaling = {
+        "rope_type": "llama3",
+        "factor": max(factors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8_192,
+    }
+    theta = header.number(f"{prefix}.rope.freq_base", 10_000.0)
+    if not np.allclose(factors, llama3_factors(theta, scaling, len(factors)), rtol=1e-3):
+        raise ModelError(f"{header.name}: the factors in rope_freqs.weight are not Llama 3's")
+    return {**own, "rope_scaling": scaling}
+
+
+def llama3_factors(theta: float, scaling: Mapping[str, Any], count: int) -> list[float]:
+    """Return by how much Llama 3 divides each frequency (Meta's `apply_scaling`).
+
+    Args:
+        theta: base of the frequencies.
+        scaling: `factor`, `low_freq_factor`, `high_freq_factor` and
+            `original_max_position_embeddings`.
+        count: frequencies: half of the head's numbers.
+    """
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = [
+        scaling["original_max_position_embeddings"] / (2 * np.pi * theta ** (i / count))
+        for i in range(count)
+    ]
+    smooth = [min(1.0, max(0.0, (turn - low) / (high - low))) for turn in turns]
+    return [1 / ((1 - share) / scaling["factor"] + share) for share in smooth]
+
+
+def _qwen3(header: Header, prefix: str) -> Config:
+    return {"head_dim": header.integer(f"{prefix}.attention.key_length")}
+
+
+def _qwen3moe(header: Header, prefix: str) -> Config:
+    return {
+        **_qwen3(header, prefix),
+        "num_experts": header.integer(f"{prefix}.expert_count"),
+        "num_experts_per_tok": header.integer(f"{prefix}.expert_used_count"),
+        "moe_intermediate_size": header.integer(f"{prefix}.expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+
+
+def _query_scale(header: Header, prefix: str, large: int) -> int:
+    """Return Gemma's scale of queries, which the file leaves to the size of the model."""
+    head = header.integer(f"{prefix}.attention.key_length")
+    if header.integer(f"{prefix}.block_count") != large:
+        return head
+    heads = header.integer(f"{prefix}.attention.head_count")
+    return header.integer(f"{prefix}.embedding_length") // heads
+
+
+def _gemma2(header: Header, prefix: str) -> Config:
+    return {
+        "head_dim": header.integer(f"{prefix}.attention.key_length"),
+        "attn_logit_softcapping": header.number(f"{prefix}.attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": header.number(f"{prefix}.final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _query_scale(header, prefix, large=46),
+    }
+
+
+def _gemma3(header: Header, prefix: str) -> Config:
+    return {
+        "head_dim": header.integer(f"{prefix}.attention.key_length"),
+        "rope_theta": header.number(f"{prefix}.rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": header.number(f"{prefix}.rope.freq_base_swa", 10_000.0),
+        "sliding_window": header.integer(f"{prefix}.attention.sliding_window"),
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": _query_scale(header, prefix, large=62),
+    }
+
+
+def _phi3(header: Header, prefix: str) -> Config:
+    heads = header.integer(f"{prefix}.attention.head_count")
+    head = header.integer(f"{prefix}.embedding_length") // heads
+    longest = header.integer(f"{prefix}.context_length")
+    own: Config = {
+        "partial_rotary_factor": header.integer(f"{prefix}.rope.dimension_count", head) / head,
+        "original_max_position_embeddings": header.integer(
+            f"{prefix}.rope.scaling.original_context_length", longest
+        ),
+    }
+    if "rope_factors_long.weight" in header.tensors:
+        own["rope_scaling"] = {
+            "type": "longrope",
+            "long_factor": _factors(header, "rope_factors_long.weight"),
+            "short_factor": _factors(header, "rope_factors_short.weight"),
+        }
+    return own
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", _llama, interleaved=True),
+    "qwen2": Architecture("qwen2", lambda header, prefix: {}),
+    "qwen3": Architecture("qwen3", _qwen3),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3moe, _EXPERTS),
+    "gemma2": Architecture("gemma2", _gemma2, _GEMMA, norm_offset=1.0),
+    "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA, norm_offset=1.0),
+    "phi3": Architecture("phi3", _phi3, _PHI),
+}
+"""Architectures that are read, by the name in the file; llama has Mistral and SmolLM in it."""

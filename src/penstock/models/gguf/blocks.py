@@ -1,0 +1,196 @@
+"""Numbers of a GGUF tensor as MLX holds them: dense, or codes with a scale and a bias a group.
+
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are affine in groups of 32, which is one of MLX's own
+forms: the codes are packed anew and nothing is lost. Q2_K, Q3_K and Q6_K have groups of 16; they
+are dequantized by the package `gguf` and quantized by MLX. The layouts of blocks are those of
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.errors import ModelError
+from penstock.models.gguf.header import TensorInfo
+
+Bytes: TypeAlias = np.ndarray[Any, Any]
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+
+GROUP = 32
+"""Numbers of a group that share a scale and a bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A quantized matrix in MLX's affine form: number = code x scale + bias."""
+
+    weight: mx.array
+    """uint32, rows x packed columns."""
+    scales: mx.array
+    """float32, rows x groups; the file's own are float16, or products of two."""
+    biases: mx.array
+    bits: int
+
+    def dequantized(self) -> mx.array:
+        """Return the numbers in float32."""
+        return mx.dequantize(
+            self.weight, self.scales, self.biases, group_size=GROUP, bits=self.bits
+        )
+
+    def rows(self, order: mx.array) -> Codes:
+        """Return the same matrix with its rows in another order."""
+        return Codes(self.weight[order], self.scales[order], self.biases[order], self.bits)
+
+
+def read(tensor: TensorInfo) -> mx.array | Codes:
+    """Read one tensor; its file's other parts are not touched.
+
+    Raises:
+        ModelError: the form needs the package `gguf`, and it is not installed.
+    """
+    raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.nbytes,))
+    form = tensor.form.name
+    if form == "BF16":
+        return mx.array(raw.view("<u2").reshape(tensor.shape)).view(mx.bfloat16)
+    if form in _DENSE:
+        return mx.array(raw.view(_DENSE[form]).reshape(tensor.shape))
+    if form in _AFFINE:
+        bits, split = _AFFINE[form]
+        codes, scales, biases = split(raw.reshape(-1, tensor.form.block_bytes))
+        rows = tensor.shape[:-1]
+        return Codes(
+            mx.array(_packed(codes, bits).reshape(*rows, -1)),
+            mx.array(scales.reshape(*rows, -1)),
+            mx.array(biases.reshape(*rows, -1)),
+            bits,
+        )
+    bits = _NEAREST[form]
+    numbers = mx.array(_dequantized(raw, tensor))
+    return Codes(*mx.quantize(numbers, GROUP, bits), bits)
+
+
+def bits_of(form: str) -> int | None:
+    """Return the bits of a form's codes in MLX; None for numbers that stay as they are."""
+    return _NEAREST.get(form) or (_AFFINE[form][0] if form in _AFFINE else None)
+
+
+def is_exact(form: str) -> bool:
+    """Tell whether a form's numbers are the same in MLX's."""
+    return form not in _NEAREST
+
+
+_DENSE = {"F32": "<f4", "F16": "<f2"}
+_NEAREST = {"Q2_K": 4, "Q3_K": 4, "Q6_K": 8}
+"""Bits in MLX of the forms whose groups MLX does not have."""
+
+
+def _packed(codes: Bytes, bits: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Pack codes as `mx.quantize` does: a stream of bits, the lowest first.
+
+    Args:
+        codes: blocks x 32, each below 2 ** bits.
+    """
+    if bits == 8:
+        stream = codes
+    elif bits == 4:
+        stream = codes[:, 0::2] | codes[:, 1::2] << 4
+    else:
+        single = codes[..., None] >> np.arange(bits, dtype=np.uint8) & 1
+        stream = np.packbits(single.reshape(len(codes), -1), axis=-1, bitorder="little")
+    return np.ascontiguousarray(stream).view("<u4")
+
+
+def _half(raw: Bytes) -> Floats:
+    """Return the float16 numbers in some columns of blocks as float32."""
+    return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
+
+
+def _nibbles(raw: Bytes) -> Bytes:
+    """Return the codes of 16 bytes: the low halves first, then the high ones."""
+    return np.concatenate([raw & 15, raw >> 4], axis=-1)
+
+
+def _fifths(raw: Bytes) -> Bytes:
+    """Return the fifth bits of 32 codes, from four bytes."""
+    return np.unpackbits(np.ascontiguousarray(raw), axis=-1, bitorder="little") << 4
+
+
+def _q4_0(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+    scales = _half(raw[:, :2])
+    return _nibbles(raw[:, 2:]), scales, -8 * scales
+
+
+def _q4_1(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+    return _nibbles(raw[:, 4:]), _half(raw[:, :2]), _half(raw[:, 2:4])
+
+
+def _q5_0(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+    scales = _half(raw[:, :2])
+    return _nibbles(raw[:, 6:]) | _fifths(raw[:, 2:6]), scales, -16 * scales
+
+
+def _q5_1(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+    codes = _nibbles(raw[:, 8:]) | _fifths(raw[:, 4:8])
+    return codes, _half(raw[:, :2]), _half(raw[:, 2:4])
+
+
+def _q8_0(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+    scales = _half(raw[:, :2])
+    return raw[:, 2:] ^ 128, scales, -128 * scales
+
+
+def _k_scales(raw: Bytes) -> tuple[Floats, Floats]:
+    """Return the eight scales and biases of 256 numbers: 6 bits each, times two of float16."""
+    low, mid, high = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
+    scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
+    least = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
+    return _half(raw[:, :2]) * scales, -_half(raw[:, 2:4]) * least
+
+
+def _k_nibbles(raw: Bytes) -> Bytes:
+    """Return 256 codes of four runs of 32 bytes: each run's low halves, then its high ones."""
+    runs = raw.reshape(-1, 4, 32)
+    return np.stack([runs & 15, runs >> 4], axis=2).reshape(-1, 8, GROUP)
+
+
+def _q4_k(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+    return _k_nibbles(raw[:, 16:]).reshape(-1, GROUP), *_k_scales(raw)
+
+
+def _q5_k(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
+    fifth = raw[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = _k_nibbles(raw[:, 48:]) | fifth << 4
+    return codes.reshape(-1, GROUP), *_k_scales(raw)
+
+
+_AFFINE: dict[str, tuple[int, Callable[[Bytes], tuple[Bytes, Floats, Floats]]]] = {
+    "Q4_0": (4, _q4_0),
+    "Q4_1": (4, _q4_1),
+    "Q5_0": (5, _q5_0),
+    "Q5_1": (5, _q5_1),
+    "Q8_0": (8, _q8_0),
+    "Q4_K": (4, _q4_k),
+    "Q5_K": (5, _q5_k),
+}
+"""Bits of the codes, and what splits blocks into codes, scales and biases."""
+
+
+def _dequantized(raw: Bytes, tensor: TensorInfo) -> Floats:
+    """Return a tensor's numbers by the package `gguf`."""
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise ModelError(
+            f"{tensor.file.name}: tensor {tensor.name[:64]!r} is in {tensor.form.name}, which "
+            f"needs the package gguf: pip install 'penstock[gguf]'"
+        ) from None
+    kind = GGMLQuantizationType[tensor.form.name]
+    blocks = np.asarray(raw).reshape(*tensor.shape[:-1], -1)
+    numbers: Floats = dequantize(blocks, kind).reshape(tensor.shape)
+    return numbers

@@ -1,0 +1,302 @@
+"""The header of a GGUF file: metadata and the places of its tensors; no weights are read.
+
+The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
+little-endian. Every length and count is checked against the bytes that are left in the file before
+memory is taken for it, so a damaged or hostile header costs no more than its own size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ModelError
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+MAX_METADATA_BYTES = 256 << 20
+"""Bytes of metadata that are read; a vocabulary of 262,144 tokens takes 15 MB."""
+MAX_KEYS = 65_536
+"""Keys of metadata that are read; files have about 40."""
+MAX_TENSORS = 65_536
+"""Tensors of one file; the largest models have about 2,000."""
+MAX_DIMENSIONS = 4
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
+    10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a tensor's numbers are stored: blocks of some numbers in some bytes."""
+
+    name: str
+    numbers: int
+    """Numbers of one block."""
+    block_bytes: int
+
+
+FORMS = {
+    0: Form("F32", 1, 4),
+    1: Form("F16", 1, 2),
+    2: Form("Q4_0", 32, 18),
+    3: Form("Q4_1", 32, 20),
+    6: Form("Q5_0", 32, 22),
+    7: Form("Q5_1", 32, 24),
+    8: Form("Q8_0", 32, 34),
+    10: Form("Q2_K", 256, 84),
+    11: Form("Q3_K", 256, 110),
+    12: Form("Q4_K", 256, 144),
+    13: Form("Q5_K", 256, 176),
+    14: Form("Q6_K", 256, 210),
+    30: Form("BF16", 1, 2),
+}
+"""Forms that are read, by their number in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Place, shape and form of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Rows first, as MLX has it: the reverse of the order in the file."""
+    form: Form
+    file: Path
+    offset: int
+    """Byte of the file at which the numbers begin."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) // self.form.numbers * self.form.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Metadata and tensors of a model in one GGUF file, or in all of its parts."""
+
+    name: str
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """Return a value of the metadata; None or `default` if it is not there.
+
+        Raises:
+            ModelError: the value is of another kind.
+        """
+        value = self.metadata.get(key, default)
+        if value is None or isinstance(value, kind):
+            return value
+        raise ModelError(f"{self.name}: {key} is of type {type(value).__name__}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a count of the metadata.
+
+        Raises:
+            ModelError: it is missing and has no default, negative, or no whole number.
+        """
+        value = self.get(key, (int, np.ndarray), default)
+        if isinstance(value, np.ndarray):  # one a layer: equal ones are one number
+            if len(set(value.tolist())) != 1:
+                raise ModelError(f"{self.name}: {key} differs from layer to layer")
+            value = int(value[0])
+        if value is None or isinstance(value, bool) or value < 0:
+            raise ModelError(f"{self.name}: the metadata has no {key}")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number of the metadata.
+
+        Raises:
+            ModelError: it is missing and has no default, or it is not finite.
+        """
+        value = self.get(key, (int, float), default)
+        if value is None or not np.isfinite(value):
+            raise ModelError(f"{self.name}: the metadata has no finite {key}")
+        return float(value)
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Tell whether a path names a GGUF file that is there."""
+    file = Path(path).expanduser()
+    return file.suffix == SUFFIX and file.is_file()
+
+
+def read_header(path: str | Path) -> Header:
+    """Read the header of a GGUF file, and of its other parts if there are any.
+
+    Args:
+        path: the file, or the first of the parts `NAME-00001-of-0000N.gguf`.
+
+    Raises:
+        ModelError: no GGUF file, a part that is missing, a form that cannot be read, or a header
+            that is damaged: says where.
+    """
+    first = Path(path).expanduser()
+    files = _parts(first)
+    headers = [_read_file(file) for file in files]
+    tensors: dict[str, TensorInfo] = {}
+    for header in headers:
+        for tensor in header.tensors.values():
+            if tensor.name in tensors:
+                raise ModelError(f"{tensor.file.name}: tensor {tensor.name} is there twice")
+            tensors[tensor.name] = tensor
+    counted = headers[0].get("split.tensors.count", int)
+    if counted is not None and counted != len(tensors):
+        raise ModelError(f"{first.name}: its parts have {len(tensors)} tensors of {counted}")
+    return Header(first.name, headers[0].metadata, tensors)
+
+
+def _parts(first: Path) -> list[Path]:
+    """Return the files of a model, by the numbers in the first one's name."""
+    match = _PART.search(first.name)
+    if match is None:
+        return [first]
+    number, count = int(match[1]), int(match[2])
+    if number != 1:
+        raise ModelError(f"{first.name} is part {number} of {count}; name the first part")
+    stem = first.name[: match.start()]
+    files = [first.with_name(f"{stem}-{n:05d}-of-{match[2]}{SUFFIX}") for n in range(1, count + 1)]
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{first.name} has {count} parts, and {file.name} is not beside it")
+    return files
+
+
+def _read_file(file: Path) -> Header:
+    """Read the header of one file."""
+    try:
+        with file.open("rb") as stream:
+            if stream.read(4) != MAGIC:
+                raise ModelError(f"{file.name} is no GGUF file: it does not begin with GGUF")
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+                return _Cursor(raw, file).header()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+
+
+class _Cursor:
+    """Reads a header from front to back; never past the end of the file."""
+
+    def __init__(self, raw: mmap.mmap, file: Path) -> None:
+        self.raw, self.file = raw, file
+        self.at = len(MAGIC)
+
+    def header(self) -> Header:
+        """Read the whole header."""
+        version = self.scalar("<I")
+        if version not in (2, 3):
+            raise self.damage(f"version {version} is not 2 or 3")
+        tensors, keys = self.scalar("<Q"), self.scalar("<Q")
+        if tensors > MAX_TENSORS or keys > MAX_KEYS:
+            raise self.damage(f"{tensors:,} tensors and {keys:,} keys are more than a model has")
+        metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self.string()
+            if key in metadata:
+                raise self.damage(f"the key {key[:64]!r} is there twice")
+            metadata[key] = self.value(self.scalar("<I"))
+        infos = [self.tensor() for _ in range(tensors)]
+        return Header(self.file.name, metadata, self.placed(infos, metadata))
+
+    def damage(self, why: str) -> ModelError:
+        """Return the error of a header that is damaged at this byte."""
+        return ModelError(f"{self.file.name} is damaged at byte {self.at:,}: {why}")
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        end = self.at + count
+        if end > min(len(self.raw), MAX_METADATA_BYTES):
+            raise self.damage(f"{count:,} bytes should follow, and the header ends before")
+        taken = self.raw[self.at : end]
+        self.at = end
+        return taken
+
+    def scalar(self, form: str) -> Any:
+        """Return the next number of a form of `struct`."""
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def string(self) -> str:
+        """Return the next text; bytes that are not UTF-8 are kept as surrogates."""
+        return self.take(self.scalar("<Q")).decode("utf-8", "surrogateescape")
+
+    def value(self, kind: int) -> Any:
+        """Return the next value: a number, a text, a list of texts or an array of numbers."""
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array(self.scalar("<I"), self.scalar("<Q"))
+        return self.numbers(kind, 1)[0].item()
+
+    def array(self, kind: int, count: int) -> Any:
+        """Return the next array."""
+        if kind != _STRING:
+            return self.numbers(kind, count)
+        if count * 8 > len(self.raw) - self.at:
+            raise self.damage(f"{count:,} texts do not fit into the file")
+        return [self.string() for _ in range(count)]
+
+    def numbers(self, kind: int, count: int) -> np.ndarray[Any, Any]:
+        """Return the next numbers of one kind."""
+        if kind not in _SCALARS:
+            raise self.damage(f"values of kind {kind} are unknown")
+        dtype = np.dtype(_SCALARS[kind])
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype)
+
+    def tensor(self) -> TensorInfo:
+        """Return the next tensor; its offset still counts from the first tensor's byte."""
+        name = self.string()
+        dimensions = self.scalar("<I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise self.damage(f"tensor {name[:64]!r} has {dimensions:,} dimensions")
+        shape = tuple(int(self.scalar("<Q")) for _ in range(dimensions))[::-1]
+        kind, offset = self.scalar("<I"), self.scalar("<Q")
+        form = FORMS.get(kind)
+        if form is None:
+            known = ", ".join(each.name for each in FORMS.values())
+            raise ModelError(
+                f"{self.file.name}: tensor {name[:64]!r} has form {kind}, which is not read; the "
+                f"forms that are read: {known}"
+            )
+        if shape[-1] % form.numbers:
+            raise self.damage(f"tensor {name[:64]!r} has rows of {shape[-1]:,} in {form.name}")
+        return TensorInfo(name, shape, form, self.file, offset)
+
+    def placed(self, tensors: list[TensorInfo], metadata: dict[str, Any]) -> dict[str, TensorInfo]:
+        """Return the tensors with offsets in the file, after checking that they lie in it."""
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment % 8:
+            raise self.damage(f"general.alignment is {alignment!r}")
+        begin = -(-self.at // alignment) * alignment
+        moved = [
+            TensorInfo(x.name, x.shape, x.form, x.file, begin + x.offset)
+            for x in sorted(tensors, key=lambda x: x.offset)
+        ]
+        for one, other in pairwise(moved):
+            if one.offset + one.nbytes > other.offset:
+                raise self.damage(f"tensors {one.name[:64]!r} and {other.name[:64]!r} overlap")
+        for tensor in moved[-1:]:
+            if tensor.offset + tensor.nbytes > len(self.raw):
+                raise ModelError(
+                    f"{self.file.name} is cut off: its header tells of "
+                    f"{tensor.offset + tensor.nbytes:,} bytes, the file has {len(self.raw):,}; "
+                    f"download it again"
+                )
+        placed = {tensor.name: tensor for tensor in moved}
+        if len(placed) != len(moved):
+            raise self.damage("two tensors have one name")
+        return placed

@@ -1,0 +1,151 @@
+"""The weights of a GGUF file under mlx-lm's names, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.errors import ModelError
+from penstock.models.gguf import architectures, blocks
+from penstock.models.gguf.header import Header, TensorInfo
+from penstock.models.gguf.tokenizer import write_tokenizer
+
+NORM = "norm.weight"
+
+
+def write_folder(header: Header, folder: Path, *, wide: bool) -> None:
+    """Write what mlx-lm's loaders read of a model folder, except for the weights.
+
+    Args:
+        header: of the model.
+        folder: an empty one.
+        wide: whether the model shall have dense matrices in float32.
+    """
+    config = architectures.config(header)
+    if not wide and (quantization := _quantization(header)):
+        config["quantization"] = quantization
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_tokenizer(header, folder)
+
+
+def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
+    """Yield the weights by mlx-lm's names, evaluated; one tensor of the file is held at a time.
+
+    Args:
+        header: of the model.
+        wide: whether all of them become float32; else codes stay codes, and what the file holds
+            beside them in float32 (norms, biases) gets the dtype of `activation_dtype`.
+
+    Raises:
+        ModelError: a tensor that the architecture does not have.
+    """
+    kind = architectures.architecture(header)
+    config = architectures.config(header)
+    heads = {
+        "attn_q": config["num_attention_heads"],
+        "attn_k": config["num_key_value_heads"],
+    }
+    dtype = mx.float32 if wide else activation_dtype(header)
+    for tensor in _held(header):
+        name = architectures.module_of(kind, tensor.name)
+        if name is None:
+            raise ModelError(
+                f"{header.name} has a tensor {tensor.name[:64]!r}, which {kind.model_type} has not"
+            )
+        value = blocks.read(tensor)
+        rotated = heads.get(tensor.name.split(".")[-2]) if kind.interleaved else None
+        if rotated is not None:
+            value = _straightened(value, rotated)
+        if name.endswith(NORM) and kind.norm_offset:
+            value = _dense(value) - kind.norm_offset
+        for suffix, array in _parts(value, name, dtype, wide=wide):
+            mx.eval(array)
+            yield suffix, array
+
+
+def activation_dtype(header: Header) -> mx.Dtype:
+    """Return the dtype in which a model computes whose codes stay codes.
+
+    It is float16 beside codes, and else that of the largest matrix.
+    """
+    if any(blocks.bits_of(tensor.form.name) for tensor in _held(header)):
+        return mx.float16
+    largest = max(_held(header), key=lambda tensor: tensor.nbytes)
+    return {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}[largest.form.name]
+
+
+def native_bytes(header: Header) -> int:
+    """Return the bytes of the weights where codes stay codes."""
+    width = activation_dtype(header).size
+    return sum(_tensor_bytes(tensor, width) for tensor in _held(header))
+
+
+def wide_bytes(header: Header) -> int:
+    """Return the bytes of the weights in float32."""
+    return sum(4 * prod(tensor.shape) for tensor in _held(header))
+
+
+def _held(header: Header) -> list[TensorInfo]:
+    """Return the tensors that become weights of the model."""
+    return [x for x in header.tensors.values() if x.name not in architectures.ROPE_TENSORS]
+
+
+def _tensor_bytes(tensor: TensorInfo, width: int) -> int:
+    """Return the bytes of a tensor in MLX, whose floats have `width` bytes."""
+    numbers = prod(tensor.shape)
+    bits = blocks.bits_of(tensor.form.name)
+    return (
+        numbers * width if bits is None else numbers * (bits * blocks.GROUP // 8 + 2 * width) // 32
+    )
+
+
+def _quantization(header: Header) -> dict[str, Any]:
+    """Return mlx-lm's `quantization`: the bits of each module that has codes; empty without any."""
+    kind = architectures.architecture(header)
+    forms = {
+        str(architectures.module_of(kind, tensor.name)).removesuffix(".weight"): bits
+        for tensor in header.tensors.values()
+        if (bits := blocks.bits_of(tensor.form.name)) is not None
+    }
+    if not forms:
+        return {}
+    common = {"group_size": blocks.GROUP, "bits": min(forms.values()), "mode": "affine"}
+    return {**common, **{name: {**common, "bits": bits} for name, bits in forms.items()}}
+
+
+def _straightened(value: mx.array | blocks.Codes, heads: int) -> mx.array | blocks.Codes:
+    """Return rows of queries or keys in the order of Hugging Face's models.
+
+    The file has each head's rows as pairs that RoPE turns; there the first halves of all pairs come
+    first.
+    """
+    rows = (value.weight if isinstance(value, blocks.Codes) else value).shape[0]
+    if rows % (2 * heads):
+        raise ModelError(f"{rows:,} rows of queries or keys are no pairs for {heads} heads")
+    order = mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return value.rows(order) if isinstance(value, blocks.Codes) else value[order]
+
+
+def _dense(value: mx.array | blocks.Codes) -> mx.array:
+    """Return numbers as they are, or codes as float32."""
+    return value.dequantized() if isinstance(value, blocks.Codes) else value
+
+
+def _parts(
+    value: mx.array | blocks.Codes, name: str, dtype: mx.Dtype, *, wide: bool
+) -> Iterator[tuple[str, mx.array]]:
+    """Yield the arrays of one weight with their names."""
+    if wide or not isinstance(value, blocks.Codes):
+        yield name, _dense(value).astype(dtype)
+        return
+    stem = name.removesuffix(".weight")
+    coded = replace(value, scales=value.scales.astype(dtype), biases=value.biases.astype(dtype))
+    yield f"{stem}.weight", coded.weight
+    yield f"{stem}.scales", coded.scales
+    yield f"{stem}.biases", coded.biases

@@ -1,0 +1,131 @@
+"""Whether weights become float32 when a model is loaded.
+
+MLX on a Linux CPU multiplies codes and half-precision numbers on one core without BLAS: the same
+model in float32 reads prompts 50 times as fast. On a GPU weights stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from penstock.kv import backend
+from penstock.memory import format_bytes
+
+WeightsDtype: TypeAlias = Literal["auto", "native", "float32"]
+KV_SHARE = 0.25
+"""Part of the memory limit that `auto` leaves to keys, values and buffers."""
+_HALF = (mx.float16, mx.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Widening:
+    """The choice between weights as they come and weights in float32."""
+
+    choice: WeightsDtype
+    """`auto` takes float32 on a CPU where it leaves a quarter of the limit free."""
+    native_bytes: int
+    """Bytes of the weights as they come."""
+    wide_bytes: int
+    """Bytes of the same in float32."""
+    limit_bytes: int | None
+    """Memory limit for weights and all else; None if there is none."""
+
+    @property
+    def widens(self) -> bool:
+        """Whether weights become float32."""
+        if self.choice != "auto" or self.wide_bytes == self.native_bytes:
+            return self.choice == "float32"
+        if not backend.current().on_heap:
+            return False
+        return self.limit_bytes is None or self.wide_bytes <= (1 - KV_SHARE) * self.limit_bytes
+
+    @property
+    def note(self) -> str | None:
+        """Line that says what became of the weights; None where there is nothing to say."""
+        if self.wide_bytes == self.native_bytes:
+            return None
+        sizes = f"{format_bytes(self.native_bytes)} -> {format_bytes(self.wide_bytes)}"
+        if self.widens:
+            return f"float32, {sizes}; --weights-dtype native leaves them"
+        if self.choice == "native" or not backend.current().on_heap:
+            return None
+        return (
+            f"as they come, slow on a CPU: in float32 ({sizes}) they would leave less than a "
+            f"quarter of the memory limit; raise it, or take --weights-dtype float32"
+        )
+
+
+def model_bytes(model: nn.Module) -> tuple[int, int]:
+    """Return the bytes of a model's weights, and of the same in float32; evaluates nothing."""
+    arrays: dict[str, mx.array] = dict(_flat(model))
+    modules = _modules(model)
+    wide = 0
+    for name, array in arrays.items():
+        stem, _, last = name.rpartition(".")
+        if f"{stem}.scales" in arrays and last in ("weight", "scales", "biases"):
+            wide += 4 * array.size * 32 // modules[stem].bits if last == "weight" else 0
+        else:
+            wide += 4 * array.size if array.dtype in _HALF else array.nbytes
+    return sum(array.nbytes for array in arrays.values()), wide
+
+
+def widen(model: nn.Module, dense: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Turn a model's weights into float32, one by one, so that no other is held twice.
+
+    Args:
+        model: loaded lazily, or evaluated.
+        dense: returns the module for full numbers that stands for one with codes, with weights of
+            its own that were not evaluated; None if it knows none, and the codes stay.
+    """
+    for name, module in _modules(model).items():
+        if "scales" not in module:
+            continue
+        full = dense(module)
+        if full is not None:
+            full.weight = _numbers(module)
+            if "bias" in module:
+                full.bias = module.bias
+            _put(model, name, full)
+    names = [name for name, array in _flat(model) if array.dtype in _HALF]
+    for name in names:
+        wide = dict(_flat(model))[name].astype(mx.float32)
+        mx.eval(wide)
+        model.update(tree_unflatten([(name, wide)]))
+
+
+def _numbers(module: nn.Module) -> mx.array:
+    """Return the numbers of a module with codes in float32, evaluated."""
+    affine = {} if module.get("biases") is None else {"biases": module.biases.astype(mx.float32)}
+    scales = module.scales.astype(mx.float32) if affine else module.scales
+    numbers = mx.dequantize(
+        module.weight, scales, group_size=module.group_size, bits=module.bits, mode=module.mode,
+        **affine,
+    ).astype(mx.float32)  # fmt: skip
+    mx.eval(numbers)
+    return numbers
+
+
+def _flat(model: nn.Module) -> list[tuple[str, mx.array]]:
+    """Return all weights with their names."""
+    flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore
+    return flat
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by their names."""
+    return dict(model.named_modules())  # type: ignore[no-untyped-call]
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of another, by its name with dots."""
+    *path, last = name.split(".")
+    parent: Any = model
+    for step in path:
+        parent = parent[int(step)] if isinstance(parent, list) else parent[step]
+    parent[int(last) if isinstance(parent, list) else last] = module

@@ -1,0 +1,80 @@
+"""Weights that become float32 when a model is loaded on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from support.gguf_files import MODELS, SIZES
+from support.small_models import build
+
+from penstock.kv import backend
+from penstock.models.mlx_lm import load_all
+from penstock.models.widening import Widening, model_bytes
+from penstock.recall import MODEL_PATH
+
+on_cpu = pytest.mark.skipif(not backend.current().on_heap, reason="auto widens on a CPU alone")
+
+
+def folder(path: Path, name: str, *, bits: int | None, dtype: str) -> Path:
+    """Save a random model as mlx-lm's converter does, with the embedded model's tokenizer."""
+    config: dict[str, Any] = {**SIZES, **MODELS[name], "torch_dtype": dtype, "vocab_size": 512}
+    model = build(config)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+        config["quantization"] = {"group_size": 32, "bits": bits, "mode": "affine"}
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (path / "config.json").write_text(json.dumps(config))
+    for file in MODEL_PATH.glob("tokenizer*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def dtypes(model: Any) -> set[Any]:
+    return {array.dtype for _, array in tree_flatten(model.parameters())}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe"])
+@pytest.mark.parametrize(("bits", "dtype"), [(4, "float16"), (8, "bfloat16"), (None, "bfloat16")])
+def test_widened_weights_are_the_same_numbers(
+    name: str, bits: int | None, dtype: str, tmp_path: Path
+) -> None:
+    source = folder(tmp_path, name, bits=bits, dtype=dtype)
+    native = load_all(source, weights_dtype="native")
+    wide = load_all(source, weights_dtype="float32")
+    assert dtypes(wide.model) == {mx.float32}
+    assert dtypes(native.model) != {mx.float32}
+    assert model_bytes(native.model)[1] == model_bytes(wide.model)[0] == model_bytes(wide.model)[1]
+    if name == "qwen3moe" and bits is None:
+        return  # MLX on a CPU has no product of experts in half precision: widened it runs at all
+    tokens = mx.array([[5, 260, 17, 301, 9, 33]])
+    theirs = native.model(tokens).astype(mx.float32)
+    ours = wide.model(tokens)
+    step = 2.0**-7 if dtype == "bfloat16" else 2.0**-10
+    assert mx.abs(ours - theirs).max().item() <= 40 * step * mx.abs(theirs).max().item()
+
+
+@on_cpu
+def test_auto_widens_where_a_quarter_of_the_limit_is_left(tmp_path: Path) -> None:
+    source = folder(tmp_path, "llama", bits=4, dtype="float16")
+    native_bytes, wide_bytes = model_bytes(load_all(source, weights_dtype="native").model)
+    assert native_bytes < wide_bytes / 4
+    enough = load_all(source, limit_bytes=wide_bytes * 4 // 3 + 1)
+    assert dtypes(enough.model) == {mx.float32}
+    assert "float32" in str(enough.weights_note)
+    little = load_all(source, limit_bytes=wide_bytes * 4 // 3 - 4)
+    assert mx.float16 in dtypes(little.model)
+    assert "raise it" in str(little.weights_note)
+
+
+def test_a_gpu_takes_weights_as_they_come() -> None:
+    with backend.using(backend.GPUBackend(True)):
+        choice = Widening("auto", 10, 80, None)
+        assert not choice.widens
+        assert choice.note is None
+        assert Widening("float32", 10, 80, None).widens

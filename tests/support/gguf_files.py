@@ -1,0 +1,173 @@
+"""GGUF files of small models, written by the package `gguf`: the reference for ours.
+
+Names of tensors, forms of blocks and keys of metadata are that package's, not those of
+`penstock.models.gguf`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import quantize
+from mlx.utils import tree_flatten
+from tokenizers import pre_tokenizers
+
+from support.small_models import BASE, build
+
+VOCABULARY = 320
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+SIZES = {
+    **BASE,
+    "torch_dtype": "float32",
+    "vocab_size": VOCABULARY,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama3": {
+        "model_type": "llama",
+        "head_dim": 32,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+    "gemma2": {"model_type": "gemma2", "query_pre_attn_scalar": 16.0},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 16.0,
+        "sliding_window": 12,
+        "sliding_window_pattern": 6,
+        "num_hidden_layers": 7,
+    },
+    "phi3": {"model_type": "phi3", "tie_word_embeddings": False},
+}
+"""Arguments of a small model for each architecture that is read, by a name."""
+
+
+def small_model(name: str) -> tuple[Any, dict[str, Any]]:
+    """Return a random model and its config."""
+    config = {**SIZES, **MODELS[name]}
+    model = build(config)
+    if name == "gemma3":
+        model.sanitize({})  # drops the output that no file of this family has
+    return model, config
+
+
+def write_model(path: Path, name: str, model: Any, config: dict[str, Any], form: str) -> None:
+    """Write a model as llama.cpp's converter would, its matrices in one form."""
+    arch = {"llama3": "llama"}.get(name, name)
+    writer = gguf.GGUFWriter(path, arch)
+    _add_sizes(writer, arch, config)
+    add_vocabulary(writer)
+    names = gguf.get_tensor_name_map(
+        getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"]
+    )
+    for theirs, array in tree_flatten(model.parameters()):
+        numbers = np.array(array, np.float32)
+        if arch == "llama" and ".q_proj." in theirs:
+            numbers = interleaved(numbers, config["num_attention_heads"])
+        if arch == "llama" and ".k_proj." in theirs:
+            numbers = interleaved(numbers, config["num_key_value_heads"])
+        if arch.startswith("gemma") and theirs.endswith("norm.weight"):
+            numbers = numbers + 1
+        known = names.get_name(theirs.replace("switch_mlp", "experts"), (".weight", ".bias"))
+        kind = gguf.GGMLQuantizationType[form if numbers.ndim > 1 else "F32"]
+        writer.add_tensor(known, quantize(numbers, kind), raw_dtype=kind)
+    if name == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def interleaved(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Return rows of queries or keys as the converter leaves them for llama."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _add_sizes(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
+
+
+def _llama3_factors(config: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Return the factors by the loop of llama.cpp's converter."""
+    scaling, dim = config["rope_scaling"], config["head_dim"]
+    old = scaling["original_max_position_embeddings"]
+    long, short = old / scaling["low_freq_factor"], old / scaling["high_freq_factor"]
+    factors = []
+    for i in range(0, dim, 2):
+        wave = 2 * np.pi * config["rope_theta"] ** (i / dim)
+        if wave < short:
+            factors.append(1.0)
+        elif wave > long:
+            factors.append(scaling["factor"])
+        else:
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            smooth = (old / wave - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """Add a vocabulary of all bytes, a few merges and three marks."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["t h", "th e", "i n", "Ġ the"]
+    texts = [*letters, *(merge.replace(" ", "") for merge in merges)]
+    marks = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+    spare = [f"<spare {n}>" for n in range(VOCABULARY - len(texts) - len(marks))]
+    kinds = [1] * len(texts) + [3] * len(marks) + [5] * len(spare)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*texts, *marks, *spare])
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(len(texts))
+    writer.add_eos_token_id(len(texts) + 1)
+    writer.add_chat_template(TEMPLATE)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Read a folder's config.json."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
