@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-cpus test-scale test-agents mutants lint docs bench peers soak clean
+.PHONY: help run test test-all test-cpus test-scale test-agents real mutants lint docs bench peers soak clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -17,6 +17,7 @@ help:
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
 	@echo 'make mutants [CODE=...] [SAMPLE=40] [SEED=0]   small changes of the code: which go unnoticed?'
 	@echo 'make test-agents   Claude Code, Codex and opencode from npm, two turns each; needs Node 20'
+	@echo 'make real    a real model (98 MB, fetched once): the same text as mlx-lm, cold, warm, restored'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make lint    ruff and mypy alone'
@@ -61,11 +62,11 @@ test test-all: lint
 	$(BIN)/pytest --doctest-modules src benchmarks/src --ignore=src/penstock/serve_ray \
 		--ignore-glob='src/penstock/tiers/remote/*_objects.py'
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(TESTED) -n $(WORKERS) --dist loadfile \
-		--no-loadscope-reorder --ignore=tests/scale
+		--no-loadscope-reorder --ignore=tests/scale --ignore=tests/real
 
 test-cpus: $(VENV)/.dev
 	$(BIN)/python tools/cpus.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		--ignore=tests/scale
+		--ignore=tests/scale --ignore=tests/real
 
 mutants: $(VENV)/.dev
 	$(BIN)/python tools/mutants.py $(CODE) --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS)
@@ -77,6 +78,10 @@ test-scale: $(VENV)/.scale
 # The real programs, in a network namespace that has loopback and nothing else.
 test-agents: $(VENV)/.dev
 	$(BIN)/python tests/agents/run_agents.py $(VENV)/agents
+
+# Real weights and real text; skipped with a line where the model cannot be fetched.
+real: $(VENV)/.dev
+	$(BIN)/pytest -s tests/real
 
 docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py

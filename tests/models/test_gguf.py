@@ -20,15 +20,17 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
+from penstock.cli import main
 from penstock.errors import ModelError
 from penstock.models.gguf import blocks
 from penstock.models.gguf.header import FORMS, TensorInfo, is_gguf, read_header
+from penstock.models.gguf.sizes import native_bytes, wide_bytes
 from penstock.models.gguf.tokenizer import SPLITS, write_tokenizer
-from penstock.models.gguf.weights import native_bytes, wide_bytes
 from penstock.models.mlx_lm import load_all, render
 from support.gguf_files import MODELS, VOCABULARY, add_vocabulary, small_model, write_model
 
 EXACT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "F16", "BF16", "F32"]
+FORM = {form.name: form for form in FORMS.values()}
 TEXTS = [
     "def f(x):\n\treturn {'a': 1234567, \"b\": 'it''s'}  # 50 %\r\n\r\n    end",
     "Zürich, naïve café, 東京 2026, 😀👍🏽, e\u0301, Ⅻ ½ ٣٤",
@@ -42,13 +44,13 @@ TEXTS = [
 def tensor(path: Path, form: str, raw: bytes, shape: tuple[int, ...]) -> TensorInfo:
     """Put the bytes of a tensor into a file of its own."""
     path.write_bytes(raw)
-    kind = next(each for each in FORMS.values() if each.name == form)
+    kind = FORM[form]
     return TensorInfo("blk.0.attn_q.weight", shape, kind, path, 0)
 
 
 def random_blocks(form: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
     """Return random blocks whose scales are small numbers of float16."""
-    kind = next(each for each in FORMS.values() if each.name == form)
+    kind = FORM[form]
     rng = np.random.default_rng(7)
     raw = rng.integers(0, 256, (rows * columns // kind.numbers, kind.block_bytes), np.uint8)
     halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
@@ -71,7 +73,7 @@ def test_a_form_that_mlx_has_keeps_every_number(form: str, tmp_path: Path) -> No
     dense = ours.dequantized() if isinstance(ours, blocks.Codes) else ours.astype(mx.float32)
     assert np.array_equal(np.array(dense), dequantize(raw, kind))
     assert isinstance(ours, blocks.Codes) == form.startswith("Q")
-    assert blocks.is_exact(form)
+    assert FORM[form].is_exact
 
 
 @pytest.mark.parametrize("form", ["Q2_K", "Q3_K", "Q6_K"])
@@ -84,7 +86,7 @@ def test_other_forms_are_within_half_a_step_of_mlx(form: str, tmp_path: Path) ->
     step = (groups.max(-1) - groups.min(-1)) / (2**ours.bits - 1)
     off = np.abs(np.array(ours.dequantized()).reshape(-1, 32) - groups).max(-1)
     assert (off <= step * 1.01).all()  # mx.quantize moves a group's ends by up to half a step
-    assert not blocks.is_exact(form)
+    assert not FORM[form].is_exact
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,6 +122,23 @@ def test_codes_stay_codes_where_asked(tmp_path: Path) -> None:
     for loaded, count in ((native, native_bytes), (wide, wide_bytes)):
         held = sum(x.nbytes for _, x in tree_flatten(loaded.model.parameters()))
         assert held == count(read_header(file))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma3"])
+def test_a_plan_counts_what_is_loaded(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, config = small_model(name)
+    file = tmp_path / "small.gguf"
+    write_model(file, name, model, config, "Q8_0")
+    for dtype in ("native", "float32"):
+        given = ["plan", str(file), "--json", "--memory", "1GB", "--weights-dtype", dtype]
+        assert main(given) == 0
+        planned = json.loads(capsys.readouterr().out)
+        loaded = load_all(file, weights_dtype=dtype)  # type: ignore[arg-type]
+        held = sum(x.nbytes for _, x in tree_flatten(loaded.model.parameters()))
+        assert planned["weight_bytes"] == held
+        assert planned["dtype"] == {"native": "float16", "float32": "float32"}[dtype]
 
 
 def test_the_template_and_the_ends_come_along(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from support.gguf_files import MODELS, SIZES
-from support.small_models import build
 
 from penstock.kv import backend
 from penstock.models.mlx_lm import load_all
 from penstock.models.widening import Widening, model_bytes
 from penstock.recall import MODEL_PATH
+from support.gguf_files import MODELS, SIZES
+from support.small_models import build
 
 on_cpu = pytest.mark.skipif(not backend.current().on_heap, reason="auto widens on a CPU alone")
 

@@ -30,6 +30,7 @@ PLAIN_SECONDS = 1.0
 @with_settings
 def agents(
     model: options.Model = str(MODEL_PATH),
+    weights_dtype: options.WeightsDtype = "auto",
     count: Annotated[
         int,
         typer.Option(
@@ -74,10 +75,9 @@ def agents(
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.crowd import Crowd
-    from penstock.models.mlx_lm import load_all
 
     with Crowd(
-        load_all(model),
+        options.load_model(model, weights_dtype, engine.get("memory_limit")),
         agents=count,
         prompt_tokens=tokens,
         seed=seed,

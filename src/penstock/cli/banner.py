@@ -26,6 +26,7 @@ def banner(
     settings: config.ServerSettings,
     port: int,
     ranks: RankGroup | None = None,
+    weights: str | None = None,
 ) -> list[str]:
     """Say what is served where, inside which limits, and how to ask it."""
     room = engine.ask(_room).result()
@@ -36,6 +37,7 @@ def banner(
     return [
         f"penstock {__version__} serves {name} on {url}",
         *([] if ranks is None else [_ranks(ranks)]),
+        *([] if weights is None else [f"weights  {weights}"]),
         *room,
         "key      "
         + ("none: programs on this machine only" if settings.api_key is None else "needed"),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import typer
 
@@ -50,6 +50,7 @@ class Partner(Protocol):
 def chat(
     context: typer.Context,
     model: options.Model = str(MODEL_PATH),
+    weights_dtype: options.WeightsDtype = "auto",
     url: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +90,7 @@ def chat(
     options.check_text("--system", system or "")
     options.lenient_input()
     if url is None:
-        partner = _local(model, kv_settings, system)
+        partner = _local(model, weights_dtype, kv_settings, system)
     else:
         partner = _remote(context, url, api_key, system)
     if sys.stdin.isatty():
@@ -99,13 +100,17 @@ def chat(
         Chat(partner, sampling_settings, echo=echo).run(sys.stdin)
 
 
-def _local(model: str, kv: config.KVSettings, system: str | None) -> Partner:
+def _local(
+    model: str,
+    weights_dtype: Literal["auto", "native", "float32"],
+    kv: config.KVSettings,
+    system: str | None,
+) -> Partner:
     options.warn_of_slow_blas(load_blas())
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.conversation import LocalChat
-    from penstock.models.mlx_lm import load_all
 
-    return LocalChat(load_all(model), kv, system)
+    return LocalChat(options.load_model(model, weights_dtype), kv, system)
 
 
 def _remote(context: typer.Context, url: str, api_key: str | None, system: str | None) -> Partner:

@@ -9,7 +9,7 @@ import json
 import platform
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -62,10 +62,11 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder of a model, or its Hugging Face name: it is loaded and tried.",
+            help=f"{options.MODEL_HELP} It is loaded and tried.",
             show_default="no model is loaded",
         ),
     ] = None,
+    weights_dtype: options.WeightsDtype = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Show back end, BLAS and its speed, memory and versions, and what is wrong with them.
@@ -77,7 +78,7 @@ def doctor(
     """
     machine = examine()
     problems = find_problems(machine)
-    fit = None if model is None or machine.back_end == "none" else _try_model(model)
+    fit = None if model is None or machine.back_end == "none" else _try_model(model, weights_dtype)
     if fit is not None:
         problems += find_misfits(fit)
     if as_json:
@@ -144,13 +145,12 @@ def find_misfits(fit: FitnessReport) -> list[DoctorProblem]:
     return [DoctorProblem(f"{fit.model}: {fit.why}", remedy)]
 
 
-def _try_model(model: str) -> FitnessReport:
+def _try_model(model: str, weights_dtype: Literal["auto", "native", "float32"]) -> FitnessReport:
     """Load a model and try it on the engine."""
     # mlx-lm takes a second to import, which a look at the machine need not wait for.
     from penstock.cli.fitness import try_model
-    from penstock.models.mlx_lm import load_all
 
-    return try_model(model, load_all(model))
+    return try_model(model, options.load_model(model, weights_dtype))
 
 
 def _cpu_problems(machine: MachineReport) -> list[DoctorProblem]:

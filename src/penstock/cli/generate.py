@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to answer; - reads standard input.")],
     model: options.Model = str(MODEL_PATH),
+    weights_dtype: options.WeightsDtype = "auto",
     system: options.System = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
@@ -51,9 +52,9 @@ def generate(
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.conversation import figures_line, figures_record, kv_use, make_caches
-    from penstock.models.mlx_lm import encode, load_all, render, stream
+    from penstock.models.mlx_lm import encode, render, stream
 
-    loaded = load_all(model)
+    loaded = options.load_model(model, weights_dtype)
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
     tokens = encode(loaded.tokenizer, text) if raw else render(loaded.tokenizer, messages)

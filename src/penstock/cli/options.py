@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -17,14 +17,29 @@ from penstock.cli.settings_options import Fields, size_text
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
 
+if TYPE_CHECKING:
+    from penstock.models.mlx_lm import Loaded
+
 WITHOUT_VALUE = {"--kv-cache-quantization": "8"}
 """The values of flags that may stand without one, as vllm-mlx's and its scripts have them."""
+MODEL_HELP = (
+    "Folder of a model, a .gguf file, a Hugging Face name (owner/model), or smollm2: a small chat "
+    "model, fetched once."
+)
 Model: TypeAlias = Annotated[
     str,
     typer.Option(
-        help="Folder of a model, or its Hugging Face name (owner/model).",
+        help=MODEL_HELP,
         envvar="PENSTOCK_MODEL",
         show_default="the embedded model",
+    ),
+]
+WeightsDtype: TypeAlias = Annotated[
+    Literal["auto", "native", "float32"],
+    typer.Option(
+        help="Numbers of the weights: native leaves them; auto makes them float32 on a CPU, where "
+        "MLX multiplies anything else slowly, if a quarter of the memory limit stays free.",
+        envvar="PENSTOCK_WEIGHTS_DTYPE",
     ),
 ]
 EngineSize: TypeAlias = Annotated[
@@ -82,6 +97,38 @@ def engine_size(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("memory_limit", 1) < 1:
         raise SettingError("--memory-limit 0: nothing fits in it")
     return {"memory_limit": limit} | dict(given)
+
+
+def load_model(
+    model: str, weights_dtype: Literal["auto", "native", "float32"], memory_limit: Any = None
+) -> Loaded:
+    """Load a model, and say on standard error what became of its weights.
+
+    Args:
+        model: as a command's user named it.
+        weights_dtype: see `--weights-dtype`.
+        memory_limit: bytes, or a text like "16GB"; None takes the machine's default.
+    """
+    loaded = load_quietly(model, weights_dtype, memory_limit)
+    if loaded.weights_note is not None:
+        print(f"penstock: weights {loaded.weights_note}", file=sys.stderr)
+    return loaded
+
+
+def load_quietly(
+    model: str, weights_dtype: Literal["auto", "native", "float32"], memory_limit: Any = None
+) -> Loaded:
+    """Load a model as `load_model` does, without a word."""
+    # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
+    import mlx.core as mx
+
+    from penstock.memory import parse_bytes, read_machine_memory
+    from penstock.models.mlx_lm import load_all
+
+    limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    if limit is None:
+        limit = read_machine_memory(mx.device_info()).default_limit_bytes
+    return load_all(model, weights_dtype=weights_dtype, limit_bytes=limit)
 
 
 def check_folder_limit(limit_bytes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 from rich.console import Console
@@ -16,7 +16,13 @@ from penstock.cli import options
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
+from penstock.models import named
+from penstock.models.gguf import architectures
+from penstock.models.gguf.header import is_gguf, read_header
+from penstock.models.gguf.sizes import bytes_by_kind
 from penstock.recall import MODEL_PATH
+
+WeightsDtype: TypeAlias = Literal["auto", "native", "float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +74,12 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="Folder of a model, a config.json, or a Hugging Face name already downloaded.",
+            help="Folder of a model, a .gguf file, a config.json, or a name already downloaded.",
             envvar="PENSTOCK_MODEL",
             show_default="the embedded model",
         ),
     ] = str(MODEL_PATH),
+    weights_dtype: options.WeightsDtype = "auto",
     memory_limit: Annotated[
         str | None,
         typer.Option(
@@ -119,10 +126,11 @@ def plan(
     Reads the config, and the headers of the weights if they are there; loads nothing.
     Exit code 0 if the batch fits, 1 if it does not.
     """
-    spec = memory.divided(memory.read_model_spec(_find(model)), hosts, pipeline=pipeline)
+    limit_bytes = _limit(memory_limit)
+    spec = _read_spec(_find(model), weights_dtype, limit_bytes)
     memory_plan = make_plan(
-        spec,
-        memory_bytes=_limit(memory_limit),
+        memory.divided(spec, hosts, pipeline=pipeline),
+        memory_bytes=limit_bytes,
         max_kv_size=max_kv_size,
         batch=batch,
         **kv,
@@ -355,11 +363,36 @@ def _default_limit() -> int:
     return memory.read_machine_memory(mx.device_info()).default_limit_bytes
 
 
+def _read_spec(path: Path, weights_dtype: WeightsDtype, limit_bytes: int) -> ModelSpec:
+    """Read a model's spec with its weights as they will be loaded here; reads headers alone."""
+
+    def read(*, wide: bool) -> ModelSpec:
+        if header is None:
+            return memory.read_model_spec(path, wide=wide)
+        config = {**architectures.config(header), "_name_or_path": header.name}
+        files = bytes_by_kind(header, wide=wide)
+        return memory.read_model_spec(config, files=files, wide=wide)
+
+    header = read_header(path) if is_gguf(path) else None
+    native, wide = read(wide=False), read(wide=True)
+    try:
+        from penstock.models.widening import Widening  # where MLX has no back end, nothing is
+    except ImportError:
+        return native
+    choice = Widening(weights_dtype, native.weight_bytes or 0, wide.weight_bytes or 0, limit_bytes)
+    return wide if choice.widens else native
+
+
 def _find(model: str) -> Path:
     """Find a folder or JSON file, or the local copy of a Hugging Face model; never download."""
     path = Path(model).expanduser()
     if path.exists():
         return path
+    if model in named.MODELS:
+        file = named.find(model)
+        if file is None:
+            raise ModelError(f"{model} is not downloaded yet; penstock generate --model {model} hi")
+        return file
 
     # The hub client takes a fifth of a second to import, which a folder need not wait for. It
     # is there because mlx-lm loads through it (by transformers); nothing else here needs it.

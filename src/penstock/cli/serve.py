@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
@@ -44,6 +44,7 @@ def serve(
     model: flags.ServedModel = str(MODEL_PATH),
     config_file: flags.ConfigFile = None,
     model_name: flags.ModelName = None,
+    weights_dtype: options.WeightsDtype = "auto",
     *,
     server: flags.Server,
     engine: flags.Engine,
@@ -78,7 +79,7 @@ def serve(
     options.check_writable("--ssd-cache-dir", cache_folder)
     options.check_writable("--session-dir", settings.session_dir)
     with joined() as ranks:
-        load = partial(_load, model, name, limits, ranks, pipeline)
+        load = partial(_load, model, name, limits, ranks, pipeline, weights_dtype)
         if ranks is not None:
             _check_alone(ssd_preload=ssd_preload, session_dir=settings.session_dir)
             ranks.check_equal("--pipeline", pipeline)
@@ -128,12 +129,20 @@ def _follow(load: Callable[[], Loaded], limits: dict[str, Any], ranks: RankGroup
 
 
 def _load(
-    model: str, name: str, limits: dict[str, Any], ranks: RankGroup | None, pipeline: bool
+    model: str,
+    name: str,
+    limits: dict[str, Any],
+    ranks: RankGroup | None,
+    pipeline: bool,
+    weights_dtype: Literal["auto", "native", "float32"],
 ) -> Loaded:
     """Load a model, or this rank's part of it."""
-    from penstock.models.mlx_lm import load_all, load_part
+    from penstock.models.mlx_lm import load_part
 
-    loaded = load_all(model) if ranks is None else load_part(model, ranks.group, pipeline=pipeline)
+    if ranks is None:
+        loaded = options.load_quietly(model, weights_dtype, limits.get("memory_limit"))
+    else:
+        loaded = load_part(model, ranks.group, pipeline=pipeline)
     if not loaded.tokenizer.eos_token_ids:
         raise ModelError(f"{name} has no token that ends an answer")
     if ranks is not None:
@@ -246,7 +255,9 @@ def _run(
     with engine:
         service = Service(engine, loaded.tokenizer, settings, name)
         server = Server(service)
-        for line in banner(engine, name, settings, listener.getsockname()[1], ranks):
+        for line in banner(
+            engine, name, settings, listener.getsockname()[1], ranks, loaded.weights_note
+        ):
             console.print(line, soft_wrap=True)
         sys.stdout.flush()
         gc.collect()

@@ -8,13 +8,14 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from penstock import config
+from penstock.cli.options import MODEL_HELP
 from penstock.cli.settings_file import read_config
 from penstock.cli.settings_options import Fields
 
 ServedModel: TypeAlias = Annotated[
     str,
     typer.Argument(
-        help="Folder of a model, or its Hugging Face name (owner/model).",
+        help=MODEL_HELP,
         envvar="PENSTOCK_MODEL",
         show_default="the embedded model",
     ),

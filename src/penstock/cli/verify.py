@@ -29,6 +29,7 @@ OWN_TOKENS = 600
 @with_settings
 def verify(
     model: options.Model = str(MODEL_PATH),
+    weights_dtype: options.WeightsDtype = "auto",
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -65,9 +66,9 @@ def verify(
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.replay import replay
-    from penstock.models.mlx_lm import encode, load_all, render
+    from penstock.models.mlx_lm import encode, render
 
-    loaded = load_all(model)
+    loaded = options.load_model(model, weights_dtype, engine.get("memory_limit"))
     tokens = [
         encode(loaded.tokenizer, one) if isinstance(one, str) else render(loaded.tokenizer, one)
         for one in asked

@@ -14,12 +14,19 @@ from penstock.memory.families import FAMILIES, Config, Family, unknown, why_unqu
 from penstock.memory.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 
 
-def read_model_spec(source: str | Path | Mapping[str, object]) -> ModelSpec:
+def read_model_spec(
+    source: str | Path | Mapping[str, object],
+    *,
+    files: Mapping[str, int] | None = None,
+    wide: bool = False,
+) -> ModelSpec:
     """Read what memory arithmetic needs from a model's config.
 
     Args:
         source: a model folder, a config.json, or its content. Weights are not needed; if
             safetensors files lie beside the config, their headers give bytes and dtype.
+        files: bytes of the weights by their dtype, where they are known already.
+        wide: whether weights become float32 when they are loaded.
 
     Raises:
         ModelError: no config there, not JSON, a number missing that nothing implies, a size
@@ -35,7 +42,11 @@ def read_model_spec(source: str | Path | Mapping[str, object]) -> ModelSpec:
     family = FAMILIES.get(model_type, Family(unknown, {}))
     notes = []
 
-    files = _read_headers(folder) if folder else {}
+    if files is None:
+        files = _read_headers(folder) if folder else {}
+    if wide:
+        files, outer = _widened(files, values), {**outer, "quantization": None}
+        values = {**values, "dtype": "float32", "quantization": None}
     stated = str(values.get("dtype") or values.get("torch_dtype"))
     dtype = _held_dtype(files) or (stated if stated in DTYPE_BYTES else None)
     if dtype is None:
@@ -57,6 +68,8 @@ def read_model_spec(source: str | Path | Mapping[str, object]) -> ModelSpec:
         notes.append(f"the recurrent state of {stateless} layers is unknown and not counted")
 
     weight_bytes, weight_source = _weights(c, family, files)
+    if files and folder is None:
+        weight_source = "header of the file"
     if any(kind.startswith("F8") for kind in files):
         notes.append("the files hold 8-bit floats, which mlx-lm may dequantize to twice the bytes")
     return ModelSpec(
@@ -159,6 +172,23 @@ def _read_headers(folder: Path) -> dict[str, int]:
                 "download it again"
             )
     return dict(held)
+
+
+def _widened(files: Mapping[str, int], values: Mapping[str, object]) -> dict[str, int]:
+    """Return the bytes of weights by dtype if all of them become float32.
+
+    Codes of `bits` bits in groups of `group_size` have a scale and a bias of half precision each
+    group, which go.
+    """
+    quantization = values.get("quantization")
+    stated = quantization if isinstance(quantization, dict) else {}
+    bits, group = int(stated.get("bits", 4)), int(stated.get("group_size", 64))
+    coded = files.get("U32", 0) * 8 // bits
+    halves = sum(files.get(kind, 0) for kind in ("F16", "BF16"))
+    wide = 4 * coded + 2 * max(0, halves - coded // group * 4) + files.get("F32", 0)
+    whole = sum(n for kind, n in files.items() if kind != OUTSIDE)
+    outside = files.get(OUTSIDE, 0) * wide // whole if whole else 0
+    return {"F32": wide, OUTSIDE: outside} if files else {}
 
 
 def _held_dtype(files: Mapping[str, int]) -> str | None:

@@ -26,9 +26,11 @@ from penstock.kv.attention import AttentionWindow
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
 from penstock.kv.reads import Reads
 from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
+from penstock.models import named
 from penstock.models.gguf import architectures
 from penstock.models.gguf import weights as gguf
 from penstock.models.gguf.header import is_gguf, read_header
+from penstock.models.gguf.sizes import native_bytes, wide_bytes
 from penstock.models.widening import WeightsDtype, Widening, model_bytes, widen
 from penstock.open_files import unchanged_limit
 
@@ -94,7 +96,7 @@ def load(
     """Load a model and its tokenizer from a folder, a GGUF file or by its Hugging Face name.
 
     Args:
-        path_or_name: a folder, a file, or `owner/model`.
+        path_or_name: a folder, a file, `owner/model`, or a short name of `penstock.models.named`.
         weights_dtype: `auto` turns weights into float32 on a CPU, where MLX multiplies anything
             else on one core; `native` leaves them; `float32` widens them anywhere.
 
@@ -119,6 +121,8 @@ def load_all(
         weights_dtype: as `load`.
         limit_bytes: memory limit; `auto` widens nothing that would leave too little of it.
     """
+    if str(path_or_name) in named.MODELS and not Path(path_or_name).exists():
+        path_or_name = named.fetch(str(path_or_name))
     if is_gguf(path_or_name):
         return _load_gguf(Path(path_or_name).expanduser(), weights_dtype, limit_bytes)
     source = _source(path_or_name)
@@ -127,6 +131,7 @@ def load_all(
         widening = Widening(weights_dtype, *model_bytes(model), limit_bytes)
         if widening.widens:
             widen(model, _dense)
+            config["torch_dtype"] = "float32"
         mx.eval(model.parameters())
     # A boundary: a config says anything, and mlx-lm, transformers, the hub client and MLX each
     # compute with it before they check it: no list of their errors is ever complete.
@@ -159,9 +164,7 @@ def _load_gguf(path: Path, weights_dtype: WeightsDtype, limit_bytes: int | None)
     """
     header = read_header(path)
     architectures.config(header)  # refuses what is no model before anything is counted
-    widening = Widening(
-        weights_dtype, gguf.native_bytes(header), gguf.wide_bytes(header), limit_bytes
-    )
+    widening = Widening(weights_dtype, native_bytes(header), wide_bytes(header), limit_bytes)
     try:
         with TemporaryDirectory(prefix="penstock-") as name:
             folder = Path(name)

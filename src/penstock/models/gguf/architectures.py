@@ -134,8 +134,10 @@ def module_of(kind: Architecture, tensor: str) -> str | None:
 
 
 def end_tokens(header: Header) -> list[int]:
-    """Return the tokens that end an answer: those that the metadata names, and those whose text
-    says so, as llama.cpp takes them."""
+    """Return the tokens that end an answer, as llama.cpp takes them.
+
+    They are those that the metadata names, and marks whose text says so.
+    """
     texts = header.get("tokenizer.ggml.tokens", list, [])
     kinds = header.get("tokenizer.ggml.token_type", np.ndarray)
     named = [

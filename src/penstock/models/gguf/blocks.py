@@ -16,13 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.models.gguf.header import TensorInfo
+from penstock.models.gguf.header import GROUP, TensorInfo
 
 Bytes: TypeAlias = np.ndarray[Any, Any]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
-
-GROUP = 32
-"""Numbers of a group that share a scale and a bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +51,14 @@ def read(tensor: TensorInfo) -> mx.array | Codes:
         ModelError: the form needs the package `gguf`, and it is not installed.
     """
     raw = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.nbytes,))
-    form = tensor.form.name
+    form, bits = tensor.form.name, tensor.form.bits
     if form == "BF16":
         return mx.array(raw.view("<u2").reshape(tensor.shape)).view(mx.bfloat16)
     if form in _DENSE:
         return mx.array(raw.view(_DENSE[form]).reshape(tensor.shape))
+    assert bits is not None
     if form in _AFFINE:
-        bits, split = _AFFINE[form]
-        codes, scales, biases = split(raw.reshape(-1, tensor.form.block_bytes))
+        codes, scales, biases = _AFFINE[form](raw.reshape(-1, tensor.form.block_bytes))
         rows = tensor.shape[:-1]
         return Codes(
             mx.array(_packed(codes, bits).reshape(*rows, -1)),
@@ -69,24 +66,11 @@ def read(tensor: TensorInfo) -> mx.array | Codes:
             mx.array(biases.reshape(*rows, -1)),
             bits,
         )
-    bits = _NEAREST[form]
     numbers = mx.array(_dequantized(raw, tensor))
     return Codes(*mx.quantize(numbers, GROUP, bits), bits)
 
 
-def bits_of(form: str) -> int | None:
-    """Return the bits of a form's codes in MLX; None for numbers that stay as they are."""
-    return _NEAREST.get(form) or (_AFFINE[form][0] if form in _AFFINE else None)
-
-
-def is_exact(form: str) -> bool:
-    """Tell whether a form's numbers are the same in MLX's."""
-    return form not in _NEAREST
-
-
 _DENSE = {"F32": "<f4", "F16": "<f2"}
-_NEAREST = {"Q2_K": 4, "Q3_K": 4, "Q6_K": 8}
-"""Bits in MLX of the forms whose groups MLX does not have."""
 
 
 def _packed(codes: Bytes, bits: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -168,16 +152,16 @@ def _q5_k(raw: Bytes) -> tuple[Bytes, Floats, Floats]:
     return codes.reshape(-1, GROUP), *_k_scales(raw)
 
 
-_AFFINE: dict[str, tuple[int, Callable[[Bytes], tuple[Bytes, Floats, Floats]]]] = {
-    "Q4_0": (4, _q4_0),
-    "Q4_1": (4, _q4_1),
-    "Q5_0": (5, _q5_0),
-    "Q5_1": (5, _q5_1),
-    "Q8_0": (8, _q8_0),
-    "Q4_K": (4, _q4_k),
-    "Q5_K": (5, _q5_k),
+_AFFINE: dict[str, Callable[[Bytes], tuple[Bytes, Floats, Floats]]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
 }
-"""Bits of the codes, and what splits blocks into codes, scales and biases."""
+"""Functions that split blocks into codes, scales and biases."""
 
 
 def _dequantized(raw: Bytes, tensor: TensorInfo) -> Floats:

@@ -46,21 +46,27 @@ class Form:
     numbers: int
     """Numbers of one block."""
     block_bytes: int
+    bits: int | None = None
+    """Bits of MLX's codes for it; None for numbers that stay as they are."""
+    is_exact: bool = True
+    """Whether MLX holds the same numbers."""
 
 
+GROUP = 32
+"""Numbers of a group that share a scale and a bias in MLX's codes."""
 FORMS = {
     0: Form("F32", 1, 4),
     1: Form("F16", 1, 2),
-    2: Form("Q4_0", 32, 18),
-    3: Form("Q4_1", 32, 20),
-    6: Form("Q5_0", 32, 22),
-    7: Form("Q5_1", 32, 24),
-    8: Form("Q8_0", 32, 34),
-    10: Form("Q2_K", 256, 84),
-    11: Form("Q3_K", 256, 110),
-    12: Form("Q4_K", 256, 144),
-    13: Form("Q5_K", 256, 176),
-    14: Form("Q6_K", 256, 210),
+    2: Form("Q4_0", 32, 18, 4),
+    3: Form("Q4_1", 32, 20, 4),
+    6: Form("Q5_0", 32, 22, 5),
+    7: Form("Q5_1", 32, 24, 5),
+    8: Form("Q8_0", 32, 34, 8),
+    10: Form("Q2_K", 256, 84, 4, is_exact=False),
+    11: Form("Q3_K", 256, 110, 4, is_exact=False),
+    12: Form("Q4_K", 256, 144, 4),
+    13: Form("Q5_K", 256, 176, 5),
+    14: Form("Q6_K", 256, 210, 8, is_exact=False),
     30: Form("BF16", 1, 2),
 }
 """Forms that are read, by their number in the file."""

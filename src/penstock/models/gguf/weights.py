@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import mlx.core as mx
 
 from penstock.errors import ModelError
 from penstock.models.gguf import architectures, blocks
-from penstock.models.gguf.header import Header, TensorInfo
+from penstock.models.gguf.header import GROUP, Header
+from penstock.models.gguf.sizes import activation_dtype, held
 from penstock.models.gguf.tokenizer import write_tokenizer
 
 NORM = "norm.weight"
@@ -28,6 +28,7 @@ def write_folder(header: Header, folder: Path, *, wide: bool) -> None:
         wide: whether the model shall have dense matrices in float32.
     """
     config = architectures.config(header)
+    config["torch_dtype"] = "float32" if wide else activation_dtype(header)
     if not wide and (quantization := _quantization(header)):
         config["quantization"] = quantization
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -51,8 +52,8 @@ def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
         "attn_q": config["num_attention_heads"],
         "attn_k": config["num_key_value_heads"],
     }
-    dtype = mx.float32 if wide else activation_dtype(header)
-    for tensor in _held(header):
+    dtype: mx.Dtype = getattr(mx, "float32" if wide else activation_dtype(header))
+    for tensor in held(header):
         name = architectures.module_of(kind, tensor.name)
         if name is None:
             raise ModelError(
@@ -69,53 +70,17 @@ def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
             yield suffix, array
 
 
-def activation_dtype(header: Header) -> mx.Dtype:
-    """Return the dtype in which a model computes whose codes stay codes.
-
-    It is float16 beside codes, and else that of the largest matrix.
-    """
-    if any(blocks.bits_of(tensor.form.name) for tensor in _held(header)):
-        return mx.float16
-    largest = max(_held(header), key=lambda tensor: tensor.nbytes)
-    return {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}[largest.form.name]
-
-
-def native_bytes(header: Header) -> int:
-    """Return the bytes of the weights where codes stay codes."""
-    width = activation_dtype(header).size
-    return sum(_tensor_bytes(tensor, width) for tensor in _held(header))
-
-
-def wide_bytes(header: Header) -> int:
-    """Return the bytes of the weights in float32."""
-    return sum(4 * prod(tensor.shape) for tensor in _held(header))
-
-
-def _held(header: Header) -> list[TensorInfo]:
-    """Return the tensors that become weights of the model."""
-    return [x for x in header.tensors.values() if x.name not in architectures.ROPE_TENSORS]
-
-
-def _tensor_bytes(tensor: TensorInfo, width: int) -> int:
-    """Return the bytes of a tensor in MLX, whose floats have `width` bytes."""
-    numbers = prod(tensor.shape)
-    bits = blocks.bits_of(tensor.form.name)
-    return (
-        numbers * width if bits is None else numbers * (bits * blocks.GROUP // 8 + 2 * width) // 32
-    )
-
-
 def _quantization(header: Header) -> dict[str, Any]:
     """Return mlx-lm's `quantization`: the bits of each module that has codes; empty without any."""
     kind = architectures.architecture(header)
     forms = {
         str(architectures.module_of(kind, tensor.name)).removesuffix(".weight"): bits
         for tensor in header.tensors.values()
-        if (bits := blocks.bits_of(tensor.form.name)) is not None
+        if (bits := tensor.form.bits) is not None
     }
     if not forms:
         return {}
-    common = {"group_size": blocks.GROUP, "bits": min(forms.values()), "mode": "affine"}
+    common = {"group_size": GROUP, "bits": min(forms.values()), "mode": "affine"}
     return {**common, **{name: {**common, "bits": bits} for name, bits in forms.items()}}
 
 

@@ -1,0 +1,65 @@
+"""Bytes of a GGUF file's weights once they are loaded; nothing here needs MLX."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+from penstock.memory.reading import OUTSIDE
+from penstock.models.gguf.architectures import ROPE_TENSORS
+from penstock.models.gguf.header import GROUP, Header, TensorInfo
+
+_WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
+_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+
+
+def activation_dtype(header: Header) -> str:
+    """Return the dtype in which a model computes whose codes stay codes.
+
+    It is float16 beside codes, and else that of the largest matrix.
+    """
+    if any(tensor.form.bits for tensor in held(header)):
+        return "float16"
+    largest = max(held(header), key=lambda tensor: tensor.nbytes)
+    return {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}[largest.form.name]
+
+
+def native_bytes(header: Header) -> int:
+    """Return the bytes of the weights where codes stay codes."""
+    return sum(sum(_bytes(tensor, activation_dtype(header))) for tensor in held(header))
+
+
+def wide_bytes(header: Header) -> int:
+    """Return the bytes of the weights in float32."""
+    return sum(4 * prod(tensor.shape) for tensor in held(header))
+
+
+def held(header: Header) -> list[TensorInfo]:
+    """Return the tensors that become weights of the model."""
+    return [x for x in header.tensors.values() if x.name not in ROPE_TENSORS]
+
+
+def bytes_by_kind(header: Header, *, wide: bool) -> dict[str, int]:
+    """Sum the bytes of weights as `memory.read_model_spec` takes them.
+
+    Args:
+        header: of the model.
+        wide: whether all weights become float32.
+    """
+    dtype = "float32" if wide else activation_dtype(header)
+    sums: Counter[str] = Counter()
+    for tensor in held(header):
+        floats, codes = (4 * prod(tensor.shape), 0) if wide else _bytes(tensor, dtype)
+        sums[_NAMES[dtype]] += floats
+        sums["U32"] += codes
+        if not tensor.name.startswith("blk."):
+            sums[OUTSIDE] += floats + codes
+    return dict(sums)
+
+
+def _bytes(tensor: TensorInfo, dtype: str) -> tuple[int, int]:
+    """Return the bytes of a tensor's floats, and of its codes."""
+    numbers, width, bits = prod(tensor.shape), _WIDTHS[dtype], tensor.form.bits
+    if bits is None:
+        return numbers * width, 0
+    return numbers // GROUP * 2 * width, numbers // 8 * bits
