@@ -24,7 +24,7 @@ from penstock.cli import main
 from penstock.errors import ModelError
 from penstock.models.gguf import blocks
 from penstock.models.gguf.header import FORMS, TensorInfo, is_gguf, read_header
-from penstock.models.gguf.sizes import native_bytes, wide_bytes
+from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
 from penstock.models.gguf.tokenizer import SPLITS, write_tokenizer
 from penstock.models.mlx_lm import load_all, render
 from support.gguf_files import MODELS, VOCABULARY, add_vocabulary, small_model, write_model
@@ -70,9 +70,9 @@ def test_a_form_that_mlx_has_keeps_every_number(form: str, tmp_path: Path) -> No
         numbers = np.random.default_rng(3).normal(size=(rows, columns)).astype(np.float32)
         raw = gguf.quants.quantize(numbers, kind)
     ours = blocks.read(tensor(tmp_path / "t", form, raw.tobytes(), (rows, columns)))
-    dense = ours.dequantized() if isinstance(ours, blocks.Codes) else ours.astype(mx.float32)
+    dense = ours.dequantized() if isinstance(ours, blocks.AffineCodes) else ours.astype(mx.float32)
     assert np.array_equal(np.array(dense), dequantize(raw, kind))
-    assert isinstance(ours, blocks.Codes) == form.startswith("Q")
+    assert isinstance(ours, blocks.AffineCodes) == form.startswith("Q")
     assert FORM[form].is_exact
 
 
@@ -81,7 +81,7 @@ def test_other_forms_are_within_half_a_step_of_mlx(form: str, tmp_path: Path) ->
     raw = random_blocks(form, 6, 512)
     ours = blocks.read(tensor(tmp_path / "t", form, raw.tobytes(), (6, 512)))
     theirs = dequantize(raw, gguf.GGMLQuantizationType[form])
-    assert isinstance(ours, blocks.Codes)
+    assert isinstance(ours, blocks.AffineCodes)
     groups = theirs.reshape(-1, 32)
     step = (groups.max(-1) - groups.min(-1)) / (2**ours.bits - 1)
     off = np.abs(np.array(ours.dequantized()).reshape(-1, 32) - groups).max(-1)

@@ -19,7 +19,7 @@ from penstock.memory import ModelSpec, format_bytes
 from penstock.models import named
 from penstock.models.gguf import architectures
 from penstock.models.gguf.header import is_gguf, read_header
-from penstock.models.gguf.sizes import bytes_by_kind
+from penstock.models.gguf.loaded_bytes import bytes_by_kind
 from penstock.recall import MODEL_PATH
 
 WeightsDtype: TypeAlias = Literal["auto", "native", "float32"]

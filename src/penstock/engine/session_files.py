@@ -118,7 +118,7 @@ class _About:
     """Limit of the folder."""
     block_size: int
     least_tokens: int
-    """Of a prompt that is written."""
+    """Shortest prompt, in tokens, that is written."""
     fingerprint: str
 
 

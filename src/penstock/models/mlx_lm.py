@@ -30,7 +30,7 @@ from penstock.models import named
 from penstock.models.gguf import architectures
 from penstock.models.gguf import weights as gguf
 from penstock.models.gguf.header import is_gguf, read_header
-from penstock.models.gguf.sizes import native_bytes, wide_bytes
+from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
 from penstock.models.widening import WeightsDtype, Widening, model_bytes, widen
 from penstock.open_files import unchanged_limit
 

@@ -23,13 +23,13 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class AffineCodes:
     """A quantized matrix in MLX's affine form: number = code x scale + bias."""
 
     weight: mx.array
-    """uint32, rows x packed columns."""
+    """Codes as uint32, rows x packed columns."""
     scales: mx.array
-    """float32, rows x groups; the file's own are float16, or products of two."""
+    """Scales in float32, rows x groups; the file's own are float16, or products of two."""
     biases: mx.array
     bits: int
 
@@ -39,12 +39,12 @@ class Codes:
             self.weight, self.scales, self.biases, group_size=GROUP, bits=self.bits
         )
 
-    def rows(self, order: mx.array) -> Codes:
+    def rows(self, order: mx.array) -> AffineCodes:
         """Return the same matrix with its rows in another order."""
-        return Codes(self.weight[order], self.scales[order], self.biases[order], self.bits)
+        return AffineCodes(self.weight[order], self.scales[order], self.biases[order], self.bits)
 
 
-def read(tensor: TensorInfo) -> mx.array | Codes:
+def read(tensor: TensorInfo) -> mx.array | AffineCodes:
     """Read one tensor; its file's other parts are not touched.
 
     Raises:
@@ -60,14 +60,14 @@ def read(tensor: TensorInfo) -> mx.array | Codes:
     if form in _AFFINE:
         codes, scales, biases = _AFFINE[form](raw.reshape(-1, tensor.form.block_bytes))
         rows = tensor.shape[:-1]
-        return Codes(
+        return AffineCodes(
             mx.array(_packed(codes, bits).reshape(*rows, -1)),
             mx.array(scales.reshape(*rows, -1)),
             mx.array(biases.reshape(*rows, -1)),
             bits,
         )
     numbers = mx.array(_dequantized(raw, tensor))
-    return Codes(*mx.quantize(numbers, GROUP, bits), bits)
+    return AffineCodes(*mx.quantize(numbers, GROUP, bits), bits)
 
 
 _DENSE = {"F32": "<f4", "F16": "<f2"}

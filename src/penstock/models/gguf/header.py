@@ -273,7 +273,7 @@ class _Cursor:
         kind, offset = self.scalar("<I"), self.scalar("<Q")
         form = FORMS.get(kind)
         if form is None:
-            known = ", ".join(each.name for each in FORMS.values())
+            known = ", ".join(form.name for form in FORMS.values())
             raise ModelError(
                 f"{self.file.name}: tensor {name[:64]!r} has form {kind}, which is not read; the "
                 f"forms that are read: {known}"

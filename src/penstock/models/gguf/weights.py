@@ -6,15 +6,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
 from penstock.errors import ModelError
 from penstock.models.gguf import architectures, blocks
 from penstock.models.gguf.header import GROUP, Header
-from penstock.models.gguf.sizes import activation_dtype, held
+from penstock.models.gguf.loaded_bytes import activation_dtype, held
 from penstock.models.gguf.tokenizer import write_tokenizer
+
+Weight: TypeAlias = mx.array | blocks.AffineCodes
 
 NORM = "norm.weight"
 
@@ -84,29 +86,29 @@ def _quantization(header: Header) -> dict[str, Any]:
     return {**common, **{name: {**common, "bits": bits} for name, bits in forms.items()}}
 
 
-def _straightened(value: mx.array | blocks.Codes, heads: int) -> mx.array | blocks.Codes:
+def _straightened(value: Weight, heads: int) -> Weight:
     """Return rows of queries or keys in the order of Hugging Face's models.
 
     The file has each head's rows as pairs that RoPE turns; there the first halves of all pairs come
     first.
     """
-    rows = (value.weight if isinstance(value, blocks.Codes) else value).shape[0]
+    rows = (value.weight if isinstance(value, blocks.AffineCodes) else value).shape[0]
     if rows % (2 * heads):
         raise ModelError(f"{rows:,} rows of queries or keys are no pairs for {heads} heads")
     order = mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    return value.rows(order) if isinstance(value, blocks.Codes) else value[order]
+    return value.rows(order) if isinstance(value, blocks.AffineCodes) else value[order]
 
 
-def _dense(value: mx.array | blocks.Codes) -> mx.array:
+def _dense(value: Weight) -> mx.array:
     """Return numbers as they are, or codes as float32."""
-    return value.dequantized() if isinstance(value, blocks.Codes) else value
+    return value.dequantized() if isinstance(value, blocks.AffineCodes) else value
 
 
 def _parts(
-    value: mx.array | blocks.Codes, name: str, dtype: mx.Dtype, *, wide: bool
+    value: Weight, name: str, dtype: mx.Dtype, *, wide: bool
 ) -> Iterator[tuple[str, mx.array]]:
     """Yield the arrays of one weight with their names."""
-    if wide or not isinstance(value, blocks.Codes):
+    if wide or not isinstance(value, blocks.AffineCodes):
         yield name, _dense(value).astype(dtype)
         return
     stem = name.removesuffix(".weight")
