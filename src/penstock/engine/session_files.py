@@ -118,7 +118,7 @@ class _About:
     """Limit of the folder."""
     block_size: int
     least_tokens: int
-    """Shortest prompt, in tokens, that is written."""
+    """Tokens of the shortest prompt that is written."""
     fingerprint: str
 
 
