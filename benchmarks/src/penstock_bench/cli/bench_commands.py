@@ -227,7 +227,7 @@ def cluster(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Who gets a prompt: round-robin, hash, prefix or prefix+load; may be given "
+            help="Policy of the router: round-robin, hash, prefix or prefix+load; may be given "
             "several times.",
             metavar="NAME",
             show_default="all four",
