@@ -33,7 +33,12 @@ from penstock.server.anthropic_forms import (
     schema_of,
     tools_of,
 )
-from penstock.server.calls import call_grammar, left_out_headers
+from penstock.server.calls import (
+    CallGrammar,
+    call_grammar,
+    left_out_headers,
+    unenforced_headers,
+)
 from penstock.server.forms import grammar_for
 from penstock.server.problems import BadRequest, dumps
 from penstock.server.prompts import check_text
@@ -164,10 +169,10 @@ def router(service: Service) -> APIRouter:
     )
     async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
-        request, reader = await until_gone(http, service.work(_prepare, service, body))
+        request, reader, more = await until_gone(http, service.work(_prepare, service, body))
         answering = await service.open(request, LABEL)
         told = _Telling(service, answering, reader, Blocks(thinking=body.thinks))
-        headers = left_out_headers(body.left_out)
+        headers = left_out_headers(body.left_out) | more
         if body.stream:
             stream = Stream(service, LABEL, answering, told.events(), headers)
             stream.ping_message_factory = lambda: ServerSentEvent(
@@ -187,8 +192,9 @@ def router(service: Service) -> APIRouter:
     return made
 
 
-def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader]:
-    """Do what is slow, in a worker thread: the engine's request, and the reader of its answer.
+def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dict[str, str]]:
+    """Do what is slow, in a worker thread: the engine's request, the reader of its answer, and
+    headers of the response.
 
     Raises:
         BadRequest: naming the field that cannot be served.
@@ -199,7 +205,7 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader]:
     chosen: dict[str, Any] = body.model_dump(
         include={"temperature", "top_p", "top_k"}, exclude_none=True
     )
-    grammar = _grammar(service, body)
+    grammar, unenforced = _grammar(service, body) or (None, ())
     request = Request(
         prompt=prompt.tokens,
         max_tokens=body.max_tokens,
@@ -215,7 +221,7 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader]:
     reasoning = prompt.in_reasoning and not body.constrained
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
     reader = Reader(service.tokenizer, tools_of(body), reasoning=reasoning, parallel=parallel)
-    return request, reader
+    return request, reader, unenforced_headers(unenforced)
 
 
 def _budget(
@@ -230,7 +236,7 @@ def _budget(
     return ReasoningBudget(max_tokens=tokens, start=start, end=end, inside=prompt.in_reasoning)
 
 
-def _grammar(service: Service, body: MessagesRequest) -> str | None:
+def _grammar(service: Service, body: MessagesRequest) -> CallGrammar | None:
     """Return what the answer must follow: a call that is demanded, or a schema; or nothing."""
     choice, schema = body.tool_choice, schema_of(body)
     if choice is not None and choice.type in ("any", "tool"):
@@ -238,7 +244,9 @@ def _grammar(service: Service, body: MessagesRequest) -> str | None:
             raise BadRequest("tool_choice.name is missing", param="tool_choice.name")
         name = choice.name if choice.type == "tool" else None
         return call_grammar(service.tokenizer, tools_of(body), name)
-    return None if schema is None else grammar_for(schema, "output_config.format.schema")
+    if schema is None:
+        return None
+    return CallGrammar(grammar_for(schema, "output_config.format.schema"))
 
 
 # ---- the answer

@@ -9,16 +9,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.server.problems import BadRequest
+from penstock.server.tool_schemas import CallSchema
 
 _PROBE = {"name": "probe", "arguments": {"n": 1}}
 
 
 LEFT_OUT = "x-penstock-left-out"
 """Header with the names of tools that the model was not told of."""
+UNENFORCED = "x-penstock-unenforced"
+"""Header with the rules of tools' schemas that a demanded call may break."""
 MOST_HEADER_CHARACTERS = 2_000
+
+
+class CallGrammar(NamedTuple):
+    """What a demanded call must follow."""
+
+    grammar: str
+    unenforced: tuple[str, ...] = ()
+    """Rules of the tools' schemas that are not kept to, as "search:uniqueItems"."""
 
 
 def left_out_headers(names: Iterable[str]) -> dict[str, str]:
@@ -27,8 +38,21 @@ def left_out_headers(names: Iterable[str]) -> dict[str, str]:
     >>> left_out_headers(["web_search", "a\r\nb"]), left_out_headers([])
     ({'x-penstock-left-out': 'web_search, a__b'}, {})
     """
-    plain = [re.sub(r"[^\w.:-]", "_", name, flags=re.ASCII) for name in dict.fromkeys(names)]
-    return {LEFT_OUT: ", ".join(plain)[:MOST_HEADER_CHARACTERS]} if plain else {}
+    return _header(LEFT_OUT, names)
+
+
+def unenforced_headers(rules: Iterable[str]) -> dict[str, str]:
+    """Return the header that names rules that are not kept to; none if there are none.
+
+    >>> unenforced_headers(["search:uniqueItems"])
+    {'x-penstock-unenforced': 'search:uniqueItems'}
+    """
+    return _header(UNENFORCED, rules)
+
+
+def _header(header: str, names: Iterable[str]) -> dict[str, str]:
+    plain = [re.sub(r"[^\w.:$-]", "_", name, flags=re.ASCII) for name in dict.fromkeys(names)]
+    return {header: ", ".join(plain)[:MOST_HEADER_CHARACTERS]} if plain else {}
 
 
 def offered(
@@ -42,7 +66,7 @@ def demanded(
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] | None,
     tool_choice: str | dict[str, Any] | None,
-) -> str | None:
+) -> CallGrammar | None:
     """Return the grammar of the call that OpenAI's `tool_choice` demands; None if it does not.
 
     Raises:
@@ -66,8 +90,8 @@ def demanded(
 
 def call_grammar(
     tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None, name: str | None = None
-) -> str:
-    """Return the grammar of one call.
+) -> CallGrammar:
+    """Return the grammar of one call. Slow: not in an event loop.
 
     Args:
         tokenizer: mlx-lm's wrapper, which knows how its model writes calls.
@@ -89,9 +113,11 @@ def call_grammar(
             param="tool_choice",
             code="unsupported_value",
         )
-    call = json.dumps({"anyOf": [_schema(function) for function in wanted]})
+    schema, unenforced = CallSchema.of(wanted)
+    call = json.dumps(schema)
     start, end = (json.dumps(mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end))
-    return f'start: {start} "\\n"? call "\\n"? {end}\ncall: %json {call}\n'
+    grammar = f'start: {start} "\\n"? call "\\n"? {end}\ncall: %json {call}\n'
+    return CallGrammar(grammar, unenforced)
 
 
 def _writes_json(tokenizer: Any) -> bool:
@@ -104,16 +130,3 @@ def _writes_json(tokenizer: Any) -> bool:
     except Exception:  # noqa: BLE001
         return False
     return bool(read == _PROBE)
-
-
-def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call of one function."""
-    return {
-        "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            "arguments": function.get("parameters") or {"type": "object"},
-        },
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from penstock.engine.handle import Choice
 from penstock.engine.request import Event, Finish, Token, Usage
 from penstock.server.answers import Delta, Reader, ToolCall, join
-from penstock.server.calls import demanded, offered
+from penstock.server.calls import demanded, offered, unenforced_headers
 from penstock.server.forms import (
     ChatRequest,
     CompletionRequest,
@@ -259,16 +259,18 @@ class _Chat:
         self.logprobs = logprobs
         self.body = body
         self.head = _head(service, "chatcmpl")
+        self.headers: dict[str, str] = {}
+        """Of the response."""
         self.readers: list[Reader] = []
 
     async def respond(self, http: HttpRequest) -> Response:
         """Hand the request in, and answer whole or in chunks."""
         answering = await self._open(http)
         if self.body.stream:
-            return Stream(self.service, CHAT, answering, self._chunks(answering))
+            return Stream(self.service, CHAT, answering, self._chunks(answering), self.headers)
         async with answering:
             choices = await answering.result(http)
-            return Json(self._whole(choices, answering.usage()))
+            return Json(self._whole(choices, answering.usage()), headers=self.headers)
 
     async def _open(self, http: HttpRequest) -> ActiveRequest:
         body, service = self.body, self.service
@@ -308,7 +310,10 @@ class _Chat:
             messages, tools, **client_arguments(self.body.chat_template_kwargs)
         )
         call = demanded(self.service.tokenizer, tools, self.body.tool_choice)
-        return prompt, call or grammar_of(self.body.response_format)
+        if call is not None:
+            self.headers = unenforced_headers(call.unenforced)
+            return prompt, call.grammar
+        return prompt, grammar_of(self.body.response_format)
 
     def _whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         return {

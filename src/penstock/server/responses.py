@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from penstock.engine.request import Finish, Token
 from penstock.server.answers import Delta, Reader, ToolCall
-from penstock.server.calls import demanded, left_out_headers, offered
+from penstock.server.calls import demanded, left_out_headers, offered, unenforced_headers
 from penstock.server.forms import Each, Metadata, Name, RequestForm, Sampled, grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import ERRORS, STREAMED, Json
@@ -207,6 +207,8 @@ class _Responses:
         self.parallel = body.parallel_tool_calls is not False
         self.wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
         self.asked = Asked([], [], Tools(), [])
+        self.headers: dict[str, str] = {}
+        """Of the response, beside what was left out."""
         self.custom: str | None = None
         """The custom tool whose input the whole answer is, because its call is demanded."""
 
@@ -214,6 +216,7 @@ class _Responses:
         """Hand the request in, and answer whole or by events."""
         answering, reader = await self._open(http)
         headers = left_out_headers([*self.asked.tools.left_out, *self.asked.left_out])
+        headers |= self.headers
         if self.body.stream:
             return Stream(self.service, PATH, answering, self._events(answering, reader), headers)
         async with answering:
@@ -282,7 +285,11 @@ class _Responses:
                 return tool.grammar
             choice = {"type": "function", "name": name}
         tools = offered(self.asked.tools.chat, choice)
-        return demanded(self.service.tokenizer, tools, choice)
+        call = demanded(self.service.tokenizer, tools, choice)
+        if call is None:
+            return None
+        self.headers = unenforced_headers(call.unenforced)
+        return call.grammar
 
     def _grammar(self) -> str | None:
         wanted = self.body.text.format if self.body.text is not None else None

@@ -1,0 +1,150 @@
+"""Schemas of tools' arguments, as a grammar can follow them.
+
+    parameters ──eased──> what can be followed ──moved──> $defs/N of one schema, with its references
+
+A rule that cannot be followed token by token is left out, and named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from penstock.engine.model.constraint import GRAMMAR_BYTES, json_schema_grammar
+from penstock.errors import SettingError
+
+VALUES = frozenset({"const", "default", "enum", "example", "examples"})
+"""Keys whose values are data, not schemas."""
+NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+"""Keys whose values are objects of schemas by names."""
+FOREIGN = frozenset({"$anchor", "$id", "$schema"})
+"""Keys that say where a schema lies, which is elsewhere now."""
+ATTEMPTS = 8
+"""How often something is left out of one schema; then all of it is."""
+ROOM = GRAMMAR_BYTES - 4_096
+"""Of a grammar, the bytes for the schemas of all tools."""
+
+_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
+_FORMAT = re.compile(r"Unknown format: (\S+)")
+
+
+class CallSchema(NamedTuple):
+    """The schema of a call of one of several functions."""
+
+    schema: dict[str, Any]
+    unenforced: tuple[str, ...]
+    """What is not kept to: a name, a colon, and the rule."""
+
+    @classmethod
+    def of(cls, functions: Sequence[Mapping[str, Any]]) -> CallSchema:
+        """Make it of functions in OpenAI's form. Slow: not in an event loop."""
+        eased = [_eased(function.get("parameters") or {"type": "object"}) for function in functions]
+        schemas, rules = [schema for schema, _ in eased], [list(names) for _, names in eased]
+        sizes = [len(json.dumps(schema)) for schema in schemas]
+        while sum(sizes) > ROOM:  # the largest ones go first
+            largest = max(range(len(sizes)), key=sizes.__getitem__)
+            schemas[largest], rules[largest] = {"type": "object"}, ["size"]
+            sizes[largest] = 0
+        definitions = {
+            str(at): _moved(schema, f"#/$defs/{at}") for at, schema in enumerate(schemas)
+        }
+        calls = [
+            _call(function["name"], {"$ref": f"#/$defs/{at}"})
+            for at, function in enumerate(functions)
+        ]
+        unenforced = [
+            f"{function['name']}:{rule}"
+            for function, names in zip(functions, rules, strict=True)
+            for rule in names
+        ]
+        return cls({"anyOf": calls, "$defs": definitions}, tuple(unenforced))
+
+
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call of one function."""
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _eased(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a schema without what cannot be followed, and what that was."""
+    eased, left_out = dict(schema), list[str]()
+    for _ in range(ATTEMPTS):
+        try:
+            json_schema_grammar(_alone(eased))
+        except SettingError as error:
+            names, drop = _wrong(str(error))
+            left_out += names
+            eased = _without(eased, drop)
+        else:
+            return eased, list(dict.fromkeys(left_out))
+    return {"type": "object"}, ["parameters"]
+
+
+def _alone(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call of a function with these parameters, and no other."""
+    return {
+        **_call("f", {"$ref": "#/$defs/0"}),
+        "$defs": {"0": _moved(schema, "#/$defs/0")},
+    }
+
+
+def _wrong(message: str) -> tuple[list[str], Callable[[str, Any], bool]]:
+    """Return what a schema's error is about: names, and which keys with which values to drop."""
+    if keys := _KEYS.search(message):
+        names = [str(name) for name in json.loads(keys[1])]
+        return names, lambda key, value: key in names
+    if wanted := _FORMAT.search(message):
+        return ["format"], lambda key, value: key == "format" and value == wanted[1]
+    if "regex" in message:
+        return ["pattern"], lambda key, value: key in ("pattern", "patternProperties")
+    return ["$ref"], lambda key, value: key == "$ref" and not str(value).startswith("#")
+
+
+def _without(schema: Any, drop: Callable[[str, Any], bool]) -> Any:
+    """Return a schema without some of its keys, at any depth."""
+    return _mapped(schema, lambda key, value: None if drop(key, value) else (key, value))
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema that lies at another place, its references with it.
+
+    >>> _moved({"$ref": "#/$defs/A", "properties": {"$ref": {"$ref": "#"}}}, "#/$defs/0")
+    {'$ref': '#/$defs/0/$defs/A', 'properties': {'$ref': {'$ref': '#/$defs/0'}}}
+    """
+
+    def moved(key: str, value: Any) -> tuple[str, Any] | None:
+        if key in FOREIGN:
+            return None
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            return key, place + value[1:]
+        return key, value
+
+    return _mapped(schema, moved)
+
+
+def _mapped(schema: Any, change: Callable[[str, Any], tuple[str, Any] | None]) -> Any:
+    """Return a schema with each key and value of it, and of the schemas in it, changed."""
+    if isinstance(schema, list):
+        return [_mapped(part, change) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    mapped = {}
+    for key, value in schema.items():
+        changed = change(key, value)
+        if changed is None:
+            continue
+        key, value = changed
+        if key in VALUES:
+            mapped[key] = value
+        elif key in NAMED and isinstance(value, Mapping):
+            mapped[key] = {name: _mapped(part, change) for name, part in value.items()}
+        else:
+            mapped[key] = _mapped(value, change)
+    return mapped

@@ -1,0 +1,134 @@
+"""Calls that are demanded of tools whose schemas refer, recurse, or cannot be kept to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from parrot import parrot
+from servers import Running, serving
+
+from penstock.engine.model.constraint import json_schema_grammar
+from penstock.server.tool_schemas import CallSchema
+
+SECONDS = 60.0
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bern", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NESTED = {
+    "type": "object",
+    "properties": {"to": {"$ref": "#/$defs/Place"}, "back": {"$ref": "#/definitions/Back"}},
+    "required": ["to", "back"],
+    "additionalProperties": False,
+    "$defs": {"Place": PLACE},
+    "definitions": {"Back": {"enum": ["yes", "no"]}},
+}
+"""As pydantic and zod write nested models."""
+EXOTIC = {
+    "type": "object",
+    "properties": {
+        "uniqueItems": {"enum": ["a"]},
+        "list": {"type": "array", "uniqueItems": True, "items": {"const": "b"}, "maxItems": 2},
+        "word": {"type": "string", "format": "word-like", "not": {"const": "x"}, "maxLength": 3},
+    },
+    "required": ["uniqueItems", "list", "word"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(*parrot(tmp_path_factory.mktemp("parrot"), "Hello")) as running:
+        yield running
+
+
+def asked(running: Running, path: str, schemas: dict[str, Any], choice: Any) -> httpx.Response:
+    chat = path.endswith("completions")
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        if chat
+        else {"type": "function", "name": name, "parameters": schema}
+        if path.endswith("responses")
+        else {"name": name, "input_schema": schema}
+        for name, schema in schemas.items()
+    ]
+    messages = [{"role": "user", "content": "look"}]
+    prompt = {"input": "look"} if path.endswith("responses") else {"messages": messages}
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    body = {"model": "any", **prompt, "tools": tools, "tool_choice": choice, limit: 200}
+    return httpx.post(f"{running.url}{path}", json=body, timeout=SECONDS)
+
+
+def arguments(path: str, answer: httpx.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    if path.endswith("completions"):
+        (call,) = body["choices"][0]["message"]["tool_calls"]
+        return json.loads(call["function"]["arguments"])
+    if path.endswith("responses"):
+        return json.loads(body["output"][-1]["arguments"])
+    return body["content"][-1]["input"]
+
+
+PATHS = {
+    "/v1/chat/completions": "required",
+    "/v1/responses": "required",
+    "/v1/messages": {"type": "any"},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_definitions_come_along(running: Running, path: str) -> None:
+    answer = asked(running, path, {"travel": NESTED}, PATHS[path])
+    given = arguments(path, answer)
+    assert set(given) == {"to", "back"} and given["back"] in ("yes", "no")
+    assert set(given["to"]) == {"city"} and given["to"]["city"] in ("Bern", "Oslo")
+    assert "x-penstock-unenforced" not in answer.headers
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_cannot_be_kept_to_is_said(running: Running, path: str) -> None:
+    """The rest of such a schema is kept to, and so are the other tools' schemas."""
+    answer = asked(running, path, {"odd": EXOTIC}, PATHS[path])
+    given = arguments(path, answer)
+    assert given["uniqueItems"] == "a" and set(given["list"]) <= {"b"} and len(given["word"]) <= 3
+    said = answer.headers["x-penstock-unenforced"].split(", ")
+    assert set(said) == {"odd:uniqueItems", "odd:not", "odd:format"}
+    both = asked(running, path, {"odd": EXOTIC, "travel": NESTED}, PATHS[path])
+    assert both.status_code == 200 and "odd:not" in both.headers["x-penstock-unenforced"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "rules"),
+    [
+        ({"$ref": "http://example.com/x"}, ["$ref"]),
+        ({"type": "string", "pattern": "(?=a)b"}, ["pattern"]),
+        ({"type": "no such type"}, ["parameters"]),
+        ({"$ref": "#/nowhere"}, ["parameters"]),
+        ({"enum": ["a" * 70_000]}, ["parameters"]),
+        ({"const": {"$ref": "#", "not": 1}}, []),
+        ({"$id": "http://example.com/y", "$ref": "#/$defs/A", "$defs": {"A": {"const": 1}}}, []),
+    ],
+)
+def test_schemas_of_any_kind(schema: dict[str, Any], rules: list[str]) -> None:
+    made, unenforced = CallSchema.of([{"name": "f", "parameters": schema}])
+    assert list(unenforced) == [f"f:{rule}" for rule in rules]
+    json_schema_grammar(made)
+
+
+def test_many_large_tools_are_not_too_much_together() -> None:
+    """The largest are left unenforced until the rest can be compiled."""
+    sizes = [20_000, 30_000, 25_000]
+    tools = [
+        {"name": f"f{size}", "parameters": {"type": "object", "properties": {"a" * size: {}}}}
+        for size in sizes
+    ]
+    made, unenforced = CallSchema.of(tools)
+    assert unenforced == ("f30000:size",)
+    json_schema_grammar(made)
