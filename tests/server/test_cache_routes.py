@@ -145,6 +145,29 @@ def test_explain_takes_texts_and_tokens(http: httpx.Client) -> None:
     assert explain(http, prompt=[1, 2, 3])["held_tokens"] == 0
 
 
+def test_clear_waits_for_the_disk_and_counts(tmp_path: Path) -> None:
+    """While the folder is gone it says that something is left."""
+    folder, away = tmp_path / "cache", tmp_path / "away"
+    body = {"prompt": "cedar " * 200, "max_tokens": 1}
+    with (
+        serving(engine={"ssd_cache_dir": folder, "block_size": 32}) as running,
+        httpx.Client(base_url=running.url, timeout=60.0) as http,
+    ):
+        http.post("/v1/completions", json=body)
+        wait_until(lambda: list(folder.rglob("*.safetensors")))
+        wait_until(lambda: running.service.engine.stats().ssd.queued_bytes == 0)
+        done = http.delete("/v1/cache")
+        assert done.status_code == 200 and done.json()["pending"] == {}
+        assert done.json()["tier_blocks"]["ssd"] > 0
+        assert not list(folder.rglob("*.safetensors"))
+        folder.rename(away)
+        folder.write_text("a file stands where the folder was")
+        http.post("/v1/completions", json=body)
+        wait_until(lambda: running.service.engine.stats().ssd.off is not None)
+        left = http.delete("/v1/cache")
+        assert left.status_code == 202 and "off" in left.json()["pending"]["ssd"]
+
+
 def test_after_clear_explain_says_that_it_was_cleared(http: httpx.Client, told: Dialogue) -> None:
     messages = told.ask(told.questions[0])
     chat(http, messages)

@@ -199,6 +199,35 @@ def test_clear_forgets_what_waits_too(tmp_path: Path) -> None:
         assert tier.stats().queued_bytes == 0
 
 
+@pytest.mark.parametrize("lost_index", [False, True])
+def test_what_was_cleared_does_not_come_back_with_the_folder(
+    tmp_path: Path, lost_index: bool
+) -> None:
+    """Nor do files that a new index takes in."""
+    folder, away = tmp_path / "cache", tmp_path / "away"
+    records = chain(4)
+    with running(folder, retry_seconds=0.3) as tier:
+        assert all(tier.offer(record) for record in records)
+        assert tier.flush(SOON)
+        folder.rename(away)
+        folder.write_text("a file stands where the folder was")
+        tier.offer(chain(5)[4])
+        assert tier.flush(SOON) and tier.stats().off is not None
+        assert tier.clear().result(SOON) is None
+        folder.unlink()
+        away.rename(folder)
+        if lost_index:
+            for path in folder.rglob("index.sqlite*"):
+                path.unlink()
+        time.sleep(0.5)
+        assert tier.prepare(keys_of(records)).result(SOON) == 0
+        assert tier.stats().off is None
+        assert not list(folder.rglob("*.safetensors"))
+        assert all(tier.offer(record) for record in records)
+        assert tier.flush(SOON)
+        assert tier.prepare(keys_of(records)).result(SOON) == 4
+
+
 def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None:
     with running(tmp_path) as tier:
         pass

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 from weakref import finalize
@@ -169,20 +170,19 @@ class Core(EngineParts):
         self.admission.fit(limit_bytes)
         give_back()
 
-    def clear(self) -> Cleared:
-        """Evict all prefixes that no sequence reads, and return how much that was.
+    def clear(self) -> tuple[Cleared, dict[str, Future[int | None]]]:
+        """Evict all prefixes that no sequence reads; their memory goes back to the system.
 
-        Their memory goes back to the system. Blocks on the disk go when the cold tier's thread
-        comes to it.
+        Returns:
+            How much that was, and what each cold tier removes when its thread comes to it.
         """
         self.group.note("clear")
         tree = self.prefixes.tree
         nodes, nbytes = len(tree), tree.nbytes
         self.prefixes.clear()
-        if self.tiers is not None:
-            self.tiers.clear()
+        removed = {} if self.tiers is None else self.tiers.clear()
         give_back()
-        return Cleared(nodes - len(tree), nbytes - tree.nbytes)
+        return Cleared(nodes - len(tree), nbytes - tree.nbytes), removed
 
     # ---- the end
 

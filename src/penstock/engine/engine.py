@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,6 +30,11 @@ ANSWER_SECONDS = 120.0
 """Longest wait of a call for the engine's thread, which answers between two steps."""
 IDLE_SECONDS = 0.2
 """Longest sleep of the idle thread."""
+CLEAR_SECONDS = 30.0
+"""Longest wait of `clear` for the cold tiers."""
+SHARED_TIERS = ("remote",)
+"""Tiers whose blocks are others' as well, and stay."""
+SHARED_TIER = "its blocks are shared with other servers, and stay"
 DRAIN_SECONDS = 0.05
 """Seconds between two looks of `drain` at the open requests."""
 
@@ -170,9 +176,27 @@ class Engine:
         """
         self._wait(self._later(lambda core: core.set_limit(limit_bytes)))
 
-    def clear(self) -> Cleared:
-        """Evict all prefixes that no sequence reads, and return how much that was."""
-        return self._wait(self._later(lambda core: core.clear()))
+    def clear(self, timeout_seconds: float = CLEAR_SECONDS) -> Cleared:
+        """Evict all prefixes that no sequence reads, in the cold tiers too, and wait for those.
+
+        Returns:
+            How much that was, and which tiers have not removed their blocks, or not within the
+            time; they do before anything is read from them.
+        """
+        cleared, answers = self._wait(self._later(lambda core: core.clear()))
+        until = time.monotonic() + timeout_seconds
+        for name, answer in answers.items():
+            removed, why = None, SHARED_TIER
+            if name not in SHARED_TIERS:
+                why = f"it has not ended within {timeout_seconds:.0f} s"
+                with suppress(TimeoutError):
+                    removed = answer.result(max(0.0, until - time.monotonic()))
+                    why = "it is off; its blocks are removed before it is used again"
+            if removed is None:
+                cleared.pending[name] = why
+            else:
+                cleared.tier_blocks[name] = removed
+        return cleared
 
     def preload(self) -> int:
         """Restore the most valuable prefixes from the cold tiers, as far as memory is free.

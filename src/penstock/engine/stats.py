@@ -107,6 +107,10 @@ class Cleared:
     """Nodes of the prefix tree."""
     nbytes: int
     """Bytes of keys and values."""
+    tier_blocks: dict[str, int] = field(default_factory=dict)
+    """Blocks that were removed from each cold tier, by its name."""
+    pending: dict[str, str] = field(default_factory=dict)
+    """Tiers that still have blocks, and why."""
 
 
 @dataclass(slots=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.engine.offload.tier_kinds import TIER_KINDS
@@ -146,10 +145,15 @@ def router(service: Service) -> APIRouter:
         salt = question.cache_salt or ""
         return await service.ask(lambda view: view.explain(tokens, salt, ask_tiers=True))
 
-    @router.delete("")
-    async def clear() -> Cleared:
-        """Evict all prefixes that nobody reads at the moment, and this model's on the disk."""
-        return await asyncio.to_thread(service.engine.clear)
+    @router.delete("", responses={202: {"model": Cleared}})
+    async def clear(response: Response) -> Cleared:
+        """Evict all prefixes that nobody reads at the moment, and this model's on the disk.
+
+        202 says that some of it is not done: `pending` tells where, and why.
+        """
+        cleared = await service.aside(service.engine.clear)
+        response.status_code = 202 if cleared.pending else 200
+        return cleared
 
     return router
 

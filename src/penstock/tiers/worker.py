@@ -102,6 +102,8 @@ class ColdTier:
         self._writes: deque[Record] = deque()
         self._changed = threading.Condition()
         self._told_full = False
+        self._to_clear: bool | None = None
+        """Whether all models' blocks, or this one's, are to be removed; None is nothing."""
         self._chores: Iterator[None] | None = None
         """What is done when there is nothing else to do."""
         self._closing = False
@@ -165,11 +167,15 @@ class ColdTier:
         """Return the keys of the chains that are worth most, within so many bytes of files."""
         return self._call(lambda store: store.chains(most_bytes), [])
 
-    def clear(self, *, all_models: bool = True) -> Future[int]:
-        """Remove all blocks, or this model's; returns how many."""
+    def clear(self, *, all_models: bool = True) -> Future[int | None]:
+        """Remove all blocks, or this model's, and return how many; None while the store is off.
+
+        It is remembered until it is done: a store that comes back is cleared before it is read.
+        """
         with self._changed:
             self._drop_writes()
-        return self._call(lambda store: store.clear(all_models=all_models), 0)
+            self._to_clear = all_models or bool(self._to_clear)
+        return self._call(self._clear, None)
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait until something was done, or the time is over."""
@@ -217,6 +223,20 @@ class ColdTier:
         call.answer.set_result(otherwise)
         return call.answer
 
+    def _clear(self, store: Store) -> int:
+        """Remove what is to be removed, and note that it is."""
+        with self._changed:
+            all_models = self._to_clear
+        if all_models is None:  # done when the store came back
+            return 0
+        for _ in self._chores or ():  # they would take in files that the index does not know
+            pass
+        self._chores = None
+        removed = store.clear(all_models=all_models)
+        with self._changed:
+            self._to_clear = None
+        return removed
+
     def _look_ahead(self) -> None:
         """Take the memory of the next call that reads, while the files of this one are read."""
         with self._changed:
@@ -257,6 +277,8 @@ class ColdTier:
                     store = self._make()
                     store.counts = self._stats.counts
                     self._chores = store.reconciling()
+                    if self._to_clear is not None:
+                        self._clear(store)
                     self._stats.held_bytes = store.nbytes
                     self._stats.limit_bytes = store.limit_bytes
                     self._switch(None)

@@ -262,12 +262,16 @@ class TierGroup:
             waited_for[0].tier.wait(LOOK_SECONDS)
         return bool(waited_for)
 
-    def clear(self) -> None:
-        """Forget what was noted, and remove this model's blocks from tiers that only we use."""
+    def clear(self) -> dict[str, Future[int | None]]:
+        """Forget the noted blocks, and remove this model's blocks from tiers that only we use.
+
+        Returns:
+            How many each tier has removed, by its name; None of one that is off.
+        """
         self._late.clear()
         for tier in self:
             tier.forget()
-            tier.tier.clear(all_models=False)
+        return {name: tier.tier.clear(all_models=False) for name, tier in self.tiers.items()}
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until all offered records are written or dropped; return whether they are."""
