@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
+from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.request import Request
 from penstock.engine.stats import Cleared, Stats
@@ -32,8 +33,6 @@ IDLE_SECONDS = 0.2
 """Longest sleep of the idle thread."""
 CLEAR_SECONDS = 30.0
 """Longest wait of `clear` for the cold tiers."""
-SHARED_TIERS = ("remote",)
-"""Tiers whose blocks are others' as well, and stay."""
 SHARED_TIER = "its blocks are shared with other servers, and stay"
 DRAIN_SECONDS = 0.05
 """Seconds between two looks of `drain` at the open requests."""
@@ -187,7 +186,7 @@ class Engine:
         until = time.monotonic() + timeout_seconds
         for name, answer in answers.items():
             removed, why = None, SHARED_TIER
-            if name not in SHARED_TIERS:
+            if not TIER_KINDS[name].is_shared:
                 why = f"it has not ended within {timeout_seconds:.0f} s"
                 with suppress(TimeoutError):
                     removed = answer.result(max(0.0, until - time.monotonic()))

@@ -64,6 +64,8 @@ class TierKind:
     """Place and limits for people, without anything secret."""
     opener: Callable[[EngineSettings, TierContent], StoreOpener]
     """Maker of its store."""
+    is_shared: bool = False
+    """Whether its blocks are other servers' as well: `clear` leaves them."""
 
     def is_named(self, limits: EngineSettings) -> bool:
         """Tell whether settings name a tier of this kind."""
@@ -167,6 +169,7 @@ TIER_KINDS: dict[str, TierKind] = {
             check=_check_remote,
             address=_remote_address,
             opener=_remote_opener,
+            is_shared=True,
         ),
     )
 }
