@@ -1,0 +1,86 @@
+"""A step is three calls: the second changes nothing that counts, and the core stays small."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cold_engine import SETTINGS, said, submit
+from engine_faults import STATES, model_of
+
+from penstock.engine import core as core_module
+from penstock.engine.core import Core
+from penstock.engine.schedule.scheduler import State
+from penstock.engine.schedule.sequence import Sequence
+
+PROMPT = tuple(range(1, 151))
+"""Three chunks."""
+MOST_LINES, MOST_IMPORTS = 250, 14
+
+
+@pytest.fixture(params=["llama", *STATES])
+def core(request: pytest.FixtureRequest) -> Iterator[Core]:
+    settings = {name: SETTINGS[name] for name in SETTINGS if not name.startswith("ssd")}
+    small = Core(model_of(request.param), **settings)
+    yield small
+    small.close()
+
+
+def counted(core: Core, sequence: Sequence) -> list[Any]:
+    """Return what a step changes when it counts."""
+    kv, tree = sequence.kv, core.prefixes.tree
+    return [
+        list(sequence.tokens),
+        sequence.position,
+        (kv.num_cached_tokens, kv.tail, kv.slot, len(kv.own_spans)),
+        kv.recurrent_state,
+        (sequence.state, sequence.served_tokens, sequence.handle.unread),
+        (core.ledger.used_bytes, tree.version, tree.tokens),
+    ]
+
+
+@pytest.mark.parametrize("state", [State.PREFILLING, State.RUNNING])
+def test_a_pass_changes_nothing_until_it_is_postprocessed(core: Core, state: State) -> None:
+    expected = submit(core, PROMPT)
+    while core.step():
+        pass
+    core.clear()
+    handle = submit(core, PROMPT)
+    core.step()
+    (sequence,) = core.scheduler.placed()
+    while sequence.state is not state:
+        core.step()
+    for _ in range(2):  # as often as you like
+        plan = core.planner.schedule(core.clock())
+        before = counted(core, sequence)
+        computed = next(core.executor.run(plan))
+        assert computed.error is None
+        assert counted(core, sequence) == before
+        core.view.check()
+    core.postprocessor.postprocess(plan, iter([computed]))
+    assert counted(core, sequence) != before
+    while core.step():
+        core.view.check()
+    assert said(handle) == said(expected)
+
+
+def test_the_core_is_small_and_its_step_three_calls() -> None:
+    source = Path(str(core_module.__file__)).read_text()
+    tree = ast.parse(source)
+    imports = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("penstock")
+    ]
+    assert len(source.splitlines()) <= MOST_LINES
+    assert 0 < len(imports) <= MOST_IMPORTS
+    (step,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "step")
+    (attempt,) = (node for node in step.body if isinstance(node, ast.Try))
+    assert [ast.unparse(line) for line in attempt.body] == [
+        "plan = self.planner.schedule(self.clock())",
+        "output = self.executor.run(plan)",
+        "return self.postprocessor.postprocess(plan, output)",
+    ]
