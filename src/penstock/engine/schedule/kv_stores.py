@@ -62,10 +62,10 @@ class KVStores:
                 max_kv_tokens = self.windows.resume(path, max_kv_tokens)
             if self.checkpoints is None:
                 return max_kv_tokens, None
-            found, recurrent_state = self.checkpoints.resume(path, max_kv_tokens)
-            if self.windows is None or found in (0, max_kv_tokens):
-                return found, recurrent_state
-            max_kv_tokens = found
+            position, recurrent_state = self.checkpoints.resume(path, max_kv_tokens)
+            if self.windows is None or position in (0, max_kv_tokens):
+                return position, recurrent_state
+            max_kv_tokens = position
 
     def matched(self, block_hashes: Items[bytes]) -> int:
         """Return how many first tokens of a chain are held."""
