@@ -160,6 +160,7 @@ class Intake:
             handle=handle,
             sampler=sampler,
             text=text,
+            priority=request.priority,
             deadline_seconds=deadline,
             kv=SequenceKV(
                 self._stores,

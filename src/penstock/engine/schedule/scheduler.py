@@ -144,10 +144,8 @@ class _Place(Generic[T]):
 
     @property
     def progressed(self) -> bool:
-        """Whether the sequence is prefilling and has got on since that step."""
+        """Whether the sequence, if it is prefilling, has got on since that step."""
         sequence = self.sequence
-        if sequence.state is not State.PREFILLING:
-            return False
         return sequence.served_tokens != self.served_tokens or sequence.position > self.position
 
 
@@ -227,7 +225,7 @@ class Scheduler(Generic[T]):
 
     def placed(self) -> list[T]:
         """Return the sequences in a place, highest priority first, then by arrival."""
-        return sorted((place.sequence for place in self._placed.values()), key=_order)
+        return sorted([place.sequence for place in self._placed.values()], key=_order)
 
     def restoring_hashes(self) -> set[bytes]:
         """Return the hashes of the blocks that are being restored next."""
@@ -364,7 +362,8 @@ class Scheduler(Generic[T]):
 
     def _leave(self, sequence: T) -> None:
         if sequence.state in PLACED:
-            self._progressed |= self._placed.pop(sequence.id).progressed
+            place = self._placed.pop(sequence.id)
+            self._progressed |= sequence.state is State.PREFILLING and place.progressed
         else:
             self._line.remove(sequence)
 
@@ -380,7 +379,11 @@ class Scheduler(Generic[T]):
 
     def _note_progress(self) -> None:
         """Begin a new step if a prompt got on since the last plan, and note which ones did."""
-        progressed = [place for place in self._placed.values() if place.progressed]
+        progressed = [
+            place
+            for place in self._placed.values()
+            if place.sequence.state is State.PREFILLING and place.progressed
+        ]
         self._step += self._progressed or bool(progressed)
         self._progressed = False
         for place in progressed:
@@ -409,6 +412,8 @@ class Scheduler(Generic[T]):
 
     def _prefill(self, readers: list[_Reader[T]]) -> tuple[PrefillChunk[T], ...]:
         """Deal the budget out; an offer is a sequence and the tokens that it may have so far."""
+        if not readers:
+            return ()
         tokens = dict.fromkeys((reader.sequence.id for reader in readers), 0)
         unspent = self.budget_tokens
         for sequence, most in self._offers(readers):
@@ -419,8 +424,6 @@ class Scheduler(Generic[T]):
         return tuple(PrefillChunk(sequence, count) for sequence, count in chunks if count)
 
     def _offers(self, readers: list[_Reader[T]]) -> list[tuple[T, int]]:
-        if not readers:
-            return []
         budget, first = self.budget_tokens, readers[0].sequence
         half = self._whole(first, min(budget, self._rounded_up(first, (budget + 1) // 2)))
         others = [reader.sequence for reader in sorted(readers[1:], key=self._turn)]

@@ -33,6 +33,8 @@ class Sequence:
     text: TextStream | None
     kv: SequenceKV
     """Where its keys and values lie."""
+    priority: int = 0
+    """Priority of the request; higher goes first."""
     deadline_seconds: float | None = None
     """When it ends, wherever it is, on the engine's clock; None for never."""
     state: State = State.WAITING
@@ -55,11 +57,6 @@ class Sequence:
     """When it begins to compute what is not restored by then, on the engine's clock."""
     step_reservation: Reservation | None = None
     """Bytes that its length adds to a step's buffers."""
-
-    @property
-    def priority(self) -> int:
-        """Priority of the request; higher goes first."""
-        return self.request.priority
 
     @property
     def prompt_tokens(self) -> int:
