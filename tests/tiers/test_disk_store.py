@@ -269,7 +269,9 @@ def test_why_nothing_is_written_is_known_from_the_start_until_it_is_over(tmp_pat
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "other", "gone"])
-def test_a_damaged_record_is_a_miss_and_the_others_are_not(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_record_is_a_miss_and_the_others_are_not(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     records = chain(4)
     with opened(tmp_path) as store:
         write(store, records)
@@ -293,6 +295,8 @@ def test_a_damaged_record_is_a_miss_and_the_others_are_not(tmp_path: Path, damag
             (0, 1) if damage == "gone" else (1, 0)
         )
         assert not path.exists()
+        told = [record for record in caplog.records if "is damaged" in record.message]
+        assert len(told) == (0 if damage == "gone" else 1), "each is told of once"
         assert store.held(keys_of(records)) == 2
         assert write(store, records[2:3]) == ["claimed"]
         assert_reads(store, records)

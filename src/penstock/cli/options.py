@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -148,10 +150,11 @@ def check_folder_limit(limit_bytes: int) -> None:
 
 
 def check_writable(flag: str, folder: Path | None) -> None:
-    """Make a folder if it is not there, and refuse one in which no file can be made.
+    """Make a folder if it is not there, and refuse one that cannot be written to, or by others too.
 
     Raises:
-        SettingError: it is a file, or the system does not let it be made or written to.
+        SettingError: it is a file, the system does not let it be made or written to, it or what is
+            in it belongs to another user, or everybody may write to it.
     """
     if folder is None:
         return
@@ -161,10 +164,29 @@ def check_writable(flag: str, folder: Path | None) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
+        _check_own(flag, folder)
     except OSError as error:
         raise SettingError(
             f"{flag} {folder}: {error.strerror}; name a folder that can be written to"
         ) from None
+
+
+def _check_own(flag: str, folder: Path) -> None:
+    """Refuse a folder that another user owns, can write to, or has put something into."""
+    if os.name != "posix":
+        return
+    if folder.stat().st_mode & stat.S_IWOTH:
+        raise SettingError(
+            f"{flag} {folder}: every user of this machine can write there; take that right away "
+            f"(chmod o-w), or name another folder"
+        )
+    # A link is asked for itself: whoever made it says where it leads.
+    owned = [folder.stat(), *(path.lstat() for path in (folder, *folder.iterdir()))]
+    if any(status.st_uid != os.geteuid() for status in owned):
+        raise SettingError(
+            f"{flag} {folder}: it, or something in it, belongs to another user; name a folder of "
+            f"your own"
+        )
 
 
 def check_tiers(settings: config.EngineSettings) -> None:

@@ -34,6 +34,8 @@ ALONE = (
     "--pipeline divides a model among several processes; start them by mlx.launch (mlx.launch -n 2 "
     "-- penstock serve ...)"
 )
+UNHEARD = ("uvicorn.error", "transformers.tokenization_utils_base")
+"""Loggers of which errors alone are heard."""
 BACKLOG = 1_024
 """Connections that may wait to be accepted."""
 _ORIGIN = re.compile(r"\*|https?://[^/?#\s]+")
@@ -68,6 +70,7 @@ def serve(
     _check_reach(settings)
     limits = _checked_limits(model, engine)
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")
+    _silence_libraries()
     options.warn_of_slow_blas(load_blas())
     name = model_name or _name(model)
     if in_ray:
@@ -76,8 +79,8 @@ def serve(
         replicas = config.parse(config.FleetSettings, **fleet)
         _check_ray(settings)
         return _run_in_ray(model, name, settings, limits, replicas, preload=ssd_preload)
-    options.check_writable("--ssd-cache-dir", cache_folder)
     options.check_writable("--session-dir", settings.session_dir)
+    options.check_writable("--ssd-cache-dir", cache_folder)
     with joined() as ranks:
         load = partial(_load, model, name, limits, ranks, pipeline, weights_dtype)
         if ranks is not None:
@@ -90,6 +93,15 @@ def serve(
             raise SettingError(ALONE)
         with _listening(settings) as listener:
             _run(load, name, settings, limits, listener, ranks, preload=ssd_preload)
+
+
+def _silence_libraries() -> None:
+    """Hear errors alone of libraries that warn of what strangers send.
+
+    Those are bytes that are no HTTP, and prompts that are too long; the client is told.
+    """
+    for name in UNHEARD:
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def _checked_limits(model: str, given: dict[str, Any]) -> dict[str, Any]:

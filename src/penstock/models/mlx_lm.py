@@ -578,6 +578,17 @@ def _source(path_or_name: str | Path) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if it has none."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    r"""Return an error's class and its first line, with the lines that a colon announces.
+
+    >>> _one_line(ValueError("validator 'heads':\n    12 is no multiple of 5\nmore"))
+    "ValueError: validator 'heads': 12 is no multiple of 5"
+    >>> _one_line(KeyError("model_type"))
+    'config.json has no model_type'
+    """
+    if isinstance(error, KeyError) and len(error.args) == 1 and isinstance(error.args[0], str):
+        return f"config.json has no {error.args[0]}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    end = next((at for at, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return f"{type(error).__name__}: {' '.join(lines[: end + 1])}"

@@ -10,6 +10,7 @@ itself is an `OSError`, on which its worker switches the tier off.
 from __future__ import annotations
 
 import errno
+import logging
 import sqlite3
 import time
 from abc import ABC, abstractmethod
@@ -22,6 +23,8 @@ from penstock.kv.block_spans import Spans
 from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.readers import Readers
 from penstock.tiers.record import Damaged, Record, Target
+
+logger = logging.getLogger(__name__)
 
 READERS = 2
 """Records that are read at the same time: to read and to hash takes a core longer than most
@@ -67,6 +70,7 @@ class Store(ABC):
 
     def __init__(self, fingerprint: str, name: str, spans: Spans) -> None:
         self.fingerprint = fingerprint
+        self.tier_name = name
         self.spans = spans
         self.counts = TierCounts()
         self._readers = Readers(READERS, f"penstock-{name}-read")
@@ -219,6 +223,12 @@ class Store(ABC):
                 self.counts.missing_blocks += 1
             elif isinstance(error, Damaged):
                 self.counts.damaged_blocks += 1
+                logger.warning(
+                    "block %s of the %s cache is damaged (%s); it is removed, and computed again",
+                    key.hex()[:12],
+                    self.tier_name,
+                    error,
+                )
             else:
                 if error.errno == errno.EIO:  # of a file that cannot be read, once is enough
                     with suppress(OSError, sqlite3.Error):

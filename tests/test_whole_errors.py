@@ -1,0 +1,75 @@
+"""Errors are told whole, and folders that others can change are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.options import check_writable
+from penstock.errors import ModelError, SettingError
+from penstock.models.mlx_lm import load_all
+from penstock.recall import MODEL_PATH
+
+FLAG = "--ssd-cache-dir"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+OTHER_USER = 65_533
+
+
+def model(folder: Path, **changed: object) -> Path:
+    """Copy the embedded model with a config that says something else; None leaves a name out."""
+    shutil.copytree(MODEL_PATH, folder / "model")
+    file = folder / "model" / "config.json"
+    config = {**json.loads(file.read_text()), **changed}
+    file.write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    return file.parent
+
+
+def test_a_config_without_a_model_type_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json has no model_type"):
+        load_all(model(tmp_path, model_type=None))
+
+
+def test_an_error_of_several_lines_does_not_end_at_the_colon(tmp_path: Path) -> None:
+    """transformers says in the second line which field is wrong."""
+    with pytest.raises(ModelError) as told:
+        load_all(model(tmp_path, initializer_range="much"))
+    assert "\n" not in str(told.value) and not str(told.value).endswith(":")
+    assert "initializer_range" in str(told.value) and "'much'" in str(told.value)
+
+
+def test_an_own_folder_is_taken(tmp_path: Path) -> None:
+    check_writable(FLAG, tmp_path / "new")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    check_writable(FLAG, tmp_path / "link")
+
+
+def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(SettingError, match="chmod o-w"):
+        check_writable(FLAG, tmp_path)
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["folder", "content", "link", "planted"])
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    given, theirs = folder, folder
+    if what == "content":
+        theirs = folder / "blocks"
+        theirs.mkdir()
+    elif what == "link":
+        given = theirs = tmp_path / "link"
+        theirs.symlink_to(folder)
+    elif what == "planted":
+        theirs = folder / "blocks"
+        theirs.symlink_to(tmp_path)
+    os.lchown(theirs, OTHER_USER, -1)
+    with pytest.raises(SettingError, match="belongs to another user"):
+        check_writable(FLAG, given)
