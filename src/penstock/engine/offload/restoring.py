@@ -149,7 +149,7 @@ class Restoring:
             return
         start, size = sequence.kv.num_cached_tokens, self._size
         nbytes = restore.paid.nbytes
-        blocks = self._tiers.take(restore, sequence.kv.reservation)
+        blocks = restore.tier.take(restore, sequence.kv.reservation)
         if restore.first * size != start:  # those in front of them are missing
             return
         copied = nbytes if restore.known or blocks < restore.blocks else 0
@@ -170,7 +170,7 @@ class Restoring:
 
     def _take_in_states(self, sequence: Sequence, restore: Restore) -> None:
         """Capture a restored checkpoint, if all the blocks before it are there."""
-        states = self._tiers.take_states(restore)
+        states = restore.tier.take_states(restore)
         if states is not None:
             sequence.kv.capture_restored(restore.first * self._size, states)
 

@@ -35,7 +35,7 @@ from penstock.engine.offload.tier_kinds import (
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
-from penstock.kv.states import StateForm, States
+from penstock.kv.states import StateForm
 from penstock.ledger import Reservation
 from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.prefixes import Prefixes
@@ -178,14 +178,6 @@ class TierGroup:
         return TierLookup(
             {tier: tier.ask(block_hashes, known) for tier in self}, len(block_hashes), self._clock
         )
-
-    def take_states(self, restore: Restore) -> States | None:
-        """See `EngineTier.take_states`."""
-        return restore.tier.take_states(restore)
-
-    def take(self, restore: Restore, own: Reservation) -> int:
-        """See `EngineTier.take`."""
-        return restore.tier.take(restore, own)
 
     def cancel(self, restores: Sequence[Restore], own: Reservation) -> list[Restore]:
         """Cancel restores that have not begun and pass their bytes to `own`; return the others."""
