@@ -779,6 +779,27 @@ def test_a_node_joins_a_parent_that_is_not_longer(
     prefixes.check()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "after"),
+    [
+        ((3, 1), [4]),
+        ((4, 1), [4, 1]),
+        ((8, 2, 1, 1), [8, 4]),
+        ((8, 3, 2), [8, 3, 2]),
+        ((2, 1, 2), [5]),
+    ],
+)
+def test_a_node_joins_a_longer_parent_within_a_span(
+    sizes: tuple[int, ...], after: list[int]
+) -> None:
+    """Small blocks leave no more parts to be read than a span's would."""
+    prefixes = make(max_merge_tokens=15 * SIZE, span_tokens=4 * SIZE)
+    pin = grown(prefixes, *sizes)
+    prefixes.tidy(pin)
+    assert blocks_of(pin) == after
+    prefixes.check()
+
+
 def test_nothing_is_merged_where_somebody_else_reads_on_or_stops() -> None:
     prefixes = make()
     pin = grown(prefixes, 1, 1, 1)

@@ -40,6 +40,7 @@ from penstock.errors import LedgerFull, NeverFits
 from penstock.heap import keep_freed_memory
 from penstock.kv import backend
 from penstock.kv.block_format import BlockFormats
+from penstock.kv.block_spans import span_tokens
 from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind, Ledger
@@ -144,20 +145,26 @@ class EngineParts:
 
     def _make_tree(self, fingerprint: str) -> None:
         """Make the tree, and the parts that thin the states and the windows in it."""
-        runner, coded = self.runner, self.limits.kv_cache_quantization is not None
+        runner, size = self.runner, self.limits.block_size
+        coded = self.limits.kv_cache_quantization is not None
         self.prefixes: Prefixes[Segment] = Prefixes(
             self.ledger,
-            block_size=self.limits.block_size,
+            block_size=size,
             fingerprint=fingerprint,
             clock=self.clock,
             # Ranks whose weights differ have limits that do.
             remembered=remembered_nodes(self.group.least(self.ledger.limit_bytes)),
             # Coded nodes may be longer: time goes by the number of parts that are read.
             max_merge_bytes=MAX_MERGE_TOKENS * runner.token_bytes if coded else 0,
+            span_tokens=span_tokens(size),
         )
         self.checkpoints: Checkpoints | None = None
         if runner.is_recurrent:
-            self.checkpoints = Checkpoints(self.prefixes, runner.state_bytes)
+            # States of a prompt are captured where chunks end.
+            chunk = self.limits.step_tokens // size * size
+            self.checkpoints = Checkpoints(
+                self.prefixes, runner.state_bytes, spacing_tokens=min(span_tokens(size), chunk)
+            )
         self.windows: Windows | None = None
         if windows := windows_of(runner.attention_windows, self.limits.max_kv_size):
             self.windows = Windows(self.prefixes, windows, runner.shapes)

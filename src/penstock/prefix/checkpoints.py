@@ -26,8 +26,7 @@ TURN_ENDS = 2
 LEAST = 4
 """Checkpoints that a path may have however little its keys and values are."""
 NEAR = 4
-"""Blocks from a path's end within which every boundary may keep one, and spans of blocks within
-which each may; beyond, ever fewer do."""
+"""Spacings from a path's end within which the end of each may keep one; beyond, ever fewer do."""
 
 Path = Sequence[Node[Segment]]
 
@@ -38,11 +37,19 @@ class Checkpoints:
     Args:
         prefixes: of the engine.
         state_bytes: of one sequence's states.
+        spacing_tokens: between two that stay near a path's end; a span of blocks by default.
     """
 
-    def __init__(self, prefixes: Prefixes[Segment], state_bytes: int) -> None:
+    def __init__(
+        self,
+        prefixes: Prefixes[Segment],
+        state_bytes: int,
+        *,
+        spacing_tokens: int | None = None,
+    ) -> None:
         self._prefixes = prefixes
         self._state_bytes = state_bytes
+        self._spacing_tokens = spacing_tokens or span_tokens(prefixes.block_size)
 
     def resume(self, path: Path, most_tokens: int) -> tuple[int, RecurrentState | None]:
         """See the function of that name."""
@@ -102,7 +109,7 @@ class Checkpoints:
         most = None
         if kv_bytes:
             most = max(LEAST, int(SHARE * kv_bytes) // max(1, self._state_bytes))
-        kept = retained(places, tip, self._prefixes.block_size, fixed, most)
+        kept = retained(places, tip, self._spacing_tokens, fixed, most)
         for node in path:
             evicted = {
                 checkpoint.at
@@ -134,21 +141,20 @@ def resume(path: Path, most_tokens: int) -> tuple[int, RecurrentState | None]:
 def retained(
     places: Collection[int],
     tip: int,
-    block_size: int,
+    spacing_tokens: int,
     fixed: Collection[int] = (),
     most: int | None = None,
 ) -> set[int]:
     """Say which of a path's checkpoints stay: ever fewer into the past.
 
-    At a distance of d spans of blocks from the end, those at multiples of 2^k spans stay, with 2^k
-    at most d / NEAR, and those of the last NEAR blocks: a place that is evicted is never wanted
-    again, however far the path grows. If more than `most` are left, it is as if they were twice,
-    four times ... as far away.
+    At a distance of d spacings from the end, those at multiples of 2^k spacings stay, with 2^k at
+    most d / NEAR: a place that is evicted is never wanted again, however far the path grows. If
+    more than `most` are left, it is as if they were twice, four times ... as far away.
 
     Args:
-        places: of the checkpoints, in tokens; multiples of `block_size`.
+        places: of the checkpoints, in tokens.
         tip: the path's end, in tokens.
-        block_size: tokens of a block.
+        spacing_tokens: between two that stay near the end.
         fixed: places that stay in any case, as the path's last one does.
         most: how many may stay, but for those.
     """
@@ -159,16 +165,13 @@ def retained(
         others = {
             place
             for place in places
-            if place not in always and place % _spacing((tip - place) * away, block_size) == 0
+            if place not in always and place % _spacing((tip - place) * away, spacing_tokens) == 0
         }
         if most is None or not others or len(others) + len(always) <= most:
             return always | others
         away *= 2
 
 
-def _spacing(tokens: int, block_size: int) -> int:
+def _spacing(tokens: int, least_tokens: int) -> int:
     """Return between how many tokens one is kept, so far from the end."""
-    if tokens < NEAR * block_size:
-        return block_size
-    span = span_tokens(block_size)
-    return span << max(0, (tokens // (NEAR * span)).bit_length() - 1)
+    return least_tokens << max(0, (tokens // (NEAR * least_tokens)).bit_length() - 1)

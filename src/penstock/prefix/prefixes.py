@@ -102,6 +102,7 @@ class Prefixes(Generic[S]):
         max_merge_tokens: nodes are not merged to more than this,
         max_merge_bytes: unless they take no more than this together, and are not much longer; see
             `PrefixTree`.
+        span_tokens: a node is merged with a longer parent, too, if both are no more than this.
 
     Raises:
         LedgerFull, NeverFits: not even the empty index fits.
@@ -122,6 +123,7 @@ class Prefixes(Generic[S]):
         remembered: int | None = None,
         max_merge_tokens: int = MAX_MERGE_TOKENS,
         max_merge_bytes: int = 0,
+        span_tokens: int = 0,
     ) -> None:
         if remembered is None:
             remembered = remembered_nodes(ledger.limit_bytes)
@@ -140,6 +142,7 @@ class Prefixes(Generic[S]):
         """Asked for bytes before a node is evicted."""
         self._matches: dict[bytes, Match[S]] = {}  # by the last hash of their chain
         self._matches_version = self.tree.version
+        self._span_tokens = span_tokens
         self._clock = clock
         self._evictions = EvictionLog(remembered)
         self._nodes = ledger.reserve(Kind.NODES, 0)
@@ -334,10 +337,10 @@ class Prefixes(Generic[S]):
     def tidy(self, at: Pin[S] | Node[S] | None) -> int:
         """Merge the small nodes of a path and return by how many it has fewer.
 
-        A node is merged with its parent if that is not longer, as in a binary counter: a sequence
-        that commits block by block has each token copied O(log) times, and leaves a path of few
-        nodes. Those that come together are copied once. There must be room for the copy; nothing
-        is evicted for it.
+        A node is merged with its parent if that is not longer, as in a binary counter, or if both
+        are a span at most: a sequence that commits block by block has each token copied O(log)
+        times beyond its span, and leaves a path of few nodes. Those that come together are copied
+        once. There must be room for the copy; nothing is evicted for it.
 
         Args:
             at: the end of the path.
@@ -542,7 +545,8 @@ class Prefixes(Generic[S]):
         for node in upwards(last.parent):
             nbytes += node.copy_bytes + node.index_bytes
             fits = nbytes <= self.ledger.free_bytes
-            if len(node.tokens) > tokens or not fits or not self.tree.can_merge(node, last):
+            longer = len(node.tokens) > tokens and tokens + len(node.tokens) > self._span_tokens
+            if longer or not fits or not self.tree.can_merge(node, last):
                 break
             tokens += len(node.tokens)
             run.insert(0, node)

@@ -259,33 +259,10 @@ class SequenceKV:
         """
         if states is not None:
             self.recurrent_state = RecurrentState(states, own=True)
-        size, start = self._size, self.position
-        end = start + segment.tokens
-        if self.own_spans and start % size:  # cut by mlx-lm within a block
-            partial = self.own_spans.pop()
-            segment, start = partial.segment.join(segment), partial.start
-        whole = min(end // size * size, self._stores.shared_tokens) - start
-        if whole == segment.tokens:
-            segment = self._stores.coded(segment, start)
-        if whole > 0 and not self.own_spans and self.num_cached_tokens == start:
-            head, rest = segment, None
-            if whole < segment.tokens:
-                head, rest = segment.split(whole)
-            if self._commit(head):
-                if rest is not None:
-                    self.own_spans.append(KVSpan(rest, start + whole, rest.tokens))
-                if self._stores.by_block and self.pin is not None:
-                    self._stores.tidy(self.pin.node)
-                return
-        # Spans end at blocks, but for the last one, which goes on growing.
-        last = max(0, end // size * size - start)
-        if 0 < last < segment.tokens:
-            head, rest = segment.split(last)
-            self.own_spans.append(KVSpan(head, start, last))
-            self.own_spans.append(KVSpan(rest, start + last, rest.tokens))
-        else:
-            self.own_spans.append(KVSpan(segment, start, segment.tokens))
-        self._forget_unseen()
+        self._place_chunk(segment)
+        prefilled = len(self.tokens) - 1 == self.position
+        if (self._stores.by_block or prefilled) and self.pin is not None:
+            self._stores.tidy(self.pin.node)  # chunks that were dealt out small make one part
 
     def splice(self, segment: Segment) -> bool:
         """Insert whole blocks behind the cached tokens into the tree; False without room."""
@@ -416,6 +393,34 @@ class SequenceKV:
             stores.tiers.note_end(block_hashes, stores.prefixes.root(self._salt))
 
     # ---- parts
+
+    def _place_chunk(self, segment: Segment) -> None:
+        """Commit the whole blocks of a chunk, if there is room, and keep the rest."""
+        size, start = self._size, self.position
+        end = start + segment.tokens
+        if self.own_spans and start % size:  # cut by mlx-lm within a block
+            partial = self.own_spans.pop()
+            segment, start = partial.segment.join(segment), partial.start
+        whole = min(end // size * size, self._stores.shared_tokens) - start
+        if whole == segment.tokens:
+            segment = self._stores.coded(segment, start)
+        if whole > 0 and not self.own_spans and self.num_cached_tokens == start:
+            head, rest = segment, None
+            if whole < segment.tokens:
+                head, rest = segment.split(whole)
+            if self._commit(head):
+                if rest is not None:
+                    self.own_spans.append(KVSpan(rest, start + whole, rest.tokens))
+                return
+        # Spans end at blocks, but for the last one, which goes on growing.
+        last = max(0, end // size * size - start)
+        if 0 < last < segment.tokens:
+            head, rest = segment.split(last)
+            self.own_spans.append(KVSpan(head, start, last))
+            self.own_spans.append(KVSpan(rest, start + last, rest.tokens))
+        else:
+            self.own_spans.append(KVSpan(segment, start, segment.tokens))
+        self._forget_unseen()
 
     def _hold(self) -> None:
         """Prefer the first nodes of the path from now on, if the request asks for it."""
