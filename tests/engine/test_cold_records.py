@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import cold_engine
 import numpy as np
 import pytest
 from cold_engine import BLOCK, SOON, ask, files, ssd
+from tiny_families import VOCABULARY_TOKENS, build
 
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring as restoring_module
@@ -26,13 +28,20 @@ def a_loaded_machine_is_no_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
 
 
+@functools.cache
+def pure_recurrent() -> Any:
+    """A model without keys and values: its records have tokens, and checkpoints behind them."""
+    return build("mamba2")
+
+
 def running(folder: Path | None, family: str = "llama", **settings: Any) -> Any:
-    return cold_engine.running(folder, family, record_tokens=RECORD * BLOCK, **settings)
+    model = pure_recurrent() if family == "mamba2" else None
+    return cold_engine.running(folder, family, model, record_tokens=RECORD * BLOCK, **settings)
 
 
 def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
     draw = random.Random(seed)
-    return tuple(draw.randrange(512) for _ in range(tokens))
+    return tuple(draw.randrange(VOCABULARY_TOKENS) for _ in range(tokens))
 
 
 def cold_text(tokens: tuple[int, ...], family: str = "llama", **settings: Any) -> tuple[int, ...]:
@@ -60,7 +69,7 @@ def test_a_record_is_named_by_its_last_block() -> None:
     assert not is_hash_of(last, root, values, 0)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1", "mamba2"])
 @pytest.mark.parametrize("tokens", [30, 65, 230, 250])
 def test_the_text_is_the_same_after_a_restart(family: str, tokens: int, tmp_path: Path) -> None:
     asked = prompt(tokens)
@@ -130,7 +139,7 @@ def test_a_damaged_record_costs_itself_alone(tmp_path: Path) -> None:
         assert ssd(core).counts.damaged_blocks == 1
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "mamba2"])
 def test_all_blocks_are_read_ahead(family: str, tmp_path: Path) -> None:
     asked = prompt(230)
     with running(tmp_path, family) as core:
