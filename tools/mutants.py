@@ -33,11 +33,15 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "penstock"
-CODE = ("kv", "prefix", "ledger.py", "engine/schedule/scheduler.py")
+CODE = (
+    *("kv", "prefix", "ledger.py"),
+    *("engine/schedule/scheduler.py", "engine/schedule/sequence_kv.py"),
+)
 """Folders and files of the package that are changed."""
 POOL = (
     *("tests/kv", "tests/prefix", "tests/stateful", "tests/test_ledger.py"),
     *("tests/engine/test_scheduler.py", "tests/engine/test_bounds.py"),
+    *("tests/engine/test_sequence_kv.py", "tests/engine/test_requantize.py"),
 )
 """Folders and files of the tests that may notice."""
 COPIED = ("src", "tests", "tools", "pyproject.toml")

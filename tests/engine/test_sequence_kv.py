@@ -101,3 +101,35 @@ def test_no_more_is_accepted_than_was_written(core: Core, written: int, accepted
     with pytest.raises(ValueError, match="accepted of"):
         sequence.kv.append_tokens(written, accepted)
     core.cancel(handle)
+
+
+def running_core(core: Core, prompt_tokens: int, generated: int) -> Any:
+    """Return the KV of a sequence that has decoded so many tokens, in `core`."""
+    core.submit(Request(prompt=tuple(range(1, prompt_tokens + 1)), max_tokens=100, ignore_eos=True))
+    while not core.scheduler.sequences(State.RUNNING):
+        core.step()
+    for _ in range(generated):
+        core.step()
+    (sequence,) = core.admission.sequences.values()
+    return sequence.kv
+
+
+@pytest.mark.parametrize("generated", [1, 20, 40, 70])
+def test_the_whole_blocks_of_an_answer_are_committed_at_its_end(core: Core, generated: int) -> None:
+    """Where it ends in the middle of a span, its blocks are not held twice."""
+    kv = running_core(core, 40, generated)
+    committed, end = kv.num_cached_tokens, kv.committed_end
+    kv.end_answer()
+    assert kv.num_cached_tokens == end // 16 * 16
+    assert (kv.num_cached_tokens > committed) == (generated >= 20)
+    spans = kv.spans()
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+    kv.check()
+
+
+def test_without_room_for_a_copy_the_end_of_an_answer_is_not_committed(core: Core) -> None:
+    kv = running_core(core, 40, 40)
+    before = kv.spans(), kv.num_cached_tokens, kv.position
+    core.ledger.set_limit(core.ledger.used_bytes)
+    kv.end_answer()
+    assert (kv.spans(), kv.num_cached_tokens, kv.position) == before
