@@ -380,7 +380,8 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
     ("arguments", "complaint"),
     [
         (["nosuch"], "No such command 'nosuch'"),
-        (["bench"], "Missing command"),
+        (["cache"], "Missing command"),
+        (["bench", "nosuch"], "No such command 'nosuch'"),
         (["generate"], "Missing argument"),
         (["generate", "x", "--bogus"], "No such option: --bogus"),
         (["generate", ""], "the prompt is empty"),

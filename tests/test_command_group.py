@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.cli import main
 from penstock.cli.command_group import BENCH_COMMANDS, ENTRY_POINTS
 
 GREETING = """
@@ -92,3 +93,14 @@ def test_any_package_can_add_a_command_but_replace_none(bare: Path, tmp_path: Pa
     assert "greet " in shown
     assert shown.count("doctor") == 1
     assert "hello" not in run("doctor", "--help", packages=packages).stdout
+
+
+def test_bench_alone_lists_the_benches_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    names = [line.split()[0] for line in printed.splitlines()]
+    assert set(names) == listed(shown)
+    assert len(names) == len(set(names)) >= 14
+    assert "..." not in printed + shown.partition("Commands:")[2]  # none is cut off

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config import WORTH
 from penstock.prefix import hash_blocks, root_hash
 from penstock.routing import (
     COMMON,
     MOST_ASKED,
     POLICIES,
     RECENT,
-    WORTH,
     RoutedPrompt,
     Router,
     Summary,

@@ -528,6 +528,11 @@ class ServerSettings(Settings):
 
 
 RoutingPolicy: TypeAlias = Literal["round-robin", "hash", "prefix", "prefix+load"]
+WORTH = 8.0
+"""Cost of computing again a block of one conversation, counted in waiting blocks.
+
+The block would be on two replicas then, and fewer others would fit. Replayed, 8 keeps 19 hits in 20
+that 50 keeps, and at 1 a fifth is lost (docs/scale.md)."""
 
 
 class FleetSettings(Settings):

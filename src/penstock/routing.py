@@ -29,17 +29,13 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config import RoutingPolicy
+from penstock.config import WORTH, RoutingPolicy
 
 POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
 SHORT_BYTES = 4
 """Bytes of a block hash in a summary."""
 HASH_BLOCKS = 2
 """Blocks by which a prompt without a cache key of its own is known to a hash."""
-WORTH = 8.0
-"""Cost of computing again a block of one conversation, counted in waiting blocks: it would be on
-two replicas then, and fewer others would fit. Replayed, 8 keeps 19 hits in 20 that 50 keeps, and at
-1 a fifth is lost (docs/scale.md)."""
 RECENT = 256
 """Prompts of which the router remembers the blocks."""
 COMMON = 16

@@ -20,12 +20,12 @@ from penstock_bench.cluster_simulation import (
     Arrival,
     Cluster,
     Crowd,
-    Machine,
     one_large,
     quantile,
     simulate,
 )
 from penstock_bench.report import publish
+from penstock_bench.settings import Machine
 
 SIZE = 512
 QUICK = Machine(memory_tokens=100 * SIZE, prefill_rate=512.0, decode_rate=10.0, max_batch_size=2)
@@ -116,7 +116,7 @@ def test_a_hot_system_prompt_comes_to_lie_in_many_places(monkeypatch: pytest.Mon
         own = [1_000 + 10 * number + block for block in range(6)]
         requests.append((now, [*range(80), *own], 10))
     of, arrivals = made(*requests)
-    machine = Machine(10**6, 20.0 * SIZE, 30.0, 16)
+    machine = Machine(memory_tokens=10**6, prefill_rate=20.0 * SIZE)
     waits = []
     for common in (routing.COMMON, 10**9):
         monkeypatch.setattr(routing, "COMMON", common)

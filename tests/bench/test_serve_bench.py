@@ -297,7 +297,7 @@ def test_every_goal_can_be_missed(ours: serve.Phase, met: bool) -> None:
 
 def test_goals_are_for_their_shape_alone() -> None:
     slow = phase(100.0, [reply(50.0, 1.0)], 4_000)
-    assert serve.report(replace(SMALL), found(FOLDER, slow, THEIRS)).met
+    assert serve.report(SMALL, found(FOLDER, slow, THEIRS)).met
 
 
 def test_an_error_among_the_connections_is_not_met() -> None:

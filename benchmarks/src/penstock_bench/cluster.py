@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,17 +12,17 @@ from rich.table import Table
 from penstock.config import RoutingPolicy
 from penstock.errors import SettingError
 from penstock.memory import format_bytes
-from penstock.routing import POLICIES, WORTH
+from penstock.routing import POLICIES
 from penstock_bench.cluster_simulation import (
     Cluster,
     Crowd,
-    Machine,
     Outcome,
     capacity_blocks,
     one_large,
     simulate,
 )
 from penstock_bench.report import Line, Report
+from penstock_bench.settings import Machine, ReplaySettings
 from penstock_bench.trace import Trace, read_trace
 
 CLAIM = "Replicas whose prompts find them keep what one large engine would find"
@@ -32,20 +32,12 @@ KEPT = 0.9
 """Goal: share of the hits of one engine with the memory of all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is replayed, and on what."""
+class Load(ReplaySettings):
+    """Size of a replay, numbers of replicas, routing policies, and the replicas' speed."""
 
-    replicas: Sequence[int] = (1, 3, 10, 30, 100)
-    policies: Sequence[RoutingPolicy] = POLICIES
-    split: int = 10
-    """Parts of whole conversations that a trace is cut into, one for each replica."""
-    requests: int = 20_000
-    """Of a run at most: the first ones of all replicas together."""
-    routers: int = 1
-    gossip_seconds: float = 5.0
-    worth: float = WORTH
-    machine: Machine = field(default_factory=Machine)
+    replicas: tuple[int, ...] = (1, 3, 10, 30, 100)
+    policies: tuple[RoutingPolicy, ...] = POLICIES
+    machine: Machine = Machine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +124,7 @@ def report(trace: Trace, load: Load, runs: Sequence[Runs]) -> Report:
         met=ours != OURS or all(one.kept(OURS) >= KEPT for one in runs),
         lines=[line for one in runs for line in _lines(one, ours, rival)],
         raw={
-            "load": asdict(load),
+            "load": load.model_dump(),
             "visits": len(trace.visits),
             "block_tokens": trace.block_tokens,
             "capacity_blocks": capacity_blocks(trace, load.machine),

@@ -1,4 +1,4 @@
-"""The picture of `penstock bench cluster`. Needs matplotlib, which comes with the extra `dev`."""
+"""The picture of `penstock bench cluster`."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush, merge
 from itertools import count, islice
 
-from penstock.config import RoutingPolicy
+from penstock.config import WORTH, RoutingPolicy
 from penstock.prefix import HalfLife, hash_blocks, root_hash
-from penstock.routing import SHORT_BYTES, WORTH, RoutedPrompt, Router, short
+from penstock.routing import SHORT_BYTES, RoutedPrompt, Router, short
 from penstock_bench.blank import BlankPrefixes
+from penstock_bench.settings import Machine
 from penstock_bench.trace import Trace, Visit
 
 COMMON_SHARE = 0.05
@@ -27,20 +28,6 @@ SHIFT_SECONDS = 60.0
 """Copies of a trace begin up to so much later than the first, evenly spread."""
 NODE_BLOCKS = 4
 ROOT = root_hash("trace")
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a replica takes for a request: a line through the origin, and no more than that."""
-
-    memory_tokens: int = 500_000
-    """KV that it holds."""
-    prefill_rate: float = 5_000.0
-    """Tokens of prompts a second, one prompt after the other."""
-    decode_rate: float = 30.0
-    """Tokens of answers a second, of each sequence."""
-    max_batch_size: int = 16
-    """Sequences that run at the same time, the one that is read included."""
 
 
 @dataclass(frozen=True, slots=True)

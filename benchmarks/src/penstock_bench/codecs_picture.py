@@ -1,4 +1,4 @@
-"""A picture of `penstock bench-kv-cache`. Needs matplotlib, which comes with the extra `dev`."""
+"""A picture of `penstock bench-kv-cache`."""
 
 from __future__ import annotations
 

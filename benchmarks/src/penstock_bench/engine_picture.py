@@ -1,4 +1,4 @@
-"""Pictures of the benches of the engine. Needs matplotlib, which comes with the extra `dev`."""
+"""Pictures of the benches of the engine."""
 
 from __future__ import annotations
 

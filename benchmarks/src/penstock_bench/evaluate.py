@@ -32,9 +32,10 @@ from penstock.kv.attention_plan import KVSpan
 from penstock.kv.codecs import Scheme, parse_scheme
 from penstock.models.mlx_lm import encode, load, render
 from penstock.recall import END, MODEL_PATH, ROLES, dialogue
-from penstock_bench.key_forms import OUTLIER_SCALE, KeyForm, reform
+from penstock_bench.key_forms import KeyForm, reform
 from penstock_bench.recall import SCALE, Share
 from penstock_bench.report import Line, Report
+from penstock_bench.settings import EvalSettings
 
 CLAIM = "Recall with quantized keys and values is that of raw ones"
 RAW = "raw"
@@ -84,8 +85,7 @@ SETTINGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(EvalSettings):
     """What is measured, and how much of it. Sizes in tokens."""
 
     model: str = str(MODEL_PATH)
@@ -94,25 +94,18 @@ class Load:
     windows_once: bool = True
     """Whether those with a window are measured on the first form alone."""
     forms: tuple[KeyForm, ...] = tuple(KeyForm)
-    outlier_scale: float = OUTLIER_SCALE
     lengths: tuple[int, ...] = (250, 1_000, 4_000)
     """Of dialogues that questions are asked after; the embedded model alone answers them."""
-    questions: int = 64
-    """For each length, at least."""
     per_dialogue: int = 16
     """Questions, at most."""
     text: str | None = None
     """None: dialogues of the embedded model's."""
-    text_tokens: int = 4_000
-    """Read at most; of the dialogues, so many."""
     piece_tokens: int = 1_000
     """The text is read in pieces, each from an empty cache."""
     prompts: int = 16
     """Beginnings of each piece that are continued, at most."""
     continued_tokens: int = 32
     """At most; an answer may end before."""
-    raw_first_tokens: int = 0
-    """First tokens of every prompt that stay in full precision."""
     block_size: int = EVALUATED_BLOCK_SIZE
     memory_limit: int | str | None = "200MB"
 
@@ -650,7 +643,7 @@ def report(load_: Load, rows: Sequence[Row], raw: Sequence[dict[str, Any]], dtyp
         "forms": [*GOAL_FORMS],
         "control_points_below_raw": CONTROL_POINTS,
     }
-    described = asdict(load_) | {
+    described = load_.model_dump(mode="json") | {
         "model": "embedded" if load_.model == str(MODEL_PATH) else Path(load_.model).name,
         "text": "own" if load_.text is None else "a file",
     }

@@ -1,4 +1,4 @@
-"""A picture of `penstock eval`. Needs matplotlib, which comes with the extra `dev`."""
+"""A picture of `penstock eval`."""
 
 from __future__ import annotations
 

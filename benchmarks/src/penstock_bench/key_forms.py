@@ -14,9 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.errors import ModelError
+from penstock_bench.settings import OUTLIER_SCALE
 
-OUTLIER_SCALE = 16.0
-"""As many times as large as before; a power of two, with which nothing is rounded."""
 OUTLIER_PAIRS = 2
 """Pairs of channels of each head of keys that are so large."""
 BIAS_SCALE = 30.0

@@ -245,10 +245,7 @@ def _ratio(totals: dict[str, dict[str, Share]], place: str) -> float | None:
 
 
 def write_page(report_: Report, folder: Path) -> None:
-    """Write recall.md and recall.png, the table and the picture, into `folder`.
-
-    Needs matplotlib, which comes with the extra `dev`.
-    """
+    """Write recall.md and recall.png, the table and the picture, into `folder`."""
     from penstock_bench.recall_picture import draw
 
     draw(report_, folder / "recall.png")

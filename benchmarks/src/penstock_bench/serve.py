@@ -50,6 +50,7 @@ from penstock_bench.serve_process import (
     serving,
     watched,
 )
+from penstock_bench.settings import ServeSettings
 
 CLAIM = "Over HTTP: agents that share a system prompt, against mlx-lm's server"
 GOALS = {"throughput": 3.0, "ttft_p95": 5.0, "peak_memory": 2.0}
@@ -62,33 +63,15 @@ Sides = Mapping[str, Callable[[Folder, int], Kind]]
 SIDES: Sides = {OURS: ours, RIVAL: rival}
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is asked of the servers; lengths in tokens of the embedded model's tokenizer."""
+class Load(ServeSettings):
+    """Load of the servers, and the model and codec that they have."""
 
     model: Choice = Choice.RANDOM
     llama: LlamaShape | None = None
-    engine: EngineShape = field(default_factory=EngineShape)
-    """Of ours; its settings of codecs alone count."""
-    rounds: int = 1
-    """How often each server is started cold and given the sessions."""
-    sessions: int = 8
-    turns: int = 5
-    system_tokens: int = 4_000
+    engine: EngineShape = EngineShape()
+    """Settings of our engine, of which those of codecs alone count."""
     line_tokens: int = 40
-    answer_tokens: int = 64
-    forks: int = 0
-    """Sessions that go on twice after their second turn."""
-    edits: int = 0
-    """Sessions whose fourth turn replaces the third."""
-    rate: float = 0.0
-    """Requests a second of the open loop; 0 leaves it out."""
-    arrivals: int = 40
-    connections: int = 200
-    """Requests at the same moment; 0 leaves them out."""
     connection_tokens: int = 16
-    overhead_rounds: int = 5
-    """How often the engine and the server are timed in turn; 0 leaves it out."""
     overhead_prompt_tokens: int = 200
     overhead_tokens: int = 256
 
@@ -458,7 +441,7 @@ def report(load: Load, found: Found) -> Report:
         met=all(line.met for line in drawn if line.met is not None),
         lines=drawn,
         raw={
-            "load": asdict(load),
+            "load": load.model_dump(mode="json"),
             "model": found.folder.as_object(),
             "sessions": {
                 who: [phase.as_object() for phase in phases]

@@ -1,4 +1,4 @@
-"""The picture of the server bench. Needs matplotlib, which comes with the extra `dev`."""
+"""The picture of the server bench."""
 
 from __future__ import annotations
 

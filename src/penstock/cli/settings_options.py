@@ -29,16 +29,23 @@ PREFIX = "PENSTOCK_"
 
 
 class Fields:
-    """Fields of settings that a command offers: those named, or all that have a flag."""
+    """Fields of settings that a command offers: those named, or all that have a flag.
 
-    def __init__(self, kind: type[Settings], *names: str) -> None:
+    Args:
+        kind: the settings.
+        names: fields; none takes all that have a flag.
+        variables: whether an environment variable sets an option's default.
+    """
+
+    def __init__(self, kind: type[Settings], *names: str, variables: bool = True) -> None:
         self.kind = kind
+        self.variables = variables
         self.names = names or tuple(n for n in kind.model_fields if setting_of(kind, n).is_flag)
 
     def options(self) -> Iterator[inspect.Parameter]:
         """Yield an option for each field."""
         for name in self.names:
-            yield _option(self.kind, name)
+            yield _option(self.kind, name, self.variables)
 
     def take(self, values: dict[str, Any]) -> dict[str, Any]:
         """Take the values of these options out of a command's; leave out those without one.
@@ -126,7 +133,7 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _option(kind: type[Settings], name: str) -> inspect.Parameter:
+def _option(kind: type[Settings], name: str, has_variable: bool) -> inspect.Parameter:
     """Return the option of a field as a parameter, in typer's form."""
     field, setting = kind.model_fields[name], setting_of(kind, name)
     flag = flag_of(kind, name)
@@ -140,7 +147,7 @@ def _option(kind: type[Settings], name: str) -> inspect.Parameter:
     option = typer.Option(
         *([f"--{flag}"] if is_switch else []),
         help=setting.help,
-        envvar=PREFIX + flag.upper().replace("-", "_"),
+        envvar=PREFIX + flag.upper().replace("-", "_") if has_variable else None,
         metavar=setting.unit,
         show_default=setting.unset or True,
         **_range(field, read),

@@ -21,9 +21,8 @@ from ray.serve.config import (
 )
 from ray.serve.schema import ApplicationStatus
 
-from penstock.config import FleetSettings
+from penstock.config import WORTH, FleetSettings
 from penstock.errors import PenstockError
-from penstock.routing import WORTH
 from penstock.serve_ray.door import Door
 from penstock.serve_ray.replica import Replica, Served
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from penstock.config import RoutingPolicy
+from penstock.config import WORTH, RoutingPolicy
 from penstock.prefix.block_hashes import KEY_BYTES
-from penstock.routing import WORTH, RoutedPrompt, Router, Summary
+from penstock.routing import RoutedPrompt, Router, Summary
 
 BLOCKS = "penstock_blocks"
 """Name of the summary among a replica's routing stats."""

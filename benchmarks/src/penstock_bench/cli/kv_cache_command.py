@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,18 +17,16 @@ from penstock.cli import options
 from penstock.errors import SettingError
 from penstock.memory import format_bytes
 from penstock.recall import MODEL_PATH
-from penstock_bench.cli.bench_commands import Plot, Save
+from penstock_bench.cli.bench_options import Plot, Save
 
 if TYPE_CHECKING:
-    from penstock_bench.codecs import Table
+    from penstock_bench.codecs import Shape, Sides, Table
 
 EMBEDDED = "embedded"
 TIMES_RAW = 4
-"""Memory of a comparison as a multiple of the raw bytes of all layers: the numbers, two ways of
-holding them, and a reserve."""
+"""Memory of a comparison over the raw bytes of all layers: the numbers, two forms, and more."""
 TIMES_LAYER = 12
-"""Memory of a comparison as a multiple of the raw bytes of one layer, beside `TIMES_RAW`; 11.8
-measured with one layer of float16."""
+"""Memory over the raw bytes of the layer whose errors are measured; 11.8 with one of float16."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -63,19 +63,35 @@ def bench_kv_cache(
     plot: Plot = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare every codec on the same keys and values, with mlx-lm's and vllm-mlx's caches.
+    """Measure bytes, errors and speed of every codec.
 
-    The one of vllm-mlx is compared where it is installed.
-
-    Reports true bytes, errors of the numbers and of attention (queries that look for one token
-    each), and what it takes to quantize, to dequantize and to attend.
+    All hold the same keys and values. mlx-lm's quantized cache stands beside them, and vllm-mlx's
+    where it is installed. Reports true bytes, errors of the numbers and of attention (queries that
+    look for one token each), and the time to quantize, to dequantize and to attend.
     """
-    from penstock.kv.codecs import parse_scheme
     from penstock_bench import codecs as bench
 
+    names = _codec_names(codecs)
     shape = bench.Shape(layers, heads, head_dim, seq_len, dtype, rounds)
-    own = None
-    names = bench.CODECS if codecs is None else [name for name in codecs.split(",") if name.strip()]
+    shape, own = _data(data, shape)
+    _check_free(shape)
+    with Console(stderr=True).status("") as status:
+        table = bench.measure(
+            shape, data, names, own, lambda name: status.update(f"holding as {name}")
+        )
+    _publish(table, as_json=as_json, save=save, plot=plot)
+
+
+def _codec_names(codecs: str | None) -> Sequence[str]:
+    """Return the codecs that are measured.
+
+    Raises:
+        SettingError: none is named, or one does not exist.
+    """
+    from penstock.kv.codecs import parse_scheme
+    from penstock_bench.codecs import CODECS
+
+    names = CODECS if codecs is None else [name for name in codecs.split(",") if name.strip()]
     if not names:
         raise SettingError("--codecs names none")
     try:
@@ -83,13 +99,33 @@ def bench_kv_cache(
             parse_scheme(name)
     except ValueError as error:
         raise SettingError(f"--codecs: {error}") from None
-    if data not in bench.DATA:
-        model = str(MODEL_PATH) if data == EMBEDDED else data
-        if "/" not in model and not Path(model).is_dir():
-            known = ", ".join([*bench.DATA, EMBEDDED])
-            raise SettingError(f"--data {data}: there is no such folder; or one of {known}")
-        taken, own = bench.of_model(model, seq_len, dtype)
-        shape = bench.Shape(taken.layers, taken.heads, taken.head_dim, seq_len, dtype, rounds)
+    return names
+
+
+def _data(data: str, shape: Shape) -> tuple[Shape, Sequence[Sides] | None]:
+    """Return the shape, and a model's own keys and values where `data` names one.
+
+    Raises:
+        SettingError: there is no such folder.
+    """
+    from penstock_bench import codecs as bench
+
+    if data in bench.DATA:
+        return shape, None
+    model = str(MODEL_PATH) if data == EMBEDDED else data
+    if "/" not in model and not Path(model).is_dir():
+        known = ", ".join([*bench.DATA, EMBEDDED])
+        raise SettingError(f"--data {data}: there is no such folder; or one of {known}")
+    taken, own = bench.of_model(model, shape.seq_len, shape.dtype)
+    return replace(taken, seq_len=shape.seq_len, dtype=shape.dtype, rounds=shape.rounds), own
+
+
+def _check_free(shape: Shape) -> None:
+    """Refuse what does not fit in the machine's free memory.
+
+    Raises:
+        SettingError: says the bytes that are needed and free.
+    """
     needed = TIMES_RAW * shape.raw_bytes + TIMES_LAYER * shape.raw_bytes // shape.layers
     free = psutil.virtual_memory().available
     if needed > free:
@@ -98,14 +134,14 @@ def bench_kv_cache(
             f"what they are compared with, and {format_bytes(free)} are free; take fewer --layers "
             f"or a smaller --seq-len"
         )
-    with Console(stderr=True).status("") as status:
-        table = bench.measure(
-            shape, data, names, own, lambda name: status.update(f"holding as {name}")
-        )
+
+
+def _publish(table: Table, *, as_json: bool, save: Path | None, plot: Path | None) -> None:
+    """Store the record, draw the picture, and print one object or the tables."""
+    from penstock_bench.report import keep
+
     record = table.as_object()
     if save is not None:
-        from penstock_bench.report import keep
-
         keep("kv-cache", record, save)
     if plot is not None:
         from penstock_bench.codecs_picture import draw_codecs

@@ -1,0 +1,134 @@
+"""Options that several benches share, and how each ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from penstock.cli import options
+from penstock.errors import SettingError
+
+if TYPE_CHECKING:
+    from penstock_bench.engine_runs import EngineShape
+    from penstock_bench.report import Report
+
+
+def _check_save(folder: Path | None) -> Path | None:
+    """Refuse before anything is measured what could not be stored afterwards."""
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"--save {folder}: {error.strerror}") from None
+    return folder
+
+
+def _check_plot(file: Path | None) -> Path | None:
+    """Refuse before anything is measured what could not be drawn afterwards."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise SettingError(f"--plot {file}: there is no folder {file.parent}")
+    if file is not None and file.suffix:
+        from matplotlib.figure import Figure
+
+        known = sorted(Figure().canvas.get_supported_filetypes())
+        if file.suffix[1:].lower() not in known:
+            raise SettingError(f"--plot {file}: pictures end with {', '.join(known)}")
+    return file
+
+
+Save: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        help="Store every round as a JSON file in this folder.",
+        metavar="FOLDER",
+        show_default="nothing is stored",
+        file_okay=False,
+        callback=_check_save,
+    ),
+]
+Plot: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw the outcome into this file.",
+        metavar="FILE.png",
+        show_default="nothing is drawn",
+        dir_okay=False,
+        callback=_check_plot,
+    ),
+]
+Docs: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the page and the picture of the docs into this folder.",
+        metavar="FOLDER",
+        show_default="nothing is written",
+        file_okay=False,
+        exists=True,
+    ),
+]
+Rounds: TypeAlias = Annotated[
+    int, typer.Option(help="How often each side runs; medians are compared.", min=1)
+]
+Which: TypeAlias = Annotated[
+    Literal["random", "embedded"],
+    typer.Option("--model", help="A random llama of 21 million parameters, or the embedded one."),
+]
+KnownTokens: TypeAlias = Annotated[
+    int, typer.Option("--tokens", help="Length of the cached prompt.", metavar="TOKENS", min=256)
+]
+TraceFile: TypeAlias = Annotated[
+    Path,
+    typer.Option(
+        "--trace",
+        help="Requests as JSON lines, in Mooncake's form: timestamp, input_length, "
+        "output_length, hash_ids.",
+        metavar="FILE",
+        dir_okay=False,
+    ),
+]
+
+
+def engine_shape(codec: dict[str, Any]) -> EngineShape:
+    """Return our engine's settings; refuse before anything is measured what it would refuse."""
+    options.check_codec_settings(codec)
+    from penstock_bench.engine_runs import EngineShape
+
+    return EngineShape(**codec)
+
+
+def finish(
+    report: Report,
+    *,
+    as_json: bool,
+    save: Path | None,
+    plot: Path | None = None,
+    draw: Callable[[Report, Path], None] | None = None,
+) -> NoReturn:
+    """Publish a report, draw it, and exit by it; engine benches share one picture."""
+    from penstock_bench.report import publish
+
+    publish(report, as_json=as_json, save=save)
+    if plot is not None:
+        if draw is None:
+            from penstock_bench import engine_picture
+
+            draw = engine_picture.draw
+        draw(report, plot)
+    raise typer.Exit(0 if report.met else 1)
+
+
+@contextmanager
+def progress_bar(first: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar on a terminal; what is yielded takes a description, the count and the total."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(first, total=None)
+        yield lambda what, done, of: progress.update(
+            task, description=what, completed=done, total=of
+        )

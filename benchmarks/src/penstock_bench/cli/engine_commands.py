@@ -1,0 +1,237 @@
+"""Benches of the engine, each against mlx-lm on the same model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from penstock import config
+from penstock.cli import options
+from penstock.cli.settings_options import Fields, with_settings
+from penstock.errors import SettingError
+from penstock_bench.cli.bench_options import (
+    KnownTokens,
+    Plot,
+    Rounds,
+    Save,
+    Which,
+    engine_shape,
+    finish,
+)
+
+
+@with_settings
+def shared_prefix(
+    model: Which = "random",
+    conversations: Annotated[
+        int, typer.Option(help="Conversations at the same time.", metavar="NUMBER", min=2)
+    ] = 8,
+    prefix: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Length of the shared prefix; may be given several times.",
+            metavar="TOKENS",
+            show_default="8192 and 2048",
+            min=1,
+        ),
+    ] = None,
+    rounds: Rounds = 5,
+    cold_rounds: Annotated[
+        int,
+        typer.Option(
+            help="How often mlx-lm reads the prefix for every conversation, which takes minutes.",
+            min=0,
+        ),
+    ] = 1,
+    *,
+    codec: options.EngineCodec,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Decode conversations that share their beginning.
+
+    Measures speed and bytes. The other side is mlx-lm's batches. Exits with 1 if a goal is not met.
+    """
+    from penstock_bench.models import Choice
+    from penstock_bench.shared_prefix import Load, measure
+
+    load = Load(
+        Choice(model),
+        engine=engine_shape(codec),
+        conversations=conversations,
+        rounds=rounds,
+        cold_rounds=cold_rounds,
+    )
+    if prefix:
+        load = replace(load, prefix_tokens=tuple(prefix))
+    finish(measure(load), as_json=as_json, save=save, plot=plot)
+
+
+@with_settings
+def hit(
+    model: Which = "random",
+    tokens: KnownTokens = 8_192,
+    rounds: Rounds = 5,
+    *,
+    codec: options.EngineCodec,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Time the first token of a cached prompt.
+
+    Counts the bytes that are copied, too. The other side is mlx-lm's prompt cache. Exits with 1 if
+    a goal is not met.
+    """
+    from penstock_bench.hit import Load, measure
+    from penstock_bench.models import Choice
+
+    engine = engine_shape(codec)
+    report = measure(Load(Choice(model), engine=engine, known_tokens=tokens, rounds=rounds))
+    finish(report, as_json=as_json, save=save, plot=plot)
+
+
+@with_settings
+def restore(
+    model: Which = "random",
+    tokens: KnownTokens = 8_192,
+    rounds: Rounds = 5,
+    *,
+    codec: options.EngineCodec,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Time the first token after a restart.
+
+    Measures the cost of writing, too. The other side is mlx-lm's file of a prompt. Files are
+    written to the folder for temporary files (TMPDIR). Exits with 1 if a goal is not met.
+    """
+    from penstock_bench.models import Choice
+    from penstock_bench.restore import Load, measure
+
+    engine = engine_shape(codec)
+    report = measure(Load(Choice(model), engine=engine, known_tokens=tokens, rounds=rounds))
+    finish(report, as_json=as_json, save=save, plot=plot)
+
+
+@with_settings
+def ragged(
+    model: Which = "random",
+    rounds: Rounds = 5,
+    *,
+    codec: options.EngineCodec,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Decode one long sequence and seven short ones.
+
+    Measures speed and bytes. The other side is mlx-lm's padded batches. Exits with 1 if a goal is
+    not met.
+    """
+    from penstock_bench.models import Choice
+    from penstock_bench.ragged import Load, measure
+
+    report = measure(Load(Choice(model), engine=engine_shape(codec), rounds=rounds))
+    finish(report, as_json=as_json, save=save, plot=plot)
+
+
+@with_settings
+def single(
+    model: Which = "random",
+    rounds: Rounds = 5,
+    longest: Annotated[
+        int,
+        typer.Option(
+            help="Show the cost of a step up to this length; 0 leaves that out.",
+            metavar="TOKENS",
+            min=0,
+        ),
+    ] = 32_768,
+    curve_only: Annotated[
+        bool, typer.Option("--curve-only", help="Show that cost alone, and no comparison of speed.")
+    ] = False,
+    *,
+    codec: options.EngineCodec,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Prefill and decode sequences that share nothing.
+
+    Measures speed and the cost of a step. The other side is mlx-lm, alone and in batches. Exits
+    with 1 if a goal is not met.
+    """
+    from penstock_bench.models import Choice
+    from penstock_bench.single import Load, measure
+
+    load = Load(Choice(model), engine=engine_shape(codec), rounds=rounds)
+    load = replace(load, curve_tokens=load.curve_to(longest))
+    if curve_only:
+        if not longest:
+            raise SettingError("--curve-only with --longest 0 leaves nothing to measure")
+        load = replace(load, shapes=())
+    finish(measure(load), as_json=as_json, save=save, plot=plot)
+
+
+@with_settings
+def quantized(
+    codec: Annotated[
+        str,
+        typer.Option(
+            "--codec",
+            "--kv-cache-quantization",
+            help="Codec that is set against full precision.",
+            metavar="CODEC",
+        ),
+    ] = "auto3.5x",
+    *,
+    min_tokens: Annotated[
+        dict[str, Any], Fields(config.EngineSettings, "kv_cache_min_quantize_tokens")
+    ],
+    model: Which = "random",
+    longest: Annotated[
+        int, typer.Option(help="Length of the longest prompt.", metavar="TOKENS", min=1_024)
+    ] = 8_192,
+    rounds: Rounds = 5,
+    as_json: options.Json = False,
+    save: Save = None,
+    plot: Plot = None,
+) -> None:
+    """Decode a sequence in a codec and in full precision.
+
+    Measures peak memory and speed. The other side is mlx-lm's quantized cache. Exits with 1 if a
+    goal is not met.
+    """
+    from penstock_bench.engine_runs import EngineShape
+    from penstock_bench.models import Choice
+    from penstock_bench.quantized import Load, measure
+
+    load = Load(codec, Choice(model), engine=EngineShape(**min_tokens), rounds=rounds)
+    lengths = tuple(tokens for tokens in load.lengths if tokens <= longest)
+    finish(measure(replace(load, lengths=lengths)), as_json=as_json, save=save, plot=plot)
+
+
+@with_settings
+def hybrid(
+    known: Annotated[
+        int, typer.Option(help="Length of the first turn's prompt.", metavar="TOKENS", min=512)
+    ] = 4_096,
+    rounds: Rounds = 5,
+    *,
+    codec: options.EngineCodec,
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """Time the second turn with a model of recurrent layers.
+
+    The other side is mlx-lm's server cache. Exits with 1 if a goal is not met.
+    """
+    from penstock_bench.hybrid import Load, measure
+
+    report = measure(Load(engine=engine_shape(codec), known_tokens=known, rounds=rounds))
+    finish(report, as_json=as_json, save=save)
