@@ -15,9 +15,9 @@ from stand_in_server import stand_in
 from penstock.cli.remote import Remote, RemoteError
 from penstock.config import KVSettings, SamplingSettings, flag_of
 from penstock.errors import SettingError
-from penstock_bench.models import Choice
+from penstock_bench.models import ModelChoice
 from penstock_bench.serve_model import model_folder
-from penstock_bench.serve_process import Server, free_port, ours, serving
+from penstock_bench.serve_process import RunningServer, free_port, ours, serving
 
 ROOT = Path(__file__).parent.parent
 TELL = "The code of the amber falcon is 4821."
@@ -36,13 +36,13 @@ def chat(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[RunningServer]:
     port = free_port()
-    with model_folder(Choice.EMBEDDED) as folder, serving(ours(folder, port), port) as running:
+    with model_folder(ModelChoice.EMBEDDED) as folder, serving(ours(folder, port), port) as running:
         yield running
 
 
-def test_our_server_remembers_and_serves_from_its_cache(server: Server) -> None:
+def test_our_server_remembers_and_serves_from_its_cache(server: RunningServer) -> None:
     lines = f"{TELL}\n{ASK}\n/stats\n/reset\n/stats\n{ASK}\n"
     done = chat("--url", server.url, "--echo", stdin=lines)
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_our_server_remembers_and_serves_from_its_cache(server: Server) -> None:
     assert unknown != "4821."
 
 
-def test_a_long_history_is_cached_at_the_server(server: Server) -> None:
+def test_a_long_history_is_cached_at_the_server(server: RunningServer) -> None:
     remote = Remote(f"{server.url}/v1/", system="Remember. " * 100)
     for _ in range(2):
         list(remote.answer(TELL, GREEDY))

@@ -11,11 +11,12 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache as TheirRotatingKVCache
 
 from penstock import caches
-from penstock_bench import growth, recall
+from penstock_bench import growth
+from penstock_bench import window_recall as recall
 from penstock_bench.report import publish
 
 KEYS = {"claim", "penstock", "mlx-lm", "ratio", "goal", "met", "environment"}
-SMALL = growth.Shape(layers=2, window_tokens=512, read_tokens=700, chunk_tokens=64, rounds=1)
+SMALL = growth.GrowthShape(layers=2, window_tokens=512, read_tokens=700, chunk_tokens=64, rounds=1)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_the_table_names_what_is_not_met(grown: Any, capsys: pytest.CaptureFixtu
 
 
 def test_places_of_facts_in_a_window() -> None:
-    setting = recall.Setting(100, 20)
+    setting = recall.RecallWindow(100, 20)
     read = 1_000
     assert recall.place_of(0, 20, read, setting) == "keep"
     assert recall.place_of(10, 21, read, setting) is None
@@ -84,8 +85,8 @@ def test_places_of_facts_in_a_window() -> None:
 
 @pytest.fixture(scope="module")
 def asked() -> Any:
-    settings = (recall.Setting(256, 128), recall.Setting(4_096, 512))
-    return recall.measure(recall.Load(dialogues=1, tokens=600, facts=12, settings=settings))
+    settings = (recall.RecallWindow(256, 128), recall.RecallWindow(4_096, 512))
+    return recall.measure(recall.RecallLoad(dialogues=1, tokens=600, facts=12, settings=settings))
 
 
 def test_recall_knows_what_is_held_and_nothing_else(asked: Any) -> None:

@@ -16,16 +16,16 @@ from penstock.cli import main
 from penstock.errors import SettingError
 from penstock.routing import POLICIES
 from penstock_bench import cluster, trace
+from penstock_bench.bench_settings import Machine
 from penstock_bench.cluster_simulation import (
     Arrival,
     Cluster,
-    Crowd,
+    TraceCopies,
     one_large,
     quantile,
     simulate,
 )
 from penstock_bench.report import publish
-from penstock_bench.settings import Machine
 
 SIZE = 512
 QUICK = Machine(memory_tokens=100 * SIZE, prefill_rate=512.0, decode_rate=10.0, max_batch_size=2)
@@ -56,8 +56,8 @@ def conversations(number: int, turns: int) -> trace.Trace:
 
 
 @pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return Crowd(conversations(60, 4), 4)
+def crowd() -> TraceCopies:
+    return TraceCopies(conversations(60, 4), 4)
 
 
 # ---- one replica, by hand
@@ -88,7 +88,7 @@ def test_a_prompt_that_is_known_computes_one_token() -> None:
 # ---- several
 
 
-def test_turns_scatter_and_a_hash_and_prefixes_gather(crowd: Crowd) -> None:
+def test_turns_scatter_and_a_hash_and_prefixes_gather(crowd: TraceCopies) -> None:
     of = conversations(60, 4)
     arrivals = crowd.arrivals(4)
     large = one_large(of, arrivals, FASTER, 4)
@@ -125,7 +125,7 @@ def test_a_hot_system_prompt_comes_to_lie_in_many_places(monkeypatch: pytest.Mon
     assert waits[0] < 5.0 < 20.0 < waits[1]
 
 
-def test_a_run_can_be_repeated(crowd: Crowd) -> None:
+def test_a_run_can_be_repeated(crowd: TraceCopies) -> None:
     of, arrivals = conversations(60, 4), crowd.arrivals(8)
     twice = [simulate(of, arrivals, Cluster(8, "prefix+load"), FASTER) for _ in range(2)]
     assert twice[0] == twice[1]
@@ -143,7 +143,7 @@ def test_gossip_counts_four_bytes_a_change_and_router() -> None:
 
 def test_routers_that_hear_nothing_send_conversations_apart() -> None:
     of = conversations(60, 4)
-    arrivals = Crowd(of, 4).arrivals(4)
+    arrivals = TraceCopies(of, 4).arrivals(4)
     rates = [
         simulate(of, arrivals, Cluster(4, "prefix+load", 2, seconds), FASTER).hit_rate
         for seconds in (1.0, 1e6)
@@ -154,7 +154,7 @@ def test_routers_that_hear_nothing_send_conversations_apart() -> None:
 # ---- the crowd
 
 
-def test_all_parts_are_the_trace_and_conversations_stay_whole(crowd: Crowd) -> None:
+def test_all_parts_are_the_trace_and_conversations_stay_whole(crowd: TraceCopies) -> None:
     of = conversations(60, 4)
     together = crowd.arrivals(4)
     assert Counter(a.blocks for a in together) == Counter(v.blocks for v in of.visits)
@@ -164,7 +164,7 @@ def test_all_parts_are_the_trace_and_conversations_stay_whole(crowd: Crowd) -> N
     assert all(parts)
 
 
-def test_copies_share_what_is_the_services_own_and_nothing_else(crowd: Crowd) -> None:
+def test_copies_share_what_is_the_services_own_and_nothing_else(crowd: TraceCopies) -> None:
     first, copy = list(crowd._copy(1)), list(crowd._copy(5))
     assert len(first) == len(copy)
     one, other = ({block for a in of for block in a.blocks} for of in (first, copy))
@@ -199,7 +199,7 @@ def write(folder: Path) -> Path:
     return file
 
 
-LOAD = cluster.Load(replicas=(1, 4), split=4, machine=FASTER)
+LOAD = cluster.ClusterLoad(replicas=(1, 4), split=4, machine=FASTER)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_the_report_judges_our_policy_by_one_large_engine(measured: Any) -> None
 
 def replace_hits(replicas: int) -> cluster.Runs:
     """Return runs in which our policy keeps just less than the goal."""
-    of, arrivals = conversations(60, 4), Crowd(conversations(60, 4), 4).arrivals(replicas)
+    of, arrivals = conversations(60, 4), TraceCopies(conversations(60, 4), 4).arrivals(replicas)
     found = simulate(of, arrivals, Cluster(replicas, "prefix+load"), FASTER)
     outcomes = {
         "prefix+load": replace(found, hit_rate=0.899),

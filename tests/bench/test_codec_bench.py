@@ -13,9 +13,9 @@ from penstock.cli import main
 from penstock.kv.codecs import parse_scheme
 from penstock_bench import codecs as bench
 from penstock_bench import vllm_mlx
-from penstock_bench.codecs import Row, Shape, Table
+from penstock_bench.codecs import CacheShape, CodecRow, Table
 
-SHAPE = Shape(layers=2, heads=4, head_dim=128, seq_len=256, dtype="float32", rounds=1)
+SHAPE = CacheShape(layers=2, heads=4, head_dim=128, seq_len=256, dtype="float32", rounds=1)
 NAMES = (
     *("raw", "affine8", "kivi8", "affine4", "kivi4"),
     *("kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3"),
@@ -27,7 +27,7 @@ def table(request: pytest.FixtureRequest) -> Table:
     return bench.measure(SHAPE, request.param, NAMES)
 
 
-def row(table: Table, name: str) -> Row:
+def row(table: Table, name: str) -> CodecRow:
     (found,) = (row for row in table.rows if row.name == name)
     return found
 
@@ -88,7 +88,7 @@ def test_eight_bits_by_channel_are_as_good_as_none_missing(table: Table) -> None
 
 
 def test_heads_that_a_codec_cannot_hold_are_told_of() -> None:
-    shape = Shape(layers=1, heads=2, head_dim=80, seq_len=64, dtype="float32", rounds=1)
+    shape = CacheShape(layers=1, heads=2, head_dim=80, seq_len=64, dtype="float32", rounds=1)
     found = bench.measure(shape, "gauss", ["affine4", "kivi4/turbo4"])
     assert [row.name for row in found.rows] == ["kivi4/turbo4"]
     assert "no group does" in found.refused["affine4"]
@@ -97,7 +97,7 @@ def test_heads_that_a_codec_cannot_hold_are_told_of() -> None:
 
 def test_rivals_take_the_groups_that_fit_and_are_not_told_more_than_they_hold() -> None:
     """mlx-lm's cache has room for 256 tokens at a time; what 64 of them take is shown."""
-    shape = Shape(layers=1, heads=2, head_dim=96, seq_len=64, dtype="float32", rounds=1)
+    shape = CacheShape(layers=1, heads=2, head_dim=96, seq_len=64, dtype="float32", rounds=1)
     found = bench.measure(shape, "gauss", ["affine4g32"])
     for name in ("mlx-lm 4g32", "vllm-mlx 4g32") if vllm_mlx.is_installed() else ("mlx-lm 4g32",):
         theirs = row(found, name)

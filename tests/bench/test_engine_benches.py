@@ -28,14 +28,16 @@ from penstock_bench import (
     engine_runs,
     hit,
     hybrid,
-    quantized,
     ragged,
     restore,
     shared_prefix,
     single,
 )
-from penstock_bench.engine_runs import OURS, RIVAL, EngineShape, Moment, Ours, Run, Task
-from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench import (
+    quantized_runs as quantized,
+)
+from penstock_bench.engine_runs import OURS, RIVAL, EngineShape, Ours, Run, RunMoment, Task
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import publish
 from penstock_bench.rivals import Batched, Solo, random_llama
 
@@ -48,19 +50,21 @@ SMALL = EngineShape(block_size=16, prefill_chunk=64)
 COMMON = {"decode_speed", "prefill_speed", "peak_memory", "held_memory"}
 SIZES: dict[str, Any] = {"llama": TINY, "engine": SMALL, "decode_tokens": 8, "rounds": 1}
 
-SHARED = shared_prefix.Load(**SIZES, conversations=3, prefix_tokens=(256,), suffix_tokens=20)
-HIT = hit.Load(**{**SIZES, "llama": WIDE}, known_tokens=512, hits=4)
-RAGGED = ragged.Load(**SIZES, shapes=((300, 20, 3),))
-RESTORE = restore.Load(**{**SIZES, "llama": WIDE}, known_tokens=512, restarts=2)
-SINGLE = single.Load(
+SHARED = shared_prefix.SharedPrefixLoad(
+    **SIZES, conversations=3, prefix_tokens=(256,), suffix_tokens=20
+)
+HIT = hit.HitLoad(**{**SIZES, "llama": WIDE}, known_tokens=512, hits=4)
+RAGGED = ragged.RaggedLoad(**SIZES, shapes=((300, 20, 3),))
+RESTORE = restore.RestoreLoad(**{**SIZES, "llama": WIDE}, known_tokens=512, restarts=2)
+SINGLE = single.SingleLoad(
     **SIZES, shapes=((1, 100), (3, 50)), curve_tokens=(64, 128, 192), curve_steps=8
 )
-QUANTISED = quantized.Load(
+QUANTIZED = quantized.QuantizedLoad(
     "turbo4", **{**SIZES, "llama": WIDE, "engine": EngineShape(64, 64)}, lengths=(512, 1_024)
 )
 
-HYBRID = hybrid.Load(
-    hybrid.Shape(layers=2, hidden_size=64, full_every=2, state_heads=2, state_dim=8),
+HYBRID = hybrid.HybridLoad(
+    hybrid.HybridShape(layers=2, hidden_size=64, full_every=2, state_heads=2, state_dim=8),
     known_tokens=256,
     answer_tokens=24,
     new_tokens=8,
@@ -71,7 +75,7 @@ HYBRID = hybrid.Load(
 
 @pytest.fixture(scope="module")
 def tiny() -> Any:
-    return bench_model(Choice.RANDOM, TINY)
+    return bench_model(ModelChoice.RANDOM, TINY)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def shared() -> Any:
 
 @pytest.fixture(scope="module")
 def coded() -> Any:
-    return quantized.measure(QUANTISED)
+    return quantized.measure(QUANTIZED)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +159,7 @@ def test_the_rivals_settings_are_those_of_mlx_lms_server() -> None:
 
 
 def test_the_random_llama_has_twenty_million_parameters() -> None:
-    model = bench_model(Choice.RANDOM)
+    model = bench_model(ModelChoice.RANDOM)
     assert 20e6 <= model.parameters < 22e6
     assert model.kv_bytes_per_token == 2 * 8 * 4 * 64 * 4
     weights = dict(tree_flatten(model.model.parameters())).values()
@@ -180,8 +184,8 @@ def test_a_seed_makes_one_model() -> None:
     assert not mx.array_equal(one, other)
 
 
-@pytest.mark.parametrize("choice", list(Choice))
-def test_prompts_have_their_length_and_differ_by_seed(choice: Choice) -> None:
+@pytest.mark.parametrize("choice", list(ModelChoice))
+def test_prompts_have_their_length_and_differ_by_seed(choice: ModelChoice) -> None:
     model = bench_model(choice, TINY)
     for tokens in (1, 40, 4_500):
         prompt = model.prompt(tokens, seed=0)
@@ -192,7 +196,7 @@ def test_prompts_have_their_length_and_differ_by_seed(choice: Choice) -> None:
 
 def test_what_is_generated_hangs_on_what_was_read_first() -> None:
     """Otherwise equal tokens would say nothing about the caches."""
-    model = bench_model(Choice.RANDOM, TINY)
+    model = bench_model(ModelChoice.RANDOM, TINY)
     prompt = model.prompt(40, seed=0)
     other = [(prompt[0] + 1) % 1_000, *prompt[1:]]
     texts = [generated(Solo(model.model), tokens) for tokens in (prompt, other)]
@@ -306,7 +310,7 @@ def test_sides_that_decode_in_turn_are_compared_while_the_machine_is_as_fast() -
         return Run(1.0, steps, [[1]], 6, decoded_tokens=len(steps))
 
     timed = {OURS: [run(1.25, machine)], RIVAL: [run(1.0, late)]}
-    found = engine_runs.Found(Task([[1]], 5 * block), timed, timed)
+    found = engine_runs.Comparison(Task([[1]], 5 * block), timed, timed)
     assert engine_runs.in_turn(found, OURS, RIVAL) == 0.8
     assert engine_runs.in_turn(found, RIVAL, OURS) == 1.25
 
@@ -344,7 +348,7 @@ def test_a_shared_prefix_is_read_once_and_held_once(shared: Any) -> None:
     ours, theirs = shared.penstock["3 x 256"], shared.rival_figures["3 x 256"]
     assert theirs["computed_prompt_tokens"] == theirs["prompt_tokens"] == 3 * 276
     assert ours["computed_prompt_tokens"] <= 256 + 3 * (20 + 16)
-    token_bytes = bench_model(Choice.RANDOM, TINY).kv_bytes_per_token
+    token_bytes = bench_model(ModelChoice.RANDOM, TINY).kv_bytes_per_token
     # mlx-lm: the entry, and each of the three in the batch.
     assert theirs["held_bytes"] >= 4 * 256 * token_bytes
     assert ours["held_bytes"] < theirs["held_bytes"] / 2
@@ -356,7 +360,7 @@ def test_a_shared_prefix_is_read_once_and_held_once(shared: Any) -> None:
 def test_prompts_without_anything_in_common_are_not_read_once() -> None:
     """Negative control: the judgement is not met by conversations that share nothing."""
 
-    class Apart(shared_prefix.Load):
+    class Apart(shared_prefix.SharedPrefixLoad):
         def task(self, model: Any, prefix_tokens: int) -> Task:
             prompts = [model.prompt(276, seed=10 + i) for i in range(3)]
             return Task(prompts, self.decode_tokens, prefill_chunk=64)
@@ -373,7 +377,7 @@ def test_mlx_lm_reads_as_many_prompts_at_once_as_fit(tiny: Any) -> None:
 
 
 def test_a_hit_copies_nothing_and_mlx_lms_copies_all(hits: Any) -> None:
-    known_bytes = 512 * bench_model(Choice.RANDOM, WIDE).kv_bytes_per_token
+    known_bytes = 512 * bench_model(ModelChoice.RANDOM, WIDE).kv_bytes_per_token
     assert hits.penstock["bytes_copied"] == 0
     assert hits.rival_figures["bytes_copied"] >= 0.9 * known_bytes
     assert hits.penstock["cached_tokens"] == hits.rival_figures["cached_tokens"] == 512
@@ -383,7 +387,7 @@ def test_a_hit_copies_nothing_and_mlx_lms_copies_all(hits: Any) -> None:
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_copy_of_one_layer_at_a_hit_is_noticed(stays: bool) -> None:
-    model = bench_model(Choice.RANDOM, WIDE)
+    model = bench_model(ModelChoice.RANDOM, WIDE)
     known_bytes = 512 * model.kv_bytes_per_token
     layer_bytes = known_bytes // WIDE.layers
 
@@ -411,7 +415,7 @@ def test_a_copy_of_one_layer_at_a_hit_is_noticed(stays: bool) -> None:
     ],
 )
 def test_what_counts_as_a_copy(peaks: list[int], copied: int) -> None:
-    moments = [Moment(1, 10, peak, decoding=True) for peak in peaks]
+    moments = [RunMoment(1, 10, peak, decoding=True) for peak in peaks]
     run = Run(1.0, [1.0], [[1]], 1, before_bytes=10, moments=moments)
     assert hit.bytes_copied([run], known_bytes=400, layers=4) == copied
 
@@ -427,13 +431,13 @@ def test_ragged_sees_the_rival_pad_to_the_longest(uneven: Any) -> None:
 
 def test_what_is_held_is_compared_with_what_is_needed_then() -> None:
     moments = [
-        Moment(0, 5, 5, decoding=False),  # nothing is needed: no ratio
-        Moment(10, 30, 30, decoding=False),
-        Moment(20, 40, 40, decoding=True),
-        Moment(30, 45, 45, decoding=True),
+        RunMoment(0, 5, 5, decoding=False),  # nothing is needed: no ratio
+        RunMoment(10, 30, 30, decoding=False),
+        RunMoment(20, 40, 40, decoding=True),
+        RunMoment(30, 45, 45, decoding=True),
     ]
     run = Run(1.0, [1.0], [[1]], 10, moments=moments)
-    found = engine_runs.Found(Task([[1]], 1), {OURS: [run]}, {OURS: [run]})
+    found = engine_runs.Comparison(Task([[1]], 1), {OURS: [run]}, {OURS: [run]})
     assert ragged.held_over_ideal(found, OURS, token_bytes=1) == (2.0, 3.0)
 
 
@@ -452,7 +456,7 @@ def test_a_straight_line_is_told_from_a_bent_one() -> None:
 
 
 def test_a_curve_ends_where_it_is_told_to() -> None:
-    load = single.Load()
+    load = single.SingleLoad()
     assert load.curve_to(32_768) == load.curve_tokens
     assert load.curve_to(3_000) == (512, 1_024, 2_048, 3_000)
     assert load.curve_to(0) == ()
@@ -515,7 +519,7 @@ def test_a_hybrid_without_checkpoints_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
 def test_forms_that_take_as_much_are_seen() -> None:
     """Negative control: full precision against itself."""
-    found = quantized.measure(replace(QUANTISED, codec="raw/raw", lengths=(512,)))
+    found = quantized.measure(replace(QUANTIZED, codec="raw/raw", lengths=(512,)))
     assert not found.met
 
 

@@ -18,13 +18,13 @@ from penstock.kv.codecs import parse_scheme
 from penstock.models.mlx_lm import load, plain_caches, render
 from penstock.recall import MODEL_PATH, dialogue
 from penstock_bench import evaluate as bench
-from penstock_bench.evaluate import Estimate, Load, Reading, Setting
+from penstock_bench.evaluate import Estimate, EvalLoad, KVSetting, Reading
 from penstock_bench.key_forms import KeyForm, reform
-from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Report
 
-SMALL = Load(
-    settings=tuple(map(Setting, ("k8v4", "2", "turbo4c"))),
+SMALL = EvalLoad(
+    settings=tuple(map(KVSetting, ("k8v4", "2", "turbo4c"))),
     forms=(KeyForm.PLAIN, KeyForm.OUTLIERS),
     lengths=(250,),
     questions=12,
@@ -104,7 +104,7 @@ def test_models_without_a_form_are_refused() -> None:
     shape = LlamaShape(
         layers=1, hidden_size=64, intermediate_size=64, query_heads=2, kv_heads=2, head_dim=32
     )
-    model = bench_model(Choice.RANDOM, shape).model
+    model = bench_model(ModelChoice.RANDOM, shape).model
     with pytest.raises(ModelError, match="as many heads"):
         reform(model, KeyForm.BIASED)
     model.layers[0].self_attn.rope = object()
@@ -118,7 +118,9 @@ def test_models_without_a_form_are_refused() -> None:
 def read(tokens: list[int], codec: str, raw_first_tokens: int = 0) -> mx.array:
     """Return the log-probabilities after every token, read block by block."""
     model, _ = load(MODEL_PATH)
-    reading = Reading(bench._way(model, Setting(codec), Load(raw_first_tokens=raw_first_tokens)))
+    reading = Reading(
+        bench._way(model, KVSetting(codec), EvalLoad(raw_first_tokens=raw_first_tokens))
+    )
     found = [reading.read(tokens[at : at + 64]) for at in range(0, len(tokens), 64)]
     return mx.concatenate(found)
 
@@ -133,7 +135,7 @@ def test_block_by_block_is_what_the_model_computes_at_once(tokens: list[int]) ->
 def test_teacher_forcing_says_what_the_engine_says(codec: str, tokens: list[int]) -> None:
     """The engine decodes behind the same codes; full precision is far from both."""
     model, tokenizer = load(MODEL_PATH)
-    settings = Load(raw_first_tokens=64).engine(Setting(codec))
+    settings = EvalLoad(raw_first_tokens=64).engine(KVSetting(codec))
     core = Core(model, tokenizer, prefill_chunk=64, **settings)
     try:
         for _ in range(2):  # the second one finds all whole blocks coded
@@ -205,8 +207,8 @@ def test_scaled_keys_lose_no_more_to_large_channels_than_to_others(report: Repor
 
 
 def test_a_goal_that_is_missed_is_said(report: Report) -> None:
-    form, setting = KeyForm.OUTLIERS, Setting("turbo4")
-    rows = [bench.Row(form, one, 1, 0) for one in (bench.UNCHANGED, setting)]
+    form, setting = KeyForm.OUTLIERS, KVSetting("turbo4")
+    rows = [bench.EvalRow(form, one, 1, 0) for one in (bench.UNCHANGED, setting)]
     for one, share in zip(rows, (1.0, 0.99), strict=True):
         one.recall[250] = Estimate(100, share, 0.0)
         one.recall_over_raw[250] = Estimate(100, share - 1.0, 0.0)
@@ -225,8 +227,8 @@ def test_what_the_engine_refuses_has_no_answers(report: Report) -> None:
 
 
 def test_a_window_forgets_and_keep_keeps() -> None:
-    settings = (Setting("raw", 128, 0), Setting("raw", 400, 0), Setting("2", 400, 399))
-    load_ = Load(**{**SMALL_SIZES, "settings": settings})
+    settings = (KVSetting("raw", 128, 0), KVSetting("raw", 400, 0), KVSetting("2", 400, 399))
+    load_ = EvalLoad(**{**SMALL_SIZES, "settings": settings})
     found = bench.measure(load_).penstock["rows"]
     assert [(row["max_kv_size"], row["keep"]) for row in found][1:] == [
         (128, 0),
@@ -267,7 +269,7 @@ def test_errors_of_estimates() -> None:
 
 def test_only_what_the_assistant_says_counts(tokens: list[int]) -> None:
     _, tokenizer = load(MODEL_PATH)
-    (piece,) = bench.pieces(tokenizer, Load(text_tokens=300, piece_tokens=300))
+    (piece,) = bench.pieces(tokenizer, EvalLoad(text_tokens=300, piece_tokens=300))
     said = [t for t, counts in zip(piece.tokens, piece.counts, strict=True) if counts]
     users = [t for t, counts in zip(piece.tokens, piece.counts, strict=True) if not counts]
     assert "<|end|>" in tokenizer.decode(said)

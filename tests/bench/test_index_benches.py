@@ -14,7 +14,7 @@ from penstock.prefix import HalfLife
 from penstock_bench import lookup, trace
 from penstock_bench.report import publish
 
-SMALL = lookup.Load(
+SMALL = lookup.LookupLoad(
     prompt_tokens=2_048, block_size=16, branches=8, branch_tokens=64, path_nodes=32, rounds=3
 )
 
@@ -143,7 +143,7 @@ def test_the_optimum_is_what_trying_everything_finds(tmp_path: Path, capacity: i
 
 def test_below_lru_is_not_met(tmp_path: Path) -> None:
     read = trace.read_trace(write(tmp_path))
-    load = trace.Load(shares=(0.5,))
+    load = trace.TraceLoad(shares=(0.5,))
     good, bad = (trace.Replay(hits, hits / 7_000, 1, 1, 1.0) for hits in (200, 199))
     for ours, met in ((good, True), (bad, False)):
         found = trace.report(read, load, {0.5: {"penstock": ours, "lru": good}}, {0.5: 0.6})
@@ -151,7 +151,7 @@ def test_below_lru_is_not_met(tmp_path: Path) -> None:
 
 
 def test_the_known_trace_has_goals_and_others_have_not(tmp_path: Path) -> None:
-    load = trace.Load(shares=(0.02,))
+    load = trace.TraceLoad(shares=(0.02,))
     found = trace.Replay(1, 0.1, 1, 1, 1.0)
     same = {0.02: {"penstock": found, "lru": found}}
     read = trace.read_trace(write(tmp_path))
@@ -161,7 +161,7 @@ def test_the_known_trace_has_goals_and_others_have_not(tmp_path: Path) -> None:
 
 
 def test_trace_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = trace.measure(write(tmp_path), trace.Load(shares=(0.5, 1.0)))
+    report = trace.measure(write(tmp_path), trace.TraceLoad(shares=(0.5, 1.0)))
     publish(report, as_json=True, save=None)
     printed = json.loads(capsys.readouterr().out)
     assert set(printed["penstock"]["hit_rate"]) == {"50%", "100%"}

@@ -20,9 +20,10 @@ from stand_in_server import stand_in
 
 from penstock.models.mlx_lm import load, render
 from penstock.recall import count_tokens
-from penstock_bench import serve, serve_model, serve_process
+from penstock_bench import serve_load as serve
+from penstock_bench import serve_model, serve_process
 from penstock_bench.engine_runs import OURS, RIVAL
-from penstock_bench.models import Choice, LlamaShape
+from penstock_bench.models import LlamaShape, ModelChoice
 from penstock_bench.report import publish
 from penstock_bench.serve_client import (
     Client,
@@ -38,7 +39,7 @@ from penstock_bench.serve_client import (
 TINY = LlamaShape(
     layers=2, hidden_size=64, intermediate_size=64, query_heads=4, kv_heads=2, head_dim=16
 )
-SMALL = serve.Load(
+SMALL = serve.ServeLoad(
     llama=TINY,
     sessions=3,
     turns=4,
@@ -175,7 +176,7 @@ def test_a_moment_of_much_memory_is_seen() -> None:
 
 def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words() -> None:
     ends = (sys.executable, "-c", "raise SystemExit('no such model')")
-    broken = serve_process.Kind("broken", ends, signal.SIGTERM)
+    broken = serve_process.ServerCommand("broken", ends, signal.SIGTERM)
     started = serve_process.serving(broken, serve_process.free_port())
     with pytest.raises(serve_process.ServerFailed, match="no such model"), started:
         pass
@@ -271,11 +272,11 @@ def reply(first: float, gap: float, error: str | None = None) -> Reply:
     return Reply(0, 0.0, times, first + 2 * gap, "", 10, 5, 0 if error else 3, error)
 
 
-def found(folder_like: Any, ours: serve.Phase, theirs: serve.Phase) -> serve.Found:
-    return serve.Found({OURS: [ours], RIVAL: [theirs]}, {}, None, None, folder_like)
+def found(folder_like: Any, ours: serve.Phase, theirs: serve.Phase) -> serve.ServerRuns:
+    return serve.ServerRuns({OURS: [ours], RIVAL: [theirs]}, {}, None, None, folder_like)
 
 
-FOLDER = serve_model.Folder(Path(), "none", 64, 1, 1)
+FOLDER = serve_model.ServedFolder(Path(), "none", 64, 1, 1)
 THEIRS = phase(30.0, [reply(5.0, 0.2)] * 4, 400)
 
 
@@ -290,7 +291,7 @@ THEIRS = phase(30.0, [reply(5.0, 0.2)] * 4, 400)
     ],
 )
 def test_every_goal_can_be_missed(ours: serve.Phase, met: bool) -> None:
-    made = serve.report(serve.Load(), found(FOLDER, ours, THEIRS))
+    made = serve.report(serve.ServeLoad(), found(FOLDER, ours, THEIRS))
     assert made.met is met
     assert len([line for line in made.lines if line.goal]) == 4
 
@@ -332,4 +333,4 @@ def test_the_command_is_there() -> None:
         text=True,
     )
     assert "--connections NUMBER" in done.stdout
-    assert Choice.RANDOM in done.stdout
+    assert ModelChoice.RANDOM in done.stdout

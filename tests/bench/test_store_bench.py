@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from penstock_bench import store
+from penstock_bench import prefix_store as store
 from penstock_bench.report import publish
 from penstock_bench.vllm_mlx import is_installed
 
-SMALL = store.Load(layers=4, heads=2, tokens=1_024, rounds=2)
+SMALL = store.StoreLoad(layers=4, heads=2, tokens=1_024, rounds=2)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_the_rival_is_named_where_it_is_not_installed(
 
 
 def test_a_side_that_forgets_is_noticed() -> None:
-    class Forgets(store.Ours):
+    class Forgets(store.StoreOurs):
         def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
             return super().store(tokens[: len(tokens) // 2], caches)
 
@@ -51,7 +51,7 @@ def test_a_side_that_forgets_is_noticed() -> None:
 
 
 def test_a_side_that_holds_a_copy_meanwhile_is_noticed(found: Any) -> None:
-    class Copies(store.Ours):
+    class Copies(store.StoreOurs):
         def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
             copies = [part + 0 for cache in caches for part in cache.state]
             mx.eval(copies)

@@ -29,7 +29,7 @@ from penstock.kv.quantization import piece_bytes
 from penstock.kv.tails import LayerShape
 from penstock.prefix.prefixes import BYTES_PER_REMEMBERED
 from penstock.recall import MODEL_PATH, dialogue
-from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from rounding import assert_same_codes
 
 SHAPE = LlamaShape(
@@ -44,7 +44,7 @@ SHAPE_OF_NOISE = LayerShape(HEADS, DIM, DIM, mx.float32)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return bench_model(Choice.RANDOM, SHAPE).model
+    return bench_model(ModelChoice.RANDOM, SHAPE).model
 
 
 @pytest.fixture(autouse=True)

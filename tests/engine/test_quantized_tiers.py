@@ -24,7 +24,7 @@ from penstock.kv import columns as col
 from penstock.kv.segment import Segment
 from penstock.prefix.node import Node
 from penstock_bench.key_forms import KeyForm, reform
-from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 
 SHAPE = LlamaShape(
     layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64
@@ -55,13 +55,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return bench_model(Choice.RANDOM, SHAPE).model
+    return bench_model(ModelChoice.RANDOM, SHAPE).model
 
 
 @pytest.fixture(scope="module")
 def large() -> Any:
     """The same model with large channels in its keys, which have scales."""
-    made = bench_model(Choice.RANDOM, SHAPE).model
+    made = bench_model(ModelChoice.RANDOM, SHAPE).model
     reform(made, KeyForm.OUTLIERS)
     return made
 

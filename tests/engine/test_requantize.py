@@ -24,7 +24,7 @@ from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind
 from penstock_bench.key_forms import KeyForm, reform
-from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 
 SHAPE = LlamaShape(
     layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64
@@ -44,13 +44,13 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return bench_model(Choice.RANDOM, SHAPE).model
+    return bench_model(ModelChoice.RANDOM, SHAPE).model
 
 
 @pytest.fixture(scope="module")
 def large() -> Any:
     """The same model with large channels in its keys."""
-    made = bench_model(Choice.RANDOM, SHAPE).model
+    made = bench_model(ModelChoice.RANDOM, SHAPE).model
     reform(made, KeyForm.OUTLIERS)
     return made
 

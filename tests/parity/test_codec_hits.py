@@ -22,7 +22,7 @@ from penstock.engine.offload import restoring
 from penstock.engine.request import Sampling
 from penstock.kv import columns as col
 from penstock.kv.segment import Segment
-from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 
 SHAPE = LlamaShape(
     layers=3, hidden_size=128, intermediate_size=128, query_heads=4, kv_heads=2, head_dim=64
@@ -61,7 +61,7 @@ CASES = [
 
 @functools.cache
 def model() -> Any:
-    return bench_model(Choice.RANDOM, SHAPE).model
+    return bench_model(ModelChoice.RANDOM, SHAPE).model
 
 
 def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:

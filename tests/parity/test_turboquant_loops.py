@@ -30,7 +30,7 @@ from penstock import (
     save_prompt_cache,
 )
 from penstock.recall import MODEL_PATH, dialogue
-from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 
 family = pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt_oss", "phi3"])
 LENGTHS, TOKENS = (150, 61, 17, 200), (40, 9, 52, 23)
@@ -134,7 +134,7 @@ def test_a_run_takes_less_at_its_peak_than_in_full_precision(codec: str, tokens:
     shape = LlamaShape(
         layers=8, hidden_size=256, intermediate_size=256, query_heads=4, kv_heads=4, head_dim=64
     )
-    model = bench_model(Choice.RANDOM, shape).model
+    model = bench_model(ModelChoice.RANDOM, shape).model
     attach(model)
     mx.eval(model.parameters())
     before = mx.set_cache_limit(0)

@@ -13,16 +13,16 @@ from penstock.config import RoutingPolicy
 from penstock.errors import SettingError
 from penstock.memory import format_bytes
 from penstock.routing import POLICIES
+from penstock_bench.bench_settings import Machine, ReplaySettings
 from penstock_bench.cluster_simulation import (
     Cluster,
-    Crowd,
     Outcome,
+    TraceCopies,
     capacity_blocks,
     one_large,
     simulate,
 )
 from penstock_bench.report import Line, Report
-from penstock_bench.settings import Machine, ReplaySettings
 from penstock_bench.trace import Trace, read_trace
 
 CLAIM = "Replicas whose prompts find them keep what one large engine would find"
@@ -32,7 +32,7 @@ KEPT = 0.9
 """Goal: share of the hits of one engine with the memory of all."""
 
 
-class Load(ReplaySettings):
+class ClusterLoad(ReplaySettings):
     """Size of a replay, numbers of replicas, routing policies, and the replicas' speed."""
 
     replicas: tuple[int, ...] = (1, 3, 10, 30, 100)
@@ -46,7 +46,7 @@ class Runs:
 
     replicas: int
     seconds: float
-    """Of the trace that were replayed."""
+    """Seconds of the trace that were replayed."""
     one_large_hit_rate: float
     outcomes: dict[RoutingPolicy, Outcome]
 
@@ -68,24 +68,24 @@ def policy_of(name: str) -> RoutingPolicy:
     raise SettingError(f"--policy {name} is none of {', '.join(POLICIES)}")
 
 
-def measure(file: Path, load: Load, progress: Callable[[str, int, int], None]) -> Report:
+def measure(file: Path, load: ClusterLoad, progress: Callable[[str, int, int], None]) -> Report:
     """Replay the trace for every number of replicas, under every policy.
 
     Args:
-        progress: told what is replayed, how many requests have arrived, and of how many.
+        progress: takes a description of the replay, the arrived requests, and their total.
 
     Raises:
         SettingError: the file is missing, or a line is not of this form.
     """
     trace = read_trace(file)
-    crowd = Crowd(trace, load.split)
+    crowd = TraceCopies(trace, load.split)
     return report(trace, load, [_runs(trace, crowd, load, n, progress) for n in load.replicas])
 
 
 def _runs(
     trace: Trace,
-    crowd: Crowd,
-    load: Load,
+    crowd: TraceCopies,
+    load: ClusterLoad,
     replicas: int,
     progress: Callable[[str, int, int], None],
 ) -> Runs:
@@ -104,7 +104,7 @@ def _runs(
     return Runs(replicas, arrivals[-1].seconds, large, outcomes)
 
 
-def report(trace: Trace, load: Load, runs: Sequence[Runs]) -> Report:
+def report(trace: Trace, load: ClusterLoad, runs: Sequence[Runs]) -> Report:
     """Set our policy beside turns, and both beside one engine with the memory of all."""
     ours = OURS if OURS in load.policies else load.policies[0]
     others = [policy for policy in load.policies if policy != ours]
@@ -116,9 +116,9 @@ def report(trace: Trace, load: Load, runs: Sequence[Runs]) -> Report:
         penstock=_figures(runs, ours),
         rival_figures=_figures(runs, rival),
         ratio={
-            _name(one): round(one.outcomes[ours].hit_rate / max(1e-9, found.hit_rate), 3)
+            _name(one): round(one.outcomes[ours].hit_rate / max(1e-9, other.hit_rate), 3)
             for one in runs
-            for found in (one.outcomes[rival],)
+            for other in (one.outcomes[rival],)
         },
         goal={"share_of_one_engines_hits": KEPT},
         met=ours != OURS or all(one.kept(OURS) >= KEPT for one in runs),
@@ -168,13 +168,13 @@ def _name(one: Runs) -> str:
     return f"{one.replicas} replica{'s' if one.replicas > 1 else ''}"
 
 
-def table(found: Report) -> Table:
+def table(report: Report) -> Table:
     """Lay out every run: one row for each number of replicas and policy.
 
     Hits, and as a share of one engine's with all the memory; the busiest replica's work over the
     mean; seconds to the first token; bytes of summaries' changes.
     """
-    load = found.raw["load"]
+    load = report.raw["load"]
     machine = load["machine"]
     drawn = Table(
         title=(
@@ -192,7 +192,7 @@ def table(found: Report) -> Table:
     for heading in headings:
         justify: Literal["left", "right"] = "left" if heading == "policy" else "right"
         drawn.add_column(heading, justify=justify, no_wrap=True)
-    for one in found.raw["runs"]:
+    for one in report.raw["runs"]:
         for policy, of in one["outcomes"].items():
             kept = of["hit_rate"] / one["one_large_hit_rate"] if one["one_large_hit_rate"] else 1
             drawn.add_row(

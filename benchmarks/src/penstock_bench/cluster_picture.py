@@ -10,7 +10,7 @@ from matplotlib.figure import Figure  # not pyplot: no screen is needed, no stat
 from penstock_bench.report import Report
 
 DPI = 110
-COLOURS = {
+COLORS = {
     "round-robin": "tab:orange",
     "hash": "tab:green",
     "prefix": "tab:red",
@@ -28,7 +28,7 @@ def draw(report: Report, file: Path) -> None:
     hits.plot(counts, large, color="black", lw=1, ls="--", label="one engine, all the memory")
     for policy in report.raw["load"]["policies"]:
         of = [run["outcomes"][policy] for run in runs]
-        style = {"color": COLOURS[policy], "marker": "o", "ms": 3, "label": policy}
+        style = {"color": COLORS[policy], "marker": "o", "ms": 3, "label": policy}
         hits.plot(counts, [100 * one["hit_rate"] for one in of], **style)
         waits.plot(counts, [one["wait_p95_seconds"] for one in of], **style)
         if any(one["whole_bytes_per_second"] for one in of):

@@ -16,8 +16,8 @@ from itertools import count, islice
 from penstock.config import WORTH, RoutingPolicy
 from penstock.prefix import HalfLife, hash_blocks, root_hash
 from penstock.routing import SHORT_BYTES, RoutedPrompt, Router, short
+from penstock_bench.bench_settings import Machine
 from penstock_bench.blank import BlankPrefixes
-from penstock_bench.settings import Machine
 from penstock_bench.trace import Trace, Visit
 
 COMMON_SHARE = 0.05
@@ -39,9 +39,9 @@ class Cluster:
     routers: int = 1
     """Each sees every so-maniest request, and knows what it has sent itself at once."""
     gossip_seconds: float = 5.0
-    """How often replicas say what has changed."""
+    """Seconds between two summaries of a replica."""
     worth: float = WORTH
-    """What a block of one conversation counts where it would be computed again."""
+    """Cost of computing again a block of one conversation, counted in waiting blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Outcome:
     """Seconds of work of the busiest replica, over the mean."""
     wait_p50_seconds: float
     wait_p95_seconds: float
-    """From arrival to the first token."""
+    """95th percentile of the seconds from arrival to the first token."""
     queue_p95_seconds: float
-    """From arrival until the prompt begins to be read."""
+    """95th percentile of the seconds from arrival to the start of the prefill."""
     busy: float
     """Share of the time in which the mean replica reads prompts."""
     gossip_bytes_per_second: float
@@ -75,11 +75,11 @@ class Outcome:
     whole_bytes_per_second: float
     """The same if whole summaries were sent each time."""
     router_bytes: int
-    """Of one router's index, at the end."""
+    """Bytes of one router's index at the end."""
     evictions: int
 
 
-class Crowd:
+class TraceCopies:
     """A trace for many replicas: each brings one more part of whole conversations.
 
     `split` parts are the trace as it is; more are copies of it in which every block that is not
@@ -101,7 +101,7 @@ class Crowd:
 
     def _conversation(self, visit: Visit) -> int:
         own = next((block for block in visit.blocks if block not in self._common), 0)
-        return (own * 2_654_435_761 & 0xFFFFFFFF) >> 8  # Knuth: neighbours come apart
+        return (own * 2_654_435_761 & 0xFFFFFFFF) >> 8  # Knuth: neighbors come apart
 
     def arrivals(self, replicas: int, most: int | None = None) -> list[Arrival]:
         """Return the requests for so many replicas in order of time, the first `most` of them."""
@@ -147,7 +147,7 @@ def simulate(
     """Send every request through the router, a queue and a tree; deterministic.
 
     Args:
-        progress: told how many requests have arrived, now and then.
+        progress: takes the number of requests that have arrived, now and then.
     """
     return _Simulation(trace, cluster, machine).run(arrivals, progress)
 
@@ -162,7 +162,7 @@ class _Job:
     arrival: Arrival
     block_hashes: list[bytes]
     expected_blocks: float
-    """That the router expects to be computed."""
+    """Blocks that the router expects to be computed."""
 
 
 @dataclass(slots=True)
@@ -209,9 +209,9 @@ class _Simulation:
 
     def _replica(self, name: str) -> _Replica:
         capacity = capacity_blocks(self._trace, self._machine)
-        made = _Replica(name, BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS))
-        made.held.on_change = made.note
-        return made
+        replica = _Replica(name, BlankPrefixes(capacity, HalfLife(), NODE_BLOCKS))
+        replica.held.on_change = replica.note
+        return replica
 
     def run(self, arrivals: Sequence[Arrival], progress: Callable[[int], None]) -> Outcome:
         """Go through all arrivals in their order, and let what is open end."""
@@ -261,8 +261,8 @@ class _Simulation:
         job = replica.reading = replica.waiting.popleft()
         visit = job.arrival.visit
         self._queued.append(now - job.arrival.seconds)
-        found = replica.held.tree.match(job.block_hashes).tokens
-        hit_tokens = min(self._trace.tokens_of(visit, found), visit.input_tokens - 1)
+        match_tokens = replica.held.tree.match(job.block_hashes).tokens
+        hit_tokens = min(self._trace.tokens_of(visit, match_tokens), visit.input_tokens - 1)
         seconds = (visit.input_tokens - hit_tokens) / self._machine.prefill_rate
         replica.busy_seconds += seconds
         self._hit_tokens += hit_tokens
@@ -270,7 +270,7 @@ class _Simulation:
         self._at(now + seconds, lambda at: self._read(replica, job, at))
 
     def _read(self, replica: _Replica, job: _Job, now: float) -> None:
-        """A prompt has been read: its blocks are held, its answer begins."""
+        """Commit the blocks of a prompt that has been read, and begin its answer."""
         self._waits.append(now - job.arrival.seconds)
         replica.held.serve(job.arrival.blocks, job.block_hashes, now)
         replica.reading = None

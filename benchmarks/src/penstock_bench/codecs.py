@@ -38,26 +38,26 @@ RIVALS: dict[str, type[QuantizedSides] | type[WidenedSides]] = {
     "mlx-lm": QuantizedSides,
     "vllm-mlx": WidenedSides,
 }
-"""mlx-lm's `QuantizedKVCache`, and an entry of vllm-mlx's prefix cache where that is installed."""
+"""Forms of rivals: mlx-lm's `QuantizedKVCache`, and an entry of vllm-mlx's prefix cache."""
 RIVAL_BITS = (8, 4)
 RIVAL_GROUPS = (64, 32)
-"""Neighbours that share a scale: what is their default, or what fits a head."""
+"""Neighbors that share a scale: what is their default, or what fits a head."""
 QUERIES = 32
-"""That look for a token, a head."""
+"""Queries of a head; each looks for one token."""
 LEAST_DIM = 8
 """Numbers of a head: what is drawn has four pairs of its own."""
 ROPE_BASE = 10_000.0
 OUTLIERS = (10.0, 20.0)
-"""How many times as large as others the channels are, from the first to the last."""
+"""Factors of the large channels, from the first to the last."""
 BIAS = (30.0, 100.0)
 TEXT_TOKENS = 1_000
-"""Of one dialogue that a model reads."""
+"""Length of a dialogue that a model reads, in tokens."""
 DATA = ("gauss", "outliers", "biased")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CacheShape:
     """What is held: layers, heads, numbers of a head, tokens; and in what type a raw cache is."""
 
     layers: int = 32
@@ -76,8 +76,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """One layer's numbers, (1, heads, tokens, dim), and the queries that are asked of it, float32
-    (heads, QUERIES, dim)."""
+    """Keys and values of a layer, and queries for it.
+
+    keys, values: (1, heads, tokens, dim). queries: (heads, QUERIES, dim) float32.
+    """
 
     keys: mx.array
     values: mx.array
@@ -85,30 +87,32 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What one way of holding a cache takes, loses and costs; errors are of all layers together,
-    times of one pass over all layers, medians."""
+class CodecRow:
+    """Bytes, errors and times of one form of a cache.
+
+    Errors are of all layers together. Times are medians of one pass over all layers.
+    """
 
     name: str
     nbytes: int
     ratio: float
     """Raw bytes in the stated type, over these."""
     bits: float
-    """For each number, all parts together."""
+    """Bits of a number, all parts together."""
     relative_mse_keys: float
     relative_mse_values: float
     mean_error: float
-    """Absolute, of keys and values,"""
+    """Mean absolute error of keys and values."""
     mean_error_keys: float
     mean_error_values: float
-    """and of one of the two alone."""
+    """Mean absolute error of the values alone; `mean_error_keys` is that of the keys."""
     max_error: float
     kl: float
-    """Of the attention weights, in nats, a query."""
+    """KL divergence of the attention weights of a query, in nats."""
     top_1: float
-    """How often the largest weight is the same token's."""
+    """Share of the queries whose largest weight is the same token's."""
     output_error: float
-    """Of attention's output, absolute, mean."""
+    """Mean absolute error of the output of attention."""
     quantize_ms: float
     dequantize_ms: float
     attend_ms: float
@@ -121,12 +125,11 @@ class Row:
 class Table:
     """The outcome."""
 
-    shape: Shape
+    shape: CacheShape
     data: str
-    rows: tuple[Row, ...]
+    rows: tuple[CodecRow, ...]
     refused: dict[str, str]
-    """What is not in the table, and why: codecs that cannot hold heads of this size, rivals that
-    cannot or are not installed."""
+    """Reasons by name: codecs and rivals that cannot hold such heads, or are not installed."""
 
     def as_object(self) -> dict[str, Any]:
         """Return what `--json` prints."""
@@ -140,7 +143,7 @@ class Table:
         }
 
 
-def draw(shape: Shape, data: str, layer: int) -> Sides:
+def draw(shape: CacheShape, data: str, layer: int) -> Sides:
     """Draw one layer's numbers.
 
     gauss: normal. outliers: and four channels of the keys 10 to 20 times as large. biased: and a
@@ -161,13 +164,13 @@ def draw(shape: Shape, data: str, layer: int) -> Sides:
         for number, channel in enumerate(at):
             large[channel] = OUTLIERS[0] + number * (OUTLIERS[1] - OUTLIERS[0]) / 3
         keys = keys * large
-    told = keys[0]
+    varying = keys[0]
     if data == "biased":
         keys = keys + _turned_bias(shape)
-    return _layer(keys, values, told, seeds[2], DTYPES[shape.dtype])
+    return _layer(keys, values, varying, seeds[2], DTYPES[shape.dtype])
 
 
-def _turned_bias(shape: Shape) -> mx.array:
+def _turned_bias(shape: CacheShape) -> mx.array:
     """Return what a constant of the keys is at every position: (tokens, dim)."""
     half = shape.head_dim // 2
     pairs = list(range(half // 2 - 2, half // 2 + 2))
@@ -186,9 +189,10 @@ def _turned_bias(shape: Shape) -> mx.array:
     )
 
 
-def of_model(model: str | Path, tokens: int, dtype: str) -> tuple[Shape, list[Sides]]:
-    """Take what a model computes for a text of so many tokens, in the layers that hold keys and
-    values; queries are drawn as in `draw`.
+def of_model(model: str | Path, tokens: int, dtype: str) -> tuple[CacheShape, list[Sides]]:
+    """Take the keys and values that a model computes for a text of `tokens` tokens.
+
+    Queries are drawn as in `draw`.
 
     Raises:
         SettingError: there are no such layers, or they are not all of the same shape.
@@ -201,7 +205,7 @@ def of_model(model: str | Path, tokens: int, dtype: str) -> tuple[Shape, list[Si
         raise SettingError(f"--data {model}: {error}") from None
 
 
-def computed(model: Any, prompt: Sequence[int], dtype: str) -> tuple[Shape, list[Sides]]:
+def computed(model: Any, prompt: Sequence[int], dtype: str) -> tuple[CacheShape, list[Sides]]:
     """Take what a model computes for a prompt, see `of_model`.
 
     Raises:
@@ -214,19 +218,19 @@ def computed(model: Any, prompt: Sequence[int], dtype: str) -> tuple[Shape, list
     sides = [both for both in held if len(both) == 2 and all(_is_side(side) for side in both)]
     shapes = {tuple(side.shape[1::2]) for both in sides for side in both}
     if len(shapes) != 1:
-        found = ", ".join(f"{heads} heads of {dim}" for heads, dim in sorted(shapes))
+        known_shapes = ", ".join(f"{heads} heads of {dim}" for heads, dim in sorted(shapes))
         raise ValueError(
             f"only keys and values of one size can be set side by side; its layers hold "
-            f"{found or 'none of their own'}"
+            f"{known_shapes or 'none of their own'}"
         )
     layers = []
     for number, (keys, values) in enumerate(sides):
         wide = keys[0, :, :tokens].astype(mx.float32)
-        told = wide - mx.mean(wide, axis=1, keepdims=True)
+        varying = wide - mx.mean(wide, axis=1, keepdims=True)
         cut = keys[:, :, :tokens], values[:, :, :tokens]
-        layers.append(_layer(*cut, told, mx.random.key(number), DTYPES[dtype]))
+        layers.append(_layer(*cut, varying, mx.random.key(number), DTYPES[dtype]))
     heads, dim = shapes.pop()
-    return Shape(len(layers), heads, dim, tokens, dtype), layers
+    return CacheShape(len(layers), heads, dim, tokens, dtype), layers
 
 
 def _is_side(state: Any) -> bool:
@@ -234,24 +238,24 @@ def _is_side(state: Any) -> bool:
 
 
 def _layer(
-    keys: mx.array, values: mx.array, told: mx.array, seed: mx.array, dtype: mx.Dtype
+    keys: mx.array, values: mx.array, varying: mx.array, seed: mx.array, dtype: mx.Dtype
 ) -> Sides:
     """Return a layer with queries, each a key and as much noise.
 
     Args:
         keys: (1, heads, tokens, dim).
         values: the same.
-        told: (heads, tokens, dim), what of the keys differs from token to token.
+        varying: (heads, tokens, dim), the part of the keys that differs from token to token.
         seed: of the queries.
         dtype: what a raw cache is held in.
     """
-    heads, tokens, _ = told.shape
+    heads, tokens, _ = varying.shape
     # What is large in all tokens tells nothing.
-    scale = mx.sqrt(mx.mean(told**2, axis=1, keepdims=True)) + 1e-6
+    scale = mx.sqrt(mx.mean(varying**2, axis=1, keepdims=True)) + 1e-6
     seeds = mx.random.split(seed, 2)
     wanted = mx.random.randint(0, tokens, (heads, QUERIES), key=seeds[0])
-    found = mx.take_along_axis(told, wanted[..., None], axis=1)
-    queries = found / scale**2 + mx.random.normal(found.shape, key=seeds[1]) / scale
+    wanted_keys = mx.take_along_axis(varying, wanted[..., None], axis=1)
+    queries = wanted_keys / scale**2 + mx.random.normal(wanted_keys.shape, key=seeds[1]) / scale
     sides = Sides(keys.astype(dtype), values.astype(dtype), queries)
     mx.eval(sides.keys, sides.values, sides.queries)
     return sides
@@ -259,11 +263,11 @@ def _layer(
 
 def _text(tokenizer: Any, tokens: int) -> list[int]:
     """Return the first tokens of dialogues."""
-    found: list[int] = []
-    while len(found) < tokens:
-        told = dialogue(len(found), tokens=TEXT_TOKENS)
-        found += encode(tokenizer, "\n".join(each["content"] for each in told.messages))
-    return found[:tokens]
+    tokens_read: list[int] = []
+    while len(tokens_read) < tokens:
+        own = dialogue(len(tokens_read), tokens=TEXT_TOKENS)
+        tokens_read += encode(tokenizer, "\n".join(message["content"] for message in own.messages))
+    return tokens_read[:tokens]
 
 
 # ---- ways of holding a cache
@@ -309,8 +313,10 @@ def ours(scheme: Scheme) -> Hold:
 
 
 def rival(name: str, bits: int, group_size: int) -> Hold:
-    """Hold layers as one of the rivals does, with its own attention; vllm-mlx's is that of the
-    model, to what was dequantized."""
+    """Hold layers as a rival does, with its own attention.
+
+    vllm-mlx's attention is the model's, over dequantized keys and values.
+    """
 
     def hold(sides: Sides) -> Held:
         held = RIVALS[name](sides.keys, sides.values, bits=bits, group_size=group_size)
@@ -351,7 +357,7 @@ def _products(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def measure(
-    shape: Shape,
+    shape: CacheShape,
     data: str,
     codecs: Sequence[str],
     layers: Sequence[Sides] | None = None,
@@ -364,7 +370,7 @@ def measure(
         data: what is drawn, or the name of the model.
         codecs: names; see `parse_scheme`.
         layers: the model's own numbers.
-        progress: is told what is measured now.
+        progress: takes the name of the form that is measured next.
 
     Raises:
         ValueError: a codec or data of this name does not exist.
@@ -402,18 +408,18 @@ def measure(
     return Table(shape, data, tuple(rows), refused)
 
 
-def _row(name: str, hold: Hold, shape: Shape, layers: Sequence[Sides]) -> Row:
+def _row(name: str, hold: Hold, shape: CacheShape, layers: Sequence[Sides]) -> CodecRow:
     held, peak, quantize = _filled(hold, layers, shape.rounds)
-    nbytes = sum(each.nbytes for each in held)
+    nbytes = sum(layer.nbytes for layer in held)
     numbers = 2 * len(layers) * layers[0].keys.size
-    errors = [_errors(each, sides) for each, sides in zip(held, layers, strict=True)]
+    errors = [_errors(layer, sides) for layer, sides in zip(held, layers, strict=True)]
 
     def mean(key: str) -> float:
-        return statistics.fmean(each[key] for each in errors)
+        return statistics.fmean(error[key] for error in errors)
 
     one = [sides.queries[:, :1] / math.sqrt(shape.head_dim) for sides in layers]
     mx.eval(one)
-    return Row(
+    return CodecRow(
         name=name,
         nbytes=nbytes,
         ratio=round(numbers * DTYPES[shape.dtype].size / nbytes, 3),
@@ -423,14 +429,14 @@ def _row(name: str, hold: Hold, shape: Shape, layers: Sequence[Sides]) -> Row:
         mean_error=(mean("mean_keys") + mean("mean_values")) / 2,
         mean_error_keys=mean("mean_keys"),
         mean_error_values=mean("mean_values"),
-        max_error=max(each["max"] for each in errors),
+        max_error=max(error["max"] for error in errors),
         kl=mean("kl"),
         top_1=mean("top_1"),
         output_error=mean("output"),
         quantize_ms=quantize,
-        dequantize_ms=_median_ms([each.dequantize for each in held], shape.rounds),
+        dequantize_ms=_median_ms([layer.dequantize for layer in held], shape.rounds),
         attend_ms=_median_ms(
-            [partial(each.attend, q) for each, q in zip(held, one, strict=True)], shape.rounds
+            [partial(layer.attend, q) for layer, q in zip(held, one, strict=True)], shape.rounds
         ),
         peak_bytes=peak,
     )
@@ -468,11 +474,11 @@ def _errors(held: Held, sides: Sides) -> dict[str, float]:
     read = [side.astype(mx.float32) for side in held.dequantize()]
     lost = [mx.abs(a - b) for a, b in zip(wide, read, strict=True)]
     queries = sides.queries / math.sqrt(sides.queries.shape[-1])
-    right, found = (
+    right, coded = (
         mx.softmax(queries @ keys[0].swapaxes(-1, -2), axis=-1) for keys in (wide[0], read[0])
     )
-    logs = [mx.log(mx.maximum(weights, 1e-30)) for weights in (right, found)]
-    outputs = right @ wide[1][0] - found @ read[1][0]
+    logs = [mx.log(mx.maximum(weights, 1e-30)) for weights in (right, coded)]
+    outputs = right @ wide[1][0] - coded @ read[1][0]
     figures = {
         "mse_keys": (lost[0] ** 2).sum() / (wide[0] ** 2).sum(),
         "mse_values": (lost[1] ** 2).sum() / (wide[1] ** 2).sum(),
@@ -480,7 +486,7 @@ def _errors(held: Held, sides: Sides) -> dict[str, float]:
         "mean_values": lost[1].mean(),
         "max": mx.maximum(lost[0].max(), lost[1].max()),
         "kl": (right * (logs[0] - logs[1])).sum(axis=-1).mean(),
-        "top_1": (mx.argmax(right, axis=-1) == mx.argmax(found, axis=-1)).mean(),
+        "top_1": (mx.argmax(right, axis=-1) == mx.argmax(coded, axis=-1)).mean(),
         "output": mx.abs(outputs).mean(),
     }
     return {name: float(figure) for name, figure in figures.items()}

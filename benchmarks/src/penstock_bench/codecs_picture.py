@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from penstock_bench.codecs import RIVALS, Table
 
 LEAST_KL = 1e-7
-"""What is drawn for none."""
+"""KL divergence that is drawn in place of 0, in nats."""
 
 
 def draw_codecs(table: Table, file: Path) -> None:

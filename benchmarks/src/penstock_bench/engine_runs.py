@@ -24,11 +24,11 @@ OURS = "penstock"
 RIVAL = "mlx-lm"
 
 MEMORY_SHARE = 0.8
-"""Of the machine's memory, the engine's limit: no bench is about running out of it."""
+"""Share of the machine's memory that is the engine's limit: no bench is about running out of it."""
 BLOCK_STEPS = 8
 """Timed at a time of sides that decode in turn."""
 STRAY_BYTES = 1 << 20
-"""What may be left of a side after it was dropped; more would be counted as the other's."""
+"""Bytes that a dropped side may leave behind; more would be counted as the other side's."""
 
 Prompts = Sequence[Sequence[int]]
 
@@ -196,7 +196,7 @@ def _token_of(event: Event) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class RunMoment:
     """The state after a step, with nothing in flight. Bytes are those above the weights."""
 
     needed_tokens: int
@@ -213,25 +213,25 @@ class Run:
     """What one pass showed. Bytes are those above the weights."""
 
     first_seconds: float
-    """From the submission until every sequence has its first token."""
+    """Seconds from the submission until every sequence has its first token."""
     step_seconds: list[float] = field(repr=False)
     """The steps after that, all sequences generating."""
     tokens: list[list[int]] = field(repr=False)
-    """What every sequence generated; some have a few more than others."""
+    """Tokens that every sequence generated; the counts differ by a few."""
     prompt_tokens: int
     cached_tokens: int = 0
-    """Of the prompts, not computed: known before, or computed once for several."""
+    """Prompt tokens that were not computed: cached before, or computed once for several prompts."""
     decoded_tokens: int = 0
     """Came out in the timed steps, of all sequences."""
     before_bytes: int = 0
     """Held before the submission: what the engine keeps ready, and what was learned."""
     seconds: float = 0.0
-    """From the submission to the end."""
+    """Seconds from the submission to the end."""
     model_seconds: float = 0.0
-    """Of them, in the model and the choice of tokens; 0 where that is not told apart."""
+    """Seconds in the model and the sampler; 0 where they are not measured."""
     peak_bytes: int = 0
-    """From the submission to the end."""
-    moments: list[Moment] = field(default_factory=list, repr=False)
+    """Peak from the submission to the end, in bytes."""
+    moments: list[RunMoment] = field(default_factory=list, repr=False)
     """One a step if the run was watched. Watching waits after every step: times do not count."""
 
     @property
@@ -265,7 +265,7 @@ class Task:
     known: Sequence[int] = ()
     """A prefix that is read before the clock starts."""
     repeats: int = 1
-    """How often the prompts are handed in on the same engine."""
+    """Times that the prompts are submitted to the same engine."""
     prefill_chunk: int = config.PREFILL_CHUNK
     """Tokens of prompts that our engine reads in a step."""
 
@@ -357,8 +357,7 @@ class Driving:
             self._run.step_seconds.append(self._step_seconds)
 
     def resume(self) -> None:
-        """Step once, untimed, behind what others have done meanwhile: the processor's caches are
-        full of their numbers."""
+        """Step once, untimed: other sides have filled the caches of the processor."""
         self._step()
         self._since = time.perf_counter()
 
@@ -367,19 +366,19 @@ class Driving:
         if self._steps_left == 0:
             raise AssertionError(f"only {len(run.step_seconds)} steps with all generating")
         self._steps_left -= 1
-        found = side.step()
+        tokens = side.step()
         if self._watch:
             side.settle()
         self._now = time.perf_counter()
         self._step_seconds = self._now - self._since
-        for place, token in found:
+        for place, token in tokens:
             run.tokens[place].append(token)
         if self._watch:
             run.moments.append(_moment(side, run.tokens, self._base_bytes))
             run.peak_bytes = max(run.peak_bytes, run.moments[-1].peak_bytes)
             mx.reset_peak_memory()
         self._since = time.perf_counter() if self._watch else self._now
-        return len(found)
+        return len(tokens)
 
     def end(self) -> Run:
         """Return what it has shown, from the submission until now."""
@@ -391,10 +390,10 @@ class Driving:
         return run
 
 
-def _moment(side: Side, tokens: list[list[int]], base_bytes: int) -> Moment:
+def _moment(side: Side, tokens: list[list[int]], base_bytes: int) -> RunMoment:
     generated = sum(max(0, len(of) - 1) for of in tokens)  # nobody has read the last one yet
     held_bytes = mx.get_active_memory()
-    return Moment(
+    return RunMoment(
         needed_tokens=side.prompt_read + generated,
         held_bytes=held_bytes - base_bytes,
         peak_bytes=max(held_bytes, mx.get_peak_memory()) - base_bytes,
@@ -406,7 +405,7 @@ def _moment(side: Side, tokens: list[list[int]], base_bytes: int) -> Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Comparison:
     """All runs of one task, by side."""
 
     task: Task
@@ -432,14 +431,14 @@ class Found:
 def _recorded(run: Run) -> dict[str, Any]:
     stored = asdict(run)
     stored["step_seconds"] = [round(seconds, 6) for seconds in run.step_seconds]
-    columns = list(Moment.__dataclass_fields__)
+    columns = list(RunMoment.__dataclass_fields__)
     stored["moments"] = [[getattr(moment, name) for name in columns] for moment in run.moments]
     return {**stored, "moment_columns": columns}
 
 
 def compare(
     makers: Mapping[str, MakeSide], task: Task, rounds: int, *, alike: bool = True
-) -> Found:
+) -> Comparison:
     """Watch each side once, which warms it up, then time them turn by turn.
 
     MLX keeps no freed buffers while a run is watched: what is held is what is needed.
@@ -466,9 +465,10 @@ def compare(
 
 def compare_in_turn(
     makers: Mapping[str, MakeSide], task: Task, rounds: int, *, alike: bool = True
-) -> Found:
-    """Watch each side as `compare` does; then make all once more and have them decode in turn, a
-    few steps at a time: what slows the machine down for a second slows all of them.
+) -> Comparison:
+    """Watch each side as `compare` does, then let all decode in turn, a few steps at a time.
+
+    A disturbance of the machine for a second slows all of them.
 
     The one timed run of a side has the steps of all rounds; its peak and its seconds are those of
     its prompts. MLX keeps as many freed buffers as our engines let it while they are at work, and
@@ -522,14 +522,16 @@ def _cache_limit() -> int:
     return limit
 
 
-def in_turn(found: Found, who: str, other: str) -> float:
-    """Return how many times as quickly as `other` a side decoded: of sides that decoded in turn,
-    the median over all neighbouring blocks of steps."""
+def in_turn(comparison: Comparison, who: str, other: str) -> float:
+    """Return the decode speed of a side over that of another, which decoded in turn with it.
+
+    The ratio is the median over neighboring blocks of steps.
+    """
 
     def blocks(name: str) -> list[float]:
         return [
             sum(run.step_seconds[first : first + BLOCK_STEPS])
-            for run in found.timed[name]
+            for run in comparison.timed[name]
             for first in range(0, len(run.step_seconds), BLOCK_STEPS)
         ]
 
@@ -552,12 +554,12 @@ def _watched(makers: Mapping[str, MakeSide], task: Task, base_bytes: int) -> dic
 
 def _found(
     task: Task, timed: Mapping[str, list[Run]], watched: Mapping[str, list[Run]], *, alike: bool
-) -> Found:
+) -> Comparison:
     """Put runs together; their tokens are looked at."""
     everything = {who: [*watched[who], *runs] for who, runs in timed.items()}
     for together in [everything] if alike else [{who: of} for who, of in everything.items()]:
         check_same_tokens(together)
-    return Found(task, timed, watched)
+    return Comparison(task, timed, watched)
 
 
 def _check_base(who: str, base_bytes: int) -> None:
@@ -584,25 +586,25 @@ def check_same_tokens(runs: Mapping[str, Iterable[Run]]) -> None:
 # ---------------------------------------------------------------- figures
 
 
-def figures(found: Found, who: str) -> dict[str, Any]:
+def figures(comparison: Comparison, who: str) -> dict[str, Any]:
     """Return the medians of one side by name; bytes above the weights."""
-    timed, watched = found.timed[who], found.watched[who][0]
+    timed, watched = comparison.timed[who], comparison.watched[who][0]
     steps = [1e3 * seconds for run in timed for seconds in run.step_seconds]
     return {
-        "prefill_seconds": round(found.median(who, "first_seconds"), 4),
-        "prefill_tokens_per_second": round(found.median(who, "prefill_tokens_per_second"), 1),
-        "decode_tokens_per_second": round(found.median(who, "decode_tokens_per_second"), 2),
+        "prefill_seconds": round(comparison.median(who, "first_seconds"), 4),
+        "prefill_tokens_per_second": round(comparison.median(who, "prefill_tokens_per_second"), 1),
+        "decode_tokens_per_second": round(comparison.median(who, "decode_tokens_per_second"), 2),
         "median_step_ms": round(statistics.median(steps), 3),
         "worst_step_ms": round(max(steps), 3),
         "held_bytes": watched.held_bytes,
-        "peak_bytes": round(found.median(who, "peak_bytes")),
+        "peak_bytes": round(comparison.median(who, "peak_bytes")),
         "cached_tokens": watched.cached_tokens,
     }
 
 
-def ratios(found: Found) -> dict[str, float]:
+def ratios(comparison: Comparison) -> dict[str, float]:
     """Return how many times better ours is, by the names that every bench uses."""
-    ours, theirs = figures(found, OURS), figures(found, RIVAL)
+    ours, theirs = figures(comparison, OURS), figures(comparison, RIVAL)
 
     def times(name: str, *, more_is_better: bool) -> float:
         better, worse = (ours, theirs) if more_is_better else (theirs, ours)

@@ -32,18 +32,18 @@ from penstock.kv.attention_plan import KVSpan
 from penstock.kv.codecs import Scheme, parse_scheme
 from penstock.models.mlx_lm import encode, load, render
 from penstock.recall import END, MODEL_PATH, ROLES, dialogue
+from penstock_bench.bench_settings import EvalSettings
 from penstock_bench.key_forms import KeyForm, reform
-from penstock_bench.recall import SCALE, Share
 from penstock_bench.report import Line, Report
-from penstock_bench.settings import EvalSettings
+from penstock_bench.window_recall import SCALE, Share
 
 CLAIM = "Recall with quantized keys and values is that of raw ones"
 RAW = "raw"
 FIRST_SEED = 10_000_000
-"""Of dialogues; the embedded model was trained on others."""
+"""Seed of the first dialogue; the embedded model was trained on others."""
 ANSWER_TOKENS = 8
 LEAST_BLOCKS = 2
-"""Of a piece of text: in the first one no codec is read."""
+"""Blocks of a piece of text, at least: in the first block no codec is read."""
 GOAL_CODECS = ("turbo4", "k8v4")
 GOAL_FORMS = (KeyForm.PLAIN, KeyForm.OUTLIERS)
 GOAL_POINTS = 0.5
@@ -52,7 +52,7 @@ CONTROL_POINTS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class KVSetting:
     """How KV is held: a codec, and a window; None: the engine's defaults."""
 
     codec: str
@@ -75,27 +75,27 @@ class Setting:
         return f"{self.codec}{window}{'' if self.keep is None else f', keep {self.keep}'}"
 
 
-UNCHANGED = Setting(RAW)
+UNCHANGED = KVSetting(RAW)
 EVALUATED_BLOCK_SIZE = 64
 """The least that all codecs can hold."""
 SETTINGS = (
-    *map(Setting, ("8", "k8v4", "kivi5/turbo3.5", "turbo4", "2")),
-    Setting(RAW, 1_024, 256),
-    Setting("k8v4", 1_024, 256),
+    *map(KVSetting, ("8", "k8v4", "kivi5/turbo3.5", "turbo4", "2")),
+    KVSetting(RAW, 1_024, 256),
+    KVSetting("k8v4", 1_024, 256),
 )
 
 
-class Load(EvalSettings):
+class EvalLoad(EvalSettings):
     """What is measured, and how much of it. Sizes in tokens."""
 
     model: str = str(MODEL_PATH)
-    settings: tuple[Setting, ...] = SETTINGS
+    settings: tuple[KVSetting, ...] = SETTINGS
     """Raw KV without a window is measured in any case: all others are compared with it."""
     windows_once: bool = True
     """Whether those with a window are measured on the first form alone."""
     forms: tuple[KeyForm, ...] = tuple(KeyForm)
     lengths: tuple[int, ...] = (250, 1_000, 4_000)
-    """Of dialogues that questions are asked after; the embedded model alone answers them."""
+    """Lengths of the dialogues before the questions, which the embedded model alone answers."""
     per_dialogue: int = 16
     """Questions, at most."""
     text: str | None = None
@@ -105,11 +105,11 @@ class Load(EvalSettings):
     prompts: int = 16
     """Beginnings of each piece that are continued, at most."""
     continued_tokens: int = 32
-    """At most; an answer may end before."""
+    """Tokens of a continuation, at most; an answer may end before."""
     block_size: int = EVALUATED_BLOCK_SIZE
     memory_limit: int | str | None = "200MB"
 
-    def engine(self, setting: Setting) -> dict[str, Any]:
+    def engine(self, setting: KVSetting) -> dict[str, Any]:
         """Return the settings of an engine."""
         return {
             "memory_limit": self.memory_limit,
@@ -134,8 +134,10 @@ class Estimate:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[float]]) -> Estimate:
-        """Average over all; the error is the larger of that of independent values and that of
-        independent groups. All groups together hold a value or more."""
+        """Average over all values of all groups, of which there is one or more.
+
+        The error is the larger of two: of independent values, and of independent groups.
+        """
         values = [value for group in groups for value in group]
         n = len(values)
         mean = math.fsum(values) / n
@@ -146,25 +148,27 @@ class Estimate:
 
     @classmethod
     def of_shares(cls, groups: Sequence[Sequence[float]]) -> Estimate:
-        """As `of`, of values that are -1, 0 or 1: with none or all of them 0 the error is that of
-        half a one."""
-        found = cls.of(groups)
-        others = Share(found.n, sum(value != 0 for group in groups for value in group))
+        """Average values of -1, 0 or 1, as `of` does.
+
+        Where none or all are 0, the error is that of half a one.
+        """
+        plain = cls.of(groups)
+        others = Share(plain.n, sum(value != 0 for group in groups for value in group))
         least = others.standard_error or 0.0
-        return cls(found.n, found.mean, max(found.standard_error, least))
+        return cls(plain.n, plain.mean, max(plain.standard_error, least))
 
 
 @dataclass(slots=True)
-class Row:
+class EvalRow:
     """One setting on one form. Bytes of a token are those of what is held coded, all layers."""
 
     form: KeyForm
-    setting: Setting
+    setting: KVSetting
     max_kv_size: int
     keep: int
     bytes_per_token: float = math.nan
     bits: float = math.nan
-    """For each number, all parts together."""
+    """Bits of a number, all parts together."""
     ratio: float = math.nan
     """Bytes of raw KV in the model's type over these."""
     recall: dict[int, Estimate] = field(default_factory=dict)
@@ -173,9 +177,9 @@ class Row:
     """The same questions' share less raw's."""
     perplexity: Estimate | None = None
     kl: Estimate | None = None
-    """Of the next token's distribution from raw's, nats."""
+    """KL divergence of the next token's distribution from raw's, in nats."""
     top_1: Estimate | None = None
-    """How often the likeliest next token is raw's."""
+    """Share of the positions whose likeliest next token is raw's."""
     agreement: Estimate | None = None
     """Tokens before the first that is not raw's, over all that were generated; None if the engine
     refuses the codec."""
@@ -208,7 +212,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedDialogue:
     """A dialogue, in tokens, with the questions after it and the right answers."""
 
     context: tuple[int, ...]
@@ -216,15 +220,15 @@ class Asked:
     answers: tuple[str, ...]
 
 
-def dialogues(tokenizer: Any, load_: Load, length: int) -> Iterator[Asked]:
+def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDialogue]:
     """Yield dialogues of one length until enough is asked."""
-    each = max(1, min(load_.per_dialogue, length // 64))
-    for number in range(-(-load_.questions // each)):
-        told = dialogue(FIRST_SEED + number, tokens=length, facts=each)
-        yield Asked(
-            tuple(render(tokenizer, told.messages, answer=False)),
-            tuple(tuple(render(tokenizer, told.ask(question))) for question in told.questions),
-            tuple(question.answer for question in told.questions),
+    facts = max(1, min(load_.per_dialogue, length // 64))
+    for number in range(-(-load_.questions // facts)):
+        talk = dialogue(FIRST_SEED + number, tokens=length, facts=facts)
+        yield AskedDialogue(
+            tuple(render(tokenizer, talk.messages, answer=False)),
+            tuple(tuple(render(tokenizer, talk.ask(asked))) for asked in talk.questions),
+            tuple(asked.answer for asked in talk.questions),
         )
 
 
@@ -243,7 +247,7 @@ class Piece:
         return [places[len(places) * (i + 1) // count - 1] for i in range(count)]
 
 
-def pieces(tokenizer: Any, load_: Load) -> list[Piece]:
+def pieces(tokenizer: Any, load_: EvalLoad) -> list[Piece]:
     """Cut the text into pieces, or write pieces of its own.
 
     Raises:
@@ -258,22 +262,20 @@ def pieces(tokenizer: Any, load_: Load) -> list[Piece]:
     size = min(load_.piece_tokens, load_.text_tokens)
     if load_.text is not None:
         tokens = encode(tokenizer, load_.text)[: load_.text_tokens]
-        found = [_whole(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+        cut = [_whole(tokens[start : start + size]) for start in range(0, len(tokens), size)]
     else:
-        told = [
+        own = [
             dialogue(FIRST_SEED - 1 - number, tokens=size, facts=0, quiz=0.3, strangers=0.1)
             for number in range(load_.text_tokens // size)
         ]
         if load_.model == str(MODEL_PATH):
-            found = [
-                _spoken(tokenizer, render(tokenizer, one.messages, answer=False)) for one in told
-            ]
+            cut = [_spoken(tokenizer, render(tokenizer, one.messages, answer=False)) for one in own]
         else:
-            texts = ["\n".join(message["content"] for message in one.messages) for one in told]
-            found = [_whole(encode(tokenizer, text)) for text in texts]
-    long = [piece for piece in found if len(piece.tokens) >= least]
+            texts = ["\n".join(message["content"] for message in one.messages) for one in own]
+            cut = [_whole(encode(tokenizer, text)) for text in texts]
+    long = [piece for piece in cut if len(piece.tokens) >= least]
     if not long:
-        most = max((len(piece.tokens) for piece in found), default=0)
+        most = max((len(piece.tokens) for piece in cut), default=0)
         raise SettingError(
             f"the text has {most} tokens, or pieces of so many; a piece needs {least} or more"
         )
@@ -296,28 +298,28 @@ def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class EvalTask:
     """A model in one form, and what it is asked and reads."""
 
     form: KeyForm
     model: Any
     tokenizer: Any
-    asked: dict[int, list[Asked]]
-    """By length."""
+    asked: dict[int, list[AskedDialogue]]
+    """Questions by length of their dialogue."""
     text: list[Piece]
 
     @classmethod
-    def of(cls, load_: Load, form: KeyForm) -> Task:
+    def of(cls, load_: EvalLoad, form: KeyForm) -> EvalTask:
         """Load the model and write what it is asked; raises as `measure` does."""
         model, tokenizer = load(load_.model)
         reform(model, form, load_.outlier_scale)
         asked = {length: list(dialogues(tokenizer, load_, length)) for length in load_.lengths}
         return cls(form, model, tokenizer, asked, pieces(tokenizer, load_))
 
-    def steps(self, settings: Sequence[Setting]) -> int:
+    def steps(self, settings: Sequence[KVSetting]) -> int:
         """Return how many steps `Progress` will count."""
         served = sum(setting.served for setting in settings)
-        asked = sum(len(some) for some in self.asked.values())
+        asked = sum(len(conversations) for conversations in self.asked.values())
         return served * (asked + len(self.text)) + len(self.text)
 
 
@@ -330,7 +332,7 @@ def drain(core: Core) -> None:
         pass
 
 
-def answers(core: Core, asked: Asked) -> list[bool]:
+def answers(core: Core, asked: AskedDialogue) -> list[bool]:
     """Read a dialogue, ask everything at once, and tell which answers are right."""
     core.submit(Request(prompt=asked.context, max_tokens=1))
     drain(core)  # now all of it is coded that will be
@@ -342,7 +344,7 @@ def answers(core: Core, asked: Asked) -> list[bool]:
     return [text == answer for text, answer in zip(texts, asked.answers, strict=True)]
 
 
-def continued(core: Core, load_: Load, piece: Piece) -> list[list[int]]:
+def continued(core: Core, load_: EvalLoad, piece: Piece) -> list[list[int]]:
     """Continue beginnings of a piece, greedily; the tokens of each."""
     core.submit(Request(prompt=piece.tokens, max_tokens=1))
     drain(core)
@@ -354,37 +356,39 @@ def continued(core: Core, load_: Load, piece: Piece) -> list[list[int]]:
     return [list(handle.result(0.0)[0].tokens) for handle in handles]
 
 
-def alike(found: Sequence[int], wanted: Sequence[int]) -> float:
+def alike(tokens: Sequence[int], wanted: Sequence[int]) -> float:
     """Return the share of tokens before the first that differs; the longer one's."""
-    if list(found) == list(wanted):  # also of two that end at once
+    if list(tokens) == list(wanted):  # also of two that end at once
         return 1.0
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(found, wanted, strict=False))
-    return sum(1 for _ in same) / max(1, len(found), len(wanted))
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False))
+    return sum(1 for _ in same) / max(1, len(tokens), len(wanted))
 
 
 @dataclass(slots=True)
-class Served:
+class EngineAnswers:
     """What the engine has answered in one setting: by length and dialogue, by piece."""
 
     right: dict[int, list[list[bool]]]
     continued: list[list[list[int]]]
 
 
-def serve(task: Task, load_: Load, setting: Setting, step: Callable[[], None]) -> Served:
+def serve(
+    task: EvalTask, load_: EvalLoad, setting: KVSetting, step: Callable[[], None]
+) -> EngineAnswers:
     """Ask and have continued everything by one engine; `step` is called before each."""
     core = Core(task.model, task.tokenizer, **load_.engine(setting))
     try:
         right: dict[int, list[list[bool]]] = {}
-        for length, some in task.asked.items():
+        for length, conversations in task.asked.items():
             right[length] = []
-            for one in some:
+            for one in conversations:
                 step()
                 right[length].append(answers(core, one))
-        found = []
+        continuations = []
         for piece in task.text:
             step()
-            found.append(continued(core, load_, piece))
-        return Served(right, found)
+            continuations.append(continued(core, load_, piece))
+        return EngineAnswers(right, continuations)
     finally:
         core.close()
 
@@ -396,7 +400,7 @@ def serve(task: Task, load_: Load, setting: Setting, step: Callable[[], None]) -
 class Way:
     """How a text is read in a setting."""
 
-    setting: Setting
+    setting: KVSetting
     runner: Runner
     limits: EngineSettings
     scheme: Scheme
@@ -426,8 +430,11 @@ class Reading:
         return sum(p.segment.nbytes for p in coded), sum(p.columns for p in coded)
 
     def read(self, tokens: Sequence[int]) -> mx.array:
-        """Read a block, or the rest behind the last one; return the log-probabilities of what
-        follows each token, (n, vocabulary) float32."""
+        """Read a block, or the rest behind the last one.
+
+        Returns:
+            Log-probabilities of the token that follows each token: (n, vocabulary) float32.
+        """
         start = self.position
         logits, chunk = self._runner.read(tokens, self.parts, start)
         segment = chunk.segment
@@ -456,13 +463,15 @@ def force(
     block_size: int,
     step: Callable[[], None],
 ) -> list[Forced]:
-    """Read a text in all ways side by side, block by block, so that what raw expects need not be
-    kept; the first way is raw. `step` is called before each piece."""
-    found = [Forced() for _ in ways]
+    """Read a text in all ways side by side, block by block; the first way is raw.
+
+    In this order the distributions of raw need not be kept. `step` is called before each piece.
+    """
+    forced = [Forced() for _ in ways]
     for piece in text:
         step()
         readings = [Reading(way) for way in ways]
-        for one in found:
+        for one in forced:
             one.losses.append([])
             one.kl.append([])
             one.same.append([])
@@ -474,15 +483,15 @@ def force(
             rows = mx.array([i - start for i in counted], mx.int32)
             after = mx.array([piece.tokens[i + 1] for i in counted], mx.int32)
             raw: mx.array | None = None
-            for reading, one in zip(readings, found, strict=True):
+            for reading, one in zip(readings, forced, strict=True):
                 logs = reading.read(piece.tokens[start:stop])[rows]
                 raw = logs if raw is None else raw
                 if counted:
                     _note(one, logs, raw, after)
-        for reading, one in zip(readings, found, strict=True):
+        for reading, one in zip(readings, forced, strict=True):
             nbytes, tokens = reading.coded
             one.nbytes, one.tokens = one.nbytes + nbytes, one.tokens + tokens
-    return found
+    return forced
 
 
 def _note(one: Forced, logs: mx.array, raw: mx.array, after: mx.array) -> None:
@@ -497,12 +506,12 @@ def _note(one: Forced, logs: mx.array, raw: mx.array, after: mx.array) -> None:
 # ---- all of it
 
 
-def measure(load_: Load, tell: Callable[[str, int, int], None] = lambda *_: None) -> Report:
+def measure(load_: EvalLoad, tell: Callable[[str, int, int], None] = lambda *_: None) -> Report:
     """Measure all settings on all forms.
 
     Args:
         load_: what, and how much.
-        tell: is told what is measured now, how much is done, and of how much.
+        tell: takes a description of the measurement, the steps that are done, and their total.
 
     Raises:
         ModelError: the engine cannot run the model, or it has no other forms.
@@ -515,23 +524,23 @@ def measure(load_: Load, tell: Callable[[str, int, int], None] = lambda *_: None
     forms = list(dict.fromkeys(load_.forms))
     if load_.windows_once and all(setting.max_kv_size is not None for setting in load_.settings):
         forms = forms[:1]
-    found: list[tuple[Row, dict[str, Any]]] = []
+    measured: list[tuple[EvalRow, dict[str, Any]]] = []
     progress = Progress(tell)
     dtype = ""
     for number, form in enumerate(forms):
-        task = Task.of(load_, form)
+        task = EvalTask.of(load_, form)
         if number and load_.windows_once:
             settings = [setting for setting in settings if setting.max_kv_size is None]
         progress.of = progress.done + (len(forms) - number) * task.steps(settings)
         ways = [_way(task.model, setting, load_) for setting in settings]
-        found += _on_form(task, load_, ways, progress)
+        measured += _on_form(task, load_, ways, progress)
         dtype = str(ways[0].runner.shapes[0].dtype).rpartition(".")[2]
-    return report(load_, [row for row, _ in found], [raw for _, raw in found], dtype)
+    return report(load_, [row for row, _ in measured], [raw for _, raw in measured], dtype)
 
 
 def _on_form(
-    task: Task, load_: Load, ways: Sequence[Way], progress: Progress
-) -> list[tuple[Row, dict[str, Any]]]:
+    task: EvalTask, load_: EvalLoad, ways: Sequence[Way], progress: Progress
+) -> list[tuple[EvalRow, dict[str, Any]]]:
     """Measure all settings, raw first; return their rows, and what they were made of."""
 
     def stepper(what: object) -> Callable[[], None]:
@@ -544,20 +553,20 @@ def _on_form(
     forced = force(ways, task.text, load_.block_size, stepper("reading the text"))
     raw = served[0]
     assert raw is not None
-    found = []
+    measured = []
     for way, answered, one in zip(ways, served, forced, strict=True):
-        row = Row(task.form, way.setting, way.limits.max_kv_size, way.limits.keep_tokens)
+        row = EvalRow(task.form, way.setting, way.limits.max_kv_size, way.limits.keep_tokens)
         _sizes(row, one, way.runner)
         _text(row, one)
         if answered is not None:
             _answers(row, answered, raw)
         kept = {"losses": _sums(one.losses), "kl": _sums(one.kl), "same": _sums(one.same)}
         right = None if answered is None else _right(answered)
-        found.append((row, {"row": row.name, "right": right, **kept}))
-    return found
+        measured.append((row, {"row": row.name, "right": right, **kept}))
+    return measured
 
 
-def _way(model: Any, setting: Setting, load_: Load) -> Way:
+def _way(model: Any, setting: KVSetting, load_: EvalLoad) -> Way:
     limits = checked(load_.engine(setting))
     runner = Runner(model, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens)
     for shape in runner.shapes:
@@ -568,7 +577,7 @@ def _way(model: Any, setting: Setting, load_: Load) -> Way:
     return Way(setting, runner, limits, setting.scheme.scaled(runner.key_scales))
 
 
-def _check(setting: Setting, load_: Load) -> None:
+def _check(setting: KVSetting, load_: EvalLoad) -> None:
     try:
         scheme = setting.scheme
     except ValueError as error:
@@ -585,14 +594,14 @@ def _check(setting: Setting, load_: Load) -> None:
 # ---- figures
 
 
-def _sizes(row: Row, one: Forced, runner: Runner) -> None:
+def _sizes(row: EvalRow, one: Forced, runner: Runner) -> None:
     numbers = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in runner.shapes)
     row.bytes_per_token = one.nbytes / one.tokens if one.tokens else runner.token_bytes
     row.bits = round(8 * row.bytes_per_token / numbers, 3)
     row.ratio = round(runner.token_bytes / row.bytes_per_token, 3)
 
 
-def _text(row: Row, one: Forced) -> None:
+def _text(row: EvalRow, one: Forced) -> None:
     losses = Estimate.of(one.losses)
     perplexity = math.exp(losses.mean)
     row.perplexity = Estimate(losses.n, perplexity, perplexity * losses.standard_error)
@@ -600,7 +609,7 @@ def _text(row: Row, one: Forced) -> None:
     row.top_1 = Estimate.of_shares(one.same)
 
 
-def _answers(row: Row, answered: Served, raw: Served) -> None:
+def _answers(row: EvalRow, answered: EngineAnswers, raw: EngineAnswers) -> None:
     for length, groups in answered.right.items():
         row.recall[length] = _share(groups)
         row.recall_over_raw[length] = Estimate.of_shares(
@@ -626,7 +635,7 @@ def _sums(groups: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[len(group), round(math.fsum(group), 6)] for group in groups]
 
 
-def _right(answered: Served) -> dict[str, list[list[int]]]:
+def _right(answered: EngineAnswers) -> dict[str, list[list[int]]]:
     """Return asked and right of every dialogue, by length, for the record."""
     return {
         str(length): [[len(group), sum(group)] for group in groups]
@@ -634,7 +643,9 @@ def _right(answered: Served) -> dict[str, list[list[int]]]:
     }
 
 
-def report(load_: Load, rows: Sequence[Row], raw: Sequence[dict[str, Any]], dtype: str) -> Report:
+def report(
+    load_: EvalLoad, rows: Sequence[EvalRow], raw: Sequence[dict[str, Any]], dtype: str
+) -> Report:
     """Lay out the rows and judge recall."""
     lines = [line for row in rows for line in judged(row, rows)]
     goals = {
@@ -662,18 +673,18 @@ def report(load_: Load, rows: Sequence[Row], raw: Sequence[dict[str, Any]], dtyp
     )
 
 
-def judged(row: Row, rows: Sequence[Row]) -> Iterator[Line]:
+def judged(row: EvalRow, rows: Sequence[EvalRow]) -> Iterator[Line]:
     """Yield the goals of a row: that it loses nothing, or, as a control, that its loss is seen."""
     (raw,) = (one for one in rows if one.setting == UNCHANGED and one.form == row.form)
     setting = row.setting
-    if setting != Setting(setting.codec) or not row.recall:
+    if setting != KVSetting(setting.codec) or not row.recall:
         return
     name = setting.scheme.name
     if name in {parse_scheme(codec).name for codec in GOAL_CODECS} and row.form in GOAL_FORMS:
-        for length, found in row.recall.items():
+        for length, share in row.recall.items():
             yield Line(
                 f"{row.name}, {length:,} tokens",
-                _percent(found.mean),
+                _percent(share.mean),
                 _percent(raw.recall[length].mean),
                 f">= raw - {GOAL_POINTS}",
                 SCALE * row.recall_over_raw[length].mean >= -GOAL_POINTS,

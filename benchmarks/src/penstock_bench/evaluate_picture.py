@@ -11,24 +11,26 @@ from matplotlib.figure import Figure  # not pyplot: no screen is needed, no stat
 from penstock_bench.report import Report
 
 LEAST_KL = 1e-7
-"""What is drawn for none."""
+"""KL divergence that is drawn in place of 0, in nats."""
 NOT_ASKED = "white"
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw of every setting without a window its KL, over how much less it takes; the colour is
-    the worst recall, white where nothing was asked."""
+    """Draw the KL of every setting without a window over its ratio of bytes.
+
+    The color is the worst recall, white where nothing was asked.
+    """
     rows = [row for row in report.penstock["rows"] if "window" not in row["setting"]]
     forms = list(dict.fromkeys(row["form"] for row in rows))
     figure = Figure(figsize=(4.6 * len(forms) + 1.2, 4.8), layout="constrained")
-    colours = ScalarMappable(Normalize(0, 1), "viridis")
+    colors = ScalarMappable(Normalize(0, 1), "viridis")
     panes = figure.subplots(1, len(forms), sharey=True, squeeze=False)[0]
     for pane, form in zip(panes, forms, strict=True):
         for row in (row for row in rows if row["form"] == form):
             kl = max(row["kl"]["mean"], LEAST_KL)
-            asked = [found["mean"] for found in row["recall"].values()]
-            colour = colours.to_rgba(min(asked)) if asked else NOT_ASKED
-            pane.scatter(row["ratio"], kl, s=34, color=[colour], edgecolors="0.4")
+            asked = [estimate["mean"] for estimate in row["recall"].values()]
+            color = colors.to_rgba(min(asked)) if asked else NOT_ASKED
+            pane.scatter(row["ratio"], kl, s=34, color=[color], edgecolors="0.4")
             pane.annotate(
                 row["setting"],
                 (row["ratio"], kl),
@@ -43,5 +45,5 @@ def draw(report: Report, file: Path) -> None:
         )
         pane.grid(alpha=0.3)
     panes[0].set_ylabel("KL of the next token, nats: lower right is better")
-    figure.colorbar(colours, ax=list(panes), label="recall, at its worst length")
+    figure.colorbar(colors, ax=list(panes), label="recall, at its worst length")
     figure.savefig(file, dpi=110)

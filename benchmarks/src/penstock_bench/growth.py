@@ -25,7 +25,7 @@ MakeCache = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GrowthShape:
     """The model and the load: sizes in tokens, layers and elements."""
 
     layers: int = 16
@@ -45,7 +45,7 @@ class Shape:
 
 
 @dataclass(slots=True)
-class Run:
+class GrowthRun:
     """What one pass over `read_tokens` showed. Bytes are those above the empty process."""
 
     growths_per_layer: float
@@ -56,7 +56,7 @@ class Run:
     steady_bytes: int
     peak_over_steady: float
     peak_over_window: float
-    """Peak over `Shape.window_bytes`: a cache that always holds too much shows here."""
+    """Peak over `GrowthShape.window_bytes`: a cache that always holds too much shows here."""
     first_step_ms: float
     median_step_ms: float
     p99_step_ms: float
@@ -89,7 +89,7 @@ def _address(array: mx.array) -> int:
     return int(np.array(array, copy=False).__array_interface__["data"][0])
 
 
-def run_once(make: MakeCache, shape: Shape, tokens_per_step: int) -> Run:
+def run_once(make: MakeCache, shape: GrowthShape, tokens_per_step: int) -> GrowthRun:
     """Read `read_tokens` through all layers, `tokens_per_step` at a time, as a model would.
 
     Each layer's keys depend on what the layer before fetched, and one evaluation a step covers
@@ -126,7 +126,7 @@ def run_once(make: MakeCache, shape: Shape, tokens_per_step: int) -> Run:
     gc.collect()
     steady_bytes = mx.get_active_memory() - base_bytes
     later = sorted(step_ms[1:])
-    return Run(
+    return GrowthRun(
         growths_per_layer=grown / shape.layers,
         moves_per_layer=moved / shape.layers,
         peak_bytes=peak_bytes,
@@ -159,7 +159,7 @@ def _layer(cache: Any, new: mx.array, hidden: mx.array) -> mx.array:
     return link
 
 
-def measure(shape: Shape) -> Report:
+def measure(shape: GrowthShape) -> Report:
     """Run both, turn by turn, and compare the medians over the rounds."""
     theirs = rivals.RotatingKVCache
     makers: dict[str, MakeCache] = {
@@ -167,7 +167,9 @@ def measure(shape: Shape) -> Report:
         RIVAL: lambda: theirs(shape.window_tokens),
     }
     loads = {"decode": 1, "prefill": shape.chunk_tokens}
-    runs: dict[str, dict[str, list[Run]]] = {load: {who: [] for who in makers} for load in loads}
+    runs: dict[str, dict[str, list[GrowthRun]]] = {
+        load: {who: [] for who in makers} for load in loads
+    }
     for turn in range(shape.rounds):
         for load, tokens in loads.items():
             order = list(makers) if turn % 2 == 0 else list(makers)[::-1]
@@ -176,13 +178,13 @@ def measure(shape: Shape) -> Report:
     return report(shape, runs)
 
 
-def report(shape: Shape, runs: dict[str, dict[str, list[Run]]]) -> Report:
+def report(shape: GrowthShape, runs: dict[str, dict[str, list[GrowthRun]]]) -> Report:
     """Set the medians of all rounds against each other and against the goal."""
-    found = {
+    medians = {
         who: {load: _medians(of_load[who]) for load, of_load in runs.items()}
         for who in ("penstock", RIVAL)
     }
-    ours, theirs = found["penstock"], found[RIVAL]
+    ours, theirs = medians["penstock"], medians[RIVAL]
     ratio = {
         f"{load}_{name}": _ratio(theirs[load][name], ours[load][name])
         for load in runs
@@ -217,9 +219,9 @@ def report(shape: Shape, runs: dict[str, dict[str, list[Run]]]) -> Report:
     )
 
 
-def _medians(runs: Sequence[Run]) -> dict[str, float]:
+def _medians(runs: Sequence[GrowthRun]) -> dict[str, float]:
     """Return the median over the rounds of every figure of a run."""
-    names = [name for name in Run.__slots__ if name not in ("step_ms", "peak_track")]
+    names = [name for name in GrowthRun.__slots__ if name not in ("step_ms", "peak_track")]
     return {name: round(statistics.median(getattr(run, name) for run in runs), 4) for name in names}
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from penstock_bench.engine_runs import (
     OURS,
     RIVAL,
+    Comparison,
     EngineShape,
-    Found,
     MakeSide,
     Ours,
     Run,
@@ -21,7 +21,7 @@ from penstock_bench.engine_runs import (
     ratios,
     size,
 )
-from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Solo
 
@@ -34,10 +34,10 @@ RESOLUTION = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class HitLoad:
     """Sizes in tokens."""
 
-    model: Choice = Choice.RANDOM
+    model: ModelChoice = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
     known_tokens: int = 8_192
     decode_tokens: int = 12
@@ -59,15 +59,15 @@ class Load:
         )
 
 
-def measure(load: Load) -> Report:
+def measure(load: HitLoad) -> Report:
     """Learn the prompt and ask for it, on both sides, turn by turn."""
     model = bench_model(load.model, load.llama)
     makers: dict[str, MakeSide] = {
         OURS: lambda: Ours(model, 1, load.engine),
         RIVAL: lambda: Solo(model.model),
     }
-    found = compare(makers, load.task(model), load.rounds, alike=load.engine.exact)
-    return report(load, model, found)
+    comparison = compare(makers, load.task(model), load.rounds, alike=load.engine.exact)
+    return report(load, model, comparison)
 
 
 def first_over_step(runs: Sequence[Run]) -> float:
@@ -104,12 +104,12 @@ def _copied(run: Run, noise_bytes: float, most_bytes: float) -> int:
     return beyond if beyond > noise_bytes else 0
 
 
-def report(load: Load, model: BenchModel, found: Found) -> Report:
+def report(load: HitLoad, model: BenchModel, comparison: Comparison) -> Report:
     """Judge the first token against a plain step, and the copies against none."""
     known_bytes = load.known_tokens * model.kv_bytes_per_token
-    sides = {who: _figures(found, who, known_bytes, model.layers) for who in (OURS, RIVAL)}
+    sides = {who: _figures(comparison, who, known_bytes, model.layers) for who in (OURS, RIVAL)}
     ours, theirs = sides[OURS], sides[RIVAL]
-    common = ratios(found)
+    common = ratios(comparison)
     first = round(theirs["first_token_ms"] / ours["first_token_ms"], 3)
     goal = {"bytes_copied": 0, "first_over_step": FIRST_OVER_STEP}
     lines = [
@@ -155,17 +155,17 @@ def report(load: Load, model: BenchModel, found: Found) -> Report:
         goal=goal,
         met=all(line.met for line in lines if line.met is not None),
         lines=lines,
-        raw={"load": asdict(load), "model": model.as_object(), "runs": found.as_object()},
+        raw={"load": asdict(load), "model": model.as_object(), "runs": comparison.as_object()},
         dtype=model.dtype,
     )
 
 
-def _figures(found: Found, who: str, known_bytes: int, layers: int) -> dict[str, Any]:
-    timed = found.timed[who]
-    common = figures(found, who)
+def _figures(comparison: Comparison, who: str, known_bytes: int, layers: int) -> dict[str, Any]:
+    timed = comparison.timed[who]
+    common = figures(comparison, who)
     return {
-        "bytes_copied": bytes_copied(found.watched[who], known_bytes, layers),
-        "first_token_ms": round(1e3 * found.median(who, "first_seconds"), 3),
+        "bytes_copied": bytes_copied(comparison.watched[who], known_bytes, layers),
+        "first_token_ms": round(1e3 * comparison.median(who, "first_seconds"), 3),
         "step_ms": common["median_step_ms"],
         "first_over_step": round(first_over_step(timed), 3),
         **{name: common[name] for name in ("held_bytes", "peak_bytes", "cached_tokens")},

@@ -31,9 +31,11 @@ SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of the random hybrid, without unit; a state takes what 115 tokens of its keys and
-    values take. In Qwen3-Next 80B it is 3,000."""
+class HybridShape:
+    """Sizes of the random hybrid, without unit.
+
+    A state takes the bytes of 115 tokens of keys and values, in Qwen3-Next 80B of 3,000.
+    """
 
     layers: int = 4
     hidden_size: int = 256
@@ -48,47 +50,51 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class HybridLoad:
     """Sizes in tokens."""
 
-    shape: Shape = field(default_factory=Shape)
+    shape: HybridShape = field(default_factory=HybridShape)
     known_tokens: int = GOAL_TOKENS
-    """Of the first turn's prompt."""
+    """Length of the first turn's prompt, in tokens."""
     answer_tokens: int = 40
     new_tokens: int = 64
-    """Of the second turn."""
+    """Length of the second turn, in tokens."""
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
 
 
 @dataclass(slots=True)
-class Found:
+class TurnTimes:
     """Of every round."""
 
     next_seconds: dict[str, list[float]] = field(default_factory=dict)
-    """To the first token of the next turn."""
+    """Seconds to the first token of the next turn, by side."""
     other_seconds: dict[str, list[float]] = field(default_factory=dict)
-    """To that of another last question."""
+    """Seconds to the first token of another last question, by side."""
     computed_tokens: list[int] = field(default_factory=list)
-    """Of the next turn, in ours."""
+    """Tokens of the next turn that our engine computes."""
     kv_bytes: int = 0
     checkpoint_bytes: int = 0
 
 
-def measure(load: Load) -> Report:
+def measure(load: HybridLoad) -> Report:
     """Hold the same conversation on all sides, round by round."""
     model = _model(load.shape)
-    found = Found()
+    turns = TurnTimes()
     for turn in range(load.rounds):
         prompt = model.prompt(load.known_tokens, seed=3 * turn)
         others = [model.prompt(load.new_tokens, seed=3 * turn + i) for i in (1, 2)]
-        said = _ours(load, model, prompt, others, found)
-        _theirs(model, [*prompt, *said], others, load, found)
-    return report(load, model, found)
+        said = _ours(load, model, prompt, others, turns)
+        _theirs(model, [*prompt, *said], others, load, turns)
+    return report(load, model, turns)
 
 
 def _ours(
-    load: Load, model: BenchModel, prompt: list[int], new: Sequence[list[int]], found: Found
+    load: HybridLoad,
+    model: BenchModel,
+    prompt: list[int],
+    new: Sequence[list[int]],
+    turns: TurnTimes,
 ) -> list[int]:
     """Hold the first turn, time what follows; return the first answer."""
     side = Ours(model, 1, load.engine)
@@ -96,17 +102,21 @@ def _ours(
         side.submit([prompt], load.answer_tokens)
         said = _answer(side, load.answer_tokens)
         by_kind = side.stats().by_kind
-        found.kv_bytes, found.checkpoint_bytes = by_kind["nodes"], by_kind["checkpoints"]
-        _time(found.next_seconds, OURS, side, [*prompt, *said, *new[0]])
-        found.computed_tokens.append(side.prefilled_tokens)
-        _time(found.other_seconds, OURS, side, [*prompt[: -load.new_tokens], *new[1]])
+        turns.kv_bytes, turns.checkpoint_bytes = by_kind["nodes"], by_kind["checkpoints"]
+        _time(turns.next_seconds, OURS, side, [*prompt, *said, *new[0]])
+        turns.computed_tokens.append(side.prefilled_tokens)
+        _time(turns.other_seconds, OURS, side, [*prompt[: -load.new_tokens], *new[1]])
     finally:
         side.close()
     return said
 
 
 def _theirs(
-    model: BenchModel, history: list[int], new: Sequence[list[int]], load: Load, found: Found
+    model: BenchModel,
+    history: list[int],
+    new: Sequence[list[int]],
+    load: HybridLoad,
+    turns: TurnTimes,
 ) -> None:
     other = [*history[: load.known_tokens - load.new_tokens], *new[1]]
     for who, learns in ((RIVAL, False), (SERVER, True)):
@@ -114,8 +124,8 @@ def _theirs(
         try:
             if learns:
                 side.learn(history)
-            _time(found.next_seconds, who, side, [*history, *new[0]])
-            _time(found.other_seconds, who, side, other)
+            _time(turns.next_seconds, who, side, [*history, *new[0]])
+            _time(turns.other_seconds, who, side, other)
         finally:
             side.close()
 
@@ -138,7 +148,7 @@ def _answer(side: Ours, count: int) -> list[int]:
     return tokens
 
 
-def _model(shape: Shape) -> BenchModel:
+def _model(shape: HybridShape) -> BenchModel:
     sizes = asdict(shape)
     model = random_hybrid(**sizes)
 
@@ -159,11 +169,11 @@ def _model(shape: Shape) -> BenchModel:
     )
 
 
-def report(load: Load, model: BenchModel, found: Found) -> Report:
+def report(load: HybridLoad, model: BenchModel, turns: TurnTimes) -> Report:
     """Set ours against mlx-lm's loop, and against its server's cache."""
     median = {
-        what: {who: statistics.median(each) for who, each in times.items()}
-        for what, times in (("next", found.next_seconds), ("other", found.other_seconds))
+        what: {who: statistics.median(seconds) for who, seconds in times.items()}
+        for what, times in (("next", turns.next_seconds), ("other", turns.other_seconds))
     }
 
     def times(what: str, rival: str) -> float:
@@ -175,9 +185,9 @@ def report(load: Load, model: BenchModel, found: Found) -> Report:
         "other_question_ttft": times("other", RIVAL),
         "other_question_ttft_server": times("other", SERVER),
     }
-    computed = max(found.computed_tokens)
+    computed = max(turns.computed_tokens)
     most = load.new_tokens + (load.engine.block_size or config.BLOCK_SIZE)
-    share = found.checkpoint_bytes / found.kv_bytes
+    share = turns.checkpoint_bytes / turns.kv_bytes
     judged = load.known_tokens >= GOAL_TOKENS
 
     def ms(seconds: float) -> str:
@@ -201,10 +211,10 @@ def report(load: Load, model: BenchModel, found: Found) -> Report:
         Line(
             "computed for the next turn", f"{computed:,} tokens", "", f"<= {most}", computed <= most
         ),
-        Line("keys and values held", size(found.kv_bytes), "", "", None),
+        Line("keys and values held", size(turns.kv_bytes), "", "", None),
         Line(
             f"checkpoints ({share:.0%})",
-            size(found.checkpoint_bytes),
+            size(turns.checkpoint_bytes),
             "",
             f"<= {SHARE:.0%}",
             share <= SHARE,
@@ -218,12 +228,12 @@ def report(load: Load, model: BenchModel, found: Found) -> Report:
         rival_figures={},
         ratio=ratio,
         goal={"second_turn_ttft": TIMES, "other_question_ttft": TIMES, "checkpoint_share": SHARE},
-        met=all(each.met for each in lines if each.met is not None),
+        met=all(line.met for line in lines if line.met is not None),
         lines=lines,
         raw={
             "load": asdict(load),
             "model": model.as_object(),
-            "runs": [asdict(found)],
+            "runs": [asdict(turns)],
         },
         dtype=model.dtype,
     )

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.errors import ModelError
-from penstock_bench.settings import OUTLIER_SCALE
+from penstock_bench.bench_settings import OUTLIER_SCALE
 
 OUTLIER_PAIRS = 2
 """Pairs of channels of each head of keys that are so large."""

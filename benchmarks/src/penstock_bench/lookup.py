@@ -22,7 +22,7 @@ VOCABULARY = 150_000
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LookupLoad:
     """Sizes of prompts and trees."""
 
     prompt_tokens: int = 131_072
@@ -31,14 +31,14 @@ class Load:
     branch_tokens: int = 256
     path_nodes: int = 1_000
     early_tokens: int = 10
-    """After so many tokens the prompt of the last shape is another one."""
+    """Tokens after which the prompt of the last shape is another one."""
     rounds: int = 15
     rival_rounds: int = 1
-    """mlx-lm needs many seconds for the last shape."""
+    """Rounds of mlx-lm, which needs many seconds for the last shape."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LookupShape:
     """Prompts that were stored, and one that is looked up."""
 
     name: str
@@ -47,7 +47,7 @@ class Shape:
     """Tokens of a node at most, as many prefills would have committed them."""
     wanted: list[int]
     known_tokens: int
-    """How many of `wanted` were stored."""
+    """Tokens of `wanted` that were stored."""
 
 
 class BlankCache:
@@ -78,7 +78,7 @@ class Times:
         return max(self.round_ms)
 
 
-def shapes(load: Load, seed: int = 0) -> list[Shape]:
+def shapes(load: LookupLoad, seed: int = 0) -> list[LookupShape]:
     """Make the shapes: prompts of random tokens, the same for every run."""
     draw = random.Random(seed)
 
@@ -93,22 +93,24 @@ def shapes(load: Load, seed: int = 0) -> list[Shape]:
     piece = size * max(1, blocks // load.path_nodes)
     early = prompt[: load.early_tokens] + some(len(prompt) - load.early_tokens)
     return [
-        Shape("all of it known", [prompt], len(prompt), prompt, len(prompt)),
-        Shape(
+        LookupShape("all of it known", [prompt], len(prompt), prompt, len(prompt)),
+        LookupShape(
             f"a common prefix, {load.branches} branches",
             branches,
             len(prompt),
             common + some(load.branch_tokens),
             len(common) - len(common) % size,
         ),
-        Shape(
+        LookupShape(
             f"a path of {-(-len(prompt) // piece):,} nodes", [prompt], piece, prompt, len(prompt)
         ),
-        Shape(f"another prompt after token {load.early_tokens}", [prompt], len(prompt), early, 0),
+        LookupShape(
+            f"another prompt after token {load.early_tokens}", [prompt], len(prompt), early, 0
+        ),
     ]
 
 
-def our_lookup(shape: Shape, block_size: int) -> Callable[[], int]:
+def our_lookup(shape: LookupShape, block_size: int) -> Callable[[], int]:
     """Store the shape in a tree; return the look-up, which says how many tokens are known."""
     root = root_hash("lookup")
     tree: PrefixTree[Blank] = PrefixTree(block_size)
@@ -129,7 +131,7 @@ def our_lookup(shape: Shape, block_size: int) -> Callable[[], int]:
     return look_up
 
 
-def their_lookup(shape: Shape) -> Callable[[], int]:
+def their_lookup(shape: LookupShape) -> Callable[[], int]:
     """Do the same with mlx-lm's prompt cache.
 
     It stores whole prompts, and drops those that a longer one begins with, so the path of many
@@ -151,49 +153,49 @@ def timed(look_up: Callable[[], int], rounds: int) -> Times:
     gc.collect()
     if rounds > 1:
         look_up()
-    found, round_ms = 0, []
+    found_tokens, round_ms = 0, []
     for _ in range(rounds):
         began = time.perf_counter()
-        found = look_up()
+        found_tokens = look_up()
         round_ms.append(1e3 * (time.perf_counter() - began))
-    return Times(found, round_ms)
+    return Times(found_tokens, round_ms)
 
 
-def measure(load: Load) -> Report:
+def measure(load: LookupLoad) -> Report:
     """Look every shape up, in our tree and in mlx-lm's."""
-    found: dict[str, dict[str, Times]] = {}
+    times: dict[str, dict[str, Times]] = {}
     for shape in shapes(load):
         ours = timed(our_lookup(shape, load.block_size), load.rounds)
         if ours.found_tokens != shape.known_tokens:
             raise AssertionError(f"{shape.name}: {ours.found_tokens} of {shape.known_tokens} found")
-        found[shape.name] = {
+        times[shape.name] = {
             "penstock": ours,
             RIVAL: timed(their_lookup(shape), load.rival_rounds),
         }
-    return report(load, found)
+    return report(load, times)
 
 
-def report(load: Load, found: dict[str, dict[str, Times]]) -> Report:
+def report(load: LookupLoad, times: dict[str, dict[str, Times]]) -> Report:
     """Judge the slowest round of the slowest shape."""
     goal = {"worst_ms": 10.0}
-    worst = {who: max(of[who].worst_ms for of in found.values()) for who in ("penstock", RIVAL)}
+    worst = {who: max(of[who].worst_ms for of in times.values()) for who in ("penstock", RIVAL)}
     return Report(
         name="lookup",
         claim=CLAIM,
         rival=RIVAL,
-        penstock=_figures(found, "penstock"),
-        rival_figures=_figures(found, RIVAL),
+        penstock=_figures(times, "penstock"),
+        rival_figures=_figures(times, RIVAL),
         ratio={
             "worst_ms": round(worst[RIVAL] / worst["penstock"], 3),
             **{
                 shape: round(of[RIVAL].median_ms / of["penstock"].median_ms, 3)
-                for shape, of in found.items()
+                for shape, of in times.items()
             },
         },
         goal=goal,
         met=worst["penstock"] < goal["worst_ms"],
         lines=[
-            *(_line(f"{shape}: median ms", of, "median_ms") for shape, of in found.items()),
+            *(_line(f"{shape}: median ms", of, "median_ms") for shape, of in times.items()),
             Line(
                 "worst of all, ms",
                 f"{worst['penstock']:.2f}",
@@ -206,17 +208,17 @@ def report(load: Load, found: dict[str, dict[str, Times]]) -> Report:
             "load": asdict(load),
             "times": {
                 shape: {who: asdict(times) for who, times in of.items()}
-                for shape, of in found.items()
+                for shape, of in times.items()
             },
         },
         dtype="none",
     )
 
 
-def _figures(found: dict[str, dict[str, Times]], who: str) -> dict[str, Any]:
+def _figures(times: dict[str, dict[str, Times]], who: str) -> dict[str, Any]:
     return {
-        "worst_ms": round(max(of[who].worst_ms for of in found.values()), 3),
-        "median_ms": {shape: round(of[who].median_ms, 3) for shape, of in found.items()},
+        "worst_ms": round(max(of[who].worst_ms for of in times.values()), 3),
+        "median_ms": {shape: round(of[who].median_ms, 3) for shape, of in times.items()},
     }
 
 

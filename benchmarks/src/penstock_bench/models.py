@@ -20,7 +20,7 @@ DIALOGUE_TOKENS = 2_000
 """Long prompts for the embedded model are made of dialogues of at most this length."""
 
 
-class Choice(StrEnum):
+class ModelChoice(StrEnum):
     """Which model a bench runs on."""
 
     RANDOM = "random"
@@ -77,7 +77,7 @@ class BenchModel:
         }
 
 
-def bench_model(choice: Choice, shape: LlamaShape | None = None, seed: int = 0) -> BenchModel:
+def bench_model(choice: ModelChoice, shape: LlamaShape | None = None, seed: int = 0) -> BenchModel:
     """Load the embedded model, or make the random one of `shape` and `seed`."""
     embedded, tokenizer = load(MODEL_PATH)
     vocabulary_size = int(embedded.args.vocab_size)
@@ -89,7 +89,7 @@ def bench_model(choice: Choice, shape: LlamaShape | None = None, seed: int = 0) 
     def dialogues(seed: int, tokens: int) -> list[int]:
         return _dialogues(tokenizer, seed, tokens)
 
-    if choice is Choice.EMBEDDED:
+    if choice is ModelChoice.EMBEDDED:
         return _described("embedded", embedded, tokenizer, config.BLOCK_SIZE, dialogues)
     sizes = shape or LlamaShape()
     model = random_llama(
@@ -108,8 +108,8 @@ def bench_model(choice: Choice, shape: LlamaShape | None = None, seed: int = 0) 
 def _dialogues(tokenizer: Any, seed: int, tokens: int) -> list[int]:
     """Return `tokens` tokens of dialogues, whose end asks for the last fact told."""
     length = min(DIALOGUE_TOKENS, max(64, tokens))
-    told = dialogue(seed << 20, tokens=length, facts=length // 64)
-    written = render(tokenizer, told.ask(told.questions[-1]))
+    talk = dialogue(seed << 20, tokens=length, facts=length // 64)
+    written = render(tokenizer, talk.ask(talk.questions[-1]))
     while len(written) < tokens:
         earlier = dialogue((seed << 20) + len(written), tokens=DIALOGUE_TOKENS)
         written = render(tokenizer, earlier.messages, answer=False) + written

@@ -9,8 +9,8 @@ from typing import Any
 from penstock_bench.engine_runs import (
     OURS,
     RIVAL,
+    Comparison,
     EngineShape,
-    Found,
     MakeSide,
     Ours,
     Task,
@@ -22,7 +22,7 @@ from penstock_bench.engine_runs import (
     size,
     speed,
 )
-from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Batched
 
@@ -38,10 +38,10 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RaggedLoad:
     """Sizes in tokens and sequences."""
 
-    model: Choice = Choice.RANDOM
+    model: ModelChoice = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
     shapes: tuple[Shape, ...] = tuple(GOALS)
     decode_tokens: int = 32
@@ -59,14 +59,14 @@ class Load:
         )
 
 
-def measure(load: Load) -> Report:
+def measure(load: RaggedLoad) -> Report:
     """Run every shape on both sides, turn by turn."""
     model = bench_model(load.model, load.llama)
-    found = {shape: _measure_one(load, model, shape) for shape in load.shapes}
-    return report(load, model, found)
+    comparisons = {shape: _measure_one(load, model, shape) for shape in load.shapes}
+    return report(load, model, comparisons)
 
 
-def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Found:
+def _measure_one(load: RaggedLoad, model: BenchModel, shape: Shape) -> Comparison:
     batch_size = 1 + shape[2]
     makers: dict[str, MakeSide] = {
         OURS: lambda: Ours(model, batch_size, load.engine),
@@ -75,12 +75,12 @@ def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Found:
     return compare(makers, load.task(model, shape), load.rounds, alike=load.engine.exact)
 
 
-def held_over_ideal(found: Found, who: str, token_bytes: int) -> tuple[float, float]:
+def held_over_ideal(comparison: Comparison, who: str, token_bytes: int) -> tuple[float, float]:
     """Return the worst ratio of bytes held to KV needed: while all generate, and ever.
 
     What is needed is the KV of the tokens read so far, `token_bytes` each.
     """
-    moments = [m for m in found.watched[who][0].moments if m.needed_tokens]
+    moments = [m for m in comparison.watched[who][0].moments if m.needed_tokens]
     ratio = [moment.held_bytes / (token_bytes * moment.needed_tokens) for moment in moments]
     return (
         max(x for x, moment in zip(ratio, moments, strict=True) if moment.decoding),
@@ -88,26 +88,26 @@ def held_over_ideal(found: Found, who: str, token_bytes: int) -> tuple[float, fl
     )
 
 
-def _figures(found: Found, who: str, token_bytes: int) -> dict[str, Any]:
-    decoding, ever = held_over_ideal(found, who, token_bytes)
+def _figures(comparison: Comparison, who: str, token_bytes: int) -> dict[str, Any]:
+    decoding, ever = held_over_ideal(comparison, who, token_bytes)
     return {
-        **figures(found, who),
+        **figures(comparison, who),
         "held_over_ideal_decoding": round(decoding, 3),
         "held_over_ideal_ever": round(ever, 3),
     }
 
 
-def report(load: Load, model: BenchModel, found: Mapping[Shape, Found]) -> Report:
+def report(load: RaggedLoad, model: BenchModel, comparisons: Mapping[Shape, Comparison]) -> Report:
     """Set both sides against each other, and what is held against what is needed."""
     token_bytes = model.kv_bytes_per_token
     sides = {
-        who: {name(shape): _figures(of, who, token_bytes) for shape, of in found.items()}
+        who: {name(shape): _figures(of, who, token_bytes) for shape, of in comparisons.items()}
         for who in (OURS, RIVAL)
     }
-    ratio = {name(shape): ratios(of) for shape, of in found.items()}
+    ratio = {name(shape): ratios(of) for shape, of in comparisons.items()}
     lines = [
         line
-        for shape in found
+        for shape in comparisons
         for line in _lines(
             name(shape),
             sides[OURS][name(shape)],
@@ -132,7 +132,7 @@ def report(load: Load, model: BenchModel, found: Mapping[Shape, Found]) -> Repor
         raw={
             "load": asdict(load),
             "model": model.as_object(),
-            "runs": {name(shape): of.as_object() for shape, of in found.items()},
+            "runs": {name(shape): of.as_object() for shape, of in comparisons.items()},
         },
         dtype=model.dtype,
     )

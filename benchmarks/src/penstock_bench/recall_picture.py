@@ -14,13 +14,13 @@ BIN_TOKENS = 100
 
 def draw(report: Report, file: Path) -> None:
     """Draw the share of facts known in each stretch of `BIN_TOKENS` tokens, setting by setting."""
-    found = {(t["max_kv_size"], t["keep"], t["side"]): t["rows"] for t in report.raw["trials"]}
-    settings = list(dict.fromkeys((size, keep) for size, keep, _ in found))
+    rows = {(t["max_kv_size"], t["keep"], t["side"]): t["rows"] for t in report.raw["trials"]}
+    settings = list(dict.fromkeys((size, keep) for size, keep, _ in rows))
     count = -(-report.raw["load"]["tokens"] // BIN_TOKENS)
     figure = Figure(figsize=(11, 0.42 * len(settings) + 1.6))
     panes = figure.subplots(1, 2, sharey=True)
     for pane, side in zip(panes, ("penstock", report.rival), strict=True):
-        strips = [_strip(found[*setting, side], count) for setting in settings]
+        strips = [_strip(rows[*setting, side], count) for setting in settings]
         image = pane.imshow(
             strips,
             aspect="auto",

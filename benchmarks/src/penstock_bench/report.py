@@ -95,16 +95,16 @@ def _cpu_name() -> str:
 
 def publish(report: Report, *, as_json: bool, save: Path | None) -> None:
     """Print the table, or with `as_json` the object alone; with `save` store all rounds there."""
-    found = report.as_object()
+    record = report.as_object()
     if save is not None:
-        keep(report.name, {**found, "raw": report.raw}, save)
+        keep(report.name, {**record, "raw": report.raw}, save)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(record))
         return
     console = Console(highlight=False)
     if report.lines:
         console.print(table(report))
-    where = found["environment"]
+    where = record["environment"]
     console.print(
         f"{where['cpu']}, {where['cores']} cores, {where['back_end']} with {where['blas']}, "
         f"mlx {where['mlx']}, mlx-lm {where['mlx-lm']}, {where['dtype']}"

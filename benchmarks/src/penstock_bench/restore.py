@@ -19,7 +19,7 @@ from penstock.engine.core import Core
 from penstock.engine.request import Request, Token
 from penstock.errors import SettingError
 from penstock_bench.engine_runs import MEMORY_SHARE, RIVAL, EngineShape, clean, size
-from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Solo
 
@@ -30,8 +30,7 @@ GOALS = {"first_token": 20.0, "bandwidth": 0.8, "writing": 0.97, "peak_memory": 
 without a disk; of the bytes restored."""
 FLUSH_SECONDS = 120.0
 FILES = ("disk", "memory")
-"""Where the files are when they are read: the system was told to forget them, or has just read
-them."""
+"""Places of the files: the disk alone, or also the system's memory, which has just read them."""
 
 
 def _by_files() -> dict[str, list[float]]:
@@ -39,10 +38,10 @@ def _by_files() -> dict[str, list[float]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RestoreLoad:
     """Sizes in tokens."""
 
-    model: Choice = Choice.RANDOM
+    model: ModelChoice = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
     known_tokens: int = 8_192
     decode_tokens: int = 128
@@ -50,7 +49,7 @@ class Load:
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
     restarts: int = 9
-    """In each round, for each place where the files may be; a plain read beside each."""
+    """Restarts in a round for each place of the files, each with a plain read beside it."""
 
 
 @dataclass(slots=True)
@@ -58,31 +57,33 @@ class Round:
     """What one round has found, each side after the other. Seconds, bytes of KV or of files."""
 
     prefill_seconds: float = 0.0
-    """To the first token, nothing known."""
+    """Seconds to the first token, nothing cached."""
     decode_seconds: float = 0.0
-    """Of `decode_tokens` after it."""
+    """Seconds of the `decode_tokens` after it."""
     written_prefill_seconds: float = 0.0
     """The same with a folder."""
     written_decode_seconds: float = 0.0
     written_bytes: int = 0
     restored_seconds: dict[str, list[float]] = field(default_factory=_by_files)
-    """To the first token after each restart, by whether the system has the files in memory."""
+    """Seconds to the first token after each restart, by place of the files."""
     step_seconds: float = 0.0
-    """Of a plain step at that length, the median."""
+    """Median seconds of a plain step at that length."""
     restored_bytes: int = 0
     file_bytes: int = 0
     peak_bytes: int = 0
-    """Beyond what was there before the request, until its first token."""
+    """Peak bytes until the first token, above those before the request."""
     plain_seconds: dict[str, list[float]] = field(default_factory=_by_files)
-    """To read the same files one after the other."""
+    """Seconds to read the same files one after the other, by place."""
     rival_restored_seconds: dict[str, list[float]] = field(default_factory=_by_files)
-    """mlx-lm's: to load its file of the same prompt, and to the first token."""
+    """Seconds of mlx-lm to load its file of the same prompt and to the first token, by place."""
     rival_peak_bytes: int = 0
     tokens: list[int] = field(default_factory=list, repr=False)
 
     def bandwidth_shares(self, files: str) -> list[float]:
-        """Return our bytes a second from each request on, a plain step not counted, by those of
-        the plain read beside it."""
+        """Return our bytes a second as shares of those of the plain read beside each restart.
+
+        A plain step is not counted.
+        """
         return [
             plain / (restored - self.step_seconds)
             for plain, restored in zip(
@@ -91,7 +92,7 @@ class Round:
         ]
 
 
-def measure(load: Load) -> Report:
+def measure(load: RestoreLoad) -> Report:
     """Compute, write, restart and restore, again and again, a folder for each round.
 
     Raises:
@@ -103,9 +104,9 @@ def measure(load: Load) -> Report:
         file = Path(name) / "rival.safetensors"
         rival_seconds = _rival_file(model, prompt, file)
         rounds = [_round(load, model, prompt, file) for _ in range(load.rounds)]
-    for each in rounds:
-        _check(rounds[0].tokens, each.tokens)
-        if not each.restored_bytes:
+    for one in rounds:
+        _check(rounds[0].tokens, one.tokens)
+        if not one.restored_bytes:
             raise SettingError(
                 f"--tokens {load.known_tokens}: so many are sooner computed than read, and were "
                 f"not restored; ask for more"
@@ -113,47 +114,53 @@ def measure(load: Load) -> Report:
     return report(load, model, rounds, rival_seconds)
 
 
-def _round(load: Load, model: BenchModel, prompt: Sequence[int], rival_file: Path) -> Round:
-    found = Round()
+def _round(load: RestoreLoad, model: BenchModel, prompt: Sequence[int], rival_file: Path) -> Round:
+    round_ = Round()
     with TemporaryDirectory(prefix="ours-", dir=rival_file.parent) as name:
         folder = Path(name)
         with _core(load, model, None) as core:
-            found.prefill_seconds, found.tokens, steps = _ask(core, prompt, load.decode_tokens)
-            found.decode_seconds, found.step_seconds = sum(steps), statistics.median(steps)
+            round_.prefill_seconds, round_.tokens, steps = _ask(core, prompt, load.decode_tokens)
+            round_.decode_seconds, round_.step_seconds = sum(steps), statistics.median(steps)
         with _core(load, model, folder) as core:
             seconds, tokens, steps = _ask(core, prompt, load.decode_tokens)
-            found.written_prefill_seconds, found.written_decode_seconds = seconds, sum(steps)
-            _check(found.tokens, tokens)
+            round_.written_prefill_seconds, round_.written_decode_seconds = seconds, sum(steps)
+            _check(round_.tokens, tokens)
         ours = sorted(folder.rglob("*.safetensors"))
-        found.written_bytes = sum(path.stat().st_size for path in ours)
+        round_.written_bytes = sum(path.stat().st_size for path in ours)
         _plain_read(ours)  # what is below the system may have a cache too: the same for all
         for files in FILES:
             for number in range(load.restarts):
                 if number % 2:
-                    _read_plainly(found, ours, files)
+                    _read_plainly(round_, ours, files)
                 _prepare(ours, files)
-                _restart(found, load, model, prompt, folder, files)
+                _restart(round_, load, model, prompt, folder, files)
                 if not number % 2:
-                    _read_plainly(found, ours, files)
-    _rival_round(found, model, prompt, rival_file, load)
-    return found
+                    _read_plainly(round_, ours, files)
+    _rival_round(round_, model, prompt, rival_file, load)
+    return round_
 
 
 def _restart(
-    found: Round, load: Load, model: BenchModel, prompt: Sequence[int], folder: Path, files: str
+    round_: Round,
+    load: RestoreLoad,
+    model: BenchModel,
+    prompt: Sequence[int],
+    folder: Path,
+    files: str,
 ) -> None:
     """Ask an engine that has only the folder."""
     with _core(load, model, folder) as core:
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         seconds, tokens, _ = _ask(core, prompt, 1)
-        found.peak_bytes = max(found.peak_bytes, mx.get_peak_memory() - before)
-        found.restored_seconds[files].append(seconds)
+        round_.peak_bytes = max(round_.peak_bytes, mx.get_peak_memory() - before)
+        round_.restored_seconds[files].append(seconds)
         stats = core.view.stats()
-        found.restored_bytes = round(stats.restored_tokens * core.view.coded_token_bytes)
-        found.file_bytes = stats.tiers["disk"].counts.read_bytes
+        assert stats.ssd is not None
+        round_.restored_bytes = round(stats.restored_tokens * core.view.coded_token_bytes)
+        round_.file_bytes = stats.ssd.counts.read_bytes
     if load.engine.exact:
-        _check(found.tokens, tokens)
+        _check(round_.tokens, tokens)
 
 
 def _rival_file(model: BenchModel, prompt: Sequence[int], file: Path) -> float:
@@ -170,10 +177,10 @@ def _rival_file(model: BenchModel, prompt: Sequence[int], file: Path) -> float:
 
 
 def _rival_round(
-    found: Round, model: BenchModel, prompt: Sequence[int], file: Path, load: Load
+    round_: Round, model: BenchModel, prompt: Sequence[int], file: Path, load: RestoreLoad
 ) -> None:
     """Load what mlx-lm has saved, as after a restart."""
-    for files in [each for each in FILES for _ in range(load.restarts)]:
+    for files in [place for place in FILES for _ in range(load.restarts)]:
         _prepare([file], files)
         before = clean()
         mx.reset_peak_memory()
@@ -181,10 +188,10 @@ def _rival_round(
         began = time.perf_counter()
         side.load(prompt[:-1], file)
         first = _first(side, prompt)
-        found.rival_restored_seconds[files].append(time.perf_counter() - began)
+        round_.rival_restored_seconds[files].append(time.perf_counter() - began)
         if load.engine.exact:
-            _check(found.tokens, [first])
-        found.rival_peak_bytes = mx.get_peak_memory() - before
+            _check(round_.tokens, [first])
+        round_.rival_peak_bytes = mx.get_peak_memory() - before
         side.close()
         del side
 
@@ -194,13 +201,13 @@ def _first(side: Solo, prompt: Sequence[int]) -> int:
     return side.step()[0][1]
 
 
-def _check(expected: Sequence[int], found: Sequence[int]) -> None:
-    if list(expected[: len(found)]) != list(found):
+def _check(expected: Sequence[int], tokens: Sequence[int]) -> None:
+    if list(expected[: len(tokens)]) != list(tokens):
         raise AssertionError("restored, the prompt is answered with other tokens")
 
 
 @contextmanager
-def _core(load: Load, model: BenchModel, folder: Path | None) -> Iterator[Core]:
+def _core(load: RestoreLoad, model: BenchModel, folder: Path | None) -> Iterator[Core]:
     clean()
     core = Core(
         model.model,
@@ -228,14 +235,14 @@ def _ask(core: Core, prompt: Sequence[int], count: int) -> tuple[float, list[int
     first, tokens, steps = 0.0, list[int](), list[float]()
     while len(tokens) < count + 1:
         core.step()
-        found = [event.token for event in handle.events() if isinstance(event, Token)]
+        new = [event.token for event in handle.events() if isinstance(event, Token)]
         now = time.perf_counter()
-        if found and tokens:
+        if new and tokens:
             steps.append(now - before)
-        elif found:
+        elif new:
             first = now - began
-        tokens += found
-        before = now if found else before
+        tokens += new
+        before = now if new else before
     return first, tokens, steps
 
 
@@ -250,9 +257,9 @@ def _prepare(paths: Sequence[Path], files: str) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _read_plainly(found: Round, paths: Sequence[Path], files: str) -> None:
+def _read_plainly(round_: Round, paths: Sequence[Path], files: str) -> None:
     _prepare(paths, files)
-    found.plain_seconds[files].append(_plain_read(paths))
+    round_.plain_seconds[files].append(_plain_read(paths))
 
 
 def _plain_read(paths: Sequence[Path]) -> float:
@@ -262,16 +269,18 @@ def _plain_read(paths: Sequence[Path]) -> float:
     return time.perf_counter() - began
 
 
-def report(load: Load, model: BenchModel, rounds: Sequence[Round], rival_seconds: float) -> Report:
+def report(
+    load: RestoreLoad, model: BenchModel, rounds: Sequence[Round], rival_seconds: float
+) -> Report:
     """Judge the first token against computing the prompt, and the bytes against a plain read."""
     ours = _our_figures(load, rounds)
     theirs: dict[str, Any] = {
         "prefill_seconds": round(rival_seconds, 3),
         "first_token_seconds": {
-            files: round(_middle_of(each.rival_restored_seconds[files] for each in rounds), 4)
+            files: round(_middle_of(one.rival_restored_seconds[files] for one in rounds), 4)
             for files in FILES
         },
-        "peak_bytes": round(statistics.median(each.rival_peak_bytes for each in rounds)),
+        "peak_bytes": round(statistics.median(one.rival_peak_bytes for one in rounds)),
     }
     lines = _lines(load, ours, theirs)
     first, rival = ours["first_token_seconds"], theirs["first_token_seconds"]
@@ -292,7 +301,7 @@ def report(load: Load, model: BenchModel, rounds: Sequence[Round], rival_seconds
         raw={
             "load": asdict(load),
             "model": model.as_object(),
-            "runs": [asdict(each) for each in rounds],
+            "runs": [asdict(one) for one in rounds],
         },
         dtype=model.dtype,
     )
@@ -303,27 +312,27 @@ def _middle_of(rounds: Iterable[Sequence[float]]) -> float:
     return statistics.median(value for values in rounds for value in values)
 
 
-def _our_figures(load: Load, rounds: Sequence[Round]) -> dict[str, Any]:
+def _our_figures(load: RestoreLoad, rounds: Sequence[Round]) -> dict[str, Any]:
     def middle(figure: Callable[[Round], float]) -> float:
-        return statistics.median(figure(each) for each in rounds)
+        return statistics.median(figure(one) for one in rounds)
 
-    first = {files: _middle_of(each.restored_seconds[files] for each in rounds) for files in FILES}
-    prefill = middle(lambda each: each.prefill_seconds)
-    peak, restored = middle(lambda each: each.peak_bytes), middle(lambda each: each.restored_bytes)
-    written = middle(lambda each: each.written_bytes)
+    first = {files: _middle_of(one.restored_seconds[files] for one in rounds) for files in FILES}
+    prefill = middle(lambda one: one.prefill_seconds)
+    peak, restored = middle(lambda one: one.peak_bytes), middle(lambda one: one.restored_bytes)
+    written = middle(lambda one: one.written_bytes)
     return {
         "prefill_seconds": round(prefill, 3),
         "first_token_seconds": {files: round(first[files], 4) for files in FILES},
         "first_token_over_prefill": round(prefill / max(first.values()), 1),
         "bandwidth_share": {
-            files: round(_middle_of(each.bandwidth_shares(files) for each in rounds), 3)
+            files: round(_middle_of(one.bandwidth_shares(files) for one in rounds), 3)
             for files in FILES
         },
         "decode_speed_while_writing": round(
-            middle(lambda each: each.decode_seconds / each.written_decode_seconds), 4
+            middle(lambda one: one.decode_seconds / one.written_decode_seconds), 4
         ),
         "prefill_speed_while_writing": round(
-            middle(lambda each: each.prefill_seconds / each.written_prefill_seconds), 4
+            middle(lambda one: one.prefill_seconds / one.written_prefill_seconds), 4
         ),
         "peak_bytes": round(peak),
         "peak_over_restored": round(peak / restored, 3),
@@ -332,7 +341,7 @@ def _our_figures(load: Load, rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def _lines(load: Load, ours: dict[str, Any], theirs: dict[str, Any]) -> list[Line]:
+def _lines(load: RestoreLoad, ours: dict[str, Any], theirs: dict[str, Any]) -> list[Line]:
     def at_least(label: str, value: float, goal: str, form: str) -> Line:
         aim = GOALS[goal]
         return Line(label, format(value, form), "", f">= {format(aim, form)}", value >= aim)

@@ -83,7 +83,7 @@ def random_llama(
             tie_word_embeddings=False,
         )
     )
-    return _randomised(model, seed)
+    return _randomized(model, seed)
 
 
 def random_hybrid(
@@ -100,9 +100,11 @@ def random_hybrid(
     vocabulary_size: int,
     seed: int = 0,
 ) -> nn.Module:
-    """Make mlx-lm's Qwen3-Next with random float32 weights, evaluated: of `full_every` layers one
-    is attention, and the others are gated delta nets with `state_heads` states of `state_dim`
-    squared numbers."""
+    """Make mlx-lm's Qwen3-Next with random float32 weights, evaluated.
+
+    One of `full_every` layers is attention. The others are gated delta nets with `state_heads`
+    states of `state_dim` squared numbers.
+    """
     model = qwen3_next.Model(
         qwen3_next.ModelArgs(
             model_type="qwen3_next",
@@ -132,12 +134,14 @@ def random_hybrid(
             tie_word_embeddings=False,
         )
     )
-    return _randomised(model, seed)
+    return _randomized(model, seed)
 
 
 def random_falcon(*, vocabulary_size: int, layers: int = 2, seed: int = 0) -> nn.Module:
-    """Make a small Falcon-H1 of mlx-lm's with random float32 weights, evaluated: attention and a
-    Mamba state in every layer."""
+    """Make a small Falcon-H1 of mlx-lm's with random float32 weights, evaluated.
+
+    Every layer has attention and a Mamba state.
+    """
     model = falcon_h1.Model(
         falcon_h1.ModelArgs(
             hidden_size=128,
@@ -155,10 +159,10 @@ def random_falcon(*, vocabulary_size: int, layers: int = 2, seed: int = 0) -> nn
             tie_word_embeddings=False,
         )
     )
-    return _randomised(model, seed)
+    return _randomized(model, seed)
 
 
-def _randomised(model: Any, seed: int) -> nn.Module:
+def _randomized(model: Any, seed: int) -> nn.Module:
     """Draw all weights, each a matrix or a norm; evaluated."""
     parameters = dict(tree_flatten(model.parameters()))
     shapes = [(name, weights.shape) for name, weights in parameters.items()]
@@ -166,8 +170,8 @@ def _randomised(model: Any, seed: int) -> nn.Module:
     drawn = [(name, _drawn(keys[i], shape)) for i, (name, shape) in enumerate(shapes)]
     model.update(tree_unflatten(drawn))
     mx.eval(model.parameters())
-    made: nn.Module = model.eval()
-    return made
+    evaluated: nn.Module = model.eval()
+    return evaluated
 
 
 def _drawn(key: mx.array, shape: tuple[int, ...]) -> mx.array:
@@ -355,7 +359,7 @@ class QuantizedSides:
         keys: (1, heads, tokens, dim).
         values: the same.
         bits: of a number.
-        group_size: neighbours that share a scale and an offset.
+        group_size: neighbors that share a scale and an offset.
     """
 
     def __init__(self, keys: mx.array, values: mx.array, *, bits: int, group_size: int) -> None:
@@ -384,7 +388,7 @@ class QuantizedSides:
 
     def attend(self, queries: mx.array) -> mx.array:
         """Let queries (heads, m, dim), already scaled, read it: (heads, m, dim)."""
-        found: mx.array = quantized_scaled_dot_product_attention(
+        mixed: mx.array = quantized_scaled_dot_product_attention(
             queries[None].astype(self._dtype),
             *self._sides,
             scale=1.0,
@@ -392,4 +396,4 @@ class QuantizedSides:
             group_size=self._cache.group_size,
             bits=self._cache.bits,
         )
-        return found[0]
+        return mixed[0]

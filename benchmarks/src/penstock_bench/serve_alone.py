@@ -1,5 +1,8 @@
-"""The engine without a server: `python -m penstock_bench.serve_alone FOLDER BLOCK_SIZE JSON`,
-with settings of codecs as the JSON.
+"""The engine without a server.
+
+    python -m penstock_bench.serve_alone FOLDER BLOCK_SIZE JSON
+
+The JSON holds settings of codecs.
 
 Each line of standard input is a job, `{"prompts": [[token, ...], ...], "max_tokens": n}`; each
 line of standard output says how long it took. The end of the input is the end.

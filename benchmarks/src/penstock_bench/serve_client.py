@@ -20,7 +20,7 @@ import h11
 import httpx
 
 PATIENCE_SECONDS = 600.0
-"""How long a client waits for the next byte; a slow server is slow, not wrong."""
+"""Seconds that a client waits for the next byte; a slow server is slow, not wrong."""
 FORK_AFTER = 2
 """Turns after which a session that forks goes on twice."""
 EDIT_AT = 3
@@ -38,7 +38,7 @@ class Reply:
     turn: int
     sent: float
     text_times: list[float] = field(default_factory=list)
-    """When each piece of text came; without streaming one, with all of it."""
+    """Times at which pieces of text came; without streaming there is one."""
     ended: float = 0.0
     text: str = ""
     prompt_tokens: int = 0
@@ -63,7 +63,7 @@ class Session:
 
     lines: Sequence[str]
     fork: Sequence[str] = ()
-    """What its second branch says from `FORK_AFTER` on, beside the first."""
+    """Lines of the second branch from `FORK_AFTER` on."""
     edit: str | None = None
     """Said at `EDIT_AT`, where the turn before is forgotten."""
 
@@ -143,10 +143,10 @@ class Client:
         if response.status_code != httpx.codes.OK:
             reply.error = f"{response.status_code}: {response.content[:200]!r}"
             return
-        found = response.json()
-        reply.text = found["choices"][0]["message"]["content"] or ""
+        body = response.json()
+        reply.text = body["choices"][0]["message"]["content"] or ""
         reply.text_times.append(time.perf_counter())
-        _count(found["usage"], reply)
+        _count(body["usage"], reply)
 
 
 class _Pieces(asyncio.Protocol):

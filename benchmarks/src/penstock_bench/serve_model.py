@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from penstock import config
 from penstock.models.mlx_lm import load
 from penstock.recall import MODEL_PATH, count_tokens, dialogue, vocabulary
-from penstock_bench.models import Choice, LlamaShape, bench_model
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -32,18 +32,18 @@ _FACT_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class ServedFolder:
     """A model that both servers load, and what a record says of it."""
 
     path: Path
     name: str
     block_size: int
-    """Of our engine, tokens."""
+    """Block size of our engine, in tokens."""
     parameters: int
     kv_bytes_per_token: int
     dtype: str = "float32"
     codec_settings: dict[str, Any] = field(default_factory=dict)
-    """What our engine is told of codecs."""
+    """Settings of codecs for our engine, by name."""
 
     def as_object(self) -> dict[str, Any]:
         """Return what a record says of the model."""
@@ -56,9 +56,9 @@ class Folder:
 
 
 @contextmanager
-def model_folder(choice: Choice, shape: LlamaShape | None = None) -> Iterator[Folder]:
+def model_folder(choice: ModelChoice, shape: LlamaShape | None = None) -> Iterator[ServedFolder]:
     """Yield the embedded model's folder, or a temporary one with the random llama in it."""
-    if choice is Choice.EMBEDDED:
+    if choice is ModelChoice.EMBEDDED:
         yield _described(MODEL_PATH, choice, None)
         return
     with TemporaryDirectory(prefix="penstock-bench-") as place:
@@ -74,15 +74,15 @@ def write_random(folder: Path, shape: LlamaShape | None = None) -> None:
     head are zero, and the largest of the words' logits is above zero. So every answer has its
     full length, and its text, sent back with the next turn, has the same tokens again.
     """
-    made = bench_model(Choice.RANDOM, shape)
+    model = bench_model(ModelChoice.RANDOM, shape)
     folder.mkdir(parents=True)
-    weights = dict(tree_flatten(made.model.parameters()))
-    said = mx.array(_word_mask(made.tokenizer, made.model.args.vocab_size))
+    weights = dict(tree_flatten(model.model.parameters()))
+    said = mx.array(_word_mask(model.tokenizer, model.model.args.vocab_size))
     weights["lm_head.weight"] = weights["lm_head.weight"] * said[:, None]
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     _, tokenizer = load(MODEL_PATH)
     settings = {
-        **asdict(made.model.args),
+        **asdict(model.model.args),
         "architectures": ["LlamaForCausalLM"],
         "torch_dtype": "float32",
         "max_position_embeddings": config.MAX_KV_SIZE,
@@ -105,9 +105,11 @@ def _word_mask(tokenizer: Any, vocabulary_size: int) -> list[float]:
     return mask
 
 
-def _described(path: Path, choice: Choice, shape: LlamaShape | None) -> Folder:
-    made = bench_model(choice, shape)
-    return Folder(path, made.name, config.BLOCK_SIZE, made.parameters, made.kv_bytes_per_token)
+def _described(path: Path, choice: ModelChoice, shape: LlamaShape | None) -> ServedFolder:
+    model = bench_model(choice, shape)
+    return ServedFolder(
+        path, model.name, config.BLOCK_SIZE, model.parameters, model.kv_bytes_per_token
+    )
 
 
 # ---------------------------------------------------------------- what is said
@@ -121,30 +123,30 @@ def system_prompt(tokens: int, seed: int = 0) -> str:
     """
     text = _SAID
     used = count_tokens([{"role": "system", "content": text}])
-    for told in _lines(seed, tokens):
-        used += count_tokens([{"role": "", "content": told}]) - 3  # no role, no end, one start
+    for fact in _lines(seed, tokens):
+        used += count_tokens([{"role": "", "content": fact}]) - 3  # no role, no end, one start
         if used > tokens:
             break
-        text += f" {told}"
+        text += f" {fact}"
     return text
 
 
 def lines(seed: int, count: int, tokens: int) -> list[str]:
     """Return `count` messages of a user, each of about `tokens` tokens, by seed."""
-    told = _lines(seed + 1_000, (count + 1) * (tokens + _FACT_TOKENS))
-    found = []
+    facts = _lines(seed + 1_000, (count + 1) * (tokens + _FACT_TOKENS))
+    messages = []
     for _ in range(count):
-        line = next(told)
+        line = next(facts)
         while count_tokens([{"role": "user", "content": line}]) < tokens:
-            line += f" {next(told)}"
-        found.append(line)
-    return found
+            line += f" {next(facts)}"
+        messages.append(line)
+    return messages
 
 
 def _lines(seed: int, tokens: int) -> Iterator[str]:
     """Yield what a user says in a seeded dialogue, long enough for `tokens` tokens of it."""
-    made = dialogue(seed, tokens=4 * tokens + 256, facts=tokens // _FACT_TOKENS)
-    return (said["content"] for said in made.messages if said["role"] == "user")
+    own = dialogue(seed, tokens=4 * tokens + 256, facts=tokens // _FACT_TOKENS)
+    return (said["content"] for said in own.messages if said["role"] == "user")
 
 
 def poisson_times(rate: float, count: int, seed: int = 0) -> list[float]:

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure  # not pyplot: no screen is needed, no stat
 
 from penstock_bench.report import Report
 
-COLOURS = {"penstock": "tab:blue", "mlx-lm": "tab:orange"}
+COLORS = {"penstock": "tab:blue", "mlx-lm": "tab:orange"}
 DPI = 110
 SIDE_STEP = 0.16
-"""How far the dots of one server stand beside the turn's number."""
+"""Distance of one server's dots from the turn's number."""
 
 
 def draw(report: Report, file: Path) -> None:
@@ -23,11 +23,11 @@ def draw(report: Report, file: Path) -> None:
     figure = Figure(figsize=(13, 3.8))
     memory, first, gaps = figure.subplots(1, 3)
     for place, (who, phases) in enumerate(rounds.items()):
-        colour = COLOURS[who]
+        color = COLORS[who]
         replies = [reply for phase in phases for reply in phase["replies"]]
-        _draw_memory(memory, phases[0], who, colour)
-        _draw_first(first, replies, who, colour, (2 * place - 1) * SIDE_STEP)
-        _draw_gaps(gaps, replies, who, colour)
+        _draw_memory(memory, phases[0], who, color)
+        _draw_first(first, replies, who, color, (2 * place - 1) * SIDE_STEP)
+        _draw_gaps(gaps, replies, who, color)
     for pane in (memory, first, gaps):
         pane.legend(fontsize="small")
     load = report.raw["load"]
@@ -45,26 +45,26 @@ def draw(report: Report, file: Path) -> None:
     figure.savefig(file, dpi=DPI)
 
 
-def _draw_memory(pane: Axes, phase: Mapping[str, Any], who: str, colour: str) -> None:
+def _draw_memory(pane: Axes, phase: Mapping[str, Any], who: str, color: str) -> None:
     times, nbytes = zip(*phase["memory"], strict=True)
-    pane.plot(times, [n / 1e6 for n in nbytes], color=colour, label=who)
-    pane.axhline(phase["idle_bytes"] / 1e6, color=colour, lw=0.7, ls=":", label=f"{who}, idle")
+    pane.plot(times, [n / 1e6 for n in nbytes], color=color, label=who)
+    pane.axhline(phase["idle_bytes"] / 1e6, color=color, lw=0.7, ls=":", label=f"{who}, idle")
 
 
 def _draw_first(
-    pane: Axes, replies: Sequence[Mapping[str, Any]], who: str, colour: str, aside: float
+    pane: Axes, replies: Sequence[Mapping[str, Any]], who: str, color: str, aside: float
 ) -> None:
     answered = [reply for reply in replies if reply["text_times"]]
     turns = [reply["turn"] + 1 + aside for reply in answered]
     seconds = [max(1e-3, reply["text_times"][0] - reply["sent"]) for reply in answered]
-    pane.plot(turns, seconds, "o", color=colour, alpha=0.6, label=who)
+    pane.plot(turns, seconds, "o", color=color, alpha=0.6, label=who)
 
 
-def _draw_gaps(pane: Axes, replies: Sequence[Mapping[str, Any]], who: str, colour: str) -> None:
-    found = sorted(
+def _draw_gaps(pane: Axes, replies: Sequence[Mapping[str, Any]], who: str, color: str) -> None:
+    times = sorted(
         1e3 * (after - before)
         for reply in replies
         for before, after in zip(reply["text_times"], reply["text_times"][1:], strict=False)
     )
-    shares = [(place + 1) / len(found) for place in range(len(found))]
-    pane.plot([max(0.1, gap) for gap in found], shares, color=colour, label=who)
+    shares = [(place + 1) / len(times) for place in range(len(times))]
+    pane.plot([max(0.1, gap) for gap in times], shares, color=color, label=who)

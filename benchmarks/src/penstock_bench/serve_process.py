@@ -28,7 +28,7 @@ from penstock.blas import VARIABLE as BLAS_VARIABLE
 from penstock.blas import load_blas
 from penstock.errors import PenstockError
 from penstock_bench.serve_client import Reply, connected
-from penstock_bench.serve_model import Folder
+from penstock_bench.serve_model import ServedFolder
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
@@ -42,7 +42,7 @@ class ServerFailed(PenstockError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ServerCommand:
     """How a server is started, asked, and stopped."""
 
     name: str
@@ -51,19 +51,19 @@ class Kind:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def ours(folder: Folder, port: int) -> Kind:
+def ours(folder: ServedFolder, port: int) -> ServerCommand:
     """Return penstock's server with its defaults, and the codec that is measured."""
     flags = ["--host", HOST, "--port", str(port), "--block-size", str(folder.block_size)]
     for name, value in folder.codec_settings.items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
-    return Kind(
+    return ServerCommand(
         "penstock",
         (sys.executable, "-m", "penstock", "serve", str(folder.path), *flags),
         signal.SIGTERM,
     )
 
 
-def rival(folder: Folder, port: int) -> Kind:
+def rival(folder: ServedFolder, port: int) -> ServerCommand:
     """Return mlx-lm's server with its defaults, and with the BLAS that penstock loads.
 
     Without it, it would multiply about 30 times slower on a Linux CPU.
@@ -71,7 +71,7 @@ def rival(folder: Folder, port: int) -> Kind:
     flags = ["--host", HOST, "--port", str(port), "--log-level", "WARNING"]
     blas = load_blas()
     preloaded = sys.platform == "linux" and blas.is_fast and ".so" in blas.name
-    return Kind(
+    return ServerCommand(
         "mlx-lm",
         (sys.executable, "-m", "mlx_lm", "server", "--model", str(folder.path), *flags),
         signal.SIGINT,
@@ -80,13 +80,13 @@ def rival(folder: Folder, port: int) -> Kind:
 
 
 @dataclass(slots=True)
-class Server:
+class RunningServer:
     """A server that answers, as seen from outside."""
 
     name: str
     url: str
     model: str
-    """What requests call the model."""
+    """Name of the model in requests."""
     process: psutil.Process
     start_seconds: float
     idle_bytes: int = 0
@@ -94,7 +94,7 @@ class Server:
 
 
 @contextmanager
-def serving(kind: Kind, port: int) -> Iterator[Server]:
+def serving(kind: ServerCommand, port: int) -> Iterator[RunningServer]:
     """Start a server, wait until it has answered once, and stop it at the end.
 
     Raises:
@@ -105,7 +105,7 @@ def serving(kind: Kind, port: int) -> Iterator[Server]:
         url = f"http://{HOST}:{port}"
         try:
             model = _wait(process, log, url, kind)
-            server = Server(
+            server = RunningServer(
                 kind.name,
                 url,
                 model,
@@ -124,7 +124,7 @@ def serving(kind: Kind, port: int) -> Iterator[Server]:
             stop(process, kind.stop_signal)
 
 
-async def _warm_up(server: Server) -> Reply:
+async def _warm_up(server: RunningServer) -> Reply:
     async with connected(server.url, server.model) as client:
         return await client.ask([{"role": "user", "content": "Hello!"}], WARM_UP_TOKENS)
 
@@ -153,7 +153,7 @@ def _plain_environment() -> dict[str, str]:
     }
 
 
-def _wait(process: subprocess.Popen[bytes], log: IO[bytes], url: str, kind: Kind) -> str:
+def _wait(process: subprocess.Popen[bytes], log: IO[bytes], url: str, kind: ServerCommand) -> str:
     """Wait until the server answers, and return what it calls its model."""
     until = time.monotonic() + START_SECONDS
     with httpx.Client(base_url=url, trust_env=False) as http:
@@ -285,12 +285,12 @@ class Alone:
         line = out.readline()
         if not line:
             raise ServerFailed("the engine's process has died")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 @contextmanager
-def engine_alone(folder: Folder) -> Iterator[Alone]:
+def engine_alone(folder: ServedFolder) -> Iterator[Alone]:
     """Start the engine with the server's defaults in a process of its own."""
     arguments = [
         sys.executable,

@@ -13,8 +13,8 @@ from penstock.kv import backend
 from penstock_bench.engine_runs import (
     OURS,
     RIVAL,
+    Comparison,
     EngineShape,
-    Found,
     MakeSide,
     Ours,
     Run,
@@ -29,7 +29,7 @@ from penstock_bench.engine_runs import (
     size,
     speed,
 )
-from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import PREFILL_BATCH, PREFILL_STEP_TOKENS, Batched
 
@@ -43,10 +43,10 @@ GOALS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SharedPrefixLoad:
     """Sizes in tokens and sequences."""
 
-    model: Choice = Choice.RANDOM
+    model: ModelChoice = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
     conversations: int = 8
     prefix_tokens: tuple[int, ...] = (8_192, 2_048)
@@ -55,7 +55,7 @@ class Load:
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
     cold_rounds: int = 1
-    """mlx-lm reads the prefix for every conversation, which takes minutes; 0 leaves it out."""
+    """Rounds in which mlx-lm reads the prefix for every conversation, which takes minutes."""
 
     def task(self, model: BenchModel, prefix_tokens: int) -> Task:
         """Make the prompts. Nothing is known before: all conversations come at once."""
@@ -74,7 +74,7 @@ class Knowing(Batched):
     Its server would have to be told the prefix by an earlier request. Ours begins with nothing.
     """
 
-    def __init__(self, model: BenchModel, load: Load, prefix_tokens: int) -> None:
+    def __init__(self, model: BenchModel, load: SharedPrefixLoad, prefix_tokens: int) -> None:
         super().__init__(model.model, load.conversations)
         self.learn(model.prompt(prefix_tokens, seed=0))
 
@@ -83,25 +83,25 @@ class Knowing(Batched):
 class Sharing:
     """What one length of the prefix showed."""
 
-    found: Found
+    comparison: Comparison
     """Our engine cold, mlx-lm's with the prefix in its prompt cache."""
     cold: list[Run]
-    """mlx-lm's without; only the time to the first tokens counts."""
+    """Runs of mlx-lm without the prefix, whose time to the first tokens alone counts."""
     block_size: int
-    """Of our engine, tokens."""
+    """Block size of our engine, in tokens."""
 
     def ratios(self) -> dict[str, float]:
         """Return the ratios; prefill is compared cold with cold, if mlx-lm's was measured."""
         if not self.cold:
-            return {k: v for k, v in ratios(self.found).items() if k != "prefill_speed"}
+            return {k: v for k, v in ratios(self.comparison).items() if k != "prefill_speed"}
         seconds = statistics.median(run.first_seconds for run in self.cold)
-        ours = self.found.median(OURS, "first_seconds")
-        return {**ratios(self.found), "prefill_speed": round(seconds / ours, 3)}
+        ours = self.comparison.median(OURS, "first_seconds")
+        return {**ratios(self.comparison), "prefill_speed": round(seconds / ours, 3)}
 
     def figures(self, who: str) -> dict[str, Any]:
         """Return the figures of one side, and how much of the prompts it computed."""
-        known = figures(self.found, who)
-        cold = self.cold if who == RIVAL else self.found.timed[who]
+        known = figures(self.comparison, who)
+        cold = self.cold if who == RIVAL else self.comparison.timed[who]
         if not cold:
             return {k: v for k, v in known.items() if not k.startswith("prefill_")}
         seconds = statistics.median(run.first_seconds for run in cold)
@@ -115,20 +115,20 @@ class Sharing:
         }
 
 
-def measure(load: Load) -> Report:
+def measure(load: SharedPrefixLoad) -> Report:
     """Run every length of the prefix on both sides, turn by turn."""
     model = bench_model(load.model, load.llama)
     sharing = {count: _measure_one(load, model, count) for count in load.prefix_tokens}
     return report(load, model, sharing)
 
 
-def _measure_one(load: Load, model: BenchModel, prefix_tokens: int) -> Sharing:
+def _measure_one(load: SharedPrefixLoad, model: BenchModel, prefix_tokens: int) -> Sharing:
     task = load.task(model, prefix_tokens)
     makers: dict[str, MakeSide] = {
         OURS: lambda: Ours(model, load.conversations, load.engine),
         RIVAL: lambda: Knowing(model, load, prefix_tokens),
     }
-    found = compare(makers, task, load.rounds, alike=load.engine.exact)
+    comparison = compare(makers, task, load.rounds, alike=load.engine.exact)
     batch = fitting_batch(model, prefix_tokens + load.suffix_tokens)
     first = Task(task.prompts, 1)
     cold = [
@@ -138,8 +138,8 @@ def _measure_one(load: Load, model: BenchModel, prefix_tokens: int) -> Sharing:
             lambda: Batched(model.model, load.conversations, prefill_batch=batch), first
         )
     ]
-    check_same_tokens({RIVAL: found.watched[RIVAL], f"{RIVAL}, cold": cold})
-    return Sharing(found, cold, load.engine.block_size or model.block_size)
+    check_same_tokens({RIVAL: comparison.watched[RIVAL], f"{RIVAL}, cold": cold})
+    return Sharing(comparison, cold, load.engine.block_size or model.block_size)
 
 
 def fitting_batch(model: BenchModel, tokens: int) -> int:
@@ -155,7 +155,7 @@ def fitting_batch(model: BenchModel, tokens: int) -> int:
     return max(1, min(PREFILL_BATCH, room // (2 * scores)))
 
 
-def report(load: Load, model: BenchModel, sharing: Mapping[int, Sharing]) -> Report:
+def report(load: SharedPrefixLoad, model: BenchModel, sharing: Mapping[int, Sharing]) -> Report:
     """Set both sides against each other and against the goals."""
     names = {count: f"{load.conversations} x {count:,}" for count in sharing}
     ratio = {names[count]: one.ratios() for count, one in sharing.items()}
@@ -180,7 +180,7 @@ def report(load: Load, model: BenchModel, sharing: Mapping[int, Sharing]) -> Rep
         raw={
             "load": asdict(load),
             "model": model.as_object(),
-            "runs": {names[count]: one.found.as_object() for count, one in sharing.items()},
+            "runs": {names[count]: one.comparison.as_object() for count, one in sharing.items()},
             "cold": {
                 names[count]: [run.first_seconds for run in one.cold]
                 for count, one in sharing.items()
@@ -190,10 +190,12 @@ def report(load: Load, model: BenchModel, sharing: Mapping[int, Sharing]) -> Rep
     )
 
 
-def _lines(load: Load, shape: str, one: Sharing, goal: Mapping[str, float]) -> list[Line]:
+def _lines(
+    load: SharedPrefixLoad, shape: str, one: Sharing, goal: Mapping[str, float]
+) -> list[Line]:
     ours, theirs, ratio = one.figures(OURS), one.figures(RIVAL), one.ratios()
     computed = ours["computed_prompt_tokens"]
-    prefix = max(0, len(one.found.task.prompts[0]) - load.suffix_tokens)
+    prefix = max(0, len(one.comparison.task.prompts[0]) - load.suffix_tokens)
     # What each conversation reads for itself: its suffix, and what it shares of a block.
     once = prefix + load.conversations * (load.suffix_tokens + one.block_size)
 

@@ -11,8 +11,8 @@ from penstock.errors import SettingError
 from penstock_bench.engine_runs import (
     OURS,
     RIVAL,
+    Comparison,
     EngineShape,
-    Found,
     MakeSide,
     Ours,
     Side,
@@ -27,7 +27,7 @@ from penstock_bench.engine_runs import (
     size,
     speed,
 )
-from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Batched, Solo
 
@@ -49,15 +49,16 @@ MACHINERY = 0.01
 STRAIGHT = 0.98
 """Goal: share of the variance of the steps' cost that a straight line explains."""
 CURVE_PREFILL_TOKENS = 512
-"""mlx-lm's prefill on the way to the curve's lengths; in chunks of 2,048 its scores at 32,768
-tokens take 8 GB. It is not timed."""
+"""Chunk of mlx-lm's prefill on the way to the curve's lengths, in tokens; it is not timed.
+
+In chunks of 2,048 its scores at 32,768 tokens take 8 GB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SingleLoad:
     """Sizes in tokens and sequences."""
 
-    model: Choice = Choice.RANDOM
+    model: ModelChoice = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
     shapes: tuple[Shape, ...] = tuple(GOALS)
     decode_tokens: int = 32
@@ -110,15 +111,15 @@ class Curve:
         }
 
 
-def measure(load: Load) -> Report:
+def measure(load: SingleLoad) -> Report:
     """Run every shape on both sides, turn by turn, and then the curve."""
     model = bench_model(load.model, load.llama)
-    found = {shape: _measure_one(load, model, shape) for shape in load.shapes}
+    comparisons = {shape: _measure_one(load, model, shape) for shape in load.shapes}
     curve = measure_curve(load, model) if load.curve_tokens else None
-    return report(load, model, found, curve)
+    return report(load, model, comparisons, curve)
 
 
-def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Found:
+def _measure_one(load: SingleLoad, model: BenchModel, shape: Shape) -> Comparison:
     batch_size = shape[0]
     makers: dict[str, MakeSide] = {
         OURS: lambda: Ours(model, batch_size, load.engine),
@@ -128,15 +129,15 @@ def _measure_one(load: Load, model: BenchModel, shape: Shape) -> Found:
     return compare(makers, load.task(model, shape), load.rounds, alike=load.engine.exact)
 
 
-def _figures(found: Found, who: str) -> dict[str, Any]:
+def _figures(comparison: Comparison, who: str) -> dict[str, Any]:
     """Return the figures of one side; of ours, the share of all time that is not the model's."""
-    own = figures(found, who)
+    own = figures(comparison, who)
     if who == OURS:
-        own["machinery_share"] = round(found.median(OURS, "machinery_share"), 5)
+        own["machinery_share"] = round(comparison.median(OURS, "machinery_share"), 5)
     return own
 
 
-def measure_curve(load: Load, model: BenchModel) -> Curve:
+def measure_curve(load: SingleLoad, model: BenchModel) -> Curve:
     """Time steps at every length, both sides alive and asked in turn.
 
     Each length is learned first, from the one before: nothing is read twice.
@@ -163,13 +164,16 @@ def measure_curve(load: Load, model: BenchModel) -> Curve:
 
 
 def report(
-    load: Load, model: BenchModel, found: Mapping[Shape, Found], curve: Curve | None
+    load: SingleLoad,
+    model: BenchModel,
+    comparisons: Mapping[Shape, Comparison],
+    curve: Curve | None,
 ) -> Report:
     """Set both sides against each other and against the goals."""
-    ratio = {name(shape): ratios(of) for shape, of in found.items()}
-    lines = [line for shape, of in found.items() for line in _lines(shape, of)]
+    ratio = {name(shape): ratios(of) for shape, of in comparisons.items()}
+    lines = [line for shape, of in comparisons.items() for line in _lines(shape, of)]
     sides: dict[str, dict[str, Any]] = {
-        who: {name(shape): _figures(of, who) for shape, of in found.items()}
+        who: {name(shape): _figures(of, who) for shape, of in comparisons.items()}
         for who in (OURS, RIVAL)
     }
     if curve is not None:
@@ -193,7 +197,7 @@ def report(
         raw={
             "load": asdict(load),
             "model": model.as_object(),
-            "runs": {name(shape): of.as_object() for shape, of in found.items()},
+            "runs": {name(shape): of.as_object() for shape, of in comparisons.items()},
             "curve": None if curve is None else asdict(curve),
         },
         dtype=model.dtype,
@@ -205,8 +209,9 @@ def name(shape: Shape) -> str:
     return f"{shape[0]} x {shape[1]:,}"
 
 
-def _lines(shape: Shape, found: Found) -> list[Line]:
-    ours, theirs, ratio = _figures(found, OURS), _figures(found, RIVAL), ratios(found)
+def _lines(shape: Shape, comparison: Comparison) -> list[Line]:
+    ours, theirs = _figures(comparison, OURS), _figures(comparison, RIVAL)
+    ratio = ratios(comparison)
     goal = GOALS.get(shape, {})
 
     def line(figure: str, key: str, times: str) -> Line:

@@ -49,7 +49,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TraceLoad:
     """What is replayed and how."""
 
     shares: Sequence[float] = (0.01, 0.02, 0.05, 0.10, 0.25, 0.50)
@@ -199,7 +199,7 @@ def optimum(trace: Trace, capacity_blocks: int) -> float:
 POLICIES: dict[str, Callable[[], Policy]] = {"penstock": HalfLife, RIVAL: LeastRecent}
 
 
-def measure(file: Path, load: Load) -> Report:
+def measure(file: Path, load: TraceLoad) -> Report:
     """Replay the trace at every capacity, under our policy and under plain LRU."""
     trace = read_trace(file)
     replays: dict[float, dict[str, Replay]] = {}
@@ -215,7 +215,7 @@ def measure(file: Path, load: Load) -> Report:
 
 def report(
     trace: Trace,
-    load: Load,
+    load: TraceLoad,
     replays: dict[float, dict[str, Replay]],
     optima: dict[float, float],
 ) -> Report:
@@ -249,7 +249,7 @@ def report(
             "unique_blocks": trace.unique_blocks,
             "input_tokens": trace.input_tokens,
             "replays": {
-                _name(share): {who: asdict(found) for who, found in of.items()}
+                _name(share): {who: asdict(replay) for who, replay in of.items()}
                 for share, of in replays.items()
             },
         },

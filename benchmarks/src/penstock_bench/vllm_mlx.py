@@ -51,7 +51,7 @@ class WidenedSides:
         keys: (1, heads, tokens, dim).
         values: the same.
         bits: of a number.
-        group_size: neighbours that share a scale and an offset.
+        group_size: neighbors that share a scale and an offset.
     """
 
     def __init__(self, keys: mx.array, values: mx.array, *, bits: int, group_size: int) -> None:
@@ -77,8 +77,10 @@ class WidenedSides:
         return cache.keys, cache.values
 
     def attend(self, queries: mx.array) -> mx.array:
-        """Let queries (heads, m, dim), already scaled, read what a hit has dequantized, once:
-        (heads, m, dim)."""
+        """Let queries read what a hit has dequantized, once.
+
+        queries: (heads, m, dim), already scaled. Returns (heads, m, dim).
+        """
         if self._wide is None:
             self._wide = self.dequantize()
             mx.eval(*self._wide)

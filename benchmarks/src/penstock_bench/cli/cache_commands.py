@@ -27,10 +27,10 @@ def growth(
 
     The other side is mlx-lm's window. Exits with 1 if a goal is not met.
     """
-    from penstock_bench.growth import Shape, measure
+    from penstock_bench.growth import GrowthShape, measure
     from penstock_bench.growth_picture import draw
 
-    shape = Shape(layers=layers, window_tokens=window, read_tokens=tokens, rounds=rounds)
+    shape = GrowthShape(layers=layers, window_tokens=window, read_tokens=tokens, rounds=rounds)
     plot = docs and docs / "growth.png"
     finish(measure(shape), as_json=as_json, save=save, plot=plot, draw=draw)
 
@@ -48,9 +48,9 @@ def recall(
 
     The other side is mlx-lm's window of the same size. Exits with 1 if a goal is not met.
     """
-    from penstock_bench.recall import Load, measure, write_page
+    from penstock_bench.window_recall import RecallLoad, measure, write_page
 
-    report = measure(Load(dialogues=dialogues, tokens=tokens))
+    report = measure(RecallLoad(dialogues=dialogues, tokens=tokens))
     finish(report, as_json=as_json, save=save, plot=docs, draw=write_page)
 
 
@@ -63,6 +63,6 @@ def store(
 
     The other side is vllm-mlx's cache, where it is installed. Exits with 1 if a goal is not met.
     """
-    from penstock_bench.store import Load, measure
+    from penstock_bench.prefix_store import StoreLoad, measure
 
-    finish(measure(Load(rounds=rounds)), as_json=as_json, save=save)
+    finish(measure(StoreLoad(rounds=rounds)), as_json=as_json, save=save)

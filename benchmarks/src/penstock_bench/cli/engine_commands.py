@@ -55,11 +55,11 @@ def shared_prefix(
 
     Measures speed and bytes. The other side is mlx-lm's batches. Exits with 1 if a goal is not met.
     """
-    from penstock_bench.models import Choice
-    from penstock_bench.shared_prefix import Load, measure
+    from penstock_bench.models import ModelChoice
+    from penstock_bench.shared_prefix import SharedPrefixLoad, measure
 
-    load = Load(
-        Choice(model),
+    load = SharedPrefixLoad(
+        ModelChoice(model),
         engine=engine_shape(codec),
         conversations=conversations,
         rounds=rounds,
@@ -86,11 +86,11 @@ def hit(
     Counts the bytes that are copied, too. The other side is mlx-lm's prompt cache. Exits with 1 if
     a goal is not met.
     """
-    from penstock_bench.hit import Load, measure
-    from penstock_bench.models import Choice
+    from penstock_bench.hit import HitLoad, measure
+    from penstock_bench.models import ModelChoice
 
     engine = engine_shape(codec)
-    report = measure(Load(Choice(model), engine=engine, known_tokens=tokens, rounds=rounds))
+    report = measure(HitLoad(ModelChoice(model), engine=engine, known_tokens=tokens, rounds=rounds))
     finish(report, as_json=as_json, save=save, plot=plot)
 
 
@@ -110,11 +110,13 @@ def restore(
     Measures the cost of writing, too. The other side is mlx-lm's file of a prompt. Files are
     written to the folder for temporary files (TMPDIR). Exits with 1 if a goal is not met.
     """
-    from penstock_bench.models import Choice
-    from penstock_bench.restore import Load, measure
+    from penstock_bench.models import ModelChoice
+    from penstock_bench.restore import RestoreLoad, measure
 
     engine = engine_shape(codec)
-    report = measure(Load(Choice(model), engine=engine, known_tokens=tokens, rounds=rounds))
+    report = measure(
+        RestoreLoad(ModelChoice(model), engine=engine, known_tokens=tokens, rounds=rounds)
+    )
     finish(report, as_json=as_json, save=save, plot=plot)
 
 
@@ -133,10 +135,10 @@ def ragged(
     Measures speed and bytes. The other side is mlx-lm's padded batches. Exits with 1 if a goal is
     not met.
     """
-    from penstock_bench.models import Choice
-    from penstock_bench.ragged import Load, measure
+    from penstock_bench.models import ModelChoice
+    from penstock_bench.ragged import RaggedLoad, measure
 
-    report = measure(Load(Choice(model), engine=engine_shape(codec), rounds=rounds))
+    report = measure(RaggedLoad(ModelChoice(model), engine=engine_shape(codec), rounds=rounds))
     finish(report, as_json=as_json, save=save, plot=plot)
 
 
@@ -166,10 +168,10 @@ def single(
     Measures speed and the cost of a step. The other side is mlx-lm, alone and in batches. Exits
     with 1 if a goal is not met.
     """
-    from penstock_bench.models import Choice
-    from penstock_bench.single import Load, measure
+    from penstock_bench.models import ModelChoice
+    from penstock_bench.single import SingleLoad, measure
 
-    load = Load(Choice(model), engine=engine_shape(codec), rounds=rounds)
+    load = SingleLoad(ModelChoice(model), engine=engine_shape(codec), rounds=rounds)
     load = replace(load, curve_tokens=load.curve_to(longest))
     if curve_only:
         if not longest:
@@ -208,10 +210,10 @@ def quantized(
     goal is not met.
     """
     from penstock_bench.engine_runs import EngineShape
-    from penstock_bench.models import Choice
-    from penstock_bench.quantized import Load, measure
+    from penstock_bench.models import ModelChoice
+    from penstock_bench.quantized_runs import QuantizedLoad, measure
 
-    load = Load(codec, Choice(model), engine=EngineShape(**min_tokens), rounds=rounds)
+    load = QuantizedLoad(codec, ModelChoice(model), engine=EngineShape(**min_tokens), rounds=rounds)
     lengths = tuple(tokens for tokens in load.lengths if tokens <= longest)
     finish(measure(replace(load, lengths=lengths)), as_json=as_json, save=save, plot=plot)
 
@@ -231,7 +233,7 @@ def hybrid(
 
     The other side is mlx-lm's server cache. Exits with 1 if a goal is not met.
     """
-    from penstock_bench.hybrid import Load, measure
+    from penstock_bench.hybrid import HybridLoad, measure
 
-    report = measure(Load(engine=engine_shape(codec), known_tokens=known, rounds=rounds))
+    report = measure(HybridLoad(engine=engine_shape(codec), known_tokens=known, rounds=rounds))
     finish(report, as_json=as_json, save=save)

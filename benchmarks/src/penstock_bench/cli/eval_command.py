@@ -17,8 +17,8 @@ from penstock.cli import serve_options as flags
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
+from penstock_bench.bench_settings import EvalSettings
 from penstock_bench.cli.bench_options import Plot, Save, finish, progress_bar
-from penstock_bench.settings import EvalSettings
 
 if TYPE_CHECKING:
     from penstock_bench.key_forms import KeyForm
@@ -116,12 +116,12 @@ def evaluate(
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock_bench.evaluate import Load, measure
+    from penstock_bench.evaluate import EvalLoad, measure
     from penstock_bench.evaluate_picture import draw
 
     chosen = {**_settings(codec, window, keep), **_questions(form, length, embedded)}
     name = str(MODEL_PATH) if embedded else model
-    load = Load(model=name, text=own_text, **sizes, **engine, **chosen)
+    load = EvalLoad(model=name, text=own_text, **sizes, **engine, **chosen)
     with progress_bar("reading the model") as progress:
         report = measure(load, progress)
     if not as_json:
@@ -133,7 +133,7 @@ def _settings(
     codecs: Sequence[str] | None, windows: Sequence[int] | None, keeps: Sequence[int] | None
 ) -> dict[str, Any]:
     """Return the combinations of codecs, windows and first tokens that are measured."""
-    from penstock_bench.evaluate import RAW, SETTINGS, Setting
+    from penstock_bench.evaluate import RAW, SETTINGS, KVSetting
 
     if not (codecs or windows or keeps):
         return {}
@@ -142,7 +142,7 @@ def _settings(
         names.insert(0, RAW)
     sizes: list[int | None] = [*windows] if windows else [None]
     firsts: list[int | None] = [*keeps] if keeps else [None]
-    settings = [Setting(name, size, kept) for size, kept, name in product(sizes, firsts, names)]
+    settings = [KVSetting(name, size, kept) for size, kept, name in product(sizes, firsts, names)]
     return {"settings": tuple(settings), "windows_once": False}
 
 

@@ -9,11 +9,11 @@ from rich.console import Console
 
 from penstock.cli import options
 from penstock.cli.settings_options import Fields, with_settings
+from penstock_bench.bench_settings import Machine, ReplaySettings
 from penstock_bench.cli.bench_options import Plot, Save, TraceFile, finish, progress_bar
-from penstock_bench.settings import Machine, ReplaySettings
 
 if TYPE_CHECKING:
-    from penstock_bench.cluster import Load
+    from penstock_bench.cluster import ClusterLoad
 
 Replicas: TypeAlias = Annotated[
     list[int] | None,
@@ -50,9 +50,9 @@ def lookup(
     The tree has several shapes. The other side is mlx-lm's prompt cache. Exits with 1 if a goal is
     not met.
     """
-    from penstock_bench.lookup import Load, measure
+    from penstock_bench.lookup import LookupLoad, measure
 
-    finish(measure(Load(prompt_tokens=tokens, rounds=rounds)), as_json=as_json, save=save)
+    finish(measure(LookupLoad(prompt_tokens=tokens, rounds=rounds)), as_json=as_json, save=save)
 
 
 def trace(
@@ -67,9 +67,9 @@ def trace(
 
     The other sides are plain LRU and the optimum. Exits with 1 if a goal is not met.
     """
-    from penstock_bench.trace import Load, measure
+    from penstock_bench.trace import TraceLoad, measure
 
-    finish(measure(file, Load(node_blocks=node_blocks)), as_json=as_json, save=save)
+    finish(measure(file, TraceLoad(node_blocks=node_blocks)), as_json=as_json, save=save)
 
 
 @with_settings
@@ -100,12 +100,14 @@ def cluster(
     finish(report, as_json=as_json, save=save, plot=plot, draw=draw)
 
 
-def _replay(replicas: list[int] | None, policies: list[str] | None, given: dict[str, Any]) -> Load:
+def _replay(
+    replicas: list[int] | None, policies: list[str] | None, given: dict[str, Any]
+) -> ClusterLoad:
     """Return the load of a replay; lists that are not given have their defaults."""
-    from penstock_bench.cluster import Load, policy_of
+    from penstock_bench.cluster import ClusterLoad, policy_of
 
     if replicas:
         given["replicas"] = tuple(replicas)
     if policies:
         given["policies"] = tuple(map(policy_of, policies))
-    return Load(**given)
+    return ClusterLoad(**given)

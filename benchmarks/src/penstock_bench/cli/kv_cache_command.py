@@ -20,7 +20,7 @@ from penstock.recall import MODEL_PATH
 from penstock_bench.cli.bench_options import Plot, Save
 
 if TYPE_CHECKING:
-    from penstock_bench.codecs import Shape, Sides, Table
+    from penstock_bench.codecs import CacheShape, Sides, Table
 
 EMBEDDED = "embedded"
 TIMES_RAW = 4
@@ -72,7 +72,7 @@ def bench_kv_cache(
     from penstock_bench import codecs as bench
 
     names = _codec_names(codecs)
-    shape = bench.Shape(layers, heads, head_dim, seq_len, dtype, rounds)
+    shape = bench.CacheShape(layers, heads, head_dim, seq_len, dtype, rounds)
     shape, own = _data(data, shape)
     _check_free(shape)
     with Console(stderr=True).status("") as status:
@@ -102,7 +102,7 @@ def _codec_names(codecs: str | None) -> Sequence[str]:
     return names
 
 
-def _data(data: str, shape: Shape) -> tuple[Shape, Sequence[Sides] | None]:
+def _data(data: str, shape: CacheShape) -> tuple[CacheShape, Sequence[Sides] | None]:
     """Return the shape, and a model's own keys and values where `data` names one.
 
     Raises:
@@ -120,7 +120,7 @@ def _data(data: str, shape: Shape) -> tuple[Shape, Sequence[Sides] | None]:
     return replace(taken, seq_len=shape.seq_len, dtype=shape.dtype, rounds=shape.rounds), own
 
 
-def _check_free(shape: Shape) -> None:
+def _check_free(shape: CacheShape) -> None:
     """Refuse what does not fit in the machine's free memory.
 
     Raises:

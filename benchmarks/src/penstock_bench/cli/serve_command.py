@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.settings_options import Fields, with_settings
+from penstock_bench.bench_settings import ServeSettings
 from penstock_bench.cli.bench_options import Plot, Save, Which, engine_shape, finish
-from penstock_bench.settings import ServeSettings
 
 
 @with_settings
@@ -24,9 +24,9 @@ def serve(
 
     The other side is mlx-lm's server on the same model. Exits with 1 if a goal is not met.
     """
-    from penstock_bench.models import Choice
-    from penstock_bench.serve import Load, measure
+    from penstock_bench.models import ModelChoice
+    from penstock_bench.serve_load import ServeLoad, measure
     from penstock_bench.serve_picture import draw
 
-    report = measure(Load(model=Choice(model), engine=engine_shape(codec), **load))
+    report = measure(ServeLoad(model=ModelChoice(model), engine=engine_shape(codec), **load))
     finish(report, as_json=as_json, save=save, plot=plot, draw=draw)

@@ -20,8 +20,9 @@ import psutil
 from penstock import config
 from penstock.models.mlx_lm import load as load_model
 from penstock.models.mlx_lm import render
+from penstock_bench.bench_settings import ServeSettings
 from penstock_bench.engine_runs import OURS, RIVAL, EngineShape, ratio_line, size
-from penstock_bench.models import Choice, LlamaShape
+from penstock_bench.models import LlamaShape, ModelChoice
 from penstock_bench.report import Line, Report
 from penstock_bench.serve_client import (
     Client,
@@ -34,12 +35,18 @@ from penstock_bench.serve_client import (
     open_loop,
     percentile,
 )
-from penstock_bench.serve_model import Folder, lines, model_folder, poisson_times, system_prompt
+from penstock_bench.serve_model import (
+    ServedFolder,
+    lines,
+    model_folder,
+    poisson_times,
+    system_prompt,
+)
 from penstock_bench.serve_process import (
     Alone,
-    Kind,
     Memory,
-    Server,
+    RunningServer,
+    ServerCommand,
     cpu_seconds,
     ending_cleanly,
     engine_alone,
@@ -50,7 +57,6 @@ from penstock_bench.serve_process import (
     serving,
     watched,
 )
-from penstock_bench.settings import ServeSettings
 
 CLAIM = "Over HTTP: agents that share a system prompt, against mlx-lm's server"
 GOALS = {"throughput": 3.0, "ttft_p95": 5.0, "peak_memory": 2.0}
@@ -59,14 +65,14 @@ GOAL_SHAPE = (8, 5, 4_000)
 OVERHEAD_GOAL = 0.05
 PERCENTS = (50, 95, 99)
 
-Sides = Mapping[str, Callable[[Folder, int], Kind]]
+Sides = Mapping[str, Callable[[ServedFolder, int], ServerCommand]]
 SIDES: Sides = {OURS: ours, RIVAL: rival}
 
 
-class Load(ServeSettings):
+class ServeLoad(ServeSettings):
     """Load of the servers, and the model and codec that they have."""
 
-    model: Choice = Choice.RANDOM
+    model: ModelChoice = ModelChoice.RANDOM
     llama: LlamaShape | None = None
     engine: EngineShape = EngineShape()
     """Settings of our engine, of which those of codecs alone count."""
@@ -82,15 +88,15 @@ class Load(ServeSettings):
 
     def talks(self) -> list[Session]:
         """Return what every session says."""
-        found = []
+        sessions = []
         for number in range(self.sessions):
             said = lines(number, 2 * self.turns, self.line_tokens)
             first, other = said[: self.turns], said[self.turns :]
             fork = other[2:] if number < self.forks else []
             # Edits begin at the other end, so that few sessions have both.
             edit = other[0] if number >= self.sessions - self.edits else None
-            found.append(Session(first, fork, edit))
-        return found
+            sessions.append(Session(first, fork, edit))
+        return sessions
 
 
 @dataclass(slots=True)
@@ -98,7 +104,7 @@ class Phase:
     """One load on one server."""
 
     seconds: float
-    """From the first request to the last answer."""
+    """Seconds from the first request to the last answer."""
     replies: list[Reply]
     memory: Memory
     idle_bytes: int
@@ -150,7 +156,7 @@ class Overhead:
     """What the same prompts took each way, round by round."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
-    """From the first request to the last answer."""
+    """Seconds from the first request to the last answer, by way."""
     cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     """Processor time of the process with the engine; other programs disturb it less."""
     client_cpu_seconds: dict[str, list[float]] = field(
@@ -158,7 +164,7 @@ class Overhead:
     )
     """Processor time of the bench, which is the client."""
     tokens: int = 0
-    """Of all answers of a round."""
+    """Tokens of all answers of a round."""
 
     def share(self, way: str) -> float:
         """Return the median over the rounds of the time over the engine's alone, less 1."""
@@ -169,24 +175,24 @@ class Overhead:
 
 
 @dataclass(slots=True)
-class Found:
+class ServerRuns:
     """All that was measured."""
 
     sessions: dict[str, list[Phase]]
     arrivals: dict[str, Phase]
     connections: Phase | None
     overhead: Overhead | None
-    folder: Folder
+    folder: ServedFolder
 
 
 # ---------------------------------------------------------------- running
 
 
-def measure(load: Load, sides: Sides = SIDES) -> Report:
+def measure(load: ServeLoad, sides: Sides = SIDES) -> Report:
     """Run every part, the sides of each in turn."""
-    with ending_cleanly(), model_folder(load.model, load.llama) as made:
-        folder = replace(made, codec_settings=load.engine.codec_settings)
-        found = Found(
+    with ending_cleanly(), model_folder(load.model, load.llama) as plain:
+        folder = replace(plain, codec_settings=load.engine.codec_settings)
+        runs = ServerRuns(
             sessions=_sessions(load, folder, sides),
             arrivals=_arrivals(load, folder, sides) if load.rate else {},
             connections=None,
@@ -197,16 +203,16 @@ def measure(load: Load, sides: Sides = SIDES) -> Report:
             port = free_port()
             with serving(sides[OURS](folder, port), port) as server:
                 if load.overhead_rounds:
-                    found.overhead = _overhead(load, folder, server)
+                    runs.overhead = _overhead(load, folder, server)
                 if load.connections:
-                    found.connections = _connections(load, server)
-    return report(load, found)
+                    runs.connections = _connections(load, server)
+    return report(load, runs)
 
 
 Send = Callable[[Client], Awaitable[list[Reply]]]
 
 
-def talk(server: Server, send: Send) -> tuple[float, list[Reply], int]:
+def talk(server: RunningServer, send: Send) -> tuple[float, list[Reply], int]:
     """Put one load on a server; return its seconds, its replies and how many were open at most."""
 
     async def run() -> tuple[float, list[Reply], int]:
@@ -218,7 +224,7 @@ def talk(server: Server, send: Send) -> tuple[float, list[Reply], int]:
     return asyncio.run(run())
 
 
-def drive(server: Server, send: Send) -> Phase:
+def drive(server: RunningServer, send: Send) -> Phase:
     """Put one load on a server and watch its memory meanwhile."""
     idle_bytes = server.process.memory_info().rss
     with watched(server.process) as memory:
@@ -235,8 +241,8 @@ def drive(server: Server, send: Send) -> Phase:
 
 
 def _cold(
-    folder: Folder,
-    make: Callable[[Folder, int], Kind],
+    folder: ServedFolder,
+    make: Callable[[ServedFolder, int], ServerCommand],
     send: Send,
 ) -> Phase:
     port = free_port()
@@ -244,36 +250,36 @@ def _cold(
         return drive(server, send)
 
 
-def _sessions(load: Load, folder: Folder, sides: Sides) -> dict[str, list[Phase]]:
+def _sessions(load: ServeLoad, folder: ServedFolder, sides: Sides) -> dict[str, list[Phase]]:
     """Give both servers the same sessions, each time in a process of its own.
 
     Raises:
         AssertionError: the servers read different prompts.
     """
     talks, system = load.talks(), load.system
-    found: dict[str, list[Phase]] = {who: [] for who in sides}
+    phases: dict[str, list[Phase]] = {who: [] for who in sides}
     for turn in range(load.rounds):
         for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
             phase = _cold(
                 folder, sides[who], lambda c: closed_loop(c, system, talks, load.answer_tokens)
             )
-            found[who].append(phase)
-    _check_same_prompts(found)
-    return found
+            phases[who].append(phase)
+    _check_same_prompts(phases)
+    return phases
 
 
-def _check_same_prompts(found: Mapping[str, Sequence[Phase]]) -> None:
+def _check_same_prompts(sessions: Mapping[str, Sequence[Phase]]) -> None:
     """Raise AssertionError unless all first turns had the same lengths, in tokens."""
     lengths = {
         who: {tuple(sorted(r.prompt_tokens for r in phase.good if r.turn == 0)) for phase in phases}
-        for who, phases in found.items()
+        for who, phases in sessions.items()
         if all(reply.error is None for phase in phases for reply in phase.replies)
     }
     if len(set().union(*lengths.values())) > 1:
         raise AssertionError(f"the servers read different prompts: {lengths}")
 
 
-def _arrivals(load: Load, folder: Folder, sides: Sides) -> dict[str, Phase]:
+def _arrivals(load: ServeLoad, folder: ServedFolder, sides: Sides) -> dict[str, Phase]:
     times = poisson_times(load.rate, load.arrivals)
     said = lines(500, load.arrivals, load.line_tokens)
     system = load.system
@@ -283,21 +289,21 @@ def _arrivals(load: Load, folder: Folder, sides: Sides) -> dict[str, Phase]:
     }
 
 
-def _connections(load: Load, server: Server) -> Phase:
+def _connections(load: ServeLoad, server: RunningServer) -> Phase:
     system = {"role": "system", "content": system_prompt(load.overhead_prompt_tokens)}
     said = lines(900, load.connections, load.line_tokens)
     asked = [[system, {"role": "user", "content": line}] for line in said]
     return drive(server, lambda client: at_once(client, asked, load.connection_tokens))
 
 
-def _overhead(load: Load, folder: Folder, server: Server) -> Overhead:
+def _overhead(load: ServeLoad, folder: ServedFolder, server: RunningServer) -> Overhead:
     """Time a full batch three ways in turn, with new prompts each time: nothing is known.
 
     Raises:
         AssertionError: the ways did not generate the same number of tokens.
     """
     _, tokenizer = load_model(folder.path)
-    found = Overhead()
+    overhead = Overhead()
 
     def asked(seed: int) -> list[list[Message]]:
         texts = lines(2_000 + seed, config.MAX_BATCH_SIZE, load.overhead_prompt_tokens)
@@ -328,13 +334,13 @@ def _overhead(load: Load, folder: Folder, server: Server) -> Overhead:
                 process = alone.process if way == "alone" else server.process
                 before = cpu_seconds(process), cpu_seconds(client)
                 seconds, counts[way] = run(way, turn, alone)
-                found.seconds[way].append(seconds)
-                found.cpu_seconds[way].append(cpu_seconds(process) - before[0])
-                found.client_cpu_seconds[way].append(cpu_seconds(client) - before[1])
-            if load.model is Choice.RANDOM and len(set(counts.values())) > 1:
+                overhead.seconds[way].append(seconds)
+                overhead.cpu_seconds[way].append(cpu_seconds(process) - before[0])
+                overhead.client_cpu_seconds[way].append(cpu_seconds(client) - before[1])
+            if load.model is ModelChoice.RANDOM and len(set(counts.values())) > 1:
                 raise AssertionError(f"the ways generated different numbers of tokens: {counts}")
-            found.tokens = counts["alone"]
-    return found
+            overhead.tokens = counts["alone"]
+    return overhead
 
 
 # ---------------------------------------------------------------- figures
@@ -374,12 +380,12 @@ def figures(phases: Sequence[Phase]) -> dict[str, Any]:
 
 def _later_speeds(phases: Sequence[Phase]) -> list[float]:
     """Return each round's tokens a second after the first turns: the system prompt is known."""
-    found = []
+    speeds = []
     for phase in phases:
         later = [reply for reply in phase.good if reply.turn]
         seconds = max(reply.ended for reply in later) - min(reply.sent for reply in later)
-        found.append(sum(reply.completion_tokens for reply in later) / seconds)
-    return found
+        speeds.append(sum(reply.completion_tokens for reply in later) / seconds)
+    return speeds
 
 
 def ratios(of: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
@@ -406,24 +412,24 @@ def ratios(of: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def report(load: Load, found: Found) -> Report:
+def report(load: ServeLoad, runs: ServerRuns) -> Report:
     """Set both sides against each other and against the goals."""
-    of = {who: figures(phases) for who, phases in found.sessions.items()}
+    of = {who: figures(phases) for who, phases in runs.sessions.items()}
     ratio = ratios(of)
     drawn = [*_session_lines(load, of, ratio)]
     mine: dict[str, Any] = {"sessions": of[OURS]}
     theirs: dict[str, Any] = {"sessions": of[RIVAL]}
-    if found.arrivals:
-        late = {who: figures([phase]) for who, phase in found.arrivals.items()}
+    if runs.arrivals:
+        late = {who: figures([phase]) for who, phase in runs.arrivals.items()}
         mine["arrivals"], theirs["arrivals"] = late[OURS], late[RIVAL]
         ratio |= {f"arrivals: {name}": value for name, value in ratios(late).items()}
         drawn += _comparison("arrivals", late, ratios(late), {})
-    if found.connections is not None:
-        crowd = {**figures([found.connections]), "most_open": found.connections.most_open}
+    if runs.connections is not None:
+        crowd = {**figures([runs.connections]), "most_open": runs.connections.most_open}
         mine["connections"] = crowd
         drawn += _crowd_lines(load, crowd)
-    if found.overhead is not None:
-        mine["overhead"] = _overhead_figures(found.overhead)
+    if runs.overhead is not None:
+        mine["overhead"] = _overhead_figures(runs.overhead)
         drawn += _overhead_lines(mine["overhead"])
     return Report(
         name="serve",
@@ -442,27 +448,27 @@ def report(load: Load, found: Found) -> Report:
         lines=drawn,
         raw={
             "load": load.model_dump(mode="json"),
-            "model": found.folder.as_object(),
+            "model": runs.folder.as_object(),
             "sessions": {
                 who: [phase.as_object() for phase in phases]
-                for who, phases in found.sessions.items()
+                for who, phases in runs.sessions.items()
             },
-            "arrivals": {who: phase.as_object() for who, phase in found.arrivals.items()},
-            "connections": found.connections.as_object() if found.connections else None,
-            "overhead": asdict(found.overhead) if found.overhead else None,
+            "arrivals": {who: phase.as_object() for who, phase in runs.arrivals.items()},
+            "connections": runs.connections.as_object() if runs.connections else None,
+            "overhead": asdict(runs.overhead) if runs.overhead else None,
         },
-        dtype=found.folder.dtype,
+        dtype=runs.folder.dtype,
     )
 
 
 def _session_lines(
-    load: Load, of: Mapping[str, Mapping[str, Any]], ratio: Mapping[str, float | None]
+    load: ServeLoad, of: Mapping[str, Mapping[str, Any]], ratio: Mapping[str, float | None]
 ) -> list[Line]:
     meant = (load.sessions, load.turns, load.system_tokens) == GOAL_SHAPE
-    goals = GOALS if meant and load.model is Choice.RANDOM else {}
-    found = _comparison(f"{load.sessions} x {load.turns}", of, ratio, goals)
+    goals = GOALS if meant and load.model is ModelChoice.RANDOM else {}
+    compared = _comparison(f"{load.sessions} x {load.turns}", of, ratio, goals)
     errors = of[OURS]["errors"]
-    return [*found, Line("errors", str(errors), str(of[RIVAL]["errors"]), "0", errors == 0)]
+    return [*compared, Line("errors", str(errors), str(of[RIVAL]["errors"]), "0", errors == 0)]
 
 
 def _comparison(
@@ -523,7 +529,7 @@ def _comparison(
     ]
 
 
-def _crowd_lines(load: Load, crowd: Mapping[str, Any]) -> list[Line]:
+def _crowd_lines(load: ServeLoad, crowd: Mapping[str, Any]) -> list[Line]:
     name = f"{load.connections} connections"
     errors, most = crowd["errors"], crowd["most_open"]
     return [

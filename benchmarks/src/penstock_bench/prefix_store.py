@@ -27,7 +27,7 @@ PEAK = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StoreLoad:
     """One prompt's keys and values. The defaults are 64 MiB in float16."""
 
     layers: int = 16
@@ -45,7 +45,7 @@ class Load:
         return numbers * int(getattr(mx, self.dtype).size)
 
 
-class Side(Protocol):
+class StoreSide(Protocol):
     """A prefix cache under test."""
 
     def store(self, tokens: Sequence[int], caches: Sequence[Any]) -> object:
@@ -55,10 +55,10 @@ class Side(Protocol):
         """Return caches of full precision."""
 
 
-class Ours:
+class StoreOurs:
     """Penstock's, in the rival's codec."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: StoreLoad) -> None:
         self._cache = PrefixCache(
             4 * load.raw_bytes,
             kv_cache_quantization=f"affine{load.bits}",
@@ -75,7 +75,7 @@ class Ours:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StoreRun:
     """What one prompt showed, stored and fetched once. Peaks are above what was there before."""
 
     store_seconds: float
@@ -86,13 +86,13 @@ class Run:
     fetched_bytes: int
 
 
-def measure(load: Load) -> Report:
+def measure(load: StoreLoad) -> Report:
     """Store and fetch on both sides in turn, each time in a cache of its own."""
     caches = _caches(load)
-    makers: dict[str, Callable[[], Side]] = {OURS: lambda: Ours(load)}
+    makers: dict[str, Callable[[], StoreSide]] = {OURS: lambda: StoreOurs(load)}
     if is_installed():
         makers[RIVAL] = lambda: MemoryAwareCache(bits=load.bits, limit_bytes=4 * load.raw_bytes)
-    runs: dict[str, list[Run]] = {who: [] for who in makers}
+    runs: dict[str, list[StoreRun]] = {who: [] for who in makers}
     for turn in range(load.rounds + 1):
         for who in list(makers) if turn % 2 == 0 else list(makers)[::-1]:
             run = run_side(makers[who], load.tokens, caches)
@@ -101,20 +101,20 @@ def measure(load: Load) -> Report:
     return report(load, runs)
 
 
-def _caches(load: Load) -> list[Any]:
+def _caches(load: StoreLoad) -> list[Any]:
     """Fill mlx-lm's caches with random numbers."""
     size = (1, load.heads, load.tokens, load.head_dim)
-    made = []
+    caches = []
     for number in range(load.layers):
         cache = rivals.KVCache()
         sides = [mx.random.normal(size, key=mx.random.key(2 * number + i)) for i in (0, 1)]
         cache.update_and_fetch(*(side.astype(getattr(mx, load.dtype)) for side in sides))
         mx.eval(cache.state)
-        made.append(cache)
-    return made
+        caches.append(cache)
+    return caches
 
 
-def run_side(make: Callable[[], Side], tokens: int, caches: Sequence[Any]) -> Run:
+def run_side(make: Callable[[], StoreSide], tokens: int, caches: Sequence[Any]) -> StoreRun:
     """Store one prompt and fetch it.
 
     Raises:
@@ -133,7 +133,7 @@ def run_side(make: Callable[[], Side], tokens: int, caches: Sequence[Any]) -> Ru
         raise AssertionError("what was stored is not found")
     mx.eval([cache.state for cache in fetched])
     fetch_seconds = time.perf_counter() - began
-    return Run(
+    return StoreRun(
         store_seconds,
         store_peak,
         held - before,
@@ -151,10 +151,10 @@ def _rested() -> int:
     return mx.get_active_memory()
 
 
-def report(load: Load, runs: Mapping[str, Sequence[Run]]) -> Report:
+def report(load: StoreLoad, runs: Mapping[str, Sequence[StoreRun]]) -> Report:
     """Set both sides against each other and against the goals."""
-    found = {who: _figures(of) for who, of in runs.items()}
-    ours, theirs = found[OURS], found.get(RIVAL)
+    figures = {who: _figures(of) for who, of in runs.items()}
+    ours, theirs = figures[OURS], figures.get(RIVAL)
     ratio: dict[str, float | None] = {}
     lines = []
     for act in ("store", "fetch"):
@@ -200,16 +200,16 @@ def report(load: Load, runs: Mapping[str, Sequence[Run]]) -> Report:
     )
 
 
-def _figures(runs: Sequence[Run]) -> dict[str, Any]:
+def _figures(runs: Sequence[StoreRun]) -> dict[str, Any]:
     def median(name: str) -> float:
         return float(statistics.median(getattr(run, name) for run in runs))
 
-    found: dict[str, Any] = {"stored_bytes": round(median("stored_bytes"))}
+    figures: dict[str, Any] = {"stored_bytes": round(median("stored_bytes"))}
     for act, makes in (("store", "stored_bytes"), ("fetch", "fetched_bytes")):
-        found[f"{act}_ms"] = round(1e3 * median(f"{act}_seconds"), 1)
-        found[f"{act}_peak_bytes"] = round(median(f"{act}_peak_bytes"))
-        found[f"{act}_peak"] = round(found[f"{act}_peak_bytes"] / median(makes), 3)
-    return found
+        figures[f"{act}_ms"] = round(1e3 * median(f"{act}_seconds"), 1)
+        figures[f"{act}_peak_bytes"] = round(median(f"{act}_peak_bytes"))
+        figures[f"{act}_peak"] = round(figures[f"{act}_peak_bytes"] / median(makes), 3)
+    return figures
 
 
 def _peak(figures: Mapping[str, Any], act: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from penstock_bench.engine_runs import (
     RIVAL,
+    Comparison,
     EngineShape,
-    Found,
     MakeSide,
     Ours,
     Task,
@@ -22,7 +22,7 @@ from penstock_bench.engine_runs import (
     size,
     speed,
 )
-from penstock_bench.models import BenchModel, Choice, LlamaShape, bench_model
+from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Solo
 
@@ -30,7 +30,7 @@ CLAIM = "Held in fewer bits, a run takes less memory at its peak too, and decode
 RAW = "raw"
 RIVAL_BITS = 4
 RIVAL_CODED = f"{RIVAL_BITS} bits"
-"""mlx-lm's own quantized cache."""
+"""Name of mlx-lm's own quantized cache."""
 DECODE_SPEED = 0.9
 """Goal: times the speed of full precision, at `DECODE_TOKENS` tokens."""
 DECODE_TOKENS = 4_096
@@ -39,14 +39,14 @@ PEAK_MEMORY = 1.01
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class QuantizedLoad:
     """Sizes in tokens."""
 
     codec: str
-    model: Choice = Choice.RANDOM
+    model: ModelChoice = ModelChoice.RANDOM
     llama: LlamaShape = field(default_factory=LlamaShape)
     lengths: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
-    """Of the prompts."""
+    """Lengths of the prompts, in tokens."""
     decode_tokens: int = 32
     engine: EngineShape = field(default_factory=EngineShape)
     rounds: int = 5
@@ -62,21 +62,22 @@ class Load:
         }
 
 
-def measure(load: Load) -> Report:
+def measure(load: QuantizedLoad) -> Report:
     """Run every length on all sides; they decode in turn."""
     model = bench_model(load.model, load.llama)
-    found = {}
+    comparisons = {}
     for tokens in load.lengths:
         task = Task([model.prompt(tokens, seed=0)], load.decode_tokens)
-        found[tokens] = compare_in_turn(load.makers(model), task, load.rounds, alike=False)
-    return report(load, model, found)
+        comparisons[tokens] = compare_in_turn(load.makers(model), task, load.rounds, alike=False)
+    return report(load, model, comparisons)
 
 
-def report(load: Load, model: BenchModel, found: Mapping[int, Found]) -> Report:
+def report(load: QuantizedLoad, model: BenchModel, comparisons: Mapping[int, Comparison]) -> Report:
     """Set what is coded against what is not, ours and mlx-lm's."""
-    ours = {tokens: _pair(of, RAW, load.codec) for tokens, of in found.items()}
-    theirs = {tokens: _pair(of, RIVAL, f"{RIVAL} {RIVAL_CODED}") for tokens, of in found.items()}
-    lines = [line for tokens in found for line in _lines(tokens, ours[tokens], theirs[tokens])]
+    ours = {tokens: _pair(of, RAW, load.codec) for tokens, of in comparisons.items()}
+    coded = f"{RIVAL} {RIVAL_CODED}"
+    theirs = {tokens: _pair(of, RIVAL, coded) for tokens, of in comparisons.items()}
+    lines = [line for tokens in ours for line in _lines(tokens, ours[tokens], theirs[tokens])]
     ratio: dict[str, float | None] = {}
     for tokens, pair in ours.items():
         for name, times in _ratios(pair).items():
@@ -96,7 +97,7 @@ def report(load: Load, model: BenchModel, found: Mapping[int, Found]) -> Report:
         raw={
             "load": asdict(load),
             "model": model.as_object(),
-            "runs": {str(tokens): of.as_object() for tokens, of in found.items()},
+            "runs": {str(tokens): of.as_object() for tokens, of in comparisons.items()},
         },
         dtype=model.dtype,
     )
@@ -106,16 +107,21 @@ Pair = dict[str, dict[str, Any]]
 """Figures of the two forms, full precision first."""
 
 
-def _pair(found: Found, raw: str, coded: str) -> Pair:
-    """The coded form's speed is told by steps in turn with full precision's: the figures of both
-    may have been taken when the machine was not as fast. Peaks are of whole runs."""
-    pair = {who: {**figures(found, who), "peak_bytes": _peak(found, who)} for who in (raw, coded)}
-    pair[coded]["decode_speed"] = round(in_turn(found, coded, raw), 3)
+def _pair(comparison: Comparison, raw: str, coded: str) -> Pair:
+    """Return the figures of both forms, the coded form's speed by steps in turn with the other's.
+
+    Whole runs may have been timed while the machine was not as fast. Peaks are of whole runs.
+    """
+    pair = {
+        who: {**figures(comparison, who), "peak_bytes": _peak(comparison, who)}
+        for who in (raw, coded)
+    }
+    pair[coded]["decode_speed"] = round(in_turn(comparison, coded, raw), 3)
     return pair
 
 
-def _peak(found: Found, who: str) -> int:
-    return max(run.peak_bytes for run in found.watched[who])
+def _peak(comparison: Comparison, who: str) -> int:
+    return max(run.peak_bytes for run in comparison.watched[who])
 
 
 def _ratios(pair: Pair) -> dict[str, float]:

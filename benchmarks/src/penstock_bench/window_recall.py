@@ -31,7 +31,7 @@ SCALE = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RecallWindow:
     """One bound. `keep` 0: the most recent tokens only."""
 
     max_kv_size: int
@@ -39,15 +39,15 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(256),
-    Setting(256, 128),
-    Setting(512),
-    Setting(512, 128),
-    Setting(512, 256),
-    Setting(1_024),
-    Setting(1_024, 256),
-    Setting(1_024, 512),
-    Setting(4_096, 512),
+    RecallWindow(256),
+    RecallWindow(256, 128),
+    RecallWindow(512),
+    RecallWindow(512, 128),
+    RecallWindow(512, 256),
+    RecallWindow(1_024),
+    RecallWindow(1_024, 256),
+    RecallWindow(1_024, 512),
+    RecallWindow(4_096, 512),
 )
 
 
@@ -57,18 +57,18 @@ class Trial:
 
     told_at: int
     place: str | None
-    """keep, window, or between; None where the fact lies across an edge."""
+    """Place of the fact: keep, window or between; None where it lies across an edge."""
     known: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RecallLoad:
     """How much is read and asked."""
 
     dialogues: int = 8
     tokens: int = 2_000
     facts: int = 40
-    settings: tuple[Setting, ...] = SETTINGS
+    settings: tuple[RecallWindow, ...] = SETTINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Share:
         return "-" if self.share is None else f"{SCALE * self.share:.0f} % of {self.asked}"
 
 
-def place_of(start: int, end: int, read: int, setting: Setting) -> str | None:
+def place_of(start: int, end: int, read: int, setting: RecallWindow) -> str | None:
     """Tell where the tokens start..end-1 are once `read` tokens were read, 0 the oldest."""
     oldest = read - (setting.max_kv_size - setting.keep)
     if oldest <= setting.keep or start >= oldest:
@@ -137,24 +137,28 @@ def answer(model: Any, tokenizer: Any, prompt: Sequence[int], caches: list[Any])
 
 
 def trials(
-    model: Any, tokenizer: Any, load_: Load, setting: Setting, make: Callable[[], list[Any]]
+    model: Any,
+    tokenizer: Any,
+    load_: RecallLoad,
+    setting: RecallWindow,
+    make: Callable[[], list[Any]],
 ) -> Iterator[Trial]:
     """Read every dialogue once through `make`'s caches; ask for each fact on a copy of them."""
     for seed in range(load_.dialogues):
-        told = dialogue(seed, tokens=load_.tokens, facts=load_.facts)
-        begun = render(tokenizer, told.messages, answer=False)
+        talk = dialogue(seed, tokens=load_.tokens, facts=load_.facts)
+        begun = render(tokenizer, talk.messages, answer=False)
         caches = make()
         read(model, begun, caches)
-        for question in told.questions:
-            whole = render(tokenizer, told.ask(question))
+        for question in talk.questions:
+            whole = render(tokenizer, talk.ask(question))
             rest, aside = whole[len(begun) :], copy.deepcopy(caches)
             known = answer(model, tokenizer, rest, aside) == question.answer
-            end = question.token + count_tokens(told.messages[question.message :][:1]) - 1
+            end = question.token + count_tokens(talk.messages[question.message :][:1]) - 1
             last = len(whole) + len(question.answer.split())
             yield Trial(question.token, place_of(question.token, end, last, setting), known)
 
 
-def makers(model: Any, setting: Setting) -> dict[str, Callable[[], list[Any]]]:
+def makers(model: Any, setting: RecallWindow) -> dict[str, Callable[[], list[Any]]]:
     """Return what makes the caches of either side."""
     theirs = rivals.RotatingKVCache
     return {
@@ -163,32 +167,32 @@ def makers(model: Any, setting: Setting) -> dict[str, Callable[[], list[Any]]]:
     }
 
 
-def measure(load_: Load) -> Report:
+def measure(load_: RecallLoad) -> Report:
     """Ask everything under every setting, through our caches and through mlx-lm's."""
     model, tokenizer = load(MODEL_PATH)
-    found = {
+    answered = {
         setting: {
             who: list(trials(model, tokenizer, load_, setting, make))
             for who, make in makers(model, setting).items()
         }
         for setting in load_.settings
     }
-    return report(load_, found)
+    return report(load_, answered)
 
 
-def shares(found: Sequence[Trial]) -> dict[str, Share]:
+def shares(trials: Sequence[Trial]) -> dict[str, Share]:
     """Count by place."""
-    placed = {place: [t.known for t in found if t.place == place] for place in PLACES}
+    placed = {place: [t.known for t in trials if t.place == place] for place in PLACES}
     return {place: Share(len(known), sum(known)) for place, known in placed.items()}
 
 
-def report(load_: Load, found: dict[Setting, dict[str, list[Trial]]]) -> Report:
+def report(load_: RecallLoad, trials: dict[RecallWindow, dict[str, list[Trial]]]) -> Report:
     """Lay out the shares and judge them."""
     goal = {"known_within_keep_or_window": 0.95, "known_between": 0.05}
     lines: list[Line] = []
     figures: dict[str, dict[str, Any]] = {"penstock": {}, RIVAL: {}}
     totals = {who: dict.fromkeys(PLACES, Share(0, 0)) for who in figures}
-    for setting, sides in found.items():
+    for setting, sides in trials.items():
         counted = {who: shares(of_who) for who, of_who in sides.items()}
         name = f"{setting.max_kv_size:,} tokens, keep {setting.keep}"
         for who, of_who in counted.items():
@@ -230,7 +234,7 @@ def report(load_: Load, found: dict[Setting, dict[str, list[Trial]]]) -> Report:
                     "side": who,
                     "rows": [[t.told_at, t.place, t.known] for t in of_who],
                 }
-                for setting, sides in found.items()
+                for setting, sides in trials.items()
                 for who, of_who in sides.items()
             ],
         },
