@@ -25,6 +25,7 @@ from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.errors import SettingError
 from penstock.prefix.checkpoints import Checkpoints
 from penstock_bench import (
+    comparison,
     engine_runs,
     hit,
     hybrid,
@@ -36,7 +37,8 @@ from penstock_bench import (
 from penstock_bench import (
     quantized_runs as quantized,
 )
-from penstock_bench.engine_runs import OURS, RIVAL, EngineShape, Ours, Run, RunMoment, Task
+from penstock_bench.engine_runs import Run, RunMoment, Task
+from penstock_bench.engine_sides import OURS, RIVAL, EngineShape, Ours
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import publish
 from penstock_bench.rivals import Batched, Solo, random_llama
@@ -260,13 +262,13 @@ def test_bytes_left_behind_are_noticed(tiny: Any) -> None:
 
     class Leaky(Ours):
         def close(self) -> None:
-            left.append(mx.zeros(engine_runs.STRAY_BYTES))
+            left.append(mx.zeros(comparison.STRAY_BYTES))
             mx.eval(left)
             super().close()
 
     makers = {OURS: lambda: Leaky(tiny, 1, SMALL), RIVAL: lambda: Solo(tiny.model)}
     with pytest.raises(AssertionError, match=r"penstock left .* bytes behind"):
-        engine_runs.compare(makers, Task([[1, 2, 3]], 2), 1)
+        comparison.compare(makers, Task([[1, 2, 3]], 2), 1)
 
 
 def test_what_is_still_computed_when_a_side_is_closed_is_not_left_behind(tiny: Any) -> None:
@@ -285,23 +287,23 @@ def test_what_is_still_computed_when_a_side_is_closed_is_not_left_behind(tiny: A
 
     before = engine_runs.clean()
     makers = {OURS: lambda: Ahead(tiny, 1, SMALL), RIVAL: lambda: Solo(tiny.model)}
-    engine_runs.compare(makers, Task([[1, 2, 3]], 2), 1)
-    assert max(begun) > before + engine_runs.STRAY_BYTES, "nothing was in flight"
+    comparison.compare(makers, Task([[1, 2, 3]], 2), 1)
+    assert max(begun) > before + comparison.STRAY_BYTES, "nothing was in flight"
 
 
 def test_other_tokens_are_noticed() -> None:
     def run(*tokens: int) -> Run:
         return Run(1.0, [1.0], [[1, 2, 3], list(tokens)], 6)
 
-    engine_runs.check_same_tokens({OURS: [run(4, 5)], RIVAL: [run(4, 5, 6)]})
+    comparison.check_same_tokens({OURS: [run(4, 5)], RIVAL: [run(4, 5, 6)]})
     with pytest.raises(AssertionError, match="sequence 1, token 1: penstock generated 5, mlx-lm 7"):
-        engine_runs.check_same_tokens({OURS: [run(4, 5)], RIVAL: [run(4, 7)]})
+        comparison.check_same_tokens({OURS: [run(4, 5)], RIVAL: [run(4, 7)]})
 
 
 def test_sides_that_decode_in_turn_are_compared_while_the_machine_is_as_fast() -> None:
     """Ours takes 1.25 times as long, on a machine that is half as fast in some rounds; all steps
     together would say something else."""
-    block = engine_runs.BLOCK_STEPS
+    block = comparison.BLOCK_STEPS
     machine = [1.0, 1.0, 2.0, 1.0, 1.0]
     late = [1.0, 2.0, 1.0, 1.0, 1.0]  # the other side met one of them only
 
@@ -310,22 +312,22 @@ def test_sides_that_decode_in_turn_are_compared_while_the_machine_is_as_fast() -
         return Run(1.0, steps, [[1]], 6, decoded_tokens=len(steps))
 
     timed = {OURS: [run(1.25, machine)], RIVAL: [run(1.0, late)]}
-    found = engine_runs.Comparison(Task([[1]], 5 * block), timed, timed)
-    assert engine_runs.in_turn(found, OURS, RIVAL) == 0.8
-    assert engine_runs.in_turn(found, RIVAL, OURS) == 1.25
+    found = comparison.Comparison(Task([[1]], 5 * block), timed, timed)
+    assert comparison.in_turn(found, OURS, RIVAL) == 0.8
+    assert comparison.in_turn(found, RIVAL, OURS) == 1.25
 
 
 def test_mlx_caches_freed_buffers_again_after_a_comparison(tiny: Any) -> None:
     limit = mx.set_cache_limit(12_345_678)
     try:
         makers = {OURS: lambda: Solo(tiny.model), RIVAL: lambda: Solo(tiny.model)}
-        engine_runs.compare(makers, Task([[1, 2, 3]], 2), 1)
+        comparison.compare(makers, Task([[1, 2, 3]], 2), 1)
     finally:
         assert mx.set_cache_limit(limit) == 12_345_678
 
 
 def test_the_least_ratio_stands_for_all_shapes() -> None:
-    found = engine_runs.least({"a": {"decode_speed": 3.0, "x": 1.0}, "b": {"decode_speed": 2.0}})
+    found = comparison.least({"a": {"decode_speed": 3.0, "x": 1.0}, "b": {"decode_speed": 2.0}})
     assert found == {
         "decode_speed": 2.0,
         "x": 1.0,
@@ -337,8 +339,8 @@ def test_the_least_ratio_stands_for_all_shapes() -> None:
 
 @pytest.mark.parametrize(("ratio", "met"), [(3.99, False), (4.0, True)])
 def test_a_ratio_is_judged_by_its_goal(ratio: float, met: bool) -> None:
-    assert engine_runs.ratio_line("decode", ("1", "2"), ratio, 4.0).met is met
-    assert engine_runs.ratio_line("decode", ("1", "2"), ratio, None).met is None
+    assert comparison.ratio_line("decode", ("1", "2"), ratio, 4.0).met is met
+    assert comparison.ratio_line("decode", ("1", "2"), ratio, None).met is None
 
 
 # ---- the benches
@@ -437,7 +439,7 @@ def test_what_is_held_is_compared_with_what_is_needed_then() -> None:
         RunMoment(30, 45, 45, decoding=True),
     ]
     run = Run(1.0, [1.0], [[1]], 10, moments=moments)
-    found = engine_runs.Comparison(Task([[1]], 1), {OURS: [run]}, {OURS: [run]})
+    found = comparison.Comparison(Task([[1]], 1), {OURS: [run]}, {OURS: [run]})
     assert ragged.held_over_ideal(found, OURS, token_bytes=1) == (2.0, 3.0)
 
 

@@ -17,8 +17,11 @@ from penstock.errors import ModelError
 from penstock.kv.codecs import parse_scheme
 from penstock.models.mlx_lm import load, plain_caches, render
 from penstock.recall import MODEL_PATH, dialogue
+from penstock_bench import eval_load, eval_texts
 from penstock_bench import evaluate as bench
-from penstock_bench.evaluate import Estimate, EvalLoad, KVSetting, Reading
+from penstock_bench.eval_load import EvalLoad, KVSetting
+from penstock_bench.evaluate import Estimate
+from penstock_bench.forcing import Reading
 from penstock_bench.key_forms import KeyForm, reform
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Report
@@ -208,7 +211,7 @@ def test_scaled_keys_lose_no_more_to_large_channels_than_to_others(report: Repor
 
 def test_a_goal_that_is_missed_is_said(report: Report) -> None:
     form, setting = KeyForm.OUTLIERS, KVSetting("turbo4")
-    rows = [bench.EvalRow(form, one, 1, 0) for one in (bench.UNCHANGED, setting)]
+    rows = [bench.EvalRow(form, one, 1, 0) for one in (eval_load.UNCHANGED, setting)]
     for one, share in zip(rows, (1.0, 0.99), strict=True):
         one.recall[250] = Estimate(100, share, 0.0)
         one.recall_over_raw[250] = Estimate(100, share - 1.0, 0.0)
@@ -269,7 +272,7 @@ def test_errors_of_estimates() -> None:
 
 def test_only_what_the_assistant_says_counts(tokens: list[int]) -> None:
     _, tokenizer = load(MODEL_PATH)
-    (piece,) = bench.pieces(tokenizer, EvalLoad(text_tokens=300, piece_tokens=300))
+    (piece,) = eval_texts.pieces(tokenizer, EvalLoad(text_tokens=300, piece_tokens=300))
     said = [t for t, counts in zip(piece.tokens, piece.counts, strict=True) if counts]
     users = [t for t, counts in zip(piece.tokens, piece.counts, strict=True) if not counts]
     assert "<|end|>" in tokenizer.decode(said)

@@ -20,9 +20,9 @@ from stand_in_server import stand_in
 
 from penstock.models.mlx_lm import load, render
 from penstock.recall import count_tokens
+from penstock_bench import serve_figures, serve_model, serve_process, serve_runs
 from penstock_bench import serve_load as serve
-from penstock_bench import serve_model, serve_process
-from penstock_bench.engine_runs import OURS, RIVAL
+from penstock_bench.engine_sides import OURS, RIVAL
 from penstock_bench.models import LlamaShape, ModelChoice
 from penstock_bench.report import publish
 from penstock_bench.serve_client import (
@@ -60,7 +60,7 @@ SMALL = serve.ServeLoad(
 
 @pytest.fixture(scope="module")
 def measured() -> Any:
-    return serve.measure(SMALL)
+    return serve_runs.measure(SMALL)
 
 
 # ---- the model's folder, and what is said
@@ -291,14 +291,14 @@ THEIRS = phase(30.0, [reply(5.0, 0.2)] * 4, 400)
     ],
 )
 def test_every_goal_can_be_missed(ours: serve.Phase, met: bool) -> None:
-    made = serve.report(serve.ServeLoad(), found(FOLDER, ours, THEIRS))
+    made = serve_figures.report(serve.ServeLoad(), found(FOLDER, ours, THEIRS))
     assert made.met is met
     assert len([line for line in made.lines if line.goal]) == 4
 
 
 def test_goals_are_for_their_shape_alone() -> None:
     slow = phase(100.0, [reply(50.0, 1.0)], 4_000)
-    assert serve.report(SMALL, found(FOLDER, slow, THEIRS)).met
+    assert serve_figures.report(SMALL, found(FOLDER, slow, THEIRS)).met
 
 
 def test_an_error_among_the_connections_is_not_met() -> None:
@@ -306,7 +306,7 @@ def test_an_error_among_the_connections_is_not_met() -> None:
     bad = phase(1.0, [reply(1.0, 0.1), reply(1.0, 0.1, "503")], 200)
     for crowd, met in ((good, True), (bad, False)):
         of = replace(found(FOLDER, good, THEIRS), connections=crowd)
-        assert serve.report(SMALL, of).met is met
+        assert serve_figures.report(SMALL, of).met is met
 
 
 @pytest.mark.parametrize(("streamed", "met"), [([1.04, 1.04], True), ([1.06, 1.06], False)])
@@ -315,15 +315,15 @@ def test_the_overhead_has_a_goal(streamed: list[float], met: bool) -> None:
     seconds = {"alone": [1.0, 1.0], "streamed": streamed, "whole": [1.0, 1.0]}
     overhead = serve.Overhead(seconds, seconds, seconds, 100)
     of = replace(found(FOLDER, good, THEIRS), overhead=overhead)
-    assert serve.report(SMALL, of).met is met
+    assert serve_figures.report(SMALL, of).met is met
 
 
 def test_other_prompts_are_noticed() -> None:
     ours, theirs = (phase(1.0, [reply(1.0, 0.1)], 200) for _ in range(2))
-    serve._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
+    serve_runs._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
     theirs.replies[0].prompt_tokens = 11
     with pytest.raises(AssertionError, match="different prompts"):
-        serve._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
+        serve_runs._check_same_prompts({OURS: [ours], RIVAL: [theirs]})
 
 
 def test_the_command_is_there() -> None:

@@ -20,108 +20,31 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
-from penstock.config import EngineSettings
 from penstock.engine.core import Core
 from penstock.engine.model.runner import Runner
 from penstock.engine.request import Request
 from penstock.engine.settings import checked
 from penstock.errors import SettingError
-from penstock.kv.attention_plan import KVSpan
-from penstock.kv.codecs import Scheme, parse_scheme
-from penstock.models.mlx_lm import encode, load, render
-from penstock.recall import END, MODEL_PATH, ROLES, dialogue
-from penstock_bench.bench_settings import EvalSettings
-from penstock_bench.key_forms import KeyForm, reform
+from penstock.kv.codecs import parse_scheme
+from penstock.recall import MODEL_PATH
+from penstock_bench.eval_load import (
+    ANSWER_TOKENS,
+    CLAIM,
+    CONTROL_CODEC,
+    CONTROL_POINTS,
+    GOAL_CODECS,
+    GOAL_FORMS,
+    GOAL_POINTS,
+    RAW,
+    UNCHANGED,
+    EvalLoad,
+    KVSetting,
+)
+from penstock_bench.eval_texts import AskedDialogue, EvalTask, Piece
+from penstock_bench.forcing import Forced, Way, force
+from penstock_bench.key_forms import KeyForm
 from penstock_bench.report import Line, Report
 from penstock_bench.window_recall import SCALE, Share
-
-CLAIM = "Recall with quantized keys and values is that of raw ones"
-RAW = "raw"
-FIRST_SEED = 10_000_000
-"""Seed of the first dialogue; the embedded model was trained on others."""
-ANSWER_TOKENS = 8
-LEAST_BLOCKS = 2
-"""Blocks of a piece of text, at least: in the first block no codec is read."""
-GOAL_CODECS = ("turbo4", "k8v4")
-GOAL_FORMS = (KeyForm.PLAIN, KeyForm.OUTLIERS)
-GOAL_POINTS = 0.5
-CONTROL_CODEC = "affine2"
-CONTROL_POINTS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class KVSetting:
-    """How KV is held: a codec, and a window; None: the engine's defaults."""
-
-    codec: str
-    max_kv_size: int | None = None
-    keep: int | None = None
-
-    @property
-    def scheme(self) -> Scheme:
-        """The codecs. Raises ValueError if there is none of this name."""
-        return parse_scheme(self.codec)
-
-    @property
-    def served(self) -> bool:
-        """Whether the engine holds KV so: it refuses codecs that are not read as they lie."""
-        codecs = (self.scheme.keys, self.scheme.values)
-        return all(codec is None or codec.in_place for codec in codecs)
-
-    def __str__(self) -> str:
-        window = "" if self.max_kv_size is None else f", window {self.max_kv_size:,}"
-        return f"{self.codec}{window}{'' if self.keep is None else f', keep {self.keep}'}"
-
-
-UNCHANGED = KVSetting(RAW)
-EVALUATED_BLOCK_SIZE = 64
-"""The least that all codecs can hold."""
-SETTINGS = (
-    *map(KVSetting, ("8", "k8v4", "kivi5/turbo3.5", "turbo4", "2")),
-    KVSetting(RAW, 1_024, 256),
-    KVSetting("k8v4", 1_024, 256),
-)
-
-
-class EvalLoad(EvalSettings):
-    """What is measured, and how much of it. Sizes in tokens."""
-
-    model: str = str(MODEL_PATH)
-    settings: tuple[KVSetting, ...] = SETTINGS
-    """Raw KV without a window is measured in any case: all others are compared with it."""
-    windows_once: bool = True
-    """Whether those with a window are measured on the first form alone."""
-    forms: tuple[KeyForm, ...] = tuple(KeyForm)
-    lengths: tuple[int, ...] = (250, 1_000, 4_000)
-    """Lengths of the dialogues before the questions, which the embedded model alone answers."""
-    per_dialogue: int = 16
-    """Questions, at most."""
-    text: str | None = None
-    """None: dialogues of the embedded model's."""
-    piece_tokens: int = 1_000
-    """The text is read in pieces, each from an empty cache."""
-    prompts: int = 16
-    """Beginnings of each piece that are continued, at most."""
-    continued_tokens: int = 32
-    """Tokens of a continuation, at most; an answer may end before."""
-    block_size: int = EVALUATED_BLOCK_SIZE
-    memory_limit: int | str | None = "200MB"
-
-    def engine(self, setting: KVSetting) -> dict[str, Any]:
-        """Return the settings of an engine."""
-        return {
-            "memory_limit": self.memory_limit,
-            "block_size": self.block_size,
-            "max_kv_size": setting.max_kv_size,
-            "keep": setting.keep,
-            "max_batch_size": self.per_dialogue,
-            "kv_cache_quantization": setting.codec,
-            "kv_cache_min_quantize_tokens": 0,
-            "kv_cache_raw_first_tokens": self.raw_first_tokens,
-            "kv_cache_quantize_when": "active",
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,121 +131,6 @@ class Progress:
         self.done += 1
 
 
-# ---- what is read and asked
-
-
-@dataclass(frozen=True, slots=True)
-class AskedDialogue:
-    """A dialogue, in tokens, with the questions after it and the right answers."""
-
-    context: tuple[int, ...]
-    prompts: tuple[tuple[int, ...], ...]
-    answers: tuple[str, ...]
-
-
-def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDialogue]:
-    """Yield dialogues of one length until enough is asked."""
-    facts = max(1, min(load_.per_dialogue, length // 64))
-    for number in range(-(-load_.questions // facts)):
-        talk = dialogue(FIRST_SEED + number, tokens=length, facts=facts)
-        yield AskedDialogue(
-            tuple(render(tokenizer, talk.messages, answer=False)),
-            tuple(tuple(render(tokenizer, talk.ask(asked))) for asked in talk.questions),
-            tuple(asked.answer for asked in talk.questions),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens of a text, and of each whether it counts how it was expected."""
-
-    tokens: tuple[int, ...]
-    counts: tuple[bool, ...]
-
-    def ends(self, count: int) -> list[int]:
-        """Return where to begin a continuation, `count` places at most: at answers, or anywhere."""
-        begins = [i for i in range(1, len(self.tokens)) if self.counts[i] > self.counts[i - 1]]
-        places = begins or range(1, len(self.tokens) + 1)
-        count = min(count, len(places))
-        return [places[len(places) * (i + 1) // count - 1] for i in range(count)]
-
-
-def pieces(tokenizer: Any, load_: EvalLoad) -> list[Piece]:
-    """Cut the text into pieces, or write pieces of its own.
-
-    Raises:
-        SettingError: no piece has two blocks.
-    """
-    least = LEAST_BLOCKS * load_.block_size
-    if load_.text_tokens < least:
-        raise SettingError(
-            f"--text-tokens {load_.text_tokens}: a piece needs {least} or more, {LEAST_BLOCKS} "
-            f"blocks of {load_.block_size}"
-        )
-    size = min(load_.piece_tokens, load_.text_tokens)
-    if load_.text is not None:
-        tokens = encode(tokenizer, load_.text)[: load_.text_tokens]
-        cut = [_whole(tokens[start : start + size]) for start in range(0, len(tokens), size)]
-    else:
-        own = [
-            dialogue(FIRST_SEED - 1 - number, tokens=size, facts=0, quiz=0.3, strangers=0.1)
-            for number in range(load_.text_tokens // size)
-        ]
-        if load_.model == str(MODEL_PATH):
-            cut = [_spoken(tokenizer, render(tokenizer, one.messages, answer=False)) for one in own]
-        else:
-            texts = ["\n".join(message["content"] for message in one.messages) for one in own]
-            cut = [_whole(encode(tokenizer, text)) for text in texts]
-    long = [piece for piece in cut if len(piece.tokens) >= least]
-    if not long:
-        most = max((len(piece.tokens) for piece in cut), default=0)
-        raise SettingError(
-            f"the text has {most} tokens, or pieces of so many; a piece needs {least} or more"
-        )
-    return long
-
-
-def _whole(tokens: Sequence[int]) -> Piece:
-    return Piece(tuple(tokens), (True,) * len(tokens))
-
-
-def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
-    """Return the embedded model's dialogue; what the assistant says counts, its end included."""
-    names = (ROLES["assistant"], END)
-    begin, end = (int(tokenizer.convert_tokens_to_ids(name)) for name in names)
-    counts, speaks = [], False
-    for token in tokens:
-        counts.append(speaks)
-        speaks = token == begin or (speaks and token != end)
-    return Piece(tuple(tokens), tuple(counts))
-
-
-@dataclass(frozen=True, slots=True)
-class EvalTask:
-    """A model in one form, and what it is asked and reads."""
-
-    form: KeyForm
-    model: Any
-    tokenizer: Any
-    asked: dict[int, list[AskedDialogue]]
-    """Questions by length of their dialogue."""
-    text: list[Piece]
-
-    @classmethod
-    def of(cls, load_: EvalLoad, form: KeyForm) -> EvalTask:
-        """Load the model and write what it is asked; raises as `measure` does."""
-        model, tokenizer = load(load_.model)
-        reform(model, form, load_.outlier_scale)
-        asked = {length: list(dialogues(tokenizer, load_, length)) for length in load_.lengths}
-        return cls(form, model, tokenizer, asked, pieces(tokenizer, load_))
-
-    def steps(self, settings: Sequence[KVSetting]) -> int:
-        """Return how many steps `Progress` will count."""
-        served = sum(setting.served for setting in settings)
-        asked = sum(len(conversations) for conversations in self.asked.values())
-        return served * (asked + len(self.text)) + len(self.text)
-
-
 # ---- the engine
 
 
@@ -391,116 +199,6 @@ def serve(
         return EngineAnswers(right, continuations)
     finally:
         core.close()
-
-
-# ---- teacher forcing
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a text is read in a setting."""
-
-    setting: KVSetting
-    runner: Runner
-    limits: EngineSettings
-    scheme: Scheme
-    """The setting's, as the engine scales it for this model."""
-
-
-class Reading:
-    """One text, read block after block; what was read is held as the engine holds it."""
-
-    def __init__(self, way: Way) -> None:
-        size = way.limits.block_size
-        self._runner = way.runner
-        self._scheme = way.scheme
-        self._first = -(-way.limits.raw_first_tokens // size) * size
-        self._size = size
-        self.parts: list[KVSpan] = []
-
-    @property
-    def position(self) -> int:
-        """How many tokens were read."""
-        return self.parts[-1].end if self.parts else 0
-
-    @property
-    def coded(self) -> tuple[int, int]:
-        """Bytes and tokens of what is coded, or would be if there were a codec."""
-        coded = [p for p in self.parts if p.start >= self._first and p.columns == self._size]
-        return sum(p.segment.nbytes for p in coded), sum(p.columns for p in coded)
-
-    def read(self, tokens: Sequence[int]) -> mx.array:
-        """Read a block, or the rest behind the last one.
-
-        Returns:
-            Log-probabilities of the token that follows each token: (n, vocabulary) float32.
-        """
-        start = self.position
-        logits, chunk = self._runner.read(tokens, self.parts, start)
-        segment = chunk.segment
-        if start >= self._first and len(tokens) == self._size:
-            segment = segment.encoded(self._scheme)
-        self.parts.append(KVSpan(segment, start, len(tokens)))
-        wide = logits.astype(mx.float32)
-        return wide - mx.logsumexp(wide, axis=-1, keepdims=True)
-
-
-@dataclass(slots=True)
-class Forced:
-    """Of one setting, token by token, piece by piece."""
-
-    losses: list[list[float]] = field(default_factory=list)
-    """Negative log-likelihood, nats."""
-    kl: list[list[float]] = field(default_factory=list)
-    same: list[list[float]] = field(default_factory=list)
-    nbytes: int = 0
-    tokens: int = 0
-
-
-def force(
-    ways: Sequence[Way],
-    text: Sequence[Piece],
-    block_size: int,
-    step: Callable[[], None],
-) -> list[Forced]:
-    """Read a text in all ways side by side, block by block; the first way is raw.
-
-    In this order the distributions of raw need not be kept. `step` is called before each piece.
-    """
-    forced = [Forced() for _ in ways]
-    for piece in text:
-        step()
-        readings = [Reading(way) for way in ways]
-        for one in forced:
-            one.losses.append([])
-            one.kl.append([])
-            one.same.append([])
-        for start in range(0, len(piece.tokens), block_size):
-            stop = min(start + block_size, len(piece.tokens))
-            counted = [
-                i for i in range(start, min(stop, len(piece.tokens) - 1)) if piece.counts[i + 1]
-            ]
-            rows = mx.array([i - start for i in counted], mx.int32)
-            after = mx.array([piece.tokens[i + 1] for i in counted], mx.int32)
-            raw: mx.array | None = None
-            for reading, one in zip(readings, forced, strict=True):
-                logs = reading.read(piece.tokens[start:stop])[rows]
-                raw = logs if raw is None else raw
-                if counted:
-                    _note(one, logs, raw, after)
-        for reading, one in zip(readings, forced, strict=True):
-            nbytes, tokens = reading.coded
-            one.nbytes, one.tokens = one.nbytes + nbytes, one.tokens + tokens
-    return forced
-
-
-def _note(one: Forced, logs: mx.array, raw: mx.array, after: mx.array) -> None:
-    losses = -mx.take_along_axis(logs, after[:, None], axis=-1)[:, 0]
-    kl = (mx.exp(raw) * (raw - logs)).sum(axis=-1)
-    same = mx.argmax(logs, axis=-1) == mx.argmax(raw, axis=-1)
-    mx.eval(losses, kl, same)
-    for kept, new in ((one.losses, losses), (one.kl, kl), (one.same, same.astype(mx.float32))):
-        kept[-1].extend(new.tolist())  # type: ignore[arg-type]
 
 
 # ---- all of it

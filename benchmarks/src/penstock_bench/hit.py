@@ -7,20 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock_bench.engine_runs import (
-    OURS,
-    RIVAL,
-    Comparison,
-    EngineShape,
-    MakeSide,
-    Ours,
-    Run,
-    Task,
-    compare,
-    figures,
-    ratios,
-    size,
-)
+from penstock_bench.comparison import Comparison, compare, figures, ratios, size
+from penstock_bench.engine_runs import Run, Task
+from penstock_bench.engine_sides import OURS, RIVAL, EngineShape, MakeSide, Ours
 from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Solo

@@ -16,7 +16,8 @@ from random import Random
 from typing import Any
 
 from penstock import config
-from penstock_bench.engine_runs import OURS, RIVAL, EngineShape, Ours, size
+from penstock_bench.comparison import size
+from penstock_bench.engine_sides import OURS, RIVAL, EngineShape, Ours
 from penstock_bench.models import BenchModel
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Solo, random_hybrid
@@ -169,64 +170,38 @@ def _model(shape: HybridShape) -> BenchModel:
     )
 
 
+Medians = dict[str, dict[str, float]]
+"""Median seconds to the first token, by question and side."""
+
+
 def report(load: HybridLoad, model: BenchModel, turns: TurnTimes) -> Report:
     """Set ours against mlx-lm's loop, and against its server's cache."""
-    median = {
-        what: {who: statistics.median(seconds) for who, seconds in times.items()}
-        for what, times in (("next", turns.next_seconds), ("other", turns.other_seconds))
-    }
-
-    def times(what: str, rival: str) -> float:
-        return round(median[what][rival] / median[what][OURS], 3)
-
-    ratio: dict[str, float | None] = {
-        "second_turn_ttft": times("next", RIVAL),
-        "second_turn_ttft_server": times("next", SERVER),
-        "other_question_ttft": times("other", RIVAL),
-        "other_question_ttft_server": times("other", SERVER),
-    }
-    computed = max(turns.computed_tokens)
-    most = load.new_tokens + (load.engine.block_size or config.BLOCK_SIZE)
-    share = turns.checkpoint_bytes / turns.kv_bytes
+    medians = _medians(turns)
     judged = load.known_tokens >= GOAL_TOKENS
-
-    def ms(seconds: float) -> str:
-        return f"{1e3 * seconds:,.1f}"
-
-    def line(heading: str, what: str, rival: str, goal: bool = False) -> Line:
-        value = times(what, rival)
-        return Line(
-            f"{heading}, ms to the first token ({value:.1f}x)",
-            ms(median[what][OURS]),
-            ms(median[what][rival]),
-            f">= {TIMES:g}x" if goal else "",
-            value >= TIMES if goal else None,
-        )
-
     lines = [
-        line("next turn", "next", RIVAL, judged),
-        line(f"next turn, {SERVER}", "next", SERVER),
-        line("another last question", "other", RIVAL, judged),
-        line(f"another last question, {SERVER}", "other", SERVER),
-        Line(
-            "computed for the next turn", f"{computed:,} tokens", "", f"<= {most}", computed <= most
-        ),
-        Line("keys and values held", size(turns.kv_bytes), "", "", None),
-        Line(
-            f"checkpoints ({share:.0%})",
-            size(turns.checkpoint_bytes),
-            "",
-            f"<= {SHARE:.0%}",
-            share <= SHARE,
-        ),
+        _time_line(medians, "next turn", "next", RIVAL, judged),
+        _time_line(medians, f"next turn, {SERVER}", "next", SERVER, False),
+        _time_line(medians, "another last question", "other", RIVAL, judged),
+        _time_line(medians, f"another last question, {SERVER}", "other", SERVER, False),
+        *_held_lines(load, turns),
     ]
+    share = turns.checkpoint_bytes / turns.kv_bytes
     return Report(
         name="hybrid",
         claim=CLAIM,
         rival=RIVAL,
-        penstock={**median, "computed_tokens": computed, "checkpoint_share": round(share, 4)},
+        penstock={
+            **medians,
+            "computed_tokens": max(turns.computed_tokens),
+            "checkpoint_share": round(share, 4),
+        },
         rival_figures={},
-        ratio=ratio,
+        ratio={
+            "second_turn_ttft": _times(medians, "next", RIVAL),
+            "second_turn_ttft_server": _times(medians, "next", SERVER),
+            "other_question_ttft": _times(medians, "other", RIVAL),
+            "other_question_ttft_server": _times(medians, "other", SERVER),
+        },
         goal={"second_turn_ttft": TIMES, "other_question_ttft": TIMES, "checkpoint_share": SHARE},
         met=all(line.met for line in lines if line.met is not None),
         lines=lines,
@@ -237,3 +212,42 @@ def report(load: HybridLoad, model: BenchModel, turns: TurnTimes) -> Report:
         },
         dtype=model.dtype,
     )
+
+
+def _medians(turns: TurnTimes) -> Medians:
+    return {
+        question: {who: statistics.median(seconds) for who, seconds in by_side.items()}
+        for question, by_side in (("next", turns.next_seconds), ("other", turns.other_seconds))
+    }
+
+
+def _times(medians: Medians, question: str, rival: str) -> float:
+    """Return how many times sooner our first token comes."""
+    return round(medians[question][rival] / medians[question][OURS], 3)
+
+
+def _time_line(medians: Medians, heading: str, question: str, rival: str, has_goal: bool) -> Line:
+    value = _times(medians, question, rival)
+    ours, theirs = (f"{1e3 * medians[question][who]:,.1f}" for who in (OURS, rival))
+    return Line(
+        f"{heading}, ms to the first token ({value:.1f}x)",
+        ours,
+        theirs,
+        f">= {TIMES:g}x" if has_goal else "",
+        value >= TIMES if has_goal else None,
+    )
+
+
+def _held_lines(load: HybridLoad, turns: TurnTimes) -> list[Line]:
+    """Judge what the next turn computes, and the bytes of checkpoints."""
+    computed = max(turns.computed_tokens)
+    most = load.new_tokens + (load.engine.block_size or config.BLOCK_SIZE)
+    share = turns.checkpoint_bytes / turns.kv_bytes
+    checkpoints = size(turns.checkpoint_bytes)
+    return [
+        Line(
+            "computed for the next turn", f"{computed:,} tokens", "", f"<= {most}", computed <= most
+        ),
+        Line("keys and values held", size(turns.kv_bytes), ""),
+        Line(f"checkpoints ({share:.0%})", checkpoints, "", f"<= {SHARE:.0%}", share <= SHARE),
+    ]

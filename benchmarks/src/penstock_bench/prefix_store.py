@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from penstock.caches.prefix_cache import PrefixCache
 from penstock_bench import rivals
-from penstock_bench.engine_runs import size
+from penstock_bench.comparison import size
 from penstock_bench.report import Line, Report
 from penstock_bench.vllm_mlx import INSTALL_HINT, MemoryAwareCache, is_installed
 

@@ -9,19 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from penstock_bench.engine_runs import (
-    RIVAL,
-    Comparison,
-    EngineShape,
-    MakeSide,
-    Ours,
-    Task,
-    compare_in_turn,
-    figures,
-    in_turn,
-    size,
-    speed,
-)
+from penstock_bench.comparison import Comparison, compare_in_turn, figures, in_turn, size, speed
+from penstock_bench.engine_runs import Task
+from penstock_bench.engine_sides import RIVAL, EngineShape, MakeSide, Ours
 from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Solo

@@ -6,14 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock_bench.engine_runs import (
-    OURS,
-    RIVAL,
+from penstock_bench.comparison import (
     Comparison,
-    EngineShape,
-    MakeSide,
-    Ours,
-    Task,
     compare,
     figures,
     least,
@@ -22,6 +16,8 @@ from penstock_bench.engine_runs import (
     size,
     speed,
 )
+from penstock_bench.engine_runs import Task
+from penstock_bench.engine_sides import OURS, RIVAL, EngineShape, MakeSide, Ours
 from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Batched

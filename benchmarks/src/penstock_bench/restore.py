@@ -18,7 +18,9 @@ import psutil
 from penstock.engine.core import Core
 from penstock.engine.request import Request, Token
 from penstock.errors import SettingError
-from penstock_bench.engine_runs import MEMORY_SHARE, RIVAL, EngineShape, clean, size
+from penstock_bench.comparison import size
+from penstock_bench.engine_runs import clean
+from penstock_bench.engine_sides import MEMORY_SHARE, RIVAL, EngineShape
 from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Solo

@@ -10,25 +10,19 @@ from typing import Any
 import psutil
 
 from penstock.kv import backend
-from penstock_bench.engine_runs import (
-    OURS,
-    RIVAL,
+from penstock_bench.comparison import (
     Comparison,
-    EngineShape,
-    MakeSide,
-    Ours,
-    Run,
-    Task,
     check_same_tokens,
     compare,
     figures,
     least,
     ratio_line,
     ratios,
-    run_side,
     size,
     speed,
 )
+from penstock_bench.engine_runs import Run, Task, run_side
+from penstock_bench.engine_sides import OURS, RIVAL, EngineShape, MakeSide, Ours
 from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import PREFILL_BATCH, PREFILL_STEP_TOKENS, Batched

@@ -8,18 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.errors import SettingError
-from penstock_bench.engine_runs import (
-    OURS,
-    RIVAL,
+from penstock_bench.comparison import (
     Comparison,
-    EngineShape,
-    MakeSide,
-    Ours,
-    Side,
-    Task,
     check_same_tokens,
     compare,
-    drive,
     figures,
     least,
     ratio_line,
@@ -27,6 +19,8 @@ from penstock_bench.engine_runs import (
     size,
     speed,
 )
+from penstock_bench.engine_runs import Task, drive
+from penstock_bench.engine_sides import OURS, RIVAL, EngineShape, MakeSide, Ours, Side
 from penstock_bench.models import BenchModel, LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Line, Report
 from penstock_bench.rivals import Batched, Solo

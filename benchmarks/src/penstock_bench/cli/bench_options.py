@@ -15,7 +15,7 @@ from penstock.cli import options
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
-    from penstock_bench.engine_runs import EngineShape
+    from penstock_bench.engine_sides import EngineShape
     from penstock_bench.report import Report
 
 
@@ -97,7 +97,7 @@ TraceFile: TypeAlias = Annotated[
 def engine_shape(codec: dict[str, Any]) -> EngineShape:
     """Return our engine's settings; refuse before anything is measured what it would refuse."""
     options.check_codec_settings(codec)
-    from penstock_bench.engine_runs import EngineShape
+    from penstock_bench.engine_sides import EngineShape
 
     return EngineShape(**codec)
 

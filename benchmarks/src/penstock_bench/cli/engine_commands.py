@@ -209,7 +209,7 @@ def quantized(
     Measures peak memory and speed. The other side is mlx-lm's quantized cache. Exits with 1 if a
     goal is not met.
     """
-    from penstock_bench.engine_runs import EngineShape
+    from penstock_bench.engine_sides import EngineShape
     from penstock_bench.models import ModelChoice
     from penstock_bench.quantized_runs import QuantizedLoad, measure
 

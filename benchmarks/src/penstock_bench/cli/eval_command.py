@@ -116,7 +116,8 @@ def evaluate(
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock_bench.evaluate import EvalLoad, measure
+    from penstock_bench.eval_load import EvalLoad
+    from penstock_bench.evaluate import measure
     from penstock_bench.evaluate_picture import draw
 
     chosen = {**_settings(codec, window, keep), **_questions(form, length, embedded)}
@@ -133,7 +134,7 @@ def _settings(
     codecs: Sequence[str] | None, windows: Sequence[int] | None, keeps: Sequence[int] | None
 ) -> dict[str, Any]:
     """Return the combinations of codecs, windows and first tokens that are measured."""
-    from penstock_bench.evaluate import RAW, SETTINGS, KVSetting
+    from penstock_bench.eval_load import RAW, SETTINGS, KVSetting
 
     if not (codecs or windows or keeps):
         return {}

@@ -25,8 +25,9 @@ def serve(
     The other side is mlx-lm's server on the same model. Exits with 1 if a goal is not met.
     """
     from penstock_bench.models import ModelChoice
-    from penstock_bench.serve_load import ServeLoad, measure
+    from penstock_bench.serve_load import ServeLoad
     from penstock_bench.serve_picture import draw
+    from penstock_bench.serve_runs import measure
 
     report = measure(ServeLoad(model=ModelChoice(model), engine=engine_shape(codec), **load))
     finish(report, as_json=as_json, save=save, plot=plot, draw=draw)

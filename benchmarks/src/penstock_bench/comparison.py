@@ -1,0 +1,261 @@
+"""Sides that are compared: run in turn, watched, and set against goals."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from penstock_bench.engine_runs import Driving, Run, RunMoment, Task, clean, run_side
+from penstock_bench.engine_sides import OURS, RIVAL, MakeSide, Side
+from penstock_bench.report import Line
+
+BLOCK_STEPS = 8
+"""Steps that are timed at a time where sides decode in turn."""
+STRAY_BYTES = 1 << 20
+"""Bytes that a dropped side may leave behind; more would be counted as the other side's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All runs of one task, by side."""
+
+    task: Task
+    timed: Mapping[str, Sequence[Run]]
+    watched: Mapping[str, Sequence[Run]]
+    """One more on an engine of its own; as many runs as the task has repeats."""
+
+    def median(self, who: str, name: str) -> float:
+        """Return the median over the timed runs of a figure of `Run`."""
+        return float(statistics.median(getattr(run, name) for run in self.timed[who]))
+
+    def as_object(self) -> dict[str, Any]:
+        """Return every run, for the record."""
+        return {
+            who: {
+                "timed": [_recorded(run) for run in runs],
+                "watched": [_recorded(run) for run in self.watched[who]],
+            }
+            for who, runs in self.timed.items()
+        }
+
+
+def _recorded(run: Run) -> dict[str, Any]:
+    stored = asdict(run)
+    stored["step_seconds"] = [round(seconds, 6) for seconds in run.step_seconds]
+    columns = list(RunMoment.__dataclass_fields__)
+    stored["moments"] = [[getattr(moment, name) for name in columns] for moment in run.moments]
+    return {**stored, "moment_columns": columns}
+
+
+def compare(
+    makers: Mapping[str, MakeSide], task: Task, rounds: int, *, alike: bool = True
+) -> Comparison:
+    """Watch each side once, which warms it up, then time them turn by turn.
+
+    MLX keeps no freed buffers while a run is watched: what is held is what is needed.
+
+    Args:
+        makers: of the sides.
+        task: of all of them.
+        rounds: how often each is timed.
+        alike: whether all sides generate the same; else each does so in all of its runs.
+
+    Raises:
+        AssertionError: the sides do not generate the same tokens; or one of them left bytes
+            behind that would be counted as the other's.
+    """
+    base_bytes = clean()
+    watched = _watched(makers, task, base_bytes)
+    timed: dict[str, list[Run]] = {who: [] for who in makers}
+    for turn in range(rounds):
+        for who in list(makers) if turn % 2 == 0 else list(makers)[::-1]:
+            timed[who] += run_side(makers[who], task)
+            _check_base(who, base_bytes)
+    return _found(task, timed, watched, alike=alike)
+
+
+def compare_in_turn(
+    makers: Mapping[str, MakeSide], task: Task, rounds: int, *, alike: bool = True
+) -> Comparison:
+    """Watch each side as `compare` does, then let all decode in turn, a few steps at a time.
+
+    A disturbance of the machine for a second slows all of them.
+
+    The one timed run of a side has the steps of all rounds; its peak and its seconds are those of
+    its prompts. MLX keeps as many freed buffers as our engines let it while they are at work, and
+    as it does by itself while others are.
+
+    Args:
+        task: without what is `known`, and without repeats.
+    """
+    base_bytes = clean()
+    watched = _watched(makers, task, base_bytes)
+    blocks = rounds * max(1, task.decode_tokens // BLOCK_STEPS)
+    more = replace(task, decode_tokens=blocks * (BLOCK_STEPS + 1))
+    sides: dict[str, Side] = {}
+    driven: dict[str, Driving] = {}
+    timed = {}
+    usual = shared = _cache_limit()
+    sharing = set()
+    try:
+        for who, make in makers.items():
+            before_bytes, before = clean(), _cache_limit()
+            sides[who] = make()
+            if _cache_limit() != before:
+                shared = _cache_limit()
+                sharing.add(who)
+            mx.set_cache_limit(shared if who in sharing else usual)
+            driven[who] = Driving(sides[who], more, before_bytes)
+            driven[who].read()
+            sides[who].settle()
+            timed[who] = [driven[who].end()]
+        for block in range(blocks):
+            for who in list(makers) if block % 2 == 0 else list(makers)[::-1]:
+                mx.set_cache_limit(shared if who in sharing else usual)
+                driven[who].resume()
+                driven[who].decode(BLOCK_STEPS)
+                sides[who].settle()
+    finally:
+        for side in sides.values():
+            side.close()
+        mx.set_cache_limit(usual)
+    sides.clear()
+    driven.clear()
+    del side
+    _check_base("all together", base_bytes)
+    return _found(task, timed, watched, alike=alike)
+
+
+def _cache_limit() -> int:
+    """Return how many freed bytes MLX keeps; it tells when it is told another number."""
+    limit = mx.set_cache_limit(0)
+    mx.set_cache_limit(limit)
+    return limit
+
+
+def in_turn(comparison: Comparison, who: str, other: str) -> float:
+    """Return the decode speed of a side over that of another, which decoded in turn with it.
+
+    The ratio is the median over neighboring blocks of steps.
+    """
+
+    def blocks(name: str) -> list[float]:
+        return [
+            sum(run.step_seconds[first : first + BLOCK_STEPS])
+            for run in comparison.timed[name]
+            for first in range(0, len(run.step_seconds), BLOCK_STEPS)
+        ]
+
+    pairs = zip(blocks(who), blocks(other), strict=True)
+    return statistics.median(theirs / ours for ours, theirs in pairs)
+
+
+def _watched(makers: Mapping[str, MakeSide], task: Task, base_bytes: int) -> dict[str, list[Run]]:
+    """Watch each side; MLX keeps no freed buffers meanwhile."""
+    watched = {}
+    limit = mx.set_cache_limit(0)
+    try:
+        for who, make in makers.items():
+            watched[who] = run_side(make, task, watch=True)
+            _check_base(who, base_bytes)
+    finally:
+        mx.set_cache_limit(limit)
+    return watched
+
+
+def _found(
+    task: Task, timed: Mapping[str, list[Run]], watched: Mapping[str, list[Run]], *, alike: bool
+) -> Comparison:
+    """Put runs together; their tokens are looked at."""
+    everything = {who: [*watched[who], *runs] for who, runs in timed.items()}
+    for together in [everything] if alike else [{who: of} for who, of in everything.items()]:
+        check_same_tokens(together)
+    return Comparison(task, timed, watched)
+
+
+def _check_base(who: str, base_bytes: int) -> None:
+    stray = clean() - base_bytes
+    if stray > STRAY_BYTES:
+        raise AssertionError(f"{who} left {stray:,} bytes behind")
+
+
+def check_same_tokens(runs: Mapping[str, Iterable[Run]]) -> None:
+    """Raise AssertionError unless all runs generated the same, as far as all of them went."""
+    flat = [(who, run) for who, of in runs.items() for run in of]
+    (first_who, first), *others = flat
+    for who, run in others:
+        for place, (wanted, got) in enumerate(zip(first.tokens, run.tokens, strict=True)):
+            same = min(len(wanted), len(got))
+            if wanted[:same] != got[:same]:
+                at = next(i for i in range(same) if wanted[i] != got[i])
+                raise AssertionError(
+                    f"sequence {place}, token {at}: {first_who} generated {wanted[at]}, "
+                    f"{who} {got[at]}"
+                )
+
+
+# ---------------------------------------------------------------- figures
+
+
+def figures(comparison: Comparison, who: str) -> dict[str, Any]:
+    """Return the medians of one side by name; bytes above the weights."""
+    timed, watched = comparison.timed[who], comparison.watched[who][0]
+    steps = [1e3 * seconds for run in timed for seconds in run.step_seconds]
+    return {
+        "prefill_seconds": round(comparison.median(who, "first_seconds"), 4),
+        "prefill_tokens_per_second": round(comparison.median(who, "prefill_tokens_per_second"), 1),
+        "decode_tokens_per_second": round(comparison.median(who, "decode_tokens_per_second"), 2),
+        "median_step_ms": round(statistics.median(steps), 3),
+        "worst_step_ms": round(max(steps), 3),
+        "held_bytes": watched.held_bytes,
+        "peak_bytes": round(comparison.median(who, "peak_bytes")),
+        "cached_tokens": watched.cached_tokens,
+    }
+
+
+def ratios(comparison: Comparison) -> dict[str, float]:
+    """Return how many times better ours is, by the names that every bench uses."""
+    ours, theirs = figures(comparison, OURS), figures(comparison, RIVAL)
+
+    def times(name: str, *, more_is_better: bool) -> float:
+        better, worse = (ours, theirs) if more_is_better else (theirs, ours)
+        return round(float(better[name] / worse[name]), 3)
+
+    return {
+        "decode_speed": times("decode_tokens_per_second", more_is_better=True),
+        "prefill_speed": times("prefill_tokens_per_second", more_is_better=True),
+        "peak_memory": times("peak_bytes", more_is_better=False),
+        "held_memory": times("held_bytes", more_is_better=False),
+    }
+
+
+def least(of_shapes: Mapping[str, Mapping[str, float]]) -> dict[str, float | None]:
+    """Return the least of every ratio over all shapes under its own name, and all of them."""
+    names = list(dict.fromkeys(name for of in of_shapes.values() for name in of))
+    return {
+        **{name: min(of[name] for of in of_shapes.values() if name in of) for name in names},
+        **{f"{shape}: {name}": x for shape, of in of_shapes.items() for name, x in of.items()},
+    }
+
+
+def ratio_line(figure: str, texts: tuple[str, str], ratio: float, goal: float | None) -> Line:
+    """Lay out ours and theirs, with how many times better ours is, and the goal for that."""
+    ours, theirs = texts
+    figure = f"{figure} ({ratio:.2f}x)"
+    if goal is None:
+        return Line(figure, ours, theirs)
+    return Line(figure, ours, theirs, f">= {goal:g}x", ratio >= goal)
+
+
+def size(nbytes: float) -> str:
+    """Write bytes as decimal megabytes."""
+    return f"{nbytes / 1e6:,.1f} MB"
+
+
+def speed(per_second: float) -> str:
+    """Write tokens per second."""
+    return f"{per_second:,.1f}"

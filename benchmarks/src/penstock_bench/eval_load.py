@@ -1,0 +1,96 @@
+"""What `penstock eval` measures: settings of codecs and windows, and the goals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.kv.codecs import Scheme, parse_scheme
+from penstock.recall import MODEL_PATH
+from penstock_bench.bench_settings import EvalSettings
+from penstock_bench.key_forms import KeyForm
+
+CLAIM = "Recall with quantized keys and values is that of raw ones"
+RAW = "raw"
+FIRST_SEED = 10_000_000
+"""Seed of the first dialogue; the embedded model was trained on others."""
+ANSWER_TOKENS = 8
+LEAST_BLOCKS = 2
+"""Blocks of a piece of text, at least: in the first block no codec is read."""
+GOAL_CODECS = ("turbo4", "k8v4")
+GOAL_FORMS = (KeyForm.PLAIN, KeyForm.OUTLIERS)
+GOAL_POINTS = 0.5
+CONTROL_CODEC = "affine2"
+CONTROL_POINTS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class KVSetting:
+    """How KV is held: a codec, and a window; None: the engine's defaults."""
+
+    codec: str
+    max_kv_size: int | None = None
+    keep: int | None = None
+
+    @property
+    def scheme(self) -> Scheme:
+        """The codecs. Raises ValueError if there is none of this name."""
+        return parse_scheme(self.codec)
+
+    @property
+    def served(self) -> bool:
+        """Whether the engine holds KV so: it refuses codecs that are not read as they lie."""
+        codecs = (self.scheme.keys, self.scheme.values)
+        return all(codec is None or codec.in_place for codec in codecs)
+
+    def __str__(self) -> str:
+        window = "" if self.max_kv_size is None else f", window {self.max_kv_size:,}"
+        return f"{self.codec}{window}{'' if self.keep is None else f', keep {self.keep}'}"
+
+
+UNCHANGED = KVSetting(RAW)
+EVALUATED_BLOCK_SIZE = 64
+"""The least that all codecs can hold."""
+SETTINGS = (
+    *map(KVSetting, ("8", "k8v4", "kivi5/turbo3.5", "turbo4", "2")),
+    KVSetting(RAW, 1_024, 256),
+    KVSetting("k8v4", 1_024, 256),
+)
+
+
+class EvalLoad(EvalSettings):
+    """What is measured, and how much of it. Sizes in tokens."""
+
+    model: str = str(MODEL_PATH)
+    settings: tuple[KVSetting, ...] = SETTINGS
+    """Raw KV without a window is measured in any case: all others are compared with it."""
+    windows_once: bool = True
+    """Whether those with a window are measured on the first form alone."""
+    forms: tuple[KeyForm, ...] = tuple(KeyForm)
+    lengths: tuple[int, ...] = (250, 1_000, 4_000)
+    """Lengths of the dialogues before the questions, which the embedded model alone answers."""
+    per_dialogue: int = 16
+    """Questions, at most."""
+    text: str | None = None
+    """None: dialogues of the embedded model's."""
+    piece_tokens: int = 1_000
+    """The text is read in pieces, each from an empty cache."""
+    prompts: int = 16
+    """Beginnings of each piece that are continued, at most."""
+    continued_tokens: int = 32
+    """Tokens of a continuation, at most; an answer may end before."""
+    block_size: int = EVALUATED_BLOCK_SIZE
+    memory_limit: int | str | None = "200MB"
+
+    def engine(self, setting: KVSetting) -> dict[str, Any]:
+        """Return the settings of an engine."""
+        return {
+            "memory_limit": self.memory_limit,
+            "block_size": self.block_size,
+            "max_kv_size": setting.max_kv_size,
+            "keep": setting.keep,
+            "max_batch_size": self.per_dialogue,
+            "kv_cache_quantization": setting.codec,
+            "kv_cache_min_quantize_tokens": self.raw_first_tokens,
+            "kv_cache_quantize_when": "active",
+        }

@@ -1,0 +1,125 @@
+"""Texts and questions of an evaluation: dialogues that are asked, pieces that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import SettingError
+from penstock.models.mlx_lm import encode, load, render
+from penstock.recall import END, MODEL_PATH, ROLES, dialogue
+from penstock_bench.eval_load import FIRST_SEED, LEAST_BLOCKS, EvalLoad, KVSetting
+from penstock_bench.key_forms import KeyForm, reform
+
+
+@dataclass(frozen=True, slots=True)
+class AskedDialogue:
+    """A dialogue, in tokens, with the questions after it and the right answers."""
+
+    context: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    answers: tuple[str, ...]
+
+
+def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDialogue]:
+    """Yield dialogues of one length until enough is asked."""
+    facts = max(1, min(load_.per_dialogue, length // 64))
+    for number in range(-(-load_.questions // facts)):
+        talk = dialogue(FIRST_SEED + number, tokens=length, facts=facts)
+        yield AskedDialogue(
+            tuple(render(tokenizer, talk.messages, answer=False)),
+            tuple(tuple(render(tokenizer, talk.ask(asked))) for asked in talk.questions),
+            tuple(asked.answer for asked in talk.questions),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a text, and of each whether it counts how it was expected."""
+
+    tokens: tuple[int, ...]
+    counts: tuple[bool, ...]
+
+    def ends(self, count: int) -> list[int]:
+        """Return where to begin a continuation, `count` places at most: at answers, or anywhere."""
+        begins = [i for i in range(1, len(self.tokens)) if self.counts[i] > self.counts[i - 1]]
+        places = begins or range(1, len(self.tokens) + 1)
+        count = min(count, len(places))
+        return [places[len(places) * (i + 1) // count - 1] for i in range(count)]
+
+
+def pieces(tokenizer: Any, load_: EvalLoad) -> list[Piece]:
+    """Cut the text into pieces, or write pieces of its own.
+
+    Raises:
+        SettingError: no piece has two blocks.
+    """
+    least = LEAST_BLOCKS * load_.block_size
+    if load_.text_tokens < least:
+        raise SettingError(
+            f"--text-tokens {load_.text_tokens}: a piece needs {least} or more, {LEAST_BLOCKS} "
+            f"blocks of {load_.block_size}"
+        )
+    size = min(load_.piece_tokens, load_.text_tokens)
+    if load_.text is not None:
+        tokens = encode(tokenizer, load_.text)[: load_.text_tokens]
+        cut = [_whole(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    else:
+        own = [
+            dialogue(FIRST_SEED - 1 - number, tokens=size, facts=0, quiz=0.3, strangers=0.1)
+            for number in range(load_.text_tokens // size)
+        ]
+        if load_.model == str(MODEL_PATH):
+            cut = [_spoken(tokenizer, render(tokenizer, one.messages, answer=False)) for one in own]
+        else:
+            texts = ["\n".join(message["content"] for message in one.messages) for one in own]
+            cut = [_whole(encode(tokenizer, text)) for text in texts]
+    long = [piece for piece in cut if len(piece.tokens) >= least]
+    if not long:
+        most = max((len(piece.tokens) for piece in cut), default=0)
+        raise SettingError(
+            f"the text has {most} tokens, or pieces of so many; a piece needs {least} or more"
+        )
+    return long
+
+
+def _whole(tokens: Sequence[int]) -> Piece:
+    return Piece(tuple(tokens), (True,) * len(tokens))
+
+
+def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
+    """Return the embedded model's dialogue; what the assistant says counts, its end included."""
+    names = (ROLES["assistant"], END)
+    begin, end = (int(tokenizer.convert_tokens_to_ids(name)) for name in names)
+    counts, speaks = [], False
+    for token in tokens:
+        counts.append(speaks)
+        speaks = token == begin or (speaks and token != end)
+    return Piece(tuple(tokens), tuple(counts))
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTask:
+    """A model in one form, and what it is asked and reads."""
+
+    form: KeyForm
+    model: Any
+    tokenizer: Any
+    asked: dict[int, list[AskedDialogue]]
+    """Questions by length of their dialogue."""
+    text: list[Piece]
+
+    @classmethod
+    def of(cls, load_: EvalLoad, form: KeyForm) -> EvalTask:
+        """Load the model and write what it is asked; raises as `measure` does."""
+        model, tokenizer = load(load_.model)
+        reform(model, form, load_.outlier_scale)
+        asked = {length: list(dialogues(tokenizer, load_, length)) for length in load_.lengths}
+        return cls(form, model, tokenizer, asked, pieces(tokenizer, load_))
+
+    def steps(self, settings: Sequence[KVSetting]) -> int:
+        """Return how many steps `Progress` will count."""
+        served = sum(setting.served for setting in settings)
+        asked = sum(len(conversations) for conversations in self.asked.values())
+        return served * (asked + len(self.text)) + len(self.text)

@@ -1,0 +1,208 @@
+"""`penstock bench serve`: our server under load, and mlx-lm's under the same in the same run.
+
+sessions      agents that share a system prompt, turn by turn, each server cold, in turns
+arrivals      on demand: requests that come by a Poisson process
+connections   many at the same moment, ours alone: not one may fail
+overhead      the same prompts through our server and through the engine without one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+
+import psutil
+
+from penstock import config
+from penstock.models.mlx_lm import load as load_model
+from penstock.models.mlx_lm import render
+from penstock_bench.engine_sides import OURS
+from penstock_bench.models import ModelChoice
+from penstock_bench.report import Report
+from penstock_bench.serve_client import (
+    Client,
+    Message,
+    Reply,
+    at_once,
+    closed_loop,
+    connected,
+    open_loop,
+)
+from penstock_bench.serve_figures import report
+from penstock_bench.serve_load import SIDES, WAYS, Overhead, Phase, ServeLoad, ServerRuns, Sides
+from penstock_bench.serve_model import (
+    ServedFolder,
+    lines,
+    model_folder,
+    poisson_times,
+    system_prompt,
+)
+from penstock_bench.serve_process import (
+    Alone,
+    RunningServer,
+    ServerCommand,
+    cpu_seconds,
+    ending_cleanly,
+    engine_alone,
+    free_port,
+    high_water_bytes,
+    serving,
+    watched,
+)
+
+
+def measure(load: ServeLoad, sides: Sides = SIDES) -> Report:
+    """Run every part, the sides of each in turn."""
+    with ending_cleanly(), model_folder(load.model, load.llama) as plain:
+        folder = replace(plain, codec_settings=load.engine.codec_settings)
+        runs = ServerRuns(
+            sessions=_sessions(load, folder, sides),
+            arrivals=_arrivals(load, folder, sides) if load.rate else {},
+            connections=None,
+            overhead=None,
+            folder=folder,
+        )
+        if load.connections or load.overhead_rounds:
+            port = free_port()
+            with serving(sides[OURS](folder, port), port) as server:
+                if load.overhead_rounds:
+                    runs.overhead = _overhead(load, folder, server)
+                if load.connections:
+                    runs.connections = _connections(load, server)
+    return report(load, runs)
+
+
+Send = Callable[[Client], Awaitable[list[Reply]]]
+
+
+def talk(server: RunningServer, send: Send) -> tuple[float, list[Reply], int]:
+    """Put one load on a server; return its seconds, its replies and how many were open at most."""
+
+    async def run() -> tuple[float, list[Reply], int]:
+        async with connected(server.url, server.model) as client:
+            began = time.perf_counter()
+            replies = await send(client)
+            return time.perf_counter() - began, replies, client.most_open
+
+    return asyncio.run(run())
+
+
+def drive(server: RunningServer, send: Send) -> Phase:
+    """Put one load on a server and watch its memory meanwhile."""
+    idle_bytes = server.process.memory_info().rss
+    with watched(server.process) as memory:
+        seconds, replies, most_open = talk(server, send)
+    return Phase(
+        seconds,
+        replies,
+        memory,
+        idle_bytes,
+        server.start_seconds,
+        high_water_bytes(server.process.pid),
+        most_open,
+    )
+
+
+def _cold(
+    folder: ServedFolder,
+    make: Callable[[ServedFolder, int], ServerCommand],
+    send: Send,
+) -> Phase:
+    port = free_port()
+    with serving(make(folder, port), port) as server:
+        return drive(server, send)
+
+
+def _sessions(load: ServeLoad, folder: ServedFolder, sides: Sides) -> dict[str, list[Phase]]:
+    """Give both servers the same sessions, each time in a process of its own.
+
+    Raises:
+        AssertionError: the servers read different prompts.
+    """
+    talks, system = load.talks(), load.system
+    phases: dict[str, list[Phase]] = {who: [] for who in sides}
+    for turn in range(load.rounds):
+        for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+            phase = _cold(
+                folder, sides[who], lambda c: closed_loop(c, system, talks, load.answer_tokens)
+            )
+            phases[who].append(phase)
+    _check_same_prompts(phases)
+    return phases
+
+
+def _check_same_prompts(sessions: Mapping[str, Sequence[Phase]]) -> None:
+    """Raise AssertionError unless all first turns had the same lengths, in tokens."""
+    lengths = {
+        who: {tuple(sorted(r.prompt_tokens for r in phase.good if r.turn == 0)) for phase in phases}
+        for who, phases in sessions.items()
+        if all(reply.error is None for phase in phases for reply in phase.replies)
+    }
+    if len(set().union(*lengths.values())) > 1:
+        raise AssertionError(f"the servers read different prompts: {lengths}")
+
+
+def _arrivals(load: ServeLoad, folder: ServedFolder, sides: Sides) -> dict[str, Phase]:
+    times = poisson_times(load.rate, load.arrivals)
+    said = lines(500, load.arrivals, load.line_tokens)
+    system = load.system
+    return {
+        who: _cold(folder, make, lambda c: open_loop(c, system, said, times, load.answer_tokens))
+        for who, make in sides.items()
+    }
+
+
+def _connections(load: ServeLoad, server: RunningServer) -> Phase:
+    system = {"role": "system", "content": system_prompt(load.overhead_prompt_tokens)}
+    said = lines(900, load.connections, load.line_tokens)
+    asked = [[system, {"role": "user", "content": line}] for line in said]
+    return drive(server, lambda client: at_once(client, asked, load.connection_tokens))
+
+
+def _overhead(load: ServeLoad, folder: ServedFolder, server: RunningServer) -> Overhead:
+    """Time a full batch three ways in turn, with new prompts each time: nothing is known.
+
+    Raises:
+        AssertionError: the ways did not generate the same number of tokens.
+    """
+    _, tokenizer = load_model(folder.path)
+    overhead = Overhead()
+
+    def asked(seed: int) -> list[list[Message]]:
+        texts = lines(2_000 + seed, config.MAX_BATCH_SIZE, load.overhead_prompt_tokens)
+        return [[{"role": "user", "content": text}] for text in texts]
+
+    def over_http(seed: int, *, stream: bool) -> tuple[float, int]:
+        seconds, replies, _ = talk(
+            server,
+            lambda client: at_once(client, asked(seed), load.overhead_tokens, stream=stream),
+        )
+        return seconds, sum(reply.completion_tokens for reply in replies if reply.error is None)
+
+    def run(way: str, turn: int, alone: Alone) -> tuple[float, int]:
+        # The same prompts alone and streamed; for answers in one piece the server needs others,
+        # as it would know those.
+        if way == "alone":
+            prompts = [render(tokenizer, messages) for messages in asked(2 * turn)]
+            return alone.run(prompts, load.overhead_tokens)
+        if way == "streamed":
+            return over_http(2 * turn, stream=True)
+        return over_http(2 * turn + 1, stream=False)
+
+    client = psutil.Process()
+    with engine_alone(folder) as alone:
+        for turn in range(load.overhead_rounds):
+            counts = {}
+            for way in (*WAYS[turn % 3 :], *WAYS[: turn % 3]):
+                process = alone.process if way == "alone" else server.process
+                before = cpu_seconds(process), cpu_seconds(client)
+                seconds, counts[way] = run(way, turn, alone)
+                overhead.seconds[way].append(seconds)
+                overhead.cpu_seconds[way].append(cpu_seconds(process) - before[0])
+                overhead.client_cpu_seconds[way].append(cpu_seconds(client) - before[1])
+            if load.model is ModelChoice.RANDOM and len(set(counts.values())) > 1:
+                raise AssertionError(f"the ways generated different numbers of tokens: {counts}")
+            overhead.tokens = counts["alone"]
+    return overhead
