@@ -298,7 +298,7 @@ def test_a_conversation_is_quantized_when_it_becomes_long(model: Any) -> None:
 
 def test_512_tokens_in_8_bits_take_what_vllm_mlx_takes() -> None:
     shape = replace(SHAPE, layers=1, query_heads=8, kv_heads=8, hidden_size=512)
-    half = bench_model(Choice.RANDOM, shape).model
+    half = bench_model(ModelChoice.RANDOM, shape).model
     half.set_dtype(mx.float16)
     settings = {"block_size": 32, "kv_cache_quantization": "8"}
     core = Core(half, memory_limit="400MB", **settings)

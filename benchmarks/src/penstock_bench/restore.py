@@ -158,9 +158,8 @@ def _restart(
         round_.peak_bytes = max(round_.peak_bytes, mx.get_peak_memory() - before)
         round_.restored_seconds[files].append(seconds)
         stats = core.view.stats()
-        assert stats.ssd is not None
         round_.restored_bytes = round(stats.restored_tokens * core.view.coded_token_bytes)
-        round_.file_bytes = stats.ssd.counts.read_bytes
+        round_.file_bytes = stats.tiers["disk"].counts.read_bytes
     if load.engine.exact:
         _check(round_.tokens, tokens)
 
