@@ -155,7 +155,7 @@ def test_clear_waits_for_the_disk_and_counts(tmp_path: Path) -> None:
     ):
         http.post("/v1/completions", json=body)
         wait_until(lambda: list(folder.rglob("*.safetensors")))
-        wait_until(lambda: running.service.engine.stats().ssd.queued_bytes == 0)
+        wait_until(lambda: running.service.engine.stats().tiers["disk"].queued_bytes == 0)
         done = http.delete("/v1/cache")
         assert done.status_code == 200 and done.json()["pending"] == {}
         assert done.json()["tier_blocks"]["ssd"] > 0
@@ -163,7 +163,7 @@ def test_clear_waits_for_the_disk_and_counts(tmp_path: Path) -> None:
         folder.rename(away)
         folder.write_text("a file stands where the folder was")
         http.post("/v1/completions", json=body)
-        wait_until(lambda: running.service.engine.stats().ssd.off is not None)
+        wait_until(lambda: running.service.engine.stats().tiers["disk"].off is not None)
         left = http.delete("/v1/cache")
         assert left.status_code == 202 and "off" in left.json()["pending"]["ssd"]
 

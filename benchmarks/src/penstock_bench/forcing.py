@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
-from penstock.kv.codecs import Scheme
 from penstock.kv.attention_plan import KVSpan
+from penstock.kv.codecs import Scheme
 from penstock_bench.eval_load import KVSetting
 from penstock_bench.eval_texts import Piece
 
