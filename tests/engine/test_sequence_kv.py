@@ -133,3 +133,49 @@ def test_without_room_for_a_copy_the_end_of_an_answer_is_not_committed(core: Cor
     core.ledger.set_limit(core.ledger.used_bytes)
     kv.end_answer()
     assert (kv.spans(), kv.num_cached_tokens, kv.position) == before
+
+
+@pytest.mark.parametrize("keep", [0, 12, 32])
+def test_spans_behind_a_window_are_let_go_of(keep: int) -> None:
+    """What is kept stays, what no layer sees goes, and nothing is visible twice."""
+    window, columns = 48, 16
+    core = Core(
+        model_of("llama"),
+        memory_limit="40MB",
+        block_size=columns,
+        prefill_chunk=64,
+        max_batch_size=2,
+        max_kv_size=window,
+        keep=keep,
+    )
+    try:
+        kv = running_core(core, 30, 1)
+        while core.step() and core.admission.sequences:
+            spans, nearest = kv.spans(), core.runner.nearest(kv.position)
+            covered = [at for span in spans for at in range(span.start, span.end)]
+            assert len(set(covered)) == len(covered)
+            end = kv.committed_end
+            assert {*range(min(keep, end)), *range(nearest, end)} <= set(covered)
+            # Whole spans go when a full tail becomes a span and nothing of them is seen.
+            seen = nearest - core.tails.columns
+            assert all(span.end > seen or span.start < keep for span in spans[1:-1])
+            kv.check()
+            core.view.check()
+        assert kv.position == 0, "it was detached"
+    finally:
+        core.close()
+
+
+def test_a_sequence_that_decodes_does_not_move_on_to_what_others_have_committed(
+    core: Core,
+) -> None:
+    """Its spans lie behind the cached tokens: the same blocks would be visible twice."""
+    first = Request(prompt=tuple(range(1, 41)), max_tokens=100, ignore_eos=True)
+    answer(core, core.submit(first))
+    kv = running_core(core, 40, 20)
+    kv.hash_blocks()
+    held = core.prefixes.match(kv.block_hashes).tokens
+    assert held > kv.num_cached_tokens and kv.own_spans
+    before = kv.spans(), kv.position
+    assert kv.extend() == 0
+    assert (kv.spans(), kv.position) == before

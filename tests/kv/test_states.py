@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from penstock.kv import states as st
 from penstock.kv.states import State, arrays, copied, nbytes, unpinned
 
 TOKENS, KEPT, WIDTH = 4_096, 3, 64
@@ -77,3 +78,32 @@ def test_one_row_is_copied_without_the_others() -> None:
     mx.eval(rows)
     ((alone,),) = copied(((rows,),), 1)
     assert mx.array_equal(alone, rows[1:2])  # type: ignore[arg-type]
+
+
+def lives(*numbers: float) -> list[st.RecurrentState]:
+    """Return states of sequences that come from different steps, with a layer that has none."""
+    return [st.RecurrentState(((mx.full((1, 3), number), None),), own=True) for number in numbers]
+
+
+def test_states_of_different_steps_become_rows_in_order() -> None:
+    ((rows, absent),) = st.stacked(lives(1, 2, 3))
+    assert absent is None
+    assert isinstance(rows, mx.array)
+    assert rows.tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+
+
+def test_the_rows_of_one_step_are_not_copied_and_some_of_them_are() -> None:
+    whole: st.States = ((mx.arange(6).reshape(3, 2),),)
+    rows = [st.RecurrentState(whole, row) for row in range(3)]
+    assert st.stacked(rows) is whole
+    for chosen in ([1, 0, 2], [0, 1], [2], [0, 0, 0]):
+        ((array,),) = st.stacked([rows[row] for row in chosen])
+        assert array is not None
+        assert array.tolist() == [[2 * row, 2 * row + 1] for row in chosen]
+
+
+def test_a_sequence_without_a_state_is_not_stacked_with_those_that_have_one() -> None:
+    one, other = lives(1, 2)
+    without = st.RecurrentState(((None, None),), own=True)
+    with pytest.raises(ValueError, match="some of the sequences have a state"):
+        st.stacked([one, without, other])
