@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -296,3 +296,25 @@ def test_the_work_is_linear_in_the_text() -> None:
             costs.append(lines_run(lambda s=stream, t=tokens: [s.push(token) for token in t]))
         assert costs[1] < 4.2 * costs[0]
         assert costs[1] < 25 * len(long)
+
+
+TOKENS = st.lists(st.sampled_from(PIECES).map(piece_token), min_size=1, max_size=20)
+
+
+@settings(deadline=None)  # the first call makes what takes long
+@given(prompt=TOKENS, answer=TOKENS, name=st.sampled_from(list(TOKENIZERS)))
+def test_a_text_goes_on_with_what_stands_before_it(
+    prompt: list[int], answer: list[int], name: str
+) -> None:
+    """The answer's text is what it adds to the prompt's, with the first space of all."""
+    tokenizer = TOKENIZERS[name]
+    before = tokenizer.decode(prompt)
+    stream = TextStream(tokenizer.detokenizer, (), prompt[-8:])
+    text = "".join(stream.push(token) for token in answer) + stream.finish()
+    assert before + text == tokenizer.decode([*prompt, *answer])
+
+
+def test_a_first_space_is_dropped_without_what_stands_before_it() -> None:
+    """As mlx-lm writes a chat answer."""
+    token = piece_token(" a")
+    assert "".join(run("bpe", [token], ())[0]) == "a"

@@ -584,6 +584,24 @@ def test_echo_and_logprobs(recall_server: Running) -> None:
     assert [t for part in parts if part for t in part.tokens or []] == found.tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_is_the_prompts_text_gone_on_with(
+    recall_server: Running, told: Dialogue, stream: bool
+) -> None:
+    """Its first space included; offsets and log-probabilities are of that text."""
+    tokenizer = recall_server.service.tokenizer
+    bias = {str(tokenizer.encode(" amber", add_special_tokens=False)[0]): 100}
+    how: dict[str, Any] = {"max_tokens": 3, "logprobs": 1, "logit_bias": bias, "stream": stream}
+    with client(recall_server) as api:
+        made = api.completions.create(model="any", prompt="the code amber", **how)
+        choices = [chunk.choices[0] for chunk in (made if stream else [made])]
+    text = "".join(choice.text for choice in choices)
+    assert text == " amber amber amber"
+    tokens = [token for c in choices if c.logprobs for token in c.logprobs.tokens or []]
+    offsets = [at for c in choices if c.logprobs for at in c.logprobs.text_offset or []]
+    assert tokens == [" amber"] * 3 and offsets == [0, 6, 12]
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("suffix", "the end"), ("best_of", 3), ("prompt", []), ("prompt", "")]
 )

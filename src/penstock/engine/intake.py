@@ -25,6 +25,9 @@ from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.errors import EngineStopped, SettingError
 
+TEXT_BEFORE_TOKENS = 16
+"""Last tokens of a prompt that are read for a text that goes on with it."""
+
 
 class Intake:
     """Makes sequences of requests. Not thread-safe but for `constraint`: the engine's thread.
@@ -152,7 +155,8 @@ class Intake:
         if request.timeout_seconds is not None:
             deadline = self._clock() + request.timeout_seconds
         if self.tokenizer is not None:
-            text = TextStream(self._new_detokenizer(), request.stop)
+            before = request.prompt[-TEXT_BEFORE_TOKENS:] if request.goes_on else ()
+            text = TextStream(self._new_detokenizer(), request.stop, before)
         sequence = Sequence(
             id=self.next_id,
             request=request,

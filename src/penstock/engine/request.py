@@ -152,6 +152,9 @@ class Request(_Asked):
     """Texts that end an answer; they are not part of it."""
     stop_tokens: tuple[TokenId, ...] = ()
     """Tokens that end an answer, beside the tokenizer's own end of sequence."""
+    goes_on: bool = False
+    """Whether the answer's text goes on with the prompt's, the first space included; if not, it is
+    as mlx-lm writes an answer, which drops that space with some tokenizers."""
     ignore_eos: bool = False
     """Whether an answer goes on after the tokenizer's end of sequence."""
     n: int = Field(default=1, ge=1, le=128)

@@ -212,6 +212,7 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dic
         sampling=Sampling(**chosen),
         stop=tuple(body.stop_sequences or ()),
         salt=body.cache_salt,
+        goes_on=body.messages[-1].role == "assistant",
         timeout_seconds=service.settings.request_timeout_seconds,
         grammar=grammar,
         reasoning=None if grammar is not None else _budget(service, body, prompt),

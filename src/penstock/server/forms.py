@@ -171,6 +171,7 @@ class Sampled(RequestForm):
         stop: str | list[str] | None = None,
         n: int = 1,
         grammar: str | None = None,
+        goes_on: bool = False,
     ) -> Request:
         """Return what the engine is asked."""
         settings = service.settings
@@ -185,6 +186,7 @@ class Sampled(RequestForm):
             timeout_seconds=settings.request_timeout_seconds,
             salt=self.cache_salt or "",
             grammar=grammar,
+            goes_on=goes_on,
             hold_seconds=settings.hold_seconds if self.prompt_cache_key else 0.0,
         )
 

@@ -39,13 +39,13 @@ class Logprobs:
         ]
 
     def completion(self, tokens: Sequence[Token], offset: int = 0) -> dict[str, Any]:
-        """Return the logprobs of a completion's choice.
+        """Return the logprobs of a completion's choice; joined, its tokens are its text.
 
         Args:
             tokens: of this choice, or of this chunk of it.
             offset: characters of the text before them.
         """
-        texts = [self.text(token.token) for token in tokens]
+        texts = [token.text for token in tokens]
         offsets = []
         for text in texts:
             offsets.append(offset)

@@ -465,6 +465,7 @@ class _Completions:
                 max_tokens=body.max_tokens,
                 stop=body.stop,
                 n=self.n,
+                goes_on=True,
             )
             for prompt in prompts
         ]

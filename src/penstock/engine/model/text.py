@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 __all__ = ["Detokenizer", "TextStream"]
+
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
@@ -22,6 +26,10 @@ class Detokenizer(Protocol):
         """Begin another text, in buffers of its own."""
 
     @property
+    def text(self) -> str:
+        """All whole characters."""
+
+    @property
     def last_segment(self) -> str:
         """Whole characters since this was read last."""
 
@@ -32,12 +40,23 @@ class TextStream:
     The stop string that is completed first ends the text, of several the longest; the text is
     cut where it begins. How the text is divided into tokens makes no difference. What may be
     the start of a stop string is held back until it is known. Linear in the text.
+
+    Args:
+        detokenizer: this answer's own.
+        stop: strings that end the text.
+        before: last tokens in front of the text: with them its first space is told, which mlx-lm's
+            detokenizers drop at the start of a text.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_state", "_stops", "stopped")
+    __slots__ = ("_detokenizer", "_held", "_known", "_state", "_stops", "stopped")
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
         self._detokenizer = detokenizer
+        self._known = 0
+        """Characters of `before` that the detokenizer has not told yet."""
+        self._begin_behind(before)
         self._stops = _Stops(stop) if stop else None
         self._state = _ROOT
         self._held = ""
@@ -49,17 +68,36 @@ class TextStream:
         if self.stopped is not None:
             return ""
         self._detokenizer.add_token(token)
-        return self._certain(self._detokenizer.last_segment)
+        return self._certain(self._new())
 
     def finish(self) -> str:
         """Return what was held back; `stopped` may be set by its last characters."""
         if self.stopped is not None:
             return ""
         self._detokenizer.finalize()
-        text = self._certain(self._detokenizer.last_segment)
+        text = self._certain(self._new())
         held, self._held = self._held, ""
         self._state = _ROOT
         return text + held
+
+    def _begin_behind(self, before: Sequence[int]) -> None:
+        """Have the detokenizer read what stands in front of the text, whose text is not told."""
+        if not before:
+            return
+        for token in before:
+            self._detokenizer.add_token(token)
+        told = len(self._detokenizer.last_segment)
+        whole = copy(self._detokenizer)
+        whole.finalize()
+        # A character that is not whole yet is told with its other half, which is the text's.
+        self._known = len(whole.text.rstrip(REPLACEMENT)) - told
+
+    def _new(self) -> str:
+        """Return the whole characters of the text since this was asked last."""
+        piece = self._detokenizer.last_segment
+        known = min(max(0, self._known), len(piece))
+        self._known -= known
+        return piece[known:]
 
     def _certain(self, piece: str) -> str:
         """Take in text; return what no stop string can begin in any more."""
