@@ -86,7 +86,7 @@ def test_states_behind_part_of_a_block_are_not_kept() -> None:
     model(mx.array([prompt]), cache=caches)
     assert cache.store(prompt, caches).held_tokens == 64
     assert cache.fetch(prompt) == (None, prompt)
-    assert cache.explain(prompt).resume_tokens == 0
+    assert cache.explain(prompt).reusable_tokens == 0
     assert cache.ledger.by_class()[Kind.CHECKPOINTS] == 0
 
 

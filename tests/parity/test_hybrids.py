@@ -90,11 +90,11 @@ def test_a_prompt_that_parts_is_read_again_from_the_last_checkpoint(family: str)
         first = ask(core, BASE, 8)
         drain(core)
         found = core.view.explain(list(other))
-        assert (found.held_tokens, found.resume_tokens) == (48, 32)
+        assert (found.held_tokens, found.reusable_tokens) == (48, 32)
         assert "32" in found.reason
         second = ask(core, other, 8)
         drain(core)
-        assert core.view.explain(list(third)).resume_tokens == 48
+        assert core.view.explain(list(third)).reusable_tokens == 48
         last = ask(core, third, 8)
         drain(core)
         check(family, first, second, last)

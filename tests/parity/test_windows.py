@@ -91,7 +91,7 @@ def test_the_next_turn_goes_on_and_the_same_prompt_is_read_again(family: str) ->
         for hits, computed in ((0, 69), (64, 5)):
             explained = core.view.explain(list(BASE))
             assert explained.held_tokens == 64
-            assert explained.resume_tokens == (0 if computed > 64 else None)
+            assert explained.reusable_tokens == (0 if computed > 64 else None)
             assert ("windows go on from token 0" in explained.reason) == (computed > 64)
             before = core.view.stats().prefilled_tokens
             again = ask(core, BASE, 24)
@@ -122,8 +122,8 @@ def test_the_last_turn_can_be_said_again_while_there_is_room_for_that(family: st
         assert core.prefixes.tree.tokens == 144, "150 tokens and an answer"
         excess = node_bytes(core) - needed_bytes(core, 144)
         assert core.prefixes.relief.relieve(excess) == excess, "of its first prompt nothing is left"
-        assert core.view.explain(list(turn.request.prompt)).resume_tokens is None
-        assert core.view.explain(list(BASE)).resume_tokens == 0
+        assert core.view.explain(list(turn.request.prompt)).reusable_tokens is None
+        assert core.view.explain(list(BASE)).reusable_tokens == 0
 
 
 @every_family
@@ -378,7 +378,7 @@ def test_windows_and_states_together(name: str) -> None:
             thin(core)
             handles = [first, longer]
             for prompt in (fork, base, other, base):
-                assert core.view.explain(prompt).resume_tokens is not None
+                assert core.view.explain(prompt).reusable_tokens is not None
                 handles.append(ask(core, prompt, 12))
                 drain(core)
                 thin(core)

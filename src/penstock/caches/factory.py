@@ -47,7 +47,7 @@ def make_kv_cache(
             time: a short request takes little, a long one copies. "window" allocates the whole
             window of each layer at once: nothing ever grows, and a short request takes as much
             as a long one.
-        kv_group_size: Neighbours that share a scale when quantized: 32, 64 or 128.
+        kv_group_size: Neighbors that share a scale when quantized: 32, 64 or 128.
         kv_cache_quantization: The codec of full-attention layers, as `turbo4`: they become
             `TurboQuantKVCache`s. Sliding layers stay in full precision.
         kv_cache_min_quantize_tokens: A sequence of fewer tokens stays in full precision; a longer

@@ -349,7 +349,7 @@ class PrefixCache:
         if shape is None or not shape.states:
             return explanation
         match = self.prefixes.find(as_tokens(tokens)[:-1], salt)
-        return replace(explanation, resume_tokens=resume(match.path, match.tokens)[0])
+        return replace(explanation, reusable_tokens=resume(match.path, match.tokens)[0])
 
     def clear(self) -> None:
         """Evict all nodes that no match is reading."""

@@ -19,7 +19,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 class Quantized(LayerCache):
-    """Keys and values as (codes, scales, biases), `group_size` neighbours to a scale.
+    """Keys and values as (codes, scales, biases), `group_size` neighbors to a scale.
 
     mlx-lm's attention sees `bits` and reads them by `mx.quantized_matmul`. Bytes a token, head
     and side: head_dim * bits / 8 codes, and 2 * head_dim / group_size numbers of the model's

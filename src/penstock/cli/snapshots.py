@@ -25,7 +25,7 @@ FRAME_LINES = 12
 Snapshot: TypeAlias = dict[str, Any]
 """Body of `/v1/live`; see `penstock.server.live.Snapshot`."""
 
-COLOURS = {
+COLORS = {
     "weights": "bright_black",
     "buffers": "magenta",
     "prompts": "red",
@@ -146,22 +146,22 @@ def _tier(tier: dict[str, Any]) -> str:
 
 
 def _bar(stats: dict[str, Any]) -> Text:
-    """Draw the ledger against its limit, a colour for each kind."""
+    """Draw the ledger against its limit, a color for each kind."""
     bar = Text()
     filled = total = 0
-    for kind, colour in COLOURS.items():
+    for kind, color in COLORS.items():
         total += stats["by_kind"].get(kind, 0)
         cells = min(BAR_CELLS, round(BAR_CELLS * total / stats["limit_bytes"]))
-        bar.append("█" * (cells - filled), colour)
+        bar.append("█" * (cells - filled), color)
         filled = cells
     return bar.append("░" * (BAR_CELLS - filled), "bright_black").append("▏", "red")
 
 
 def _legend(by_kind: dict[str, int]) -> Text:
     legend = Text()
-    for kind, colour in COLOURS.items():
+    for kind, color in COLORS.items():
         if nbytes := by_kind.get(kind, 0):
-            legend.append("■ ", colour).append(f"{kind} {format_bytes(nbytes)}  ")
+            legend.append("■ ", color).append(f"{kind} {format_bytes(nbytes)}  ")
     return legend
 
 

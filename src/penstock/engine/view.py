@@ -236,7 +236,7 @@ class EngineView:
         return replace(
             explanation,
             reason=reason + why + self._tier_reason(explanation.held_tokens, tier_tokens),
-            resume_tokens=reusable_tokens,
+            reusable_tokens=reusable_tokens,
             tier_tokens=tier_tokens,
             held_text=self._text(explanation.held_token),
             given_text=self._text(explanation.given_token),

@@ -73,7 +73,7 @@ class AttentionPlan:
 
 
 def in_order(rows: Sequence[DecodeRow]) -> list[int]:
-    """Return the rows' indices in an order in which those that share parts are neighbours.
+    """Return the rows' indices in an order in which those that share parts are neighbors.
 
     Beyond that they are in the order of their slots, which often makes one slice of them.
     """

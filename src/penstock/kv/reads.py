@@ -47,8 +47,8 @@ class DecodeStep:
     columns: mx.array
     offset: mx.array | int
     aligned: bool
-    """Whether all rows write to the same column of neighbouring slots: one block."""
-    neighbours: bool
+    """Whether all rows write to the same column of neighboring slots: one block."""
+    neighbors: bool
     """Whether the rows' slots are one slice of the pool."""
     ahead: bool
     """Whether a layer is computed while Python still builds the next ones."""
@@ -58,15 +58,15 @@ class DecodeStep:
     def of(cls, rows: Sequence[DecodeRow], tails: Tails) -> DecodeStep:
         """Prepare a step; nothing is computed yet."""
         positions = [row.position for row in rows]
-        neighbours = all(row.slot == rows[0].slot + i for i, row in enumerate(rows))
+        neighbors = all(row.slot == rows[0].slot + i for i, row in enumerate(rows))
         return cls(
             rows,
             tails,
             mx.array([row.slot for row in rows]),
             mx.array([row.tail for row in rows]),
             positions[0] if len(rows) == 1 else mx.array(positions),
-            neighbours and all(row.tail == rows[0].tail for row in rows),
-            neighbours,
+            neighbors and all(row.tail == rows[0].tail for row in rows),
+            neighbors,
             backend.current().computes_ahead(len(rows)),
             {},
         )
@@ -200,7 +200,7 @@ class DecodeReads(Reads):
         """Read shared parts once, own ones row by row, and all tails in one product."""
         b, heads = queries.shape[:2]
         tails, columns = self.step.tails, layout.tail_columns
-        if self.step.neighbours:
+        if self.step.neighbors:
             tail_keys, tail_values = tails.read_block(
                 self.layer, self.step.rows[0].slot, b, columns
             )

@@ -153,7 +153,7 @@ class Tails:
     def read_block(
         self, layer: int, slot: int, count: int, columns: int
     ) -> tuple[mx.array, mx.array]:
-        """Return the first columns of neighbouring slots as views, (b, kv_heads, columns, dim)."""
+        """Return the first columns of neighboring slots as views, (b, kv_heads, columns, dim)."""
         rows = slice(slot, slot + count)
         return self._keys[layer][rows, :, :columns], self._values[layer][rows, :, :columns]
 

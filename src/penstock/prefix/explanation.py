@@ -72,7 +72,7 @@ class Explanation:
     held_text: str | None = None
     """Text of `held_token`, where a tokenizer is at hand."""
     given_text: str | None = None
-    resume_tokens: int | None = None
+    reusable_tokens: int | None = None
     """Length of the cached prefix that can be reused: up to the last boundary where every recurrent
     layer has a checkpoint and every window is complete. None if all of it can be, in a model
     without recurrent layers."""

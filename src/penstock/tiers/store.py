@@ -189,7 +189,7 @@ class Store(ABC):
         """End."""
 
     @abstractmethod
-    def give_up(self, error: Exception) -> None:
+    def abandon(self, error: Exception) -> None:
         """Close after an error."""
 
     # ---- parts

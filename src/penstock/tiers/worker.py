@@ -287,7 +287,7 @@ class ColdTier:
             except FAULTS as error:
                 self._chores = None
                 if store is not None:
-                    store.give_up(error)
+                    store.abandon(error)
                     store = None
                 self._switch(f"{type(error).__name__}: {error}")
                 working = self._rest()

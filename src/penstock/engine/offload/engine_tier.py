@@ -475,7 +475,7 @@ class EngineTier:
         self._pending.append(_Pending(tuple(block_hashes), root, first, ended))
         self._pending_keys += len(block_hashes)
         while self._pending_keys > PENDING_KEYS:
-            self._give_up(self._pending[0])
+            self._abandon(self._pending[0])
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
         """Take note of the end of a conversation behind a chain that was noted.
@@ -529,7 +529,7 @@ class EngineTier:
     def forget(self) -> None:
         """Drop all pending blocks and checkpoints."""
         while self._pending:
-            self._give_up(self._pending[0])
+            self._abandon(self._pending[0])
         self._turns.clear()
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
@@ -575,7 +575,7 @@ class EngineTier:
             return
         arrays = self._copied(block_hashes[:stop], first)
         if arrays is None:  # nor would those behind it have a beginning
-            self._give_up(pending)
+            self._abandon(pending)
             return
         self.tier.offer(
             Record(
@@ -637,7 +637,7 @@ class EngineTier:
                     )
                 )
 
-    def _give_up(self, pending: _Pending) -> None:
+    def _abandon(self, pending: _Pending) -> None:
         self._dropped += len(pending.block_hashes) - pending.first
         self._drop(pending)
 

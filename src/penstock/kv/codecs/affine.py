@@ -1,4 +1,4 @@
-"""Neighbours of a vector share a scale and an offset, as in `mx.quantize`; rotated first or not."""
+"""Neighbors of a vector share a scale and an offset, as in `mx.quantize`; rotated first or not."""
 
 from __future__ import annotations
 

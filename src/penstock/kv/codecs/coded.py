@@ -19,7 +19,7 @@ from penstock.kv import backend
 
 TOKEN_AXIS = 2
 GROUP_SIZES = (128, 64, 32)
-"""Neighbours that can share a scale in `mx.quantized_matmul`."""
+"""Neighbors that can share a scale in `mx.quantized_matmul`."""
 ROUNDING = 2.0**-11
 """Largest relative rounding error of a number in float16."""
 SMALLEST = 2.0**-24
@@ -188,7 +188,7 @@ class Coded:
 
 
 def largest_group(dim: int) -> int:
-    """Return how many neighbours share a scale if as many do as can.
+    """Return how many neighbors share a scale if as many do as can.
 
     Raises:
         ValueError: no group divides the head.

@@ -2,7 +2,7 @@
 
 A rotated vector's coordinates are about normal with the same variance, so that one grid fits all
 and a vector needs one number beside its codes (Zandieh et al. 2025, "TurboQuant", the form that
-minimises the squared error). The grid is even, with the step that is best for normal numbers (Max
+minimizes the squared error). The grid is even, with the step that is best for normal numbers (Max
 1960, "Quantizing for minimum distortion"), so that `mx.quantized_matmul` reads the codes as they
 lie: at 1 or 2 bits as good as the best uneven one, at 3 bits 8 % worse, at 4 bits 21 %.
 """
@@ -194,7 +194,7 @@ class TurboBook(Scaled):
         unit = z / mx.maximum(spread, 1e-30)
         levels = self._levels()
         codes = sum(
-            ((unit > (low + high) / 2).astype(mx.uint32) for low, high in self._neighbours()),
+            ((unit > (low + high) / 2).astype(mx.uint32) for low, high in self._neighbors()),
             start=mx.zeros(unit.shape, mx.uint32),
         )
         scales = fitted(z, mx.take(levels, codes), unbiased=self.unbiased)
@@ -232,7 +232,7 @@ class TurboBook(Scaled):
         positive = CODEBOOKS[self.bits]
         return [-level for level in reversed(positive)] + list(positive)
 
-    def _neighbours(self) -> list[tuple[float, float]]:
+    def _neighbors(self) -> list[tuple[float, float]]:
         levels = self._all()
         return list(pairwise(levels))
 

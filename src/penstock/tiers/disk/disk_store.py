@@ -339,7 +339,7 @@ class SSDStore(Store):
         finally:
             self._end()
 
-    def give_up(self, error: Exception) -> None:
+    def abandon(self, error: Exception) -> None:
         """Close after an error; an index that is damaged is removed, and will be made anew."""
         self._end()
         if is_damage(error) and self.index.is_current:

@@ -135,7 +135,7 @@ class RemoteStore(Store):
         self._readers.close(CLOSE_SECONDS)
         self._objects.close()
 
-    def give_up(self, error: Exception) -> None:
+    def abandon(self, error: Exception) -> None:
         self.close()
 
     # ---- parts
