@@ -15,7 +15,7 @@ from penstock.memory import format_bytes
 
 
 class Kind(Enum):
-    """What bytes are held for."""
+    """Purpose of bytes in the ledger."""
 
     WEIGHTS = "weights"
     NODES = "nodes"
@@ -24,7 +24,7 @@ class Kind(Enum):
     BUFFERS = "buffers"
     """Buffers of the step in flight."""
     PROMPTS = "prompts"
-    """Texts and tokens of requests, and what it takes to read them."""
+    """Texts and tokens of requests, and the memory to read them."""
     INDEX = "index"
     """Bytes of the prefix tree itself: tokens, hashes, nodes."""
 

@@ -1,4 +1,4 @@
-"""What a model and its KV caches hold in memory: arithmetic from the model's config alone.
+"""Memory of a model and its KV caches: arithmetic from the model's config alone.
 
     KV bytes a token  =  layers x KV heads x (key dim + value dim) x bytes per number
     KV bytes held     =  sequences x (columns x KV bytes a token + recurrent state)

@@ -136,7 +136,7 @@ def group_size_for(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a batch of bounded sequences fits beside the weights, and what would.
+    """Fit of a batch of bounded sequences beside the weights, and the batch that would fit.
 
     `largest_window_tokens` is the largest max_kv_size at which the batch fits; None if no
     size is too large, because no layer keeps more than its own window.
@@ -158,7 +158,7 @@ def what_fits(
     kv_bits: int | None = None,
     group_size: int = 64,
 ) -> Fit:
-    """Divide what `memory_bytes` leave beside the weights among sequences.
+    """Divide the rest of `memory_bytes` beside the weights among sequences.
 
     free = memory - weights (unknown weights count as nothing);
     sequences = free // bytes_of_window; missing = bytes_of_batch - free, if positive.

@@ -1,4 +1,4 @@
-"""Which layers each model type has, and what each keeps, as mlx-lm's models hold it.
+"""Layers of each model type and their KV, as mlx-lm's models hold it.
 
 A new family is a function from a config to its layers, and a line in `FAMILIES`.
 """

@@ -1,4 +1,4 @@
-"""What memory this machine has, and how much of it penstock allows itself."""
+"""Memory of this machine, and the share that penstock allows itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.memory.arithmetic import default_limit_bytes, default_threshold
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Bytes of memory: of the machine, of the device, and what penstock allows itself."""
+    """Bytes of memory: of the machine, of the device, and penstock's own limit."""
 
     total_bytes: int
     available_bytes: int

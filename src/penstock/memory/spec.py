@@ -1,4 +1,4 @@
-"""What a layer and a model are, as far as memory is concerned."""
+"""Specification of a layer and of a model, as far as memory is concerned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer keeps for a sequence.
+    """State that one layer keeps for a sequence.
 
     `state_bytes` is a state without a token axis (convolution and recurrence), for one
     sequence; None if the config does not tell. A full layer can have one beside its KV.

@@ -1,4 +1,4 @@
-"""What was computed before: an index of prompts by prefix, without arrays or threads.
+"""Index of computed prompts by prefix, without arrays or threads.
 
     tokens --hash_blocks--> chain of keys --PrefixTree.match--> path of nodes
 

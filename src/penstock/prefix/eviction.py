@@ -1,4 +1,4 @@
-"""Find what is worth least, in O(log n), while worths change."""
+"""Queue that finds the node worth least, in O(log n), while worths change."""
 
 from __future__ import annotations
 

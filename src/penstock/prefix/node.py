@@ -1,4 +1,4 @@
-"""A node of the prefix tree, what it asks of the segment it holds, and what a look-up finds."""
+"""Node of the prefix tree, the interface of its segment, and the result of a look-up."""
 
 from __future__ import annotations
 

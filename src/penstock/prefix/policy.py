@@ -1,4 +1,4 @@
-"""What a node is worth: prefill seconds that it will save, for each byte that it holds.
+"""Worth of a node: prefill seconds that it will save, for each byte that it holds.
 
 A node has saved its prefill at each use. How many uses are to come is judged by those there
 were, each counting half as much after every half life:
@@ -40,7 +40,7 @@ IDLE_HALF_LIVES = 2.0
 SMOOTHING_NODES = 256
 """Number of evicted nodes over which their idle time is averaged."""
 COLD = -inf
-"""The heat of what was never used."""
+"""Heat of a node that was never used."""
 
 
 class Policy(Protocol):

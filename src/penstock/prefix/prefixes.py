@@ -1,4 +1,4 @@
-"""`Prefixes`: the tree of what was computed, inside a ledger that it may share with others.
+"""`Prefixes`: the tree of computed KV, inside a ledger that it may share with others.
 
     tokens --keys--> chain --match--> path --pin--> read; follow what others commit --insert-->
     commit
@@ -37,7 +37,7 @@ REMEMBERED_MATCHES = 64
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """What happened since the start."""
+    """Counts of events since the start."""
 
     fetches: int = 0
     hits: int = 0
@@ -55,7 +55,7 @@ class PrefixCounts:
 
 @dataclass(frozen=True, slots=True)
 class InsertResult:
-    """What `insert` did."""
+    """Result of `insert`."""
 
     blocks_readable: int
     """Whole blocks of the chain, from the first one on, that can be read below the pin."""
@@ -167,7 +167,7 @@ class Prefixes(Generic[S]):
         return self.tree.nbytes + self.tree.index_bytes - self.tree.pinned_bytes
 
     def index_bytes(self, blocks: int) -> int:
-        """Return what a node of so many blocks costs beside its segment."""
+        """Return the index bytes of a node of so many blocks."""
         return NODE_BYTES + (BLOCK_BYTES + 4 * self.block_size) * blocks
 
     def block_hashes(
@@ -183,7 +183,7 @@ class Prefixes(Generic[S]):
         return hash_blocks(tokens, self.block_size, self.root(salt) if after is None else after)
 
     def root(self, salt: str) -> bytes:
-        """Return what the chains of a tenant begin with."""
+        """Return the root hash of a tenant's chains."""
         return root_hash(self.fingerprint, salt)
 
     def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
@@ -356,7 +356,7 @@ class Prefixes(Generic[S]):
         return merged
 
     def cut(self, node: Node[S], blocks: int) -> bool:
-        """Cut a node behind its first `blocks` blocks; it is what is behind them afterwards.
+        """Cut a node behind its first `blocks` blocks; afterwards it is the rest.
 
         Returns:
             False if there is no room for the copy; nothing is evicted for it.
@@ -434,7 +434,7 @@ class Prefixes(Generic[S]):
             self._evict(node, "cleared")
 
     def no_room(self, nbytes: int) -> str:
-        """Return what to say when `make_room` has failed."""
+        """Return the message for a failed `make_room`."""
         return (
             f"{format_bytes(nbytes)} do not fit in the limit of "
             f"{format_bytes(self.ledger.limit_bytes)} beside what is being read; "
@@ -444,7 +444,7 @@ class Prefixes(Generic[S]):
     # ---- proof
 
     def recount(self) -> dict[Kind, int]:
-        """Count anew what the tree holds, for `Ledger.check`."""
+        """Recount the tree's bytes, for `Ledger.check`."""
         checkpoints = sum(node.segment.checkpoint_nbytes for node in self.tree)
         return {
             Kind.NODES: sum(node.segment.nbytes for node in self.tree) - checkpoints,
@@ -506,7 +506,7 @@ class Prefixes(Generic[S]):
         return match
 
     def _lead(self, pin: Pin[S], path: Sequence[Node[S]]) -> None:
-        """Move a pin to the end of `path`; what it has not read yet counts as used now."""
+        """Move a pin to the end of `path`; nodes that are new to it count as used now."""
         own = set(pin.path)
         shared = [node for node in path if node in own]
         pin.withdraw(shared[-1] if shared else None)
@@ -522,7 +522,7 @@ class Prefixes(Generic[S]):
         segment: S,
         paid: Reservation,
     ) -> None:
-        """Insert below the pinned node, whose room was made, and pin what was inserted."""
+        """Insert below the pinned node, whose room was made, and pin the new node."""
         self._index.resize(self._index.nbytes + self.index_bytes(len(block_hashes)))
         try:
             pin.extend(self.tree.insert(pin.node, block_hashes, values, segment, self._clock()))
@@ -533,7 +533,7 @@ class Prefixes(Generic[S]):
         self.counts.stored_tokens += len(values)
 
     def _bytes_to_split(self, match: Match[S]) -> int:
-        """Return what must be free so that the match's last node can be cut where it ends."""
+        """Return the free bytes that cutting the match's last node takes."""
         if not match.ends_inside:
             return 0
         node = match.path[-1]
@@ -559,7 +559,7 @@ class Prefixes(Generic[S]):
 
     @contextmanager
     def _copying(self, nbytes: int, index_bytes: int) -> Iterator[None]:
-        """Count a copy of nodes while it is made, and what there is afterwards."""
+        """Count a copy of nodes while it is made, and the new total afterwards."""
         with self.ledger.reserve(Kind.BUFFERS, nbytes + index_bytes):
             try:
                 yield
@@ -578,7 +578,7 @@ class Prefixes(Generic[S]):
         return before - self.nbytes
 
     def _settle(self) -> None:
-        """Bring the ledger to what the tree holds."""
+        """Set the ledger to the tree's bytes."""
         self._forget_matches()
         self._nodes.resize(self.tree.nbytes - self.tree.checkpoint_bytes)
         self._checkpoints.resize(self.tree.checkpoint_bytes)

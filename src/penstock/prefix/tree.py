@@ -1,4 +1,4 @@
-"""The radix tree of what was computed: questions are pure, acts are named.
+"""Radix tree of computed prefixes: questions are pure, acts are named.
 
 A path from the root spells a prompt. Keys are chained (see `blocks`): two runs that agree in
 one block's key agree in all blocks before it. So a look-up compares one key a node, and finds
@@ -63,7 +63,7 @@ class Pin(Generic[S]):
         self._tree._extend(self, child, now_seconds)
 
     def withdraw(self, node: Node[S] | None) -> None:
-        """Evict the claim on what lies below `node` of the path; None is the root.
+        """Release the part of the path below `node`; None is the root.
 
         Raises:
             ValueError: released before, or `node` is not on the path.
@@ -189,7 +189,7 @@ class PrefixTree(Generic[S]):
         return None if node_id is None else self._nodes[node_id]
 
     def worth(self, node: Node[S]) -> float:
-        """Return what the policy gives the node, and more if it is held; the least goes first."""
+        """Return a node's worth by the policy, plus that of a hold; the least goes first."""
         worth = self.policy.worth(node.heat, node.start, node.end, node.segment.nbytes)
         return worth if node.held_until_seconds is None else worth + HELD_WORTH
 
@@ -398,7 +398,7 @@ class PrefixTree(Generic[S]):
         self._holds.offer(node.id, node.held_until_seconds)
 
     def expire(self, now_seconds: float) -> None:
-        """Let go of the holds that have ended: those nodes are worth what they were without."""
+        """Release the holds that have ended; those nodes get their worth without a hold."""
         while (node_id := self._holds.first(self._held_until)) is not None:
             node = self._nodes[node_id]
             if node.held_until_seconds is None or node.held_until_seconds > now_seconds:

@@ -88,7 +88,7 @@ class StateRestoreBuffer:
         return sum(room.nbytes for room in self._rooms.values())
 
     def states(self) -> States:
-        """Return what was read."""
+        """Return the states that were read."""
         arrays = {name: room.read() for name, room in self._rooms.items()}
         mx.eval(list(arrays.values()))
         return self._form.states(arrays)
@@ -153,7 +153,7 @@ class RestoreBuffer:
         return sum(room.nbytes for layer in self._layers for side in layer for room in side)
 
     def segment(self) -> Segment:
-        """Return what was read as a segment."""
+        """Return the blocks that were read as a segment."""
         segment = Segment(
             tuple(
                 (

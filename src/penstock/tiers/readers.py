@@ -57,7 +57,7 @@ class Readers:
         return read_call.answer
 
     def close(self, timeout_seconds: float) -> None:
-        """End the threads once they have done what was asked; again does nothing."""
+        """End the threads once their calls are done; again does nothing."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:

@@ -1,4 +1,4 @@
-"""The file of one block: safetensors, whose header says what it is and how to tell damage.
+"""File of one block: safetensors, with its identity and a checksum in the header.
 
 Everything that is read back is covered by one xxh3 hash: names, shapes, dtypes and bytes of the
 arrays, and the words about them. A file in which a bit has flipped, that was cut short, or that
@@ -45,7 +45,7 @@ PIECES_AT_ONCE = 512
 
 
 class Damaged(ValueError):
-    """The bytes are not the record that was asked for; says what is wrong."""
+    """The bytes are not the record that was asked for; the text names the fault."""
 
 
 @dataclass(frozen=True, slots=True)

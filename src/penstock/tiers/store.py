@@ -1,4 +1,4 @@
-"""What every store of blocks has in common, wherever it keeps them: how a chain is read.
+"""Base of all stores of blocks: how a chain is read.
 
     held ──> read some at the same time, each straight to where it belongs ──> all before the first
                                                                                that is not whole
@@ -206,7 +206,7 @@ class Store(ABC):
 
     @abstractmethod
     def _forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Remove blocks, or what is left of them."""
+        """Remove blocks, or their remains."""
 
     def _is_whole(self, key: bytes, read: Future[int]) -> bool:
         """Tell whether a block was read; one that is damaged or gone is a miss, and removed.

@@ -37,7 +37,7 @@ FAULTS = (OSError, sqlite3.Error)
 
 @dataclass(slots=True)
 class TierStats:
-    """What the tier has done. Bytes are those of files."""
+    """Figures of a tier. Bytes are those of files."""
 
     off: str | None = None
     """Why it is switched off."""
@@ -105,7 +105,7 @@ class ColdTier:
         self._to_clear: bool | None = None
         """Whether all models' blocks, or this one's, are to be removed; None is nothing."""
         self._chores: Iterator[None] | None = None
-        """What is done when there is nothing else to do."""
+        """Work for idle times."""
         self._closing = False
         self._busy = False
         thread_name = f"penstock-{name.split()[0].lower()}"
@@ -189,7 +189,7 @@ class ColdTier:
         return bool(self._writes or self._calls or self._busy)
 
     def stats(self) -> TierStats:
-        """Return what was done so far."""
+        """Return a copy of the figures so far."""
         with self._changed:
             return replace(self._stats, counts=replace(self._stats.counts))
 
@@ -199,7 +199,7 @@ class ColdTier:
             return self._changed.wait_for(lambda: not self.is_busy, timeout_seconds)
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write what waits, as far as there is time, and end the thread. Again does nothing."""
+        """Write pending records as time allows, and end the thread. Again does nothing."""
         self.flush(timeout_seconds)
         with self._changed:
             self._closing = True

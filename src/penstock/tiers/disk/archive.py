@@ -41,7 +41,7 @@ _MOST_SECONDS = 8**11 - 1
 
 @dataclass(slots=True)
 class Exported:
-    """What went into a tar."""
+    """Figures of an export."""
 
     blocks: int = 0
     checkpoints: int = 0
@@ -58,7 +58,7 @@ class Exported:
 
 @dataclass(slots=True)
 class Imported:
-    """What became of the members of a tar."""
+    """Figures of an import, by the fate of a tar's members."""
 
     blocks: int = 0
     """Blocks that are new in the folder."""
@@ -299,7 +299,7 @@ def _member(tar: BinaryIO, info: tarfile.TarInfo, at: int, done: Imported) -> _M
 
 
 def _depth(tar: BinaryIO, at: int, nbytes: int) -> int | None:
-    """Return what a file's head says of its depth; None if it says nothing that makes sense."""
+    """Return the depth in a file's header; None if it makes no sense."""
     tar.seek(at)
     size = tar.read(8)
     length = int.from_bytes(size, "little")

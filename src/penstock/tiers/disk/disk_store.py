@@ -517,7 +517,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _entries(paths: Iterable[Path]) -> Iterator[Entry]:
-    """Read what the headers of files say; files that are no blocks are passed over."""
+    """Read the headers of files; files that are no blocks are passed over."""
     for path in paths:
         try:
             with _opened(path) as file:

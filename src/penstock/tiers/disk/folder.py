@@ -41,7 +41,7 @@ class IndexDamaged(CacheFileError):
 
 @dataclass(frozen=True, slots=True)
 class ModelUsage:
-    """What the folder holds of one model."""
+    """Figures of one model's blocks in a folder."""
 
     fingerprint: str
     blocks: int
@@ -56,7 +56,7 @@ class ModelUsage:
 
 @dataclass(frozen=True, slots=True)
 class FolderUsage:
-    """What is in a folder. Bytes are those of files."""
+    """Figures of a folder. Bytes are those of files."""
 
     models: tuple[ModelUsage, ...]
     """The largest first."""
@@ -78,7 +78,7 @@ class FolderUsage:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """What an act has removed."""
+    """Figures of a removal."""
 
     blocks: int
     nbytes: int
@@ -186,9 +186,9 @@ class Folder:
     # ---- acts
 
     def shrink(self, limit_bytes: int, progress: Progress) -> Freed:
-        """Remove what is worth least until all blocks together are within a limit.
+        """Remove the blocks worth least until all together are within a limit.
 
-        What is being written stays, and what it follows on.
+        Unfinished blocks stay, and the blocks in front of them.
         """
         blocks = nbytes = 0
 

@@ -153,7 +153,7 @@ class Index:
         return int(self._db.execute("SELECT count(*) FROM blocks").fetchone()[0])
 
     def written_bytes(self, day: int) -> int:
-        """Return what was written on a day, counted since 1970, by all processes."""
+        """Return the bytes that all processes wrote on a day, counted since 1970."""
         row = self._db.execute("SELECT nbytes FROM days WHERE day = ?", (day,)).fetchone()
         return 0 if row is None else int(row[0])
 
@@ -306,7 +306,7 @@ class Index:
             return gone
 
     def shrink(self, limit_bytes: int, unlink: Unlink) -> bool:
-        """Take out what is worth least until all files together are within a limit.
+        """Remove the blocks worth least until all files together are within a limit.
 
         Returns:
             False, and nothing is changed, if those that are being written are over it alone.
@@ -405,7 +405,7 @@ def new_writer() -> str:
 
 
 def end_writer(name: str) -> None:
-    """Let everybody know that what the writer has not finished is left over."""
+    """Mark the writer's unfinished blocks as left over, for all processes."""
     _writers.discard(name)
 
 

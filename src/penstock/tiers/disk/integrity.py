@@ -1,4 +1,4 @@
-"""Whether every block of a folder is what was written, and index and files say the same."""
+"""Integrity check of a folder: every block as written, and index and files in agreement."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ FINGERPRINT_CHARACTERS = 256
 """No fingerprint is longer."""
 
 Kind: TypeAlias = Literal["damaged", "missing", "unknown", "left over"]
-"""A block that is not what was written; one without a file; a file that the index does not know;
-what a writer that was killed has left."""
+"""Kind of a fault: a block that differs from the one written; a block without a file; a file that
+the index lacks; remains of a killed writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Fault:
 
 @dataclass(slots=True)
 class IntegrityReport:
-    """What was found."""
+    """Result of a check."""
 
     checked_blocks: int = 0
     checked_bytes: int = 0
@@ -163,7 +163,7 @@ def _check_entry(folder: Folder, entry: Entry, verdict: IntegrityReport) -> None
 
 
 def _fault(folder: Folder, entry: Entry) -> Fault | None:
-    """Say what is wrong with a block that the index knows."""
+    """Return the fault of a block that the index knows."""
     path = folder.file(entry.key)
     name = _name(folder, path)
     if entry.owner is not None:

@@ -1,4 +1,4 @@
-"""What the limit of a folder of blocks leaves to the blocks."""
+"""Share of a folder's limit that is left to the blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEAST_INDEX_BYTES = 8_000_000
 
 
 def payload_bytes(limit_bytes: int) -> int:
-    """Return what a limit leaves to the files of blocks.
+    """Return the bytes that a limit leaves to the files of blocks.
 
     Raises:
         ValueError: nothing.

@@ -1,4 +1,4 @@
-"""What is asked of a store of bytes under names, and which one a URL means.
+"""Interface of a store of bytes under names, and the choice of one by URL.
 
 A further kind of store is one more file, its schemes in `PACKAGES` and its line in `open_objects`.
 """
@@ -94,7 +94,7 @@ def check_url(url: str) -> None:
 
 
 def _problem(url: str) -> str | None:
-    """Say what is wrong with a URL; None if nothing is."""
+    """Return the fault of a URL; None if it has none."""
     scheme = url.partition("://")[0]
     if scheme not in PACKAGES or "://" not in url:
         return f"the URL begins with none of {', '.join(f'{known}://' for known in PACKAGES)}"
@@ -149,7 +149,7 @@ def shown(url: str) -> str:
 
 
 def told(error: BaseException, url: str) -> str:
-    """Return what an error says, in one line, without the secrets of a URL.
+    """Return an error's text in one line, without the secrets of a URL.
 
     >>> told(OSError("no entry for :se%20cret@cache, or se cret"), "redis://:se%20cret@cache")
     'no entry for :***@cache, or ***'

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 def buffer_bytes(piece_bytes: int) -> int:
-    """Return what a store holds in memory whatever happens: pieces that arrive, and names."""
+    """Return the memory that a store always reserves: pieces that arrive, and names."""
     return READERS * COPIES * piece_bytes + SEEN_KEYS * SEEN_KEY_BYTES
 
 
@@ -115,7 +115,7 @@ class RemoteStore(Store):
     # ---- acts
 
     def write(self, record: Record) -> str:
-        """Keep a block, unless it is there; return what became of it."""
+        """Keep a block, unless it is there; return the outcome."""
         if self._there([record.key])[0]:
             self.counts.known_blocks += 1
             return "known"
