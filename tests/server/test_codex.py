@@ -185,7 +185,7 @@ def test_a_conversation_goes_on_from_an_id(calling: Running) -> None:
 def test_the_store_never_holds_more_than_it_may() -> None:
     store = ResponseStore(1_000)
     for number in range(50):
-        store.put("a", f"r{number}", [{"id": f"i{number}", "text": "x" * 100}])
+        store.put("a", f"r{number}", [{"id": f"i{number}", "text": "x" * 100}], {})
         assert store.nbytes <= 1_000
         assert store.get("a", f"r{number}")
         if number:
@@ -195,5 +195,5 @@ def test_the_store_never_holds_more_than_it_may() -> None:
     with pytest.raises(BadRequest):
         store.get("a", "r1")
     count = len(store)
-    store.put("a", "huge", [{"text": "x" * 2_000}])
+    store.put("a", "huge", [{"text": "x" * 2_000}], {})
     assert len(store) == count

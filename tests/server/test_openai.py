@@ -850,8 +850,55 @@ def test_models(recall_server: Running) -> None:
 def test_embeddings_are_refused_clearly(recall_server: Running) -> None:
     with client(recall_server) as api, pytest.raises(openai.APIStatusError) as refused:
         api.embeddings.create(model="any", input="a")
-    assert refused.value.status_code == 501
+    assert refused.value.status_code == 404
     assert "embeddings are not served" in refused.value.message
+
+
+def test_a_kept_response_is_returned_and_forgotten(recall_server: Running) -> None:
+    with client(recall_server) as api:
+        made = api.responses.create(model="any", input="hello", max_output_tokens=4)
+        unkept = api.responses.create(model="any", input="hi", max_output_tokens=4, store=False)
+        again = api.responses.retrieve(made.id)
+        assert (again.id, again.output_text) == (made.id, made.output_text)
+        for other in (unkept.id, "resp_none"):
+            with pytest.raises(openai.NotFoundError) as missing:
+                api.responses.retrieve(other)
+            assert missing.value.code == "response_not_found"
+        with pytest.raises(openai.NotFoundError):
+            api.responses.retrieve(made.id, extra_query={"cache_salt": "another tenant"})
+        api.responses.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            api.responses.retrieve(made.id)
+
+
+def test_an_error_in_a_stream_of_responses_is_one_of_its_events() -> None:
+    """With a number as all of them have; the SDK reads it as an event."""
+    with serving(request_timeout_seconds=0.5) as running, client(running) as api:
+        stream = api.responses.create(
+            model="any",
+            input="hello",
+            max_output_tokens=30_000,
+            stream=True,
+            extra_body={"logit_bias": {"2": -100}},
+        )
+        events: list[Any] = list(stream)
+    error = events[-1]
+    assert error.type == "error" and error.sequence_number == len(events) - 1
+    assert error.code == "timeout" and "--request-timeout" in error.message
+
+
+def test_broken_arguments_in_history_are_passed_on(recall_server: Running) -> None:
+    """A model's call that was cut off comes back in the next turn."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    history: Any = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "no"},
+        {"role": "user", "content": "again"},
+    ]
+    with client(recall_server) as api:
+        made = api.chat.completions.create(model="any", messages=history, max_tokens=2)
+    assert made.choices[0].message.role == "assistant"
 
 
 # ---- wrong requests

@@ -287,7 +287,8 @@ class Blocks:
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
         arguments = _arguments(call)
-        yield from self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        call_id = f"toolu_{call.id.removeprefix('call_')}"
+        yield from self._begin({"type": "tool_use", "id": call_id, "name": call.name, "input": {}})
         self.content[-1]["input"] = arguments
         written = dumps(arguments).decode()
         yield self._more({"type": "input_json_delta", "partial_json": written})

@@ -26,7 +26,7 @@ from penstock.server.forms import (
     grammar_of,
 )
 from penstock.server.logprobs import Logprobs
-from penstock.server.problems import BadRequest, NotFound, ServerError, dumps
+from penstock.server.problems import BadRequest, NotFound, dumps
 from penstock.server.prompts import client_arguments
 from penstock.server.service import ActiveRequest, Service, until_gone
 from penstock.server.sse import EVENT, Stream, data
@@ -195,13 +195,11 @@ def router(service: Service) -> APIRouter:
         """Continue a text as it is, without a chat template."""
         return await _Completions(service, logprobs, body).respond(http)
 
-    @made.post("/v1/embeddings", response_model=None, responses={501: {"model": OpenAIError}})
+    @made.post("/v1/embeddings", response_model=None, responses={404: {"model": OpenAIError}})
     async def embeddings() -> Response:
         """Refuse: this server generates text."""
-        raise ServerError(
-            "embeddings are not served: this server generates text",
-            status=501,
-            code="unsupported_endpoint",
+        raise NotFound(
+            "embeddings are not served: this server generates text", code="unsupported_endpoint"
         )
 
     @made.get("/v1/models", response_model=Models)

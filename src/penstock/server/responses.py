@@ -11,6 +11,7 @@ response.completed | response.incomplete
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -28,13 +29,15 @@ from penstock.server.calls import demanded, left_out_headers, offered, unenforce
 from penstock.server.forms import Each, Metadata, Name, RequestForm, Sampled, grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import ERRORS, STREAMED, Json
-from penstock.server.problems import BadRequest
+from penstock.server.problems import BadRequest, problem_of
 from penstock.server.prompts import Prompts
 from penstock.server.response_items import Conversation, items_of, resolved, sealed
 from penstock.server.response_store import ResponseStore
 from penstock.server.response_tools import Tools, flat_name
 from penstock.server.service import ActiveRequest, Service, until_gone
 from penstock.server.sse import Stream, data
+
+logger = logging.getLogger(__name__)
 
 PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
@@ -130,8 +133,16 @@ class ResponseObject(BaseModel):
     usage: ResponsesUsage | None
 
 
+class DeletedResponse(BaseModel):
+    """A response that is not kept any more."""
+
+    id: str
+    object: str
+    deleted: bool
+
+
 def router(service: Service) -> APIRouter:
-    """Return the route of responses."""
+    """Return the routes of responses."""
     made = APIRouter(tags=["openai"], responses=ERRORS)
     logprobs = Logprobs(service.tokenizer)
 
@@ -139,6 +150,17 @@ def router(service: Service) -> APIRouter:
     async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
         """Answer an input of texts, calls and their outputs."""
         return await _Responses(service, logprobs, body).respond(http)
+
+    @made.get(f"{PATH}/{{response_id}}", response_model=ResponseObject)
+    async def response(response_id: str, cache_salt: str = "") -> Response:
+        """Return a response that was kept, of the salt that it was asked for with."""
+        return Json(service.stored.response(cache_salt, response_id))
+
+    @made.delete(f"{PATH}/{{response_id}}", response_model=DeletedResponse)
+    async def delete(response_id: str, cache_salt: str = "") -> Response:
+        """Forget a response that was kept."""
+        service.stored.delete(cache_salt, response_id)
+        return Json({"id": response_id, "object": "response", "deleted": True})
 
     return made
 
@@ -203,6 +225,8 @@ class _Responses:
         self.body = body
         self.id = f"resp_{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self.numbers = iter(range(2**31))
+        """Of the events of a stream."""
         self.in_reasoning = False
         self.parallel = body.parallel_tool_calls is not False
         self.wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
@@ -218,7 +242,7 @@ class _Responses:
         headers = left_out_headers([*self.asked.tools.left_out, *self.asked.left_out])
         headers |= self.headers
         if self.body.stream:
-            return Stream(self.service, PATH, answering, self._events(answering, reader), headers)
+            return Stream(self.service, PATH, answering, self._told(answering, reader), headers)
         async with answering:
             (choice,) = await answering.result(http)
             reader.read(choice)
@@ -227,19 +251,19 @@ class _Responses:
             output.new_logprobs = self._logprobs(choice.logprobs)
             output.add(Delta(reader.text, calls=tuple(reader.calls)))
             output.end(incomplete=reader.reason == "length")
-            self._keep(output)
             whole = self._object(output.items, reader, await self._usage(answering))
+            self._keep(output, whole)
             return Json(whole, headers=headers)
 
     def _output(self) -> _Output:
         commits = SEALED_REASONING in (self.body.include or ())
         return _Output(self.asked.tools, custom=self.custom, commits=commits)
 
-    def _keep(self, output: _Output) -> None:
+    def _keep(self, output: _Output, whole: dict[str, Any]) -> None:
         """Keep the conversation for a request that goes on from it."""
         if self.body.store is not False:
             items = [*self.asked.items, *output.items]
-            self.service.stored.put(self.body.cache_salt or "", self.id, items)
+            self.service.stored.put(self.body.cache_salt or "", self.id, items, whole)
 
     async def _open(self, http: HttpRequest) -> tuple[ActiveRequest, Reader]:
         body, service = self.body, self.service
@@ -362,12 +386,27 @@ class _Responses:
             "usage": usage,
         }
 
+    def _event(self, kind: str, content: dict[str, Any]) -> bytes:
+        return data({"type": kind, "sequence_number": next(self.numbers), **content}, kind)
+
+    async def _told(self, answering: ActiveRequest, reader: Reader) -> AsyncIterator[bytes]:
+        """Write the answer's events; an error is one of them, in this API's form."""
+        try:
+            async for written in self._events(answering, reader):
+                yield written
+        # A boundary: the status has been sent, so nothing above could tell the client any more.
+        except Exception as error:
+            problem = problem_of(error)
+            if problem.status == 500:
+                logger.error("a stream has failed: %s", type(error).__name__)
+                logger.debug("its error", exc_info=error)
+            yield self._event(
+                "error",
+                {"code": problem.code, "message": problem.message, "param": problem.param},
+            )
+
     async def _events(self, answering: ActiveRequest, reader: Reader) -> AsyncIterator[bytes]:
-        numbers = iter(range(2**31))
-
-        def event(kind: str, content: dict[str, Any]) -> bytes:
-            return data({"type": kind, "sequence_number": next(numbers), **content}, kind)
-
+        event = self._event
         for kind in ("response.created", "response.in_progress"):
             yield event(kind, {"response": self._object([])})
         output = self._output()
@@ -384,8 +423,8 @@ class _Responses:
         incomplete = reader.reason == "length"
         for kind, content in output.end(incomplete=incomplete):
             yield event(kind, content)
-        self._keep(output)
         whole = self._object(output.items, reader, await self._usage(answering))
+        self._keep(output, whole)
         kind = "response.incomplete" if incomplete else "response.completed"
         yield event(kind, {"response": whole})
 
