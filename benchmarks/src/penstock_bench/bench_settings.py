@@ -142,8 +142,8 @@ class EvalSettings(Settings):
         Field(ge=0),
         Setting(
             "First tokens of every prompt that stay in full precision. 0 shows most of what a "
-            "codec does; penstock serve has 256.",
+            "codec does.",
             "TOKENS",
-            flag="kv-cache-min-quantize-tokens",
+            flag="kv-cache-raw-first-tokens",
         ),
     ] = 0

@@ -69,6 +69,7 @@ class EngineShape:
     prefill_chunk: int = config.PREFILL_CHUNK
     kv_cache_quantization: str | None = None
     kv_cache_min_quantize_tokens: int = config.MIN_QUANTIZE_TOKENS
+    kv_cache_raw_first_tokens: int = config.RAW_FIRST_TOKENS
 
     @property
     def exact(self) -> bool:
@@ -78,7 +79,11 @@ class EngineShape:
     @property
     def codec_settings(self) -> dict[str, Any]:
         """What the engine is told of codecs."""
-        names = ("kv_cache_quantization", "kv_cache_min_quantize_tokens")
+        names = (
+            "kv_cache_quantization",
+            "kv_cache_min_quantize_tokens",
+            "kv_cache_raw_first_tokens",
+        )
         return {} if self.exact else {name: getattr(self, name) for name in names}
 
 

@@ -91,6 +91,7 @@ class EvalLoad(EvalSettings):
             "keep": setting.keep,
             "max_batch_size": self.per_dialogue,
             "kv_cache_quantization": setting.codec,
-            "kv_cache_min_quantize_tokens": self.raw_first_tokens,
+            "kv_cache_min_quantize_tokens": 0,
+            "kv_cache_raw_first_tokens": self.raw_first_tokens,
             "kv_cache_quantize_when": "active",
         }

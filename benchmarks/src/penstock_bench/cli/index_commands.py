@@ -27,7 +27,7 @@ Replicas: TypeAlias = Annotated[
 Policies: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        help="Choice of a replica: round-robin, hash, prefix or prefix+load; may be given "
+        help="Policy of the router: round-robin, hash, prefix or prefix+load; may be given "
         "several times.",
         metavar="NAME",
         show_default="all four",
