@@ -161,7 +161,7 @@ class Constraint:
 def _vocabulary(tokenizer: Any, size: int) -> LLTokenizer:
     """Tell llguidance the bytes of each token, and which tokens end an answer."""
     ends = sorted(token for token in tokenizer.eos_token_ids if token is not None and token < size)
-    # Who has no end of sequence gets one that the model cannot choose.
+    # A tokenizer without an end of sequence gets one that the model cannot choose.
     room, ends = (size, ends) if ends else (size + 1, [size])
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -178,7 +178,7 @@ def _vocabulary(tokenizer: Any, size: int) -> LLTokenizer:
 
 
 class _Spelt:
-    """What llguidance asks of a tokenizer, found by decoding its tokens one by one."""
+    """Tokenizer for llguidance, with the bytes of each token found by decoding it alone."""
 
     def __init__(self, tokenizer: Any, size: int, ends: list[int]) -> None:
         self._tokenizer = tokenizer

@@ -41,9 +41,9 @@ class DecodePass:
 
     sequences: list[Sequence]
     choices: list[SampledToken | Exception]
-    """Of each sequence, its token, or why none could be chosen."""
+    """One token a sequence, or the error for which none could be chosen."""
     states: list[RecurrentState | None]
-    """Of each sequence, the states behind its token; None without recurrent layers."""
+    """Recurrent states behind the token, one a sequence; None without recurrent layers."""
     error: Exception | None = None
 
 
@@ -54,7 +54,7 @@ class PrefillPass:
     sequence: Sequence
     tokens: int
     started_seconds: float
-    """When the pass began, on `time.perf_counter`."""
+    """Start of the pass, in seconds of `time.perf_counter`."""
     captures: bool = False
     """Whether the states behind the tokens are kept."""
     chunk: PrefillOutput | None = None
@@ -145,7 +145,7 @@ class ModelExecutor:
     def _prefill(self, sequence: Sequence, tokens: int) -> Iterator[PrefillPass]:
         """Yield the passes over the next tokens of a prompt.
 
-        Of a model that takes a prompt as mlx-lm cuts it, up to the next cut.
+        A model that takes a prompt as mlx-lm cuts it reads up to the next cut.
         """
         size, by_block = self._stores.block_size, self._stores.by_block
         for stop in self._stops(sequence, tokens):
@@ -163,7 +163,7 @@ class ModelExecutor:
         end = start + tokens
         if not self._runner.is_recurrent:
             return [end]
-        # Where its last whole block ends, and where the tree ended when it was admitted.
+        # The ends of its last whole block, and of the tree at its admission.
         wanted = {sequence.kv.last_boundary, sequence.kv.matched_tokens}
         return [*sorted(stop for stop in wanted if start < stop < end), end]
 
@@ -202,7 +202,7 @@ def step_error(doing: str, error: Exception) -> PenstockError:
         without_frames(error)  # they would keep the step's arrays
         return error
     if out_of_memory(error):
-        failed = StepFailed(f"out of memory while {doing}, also after the cache gave way: {error}")
+        failed = StepFailed(f"out of memory while {doing}, after cold nodes were evicted: {error}")
         failed.status = 503
         return failed
     failed = StepFailed(f"the model failed while {doing}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""One forward pass: the model, how it reads what is held, and what a step of it takes.
+"""One forward pass of the model over cached parts, tails and states.
 
 Lives in the thread that owns the arrays; nothing here knows requests, trees or limits.
 """
@@ -39,56 +39,58 @@ PROBE = (3, 1, 4, 1, 5, 2)
 """Tokens that a model reads both ways before it is trusted; every vocabulary has them."""
 SCALES_SEED = "penstock scales"
 SCALES_CHUNKS = 4
-"""Read far apart: RoPE turns a constant of the keys from one channel into another and back."""
+"""Number of chunks, read far apart: RoPE turns a constant of the keys from one channel into another
+and back."""
 SCALES_POSITIONS = 256
-"""How far apart at most, where a model does not say how many positions it is made for."""
+"""Positions over which they are spread where a model does not say for how many it is made."""
 SCALES_CHUNK = 64
-"""Tokens of each."""
+"""Most tokens of such a chunk."""
 TOLERANCE = {mx.float32: 1e-3}
+"""Largest difference of two logits by dtype, as a share of the largest logit."""
 HALF_TOLERANCE = 6e-2
-"""Largest difference of two logits, as a share of the largest logit."""
+"""Largest difference for all other dtypes, as a share of the largest logit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
-    """How a model reads KV that lies in parts, and why that way."""
+    """The way in which a model reads KV that lies in parts, and the reason."""
 
     way: Way
-    """`shared`: part by part where they lie. `joined`: one layer at a time, copied together."""
+    """Way to read: `shared`, part by part in place; `joined`, layer by layer, copied together."""
     why: str
     modules: tuple[str, ...]
     """Modules of mlx-lm in which the seam was put."""
     whole: bool = False
-    """Whether what it computes depends on how a prompt is cut: it is cut as mlx-lm cuts it, and
-    nothing of it is shared."""
+    """Whether its results depend on the cuts in a prompt. Such a prompt is cut as mlx-lm cuts it,
+    and nothing of it is shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """What a chunk of a prompt has left, evaluated."""
+    """Keys, values and states that a chunk of a prompt has left, evaluated."""
 
     segment: Segment
     """Keys and values of its tokens."""
     states: States
-    """Of the recurrent layers, after its last token, in buffers of just their size."""
+    """States of the recurrent layers after its last token, in buffers of just their size."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """What a decode step gives, not computed yet."""
+    """Logits and states of a decode step, not computed yet."""
 
     logits: mx.array
-    """(rows, vocabulary)"""
+    """Logits of shape (rows, vocabulary)."""
     recurrent_states: list[RecurrentState]
-    """What the recurrent layers keep of each row from now on."""
+    """States of the recurrent layers behind the token, one a row."""
 
     def arrays(self) -> list[mx.array]:
-        """Return what must be evaluated beside the tails, so that the next step begins there."""
-        found: dict[int, States] = {
+        """Return the arrays to evaluate beside the tails before the next step begins."""
+        states_by_id: dict[int, States] = {
             id(recurrent_state.states): recurrent_state.states
             for recurrent_state in self.recurrent_states
         }
-        return [array for states in found.values() for array in arrays(states)]
+        return [array for states in states_by_id.values() for array in arrays(states)]
 
 
 class Runner:
@@ -98,7 +100,7 @@ class Runner:
         model: mlx-lm's; its weights are evaluated here.
         max_kv_size: tokens a sequence sees at most, the kept ones among them.
         keep: first tokens that are always seen.
-        ranks: among how many processes the model was divided.
+        ranks: number of processes among which the model was divided.
 
     Raises:
         ModelError: the model has layers that are not made of keys and values, or computes
@@ -119,7 +121,7 @@ class Runner:
         )  # unbounded while the model is tried
         self._state_bytes = 0
         self.state_form = StateForm.of(())
-        """Of one sequence."""
+        """Form of one sequence's states."""
         self.fitness = self._try(modules)
         if self.layout.compression is not None:  # the probe is shorter than windows and groups
             self._state_bytes = self.layout.compression.state_bytes
@@ -154,8 +156,10 @@ class Runner:
 
     @property
     def keeps(self) -> list[str]:
-        """What must be the same on all ranks for them to decide the same, in words: what a token
-        and a sequence take, what each layer sees, and how that is read."""
+        """Facts, in words, that must be equal on all ranks for them to decide the same.
+
+        They are the bytes of a token and of a sequence, the windows, and the way to read.
+        """
         return [
             f"{self.token_bytes} bytes a token, {self.state_bytes} of states",
             f"{self.shapes}",
@@ -166,13 +170,15 @@ class Runner:
 
     @property
     def divided(self) -> str:
-        """How the model was divided among ranks, if not by heads."""
+        """Words for a division of the model among ranks; empty if it is by heads."""
         return " by layers" if seam.is_stage(self.model) else ""
 
     @property
     def drops(self) -> bool:
-        """Whether a sequence longer than the window drops tokens. Those of a model that counts
-        what it keeps, and takes its places for positions, are all kept."""
+        """Whether a sequence longer than the window drops tokens.
+
+        A model that takes the count of its kept tokens for the position keeps all of them.
+        """
         return self.layout.compression is None and not self.fitness.whole
 
     @property
@@ -196,12 +202,12 @@ class Runner:
     ) -> DecodeOutput:
         """Read one token a row; nothing is computed yet.
 
-        The rows' order is `reads.in_order`'s. The tails' buffers must be evaluated with what is
-        returned. `lives` are the rows' states, if the model is recurrent.
+        The rows' order is that of `in_order`. The tails' buffers must be evaluated with the output.
+        `recurrent_states` are the rows' states, if the model is recurrent.
         """
         tails.ready()
         if self.fitness.way == "joined":
-            each = [
+            outputs = [
                 self._decode_joined(token, row, tails, recurrent_state)
                 for token, row, recurrent_state in zip(
                     tokens, rows, recurrent_states or [None] * len(rows), strict=True
@@ -209,8 +215,8 @@ class Runner:
             ]
             own = self.layout.compression is not None
             return DecodeOutput(
-                mx.concatenate([logits for logits, _ in each]),
-                [RecurrentState(states, own=own) for _, states in each],
+                mx.concatenate([logits for logits, _ in outputs]),
+                [RecurrentState(states, own=own) for _, states in outputs],
             )
         step = DecodeStep.of(rows, tails)
         states = (
@@ -248,10 +254,10 @@ class Runner:
         return logits, _left(reads, kept, len(tokens))
 
     def key_scales(self) -> tuple[Scales, ...]:
-        """Return the best scales for the channels of each layer's keys (`codecs.scales`), from
-        how large keys and queries are in a fixed run of tokens.
+        """Return the best scales for the channels of each layer's keys (`codecs.scales`).
 
-        None for a model that attends by itself: its queries are not seen.
+        They follow from the sizes of keys and queries in a fixed run of tokens. A model with an
+        attention of its own has none: its queries are not seen.
         """
         if self.fitness.way == "joined":
             return ()
@@ -267,7 +273,7 @@ class Runner:
             caches, kept = self.layout.caches(reads, None)
             self.model(mx.array([tokens]), cache=caches)
             _left(reads, kept, len(tokens))  # also what goes to another process
-        return tuple(found.scales() for found in squares)
+        return tuple(layer_squares.scales() for layer_squares in squares)
 
     def _chunk(
         self,
@@ -320,7 +326,7 @@ class Runner:
         return logits, copied(seam.states_of(kept))
 
     def _fresh(self) -> RecurrentState:
-        """Return what the recurrent layers begin with, as was tried: zeros, made for one step."""
+        """Return the first states of the recurrent layers: zeros, made for one step."""
         zeros = {name: mx.zeros(shape, dtype) for name, shape, dtype in self.state_form.arrays}
         return RecurrentState(self.state_form.states(zeros))
 
@@ -332,7 +338,7 @@ class Runner:
     # ---- trying the model
 
     def _try(self, modules: tuple[str, ...]) -> Fitness:
-        """Find a way on which the model computes what it computes on its own caches."""
+        """Find a way to read on which the model's results are those on its own caches."""
         expected = self._plain_logits()
         self.vocabulary_size = expected.shape[-1]
         if self.layout.compression is not None:
@@ -363,19 +369,19 @@ class Runner:
         return mx.concatenate(logits).astype(mx.float32)
 
     def _difference(self, way: Way, expected: mx.array, *, whole: bool = False) -> str:
-        """Return what is wrong with reading the probe this way; nothing if it is right.
+        """Return the fault of reading the probe this way; empty if it is right.
 
-        `whole`: cut only where the expected logits were, not where parts are to be shared.
+        `whole`: the prompt is cut only as for the expected logits, not for parts to be shared.
         """
         try:
-            found, dtype = self._probe(way, whole=whole)
+            logits, dtype = self._probe(way, whole=whole)
         # A boundary: a model's own code is handed caches it was not written for, and may do
         # anything with them; whatever it raises, the other way is tried.
         except Exception as error:  # noqa: BLE001
             text = str(error).strip() or type(error).__name__
             return f"{type(error).__name__}: {text.splitlines()[0]}"
         # Some models give tokens that do not exist an infinite logit.
-        difference = float(mx.where(found == expected, 0.0, mx.abs(found - expected)).max())
+        difference = float(mx.where(logits == expected, 0.0, mx.abs(logits - expected)).max())
         largest = float(mx.where(mx.isfinite(expected), mx.abs(expected), 0.0).max())
         off = difference / max(1e-6, largest)
         if not off <= TOLERANCE.get(dtype, HALF_TOLERANCE):
@@ -396,13 +402,13 @@ class Runner:
         paths: list[tuple[KVSpan, ...]] = []
         recurrent_states = []
         for rest in (first[half:], [*first[half:], before]):
-            found = chunk
+            output = chunk
             path: tuple[KVSpan, ...] = (shared,)
             if rest:
-                found = self._chunk(rest, path, half, RecurrentState(chunk.states), way)
-                path = (shared, KVSpan(found.segment, half, len(rest)))
+                output = self._chunk(rest, path, half, RecurrentState(chunk.states), way)
+                path = (shared, KVSpan(output.segment, half, len(rest)))
             paths.append(path)
-            recurrent_states.append(RecurrentState(found.states))
+            recurrent_states.append(RecurrentState(output.states))
         self._state_bytes = max(
             nbytes(recurrent_state.states) for recurrent_state in recurrent_states
         )
@@ -411,29 +417,31 @@ class Runner:
         tails.ready()
         rows = [DecodeRow(path, path[-1].end, slot, 0) for slot, path in enumerate(paths)]
         if way == "joined":
-            each = zip((before, last), rows, recurrent_states, strict=True)
-            logits = [
+            inputs = zip((before, last), rows, recurrent_states, strict=True)
+            row_logits = [
                 self._decode_joined(token, row, tails, recurrent_state)[0]
-                for token, row, recurrent_state in each
+                for token, row, recurrent_state in inputs
             ]
-            found_logits = mx.concatenate(logits)
+            logits = mx.concatenate(row_logits)
         else:
             self._check_fresh(first[:half], chunk.states)
             step = DecodeStep.of(rows, tails)
             caches, _ = self.layout.caches(
                 step.caches(self.attention_windows), stacked(recurrent_states)
             )
-            found_logits = self._run([[before], [last]], caches)
-        dtype = self.shapes[0].dtype if self.shapes else found_logits.dtype
-        found_logits = found_logits.astype(mx.float32)
-        mx.eval(found_logits)
-        return found_logits, dtype
+            logits = self._run([[before], [last]], caches)
+        dtype = self.shapes[0].dtype if self.shapes else logits.dtype
+        logits = logits.astype(mx.float32)
+        mx.eval(logits)
+        return logits, dtype
 
     def _check_fresh(self, tokens: Sequence[int], expected: States) -> None:
-        """Raise ModelError if zeros are not what the recurrent layers begin with: rows that have
-        read nothing could not be stacked with others."""
-        found = self._chunk(tokens, [], 0, self._fresh(), "shared").states
-        for one, other in zip(arrays(found), arrays(expected), strict=True):
+        """Raise ModelError if the first states of the recurrent layers are not zeros.
+
+        Rows that have read nothing could then not be stacked with others.
+        """
+        states = self._chunk(tokens, [], 0, self._fresh(), "shared").states
+        for one, other in zip(arrays(states), arrays(expected), strict=True):
             if not mx.allclose(one, other, rtol=1e-3, atol=1e-5).item():
                 raise ModelError("its recurrent layers do not begin with zeros")
 
@@ -445,7 +453,7 @@ def _row(recurrent_state: RecurrentState | None) -> States | None:
 def _left(
     reads: Sequence[ChunkReads | JoinedReads | RowReads], kept: Sequence[Any], tokens: int
 ) -> PrefillOutput:
-    """Return what a chunk of so many tokens has left, evaluated."""
+    """Return the KV and the states that a chunk of so many tokens has left, evaluated."""
     layers, states = [], seam.states_of(kept)
     for cache in reads:
         if isinstance(cache, RowReads):

@@ -2,7 +2,7 @@
 
 The filters are mlx-lm's (`mlx_lm.sample_utils`), in its order; the draws are not: each has a
 key of its own, made from the seed, the choice and the token's number. No generator is shared,
-so a sequence's tokens do not depend on who else is in the batch.
+so a sequence's tokens do not depend on the others in the batch.
 
 Nothing here keeps an array between calls: MLX binds lazy arrays to the thread that made them.
 """
@@ -52,7 +52,7 @@ class SampledToken:
 
 
 class Rule(Protocol):
-    """What an answer must follow, and its place in it: a grammar, or a budget for reasoning."""
+    """A grammar, or a budget for reasoning, that an answer must follow, and its place in it."""
 
     @property
     def free(self) -> bool:
@@ -78,7 +78,7 @@ class TokenSampler:
         choice: Number of the answer; it goes into the draws.
         vocabulary_size: Tokens the model has; a `logit_bias` beyond it is refused here, or by
             `choose` where this is None.
-        constraint: What the answer must follow; who commits a token tells `accept`.
+        constraint: The grammar of the answer; each committed token goes to its `accept`.
 
     Raises:
         SettingError: `logit_bias` names a token that the model does not have.
@@ -282,8 +282,8 @@ def sample_all(
 def without_frames(error: Exception) -> Exception:
     """Return the error with its traceback as a note, not as frames.
 
-    Frames keep their local variables: who kept the error would keep the step's arrays, which
-    are in no ledger.
+    Frames keep their local variables: a kept error would keep the step's arrays, which are in
+    no ledger.
     """
     if error.__traceback__ is not None:
         error.add_note("".join(traceback.format_exception(error)))
@@ -391,7 +391,7 @@ class _Draft:
 
 
 class _Occurrences:
-    """How often each token is among the last `window` of `before` and the answer.
+    """Counts of each token among the last `window` of `before` and the answer.
 
     Kept up from token to token: a long prompt is counted once.
     """

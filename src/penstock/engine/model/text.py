@@ -81,16 +81,16 @@ class TextStream:
         return text + held
 
     def _begin_behind(self, before: Sequence[int]) -> None:
-        """Have the detokenizer read what stands in front of the text, whose text is not told."""
+        """Have the detokenizer read the tokens in front of the text, which are not emitted."""
         if not before:
             return
         for token in before:
             self._detokenizer.add_token(token)
-        told = len(self._detokenizer.last_segment)
+        emitted = len(self._detokenizer.last_segment)
         whole = copy(self._detokenizer)
         whole.finalize()
-        # A character that is not whole yet is told with its other half, which is the text's.
-        self._known = len(whole.text.rstrip(REPLACEMENT)) - told
+        # A character that is not whole yet is emitted with its other half, which is the text's.
+        self._known = len(whole.text.rstrip(REPLACEMENT)) - emitted
 
     def _new(self) -> str:
         """Return the whole characters of the text since this was asked last."""
