@@ -1,6 +1,6 @@
-"""Which blocks are held in fewer bits, and when.
+"""Choice of the blocks that are encoded in fewer bits, and of the time.
 
-    at-rest   finish  ──> changed ──> nodes that nobody reads ──> between two steps one is encoded
+    at-rest   finish  ──> changed ──> nodes without a reader  ──> between two steps one is encoded
                                       and takes the raw one's place
     active    commit    ──> committed: a whole block is encoded before it becomes part of a path
 
@@ -60,27 +60,27 @@ class Requantizer:
         self.rule = rule
         self._token_bits, left = rule.token_bits(shapes)
         self.token_bytes = (self._token_bits + left) / 8
-        """Of one token in all layers, held so."""
+        """Bytes of one token's KV in all layers, encoded by the rule."""
         self._form = BlockFormat.of(shapes, rule.scheme, rule.raw_layers)
         self._prefixes = prefixes
         self._first = rule.first_tokens
         self._least = rule.least_tokens
         self._begins_long: set[int] = set()
-        """Nodes that end in front of `least_tokens`, with a path through them that does not."""
+        """Ids of nodes that end in front of `least_tokens`, but have a longer path through them."""
         self.active = limits.kv_cache_quantize_when == "active"
         """Whether blocks are encoded as soon as they are whole."""
         self._due: deque[Node[Segment]] = deque()
         self._looked = True
         self._left: set[int] = set()
-        """Nodes of which something had to stay raw."""
+        """Ids of nodes of which a part had to stay raw."""
         self._awaited: set[int] = set()
-        """Nodes that answers read which have no place just now."""
+        """Ids of nodes that preempted answers will read again."""
         block = BlockFormat.of(shapes).nbytes(prefixes.block_size) if self.active else 0
         self._buffers = prefixes.ledger.reserve(Kind.BUFFERS, piece_bytes(shapes) + block)
 
     @property
     def nbytes(self) -> int:
-        """Bytes set aside for what is encoded."""
+        """Bytes set aside for encoding."""
         return self._buffers.nbytes
 
     def changed(self) -> None:
@@ -88,7 +88,7 @@ class Requantizer:
         self._looked = False
 
     def committed(self, segment: Segment, start: int) -> Segment:
-        """Return a whole block as it is to be read by all tokens behind it: with `active`, coded.
+        """Return a whole block in the form that all tokens behind it read: with `active`, coded.
 
         Args:
             segment: the block, in full precision; not changed.
@@ -100,8 +100,9 @@ class Requantizer:
         return segment if not self.active or start < self._first else self.rule.encoded(segment)
 
     def work(self, awaited: Iterable[Path]) -> Node[Segment] | None:
-        """Encode one node that is due and return it; None if there is none, or no room for both
-        its forms: it is tried again at the next step.
+        """Encode one node that is due and return it; None without one.
+
+        None, too, without room for both its forms: it is tried again at the next step.
 
         Args:
             awaited: paths of answers that were preempted, which read them again.
@@ -116,13 +117,13 @@ class Requantizer:
             if node not in self._prefixes.tree or not self._is_due(node):
                 continue
             if not self._exchange(node):
-                self._looked = False  # who is due may be another one when there is room
+                self._looked = False  # with more room, another node may be due
                 return None
             return node
         return None
 
     def release(self) -> None:
-        """Give back what was set aside."""
+        """Release the bytes that were set aside."""
         self._buffers.release()
 
     # ---- parts
@@ -165,5 +166,5 @@ class Requantizer:
         return True
 
     def _bytes_of(self, node: Node[Segment]) -> int:
-        """Return what a node's new form takes, at most."""
+        """Return the most bytes that a node's new form takes."""
         return len(node.tokens) * self._token_bits // 8
