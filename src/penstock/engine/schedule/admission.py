@@ -25,9 +25,9 @@ class Admission:
     """All open sequences, in the queue or in a place. Not thread-safe: the engine's thread.
 
     Args:
-        scheduler: says who is next.
+        scheduler: says which sequence is next.
         budget: the bytes of the engine.
-        stores: of keys and values.
+        stores: the engine's stores of keys and values.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class Admission:
     def finish(
         self, sequence: Sequence, end: Callable[[Sequence], None], *, failed: bool = False
     ) -> None:
-        """Give all back, then end the answer: a reader of the end finds the bytes free.
+        """Release all of a sequence's bytes, then end its answer.
 
-        The last KV of one that failed may be no numbers.
+        A reader of the end thus finds the bytes free. The last KV of a failed sequence may be NaN.
         """
         if not failed:
             sequence.kv.end_answer()
@@ -142,13 +142,13 @@ class Admission:
         self._stores.tidy(node)
 
     def fail(self, sequence: Sequence, error: PenstockError) -> None:
-        """End an answer with an error; what it wrote may be no numbers, and is wiped."""
+        """End an answer with an error, and wipe the KV that it wrote, which may be NaN."""
         self._counters.failed += 1
         sequence.kv.wipe_slot()
         self.finish(sequence, lambda s: s.end("error", error=error), failed=True)
 
     def fit(self, limit_bytes: int) -> None:
-        """Free what is over a new limit: cold nodes, then the places of the lowest priority.
+        """Free the bytes over a new limit: cold nodes, then the places of the lowest priority.
 
         Waiting sequences that would never fit in it fail.
         """
@@ -173,8 +173,7 @@ class Admission:
     # ---- parts
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Attach a path, reserve the rest, take a slot; False, and nothing taken, if it must
-        wait."""
+        """Attach a path, reserve the rest, take a slot; False, with nothing taken, without room."""
         sequence.kv.hash_blocks()
         taken = self._take(sequence)
         if not taken and self._tails.free_slots == self._tails.slots:
@@ -194,8 +193,11 @@ class Admission:
         return True
 
     def _take(self, sequence: Sequence, *, shared: bool = True) -> bool:
-        """Attach the cached path, if it may be shared, and reserve the bytes of all other tokens;
-        False, and nothing taken, without room."""
+        """Attach the cached path, if it may be shared, and reserve all other tokens' bytes.
+
+        Returns:
+            False, with nothing taken, without room.
+        """
         # It is a reader from now on: its path is not evicted to make room for the rest.
         sequence.kv.attach(None if shared else [])
         if self._budget.reserve(sequence):
@@ -208,7 +210,7 @@ class Admission:
         return self._budget.would_fit(sequence, sequence.kv.reachable_tokens, others)
 
     def _release(self, sequence: Sequence) -> None:
-        """Give back everything that a sequence holds; its tokens stay."""
+        """Release everything that a sequence holds; its tokens stay."""
         if self._tiers is not None:
             self._tiers.leave(sequence.restores)
             sequence.restores = []

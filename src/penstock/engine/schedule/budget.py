@@ -1,11 +1,11 @@
-"""What an engine's bytes are set aside for, and whether a sequence fits beside that.
+"""Reservations of an engine's bytes, and the room that they leave for sequences.
 
     open     ──> set_aside: weights, pool of tails, buffers of a step
-    submit   ──> check_fits: could it run though nobody else did?
-    admit    ──> reserve: all that it may come to hold, and what it adds to a step; or it waits
+    submit   ──> check_fits: could it run if it were alone?
+    admit    ──> reserve: the bytes that it may ever hold, and those it adds to a step; or it waits
     end      ──> release
 
-How much each of these is says `costs`; here it is held against the ledger.
+The module `costs` estimates the bytes; this one reserves them in the ledger.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ TAIL_TOKENS = 8
 """Least columns of a tail. More are copied out less often, and leave fewer parts to be read; fewer
 waste less."""
 MOST_TAIL_TOKENS = 32
+"""Most columns of a tail."""
 POOL_TOKENS = 64
-"""Columns that few places may share out among them: those of eight."""
+"""Columns of all tails together while a batch has few places: eight tails of the least length."""
 
 
 class Copying(Protocol):
@@ -48,27 +49,28 @@ class Copying(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedReservations:
-    """What is reserved as long as an engine is open."""
+    """Reservations that last as long as an engine is open."""
 
     weights: Reservation
+    """Bytes of the weights."""
     pool: Reservation
-    """Of tails."""
+    """Bytes of the pool of tails."""
     step: Reservation
-    """The buffers of a step, as it was measured at the start."""
+    """Bytes of a step's buffers, as measured at the start."""
     chunk: Reservation
-    """What a chunk of the longest sequence that was let in adds to them."""
+    """Bytes that a chunk of the longest admitted sequence adds to a step's buffers."""
 
 
 class MemoryBudget:
     """The bytes of an engine and of its sequences. Not thread-safe: the engine's thread.
 
     Args:
-        aside: what was reserved when the engine was made.
-        estimator: what sequences take.
-        prefixes: give way to sequences.
-        copying: what sets bytes aside for blocks that are written or encoded, and windows that are
-            copied.
-        token_bytes: of one token in all layers.
+        aside: reservations from the time when the engine was made.
+        estimator: estimates the bytes of sequences and steps.
+        prefixes: the tree; its unpinned nodes are evicted to make room for sequences.
+        copying: parts that set bytes aside for blocks that are written or encoded, and for windows
+            that are copied.
+        token_bytes: bytes of one token's KV in all layers.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class MemoryBudget:
         return fixed + self._copies_bytes
 
     def check_fits(self, sequence: Sequence) -> None:
-        """Raise NeverFits if a sequence could not run though nobody else did."""
+        """Raise NeverFits if a sequence could not run even if it were alone."""
         fixed, limit = self.fixed_bytes, self._ledger.limit_bytes
         needed = self._needed_bytes(sequence.max_kv_tokens, len(sequence.block_hashes))
         if fixed + needed <= limit:
@@ -143,7 +145,7 @@ class MemoryBudget:
         return fits
 
     def check_limit(self, limit_bytes: int) -> None:
-        """Raise NeverFits if what is set aside is over a limit."""
+        """Raise NeverFits if the bytes that are set aside are over a limit."""
         fixed = self.fixed_bytes
         if fixed > limit_bytes:
             raise NeverFits(
@@ -157,8 +159,13 @@ class MemoryBudget:
     def would_fit(
         self, sequence: Sequence, num_cached_tokens: int, others: Iterable[Sequence]
     ) -> bool:
-        """Tell whether a sequence that reads so many cached tokens would fit if all of the others
-        were preempted."""
+        """Tell whether a sequence would fit if all of the others were preempted.
+
+        Args:
+            sequence: not admitted yet.
+            num_cached_tokens: tokens of it that the tree holds.
+            others: admitted ones.
+        """
         needed = self._estimator.sequence_bytes(
             sequence.max_kv_tokens
         ) + self._estimator.decode_bytes(sequence.max_kv_tokens)
@@ -177,7 +184,7 @@ class MemoryBudget:
     def check(
         self, sequences: Iterable[Sequence], tails: Tails, *, weights: int, reading: int
     ) -> None:
-        """Raise AssertionError if the ledger counts something else than there is.
+        """Raise AssertionError if the bytes in the ledger are not those that are in use.
 
         Args:
             sequences: all that are open.
@@ -205,16 +212,21 @@ class MemoryBudget:
     # ---- acts
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set bytes aside for texts and tokens of prompts, half of what is free at most; return
-        the bytes that were."""
+        """Set bytes aside for texts and tokens of prompts, and return their number.
+
+        At most half of the free bytes are set aside.
+        """
         self._prefixes.make_room(max(0, nbytes - self._prompts.nbytes))
         room = self._ledger.free_bytes + self._prompts.nbytes
         self._prompts.resize(min(nbytes, room // 2))
         return self._prompts.nbytes
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Reserve a sequence's KV behind its cached tokens, and what it adds to a step; False, and
-        nothing reserved, if there is no room."""
+        """Reserve a sequence's KV behind its cached tokens, and the bytes that it adds to a step.
+
+        Returns:
+            False, with nothing reserved, if there is no room.
+        """
         most = sequence.max_kv_tokens
         try:
             own = self._prefixes.reserve(
@@ -238,8 +250,11 @@ class MemoryBudget:
         return True
 
     def reserve_anew(self, sequence: Sequence) -> bool:
-        """Reserve a sequence's KV anew, after its cached tokens have changed; False, and nothing
-        changed, if there is no room."""
+        """Reserve a sequence's KV anew, after its cached tokens have changed.
+
+        Returns:
+            False, with nothing changed, if there is no room.
+        """
         assert sequence.kv.reservation is not None
         more = (
             self._estimator.sequence_bytes(sequence.max_kv_tokens, sequence.kv.num_cached_tokens)
@@ -251,8 +266,10 @@ class MemoryBudget:
         return True
 
     def release(self, sequence: Sequence, sequences: Iterable[Sequence]) -> None:
-        """Give back what a sequence has reserved; the longest of those that remain says what a
-        chunk takes."""
+        """Release a sequence's reservations.
+
+        The chunk's reservation shrinks to the need of the longest sequence that remains.
+        """
         for reservation in (sequence.kv.reservation, sequence.step_reservation):
             if reservation is not None:
                 reservation.release()
@@ -270,15 +287,14 @@ class MemoryBudget:
     # ---- parts
 
     def _needed_bytes(self, tokens: int, blocks: int) -> int:
-        """Return what a sequence of so many tokens with KV, and of so many blocks, takes alone."""
+        """Return the bytes that a sequence of so many KV tokens and blocks takes alone."""
         estimator = self._estimator
         step = estimator.decode_bytes(tokens) + estimator.prefill_bytes(tokens)
         return estimator.sequence_bytes(tokens) + step + self._prefixes.index_bytes(blocks + 1)
 
     @property
     def _copies_bytes(self) -> int:
-        """Bytes that are set aside, whatever happens, for blocks that are written or encoded, and
-        windows that are copied."""
+        """Bytes set aside for blocks that are written or encoded, and for copies of windows."""
         return sum(part.nbytes for part in self._copying)
 
 
@@ -290,12 +306,13 @@ def reserve_fixed(
     estimator: MemoryEstimator,
     group: ProcessGroup,
 ) -> tuple[FixedReservations, Tails]:
-    """Make the pool of tails, after its bytes were reserved, and reserve what a step takes, as it
-    is measured then: the most that it takes any of the peers.
+    """Reserve and make the pool of tails, then measure a step and reserve its bytes.
+
+    Of a group, the rank whose step takes most counts.
 
     Raises:
-        LedgerFull, NeverFits: there is no room for that beside the weights.
-        StepTooLarge: nor for a fraction of it; nothing was taken.
+        LedgerFull, NeverFits: there is no room for both beside the weights.
+        StepTooLarge: there is no room even for a fraction of them; nothing was reserved.
     """
     slots, block_size = limits.max_batch_size, limits.block_size
     columns = min(MOST_TAIL_TOKENS, POOL_TOKENS // slots, block_size // 2)
@@ -304,7 +321,7 @@ def reserve_fixed(
     pool = ledger.reserve(Kind.TAILS, slots * columns * runner.token_bytes)
     tails = Tails(slots, columns, runner.shapes)
     step = ledger.reserve(Kind.BUFFERS, group.most(estimator.measure_step(tails)))
-    tails.drop()  # until somebody decodes
+    tails.drop()  # until a sequence decodes
     chunk = ledger.reserve(Kind.BUFFERS, 0)
     return FixedReservations(weights=weights, pool=pool, step=step, chunk=chunk), tails
 

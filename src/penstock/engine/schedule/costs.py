@@ -1,4 +1,4 @@
-"""What sequences and steps take, told before they take it: the sums behind every reservation."""
+"""Bytes that sequences and steps will take: the sums behind every reservation."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from penstock.kv.states import RecurrentState
 from penstock.kv.tails import Tails
 
 JOINED_SCORE_BYTES = 16
-"""Working memory of one score in MLX's own attention, which joined models use."""
+"""Bytes of working memory for one score in MLX's own attention, which joined models use."""
 WIDENED_BUFFERS = 4
-"""Arrays of float32 that are alive together while a codec's keys or values are dequantized at
-once."""
+"""Number of float32 arrays alive at once while a codec dequantizes keys or values."""
 FAR_TOKENS = 4_096
-"""How far into a prompt a step is measured where layers compress: behind as many rows as are
-picked for a token at all."""
+"""Tokens in front of the chunk that is measured where layers compress: as many as give all the rows
+that are ever picked for a token."""
 MASK_BYTES = 5
-"""What a grammar's mask and the logits that it leaves take for each token of the vocabulary."""
+"""Bytes of a grammar's mask and of its masked logits, for each token of the vocabulary."""
 ROUNDS = 3
-"""How often a step is measured at most; the largest counts."""
+"""Most measurements of a step; the largest counts."""
 ROUNDS_SECONDS = 0.1
-"""After so long, a step is not measured again."""
+"""Seconds of measuring after which a step is not measured again."""
 SLACK = 1.10
-"""How much more a step may take than the one that was measured at the start."""
+"""Factor from the bytes of a measured step to the bytes that are reserved for it."""
 EVERYTHING = Sampling(
     temperature=1.0,
     top_p=0.9,
@@ -47,6 +46,7 @@ EVERYTHING = Sampling(
     logprobs=True,
     top_logprobs=20,
 )
+"""Settings with which sampling takes most memory."""
 
 
 class MemoryEstimator:
@@ -60,20 +60,20 @@ class MemoryEstimator:
         self._runner = runner
         self._limits = limits
         self.prefill_token_seconds = 0.0
-        """What a token of a prompt took when the step was measured."""
+        """Seconds per token of a prompt, as measured with the step."""
         codec = limits.kv_cache_quantization
         self._coded = codec not in (None, RAW)
         self._alone = runner.fitness.way == "joined"
-        """Whether the model attends by itself."""
+        """Whether the model uses its own attention."""
         self._device = backend.current()
         self._all_scores = self._alone or any(
             self._device.holds_all_scores(shape.key_dim, shape.value_dim) for shape in runner.shapes
         )
-        """Whether all scores of a chunk are there at once."""
+        """Whether all scores of a chunk are in memory at once."""
         self._measured_scores = 0
-        """Those of the chunk that was measured, if they were there at once."""
+        """Number of scores of the measured chunk, if they were in memory at once."""
         self._far_bytes = 0.0
-        """Of a model whose layers compress: what each token behind `FAR_TOKENS` adds to a chunk."""
+        """Bytes that each token behind `FAR_TOKENS` adds to a chunk where layers compress."""
         self._score_bytes = (
             JOINED_SCORE_BYTES
             if self._alone
@@ -81,8 +81,10 @@ class MemoryEstimator:
         )
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
-        """Return the most that a sequence can come to hold beside the cached tokens of a path: keys
-        and values of the others, and its states."""
+        """Return the most bytes that a sequence can hold beside the cached tokens of its path.
+
+        They are the keys and values of its other tokens, and its states.
+        """
         if not self._runner.drops:
             # Rows that are loose, until they are in the columns of an unfinished block.
             loose = self._limits.block_size if self._compresses else 0
@@ -91,7 +93,7 @@ class MemoryEstimator:
         window = self._limits.max_kv_size
         own = max(0, min(tokens, window) - num_cached_tokens)
         if tokens > window:
-            # What is seen behind the kept tokens, in runs that are let go whole, and a new chunk.
+            # Tokens seen behind the kept ones, in runs that are freed as a whole, and a new chunk.
             attention_windows = self._runner.distinct_windows
             ring = max(
                 (attention_window.window or 0 for attention_window in attention_windows), default=0
@@ -104,21 +106,26 @@ class MemoryEstimator:
         return 0 if self._runner.fitness.whole else min(tokens, self._limits.max_kv_size)
 
     def decode_bytes(self, tokens: int) -> int:
-        """Return what a sequence adds to every step in which it decodes: its scores; where layers
-        compress, its new states, since sequences are computed one after the other, each in less
-        than a chunk of it takes."""
+        """Return the bytes that a sequence adds to every step in which it decodes: its scores.
+
+        Where layers compress, it adds its new states. Sequences are then computed one after the
+        other, each in fewer bytes than a chunk of it takes.
+        """
         if self._compresses:
             return self._runner.state_bytes
         return self._seen(tokens) * self._runner.heads * self._score_bytes
 
     def prefill_bytes(self, tokens: int) -> int:
-        """Return what a sequence adds to a step that prefills it: a layer joined, and the scores
-        beyond those that are computed at a time in any case: of one token, or, if all of a chunk
-        are there at once, of the chunk that was measured. One sequence at a time does.
-        Floats that codes become while it decodes are no more than that.
+        """Return the bytes that a sequence adds to a step that prefills it.
 
-        Where layers compress it was measured. As many rows are picked for each token, at most, and
-        all are weighed for it: what a chunk takes grows no faster far into a prompt than before.
+        They are a joined layer, and the scores beyond those that every step computes at a time:
+        the scores of one token or, if all scores of a chunk are in memory at once, of the measured
+        chunk. One sequence at a time prefills. The floats to which codes are dequantized while it
+        decodes take no more.
+
+        Where layers compress, the bytes were measured. The number of rows picked for a token is
+        bounded, and all rows are weighed for it: the bytes of a chunk grow no faster far into a
+        prompt than near its start.
         """
         seen = self._seen(tokens)
         if self._compresses:
@@ -130,17 +137,17 @@ class MemoryEstimator:
         layer = 2 * self._runner.layer_bytes * seen
         if self._coded and self._runner.shapes:
             numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in self._runner.shapes)
-            # Dequantized as it is joined; of a model that attends by itself, before.
+            # Dequantized as it is joined; before that where a model uses its own attention.
             whole = WIDENED_BUFFERS * mx.float32.size * numbers * seen
             layer += whole if self._alone else piece_bytes(self._runner.shapes)
             layer = max(layer, self._device.code_bytes(numbers * seen))  # while it decodes
         return layer + beyond * self._score_bytes
 
     def measure_step(self, tails: Tails) -> int:
-        """Return what the largest steps take beside their result: run once on nothing, unless an
-        engine with such limits was made on this model before.
+        """Measure the largest steps and return the bytes that they take beside their result.
 
-        The tails may have taken their memory afterwards.
+        They run once, without content, unless an engine with the same limits was made on this
+        model before. The tails may have allocated their memory afterwards.
         """
         limits, runner = self._limits, self._runner
         run_as = (
@@ -164,7 +171,7 @@ class MemoryEstimator:
         return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
 
     def _run_steps(self, tails: Tails) -> StepPeaks:
-        """Run the largest steps on nothing."""
+        """Run the largest steps without content."""
         limits, runner = self._limits, self._runner
         tokens = [0] * limits.step_tokens
         rows = [DecodeRow((), 0, slot, 0) for slot in range(limits.max_batch_size)]
@@ -185,7 +192,7 @@ class MemoryEstimator:
         return StepPeaks(prefill, decoding, sampling, far, seconds)
 
     def _prefill_far(self, tokens: list[int]) -> None:
-        """Read a chunk behind `FAR_TOKENS` tokens that are nothing."""
+        """Read a chunk behind `FAR_TOKENS` blank tokens."""
         states = self._runner.state_form
         nothing = {name: mx.zeros(shape, dtype) for name, shape, dtype in states.arrays}
         blank = BlockFormat.of(self._runner.shapes).blank(FAR_TOKENS)
@@ -208,11 +215,11 @@ class MemoryEstimator:
 
 
 def _peak(run: Callable[[], object]) -> tuple[int, float]:
-    """Return the bytes that `run` takes at most, whatever ran before, and its least seconds.
+    """Return the most bytes and the least seconds that `run` takes, whatever ran before.
 
-    A buffer that MLX kept is handed out again though it is larger than what is asked for, so none
-    is kept meanwhile. How far MLX's threads are behind its caller differs by some percent from run
-    to run, so what is quick is run again.
+    MLX hands a cached buffer out again even if it is larger than the request, so its cache is off
+    meanwhile. The lag of MLX's threads behind their caller differs by some percent from run to run,
+    so a quick step is run again.
     """
     kept = mx.set_cache_limit(0)
     mx.clear_cache()

@@ -1,4 +1,4 @@
-"""Stores of keys and values that outlive a sequence, and questions to several of them."""
+"""Stores of keys and values that outlive a sequence, and the questions to several of them."""
 
 from __future__ import annotations
 
@@ -42,21 +42,31 @@ class KVStores:
 
     @property
     def by_block(self) -> bool:
-        """Whether prompts are read block by block: every block is read as codes by those behind
-        it, and as it was computed by its own tokens."""
+        """Whether prompts are read block by block.
+
+        Later blocks then read a block as codes; its own tokens read it as it was computed.
+        """
         active = self.requantizer is not None and self.requantizer.active
         return active and self.shared_tokens > 0
 
     @property
     def commit_tokens(self) -> int:
-        """Tokens that are committed together while decoding: several blocks make one part to read,
-        where nothing has to be done at the end of each."""
-        each = self.runner.layout.rows or self.checkpoints is not None or self.by_block
-        return self.block_size if each else span_tokens(self.block_size)
+        """Tokens that are committed together while decoding.
+
+        Several blocks make one part to read where no block's end needs work of its own.
+        """
+        single = self.runner.layout.rows or self.checkpoints is not None or self.by_block
+        return self.block_size if single else span_tokens(self.block_size)
 
     def resume(self, path: Path, max_kv_tokens: int) -> tuple[int, RecurrentState | None]:
-        """Return at which position of a path, `max_kv_tokens` at most, a sequence can go on: all
-        windows in front of it are whole, and there are states, with which it does."""
+        """Return the last position of a path at which a sequence can resume, and its states.
+
+        All windows in front of it are complete, and all recurrent layers have states there.
+
+        Args:
+            path: nodes from the root on.
+            max_kv_tokens: the position is no later than this.
+        """
         while True:
             if self.windows is not None:
                 max_kv_tokens = self.windows.resume(path, max_kv_tokens)
@@ -68,7 +78,7 @@ class KVStores:
             max_kv_tokens = position
 
     def matched(self, block_hashes: Items[bytes]) -> int:
-        """Return how many first tokens of a chain are held."""
+        """Return how many first tokens of a chain are cached."""
         return self.prefixes.match(block_hashes).tokens
 
     def explain(self, tokens: int, block_hashes: Items[bytes]) -> tuple[int | None, str]:
@@ -78,7 +88,7 @@ class KVStores:
 
         Args:
             tokens: length of the prompt.
-            block_hashes: of its whole blocks.
+            block_hashes: those of its whole blocks.
         """
         if self.checkpoints is None and self.windows is None:
             return None, ""
@@ -104,8 +114,10 @@ class KVStores:
         return resumes, why
 
     def coded(self, segment: Segment, start: int) -> Segment:
-        """Return whole blocks in the form in which later blocks read them, whether the tree has
-        room for them or not; unchanged if MLX found no room for the codes."""
+        """Return whole blocks in the form in which later blocks read them.
+
+        The form does not depend on the tree's room. They stay raw if MLX found no room for codes.
+        """
         if self.requantizer is None:
             return segment
         try:
@@ -115,15 +127,14 @@ class KVStores:
             return segment
 
     def tidy(self, node: Node[Segment] | None) -> None:
-        """Merge small nodes of a path that a sequence has left; it may fail, and nothing is
-        lost."""
+        """Merge small nodes of a path that a sequence has left; a failure loses nothing."""
         try:
             self.prefixes.tidy(node)
         except (MemoryError, RuntimeError):  # MLX found no room for the copy
             self.counters.out_of_memory += 1
 
     def close(self) -> None:
-        """Let go of all KV that is not read; tiers write what waits, as far as there is time."""
+        """Free all KV that is not read; tiers write their pending blocks if there is time."""
         if self.tiers is not None:
             self.tiers.close()
         if self.requantizer is not None:
@@ -134,7 +145,7 @@ class KVStores:
         self.tails.drop()
 
     def shrink_after(self, error: Exception) -> bool:
-        """After MLX ran out of memory evict half of the cold nodes; tell whether it did."""
+        """Evict half of the cold nodes if MLX ran out of memory; tell whether it did."""
         if not out_of_memory(error):
             return False
         self.counters.out_of_memory += 1

@@ -1,6 +1,6 @@
-"""Whether the largest steps that the settings ask for can fit, told before memory is taken.
+"""Check that the largest steps that the settings ask for fit, before they take memory.
 
-Small steps are run, and a straight line through the last two tells of the one that is asked for.
+Small steps are run; a straight line through the last two predicts the one that is asked for.
 A step is doubled a few times, as long as the next one would fit.
 """
 
@@ -26,7 +26,7 @@ from penstock.memory import format_bytes
 SMALL_BATCH = 8
 """Sequences of the first step that is tried."""
 DOUBLINGS = 3
-"""How often a step is doubled at most: behind that, what it takes grows in a line."""
+"""Most doublings of a step; its bytes grow in a line from there on."""
 
 
 def check_largest_steps(
@@ -35,14 +35,14 @@ def check_largest_steps(
     """Refuse a batch or a chunk that cannot fit beside the weights; the usual ones are not tried.
 
     Args:
-        ledger: holds the weights.
-        limits: of the engine.
-        runner: of its model.
-        group: of them, the one that takes most counts.
-        columns: of a tail.
+        ledger: the ledger; the weights are counted in it.
+        limits: the engine's settings.
+        runner: runs its model.
+        group: the ranks; the one that takes most counts.
+        columns: columns of a tail.
 
     Raises:
-        StepTooLarge: with what it would take.
+        StepTooLarge: one cannot fit; the error has the bytes that it would take.
     """
     free = ledger.free_bytes
     sequences, tokens = limits.max_batch_size, limits.step_tokens
@@ -82,14 +82,14 @@ def _check(setting: str, asked: int, needed: int, ledger: Ledger) -> None:
 def _needed(
     run: Callable[[int], object], small: int, asked: int, group: ProcessGroup, free_bytes: int
 ) -> int:
-    """Return the bytes of a step of so many sequences or tokens; none that would not fit is run.
+    """Return the bytes of a step of `asked` sequences or tokens; only steps that fit are run.
 
     Args:
-        run: a step of the given size.
+        run: runs a step of the given size.
         small: the first size to be tried, and the second half of it more.
         asked: the size in question.
-        group: of its processes, the one that takes most counts.
-        free_bytes: that a step may take.
+        group: the ranks; the one that takes most counts.
+        free_bytes: bytes that a step may take.
     """
     run(small)  # the first time, something else may be made
     size = 2 * small
@@ -97,7 +97,7 @@ def _needed(
     for _ in range(DOUBLINGS):
         line = _line(size, less, taken, asked)
         following = min(2 * size, asked)
-        # What grows in a line, beside what does not grow; or what grows with a power.
+        # Bytes that grow in a line, beside a constant; or bytes that grow with a power.
         power = taken * (taken / less) ** log2(following / size)
         if line > free_bytes or power > free_bytes or asked <= 2 * size:
             return max(line, int(power))
@@ -119,7 +119,7 @@ def _sample(runner: Runner, count: int) -> None:
 
 
 def _decode(runner: Runner, columns: int, count: int) -> None:
-    """Decode for so many sequences of nothing."""
+    """Decode for so many empty sequences."""
     tails = Tails(count, columns, runner.shapes)
     rows = [DecodeRow((), 0, slot, 0) for slot in range(count)]
     recurrent_states = [None] * count if runner.is_recurrent else []
@@ -128,7 +128,7 @@ def _decode(runner: Runner, columns: int, count: int) -> None:
 
 
 def _prefill(runner: Runner, count: int) -> None:
-    """Read a chunk of so many tokens that are nothing."""
+    """Read a chunk of so many tokens of number 0."""
     runner.prefill([0] * count, (), 0)
 
 

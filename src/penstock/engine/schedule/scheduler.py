@@ -35,15 +35,15 @@ class State(Enum):
     """State of a sequence in its life."""
 
     WAITING = "waiting"
-    """In the queue for its first place."""
+    """Queued for the first place."""
     PREFILLING = "prefilling"
-    """In a place; the rest of its prompt is prefilled in chunks."""
+    """Placed; the rest of its prompt is prefilled in chunks."""
     RESTORING = "restoring"
-    """In a place; blocks of its prompt are on their way from a tier."""
+    """Placed; blocks of its prompt are on their way from a tier."""
     RUNNING = "running"
-    """In a place; decodes one token a step."""
+    """Placed; decodes one token a step."""
     PREEMPTED = "preempted"
-    """Without its place and its own bytes; waits to be admitted again."""
+    """Preempted: has neither a place nor bytes of its own; waits to be admitted again."""
     DONE = "done"
     """Forgotten by the scheduler."""
 
@@ -82,7 +82,7 @@ class SchedulerSequence(Protocol):
     """One sequence, as the scheduler sees it."""
 
     state: State
-    """Written by the scheduler alone; WAITING when it is added."""
+    """State in the scheduler, its only writer; WAITING when the sequence is added."""
 
     @property
     def id(self) -> int:
@@ -98,7 +98,7 @@ class SchedulerSequence(Protocol):
 
     @property
     def position(self) -> int:
-        """Number of tokens whose KV is there: its next chunk begins here."""
+        """Number of tokens with computed KV: its next chunk begins here."""
 
     @property
     def remaining_tokens(self) -> int:
@@ -151,7 +151,7 @@ class _Place(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Reader(Generic[T]):
-    """A sequence that may be prefilled in this step, for all whose next block is the same."""
+    """A sequence that may be prefilled in this step, for all with the same next block."""
 
     sequence: T
     oldest_progress_step: int
@@ -237,7 +237,7 @@ class Scheduler(Generic[T]):
         return {block_hash for block_hash in hashes if block_hash is not None}
 
     def overdue(self, now_seconds: float) -> list[T]:
-        """Return the sequences whose deadline is now or was before."""
+        """Return the sequences with a deadline that is now or was before."""
         return [
             sequence
             for sequence in self._sequences.values()
@@ -245,8 +245,7 @@ class Scheduler(Generic[T]):
         ]
 
     def to_preempt(self, sequence: T) -> list[T]:
-        """Return the sequences that may be preempted for another: those of lower priority in a
-        place.
+        """Return the placed sequences of lower priority, which may be preempted for another.
 
         The cheapest sacrifice first: the lowest priority, and of these the latest arrival.
         """
@@ -310,11 +309,11 @@ class Scheduler(Generic[T]):
         return state
 
     def plan(self) -> StepPlan[T]:
-        """Return what the next step runs. Asked again before a prompt gets on, it says the same.
+        """Return the plan of the next step. It stays the same until a prompt gets on.
 
-        Every running sequence decodes. Of the prefilling sequences whose next block is the same,
-        only the first is prefilled; the others find the block in the tree afterwards, as do those
-        whose next block is being restored. At most `budget_tokens` are prefilled in all, and
+        Every running sequence decodes. Of the prefilling sequences with the same next block, only
+        the first is prefilled; the others find the block in the tree afterwards, as do those with a
+        next block that is being restored. At most `budget_tokens` are prefilled in all, and
         never none while something can be.
         """
         self._note_progress()
@@ -346,7 +345,7 @@ class Scheduler(Generic[T]):
     # ---- parts
 
     def _fault(self, key: int, sequence: T) -> str:
-        """Return what is wrong with a sequence that is known by a number; empty if nothing is."""
+        """Return the fault of a sequence that is known by a number; empty without one."""
         is_placed, remaining = sequence.id in self._placed, sequence.remaining_tokens
         if (
             sequence.id != key
@@ -378,7 +377,7 @@ class Scheduler(Generic[T]):
             )
 
     def _note_progress(self) -> None:
-        """Begin a new step if a prompt got on since the last plan, and note which ones did."""
+        """Begin a new step if prompts got on since the last plan, and note which."""
         progressed = [
             place
             for place in self._placed.values()
@@ -392,8 +391,7 @@ class Scheduler(Generic[T]):
             place.last_progress_step = self._step
 
     def _readers(self, placed: list[T]) -> list[_Reader[T]]:
-        """Choose the sequences that may be prefilled: of those with the same next block, the
-        first."""
+        """Choose the sequences to prefill: the first of those with the same next block."""
         leaders: dict[bytes, int] = {}
         oldest: dict[int, int] = {}
         restored = self.restoring_hashes()
@@ -436,20 +434,19 @@ class Scheduler(Generic[T]):
         return offers
 
     def _turn(self, reader: _Reader[T]) -> tuple[bool, int]:
-        """Return the key that orders the others: overlooked for too long first, then least
-        served."""
+        """Return the key that orders the others: long overlooked first, then least served."""
         step = reader.oldest_progress_step
         overlooked = self._step - step >= self.max_batch_size
         return (not overlooked, step if overlooked else reader.sequence.served_tokens)
 
     def _whole(self, sequence: T, tokens: int) -> int:
-        """Return how long a chunk of at most `tokens` can be: it ends at a block, or the prompt."""
+        """Return the largest length, up to `tokens`, of a chunk that ends a block or the prompt."""
         if tokens >= sequence.remaining_tokens:
             return sequence.remaining_tokens
         return max(0, tokens - (sequence.position + tokens) % self.block_size)
 
     def _rounded_up(self, sequence: T, tokens: int) -> int:
-        """Return how long a chunk of at least `tokens` must be, if the prompt is that long."""
+        """Return the least length, from `tokens` on, of a chunk that ends a block or the prompt."""
         return min(
             sequence.remaining_tokens, tokens + -(sequence.position + tokens) % self.block_size
         )

@@ -1,4 +1,4 @@
-"""One answer in the making: its tokens, what of their KV it reads where, and what it may hold."""
+"""One answer in the making: its tokens, the places of their KV, and its reservations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.kv.attention_plan import DecodeRow
 from penstock.ledger import Reservation
 
 WHOLE_CHUNK = 2_048
-"""Tokens of a prompt that mlx-lm's generate reads at once."""
+"""Most tokens of a prompt that mlx-lm's generate reads at once."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -32,29 +32,29 @@ class Sequence:
     sampler: TokenSampler
     text: TextStream | None
     kv: SequenceKV
-    """Where its keys and values lie."""
+    """Keys and values of its tokens."""
     priority: int = 0
     """Priority of the request; higher goes first."""
     deadline_seconds: float | None = None
-    """When it ends, wherever it is, on the engine's clock; None for never."""
+    """Latest end of the answer, in seconds on the engine's clock; None for no limit."""
     state: State = State.WAITING
-    """Written by the scheduler alone."""
+    """State in the scheduler, its only writer."""
     served_tokens: int = 0
     """Tokens that the model has prefilled for it."""
     cached_tokens: int = 0
-    """Of the prompt, what was not computed for this answer."""
+    """Tokens of the prompt that were not computed for this answer."""
     admitted: bool = False
     """Whether it ever had a place."""
     was_preempted: bool = False
-    """Whether it was taken out: what it finds after that is its own work."""
+    """Whether it lost its place: cached tokens found after that are its own work."""
     tier_lookup: TierLookup | None = None
-    """How many blocks of its chain the cold tiers have; None if nobody asked."""
+    """Lookup of its chain in the cold tiers; None without one to wait for or to use."""
     restores: list[Restore] = field(default_factory=list)
-    """What is being read for it, in order."""
+    """Reads from the cold tiers that are under way for it, in order."""
     resumed_at: int | None = None
-    """Cached tokens before a restore began that still waits for its states; None otherwise."""
+    """Cached tokens before the restore that still waits for its states; None without one."""
     restore_deadline: float = 0.0
-    """When it begins to compute what is not restored by then, on the engine's clock."""
+    """Seconds on the engine's clock when it stops waiting for blocks and computes them."""
     step_reservation: Reservation | None = None
     """Bytes that its length adds to a step's buffers."""
 
@@ -70,12 +70,12 @@ class Sequence:
 
     @property
     def generated_tokens(self) -> int:
-        """How many tokens the answer has so far."""
+        """Number of tokens that the answer has so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens whose KV it can ever read; the last one's is never needed."""
+        """Most tokens with KV that it can ever read; the last token's KV is never needed."""
         return self.prompt_tokens + self.request.max_tokens - 1
 
     @property
@@ -90,7 +90,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Number of tokens whose KV is there: the position of the next one to compute."""
+        """Number of tokens with computed KV: the position of the next one to compute."""
         return self.kv.position
 
     @property
@@ -102,7 +102,7 @@ class Sequence:
     def next_block_hash(self) -> bytes | None:
         """Hash of the block that the next chunk begins with; None if it shares with no other.
 
-        While a restore waits for its states, of the block behind which they are restored.
+        While a restore waits for its states, the chunk is taken to begin where the restore did.
         """
         if not self.remaining_tokens:
             return None
@@ -110,23 +110,25 @@ class Sequence:
 
     @property
     def whole_stop(self) -> int:
-        """Where mlx-lm's generate would end the chunk that begins here: it reads a prompt without
-        its last token in equal chunks, and all others one at a time."""
+        """Position at which mlx-lm's generate would end the chunk that begins here.
+
+        It reads a prompt without its last token in equal chunks, and all others one at a time.
+        """
         start, most = self.position, self.prompt_tokens - 1
         return min(start + WHOLE_CHUNK, most) if start < most else start + 1
 
     def row(self) -> DecodeRow:
-        """Return where the next token is decoded."""
+        """Return the parts and the slot with which the next token is decoded."""
         kv = self.kv
         assert kv.slot is not None
         return DecodeRow(kv.spans(), kv.position, kv.slot, kv.tail)
 
     def usage(self) -> Usage:
-        """Return what it took so far."""
+        """Return the token counts so far."""
         return Usage(self.prompt_tokens, self.cached_tokens, self.generated_tokens)
 
     def emit(self, chosen: SampledToken) -> None:
-        """Add a token to the answer and post it; who listens is told after the step."""
+        """Add a token to the answer and post it; the handle is notified after the step."""
         self.tokens.append(chosen.token)
         text = self.text.push(chosen.token) if self.text is not None else ""
         self.handle.post(Token(self.choice, chosen.token, text, chosen.logprob, chosen.top))

@@ -1,4 +1,4 @@
-"""Where one sequence's keys and values lie: a referenced path, spans of its own, a tail.
+"""The keys and values of one sequence: a referenced path, spans of its own, a tail.
 
     admit    ──> attach: the cached tokens from which every layer can resume
     wait     ──> extend: blocks that other sequences have committed meanwhile
@@ -28,7 +28,7 @@ from penstock.prefix.tree import Pin
 
 
 class SequenceKV:
-    """Where one sequence's KV lives. The only writer of it. Not thread-safe: the engine's thread.
+    """The KV of one sequence, and its only writer. Not thread-safe: the engine's thread.
 
     The KV of a sequence lies in three places, one behind the other: the first `num_cached_tokens`
     of the pinned path, its `own_spans`, and `tail` columns of a slot in the pool. Nothing of the
@@ -37,10 +37,10 @@ class SequenceKV:
     Args:
         stores: the engine's.
         tokens: prompt and answer; grows as the answer does.
-        block_hashes: of the whole blocks of `tokens`, as far as they may be shared.
+        block_hashes: those of the whole blocks of `tokens`, as far as they may be shared.
         salt: the tenant's.
         hold_tokens: first tokens that stay cached for a while after the end; 0 for none.
-        hold_seconds: how long.
+        hold_seconds: duration of that.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SequenceKV:
 
     @property
     def position(self) -> int:
-        """Number of tokens whose KV is there: the position of the next one to compute."""
+        """Number of tokens with computed KV: the position of the next one to compute."""
         return self.committed_end + self.tail
 
     @property
@@ -98,27 +98,28 @@ class SequenceKV:
 
     @property
     def readable_tokens(self) -> int:
-        """Most tokens of a path that the sequence reads: all but its last one, which is computed
-        for its logits; read block by block, those in front of that one's block."""
+        """Most tokens of a path that the sequence reads.
+
+        The last token is always computed, for its logits; read block by block, so is its block.
+        """
         return self.last_boundary if self._stores.by_block else len(self.tokens) - 1
 
     @property
     def reachable_tokens(self) -> int:
-        """Tokens that are cached now and from whose end the sequence could resume."""
+        """Number of tokens cached now behind which the sequence could resume."""
         match = self._stores.prefixes.match(self.block_hashes)
         resumed, _ = self._stores.resume(match.path, min(match.tokens, self.readable_tokens))
         return resumed
 
     def block_hash_at(self, position: int) -> bytes | None:
-        """Return the hash of the block that begins at a position, or around it; None if it is not
-        to be shared."""
+        """Return the hash of the block at a position; None if it is not to be shared."""
         blocks = position // self._size
         if self.own_spans or blocks >= len(self.block_hashes):
             return None
         return self.block_hashes[blocks]
 
     def spans(self) -> tuple[KVSpan, ...]:
-        """Return everything in front of the tail, in order."""
+        """Return all spans in front of the tail, in order."""
         path = self.pin.path if self.pin is not None else ()
         shared = [
             KVSpan(node.segment, node.start, min(node.end, self.num_cached_tokens) - node.start)
@@ -128,8 +129,7 @@ class SequenceKV:
         return (*shared, *self.own_spans)
 
     def check(self) -> None:
-        """Raise AssertionError if the path lacks KV that a window layer sees, or if more bytes are
-        held than reserved."""
+        """Raise AssertionError without KV that a window layer sees, or with unreserved bytes."""
         if self._stores.windows is not None and self.pin is not None:
             self._stores.windows.check(self.pin.path, self.num_cached_tokens, self.position)
         own = sum(span.segment.nbytes for span in self.own_spans)
@@ -150,16 +150,16 @@ class SequenceKV:
             self.block_hashes += prefixes.block_hashes(rest, self._salt, after=after)
 
     def unshare(self) -> None:
-        """Copy tokens and hashes, which the answers of one request share until they are
-        admitted."""
+        """Copy tokens and hashes, which the answers of a request share until admission."""
         self.tokens, self.block_hashes = list(self.tokens), list(self.block_hashes)
 
     def attach(self, block_hashes: list[bytes] | None = None) -> int:
-        """Reference the cached path of the sequence's blocks and resume as far in it as every
-        layer can; return the cached tokens.
+        """Reference the cached path of the sequence's blocks, and return the cached tokens.
+
+        They end at the last position of the path at which every layer can resume.
 
         Args:
-            block_hashes: of the blocks to look for; all by default.
+            block_hashes: those of the blocks to look for; all by default.
         """
         stores = self._stores
         match = stores.prefixes.match(self.block_hashes if block_hashes is None else block_hashes)
@@ -181,7 +181,7 @@ class SequenceKV:
         self.slot = self._stores.tails.take_slot()
 
     def wipe_slot(self) -> None:
-        """Clear the tail's slot, whose columns may be no numbers."""
+        """Clear the tail's slot: its columns may be NaN."""
         if self.slot is not None:
             self._stores.tails.wipe(self.slot)
 
@@ -203,8 +203,10 @@ class SequenceKV:
     # ---- getting on
 
     def extend(self) -> int:
-        """Move on to blocks that other sequences have committed, if every layer can resume behind
-        them; return the tokens gained."""
+        """Move on to blocks that other sequences have committed, and return the tokens gained.
+
+        Every layer must be able to resume behind them.
+        """
         blocks_done = self.num_cached_tokens // self._size
         prefilled = len(self.tokens) - 1 <= self.position
         if self.own_spans or prefilled or self.pin is None:
@@ -297,8 +299,10 @@ class SequenceKV:
         return True
 
     def follow(self, block_hashes: list[bytes]) -> int:
-        """Move on to all blocks of a chain that the tree has, though there are no states at their
-        end; return the cached blocks."""
+        """Move on to all blocks of a chain that the tree has, and return the cached blocks.
+
+        There need not be states at their end.
+        """
         assert self.pin is not None
         stores, size = self._stores, self._size
         blocks = stores.prefixes.follow(self.pin, block_hashes, self.num_cached_tokens // size)
@@ -356,8 +360,7 @@ class SequenceKV:
             windows.end_prompt(self.pin.path, last)
 
     def end_answer(self) -> None:
-        """Commit the whole blocks of the span in which an answer ends, if there is room for a
-        copy."""
+        """Commit the whole blocks of the span with an answer's end, if a copy has room."""
         stores, size = self._stores, self._size
         if self.pin is None or len(self.own_spans) != 1 or stores.commit_tokens == size:
             return
@@ -428,8 +431,10 @@ class SequenceKV:
             self._stores.prefixes.hold(self.pin, self._hold_tokens, self._hold_seconds)
 
     def _holds_next(self) -> bool:
-        """Tell whether the path holds the token behind the cached ones as well: the last one of a
-        prompt that is cached to its end, which is computed for its logits alone."""
+        """Tell whether the path holds the token behind the cached ones as well.
+
+        It is the last token of a prompt cached to its end, computed for its logits alone.
+        """
         block, node = self.num_cached_tokens // self._size, self.node
         if node is None or node.end <= self.num_cached_tokens or block >= len(self.block_hashes):
             return False
@@ -457,8 +462,7 @@ class SequenceKV:
         self._forget_unseen()
 
     def _is_span_end(self, position: int) -> bool:
-        """Tell whether the tokens decoded in front of a position are committed, or let go of,
-        together."""
+        """Tell whether the tokens decoded up to a position are committed, or freed, together."""
         shared = position < self._stores.shared_tokens
         return position % (self._stores.commit_tokens if shared else self._size) == 0
 
@@ -501,7 +505,7 @@ class SequenceKV:
             stores.tiers.note_checkpoint(self.block_hashes[: at // self._size], root)
 
     def _forget_unseen(self) -> None:
-        """Let go of spans, and of the path, that no layer will see again."""
+        """Free the spans, and the part of the path, that no layer will see again."""
         runner = self._stores.runner
         nearest = runner.nearest(self.position)
         keep = max((window.keep for window in runner.distinct_windows), default=0)

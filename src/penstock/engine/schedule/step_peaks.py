@@ -1,8 +1,8 @@
-"""What the largest steps of a model take, measured once for as long as the model is there.
+"""Bytes of the largest steps of a model, measured once in the model's life.
 
-How far MLX's threads are behind their caller differs from run to run, and the peak of one and the
-same step with it, by some percent. So what was measured is kept: an engine that is opened again on
-a model asks for the bytes that it asked for at first.
+The lag of MLX's threads behind their caller differs from run to run, and the peak of one and the
+same step with it, by some percent. So measurements are kept: an engine that is opened again on a
+model asks for the same bytes as the first.
 """
 
 from __future__ import annotations
@@ -15,27 +15,31 @@ from weakref import finalize
 from mlx.utils import tree_flatten
 
 _measured: dict[int, dict[Hashable, StepPeaks]] = {}
-"""Of each model that is there, by its id: what was measured of it, and how it was run then."""
+"""Peaks of each living model, by its id, then by the way in which it was run."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPeaks:
-    """Bytes that steps take at most beside weights and tails, and what a prompt takes of time."""
+    """Most bytes of steps beside weights and tails, and the seconds of a prefill."""
 
     prefill: int
+    """Bytes of a chunk at the start of a prompt."""
     decode: int
+    """Bytes of a decode step."""
     sample: int
+    """Bytes of choosing a token for each sequence."""
     far: int
-    """Of a chunk far into a prompt; 0 where it takes no more than the first."""
+    """Bytes of a chunk far into a prompt; 0 where it takes no more than the first."""
     prefill_seconds: float
+    """Seconds of a chunk at the start of a prompt."""
 
 
 def measured_once(model: Any, run_as: Hashable, measure: Callable[[], StepPeaks]) -> StepPeaks:
-    """Return what was measured of a model before, if it was run in the same way; else measure it.
+    """Return the peaks measured before of a model that ran in the same way; else measure them.
 
     Args:
         model: mlx-lm's. Weights of other shapes or dtypes make it another one.
-        run_as: all else that a step's peak depends on.
+        run_as: everything else on which a step's peak depends.
         measure: runs the steps.
     """
     if id(model) not in _measured:
