@@ -62,8 +62,8 @@ class Engine:
         block_size: tokens of a block, the unit of sharing.
         prefill_chunk: tokens of prompts that are read in one step, between two decode steps.
         max_queue: answers that may wait.
-        memory_threshold: share of the machine's memory, in use by everybody, from which cold
-            prefixes give way; by default 0.8 to 0.95, more on larger machines, and 1, which
+        memory_threshold: share of the machine's memory, in use by all programs, from which cold
+            prefixes are evicted; by default 0.8 to 0.95, more on larger machines, and 1, which
             looks at the own limit alone, on a device with memory of its own.
         hot_cache_only: True promises that there is no cold tier.
         ssd_cache_dir, remote_cache: folder or URL of a cold tier; None is none.
@@ -101,7 +101,7 @@ class Engine:
         """Take a request in and return what its events come through.
 
         Raises:
-            NeverFits: prompt and answer would not fit, whatever else gave way.
+            NeverFits: prompt and answer would not fit, even if all else were evicted.
             QueueFull: too many are waiting.
             SettingError: a token that the model does not have, or a grammar that is none.
             EngineStopped: the engine is closed or being drained, or its thread has died.
@@ -274,7 +274,7 @@ class Engine:
         try:
             try:
                 core = make()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever makes the engine
+            except BaseException as error:  # noqa: BLE001 - handed to the calling thread
                 started.set_exception(error)
                 return
             started.set_result(core)
@@ -282,7 +282,7 @@ class Engine:
                 worked = False
                 while not self._closing:
                     self._serve(wait=core.view.idle and not worked)
-                    worked = core.step()  # with nothing to do it still gives way to others
+                    worked = core.step()  # with nothing to do it still evicts for other programs
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
                 core.close(EngineStopped(f"the engine's thread has died: {fault}"))

@@ -52,7 +52,7 @@ class _Asked(Settings):
 
 
 class Sampling(_Asked):
-    """How one token is chosen from the model's logits; the default takes the likeliest.
+    """Settings of the choice of a token from the logits; the default takes the likeliest.
 
     In the order of mlx-lm: bias and penalties, then top-p, min-p, top-k, then temperature.
     Before all of them a request's grammar takes out what it does not allow.
@@ -124,7 +124,7 @@ class Sampling(_Asked):
 
 
 class ReasoningBudget(_Asked):
-    """How long an answer's reasoning may be, and the marks around it."""
+    """Limit of an answer's reasoning, in tokens, and the marks around it."""
 
     max_tokens: int = Field(ge=1)
     """Tokens of all reasoning of an answer; then only the end mark may come."""

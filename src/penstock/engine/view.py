@@ -43,7 +43,7 @@ class SequenceBytes:
 
 
 class EngineView:
-    """What fits, what is held, and how far a prompt matches. Not thread-safe: see `Engine.ask`.
+    """Read-only view of memory, cache and prefix matches. Not thread-safe: see `Engine.ask`.
 
     Args:
         limits: settings, fitted to the model.
@@ -132,7 +132,7 @@ class EngineView:
         claimed = self._ledger.used_bytes - fixed - self._prefixes.evictable_bytes
         return max(0, claimed) / room
 
-    # ---- what is held
+    # ---- cached KV
 
     @property
     def idle(self) -> bool:

@@ -242,7 +242,7 @@ class RankGroup:
 
     def answer(self, own: Future[int]) -> Future[int]:
         agreed: Future[int] = Future()
-        agreed.set_running_or_notify_cancel()  # nobody takes back what others wait for
+        agreed.set_running_or_notify_cancel()  # others wait for it, so it cannot be cancelled
         self._answers.append((own, agreed))
         return agreed
 

@@ -3,7 +3,7 @@
 A process that is gone would leave the others waiting for its part of a layer, for ever.
 
     rank 1 ──┐  a beat a second, both ways
-    rank 2 ──┼──> rank 0: who is silent for 8 s, or has hung up, is named to all, and all end
+    rank 2 ──┼──> rank 0: a rank silent for 8 s, or cut off, is named to all, and all end
     ...    ──┘
 
 The connections are Python's (`multiprocessing.connection`), with a key that rank 0 draws and the
@@ -42,9 +42,9 @@ class Watch:
 
     Args:
         ranks: the group; made by all at the same time, since its key goes over the group.
-        gone: called once, in the watch's thread, with one line that names who is gone; it is to
-            end the process, whose other threads may never come back.
-        silent_seconds: how long somebody may be silent.
+        gone: called once, in the watch's thread, with one line that names the rank that is gone;
+            it is to end the process, as its other threads may never come back.
+        silent_seconds: longest silence of a rank.
     """
 
     def __init__(
