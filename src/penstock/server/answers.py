@@ -104,28 +104,28 @@ class Reader:
         """Take in text of the engine; return what is certain with it."""
         if not self._marks:  # nothing to look for: all that comes is text
             return self._note(Delta(text=text))
-        made = _Made()
+        parts = _DeltaParts()
         self._held += text
-        while (found := self._next_mark()) is not None:
-            at, mark, kind = found
-            self._add(self._held[:at], made)
+        while (next_mark := self._next_mark()) is not None:
+            at, mark, kind = next_mark
+            self._add(self._held[:at], parts)
             self._held = self._held[at + len(mark) :]
-            self._enter(kind, made)
+            self._enter(kind, parts)
         certain = len(self._held) - _beginning(self._held, self._marks.get(self._kind, {}))
-        self._add(self._held[:certain], made)
+        self._add(self._held[:certain], parts)
         self._held = self._held[certain:]
-        return self._note(made.delta())
+        return self._note(parts.delta())
 
     def end(self, finish: Finish) -> Delta:
         """Take in the end, and the text that comes with it; return what was held back."""
         self.finish = finish
         delta = self.push(finish.text)
-        made = _Made()
-        self._add(self._held, made)
+        parts = _DeltaParts()
+        self._add(self._held, parts)
         self._held = ""
         if self._kind == "call":
-            self._enter("text", made, closed=False)
-        return _joined(delta, self._note(made.delta()))
+            self._enter("text", parts, closed=False)
+        return _joined(delta, self._note(parts.delta()))
 
     def read(self, choice: Choice) -> Reader:
         """Take in a whole answer; returns itself."""
@@ -137,44 +137,44 @@ class Reader:
 
     def _next_mark(self) -> tuple[int, str, Kind] | None:
         """Return the first mark that is held whole, where it begins and what comes after it."""
-        found = [
+        candidates = [
             (at, -len(mark), mark, kind)
             for mark, kind in self._marks.get(self._kind, {}).items()
             if (at := self._held.find(mark)) >= 0
         ]
-        if not found:
+        if not candidates:
             return None
-        at, _, mark, kind = min(found)
+        at, _, mark, kind = min(candidates)
         return at, mark, kind
 
-    def _add(self, text: str, made: _Made) -> None:
+    def _add(self, text: str, parts: _DeltaParts) -> None:
         if not text:
             return
         if self._kind == "call":
             self._call.append(text)
         elif self._kind == "reasoning":
-            made.reasoning += text
+            parts.reasoning += text
         else:
-            made.text += text
+            parts.text += text
 
-    def _enter(self, kind: Kind, made: _Made, *, closed: bool = True) -> None:
+    def _enter(self, kind: Kind, parts: _DeltaParts, *, closed: bool = True) -> None:
         if self._kind == "call":
             called = "".join(self._call)
             self._call.clear()
             calls = self._parsed(called)
             if calls is None:  # what cannot be read as a call is not kept from the client
                 start, end = self._call_marks
-                made.text += f"{start}{called}{end if closed else ''}"
+                parts.text += f"{start}{called}{end if closed else ''}"
             else:
-                made.calls += calls
+                parts.calls += calls
         self._kind = kind
 
     def _parsed(self, text: str) -> list[ToolCall] | None:
         """Read what stands between the marks of a call; None if it is none."""
         assert self._parse is not None
         try:
-            found = self._parse(text, self._tools)
-            return [_tool_call(one) for one in (found if isinstance(found, list) else [found])]
+            parsed = self._parse(text, self._tools)
+            return [_tool_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
         # A boundary: the text is the model's, and the parsers are mlx-lm's, one a family.
         except Exception:  # noqa: BLE001
             return None
@@ -190,8 +190,8 @@ class Reader:
         return delta
 
 
-class _Made:
-    """A delta in the making."""
+class _DeltaParts:
+    """Parts of a delta that is not complete."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -218,16 +218,16 @@ def join(deltas: Iterable[Delta]) -> Delta:
 
 def _marks(tokenizer: Any, *, calls: bool) -> dict[Kind, dict[str, Kind]]:
     """Return, for each kind of text, the marks that end it and what they begin."""
-    found: dict[Kind, dict[str, Kind]] = {}
+    marks: dict[Kind, dict[str, Kind]] = {}
     if getattr(tokenizer, "has_thinking", False):
-        found["text"] = {tokenizer.think_start: "reasoning"}
-        found["reasoning"] = {tokenizer.think_end: "text"}
+        marks["text"] = {tokenizer.think_start: "reasoning"}
+        marks["reasoning"] = {tokenizer.think_end: "text"}
     if calls and getattr(tokenizer, "has_tool_calling", False):
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-        found.setdefault("text", {})[start] = "call"
+        marks.setdefault("text", {})[start] = "call"
         # Some models write a mark before each call and none behind it.
-        found["call"] = {end: "text"} if end else {start: "call"}
-    return found
+        marks["call"] = {end: "text"} if end else {start: "call"}
+    return marks
 
 
 def _beginning(text: str, marks: Iterable[str]) -> int:

@@ -160,9 +160,9 @@ STREAMED = {"text/event-stream": {"schema": EVENT}}
 
 def router(service: Service) -> APIRouter:
     """Make the routes of Anthropic's interface."""
-    made = APIRouter(tags=["anthropic"], responses=FAILURES)
+    routes = APIRouter(tags=["anthropic"], responses=FAILURES)
 
-    @made.post(
+    @routes.post(
         LABEL,
         response_model=MessageOut,
         responses={200: {"description": "The message, or its events", "content": STREAMED}},
@@ -171,25 +171,25 @@ def router(service: Service) -> APIRouter:
         """Answer a conversation."""
         request, reader, more = await until_gone(http, service.work(_prepare, service, body))
         answering = await service.open(request, LABEL)
-        told = _Telling(service, answering, reader, Blocks(thinking=body.thinks))
+        telling = _Telling(service, answering, reader, Blocks(thinking=body.thinks))
         headers = left_out_headers(body.left_out) | more
         if body.stream:
-            stream = Stream(service, LABEL, answering, told.events(), headers)
+            stream = Stream(service, LABEL, answering, telling.events(), headers)
             stream.ping_message_factory = lambda: ServerSentEvent(
                 event="ping", data='{"type":"ping"}', sep="\n"
             )
             return stream
         async with answering:
-            whole = dumps(await told.message(http))
+            whole = dumps(await telling.message(http))
             return Response(whole, headers=headers, media_type="application/json")
 
-    @made.post(f"{LABEL}/count_tokens", response_model=CountOut)
+    @routes.post(f"{LABEL}/count_tokens", response_model=CountOut)
     async def count_tokens(body: CountRequest, http: HttpRequest) -> JSONResponse:
         """Count the tokens of a prompt; nothing is computed."""
         prompt = await until_gone(http, service.work(prompt_of, body, service.prompts))
         return JSONResponse({"input_tokens": len(prompt.tokens)})
 
-    return made
+    return routes
 
 
 def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dict[str, str]]:

@@ -96,10 +96,10 @@ def _kind_in(*known: str) -> Discriminator:
     """Tell blocks apart by their type; those that are not known are `Other`."""
 
     def kind(block: Any) -> str | None:
-        found = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-        if not isinstance(found, str):
+        block_type = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+        if not isinstance(block_type, str):
             return None
-        return found if found in known else "[other]"
+        return block_type if block_type in known else "[other]"
 
     return Discriminator(
         kind,
@@ -356,7 +356,7 @@ def _check_asked(turns: Sequence[Turn]) -> None:
 
 def tools_of(request: CountRequest) -> list[dict[str, Any]]:
     """Return the tools that may be called, in OpenAI's form."""
-    made = []
+    functions = []
     none = request.tool_choice is not None and request.tool_choice.type == "none"
     for index, tool in enumerate(() if none else request.tools or ()):
         if not tool.is_function:
@@ -373,8 +373,8 @@ def tools_of(request: CountRequest) -> list[dict[str, Any]]:
             "description": tool.description,
             "parameters": tool.input_schema,
         }
-        made.append({"type": "function", "function": function})
-    return made
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def _render(
@@ -402,7 +402,7 @@ def _render(
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """Turn messages into OpenAI's form; of one role in a row they are one."""
-    made: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     names = {
         block.id: block.name
         for turn in turns
@@ -413,7 +413,7 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         texts = [block for block in blocks if isinstance(block, TextBlock | Other)]
         for block in blocks:
             if isinstance(block, ToolResult):
-                made.append(_result(block, names.get(block.tool_use_id)))
+                converted.append(_result(block, names.get(block.tool_use_id)))
         message: dict[str, Any] = {"role": role, "content": _text_of(texts)}
         thoughts = [b.words for b in blocks if isinstance(b, Thinking | RedactedThinking)]
         if any(thoughts) and role == "assistant":
@@ -422,8 +422,8 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
             message["tool_calls"] = asked
         elif not texts and any(isinstance(block, ToolResult) for block in blocks):
             continue
-        made.append(message)
-    return made
+        converted.append(message)
+    return converted
 
 
 def _joined(turns: Sequence[Turn]) -> Iterator[tuple[str, list[Any]]]:

@@ -123,8 +123,10 @@ def _health(service: Service) -> APIRouter:
     router = APIRouter(tags=["health"])
 
     def state(status: Literal["ok", "draining", "dead"]) -> JSONResponse:
-        told = Health(status=status, model=service.model_name, open_requests=service.open_requests)
-        return JSONResponse(told.model_dump(), 200 if status == "ok" else 503)
+        report = Health(
+            status=status, model=service.model_name, open_requests=service.open_requests
+        )
+        return JSONResponse(report.model_dump(), 200 if status == "ok" else 503)
 
     @router.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health() -> JSONResponse:
@@ -331,8 +333,8 @@ class Body:
     async def _read(self, scope: Scope, receive: Receive, hold: PromptHold) -> bytes | None:
         """Return the body, whose cost is held; None if the client has gone."""
         limit = self._settings.max_body_bytes
-        told = Headers(scope=scope).get("content-length", "0")
-        if told.isdigit() and (len(told) > 18 or int(told) > limit):
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and (len(length) > 18 or int(length) > limit):
             raise _too_large(limit)
         parts: list[bytes] = []
         size = 0

@@ -133,10 +133,10 @@ def router(service: Service) -> APIRouter:
     ) -> Tree:
         """Tell every node of the prefix tree; no text of prompts unless it is asked for."""
         views = await service.ask(EngineView.tree)
-        made = tree_of(views, MOST_NODES)
+        shown = tree_of(views, MOST_NODES)
         if text:
-            await service.work(partial(_add_text, service.tokenizer, made, views))
-        return made
+            await service.work(partial(_add_text, service.tokenizer, shown, views))
+        return shown
 
     @router.post("/explain")
     async def explain(question: ExplainRequest) -> Explanation:

@@ -268,14 +268,14 @@ def grammar_of(wanted: ResponseFormat | None) -> str | None:
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
-    made = {}
+    biases = {}
     for token, bias in given.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise BadRequest(f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
         if not -100.0 <= bias <= 100.0:
             raise BadRequest("logit_bias: a bias is -100 to 100", param="logit_bias")
-        made[int(token)] = bias
-    return made
+        biases[int(token)] = bias
+    return biases
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:

@@ -313,36 +313,36 @@ class PageFile:
 
 def page_files() -> dict[str, PageFile]:
     """Read the page's files, by their paths."""
-    found: dict[str, PageFile] = {}
-    _read(files("penstock.server") / "page", "", found)
-    return found
+    pages: dict[str, PageFile] = {}
+    _read(files("penstock.server") / "page", "", pages)
+    return pages
 
 
-def _read(folder: Traversable, path: str, found: dict[str, PageFile]) -> None:
+def _read(folder: Traversable, path: str, pages: dict[str, PageFile]) -> None:
     for entry in folder.iterdir():
         name = f"{path}{entry.name}"
         if entry.is_dir():
-            _read(entry, f"{name}/", found)
+            _read(entry, f"{name}/", pages)
         elif (kind := TYPES.get(f".{entry.name.rpartition('.')[2]}")) is not None:
             content = entry.read_bytes()
             etag = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
-            found[name] = PageFile(content, kind, etag)
+            pages[name] = PageFile(content, kind, etag)
 
 
 def _add_page(router: APIRouter) -> None:
     """Add the page: its files and no others, whatever path is asked for."""
-    found = page_files()
+    pages = page_files()
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page(http: HttpRequest) -> Response:
-        return found["index.html"].respond(http)
+        return pages["index.html"].respond(http)
 
     @router.api_route("/favicon.ico", methods=["GET", "HEAD"], include_in_schema=False)
     async def icon(http: HttpRequest) -> Response:
-        return found["icon.svg"].respond(http)
+        return pages["icon.svg"].respond(http)
 
     @router.api_route("/page/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
     async def file(name: str, http: HttpRequest) -> Response:
-        if name not in found:
+        if name not in pages:
             raise NotFound("the page has no such file")
-        return found[name].respond(http)
+        return pages[name].respond(http)

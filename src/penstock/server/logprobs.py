@@ -20,13 +20,13 @@ class Logprobs:
 
     def text(self, token: int) -> str:
         """Return what one token reads like, by itself."""
-        found = self._texts.get(token)
-        if found is None:
-            found = str(self._tokenizer.decode([token]))
+        text = self._texts.get(token)
+        if text is None:
+            text = str(self._tokenizer.decode([token]))
             if len(self._texts) >= MOST_TEXTS:
                 self._texts.clear()
-            self._texts[token] = found
-        return found
+            self._texts[token] = text
+        return text
 
     def chat(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         """Return the `content` of a chat choice's logprobs."""

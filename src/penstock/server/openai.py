@@ -182,33 +182,33 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 def router(service: Service) -> APIRouter:
     """Return the routes of chat, completions and models."""
-    made = APIRouter(tags=["openai"], responses=ERRORS)
+    routes = APIRouter(tags=["openai"], responses=ERRORS)
     logprobs = Logprobs(service.tokenizer)
 
-    @made.post(CHAT, response_model=ChatCompletion, responses=STREAMED)
+    @routes.post(CHAT, response_model=ChatCompletion, responses=STREAMED)
     async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
         return await _Chat(service, logprobs, body).respond(http)
 
-    @made.post(COMPLETIONS, response_model=Completion, responses=STREAMED)
+    @routes.post(COMPLETIONS, response_model=Completion, responses=STREAMED)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """Continue a text as it is, without a chat template."""
         return await _Completions(service, logprobs, body).respond(http)
 
-    @made.post("/v1/embeddings", response_model=None, responses={404: {"model": OpenAIError}})
+    @routes.post("/v1/embeddings", response_model=None, responses={404: {"model": OpenAIError}})
     async def embeddings() -> Response:
         """Refuse: this server generates text."""
         raise NotFound(
             "embeddings are not served: this server generates text", code="unsupported_endpoint"
         )
 
-    @made.get("/v1/models", response_model=Models)
+    @routes.get("/v1/models", response_model=Models)
     async def models() -> Response:
         """List the models: there is one."""
         ends = {"has_more": False, "first_id": service.model_name, "last_id": service.model_name}
         return Json({"object": "list", "data": [_model(service)], **ends})
 
-    @made.get("/v1/models/{model_id:path}", response_model=Model)
+    @routes.get("/v1/models/{model_id:path}", response_model=Model)
     async def model(model_id: str) -> Response:
         """Describe a model."""
         if model_id != service.model_name:
@@ -219,7 +219,7 @@ def router(service: Service) -> APIRouter:
             )
         return Json(_model(service))
 
-    return made
+    return routes
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -336,9 +336,9 @@ class _Chat:
 
     async def _chunks(self, answering: ActiveRequest) -> AsyncIterator[bytes]:
         """Write the answers as they come; several tokens that are there together are one chunk."""
-        told = self.body.stream_options is not None and self.body.stream_options.include_usage
+        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         head = {**self.head, "object": "chat.completion.chunk"}
-        if told:
+        if with_usage:
             head["usage"] = None
         started: set[int] = set()
         calls = [0] * len(self.readers)
@@ -354,7 +354,7 @@ class _Chat:
                 if finish is not None:
                     reason = self.readers[index].reason
                     yield data({**head, "choices": [self._choice(index, {}, [], reason)]})
-        if told:
+        if with_usage:
             yield data({**head, "choices": [], "usage": usage_object(answering.usage())})
         yield DONE
 
@@ -391,27 +391,27 @@ def _read_all(
 
 
 def _message(reader: Reader) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": "assistant", "content": reader.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": reader.text, "refusal": None}
     if reader.calls:
-        made["content"] = reader.text or None
-        made["tool_calls"] = [_call(call) for call in reader.calls]
+        message["content"] = reader.text or None
+        message["tool_calls"] = [_call(call) for call in reader.calls]
     if reader.reasoning:
-        made["reasoning_content"] = reader.reasoning
-    return made
+        message["reasoning_content"] = reader.reasoning
+    return message
 
 
 def _delta(delta: Delta, calls: int) -> dict[str, Any]:
     """Write what is new; `calls` is how many calls the answer has made before."""
-    made: dict[str, Any] = {}
+    chunk: dict[str, Any] = {}
     if delta.text:
-        made["content"] = delta.text
+        chunk["content"] = delta.text
     if delta.reasoning:
-        made["reasoning_content"] = delta.reasoning
+        chunk["reasoning_content"] = delta.reasoning
     if delta.calls:
-        made["tool_calls"] = [
+        chunk["tool_calls"] = [
             {"index": calls + at, **_call(call)} for at, call in enumerate(delta.calls)
         ]
-    return made
+    return chunk
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -494,10 +494,10 @@ class _Completions:
         return read
 
     def _whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        made = []
+        text_choices = []
         for index, choice in enumerate(choices):
             assert choice.finish is not None
-            made.append(
+            text_choices.append(
                 {
                     "index": index,
                     "text": self.echoes[index // self.n] + choice.text,
@@ -505,7 +505,7 @@ class _Completions:
                     "finish_reason": choice.finish.reason,
                 }
             )
-        return {**self.head, "choices": made, "usage": usage_object(usage)}
+        return {**self.head, "choices": text_choices, "usage": usage_object(usage)}
 
     def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
         if self.body.logprobs is None:
@@ -513,8 +513,8 @@ class _Completions:
         return self.logprobs.completion(tokens, offset)
 
     async def _chunks(self, answering: ActiveRequest) -> AsyncIterator[bytes]:
-        told = self.body.stream_options is not None and self.body.stream_options.include_usage
-        head = {**self.head, "usage": None} if told else self.head
+        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        head = {**self.head, "usage": None} if with_usage else self.head
         offsets: dict[int, int] = {}
         async for events in answering.batches():
             for index, (text, tokens, reason) in _sum_up(events).items():
@@ -531,7 +531,7 @@ class _Completions:
                 }
                 offsets[index] += len(text)
                 yield data({**head, "choices": [choice]})
-        if told:
+        if with_usage:
             yield data({**head, "choices": [], "usage": usage_object(answering.usage())})
         yield DONE
 

@@ -308,15 +308,15 @@ def check_text(text: str, where: str) -> None:
 
 def _plain(message: Message, where: str, *, strict: bool) -> dict[str, Any]:
     """Return a message as templates expect it: content a text, arguments of calls an object."""
-    made = {name: value for name, value in message.items() if value is not None}
-    made["content"] = flatten(message.get("content"), f"{where}.content", strict=strict)
-    if made.get("role") == "developer":  # OpenAI's newer word; templates leave it out or refuse it
-        made["role"] = "system"
+    plain = {name: value for name, value in message.items() if value is not None}
+    plain["content"] = flatten(message.get("content"), f"{where}.content", strict=strict)
+    if plain.get("role") == "developer":  # OpenAI's newer word; templates leave it out or refuse it
+        plain["role"] = "system"
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [
+        plain["tool_calls"] = [
             _call(call, f"{where}.tool_calls.{index}") for index, call in enumerate(calls)
         ]
-    return made
+    return plain
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

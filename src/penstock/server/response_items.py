@@ -38,20 +38,20 @@ def resolved(items: Sequence[Item], known: Mapping[str, Item], first: int = 0) -
     Raises:
         BadRequest: an item that is not stored.
     """
-    made = []
+    whole_items = []
     for index, item in enumerate(items):
         if item.get("type") == "item_reference":
-            found = known.get(str(item.get("id")))
-            if found is None:
+            stored_item = known.get(str(item.get("id")))
+            if stored_item is None:
                 place = f"input.{index - first}"
                 raise BadRequest(
                     f"{place}: there is no stored item {str(item.get('id'))[:80]!r}; send it whole",
                     param=place,
                     code="item_not_found",
                 )
-            item = found
-        made.append(item)
-    return made
+            item = stored_item
+        whole_items.append(item)
+    return whole_items
 
 
 class Conversation:

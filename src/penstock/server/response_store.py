@@ -62,10 +62,10 @@ class ResponseStore:
             BadRequest: it is not kept, or not any more.
         """
         with self._lock:
-            found = self._kept.get((salt, response_id))
-            if found is not None:
+            kept = self._kept.get((salt, response_id))
+            if kept is not None:
                 self._kept.move_to_end((salt, response_id))
-                return found.items
+                return kept.items
         raise BadRequest(
             f"previous_response_id: there is no response {response_id[:80]!r} any more; send the "
             "whole input",

@@ -70,10 +70,10 @@ class Tools:
         Raises:
             BadRequest: a function or custom tool without a name, or with a grammar that is none.
         """
-        made = cls()
+        tools = cls()
         for index, tool in enumerate(given or ()):
-            made._read(tool, f"tools.{index}", None)
-        return made
+            tools._read(tool, f"tools.{index}", None)
+        return tools
 
     def item(self, call: ToolCall) -> dict[str, Any]:
         """Return the output item of a call."""
@@ -83,13 +83,13 @@ class Tools:
             return {**_item("lsh", "local_shell_call", call.id), "action": action}
         if tool.kind == "custom":
             text = input_of(call)
-            made = {**_item("ctc", "custom_tool_call", call.id), "name": tool.name, "input": text}
+            item = {**_item("ctc", "custom_tool_call", call.id), "name": tool.name, "input": text}
         else:
-            made = {**_item("fc", "function_call", call.id), "name": tool.name}
-            made["arguments"] = call.arguments
+            item = {**_item("fc", "function_call", call.id), "name": tool.name}
+            item["arguments"] = call.arguments
         if tool.namespace is not None:
-            made["namespace"] = tool.namespace
-        return made
+            item["namespace"] = tool.namespace
+        return item
 
     def _read(self, tool: Mapping[str, Any], place: str, namespace: str | None) -> None:
         kind = tool.get("type")
@@ -113,11 +113,13 @@ class Tools:
             raise BadRequest(f"{place}: a tool of type {kind} has a name", param=place)
         description = str(tool.get("description") or "")
         if kind == "function":
-            made = self._add(Offered(kind, name, namespace), tool.get("parameters"), description)
+            function = self._add(
+                Offered(kind, name, namespace), tool.get("parameters"), description
+            )
             if "description" not in tool:
-                del made["description"]
+                del function["description"]
             if "parameters" not in tool:
-                del made["parameters"]
+                del function["parameters"]
             return
         wanted = tool.get("format")
         grammar = None
@@ -160,9 +162,9 @@ def _item(prefix: str, kind: str, call_id: str) -> dict[str, Any]:
 
 def _object(arguments: str) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
-        found = json.loads(arguments or "{}")
-        if isinstance(found, dict):
-            return found
+        parsed = json.loads(arguments or "{}")
+        if isinstance(parsed, dict):
+            return parsed
     return {}
 
 
@@ -183,8 +185,8 @@ def _slashes(regex: str) -> str:
     >>> print(_slashes(r"a/b\/c\\/"))
     a\/b\/c\\\/
     """
-    made, escaped = [], False
+    characters, escaped = [], False
     for character in regex.replace("\n", r"\n"):
-        made.append("\\/" if character == "/" and not escaped else character)
+        characters.append("\\/" if character == "/" and not escaped else character)
         escaped = character == "\\" and not escaped
-    return "".join(made)
+    return "".join(characters)

@@ -143,26 +143,26 @@ class DeletedResponse(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """Return the routes of responses."""
-    made = APIRouter(tags=["openai"], responses=ERRORS)
+    routes = APIRouter(tags=["openai"], responses=ERRORS)
     logprobs = Logprobs(service.tokenizer)
 
-    @made.post(PATH, response_model=ResponseObject, responses=STREAMED)
+    @routes.post(PATH, response_model=ResponseObject, responses=STREAMED)
     async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
         """Answer an input of texts, calls and their outputs."""
         return await _Responses(service, logprobs, body).respond(http)
 
-    @made.get(f"{PATH}/{{response_id}}", response_model=ResponseObject)
+    @routes.get(f"{PATH}/{{response_id}}", response_model=ResponseObject)
     async def response(response_id: str, cache_salt: str = "") -> Response:
         """Return a response that was kept, of the salt that it was asked for with."""
         return Json(service.stored.response(cache_salt, response_id))
 
-    @made.delete(f"{PATH}/{{response_id}}", response_model=DeletedResponse)
+    @routes.delete(f"{PATH}/{{response_id}}", response_model=DeletedResponse)
     async def delete(response_id: str, cache_salt: str = "") -> Response:
         """Forget a response that was kept."""
         service.stored.delete(cache_salt, response_id)
         return Json({"id": response_id, "object": "response", "deleted": True})
 
-    return made
+    return routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +191,13 @@ class Asked:
                 items, stored = [*before, *items], len(before)
             if any(item.get("type") == "item_reference" for item in items):
                 items = resolved(items, store.items(salt), stored)
-        found = Conversation(items, stored)
-        messages = found.messages
+        conversation = Conversation(items, stored)
+        messages = conversation.messages
         if body.instructions:
             messages.insert(0, {"role": "system", "content": body.instructions})
         if not messages:
             raise BadRequest("input is empty", param="input")
-        return cls(items, messages, Tools.of(body.tools), found.left_out)
+        return cls(items, messages, Tools.of(body.tools), conversation.left_out)
 
     def render(self, body: ResponsesRequest, prompts: Prompts) -> tuple[int, ...]:
         """Turn it into the tokens of the prompt. Slow: not for a loop."""
@@ -208,12 +208,12 @@ class Asked:
 def _effort(body: ResponsesRequest, prompts: Prompts) -> dict[str, Any]:
     """Return the template's own switches for how much the model reasons."""
     effort = body.reasoning.effort if body.reasoning is not None else None
-    made: dict[str, Any] = {}
+    switches: dict[str, Any] = {}
     if effort is not None and prompts.reasoning_marks is not None:
-        made["enable_thinking"] = effort not in LEAST_EFFORTS
+        switches["enable_thinking"] = effort not in LEAST_EFFORTS
     if effort is not None and prompts.traits.reasoning_effort:
-        made["reasoning_effort"] = EFFORTS.get(effort, effort)
-    return made
+        switches["reasoning_effort"] = EFFORTS.get(effort, effort)
+    return switches
 
 
 class _Responses:

@@ -533,7 +533,7 @@ class ActiveRequest:
 
     def _take(self) -> list[Event]:
         """Return the events that are there, numbered through, without ends that are errors."""
-        found: list[Event] = []
+        events: list[Event] = []
         for offset, handle in zip(self._offsets, self.handles, strict=True):
             for event in handle.events():
                 if offset:
@@ -544,10 +544,10 @@ class ActiveRequest:
                     if error is not None:
                         self._error = self._error or error
                         continue
-                found.append(event)
-        if found:
-            self._note(found)
-        return found
+                events.append(event)
+        if events:
+            self._note(events)
+        return events
 
     def _error_of(self, finish: Finish) -> BaseException | None:
         if finish.error is not None:

@@ -99,8 +99,8 @@ def _folder(service: Service) -> Path:
 
 
 def _listed(folder: Path) -> Sessions:
-    found = sorted(path for path in folder.glob(f"*{SUFFIX}") if _NAME.fullmatch(path.stem))
-    return Sessions(sessions=[Told(name=path.stem, nbytes=path.stat().st_size) for path in found])
+    paths = sorted(path for path in folder.glob(f"*{SUFFIX}") if _NAME.fullmatch(path.stem))
+    return Sessions(sessions=[Told(name=path.stem, nbytes=path.stat().st_size) for path in paths])
 
 
 def _told(name: str, session: SavedSession) -> Told:

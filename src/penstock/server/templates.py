@@ -60,19 +60,19 @@ class TemplateTraits:
 
         A system message that the template would not render there becomes the user's, marked.
         """
-        made: list[Mapping[str, Any]] = []
+        fitted: list[Mapping[str, Any]] = []
         for index, message in enumerate(messages):
             taken = self.later_system if index else self.first_system
             role = message.get("role")
             if role == "system" and not taken:
                 role = "user"
                 message = {"role": "user", "content": reminder(message["content"])}
-            follows = bool(made) and made[-1].get("role") == role == "user"
+            follows = bool(fitted) and fitted[-1].get("role") == role == "user"
             if follows and not self.consecutive_users:
-                content = f"{made.pop()['content']}\n\n{message['content']}"
+                content = f"{fitted.pop()['content']}\n\n{message['content']}"
                 message = {"role": "user", "content": content}
-            made.append(message)
-        return made
+            fitted.append(message)
+        return fitted
 
 
 def reminder(text: str) -> str:
