@@ -29,7 +29,7 @@ STOP_SECONDS = 60.0
 
 
 def free_port() -> int:
-    """Return the first of `PORTS` that nobody listens on."""
+    """Return the first of `PORTS` that is free."""
     for port in PORTS:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -387,7 +387,7 @@ class Workplace:
 def those_that_call(mutant: Mutant, tests: Sequence[Test], most_seconds: float) -> list[Test]:
     """Return the tests that call the changed function, the quickest first, within a time.
 
-    A module's own lines, and those of a class, are everybody's who calls anything in that file.
+    A module's own lines, and those of a class, count for every test that calls into that file.
     """
     place, file = f"{mutant.path}:{mutant.function_line}", f"{mutant.path}:"
     calling = [

@@ -10,7 +10,7 @@ time. From time to time the engine is left to run dry, all prefixes are evicted,
 - what MLX has allocated, and what the ledger counts, are the same to the byte as the first time;
 - a recount from the arrays agrees with the ledger;
 - Python holds no more objects than before, beyond a handful;
-- whoever asked the same with the same seed was told the same, however it was shared meanwhile.
+- equal requests with equal seeds got equal answers, however their prefixes were shared meanwhile.
 
 Exits with 1 if any of this fails.
 """
@@ -232,8 +232,10 @@ class Soak:
 
 
 def judge(outcome: Outcome, *, may_differ: float = 0.0) -> None:
-    """Add a fault for every look at which something was not back where it began, and for answers
-    that were told otherwise, if they are more than this share."""
+    """Add a fault for every look that differs from the first, and for answers that differ.
+
+    Answers count only if their share is above `may_differ`.
+    """
     if len(outcome.differing) > may_differ * outcome.repeated:
         outcome.faults += outcome.differing
     first, *later = outcome.looks

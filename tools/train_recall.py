@@ -420,7 +420,7 @@ class Rows:
 
     @staticmethod
     def places(rng: Random, length: int) -> list[int]:
-        """Number the positions, with a gap as a rotated window leaves it in every second row."""
+        """Return the positions, with a gap as a rotated window leaves it in every second row."""
         room = CONFIG["max_position_embeddings"] - length
         gap_at, gap = rng.randrange(length), 0
         if rng.random() < 0.5:

@@ -32,7 +32,7 @@ FLUSH_SECONDS = 60.0
 START_SECONDS = 600.0
 """Seconds that replicas may take to load the model."""
 RAY_TRIES = 3
-"""Ray gives its own processes 30 s to start, which a busy machine does not always keep."""
+"""Attempts to start Ray, whose own processes have 30 s each, which a busy machine can exceed."""
 WATCH_SECONDS = 0.5
 
 
@@ -41,7 +41,7 @@ class RayFailed(PenstockError):
 
 
 class Fleet(FleetSettings):
-    """How many replicas and doors there are, and how prompts find theirs."""
+    """Numbers of replicas and doors, and the settings of their routing."""
 
     doors: int = 1
     worth: float = WORTH
@@ -100,7 +100,7 @@ def running(served: Served, fleet: Fleet) -> Iterator[str]:
     Raises:
         RayFailed: the replicas did not become ready.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports to Ray
     settings = served.settings
     owned = not ray.is_initialized()
     shared = ray.is_initialized() or "RAY_ADDRESS" in os.environ

@@ -34,7 +34,7 @@ PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query
 
 
 class Door:
-    """Stands in front of all replicas. It has the tokenizer, and no model."""
+    """Ingress in front of all replicas, which has the tokenizer and no model."""
 
     def __init__(self, replicas: DeploymentHandle, served: Served) -> None:
         self._replicas = replicas
@@ -103,7 +103,7 @@ class Door:
 
 
 class Passed(Response):
-    """An answer that is made elsewhere, passed on message by message."""
+    """Answer of a replica, passed on message by message."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Passed(Response):
 
 
 def scope_of(http: HttpRequest) -> dict[str, Any]:
-    """Return what a replica's application needs of a request's scope, in plain values."""
+    """Return the parts of a request's scope that a replica needs, in plain values."""
     scope = http.scope
     passed = {name: scope[name] for name in PASSED if name in scope}
     passed["asgi"] = {"version": "3.0"}

@@ -27,7 +27,7 @@ GONE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What every replica serves; each makes an engine of its own from it."""
+    """Settings of all replicas, from which every one makes an engine of its own."""
 
     model: str
     """Folder or hub name."""
@@ -55,7 +55,7 @@ class Replica:
         self._watching: asyncio.Task[None] | None = None
 
     async def names(self) -> tuple[str, int]:
-        """Return what a prompt's blocks are named by: the fingerprint, and tokens of a block."""
+        """Return the fingerprint and the block's tokens, by which a prompt's blocks are named."""
         return await self._service.ask(lambda view: (view.fingerprint, view.limits.block_size))
 
     async def answer(
@@ -122,7 +122,7 @@ class Replica:
             raise EngineStopped("the engine's thread has died")
 
     async def __del__(self) -> None:
-        """End, when Ray has let open requests end: what waits to be written is written."""
+        """Write pending blocks and end; Ray calls this after the open requests have ended."""
         if self._watching is not None:
             self._watching.cancel()
         self._service.draining = True

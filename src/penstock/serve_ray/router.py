@@ -24,8 +24,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
 
     If that replica takes no more requests, another one gets the request.
 
-    Loads are blocks of the requests that were sent from here and have not ended. What others
-    send counts by Ray's queue lengths: a replica with `max_ongoing_requests` is passed over.
+    Loads are blocks of the requests that were sent from here and have not ended. Requests of other
+    doors count by Ray's queue lengths: a replica with `max_ongoing_requests` is passed over.
     """
 
     def initialize_state(
@@ -67,7 +67,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Believe that the prompt will be held there, and count what it takes."""
+        """Expect the prompt in that replica's cache, and add its blocks to the load."""
         name, block_hashes = _name(replica_id), prompt_of(pending_request).block_hashes
         if name not in self._ours.replicas:
             return
@@ -77,7 +77,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
         self._ours.sent(name, block_hashes)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count it no more."""
+        """Take the request's blocks off the load."""
         self._open.pop((_name(replica_id), internal_request_id), None)
 
     def _loads(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray ships no types w
 
 
 def prompt_of(pending: PendingRequest | None) -> RoutedPrompt:
-    """Return what the door says of a request's prompt."""
+    """Return the prompt that the door has put into a request."""
     given = {} if pending is None else pending.kwargs
     return RoutedPrompt(split_keys(given.get("keys", b"")), given.get("cache_key"))
 

@@ -30,7 +30,7 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """A JSON object, as text."""
+    """Arguments of the call: a JSON object, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Delta:
 
 
 class Reader:
-    """Reads one answer. What may be the start of a mark is held back until it is known.
+    """Reader of one answer, which holds back a mark's possible start until it is certain.
 
     Args:
         tokenizer: mlx-lm's wrapper, which knows the model's marks.
@@ -76,7 +76,7 @@ class Reader:
         self.calls: list[ToolCall] = []
         """Calls so far."""
         self.finish: Finish | None = None
-        """How it ended."""
+        """End of the answer, None before it."""
         self._marks = _marks(tokenizer, calls=bool(tools))
         self._call_marks = (
             getattr(tokenizer, "tool_call_start", None) or "",
@@ -102,7 +102,7 @@ class Reader:
 
     def push(self, text: str) -> Delta:
         """Take in text of the engine; return what is certain with it."""
-        if not self._marks:  # nothing to look for: all that comes is text
+        if not self._marks:  # no mark to look for: all is text
             return self._note(Delta(text=text))
         parts = _DeltaParts()
         self._held += text
@@ -117,7 +117,7 @@ class Reader:
         return self._note(parts.delta())
 
     def end(self, finish: Finish) -> Delta:
-        """Take in the end, and the text that comes with it; return what was held back."""
+        """Take in the end and its last text; return the delta that this makes certain."""
         self.finish = finish
         delta = self.push(finish.text)
         parts = _DeltaParts()
@@ -128,7 +128,7 @@ class Reader:
         return _joined(delta, self._note(parts.delta()))
 
     def read(self, choice: Choice) -> Reader:
-        """Take in a whole answer; returns itself."""
+        """Take in a whole answer; return the reader."""
         assert choice.finish is not None
         whole = choice.text
         self.push(whole.removesuffix(choice.finish.text) if choice.finish.text else whole)
@@ -136,7 +136,7 @@ class Reader:
         return self
 
     def _next_mark(self) -> tuple[int, str, Kind] | None:
-        """Return the first mark that is held whole, where it begins and what comes after it."""
+        """Return the place and the text of the first complete mark, and the kind that follows."""
         candidates = [
             (at, -len(mark), mark, kind)
             for mark, kind in self._marks.get(self._kind, {}).items()
@@ -162,7 +162,7 @@ class Reader:
             called = "".join(self._call)
             self._call.clear()
             calls = self._parsed(called)
-            if calls is None:  # what cannot be read as a call is not kept from the client
+            if calls is None:  # text that is no call goes to the client as text
                 start, end = self._call_marks
                 parts.text += f"{start}{called}{end if closed else ''}"
             else:
@@ -170,7 +170,7 @@ class Reader:
         self._kind = kind
 
     def _parsed(self, text: str) -> list[ToolCall] | None:
-        """Read what stands between the marks of a call; None if it is none."""
+        """Parse the text between the marks of a call; None if it is not a call."""
         assert self._parse is not None
         try:
             parsed = self._parse(text, self._tools)
@@ -209,7 +209,7 @@ def _joined(first: Delta, second: Delta) -> Delta:
 
 
 def join(deltas: Iterable[Delta]) -> Delta:
-    """Join what has come one after the other into one."""
+    """Join consecutive deltas into one."""
     whole = Delta()
     for delta in deltas:
         whole = _joined(whole, delta)
@@ -244,7 +244,7 @@ def _beginning(text: str, marks: Iterable[str]) -> int:
 
 
 def _tool_call(parsed: Any) -> ToolCall:
-    """Make a call of what a parser returns; raises if it has no name."""
+    """Make a call of a parser's result; raises if it has no name."""
     arguments = parsed.get("arguments", {})
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -257,8 +257,8 @@ def _tool_call(parsed: Any) -> ToolCall:
 def total_usage(finishes: Sequence[Finish]) -> Usage:
     """Sum up the answers of requests; several to one prompt have read it once.
 
-    What of a prompt was cached is what its first reader found: the others found what that one had
-    just computed.
+    The cached tokens are those that the first answer matched: the others matched tokens that the
+    first one had just computed.
 
     Args:
         finishes: of all answers to one prompt.

@@ -51,10 +51,10 @@ StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool
 
 
 class Choosing(ToolChoice):
-    """Whether the model must, may or must not call, and how often in one answer."""
+    """Choice of whether the model must, may or must not call, and how often in one answer."""
 
     disable_parallel_tool_use: bool | None = None
-    """Leaves the first call of an answer only."""
+    """Whether an answer keeps only its first call."""
 
 
 class MessagesBody(MessagesRequest):
@@ -74,12 +74,12 @@ class TextOut(BaseModel):
 
 
 class ThinkingOut(BaseModel):
-    """The model's reasoning, where the client has asked to see it."""
+    """Reasoning of the model, for a client that asked to see it."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str
-    """Always empty."""
+    """Empty text: reasoning is not signed here."""
 
 
 class ToolUseOut(BaseModel):
@@ -92,14 +92,14 @@ class ToolUseOut(BaseModel):
 
 
 class UsageOut(BaseModel):
-    """Tokens; the three kinds of input add up to the prompt."""
+    """Usage in tokens; the three kinds of input add up to the prompt."""
 
     input_tokens: int
-    """Of the prompt, computed and not held any more: its unfinished block."""
+    """Prompt tokens that were computed and are not in the cache: the unfinished last block."""
     cache_creation_input_tokens: int | None
-    """Of the prompt, computed and now held for whoever comes next."""
+    """Prompt tokens that were computed and are now in the cache."""
     cache_read_input_tokens: int | None
-    """Of the prompt, read from what was held."""
+    """Prompt tokens that were read from the cache."""
     output_tokens: int
 
 
@@ -117,13 +117,13 @@ class MessageOut(BaseModel):
 
 
 class CountOut(BaseModel):
-    """How long a prompt is."""
+    """Length of a prompt."""
 
     input_tokens: int
 
 
 class AnthropicErrorDetail(BaseModel):
-    """What was wrong."""
+    """Type of an error, and its message."""
 
     type: str
     message: str
@@ -193,8 +193,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dict[str, str]]:
-    """Do what is slow, in a worker thread: the engine's request, the reader of its answer, and
-    headers of the response.
+    """Make the engine's request, the reader of its answer, and headers; in a worker thread.
 
     Raises:
         BadRequest: naming the field that cannot be served.
@@ -228,7 +227,7 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dic
 def _budget(
     service: Service, body: MessagesRequest, prompt: AnthropicPrompt
 ) -> ReasoningBudget | None:
-    """Return how long the model may reason, if the client says so and the model reasons at all."""
+    """Return the limit of reasoning tokens; None without a limit, or without reasoning."""
     tokens = body.thinking.budget_tokens if body.thinking is not None and body.thinks else None
     marks = service.prompts.reasoning_marks
     if tokens is None or marks is None:
@@ -238,7 +237,7 @@ def _budget(
 
 
 def _grammar(service: Service, body: MessagesRequest) -> CallGrammar | None:
-    """Return what the answer must follow: a call that is demanded, or a schema; or nothing."""
+    """Return the grammar of a demanded call or of a schema; None if any text will do."""
     choice, schema = body.tool_choice, schema_of(body)
     if choice is not None and choice.type in ("any", "tool"):
         if choice.type == "tool" and choice.name is None:
@@ -254,7 +253,7 @@ def _grammar(service: Service, body: MessagesRequest) -> CallGrammar | None:
 
 
 class Blocks:
-    """Turns what becomes certain of an answer into content blocks, and the events of their coming.
+    """Content blocks of an answer, and the events that announce them.
 
     Args:
         thinking: whether reasoning is shown; if not it is left out.
@@ -262,7 +261,7 @@ class Blocks:
 
     def __init__(self, *, thinking: bool) -> None:
         self.content: list[dict[str, Any]] = []
-        """The blocks so far."""
+        """Blocks so far."""
         self._thinking = thinking
         self._open = False
 
@@ -367,7 +366,7 @@ class _Telling:
         }
 
     def _start(self) -> dict[str, Any]:
-        """Return the message as it is before the prompt is read: what was cached shows later."""
+        """Return the message as it is before the prompt is read; cached tokens show later."""
         (handle,) = self.answering.handles
         usage = UsageOut(
             input_tokens=len(handle.request.prompt),
@@ -379,7 +378,7 @@ class _Telling:
         return {**self._head(), "content": [], **nothing, "usage": usage.model_dump()}
 
     async def _usage(self) -> dict[str, Any]:
-        """Return what was read, what was computed and is held now, and the rest."""
+        """Return the usage: tokens read from the cache, tokens written to it, and the rest."""
         used = self.answering.usage()
         created = await self.service.created_tokens(self.answering)
         usage = UsageOut(

@@ -20,28 +20,28 @@ from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts, last_user, left_out
 
 BETWEEN_BLOCKS = "\n\n"
-"""What stands between the blocks of text of one message, for a template that reads one text."""
+"""Separator of a message's text blocks, for a template that reads one text."""
 Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 LIFETIMES_SECONDS = {"5m": 300.0, "1h": 3600.0}
 BILLING_HEADER = "x-anthropic-billing-header"
-"""Begins the first block of Claude Code's system prompt: a line that is another one with every
-version and, of some versions, every request. Behind it nothing could be shared."""
+"""Start of the first line of Claude Code's system prompt. The line changes with every version and,
+in some versions, with every request: no prefix behind it could be shared."""
 
 
 class CacheControl(RequestForm):
-    """Asks for the prompt up to a block to be held."""
+    """Wish that the prompt up to a block stays in the cache."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
     @property
     def seconds(self) -> float:
-        """How long it is held after its last use."""
+        """Seconds that the prefix is held after its last use."""
         return LIFETIMES_SECONDS[self.ttl]
 
 
 class Marked(RequestForm):
-    """What may carry a `cache_control`."""
+    """Base of all that may carry a `cache_control`."""
 
     cache_control: CacheControl | None = None
 
@@ -51,12 +51,12 @@ def _text_or_list(content: Any) -> str:
 
 
 TextOrList = Discriminator(_text_or_list)
-"""Tells which of the two is meant, so that an error tells of that one alone. Names in brackets
-are left out where an error says its place."""
+"""Discriminator of the two forms, so that an error names one of them alone. An error's place
+leaves out names in brackets."""
 
 
 class TextBlock(Marked):
-    """Text."""
+    """Block of text."""
 
     type: Literal["text"]
     text: str
@@ -68,13 +68,13 @@ Texts: TypeAlias = Annotated[
 
 
 class Other(Marked):
-    """What is no text: an image, a document, a tool that was found, what is new at Anthropic."""
+    """Block that is no text: an image, a document, a tool reference, a type of a newer version."""
 
     type: str
     tool_name: str | None = None
-    """Of a `tool_reference`."""
+    """Name of the tool, in a `tool_reference`."""
     source: dict[str, Any] | None = None
-    """Of a document: a text, or what this server cannot read."""
+    """Source of a document: a text, or a form that this server cannot read."""
 
     @property
     def text(self) -> str | None:
@@ -114,7 +114,7 @@ Result: TypeAlias = Annotated[
 
 
 class ToolUse(Marked):
-    """A call that the model has asked for."""
+    """Call that the model has asked for."""
 
     type: Literal["tool_use"]
     id: str
@@ -123,7 +123,7 @@ class ToolUse(Marked):
 
 
 class ToolResult(Marked):
-    """What a call has given."""
+    """Result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -146,7 +146,7 @@ class Thinking(RequestForm):
 
 
 class RedactedThinking(RequestForm):
-    """Reasoning that only Anthropic can read."""
+    """Encrypted reasoning, which only Anthropic can read."""
 
     type: Literal["redacted_thinking"]
 
@@ -214,21 +214,21 @@ class OutputFormat(RequestForm):
 
 
 class OutputConfig(RequestForm):
-    """How the answer's text is shaped."""
+    """Form of the answer's text."""
 
     format: OutputFormat | None = None
 
 
 class ThinkingConfig(RequestForm):
-    """Whether the model's reasoning is shown, if it has any."""
+    """Switch that shows the model's reasoning, and its limit."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, lt=2**31)
-    """Tokens of reasoning at most; behind them the model's own mark ends it."""
+    """Limit of reasoning, in tokens; behind it the model's own mark ends the reasoning."""
 
 
 class CountRequest(RequestForm):
-    """What is counted, and the part of a request that makes its prompt."""
+    """Part of a request that makes its prompt, which is also the request of a count."""
 
     model: Name
     """Any name is served by the one model there is."""
@@ -247,7 +247,7 @@ class CountRequest(RequestForm):
 
     @property
     def left_out(self) -> list[str]:
-        """Tools that run on Anthropic's side, which no model here is told of."""
+        """Names of tools that run on Anthropic's side, which stay out of the prompt."""
         return [tool.name or str(tool.type) for tool in self.tools or () if not tool.is_function]
 
     @property
@@ -276,12 +276,12 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     stop_sequences: Each[Stop] | None = Field(None, max_length=MOST_STOPS)
     temperature: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
-    """0, which is the default here, takes the likeliest token."""
+    """Temperature; 0, the default here, takes the likeliest token."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=0, lt=2**31)
     output_config: OutputConfig | None = None
     cache_salt: str = Field("", max_length=1_024)
-    """Only requests of the same salt share what was computed; not Anthropic's, but ours."""
+    """Salt: only requests of one salt share prefixes. A field of penstock, not Anthropic's."""
 
     @property
     def constrained(self) -> bool:
@@ -293,12 +293,12 @@ class MessagesRequest(CountRequest):
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """First tokens of a prompt that a client wants held."""
+    """Prefix of a prompt that a client wants held."""
 
     seconds: float
-    """After their last use."""
+    """Seconds that the prefix is held after its last use."""
     tokens: int | None
-    """None is the whole prompt."""
+    """Length of the prefix in tokens; None is the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,11 +308,11 @@ class AnthropicPrompt:
     tokens: tuple[int, ...]
     hold: Hold | None
     in_reasoning: bool
-    """Whether it ends inside the model's reasoning."""
+    """Whether the prompt ends inside the model's reasoning."""
 
 
 def prompt_of(request: CountRequest, prompts: Prompts) -> AnthropicPrompt:
-    """Render a request's prompt, and find how much of it is to be held. Slow: not for a loop.
+    """Render a request's prompt and the prefix to hold. Slow: not for an event loop.
 
     Raises:
         BadRequest: naming the field that cannot be rendered.
@@ -339,7 +339,7 @@ def without_billing_header(request: CountRequest) -> CountRequest:
 
 
 def _check_asked(turns: Sequence[Turn]) -> None:
-    """Refuse what cannot be read where it is what is asked; in history words stand for it."""
+    """Refuse unreadable parts of the last user's message; in history words stand for them."""
     asked = last_user([{"role": turn.role} for turn in turns])
     if asked < 0:
         return
@@ -385,7 +385,7 @@ def _render(
     *,
     whole: bool = True,
 ) -> tuple[int, ...]:
-    """Render a conversation; one that ends with the assistant's turn is to be gone on with."""
+    """Render a conversation; the model goes on with an assistant's turn at its end."""
     messages: list[dict[str, Any]] = []
     if text := _text_of(system):
         messages.append({"role": "system", "content": text})
@@ -401,7 +401,7 @@ def _render(
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Turn messages into OpenAI's form; of one role in a row they are one."""
+    """Turn messages into OpenAI's form; consecutive ones of a role become one."""
     converted: list[dict[str, Any]] = []
     names = {
         block.id: block.name
@@ -427,7 +427,7 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def _joined(turns: Sequence[Turn]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the roles, and the blocks of all messages that one of them says in a row."""
+    """Yield a role and the blocks of its consecutive messages, one pair after the other."""
     role, blocks = turns[0].role, list[Any]()
     for turn in turns:
         if turn.role != role:
@@ -453,12 +453,12 @@ def _result(block: ToolResult, name: str | None) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text}
 
 
-# ---- what is to be held
+# ---- the prefix to hold
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A `cache_control`, and what of the request stands before its end."""
+    """A `cache_control`, and the part of the request up to its end."""
 
     control: CacheControl
     system: Sequence[TextBlock]
@@ -466,7 +466,7 @@ class _Mark:
 
 
 def _marks(request: CountRequest) -> Iterator[_Mark]:
-    """Yield what is marked, from the prompt's beginning on."""
+    """Yield the marks, from the prompt's beginning on."""
     system = request.system_blocks
     for tool in request.offered:
         if tool.cache_control is not None:
@@ -485,7 +485,7 @@ def _marks(request: CountRequest) -> Iterator[_Mark]:
 
 
 def _hold(request: CountRequest, prompts: Prompts, tokens: tuple[int, ...]) -> Hold | None:
-    """Return how much is held: all up to the deepest mark, for the longest time that one asks for.
+    """Return the prefix up to the deepest mark, to hold for the longest time of any mark.
 
     A request holds one prefix, and this one keeps the promise of every mark.
     """
@@ -518,7 +518,7 @@ def _up_to(request: CountRequest, prompts: Prompts, mark: _Mark) -> tuple[int, .
 
 
 def _other(request: CountRequest) -> str:
-    """Return a text that begins otherwise than the first message does."""
+    """Return a text that begins differently from the first message."""
     first = _text_of([b for b in request.messages[0].blocks if isinstance(b, TextBlock)])
     return "1" if first.startswith("0") else "0"
 

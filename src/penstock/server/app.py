@@ -1,4 +1,4 @@
-"""The application: routes, what stands before all of them, and the process that serves it.
+"""The application: its routes, the middlewares in front of them, and the process that serves it.
 
 socket ─> request id ─> last resort ─> CORS ─> host ─> key ─> body ─> routes ─> Service
 
@@ -61,16 +61,16 @@ from penstock.server.service import ARRIVED, Service
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
-"""Answered without a key."""
+"""Paths that are answered without a key."""
 OPEN_FOLDER = "/page/"
-"""The page's own files, answered without a key."""
+"""Folder of the page's own files, which are answered without a key."""
 GOODBYE_SECONDS = 1.0
-"""How long a server whose engine has died, or does not look up, still tells so."""
+"""Seconds that a server still answers after its engine has died or hangs."""
 TAIL_SECONDS = 4.0
-"""How long readers have for the ends of their answers when the engine has drained."""
+"""Seconds that clients have to read the ends of their answers after the engine has drained."""
 TAIL_LOOK_SECONDS = 0.05
 FLUSH_SECONDS = 3
-"""How long connections have for their last bytes when the server stops."""
+"""Seconds that connections have for their last bytes when the server stops."""
 
 
 class Health(BaseModel):
@@ -113,7 +113,7 @@ def create_app(service: Service) -> FastAPI:
 def _respond(http: HttpRequest, error: Exception) -> Response:
     """Tell the client of an error that a route has raised."""
     problem = problem_of(error)
-    if problem.status >= 500 and problem.status not in (501, 503):  # what is refused is no fault
+    if problem.status >= 500 and problem.status not in (501, 503):  # a refusal is no fault
         logger.error("%s failed: %s", http.url.path, type(error).__name__)
         logger.debug("its error", exc_info=error)
     return response_for(http.url.path, error)
@@ -143,7 +143,7 @@ def _health(service: Service) -> APIRouter:
     return router
 
 
-# ---- what stands before the routes
+# ---- the middlewares
 
 
 def _guard(app: FastAPI, settings: ServerSettings, memory: PromptMemory) -> None:
@@ -166,7 +166,7 @@ def _guard(app: FastAPI, settings: ServerSettings, memory: PromptMemory) -> None
 
 
 class RequestId:
-    """Gives every response an `x-request-id`: the client's own if it is a plain word."""
+    """Middleware that adds `x-request-id` to responses: the client's own if it is a plain word."""
 
     PLAIN = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
@@ -191,7 +191,7 @@ class RequestId:
 
 
 class LastResort:
-    """Answers 500 to whatever nobody has foreseen; the log has its class, and no text of it."""
+    """Middleware that answers 500 to unforeseen exceptions; the log has the class and no text."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -219,7 +219,7 @@ class LastResort:
 
 
 class OwnHost:
-    """Refuses requests that name another host than this machine's own.
+    """Middleware that refuses requests whose Host header does not name this machine.
 
     A server without a key trusts every program on its machine. A page from elsewhere is none,
     but it can let its own name point here (DNS rebinding); its requests carry that name.
@@ -253,7 +253,7 @@ def _names_loopback(host: str) -> bool:
 
 
 class Key:
-    """Lets nobody in without the key, but for what says nothing of anybody."""
+    """Middleware that demands the key, except for paths that reveal nothing of any request."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
@@ -287,11 +287,11 @@ def _is_open(scope: Scope) -> bool:
 
 
 class Body:
-    """Reads a request's body before anything else, and refuses one that is too much.
+    """Middleware that reads a request's whole body first, and refuses one beyond the limits.
 
-    Too many bytes are 413, too many brackets within brackets 400, too slow 408, and what does not
-    say that it is JSON 415. One for whose reading there is no memory is 503, or 413 if there never
-    is. Behind it a body is there at once, and `receive` waits for nothing but the client's leaving.
+    Too many bytes are 413, too many brackets within brackets 400, too slow 408, and a type other
+    than JSON 415. A body that finds no memory to read it is 503, or 413 if it can never fit. The
+    application behind gets the body at once; its `receive` then waits for the disconnect alone.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, memory: PromptMemory) -> None:
@@ -331,7 +331,7 @@ class Body:
         return await self.app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive, hold: PromptHold) -> bytes | None:
-        """Return the body, whose cost is held; None if the client has gone."""
+        """Return the body, with its memory reserved; None if the client has gone."""
         limit = self._settings.max_body_bytes
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and (len(length) > 18 or int(length) > limit):
@@ -392,7 +392,7 @@ def _too_large(limit: int) -> TooLarge:
 
 
 _TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""Texts in JSON; possessive, so that no place of a long one is remembered to come back to."""
+"""Pattern of JSON strings; possessive, so that a long one leaves no places to backtrack to."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
@@ -416,10 +416,10 @@ def too_deep(body: bytes, most: int) -> bool:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which drains the engine before it stops, and stops when the engine has died.
+    """Uvicorn server that drains the engine before it stops, and stops when the engine has died.
 
-    The first signal: no more requests are taken in, `/ready` says so, and those that are open go
-    on to their end, or for `drain_timeout_seconds`. The second signal ends it at once.
+    After the first signal no more requests are taken in, `/ready` says so, and open requests go
+    on to their end, or for `drain_timeout_seconds`. The second signal ends the process at once.
     """
 
     def __init__(self, service: Service, **settings: Any) -> None:
@@ -443,7 +443,7 @@ class Server(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """Port that the server listens on."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -455,7 +455,7 @@ class Server(uvicorn.Server):
         self.drain()
 
     def drain(self) -> None:
-        """Take nothing more in, and stop when what is open has ended."""
+        """Take in no more requests, and stop when the open ones have ended."""
         self.service.draining = True
         threading.Thread(target=self._drain, name="penstock-drain", daemon=True).start()
 
@@ -484,7 +484,7 @@ class Server(uvicorn.Server):
         return self.service.open_requests == 0
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop; an engine that died on the way is told of as any other."""
+        """Stop; log an engine that died on the way."""
         await super().shutdown(sockets)
         self.dead = self.dead or not self.service.alive
 

@@ -1,4 +1,4 @@
-"""What the prefix cache holds and what it would do: `/v1/cache/...`."""
+"""Routes of the prefix cache, `/v1/cache/...`: its content, and what it would match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.server.service import Service
 from penstock.tiers.worker import TierStats
 
 MOST_NODES = 10_000
-"""Nodes that one answer tells of."""
+"""Limit of nodes in one answer."""
 
 
 class Tier(BaseModel):
@@ -28,7 +28,7 @@ class Tier(BaseModel):
 
     state: Literal["on", "off"]
     why: str | None = None
-    """Reason that it is off, if it should be on, or takes no new blocks."""
+    """Reason that a tier is off which should be on, or that it takes no new blocks."""
     used_bytes: int
     limit_bytes: int
     """Limit of `used_bytes`; both are 0 for a store whose size is not known."""
@@ -39,9 +39,9 @@ class CacheStats(BaseModel):
 
     stats: Stats
     hit_rate: float
-    """Share of all prompt tokens that were not computed again."""
+    """Share of all prompt tokens that were read from the cache, 0 to 1."""
     tiers: dict[str, Tier]
-    """All tiers by name, the fastest first: memory, disk, remote."""
+    """Tiers by name, the fastest first: memory, disk, remote."""
 
     @classmethod
     def of(cls, stats: Stats) -> Self:
@@ -67,22 +67,22 @@ class NodeOut(BaseModel):
 
     id: int
     parent: int | None
-    """The id of the node in front of it; None at the beginning of a prompt."""
+    """Id of the node in front of this one; None at the beginning of a prompt."""
     start: int
-    """Tokens in front of it."""
+    """Position of the node's first token in the prompt."""
     end: int
-    """Tokens in front of what follows it."""
+    """Position behind the node's last token."""
     nbytes: int
     pins: int
-    """Answers that read it now."""
+    """Answers that read the node now."""
     hits: int
-    """Times it was read after it was made."""
+    """Times that the node was read after its insertion."""
     idle_seconds: float
-    """Since it was used last."""
+    """Seconds since the last use."""
     held_seconds: float
-    """For how long it is still held by somebody's wish."""
+    """Seconds for which a client's hold still protects the node."""
     text: str | None = None
-    """Its first words, if they were asked for."""
+    """First words of the node, if the client asked for them."""
 
 
 class Tree(BaseModel):
@@ -90,7 +90,7 @@ class Tree(BaseModel):
 
     nodes: list[NodeOut]
     left_out: int
-    """Nodes that are not told of here, because there are too many."""
+    """Nodes that are left out of this answer, because there are too many."""
     count: int
     """Nodes in all."""
     tokens: int
@@ -122,7 +122,7 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/stats")
     async def stats() -> CacheStats:
-        """Tell what is held, for what, and how much of the prompts was served from it."""
+        """Report the tiers, their bytes, and the share of prompts served from them."""
         return CacheStats.of(await service.ask(EngineView.stats))
 
     @router.get("/tree")
@@ -131,7 +131,7 @@ def router(service: Service) -> APIRouter:
             bool, Query(description="Whether to show each node's first words.")
         ] = False,
     ) -> Tree:
-        """Tell every node of the prefix tree; no text of prompts unless it is asked for."""
+        """Report every node of the prefix tree; prompts' text only if the query asks for it."""
         views = await service.ask(EngineView.tree)
         shown = tree_of(views, MOST_NODES)
         if text:
@@ -147,9 +147,9 @@ def router(service: Service) -> APIRouter:
 
     @router.delete("", responses={202: {"model": Cleared}})
     async def clear(response: Response) -> Cleared:
-        """Evict all prefixes that nobody reads at the moment, and this model's on the disk.
+        """Evict all prefixes that no request reads at the moment, and this model's on the disk.
 
-        202 says that some of it is not done: `pending` tells where, and why.
+        202 says that part of the work is not done: `pending` names the tier, and the reason.
         """
         cleared = await service.aside(service.engine.clear)
         response.status_code = 202 if cleared.pending else 200
@@ -159,7 +159,7 @@ def router(service: Service) -> APIRouter:
 
 
 def tree_of(views: Sequence[NodeView], most: int) -> Tree:
-    """Tell of the tree; of too many nodes those are left out that were used longest ago."""
+    """Describe the tree; beyond the limit, the least recently used nodes are left out."""
     shown = sorted(views, key=lambda view: view.start)  # a parent lies in front of its children
     if len(views) > most:
         # A node is pinned and touched with all that is in front of it: no parent is left out.

@@ -18,14 +18,14 @@ _PROBE = {"name": "probe", "arguments": {"n": 1}}
 
 
 LEFT_OUT = "x-penstock-left-out"
-"""Header with the names of tools that the model was not told of."""
+"""Header with the names of tools that were left out of the prompt."""
 UNENFORCED = "x-penstock-unenforced"
 """Header with the rules of tools' schemas that a demanded call may break."""
 MOST_HEADER_CHARACTERS = 2_000
 
 
 class CallGrammar(NamedTuple):
-    """What a demanded call must follow."""
+    """Grammar of a demanded call."""
 
     grammar: str
     unenforced: tuple[str, ...] = ()

@@ -25,28 +25,28 @@ FILES_ASIDE = 256
 SPARE_PLACES = 64
 """Connections over the limit that may ask whether the server lives."""
 SPARE_SECONDS = 2.0
-"""How long each of them has."""
+"""Seconds that a connection over the limit has."""
 ALWAYS = (b"/health", b"/ready")
-"""What they may ask."""
+"""Paths that a connection over the limit may ask."""
 PIPELINED = 8
 """Requests on one connection that wait for the answer to another."""
 PIECE_BYTES = 4_096
-"""Of a head that are looked at in one go."""
+"""Bytes of a head that are parsed in one go."""
 LATE_SECONDS = 1.0
-"""What a body has here beyond its time, so that it can be told of in the client's own words."""
+"""Seconds beyond a body's time, in which the application can answer in the API's own form."""
 LINGER_SECONDS = 2.0
-"""How long a connection that is closed has for its last bytes."""
+"""Seconds that a connection which is being closed has for its last bytes."""
 
 
 class Connections:
-    """The connections of one server: makes them for uvicorn, and says how many there may be."""
+    """Connections of one server: their factory for uvicorn, and their limits."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.most = room_for(settings.max_connections, open_files.limit())
         """Connections that may ask anything."""
         self.spare: dict[Connection, None] = {}
-        """Those beyond, the oldest first."""
+        """Connections over the limit, the oldest first."""
         if self.most < settings.max_connections:
             logger.warning(
                 "%d connections instead of --max-connections %d: this process may have %d files "
@@ -76,8 +76,10 @@ class Connections:
         self.spare.pop(connection, None)
 
     def refuses(self, connection: Connection) -> bool:
-        """Tell whether a connection may only ask whether the server lives; it may ask anything as
-        soon as there is a place."""
+        """Tell whether a connection is over the limit, and may ask only `ALWAYS`.
+
+        Such a connection may ask anything as soon as there is a place.
+        """
         if connection in self.spare and len(connection.connections) <= self.most:
             self.closed(connection)
         return connection in self.spare
@@ -94,7 +96,7 @@ def room_for(connections: int, files: int) -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. Its timer runs while something is awaited from the client."""
+    """One connection, whose timer runs while the server waits for the client."""
 
     def __init__(self, shared: Connections, **given: Any) -> None:
         super().__init__(**given)
@@ -108,7 +110,7 @@ class Connection(HttpToolsProtocol):
         """Whether a request has begun and is not there in full."""
         self._in_body = False
         self._watching: asyncio.TimerHandle | None = None
-        """Runs while the client has not read what was sent."""
+        """Timer that runs while the client has not read the bytes sent."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
@@ -117,7 +119,7 @@ class Connection(HttpToolsProtocol):
         self._wait(self._settings.head_timeout_seconds if free else SPARE_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let go of everything."""
+        """Stop the timers, and free the place."""
         self._wait(None)
         self._watch_no_more()
         self._shared.closed(self)
@@ -127,7 +129,7 @@ class Connection(HttpToolsProtocol):
     # ---- bounds of time
 
     def _wait(self, seconds: float | None) -> None:
-        """Give the client so long for what comes next; None: it is not waited for."""
+        """Give the client so many seconds for its next part; None stops the timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_late)
@@ -190,7 +192,7 @@ class Connection(HttpToolsProtocol):
     # ---- bounds of size
 
     def data_received(self, data: bytes) -> None:
-        """Read what has come, heads by little pieces."""
+        """Parse received bytes, heads in small pieces."""
         while data and not self.transport.is_closing():
             size = len(data) if self._in_body else PIECE_BYTES
             piece, data = data[:size], data[size:]
@@ -256,11 +258,11 @@ class Connection(HttpToolsProtocol):
     # ---- refusing
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
+        """Refuse bytes that are no HTTP."""
         self._refuse(400, msg)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Go on with HTTP/1.1, for this answer: what follows it may be something else."""
+        """Go on with HTTP/1.1 for this answer; the bytes after it may be another protocol."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
 

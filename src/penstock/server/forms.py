@@ -29,18 +29,18 @@ from penstock.server.prompts import check_text
 from penstock.server.service import Service
 
 LEAST_TOP_P = 1e-6
-"""OpenAI allows 0, and means the likeliest token."""
+"""Smallest `top_p` of the engine; OpenAI allows 0, which means the likeliest token."""
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 MOST_NAMES = 4_096
 
 T = TypeVar("T")
 Each: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose first wrong element is the only one that is told: a body may hold millions, and
-pydantic would keep an error of each."""
+"""List whose validation stops at the first wrong element: a body may hold millions, and pydantic
+would keep an error for every one."""
 Name = Annotated[str, Field(max_length=256)]
 Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
-"""A token's number; the service, which knows how many there are, says which is none."""
+"""Number of a token; the service, which knows the vocabulary, refuses unknown ones."""
 
 
 def _few(given: Any) -> Any:
@@ -55,8 +55,10 @@ Metadata = Annotated[dict[str, str], Field(max_length=MOST_NAMES), BeforeValidat
 
 
 def _prompt(given: Any, parse: ValidatorFunctionWrapHandler) -> Any:
-    """Read a prompt, and tell what it may be if it is of no such form: pydantic tells of the first
-    form alone."""
+    """Read a prompt; the error of a wrong form names all forms.
+
+    Pydantic would name the first form alone.
+    """
     try:
         return parse(given)
     except ValidationError:
@@ -64,7 +66,7 @@ def _prompt(given: Any, parse: ValidatorFunctionWrapHandler) -> Any:
 
 
 PROMPT_FORMS = "a prompt is a text or a list of token numbers"
-"""Several of them are a list of such."""
+"""Text of the error; several prompts are a list of these."""
 OnePrompt: TypeAlias = Annotated[
     str | Annotated[Each[Id], Field(min_length=1)], WrapValidator(_prompt)
 ]
@@ -81,10 +83,10 @@ class RequestForm(BaseModel):
 
 
 class StreamOptions(RequestForm):
-    """What a stream holds besides the answer."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
-    """Whether a last chunk says what the request took."""
+    """Whether a last chunk has the usage."""
 
 
 class JsonSchema(RequestForm):
@@ -119,15 +121,15 @@ class Tool(RequestForm):
 
 
 class Sampled(RequestForm):
-    """How tokens are chosen, and for whom; common to all ways of asking."""
+    """Fields common to all requests: the model, sampling, and the cache."""
 
     model: Name | None = None
-    """Any name is served by the one model there is."""
+    """Name of the model; the one model of the server answers to any name."""
     temperature: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
-    """0, which is the default here, takes the likeliest token."""
+    """Temperature; 0, the default here, takes the likeliest token."""
     top_p: float | None = Field(None, ge=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
-    """0 and -1 draw from all tokens."""
+    """Number of likeliest tokens to draw from; 0 and -1 draw from all."""
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
@@ -137,9 +139,9 @@ class Sampled(RequestForm):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1_024)] | None = None
-    """Prefixes of requests with a key are kept longer than others."""
+    """Cache key; prefixes of requests with a key are kept longer than others."""
     cache_salt: Annotated[str, Field(max_length=1_024)] | None = None
-    """Only requests of the same salt share what was computed."""
+    """Salt: only requests of one salt share prefixes."""
 
     def sampling(self, *, logprobs: bool = False, top_logprobs: int = 0) -> Sampling:
         """Return the rules by which tokens are chosen.
@@ -173,7 +175,7 @@ class Sampled(RequestForm):
         grammar: str | None = None,
         goes_on: bool = False,
     ) -> Request:
-        """Return what the engine is asked."""
+        """Return the engine's request."""
         settings = service.settings
         if self.cache_salt is not None:
             check_text(self.cache_salt, "cache_salt")
@@ -221,7 +223,7 @@ class ChatRequest(Sampled):
     tool_choice: str | dict[str, Any] | None = None
     modalities: Each[Name] | None = Field(None, max_length=8)
     chat_template_kwargs: dict[str, Any] | None = None
-    """Passed on to the model's chat template."""
+    """Arguments for the model's chat template."""
 
 
 class CompletionRequest(Sampled):
@@ -234,7 +236,7 @@ class CompletionRequest(Sampled):
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
     logprobs: int | None = Field(None, ge=0, le=20)
-    """How many of the likeliest tokens are told beside each chosen one."""
+    """Number of likeliest tokens that are reported beside each chosen one."""
     echo: bool | None = None
     suffix: str | None = None
     stream_options: StreamOptions | None = None

@@ -1,7 +1,7 @@
-"""What a router in front of several servers needs to know of a request: its prompt's tokens.
+"""Tokens of a request's prompt, for a router in front of several servers.
 
-A hint decides where a request goes and nothing else: what cannot be read here has none, goes
-anywhere, and is refused there by the server itself.
+A hint decides where a request goes and nothing else. A request that cannot be read here has no
+hint, goes to any server, and is refused there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Hint:
     tokens: tuple[int, ...]
     salt: str
     cache_key: str | None
-    """What the client gave as `prompt_cache_key`."""
+    """Value of the client's `prompt_cache_key`."""
 
 
 def hint_of(path: str, body: bytes, prompts: Prompts) -> Hint | None:

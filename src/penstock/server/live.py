@@ -1,9 +1,9 @@
-"""`/v1/live`, a stream of what the engine does, and the page at `/` that draws it.
+"""`/v1/live`, a stream of the engine's state, and the page at `/` that draws it.
 
     engine ──ask, twice a second──> Pulse ──the newest snapshot──> stream, stream, ...
 
-However many look on, the engine is asked once. Who reads slowly misses snapshots, and nothing
-is kept for it.
+However many clients watch, the engine is asked once. A slow reader misses snapshots, and none is
+kept for it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from penstock.server.sse import Stream, data
 logger = logging.getLogger(__name__)
 
 WATCHED_SECONDS = 0.5
-"""Between two snapshots while somebody looks on."""
+"""Seconds between two snapshots while a client watches."""
 UNWATCHED_SECONDS = 2.0
-"""Between two entries of the history while nobody does."""
+"""Seconds between two entries of the history while no client watches."""
 HISTORY_SECONDS = 300
 TREE_SECONDS = 10.0
-"""After which a tree that has not changed is told again: what is cold has become colder."""
+"""Seconds after which an unchanged tree is sent again, because its nodes' ages have grown."""
 TREE_SECONDS_A_NODE = 0.000_5
-"""Between two looks at a large tree, for each of its nodes: a look takes a hundredth of it."""
+"""Seconds between two looks at a tree, per node; a look takes a hundredth of that time."""
 RATE_SECONDS = 1.4
-"""Over which a speed is measured."""
+"""Seconds over which a speed is measured."""
 MOST_WATCHERS = 64
 SHOWN_NODES = 250
 SHOWN_REQUESTS = 40
@@ -70,11 +70,11 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Files with other names are not served."""
+"""Media types by suffix; files with other suffixes are not served."""
 
 
 class History(BaseModel):
-    """What was in the last minutes, a column each, oldest first."""
+    """Figures of the last minutes in columns, the oldest first."""
 
     at_seconds: list[float]
     limit_bytes: list[int]
@@ -83,25 +83,25 @@ class History(BaseModel):
 
 
 class Snapshot(CacheStats):
-    """What one event of `/v1/live` tells."""
+    """Data of one event of `/v1/live`."""
 
     at_seconds: float
-    """Since 1970."""
+    """Time of the snapshot, in seconds since 1970."""
     model: str
     version: str
     max_batch_size: int
     generated_per_second: float
     prefilled_per_second: float
     requests: list[dict[str, Any]]
-    """The last ones, oldest first: figures and an explanation, no text."""
+    """Last requests, the oldest first: figures and an explanation, no text."""
     tree: Tree | None = None
-    """None if it has not changed since the last event."""
+    """Prefix tree; None if it has not changed since the last event."""
     history: History | None = None
-    """In the first event alone."""
+    """History, in the first event alone."""
 
 
 class Moment(NamedTuple):
-    """What is remembered of a look at the engine."""
+    """Figures remembered of one look at the engine."""
 
     at_seconds: float
     stats: Stats
@@ -111,17 +111,17 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the engine's thread tells."""
+    """State of the engine, read in its thread."""
 
     stats: Stats
     max_batch_size: int
     mark: object
-    """Equal as long as the tree is."""
+    """Mark that stays equal as long as the tree does."""
     tree: list[NodeView] | None
 
 
 class Pulse:
-    """Looks at the engine again and again, and tells whoever looks on. Lives in the event loop."""
+    """Periodic look at the engine, shared by all watching clients; lives in the event loop."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -142,7 +142,7 @@ class Pulse:
         """Be the task that looks; ends with the engine."""
         try:
             while not self.service.draining:
-                self._wanted.clear()  # before the look: who comes meanwhile is not missed
+                self._wanted.clear()  # before the look: a client that comes meanwhile is not missed
                 try:
                     await self._look()
                 except EngineStopped:
@@ -160,7 +160,7 @@ class Pulse:
                 self._changed.notify_all()
 
     async def snapshots(self) -> AsyncIterator[Snapshot]:
-        """Yield what there is now, and what changes, until the server stops."""
+        """Yield a snapshot now and after every change, until the server stops."""
         self.watchers += 1
         try:
             seen, tree_seen = self._number, 0
@@ -168,7 +168,7 @@ class Pulse:
             history = True
             while await self._next(seen):
                 seen = self._number
-                if self._tree is None:  # this look began when nobody wanted one
+                if self._tree is None:  # this look began when no client wanted a tree
                     continue
                 tree = self._tree if tree_seen != self._tree_number else None
                 tree_seen = self._tree_number

@@ -8,11 +8,11 @@ from typing import Any
 from penstock.engine.request import Token
 
 MOST_TEXTS = 65_536
-"""Tokens whose text is remembered."""
+"""Limit of tokens with a remembered text."""
 
 
 class Logprobs:
-    """Writes what tokens read like, and how likely they were."""
+    """Writer of tokens' texts and log-probabilities."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

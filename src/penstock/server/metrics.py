@@ -30,7 +30,7 @@ NEXT_TOKEN_SECONDS = (
 
 
 class Metrics:
-    """What is counted beside the engine; a listener of the service."""
+    """Metrics of the server's own, beside the engine's; a listener of the service."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -76,13 +76,13 @@ class EngineMetrics(Collector):
         self.stored: ResponseStore | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what there is to tell."""
+        """Yield the engine's metrics."""
         up = 0 if self.stats is None else 1
         yield _gauge("engine_up", "Whether the engine's thread runs.", up)
         if self.stored is not None:
             yield _gauge("stored_responses", "Responses that are kept by id.", len(self.stored))
             nbytes = self.stored.nbytes
-            yield _gauge("stored_response_bytes", "Bytes of those, as JSON.", nbytes)
+            yield _gauge("stored_response_bytes", "Bytes of kept responses, as JSON.", nbytes)
         if self.stats is None:
             return
         yield from _memory(self.stats)
@@ -105,7 +105,7 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def scrape(http: HttpRequest) -> Response:
-        """Tell all figures in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         try:
             stats = await service.ask(EngineView.stats)
         except EngineStopped:
@@ -118,15 +118,15 @@ def router(service: Service) -> APIRouter:
 
 
 def _memory(stats: Stats) -> Iterator[Metric]:
-    yield _gauge("memory_limit_bytes", "The limit that is never passed.", stats.limit_bytes)
+    yield _gauge("memory_limit_bytes", "Memory limit, which is never exceeded.", stats.limit_bytes)
     used = GaugeMetricFamily(
-        "penstock_memory_used_bytes", "Held or promised, by what it is for.", labels=["kind"]
+        "penstock_memory_used_bytes", "Bytes held or promised, by purpose.", labels=["kind"]
     )
     for kind, nbytes in stats.by_kind.items():
         used.add_metric([kind], nbytes)
     yield used
-    yield _gauge("memory_held_bytes", "Of those, what is there now.", stats.held_bytes)
-    yield _gauge("memory_active_bytes", "What MLX says is allocated.", stats.active_bytes)
+    yield _gauge("memory_held_bytes", "Bytes held, without promised ones.", stats.held_bytes)
+    yield _gauge("memory_active_bytes", "Bytes that MLX reports as allocated.", stats.active_bytes)
     yield _gauge("tree_nodes", "Nodes of the prefix tree.", stats.nodes)
     yield _gauge("tree_tokens", "Tokens in the prefix tree.", stats.held_tokens)
     yield _counter("evicted_nodes", "Nodes that were evicted.", stats.evicted_nodes)
@@ -141,15 +141,15 @@ def _work(stats: Stats) -> Iterator[Metric]:
     for state in ("waiting", "prefilling", "restoring", "running", "preempted"):
         states.add_metric([state], getattr(stats, state))
     yield states
-    yield _counter("answers_started", "Answers that were asked for.", stats.requests)
+    yield _counter("answers_started", "Answers that requests asked for.", stats.requests)
     yield _counter("answers_finished", "Answers that have ended.", stats.finished)
-    yield _counter("answers_failed", "Of those, ended with an error.", stats.failed)
+    yield _counter("answers_failed", "Answers that have ended with an error.", stats.failed)
     yield _counter("prompt_tokens", "Tokens of prompts that were let in.", stats.prompt_tokens)
-    yield _counter("hit_tokens", "Of those, read and not computed.", stats.hit_tokens)
-    yield _counter("restored_tokens", "Of the hits, read from a cold tier.", stats.restored_tokens)
+    yield _counter("hit_tokens", "Tokens of prompts read from the cache.", stats.hit_tokens)
+    yield _counter("restored_tokens", "Hit tokens read from a cold tier.", stats.restored_tokens)
     yield _counter("prefilled_tokens", "Tokens of prompts computed.", stats.prefilled_tokens)
     yield _counter("generated_tokens", "Tokens generated.", stats.generated_tokens)
-    yield _counter("preemptions", "Answers that had to give way for a while.", stats.preemptions)
+    yield _counter("preemptions", "Preemptions of running answers.", stats.preemptions)
     yield _counter("out_of_memory", "Times that MLX ran out of memory.", stats.out_of_memory)
 
 
@@ -162,7 +162,7 @@ def _tier(name: str, stats: TierStats) -> Iterator[Metric]:
     yield _gauge(f"{name}_queued_bytes", "Bytes that wait to be written.", stats.queued_bytes)
     yield _counter(f"{name}_faults", "Times that the store has failed.", stats.faults)
     blocks = CounterMetricFamily(
-        f"penstock_{name}_blocks", "Blocks, by what became of them.", labels=["outcome"]
+        f"penstock_{name}_blocks", "Blocks of the tier, by outcome.", labels=["outcome"]
     )
     for outcome in ("written", "known", "refused", "read", "damaged", "missing"):
         blocks.add_metric([outcome], getattr(counts, f"{outcome}_blocks"))
@@ -170,13 +170,13 @@ def _tier(name: str, stats: TierStats) -> Iterator[Metric]:
     yield blocks
     yield _counter(f"{name}_written_bytes", "Bytes of files written.", counts.written_bytes)
     yield _counter(f"{name}_read_bytes", "Bytes of files read.", counts.read_bytes)
-    yield _counter(f"{name}_read_seconds", "Spent on reading them.", counts.read_seconds)
+    yield _counter(f"{name}_read_seconds", "Seconds spent on reading files.", counts.read_seconds)
 
 
 def _steps(kinds: dict[str, StepTimes]) -> Iterator[Metric]:
     count = CounterMetricFamily("penstock_steps", "Steps of the engine.", labels=["kind"])
     seconds = GaugeMetricFamily(
-        "penstock_step_seconds", "Of the last 512 steps.", labels=["kind", "quantile"]
+        "penstock_step_seconds", "Seconds of the last 512 steps.", labels=["kind", "quantile"]
     )
     for kind, times in kinds.items():
         count.add_metric([kind], times.count)

@@ -34,15 +34,15 @@ from penstock.server.sse import EVENT, Stream, data
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MOST_PROMPTS = 128
-"""Prompts of one request."""
+"""Limit of prompts in one request."""
 DONE = b"data: [DONE]\n\n"
 
 
-# ---- what is answered; written by hand below, and described by these in the OpenAPI document
+# ---- answers: written by hand below, and described by these in the OpenAPI document
 
 
 class OpenAIErrorDetail(BaseModel):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -57,14 +57,14 @@ class OpenAIError(BaseModel):
 
 
 class PromptDetails(BaseModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Read from what was computed before."""
+    """Prompt tokens that were read from the cache."""
 
 
 class OpenAIUsage(BaseModel):
-    """What a request took, in tokens."""
+    """Usage of a request, in tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -122,7 +122,7 @@ class Model(BaseModel):
     max_model_len: int
     """Tokens that a prompt and its answer can have together."""
     context_length: int
-    """The same, in other clients' words."""
+    """Same as `max_model_len`, under the name that other clients read."""
     type: str
     display_name: str
     created_at: str
@@ -147,7 +147,7 @@ class ChatBody(ChatRequest):
     """The body of `POST /v1/chat/completions`."""
 
     parallel_tool_calls: bool | None = None
-    """False leaves the first call of an answer only."""
+    """Whether an answer may hold several calls; False keeps only the first."""
 
 
 class Json(JSONResponse):
@@ -174,7 +174,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         504: "The answer did not end in time",
     }.items()
 }
-"""What any of the routes may answer, for the OpenAPI document."""
+"""Errors of any route, for the OpenAPI document."""
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": EVENT}}}
 }
@@ -240,7 +240,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """Return what a request took, as OpenAI writes it."""
+    """Return a request's usage in OpenAI's form."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -258,7 +258,7 @@ class _Chat:
         self.body = body
         self.head = _head(service, "chatcmpl")
         self.headers: dict[str, str] = {}
-        """Of the response."""
+        """Headers of the response."""
         self.readers: list[Reader] = []
 
     async def respond(self, http: HttpRequest) -> Response:
@@ -302,7 +302,7 @@ class _Chat:
         return await service.open(request, CHAT)
 
     def _read(self, tools: list[dict[str, Any]] | None) -> tuple[tuple[int, ...], str | None]:
-        """Do what is slow, in a worker thread: the prompt's tokens, the answer's grammar."""
+        """Return the prompt's tokens and the answer's grammar; in a worker thread."""
         messages = [message.model_dump(exclude_none=True) for message in self.body.messages]
         prompt = self.service.prompts.render(
             messages, tools, **client_arguments(self.body.chat_template_kwargs)
@@ -335,7 +335,7 @@ class _Chat:
         return {"content": self.logprobs.chat(tokens), "refusal": None}
 
     async def _chunks(self, answering: ActiveRequest) -> AsyncIterator[bytes]:
-        """Write the answers as they come; several tokens that are there together are one chunk."""
+        """Write the answers as they come; tokens that arrive together are one chunk."""
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         head = {**self.head, "object": "chat.completion.chunk"}
         if with_usage:
@@ -401,7 +401,7 @@ def _message(reader: Reader) -> dict[str, Any]:
 
 
 def _delta(delta: Delta, calls: int) -> dict[str, Any]:
-    """Write what is new; `calls` is how many calls the answer has made before."""
+    """Write a delta; `calls` is the number of calls that the answer has made before."""
     chunk: dict[str, Any] = {}
     if delta.text:
         chunk["content"] = delta.text
@@ -432,7 +432,7 @@ class _Completions:
         self.head = {**_head(service, "cmpl"), "object": "text_completion"}
         self.n = body.n or 1
         self.echoes: list[str] = []
-        """What stands before each prompt's continuations."""
+        """Text in front of the continuations, one for each prompt."""
 
     async def respond(self, http: HttpRequest) -> Response:
         """Hand the request in, and answer whole or in chunks."""
@@ -470,7 +470,7 @@ class _Completions:
         return await self.service.open_all(requests, COMPLETIONS)
 
     def _read(self) -> list[tuple[int, ...]]:
-        """Do what is slow, in a worker thread: the tokens of the prompts, or their text."""
+        """Return the tokens of the prompts; in a worker thread."""
         given = self.body.prompt
         texts_or_tokens: list[Any] = [given] if isinstance(given, str) else list(given)
         if texts_or_tokens and isinstance(texts_or_tokens[0], int):

@@ -16,20 +16,20 @@ from types import TracebackType
 from typing import Any
 
 PIECE_CHARACTERS = 16_384
-"""Of a text that are read in one go, where it can be cut."""
+"""Characters of a text that are encoded in one go, where it can be cut."""
 SIGNS = string.ascii_letters + string.digits
-"""What may begin a piece, if no token has it behind the end of a line."""
+"""Signs that may begin a piece, if no token has them behind the end of a line."""
 SAMPLE = (
     "The first line, with a word or two.\nSecond one: 17, 4,096 and 3.5!\n\n  def f(x):\n"
     "    return {'a': [x, -1]}\nclass É:\tüber\r\nzwei  Worte \nI'm 日本語 🦫.\n7 a\nB\n"
 )
-"""What a tokenizer must read the same in pieces, before it is trusted to."""
+"""Text that a tokenizer must encode the same in pieces, before long texts are cut for it."""
 
 Check = Callable[[int, int], None]
 
 
 class FairLock:
-    """A lock that goes to the one who waits, not to the one who has just let go of it."""
+    """Lock that goes to a waiting thread before the thread that has just released it."""
 
     def __init__(self) -> None:
         self._next = Lock()
@@ -49,7 +49,7 @@ class FairLock:
 
 
 class PieceEncoder:
-    """Reads texts with a tokenizer, the long ones in pieces. Any thread may call it.
+    """Encoder of texts with a tokenizer, long ones in pieces. Any thread may call it.
 
     Args:
         tokenizer: mlx-lm's wrapper.

@@ -2,8 +2,8 @@
 
 an exception ──problem_of──> Problem ──body_for(path)──> OpenAI's or Anthropic's error object
 
-Errors that are meant for a client say what was wrong, how much, and what to do. Of all others it
-is told nothing: what they say may be somebody else's prompt, or a path of this machine.
+Errors that are meant for a client say what was wrong, how much, and what to do. The client learns
+nothing of other errors: their texts may quote another client's prompt, or a path of this machine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from penstock.errors import (
 )
 
 RETRY_SECONDS = 2
-"""What a client is told to wait when there is no room at the moment."""
+"""Seconds of `Retry-After` when there is no room at the moment."""
 ANTHROPIC_PATHS = "/v1/messages"
-"""Under it, errors have Anthropic's form; everywhere else OpenAI's."""
+"""Path under which errors have Anthropic's form; elsewhere they have OpenAI's."""
 STOPPED = "the engine has stopped, or takes no more requests in; try again later"
 SHOWN_CHARACTERS = 80
-"""Of a wrong value, at most, in a message."""
+"""Limit of a wrong value's characters in a message."""
 
 
 class ServerError(PenstockError):
@@ -104,13 +104,13 @@ class TooLarge(ServerError):
 
 
 class ClientGone(ServerError):
-    """Who asked does not wait any more; nobody reads this answer."""
+    """The client has closed the connection; this answer has no reader."""
 
     status = 499
 
 
 class TooSlow(ServerError):
-    """Who asked does not read its answer; it was cancelled."""
+    """The client does not read its answer, which was cancelled."""
 
     status = 408
 
@@ -132,7 +132,7 @@ class Unavailable(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a client is told of an error."""
+    """Error as a client sees it."""
 
     status: int
     message: str
@@ -142,7 +142,7 @@ class Problem:
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Say what a client is told of any exception; of those not meant for it, nothing."""
+    """Return the client's view of any exception, without the text of an internal one."""
     if isinstance(error, ServerError):
         return Problem(error.status, str(error), error.code, error.param, _retry(error.status))
     if isinstance(error, NeverFits):
@@ -151,7 +151,7 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(429, str(error), "queue_full", headers=_retry(429))
     if isinstance(error, LedgerFull):
         return Problem(503, str(error), "out_of_memory", headers=_retry(503))
-    if isinstance(error, EngineStopped):  # what it died of may quote a prompt
+    if isinstance(error, EngineStopped):  # its cause may quote a prompt
         return Problem(503, STOPPED, "engine_stopped", headers=_retry(503))
     if isinstance(error, PenstockError):
         return _own(error)
@@ -166,8 +166,8 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def _own(error: PenstockError) -> Problem:
-    """Tell of an error that the engine has raised on purpose."""
-    if error.status == 500:  # a model's code has failed: what it said may quote the prompt
+    """Describe an error that the engine has raised on purpose."""
+    if error.status == 500:  # a model's code has failed: its message may quote the prompt
         return Problem(500, "the model failed on this request; the server's log says more")
     if error.status == 503:
         return Problem(503, str(error), "out_of_memory", headers=_retry(503))
@@ -180,7 +180,7 @@ def _retry(status: int) -> dict[str, str]:
 
 
 def _validation(errors: Sequence[Any]) -> Problem:
-    """Tell of the first field that has the wrong form; an unknown number of others may follow."""
+    """Describe the first field that has the wrong form; others may follow."""
     first: Mapping[str, Any] = errors[0] if errors else {}
     where = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
     message = str(first.get("msg", "the request has the wrong form"))
@@ -215,7 +215,7 @@ _ROUTING = {
 }
 _TYPES = frozenset({"bool", "dict", "float", "int", "list", "str"})
 
-# ---- what it looks like on the wire
+# ---- the wire form
 
 _OPENAI_KINDS = {
     401: "authentication_error",

@@ -20,30 +20,30 @@ from penstock.memory import format_bytes
 from penstock.server.problems import TooLarge, Unavailable
 
 POOL_SHARE = 24
-"""The pool is this part of the memory limit."""
+"""Divisor of the memory limit that gives the pool."""
 LEAST_POOL_BYTES = 1_000_000
 MOST_POOL_BYTES = 256_000_000
 TOKEN_BYTES = 48
-"""Python's objects for one token of a prompt."""
+"""Bytes of Python's objects for one token of a prompt."""
 PIECE_TOKEN_BYTES = 360
-"""Memory of a tokenizer for one token, while it reads the piece that the token is in. Measured were
-88 to 363 (tokenizers 0.22). A character is a token at most."""
+"""Bytes of a tokenizer for one token, while it encodes the piece that the token is in. Measured
+were 88 to 363 (tokenizers 0.22). A character is a token at most."""
 UNCUT_CHARACTERS = 131_072
-"""A piece that cannot be cut has memory of its own up to this size: one is read at a time."""
+"""Characters up to which an uncut piece needs no memory of the pool: one is read at a time."""
 OBJECT_BYTES = 72
-"""An empty object or list of a body, at most."""
+"""Bytes of an empty object or list of a body, at most."""
 ENTRY_BYTES = 40
-"""An element of a list or an object beside its own size, at most."""
+"""Bytes of an element of a list or an object beside its own size, at most."""
 NAME_BYTES = 100
-"""A name in an object, at most."""
+"""Bytes of a name in an object, at most."""
 GIVE_BACK_BYTES = 4_000_000
-"""A request of at least this size has its memory given back to the system."""
+"""Bytes from which a request's memory is given back to the system."""
 GIVE_BACK_SECONDS = 0.2
-"""How long after such a request the heap is trimmed."""
+"""Seconds after such a request until the heap is trimmed."""
 
 
 class PromptMemory:
-    """The pool, and the bytes of it that are held. Any thread may hold and release.
+    """Pool of bytes for prompts, from which any thread may hold and release.
 
     Args:
         pool_bytes: that all requests may hold together.
@@ -107,7 +107,7 @@ class PromptHold:
         self._memory = memory
         self.nbytes = 0
         self.most_bytes = 0
-        """The most bytes that it has held."""
+        """Bytes held at the peak."""
         self.body_bytes = 0
         """Bytes of the body, as it came."""
         self.kept_bytes = 0
@@ -148,7 +148,7 @@ class PromptHold:
 
 
 HOLD: ContextVar[PromptHold | None] = ContextVar("hold", default=None)
-"""The hold of the request that is served here."""
+"""Hold of the request that is served here."""
 
 _WIDE = re.compile(rb"[\xf0-\xff]|\\u[dD][89abAB]")
 

@@ -19,9 +19,9 @@ from penstock.server.templates import TemplateTraits
 Message: TypeAlias = Mapping[str, Any]
 
 STOP: ContextVar[Event | None] = ContextVar("stop", default=None)
-"""Set when the request that is served here is not waited for any more."""
+"""Event that is set when the client of the request served here has gone."""
 FAR_TOO_LONG = 2
-"""A prompt of more than so many times what can be answered is not read to its end."""
+"""Multiple of the longest possible prompt beyond which a text is not read to its end."""
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Types of content parts that are text; their text stands under `text` or `refusal`."""
@@ -34,11 +34,11 @@ RESERVED = frozenset(
         "truncation",
     )
 )
-"""Arguments of a template that are not the client's: a `chat_template` of its own is a program."""
+"""Template arguments that a client may not set: a `chat_template` of its own is a program."""
 
 
 class Prompts:
-    """Encodes what clients send. Slow for long prompts: never to be called in an event loop.
+    """Encoder of clients' messages and texts. Slow for long prompts: not for an event loop.
 
     Any thread may call it; one at a time does its work, because tokenizers are not all safe. A
     long text is read in pieces, between which others have their turn. `Service.work` calls it in
@@ -47,7 +47,7 @@ class Prompts:
     Args:
         tokenizer: mlx-lm's wrapper.
         keep_billing_header: whether Claude Code's billing header stays in the prompt.
-        most_tokens: of a prompt that can be answered; None is any number.
+        most_tokens: tokens of the longest prompt that can be answered; None is any number.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Prompts:
     ) -> None:
         self.tokenizer = tokenizer
         self.most_tokens = most_tokens
-        """Of a prompt that can be answered; None is any number."""
+        """Tokens of the longest prompt that can be answered; None is any number."""
         self.keep_billing_header = keep_billing_header
         """Whether Claude Code's billing header stays in the prompt."""
         self._lock = FairLock()
@@ -67,7 +67,7 @@ class Prompts:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What the model's chat template takes; found at the first use. Slow, as the rest."""
+        """Traits of the model's chat template, probed at the first use. Slow, as the rest."""
         with self._lock:
             return TemplateTraits.of(self.tokenizer)
 
@@ -211,7 +211,7 @@ class Prompts:
 
 
 def _hold_piece(characters: int) -> None:
-    """Have memory for reading a piece that cannot be cut; those of the usual size are few."""
+    """Reserve memory for encoding an uncut piece larger than usual, or raise."""
     hold = HOLD.get()
     if hold is not None and characters > UNCUT_CHARACTERS:
         before = hold.nbytes
@@ -325,7 +325,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise BadRequest(f"{where}.function must have a name", param=where)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        # What a model has broken off is in history as it wrote it; templates write texts, too.
+        # A call that the model broke off stays in history as text; templates write texts, too.
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
     return {**call, "function": {**function, "arguments": arguments}}

@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 PATH = "/docs"
 FILES_PATH = f"{PATH}/files"
 FILES = ("fastapi_offline", "static")
-"""The package, and its folder, that Swagger UI comes in."""
+"""Package, and its folder, with the files of Swagger UI."""
 _INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 

@@ -1,5 +1,6 @@
-"""The input of `/v1/responses` as messages of a chat; text, reasoning and calls of one answer are
-one message, as templates write them."""
+"""Messages of a chat made of the input of `/v1/responses`.
+
+Text, reasoning and calls of one answer are one message, as templates write them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Item = dict[str, Any]
 
 OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 SEALED = "penstock:"
-"""Begins `encrypted_content` of ours: the reasoning itself, for clients that send nothing else."""
+"""Prefix of our `encrypted_content`: the reasoning itself, for clients that send nothing else."""
 
 
 def items_of(given: str | Sequence[Item]) -> list[Item]:
@@ -72,7 +73,7 @@ class Conversation:
 
     @property
     def _answer(self) -> dict[str, Any] | None:
-        """The last message, if it is the assistant's."""
+        """Last message, if it is the assistant's."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             return self.messages[-1]
         return None

@@ -28,12 +28,12 @@ class ResponseStore:
     """Conversations by salt and the id of their last answer. Any thread may call it.
 
     Args:
-        max_bytes: of the conversations, as JSON; each counts in full, though they share items.
+        max_bytes: limit of the conversations as JSON; each counts in full, though they share items.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.nbytes = 0
-        """Of all conversations, as JSON."""
+        """Bytes of all conversations, as JSON."""
         self._max_bytes = max_bytes
         self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
         self._lock = Lock()

@@ -1,4 +1,4 @@
-"""The tools of `/v1/responses`: what templates are told of them, and calls as clients know them.
+"""Tools of `/v1/responses`: their form for templates, and their calls in the client's form.
 
 function     ──────────────────────────> the same
 namespace    ── a function of it ──────> namespace__name, and back
@@ -38,7 +38,7 @@ _COMMAND = {
     "required": ["command"],
 }
 _BETWEEN = "__"
-"""Between a namespace and the name of a function in it."""
+"""Separator of a namespace and the name of a function in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Offered:
     name: str
     namespace: str | None = None
     grammar: str | None = None
-    """What the input of a `custom` tool must follow, in llguidance's form."""
+    """Grammar of a `custom` tool's input, in llguidance's form."""
 
 
 @dataclass(slots=True)
@@ -57,11 +57,11 @@ class Tools:
     """The tools of one request."""
 
     chat: list[dict[str, Any]] = field(default_factory=list)
-    """In the form of chat, which templates know."""
+    """Tools in the form of chat, which templates know."""
     left_out: list[str] = field(default_factory=list)
-    """Those that the model is not told of."""
+    """Names of tools that are left out of the prompt."""
     offered: dict[str, Offered] = field(default_factory=dict)
-    """By the names that the model knows."""
+    """Tools by the names that the model knows."""
 
     @classmethod
     def of(cls, given: Iterable[dict[str, Any]] | None) -> Tools:
@@ -146,7 +146,7 @@ def flat_name(name: str, namespace: Any = None) -> str:
 
 
 def input_of(call: ToolCall) -> str:
-    """Return the input of a call of a custom tool; what the model has written if it is none."""
+    """Return the input of a custom tool's call; the raw arguments if they are not of its form."""
     text = _object(call.arguments).get("input")
     return text if isinstance(text, str) else call.arguments
 

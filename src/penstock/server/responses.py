@@ -5,7 +5,7 @@ response.created, in_progress
   output_item.added ─ function_call_arguments.delta, done ─ output_item.done
 response.completed | response.incomplete
 
-`response_tools` has the tools, `response_items` the input, `response_store` what is kept.
+`response_tools` has the tools, `response_items` the input, `response_store` the kept responses.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` must name for log-probabilities."""
+"""Name in `include` that asks for log-probabilities."""
 SEALED_REASONING = "reasoning.encrypted_content"
-"""What `include` must name for reasoning that clients send back though they do not read it."""
+"""Name in `include` that asks for sealed reasoning, which clients send back unread."""
 LEAST_EFFORTS = ("none", "minimal")
 """Efforts that turn reasoning off where the template can."""
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
@@ -67,10 +67,10 @@ class TextSettings(RequestForm):
 
 
 class ReasoningSettings(RequestForm):
-    """How much the model reasons."""
+    """Settings of the model's reasoning."""
 
     effort: Name | None = None
-    """`none` to `high`: kept to where the model's template has a switch for it."""
+    """Effort, `none` to `high`; it works where the model's template has a switch for it."""
 
 
 class ResponsesRequest(Sampled):
@@ -84,35 +84,35 @@ class ResponsesRequest(Sampled):
     tools: Each[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    """False leaves the first call of an answer only."""
+    """Whether an answer may hold several calls; False keeps only the first."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Each[Name] | None = Field(None, max_length=64)
     metadata: Metadata | None = None
     reasoning: ReasoningSettings | None = None
     store: bool | None = None
-    """False keeps nothing of it; otherwise a later request may go on from its id."""
+    """Whether the response is kept, so that a later request may go on from its id."""
     background: bool | None = None
     previous_response_id: Name | None = None
     conversation: Any = None
 
 
 class InputDetails(BaseModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Read from what was held."""
+    """Prompt tokens that were read from the cache."""
     cache_write_tokens: int
-    """Computed, and now held for whoever comes next."""
+    """Prompt tokens that were computed and are now in the cache."""
 
 
 class OutputDetails(BaseModel):
-    """Of the answer's tokens."""
+    """Details of the answer's tokens."""
 
     reasoning_tokens: int
 
 
 class ResponsesUsage(BaseModel):
-    """What a request took, in tokens."""
+    """Usage of a request, in tokens."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -167,12 +167,12 @@ def router(service: Service) -> APIRouter:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks, read."""
+    """Content of a request, read and resolved."""
 
     items: list[dict[str, Any]]
     """The conversation, with what was stored of it and without references."""
     messages: list[dict[str, Any]]
-    """In the form of chat."""
+    """Messages in the form of chat."""
     tools: Tools
     left_out: list[str]
     """Types of items that no model can read."""
@@ -226,15 +226,15 @@ class _Responses:
         self.id = f"resp_{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.numbers = iter(range(2**31))
-        """Of the events of a stream."""
+        """Sequence numbers of the stream's events."""
         self.in_reasoning = False
         self.parallel = body.parallel_tool_calls is not False
         self.wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
         self.asked = Asked([], [], Tools(), [])
         self.headers: dict[str, str] = {}
-        """Of the response, beside what was left out."""
+        """Headers of the response, beside the one for left-out items and tools."""
         self.custom: str | None = None
-        """The custom tool whose input the whole answer is, because its call is demanded."""
+        """Custom tool whose call is demanded: the whole answer is its input."""
 
     async def respond(self, http: HttpRequest) -> Response:
         """Hand the request in, and answer whole or by events."""
@@ -293,13 +293,13 @@ class _Responses:
         return await service.open(request, PATH), reader
 
     def _read(self) -> tuple[tuple[int, ...], str | None]:
-        """Do what is slow, in a worker thread: the prompt's tokens, the answer's grammar."""
+        """Return the prompt's tokens and the answer's grammar; in a worker thread."""
         self.asked = Asked.of(self.body, self.service.stored)
         prompt = self.asked.render(self.body, self.service.prompts)
         return prompt, self._demanded() or self._grammar()
 
     def _demanded(self) -> str | None:
-        """Return the grammar of a call that is demanded; of a custom tool, that of its input."""
+        """Return the grammar of a demanded call; a custom tool's is its input's grammar."""
         choice = self.body.tool_choice
         if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
             name = flat_name(str(choice.get("name")), choice.get("namespace"))
@@ -434,21 +434,21 @@ Event = tuple[str, dict[str, Any]]
 
 @dataclass(slots=True)
 class _Output:
-    """The items of a response in the making; says which events tell of each change."""
+    """Items of an unfinished response, and the events of their changes."""
 
     tools: Tools
     custom: str | None = None
-    """The custom tool whose input all text is."""
+    """Custom tool that takes all text of the answer as its input."""
     commits: bool = False
     """Whether reasoning has an `encrypted_content`."""
     items: list[dict[str, Any]] = field(default_factory=list)
     """Reasoning, message and calls, those that have begun."""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     new_logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Of tokens whose text has not been told yet; those of reasoning and calls are not told."""
+    """Log-probabilities of tokens that no event has carried yet; reasoning and calls drop them."""
     _text: list[str] = field(default_factory=list)
     _open: str | None = None
-    """The type of the last item, while it goes on."""
+    """Type of the last item, while it goes on."""
 
     def add(self, delta: Delta) -> list[Event]:
         """Take in what has become certain."""
@@ -562,4 +562,4 @@ _WRITTEN = {
     "function_call": ("arguments", "function_call_arguments"),
     "custom_tool_call": ("input", "custom_tool_call_input"),
 }
-"""What of a call the model writes, and the events that tell of it."""
+"""Field of a call that the model writes, and its events' prefix, by the item's type."""

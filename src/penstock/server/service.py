@@ -1,13 +1,13 @@
-"""What all routers share: the engine seen from an event loop.
+"""The engine seen from an event loop: the service that all routers share.
 
     engine's thread                              event loop
-    step ──listen──> call_soon_threadsafe ──> Answering ──> a response, or a stream
+    step ──listen──> call_soon_threadsafe ──> ActiveRequest ──> a response, or a stream
          <──────────── cancel ──────────────── left early, client gone, or reader too slow
 
 A step that brings tokens to many wakes the event loop once.
 
 The event loop never touches an array and never waits for the engine: it asks with
-`Engine.ask` and is told through `Handle.listen`.
+`Engine.ask`, and `Handle.listen` brings the events.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from penstock.server.response_store import ResponseStore
 logger = logging.getLogger(__name__)
 
 PATIENCE = 32
-"""Events that may wait while nobody reads but the end: each wake takes the engine's time."""
+"""Events that may wait while the client awaits only the end: each wake takes engine time."""
 ASIDE_THREADS = 2
 LONG_BYTES = 65_536
-"""Bodies of as many bytes are read in a thread of their own, so that short ones pass them."""
+"""Bytes from which bodies are read in a thread of their own, so that short ones pass them."""
 WATCH_SECONDS = 0.25
-"""How often it is looked whether the engine's thread lives."""
+"""Seconds between two looks whether the engine's thread lives."""
 LEAST_SECONDS = 0.001
-"""What the engine is given for a request whose time is over: it ends it at once."""
+"""Timeout in seconds of a request whose time is over: the engine ends it at once."""
 ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
-"""When the request that is served here was there in full, in seconds of `time.monotonic`."""
+"""Time at which the request served here had arrived in full, in seconds of `time.monotonic`."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -70,26 +70,26 @@ P = ParamSpec("P")
 
 @dataclass(slots=True)
 class Recent:
-    """What is remembered of a request: figures, and no text."""
+    """Figures remembered of a request, without its text."""
 
     id: str
     label: str
-    """The path that was asked, as "/v1/chat/completions"."""
+    """Path of the request, as "/v1/chat/completions"."""
     started: float
-    """Seconds since 1970."""
+    """Start of the request, in seconds since 1970."""
     state: str = "waiting"
-    """`waiting`, `running`, and at the end `done`, `failed` or `cancelled`."""
+    """State: `waiting`, `running`, and at the end `done`, `failed` or `cancelled`."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_token_seconds: float | None = None
-    """From the request to its first token."""
+    """Seconds from the request to its first token."""
     seconds: float | None = None
-    """From the request to its end."""
+    """Seconds from the request to its end."""
     finish: str | None = None
-    """The reason of the end."""
+    """Reason of the end."""
     explanation: dict[str, Any] | None = None
-    """How far the prompt matched when it came, and why no further; see `Explanation`."""
+    """Explanation of the prompt's match on arrival, in the form of `Explanation`."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -105,16 +105,16 @@ class Recent:
 
 
 class Listener(Protocol):
-    """Who is told of what requests take; called in the event loop, and must be quick."""
+    """Observer of requests' times; called in the event loop, it must be quick."""
 
     def first_token(self, seconds: float) -> None:
-        """A request has got its first token, this long after it came."""
+        """Note a request's first token, `seconds` after its arrival."""
 
     def next_token(self, seconds: float) -> None:
-        """An answer has got another token, this long after the one before."""
+        """Note another token of an answer, `seconds` after the one before."""
 
     def ended(self, recent: Recent) -> None:
-        """A request has ended."""
+        """Note the end of a request."""
 
 
 class Service:
@@ -132,7 +132,7 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.memory = PromptMemory(engine.set_aside_prompts(pool_bytes(engine)))
-        """Of bodies, texts and tokens of open requests."""
+        """Memory of bodies, texts and tokens of open requests."""
         model_tokens = engine.ask(lambda view: view.context_tokens).result()
         fitting_tokens = engine.ask(lambda view: view.fitting_tokens).result()
         self.model_context = None if settings.ignore_model_context else model_tokens
@@ -147,16 +147,16 @@ class Service:
         )
         self.stored = ResponseStore(settings.stored_response_bytes)
         self.recent: deque[Recent] = deque(maxlen=settings.recent)
-        """Newest last."""
+        """Figures of the last requests, the newest last."""
         self.listeners: list[Listener] = []
         self.draining = False
         """Whether no more requests are taken in; endless streams end when they see it."""
         self.died: list[Callable[[], None]] = []
-        """Called once, in the event loop, when the engine's thread has ended by itself."""
+        """Callbacks for an engine's thread that ends by itself, called once, in the event loop."""
         self.max_queue = engine.ask(lambda view: view.limits.max_queue).result()
         """Answers that may wait in the engine, and prompts that may wait to be read."""
         self.vocabulary_size = engine.ask(lambda view: view.vocabulary_size).result()
-        """Tokens that the model knows."""
+        """Number of tokens in the model's vocabulary."""
         self._open: set[ActiveRequest] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told = False
@@ -177,7 +177,7 @@ class Service:
 
         Raises:
             BadRequest: more answers than may ever wait.
-            NeverFits: the prompt and its answers would not fit, whatever else gave way.
+            NeverFits: the prompt and its answers would not fit with all else evicted.
             QueueFull: too many are waiting.
             SettingError: a token that the model does not have.
             EngineStopped: the engine is gone, or takes nothing more in.
@@ -247,13 +247,13 @@ class Service:
         return await self.work(self.engine.open, request)
 
     async def created_tokens(self, answering: ActiveRequest) -> int:
-        """Return how many tokens of a request's prompt were computed for it and are held now."""
+        """Return the tokens of a request's prompt that were computed for it and are cached now."""
         request, used = answering.handles[0].request, answering.usage()
         try:
             held_tokens = await self.ask(
                 lambda view: view.held_tokens(request.prompt, request.salt)
             )
-        except PenstockError:  # the engine has stopped meanwhile: nothing is held
+        except PenstockError:  # the engine has stopped meanwhile: its cache is gone
             return 0
         if used.cached_tokens == used.prompt_tokens - 1:
             return 0  # the last token was computed for its logits alone; its KV was there
@@ -274,10 +274,10 @@ class Service:
         return await asyncio.wrap_future(self.engine.ask(question))
 
     async def work(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Have a worker thread do what takes long: `await service.work(prompts.render, messages)`.
+        """Run a slow function in a worker thread: `await service.work(prompts.render, messages)`.
 
         There is one such thread for short requests, and one for long ones, which lets the other
-        go first between two pieces of a text. When nobody waits any more, the thread stops there.
+        go first between two pieces of a text. The thread stops there once the client has gone.
 
         Raises:
             ServerError: 429, as many as may wait for it do already.
@@ -300,7 +300,7 @@ class Service:
             self._pending -= 1
 
     async def aside(self, call: Callable[[], T]) -> T:
-        """Have a thread do what waits for a disk; at most `ASIDE_THREADS` do, others wait."""
+        """Run a function that waits for a disk in a thread; at most `ASIDE_THREADS` at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._aside, call)
 
     async def watch(self) -> None:
@@ -314,7 +314,7 @@ class Service:
             call()
 
     def cancel_all(self) -> None:
-        """Cancel what the engine still works on; who waits for it is told. From any thread."""
+        """Cancel all open requests, and tell their readers. Any thread."""
         for answering in list(self._open):
             for handle in answering.handles:
                 handle.cancel()
@@ -330,7 +330,7 @@ class Service:
         return len(self._open)
 
     def close(self) -> None:
-        """Let go of the worker thread."""
+        """Shut the worker threads down."""
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
         self._aside.shutdown(wait=False, cancel_futures=True)
@@ -340,7 +340,7 @@ class Service:
         if self._told or self._loop is None:
             return
         self._told = True
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, and its readers are gone
             self._loop.call_soon_threadsafe(self._wake_readers)
 
     def _wake_readers(self) -> None:
@@ -355,7 +355,7 @@ class Service:
 
 
 def _in_time(request: Request) -> Request:
-    """Take off a request's time what has passed since it arrived."""
+    """Subtract the time since its arrival from a request's timeout."""
     arrived = ARRIVED.get()
     if arrived is None or request.timeout_seconds is None:
         return request
@@ -364,7 +364,7 @@ def _in_time(request: Request) -> Request:
 
 
 def _without_text(explanation: Explanation | None) -> dict[str, Any] | None:
-    """Return an explanation without what tells of the prompt's content."""
+    """Return an explanation without the parts that reveal the prompt's content."""
     if explanation is None:
         return None
     bare = replace(explanation, held_token=None, given_token=None, held_text=None, given_text=None)
@@ -373,11 +373,11 @@ def _without_text(explanation: Explanation | None) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class _Times:
-    """When a request's tokens came, in seconds of `time.monotonic`."""
+    """Times of a request's tokens, in seconds of `time.monotonic`."""
 
     started: float = field(default_factory=time.monotonic)
     last: dict[int, float] = field(default_factory=dict)
-    """Of each answer."""
+    """Time of the last token of every answer, by the answer's number."""
 
 
 class ActiveRequest:
@@ -394,7 +394,7 @@ class ActiveRequest:
         self.handles = tuple(handles)
         self.recent = recent
         self.finishes: dict[int, Finish] = {}
-        """The ends of answers, by their numbers."""
+        """Ends of answers, by the answers' numbers."""
         self._service = service
         self._loop = asyncio.get_running_loop()
         self._offsets = _offsets(handles)
@@ -407,7 +407,7 @@ class ActiveRequest:
 
     @property
     def answers(self) -> int:
-        """How many answers come."""
+        """Number of answers."""
         return sum(handle.request.n for handle in self.handles)
 
     @property
@@ -416,7 +416,7 @@ class ActiveRequest:
         return len(self.finishes) == self.answers
 
     def usage(self) -> Usage:
-        """Return what the request has taken so far, its answers that have ended together."""
+        """Return the usage so far, summed over the answers that have ended."""
         totals = [
             total_usage([self.finishes[i] for i in range(start, end) if i in self.finishes])
             for start, end in zip(self._offsets, [*self._offsets[1:], self.answers], strict=True)
@@ -455,10 +455,10 @@ class ActiveRequest:
         """Wait for the end of all answers and return them, in the order of their numbers.
 
         Args:
-            http: whose client is watched: when it goes, nothing is computed any more.
+            http: request whose client is watched: when the client goes, the answers are cancelled.
 
         Raises:
-            ClientGone: it went.
+            ClientGone: the client has gone.
             PenstockError: as `batches`.
         """
         self._patient = True
@@ -470,8 +470,10 @@ class ActiveRequest:
             pass
 
     def told(self) -> None:
-        """Have the reader look, unless it can wait; the engine's thread calls this after a step:
-        a loop that is woken takes a core from the model."""
+        """Have the reader look, unless it can wait; the engine's thread calls this after a step.
+
+        A loop that is woken takes a core from the model.
+        """
         if not (self._patient and self._can_wait(self._unread())):
             self._service.wake_soon()
 
@@ -503,12 +505,12 @@ class ActiveRequest:
         self._wake.set()
 
     def fail_soon(self, error: BaseException) -> None:
-        """As `fail`, from any thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        """Do as `fail`, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed, and its readers are gone
             self._loop.call_soon_threadsafe(self.fail, error)
 
     def close(self) -> None:
-        """Cancel what has not ended. Again does nothing."""
+        """Cancel the answers that have not ended; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -561,7 +563,7 @@ class ActiveRequest:
         return None
 
     def _note(self, events: Sequence[Event]) -> None:
-        """Keep the figures of what has come."""
+        """Note the figures of new events."""
         now, times, recent = time.monotonic(), self._times, self.recent
         came: dict[int, int] = {}
         for event in events:
@@ -604,7 +606,7 @@ def _offsets(handles: Sequence[Handle]) -> list[int]:
 
 
 async def until_gone(http: HttpRequest, doing: Awaitable[T]) -> T:
-    """Wait for something as long as the client does, whose body must have been read.
+    """Await a result as long as the client waits; its body must have been read.
 
     Raises:
         ClientGone: the client has closed the connection; what was done is cancelled.

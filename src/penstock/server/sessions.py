@@ -25,17 +25,17 @@ Name = Annotated[
 
 
 class Told(BaseModel):
-    """A session."""
+    """Saved session."""
 
     name: str
     tokens: int | None = None
-    """Of its prompt; None where the file was not looked into."""
+    """Tokens of the saved prompt; None where the file was not opened."""
     nbytes: int
-    """Of its file."""
+    """Size of the session's file, in bytes."""
 
 
 class Sessions(BaseModel):
-    """All of them."""
+    """All saved sessions."""
 
     sessions: list[Told]
 
@@ -60,7 +60,7 @@ def router(service: Service) -> APIRouter:
 
     @router.post("/{name}/save")
     async def save(name: Name, question: ExplainRequest) -> Told:
-        """Save what is held of a conversation; one of that name is replaced."""
+        """Save the cached prefix of a conversation; a session of that name is replaced."""
         file = file_of(name)
         tokens = await service.work(partial(tokens_of, service, question))
         salt = question.cache_salt or ""

@@ -1,4 +1,4 @@
-"""Streams of server-sent events: kept alive while a prompt is read, and ended when nobody reads."""
+"""Streams of server-sent events: kept alive while a prompt is read, ended when not read."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from penstock.server.service import ActiveRequest, Service
 logger = logging.getLogger(__name__)
 
 LOOKS = 4
-"""How often, in the time that a reader has, it is looked whether it takes what is sent."""
+"""Number of looks at a send within its timeout."""
 
 EVENT: dict[str, Any] = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
-"""Each event of a stream, for the OpenAPI document; its data is JSON, or `[DONE]`."""
+"""Schema of a stream's events, for the OpenAPI document; their data is JSON, or `[DONE]`."""
 
 
 def data(content: Any, event: str | None = None) -> bytes:
-    r"""Write one event; `content` is what will be its JSON.
+    r"""Write one event with `content` as its JSON.
 
     >>> data({"n": 1}), data({}, "ping")
     (b'data: {"n":1}\n\n', b'event: ping\ndata: {}\n\n')
@@ -69,8 +69,10 @@ class Stream(EventSourceResponse):
         self._sending_since: float | None = None
 
     async def _stream_response(self, send: Send) -> None:
-        """Stream inside one scope, and look from time to time whether a send takes too long: a
-        scope for every send, as sse-starlette makes them, takes a seventh of a stream's time."""
+        """Stream inside one scope, and look from time to time whether a send takes too long.
+
+        A scope for every send, as sse-starlette makes them, takes a seventh of a stream's time.
+        """
         self._look()
         try:
             with self._send_scope:

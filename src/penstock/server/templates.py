@@ -1,4 +1,4 @@
-"""What a model's chat template takes, found by rendering a few short conversations with it.
+"""Traits of a model's chat template, probed by rendering a few short conversations with it.
 
 Templates are programs of the models' makers. Some raise on a second system message, some on one
 that is not the first, some leave it out, and some move it to the front, which changes the first
@@ -33,16 +33,16 @@ REMINDER = "system-reminder"
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template does with a conversation."""
+    """Traits of a chat template."""
 
     first_system: bool
-    """Whether it renders a system message at the beginning."""
+    """Whether the template renders a system message at the beginning."""
     later_system: bool
-    """Whether it renders system messages anywhere, each in its place."""
+    """Whether the template renders system messages anywhere, each in its place."""
     consecutive_users: bool
-    """Whether it takes two messages of the user in a row."""
+    """Whether the template takes two messages of the user in a row."""
     reasoning_effort: bool
-    """Whether `reasoning_effort` changes what it renders."""
+    """Whether `reasoning_effort` changes the rendered prompt."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> TemplateTraits:

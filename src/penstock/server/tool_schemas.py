@@ -16,15 +16,15 @@ from penstock.engine.model.constraint import GRAMMAR_BYTES, json_schema_grammar
 from penstock.errors import SettingError
 
 VALUES = frozenset({"const", "default", "enum", "example", "examples"})
-"""Keys whose values are data, not schemas."""
+"""Keys with values that are data, not schemas."""
 NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
-"""Keys whose values are objects of schemas by names."""
+"""Keys with values that are objects of schemas by names."""
 FOREIGN = frozenset({"$anchor", "$id", "$schema"})
-"""Keys that say where a schema lies, which is elsewhere now."""
+"""Keys that give a schema's place, which is another one here."""
 ATTEMPTS = 8
-"""How often something is left out of one schema; then all of it is."""
+"""Parts that are left out of one schema, one by one, before all of it is."""
 ROOM = GRAMMAR_BYTES - 4_096
-"""Of a grammar, the bytes for the schemas of all tools."""
+"""Bytes of a grammar for the schemas of all tools."""
 
 _KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
 _FORMAT = re.compile(r"Unknown format: (\S+)")
@@ -35,11 +35,11 @@ class CallSchema(NamedTuple):
 
     schema: dict[str, Any]
     unenforced: tuple[str, ...]
-    """What is not kept to: a name, a colon, and the rule."""
+    """Rules that are not enforced: a tool's name, a colon, and the rule."""
 
     @classmethod
     def of(cls, functions: Sequence[Mapping[str, Any]]) -> CallSchema:
-        """Make it of functions in OpenAI's form. Slow: not in an event loop."""
+        """Make the schema of functions in OpenAI's form. Slow: not in an event loop."""
         eased = [_eased(function.get("parameters") or {"type": "object"}) for function in functions]
         schemas, rules = [schema for schema, _ in eased], [list(names) for _, names in eased]
         sizes = [len(json.dumps(schema)) for schema in schemas]
@@ -73,7 +73,7 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _eased(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a schema without what cannot be followed, and what that was."""
+    """Return a schema without the rules that cannot be followed, and those rules."""
     eased, left_out = dict(schema), list[str]()
     for _ in range(ATTEMPTS):
         try:
@@ -96,7 +96,7 @@ def _alone(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(message: str) -> tuple[list[str], Callable[[str, Any], bool]]:
-    """Return what a schema's error is about: names, and which keys with which values to drop."""
+    """Return the rules that an error names, and the test for keys and values to drop."""
     if keys := _KEYS.search(message):
         names = [str(name) for name in json.loads(keys[1])]
         return names, lambda key, value: key in names

@@ -13,7 +13,7 @@ try {
   // no storage: the key lives as long as the page
 }
 
-/** Ask for the key; everybody who needs it waits for the same answer. */
+/** Ask for the key; all requests that need it wait for the same answer. */
 function askForKey(wrong) {
   asking ??= new Promise((resolve) => {
     const dialog = byId("key-dialog");

@@ -1,4 +1,4 @@
-// Memory over time: what the ledger counts, stacked by what it is for, against the limit.
+// Memory over time: what the ledger counts, stacked by purpose, against the limit.
 
 import { byId, bytes, colour, count, make, percent, say } from "./format.js";
 

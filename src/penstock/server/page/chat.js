@@ -5,7 +5,7 @@ import { ask, events } from "./api.js";
 import { byId, count, duration, make, percent, say, speed } from "./format.js";
 
 const HINT_SECONDS = 0.35;
-/** Of an answer whose speed is told: a shorter one comes in one piece. */
+/** Tokens from which an answer shows its speed: a shorter one comes in one piece. */
 const LEAST_TOKENS = 8;
 const RECALL = [
   "The code of the amber falcon is 4821.",
@@ -196,7 +196,7 @@ export class Chat {
     this.timer = setTimeout(() => this.askHint(), HINT_SECONDS * 1000);
   }
 
-  /** Say how much of what would be sent now is held already. */
+  /** Show how much of the prompt that would be sent now is in the cache. */
   async askHint() {
     const draft = this.draft.value.trim();
     if (!draft || this.running) return this.hint("");

@@ -129,13 +129,13 @@ export class Requests {
         make("span", {}, make("i", { class: "held" }), "from the cache"),
         make("span", {}, make("i"), "computed"),
       ),
-      make("p", { class: "reason" }, found ? sentence(found.reason) : "Nothing is known of it yet."),
+      make("p", { class: "reason" }, found ? sentence(found.reason) : "The prompt has not been matched yet."),
       list,
     );
   }
 }
 
-/** Tokens served from the cache; of a request that is open, those that were held when it came. */
+/** Tokens served from the cache; for an open request, the cached tokens at its arrival. */
 function cached(request) {
   if (request.finish) return request.cached_tokens;
   return Math.max(request.cached_tokens, request.explanation?.held_tokens ?? 0);

@@ -1,5 +1,5 @@
 // The prefix tree, drawn as it is read: a box for each node, from the first token on the left to
-// the last on the right. A box is as high as all that lie behind it, so what many share is tall.
+// the last on the right. A box is as high as all boxes behind it: a widely shared one is tall.
 
 import { ask } from "./api.js";
 import { byId, bytes, count, duration, make, many, say } from "./format.js";
@@ -42,7 +42,7 @@ function apart(roots) {
   return roots.reduce((sum, root) => sum + below(root, 0), 0);
 }
 
-/** The drawing, and what is told of the node that is chosen. */
+/** The drawing, and the facts of the chosen node. */
 export class TreeView {
   boxes = new Map();
   chosen = null;
