@@ -17,6 +17,7 @@ def test_the_defaults_are_greedy_and_plain() -> None:
     assert request.model_dump() == {
         "prompt": (1, 2),
         "max_tokens": 512,
+        "goes_on": False,
         "sampling": {
             "temperature": 0.0,
             "top_p": 1.0,

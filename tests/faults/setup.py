@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -115,6 +116,11 @@ class Setup:
         """See that account, arrays and MLX agree to the byte."""
         self.core.view.check()
         assert self.core.ledger.used_bytes <= self.core.ledger.limit_bytes
+        until = time.monotonic() + 0.5  # MLX's own threads let go of arrays a moment later
+        while time.monotonic() < until:
+            if mx.get_active_memory() - self.others == self.core.view.held_bytes:
+                return
+            time.sleep(0.001)
         assert mx.get_active_memory() - self.others == self.core.view.held_bytes
 
 

@@ -158,14 +158,14 @@ def test_clear_waits_for_the_disk_and_counts(tmp_path: Path) -> None:
         wait_until(lambda: running.service.engine.stats().tiers["disk"].queued_bytes == 0)
         done = http.delete("/v1/cache")
         assert done.status_code == 200 and done.json()["pending"] == {}
-        assert done.json()["tier_blocks"]["ssd"] > 0
+        assert done.json()["tier_blocks"]["disk"] > 0
         assert not list(folder.rglob("*.safetensors"))
         folder.rename(away)
         folder.write_text("a file stands where the folder was")
         http.post("/v1/completions", json=body)
         wait_until(lambda: running.service.engine.stats().tiers["disk"].off is not None)
         left = http.delete("/v1/cache")
-        assert left.status_code == 202 and "off" in left.json()["pending"]["ssd"]
+        assert left.status_code == 202 and "off" in left.json()["pending"]["disk"]
 
 
 def test_after_clear_explain_says_that_it_was_cleared(http: httpx.Client, told: Dialogue) -> None:

@@ -296,8 +296,14 @@ class EngineMachine(RuleBasedStateMachine):
             self.open_core()
 
     def ask_alone(self, prompt: tuple[int, ...]) -> None:
-        """Ask, and see that all that is held of the prompt is read from there."""
-        found = self.core.prefixes.find(prompt).tokens
+        """Ask, and see that all of the prompt that can be reused is read and not computed.
+
+        Recurrent layers resume at a checkpoint alone, and that is what `explain` says.
+        """
+        explanation = self.core.view.explain(prompt)
+        found = explanation.held_tokens
+        if explanation.reusable_tokens is not None:
+            found = explanation.reusable_tokens
         evicted = self.core.view.stats().evicted_nodes
         asked = self.ask(Request(prompt=prompt, max_tokens=2))
         if asked is None:

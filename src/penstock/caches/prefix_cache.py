@@ -542,7 +542,9 @@ class PrefixCache:
     def _keep_states(self, pin: Pin[Segment], at: int, states: States) -> None:
         """Insert a checkpoint of the states at `at`, if that is a boundary and memory allows."""
         if states and at and at % self.tree.block_size == 0:
-            checkpoints = Checkpoints(self.prefixes, nbytes_of(states))
+            checkpoints = Checkpoints(
+                self.prefixes, nbytes_of(states), spacing_tokens=self.tree.block_size
+            )
             checkpoints.capture(pin.path, at, RecurrentState(states), turn_end=True)
 
     def _runs(self, sources: list[_Source], start: int, stop: int, tokens: int) -> list[_Run]:

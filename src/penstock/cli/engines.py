@@ -9,6 +9,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.view import EngineView
 from penstock.errors import NeverFits, SettingError, StepTooLarge
 from penstock.models.mlx_lm import Loaded
+from penstock.server.prompt_memory import LEAST_POOL_BYTES, POOL_SHARE
 
 USEFUL_TOKENS = 1_024
 """Tokens of KV for which a proposed limit has room."""
@@ -47,6 +48,7 @@ def _needed(view: EngineView) -> tuple[str, int]:
     fixed = {kind: by_kind[kind] for kind in ("weights", "tails", "buffers")}
     most = sum(fixed.values()) + sequence.own + sequence.shared
     least = min(most + by_kind["index"], int(most / (1 - INDEX_SHARE)))
+    least = max(least + LEAST_POOL_BYTES, least * POOL_SHARE // (POOL_SHARE - 1) + 1)
     words = [f"{kind} of {memory.format_bytes(size)}" for kind, size in fixed.items()]
     return " and ".join([", ".join(words[:-1]), words[-1]]), least
 

@@ -17,9 +17,6 @@ from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
 from penstock.models import named
-from penstock.models.gguf import architectures
-from penstock.models.gguf.header import is_gguf, read_header
-from penstock.models.gguf.loaded_bytes import bytes_by_kind
 from penstock.recall import MODEL_PATH
 
 WeightsDtype: TypeAlias = Literal["auto", "native", "float32"]
@@ -365,6 +362,10 @@ def _default_limit() -> int:
 
 def _read_spec(path: Path, weights_dtype: WeightsDtype, limit_bytes: int) -> ModelSpec:
     """Read a model's spec with its weights as they will be loaded here; reads headers alone."""
+    # numpy takes a while to import, which --help need not wait for.
+    from penstock.models.gguf import architectures
+    from penstock.models.gguf.header import is_gguf, read_header
+    from penstock.models.gguf.loaded_bytes import bytes_by_kind
 
     def read(*, wide: bool) -> ModelSpec:
         if header is None:

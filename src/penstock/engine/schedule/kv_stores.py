@@ -101,14 +101,14 @@ class KVStores:
         why = ""
         if whole < most:
             why = (
-                f"; layers with windows go on from token {whole:,} at most, of {match.tokens:,} "
-                f"held: when memory was short they dropped what goes on neither at the end of a "
-                f"conversation nor where some part; what is read again is held again"
+                f"; sliding-window layers can resume only at token {whole:,} of the "
+                f"{match.tokens:,} cached: under memory pressure their KV was evicted except at "
+                f"conversation ends and branch points. Computing it again caches it again"
             )
         if resumes < whole:
             why += (
-                f"; recurrent layers go on from token {resumes:,}, the deepest of the "
-                f"{match.tokens:,} held at which their states were kept: they are at the ends "
+                f"; recurrent layers can resume only at token {resumes:,} of the "
+                f"{match.tokens:,} cached, their deepest checkpoint: checkpoints lie at the ends "
                 f"of turns and chunks, and fewer further back"
             )
         return resumes, why
