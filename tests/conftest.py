@@ -20,8 +20,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG_FIRST = ("stateful", "parity", "server", "faults", "engine", "bench", "test_soak.py")
-"""Folders, and a file, that take longest: a few of their tests may take minutes."""
+LONG_FIRST = (
+    "test_step_peaks.py",
+    *("stateful", "parity", "server", "faults", "engine", "bench", "test_soak.py"),
+)
+"""Folders and files that take longest: a few of their tests may take minutes. The first one opens
+most engines, in a process that holds nothing of other tests yet."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

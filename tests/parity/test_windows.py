@@ -92,7 +92,7 @@ def test_the_next_turn_goes_on_and_the_same_prompt_is_read_again(family: str) ->
             explained = core.view.explain(list(BASE))
             assert explained.held_tokens == 64
             assert explained.reusable_tokens == (0 if computed > 64 else None)
-            assert ("windows go on from token 0" in explained.reason) == (computed > 64)
+            assert ("layers can resume only at token 0" in explained.reason) == (computed > 64)
             before = core.view.stats().prefilled_tokens
             again = ask(core, BASE, 24)
             drain(core)
