@@ -94,6 +94,8 @@ def flag_of(kind: type[Settings], name: str) -> str:
     return flag or name.removesuffix("_seconds").replace("_", "-")
 
 
+WeightsDtype: TypeAlias = Literal["auto", "native", "float32"]
+"""Numbers of a model's weights once it is loaded; see `--weights-dtype`."""
 MaxKVSize: TypeAlias = Annotated[
     int, Field(ge=2), Setting("Hold the keys and values of at most this many tokens.", "TOKENS")
 ]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 import typer
 
@@ -102,7 +102,7 @@ def chat(
 
 def _local(
     model: str,
-    weights_dtype: Literal["auto", "native", "float32"],
+    weights_dtype: config.WeightsDtype,
     kv: config.KVSettings,
     system: str | None,
 ) -> Partner:

@@ -9,7 +9,7 @@ import json
 import platform
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from penstock import __version__
+from penstock import __version__, config
 from penstock.blas import CUDA_PACKAGES, Blas, install_hint, installed, load_blas, nvidia_device
 from penstock.cli import options
 from penstock.config import MLX_LM_MINOR
@@ -145,7 +145,7 @@ def find_misfits(fit: FitnessReport) -> list[DoctorProblem]:
     return [DoctorProblem(f"{fit.model}: {fit.why}", remedy)]
 
 
-def _try_model(model: str, weights_dtype: Literal["auto", "native", "float32"]) -> FitnessReport:
+def _try_model(model: str, weights_dtype: config.WeightsDtype) -> FitnessReport:
     """Load a model and try it on the engine."""
     # mlx-lm takes a second to import, which a look at the machine need not wait for.
     from penstock.cli.fitness import try_model

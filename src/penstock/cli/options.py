@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -37,7 +37,7 @@ Model: TypeAlias = Annotated[
     ),
 ]
 WeightsDtype: TypeAlias = Annotated[
-    Literal["auto", "native", "float32"],
+    config.WeightsDtype,
     typer.Option(
         help="Numbers of the weights: native leaves them; auto makes them float32 on a CPU, where "
         "MLX multiplies anything else slowly, if a quarter of the memory limit stays free.",
@@ -101,9 +101,7 @@ def engine_size(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"memory_limit": limit} | dict(given)
 
 
-def load_model(
-    model: str, weights_dtype: Literal["auto", "native", "float32"], memory_limit: Any = None
-) -> Loaded:
+def load_model(model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None) -> Loaded:
     """Load a model, and say on standard error what became of its weights.
 
     Args:
@@ -118,7 +116,7 @@ def load_model(
 
 
 def load_quietly(
-    model: str, weights_dtype: Literal["auto", "native", "float32"], memory_limit: Any = None
+    model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None
 ) -> Loaded:
     """Load a model as `load_model` does, without a word."""
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,8 +18,6 @@ from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
 from penstock.models import named
 from penstock.recall import MODEL_PATH
-
-WeightsDtype: TypeAlias = Literal["auto", "native", "float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +358,7 @@ def _default_limit() -> int:
     return memory.read_machine_memory(mx.device_info()).default_limit_bytes
 
 
-def _read_spec(path: Path, weights_dtype: WeightsDtype, limit_bytes: int) -> ModelSpec:
+def _read_spec(path: Path, weights_dtype: config.WeightsDtype, limit_bytes: int) -> ModelSpec:
     """Read a model's spec with its weights as they will be loaded here; reads headers alone."""
     # numpy takes a while to import, which --help need not wait for.
     from penstock.models.gguf import architectures

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -146,7 +146,7 @@ def _load(
     limits: dict[str, Any],
     ranks: RankGroup | None,
     pipeline: bool,
-    weights_dtype: Literal["auto", "native", "float32"],
+    weights_dtype: config.WeightsDtype,
 ) -> Loaded:
     """Load a model, or this rank's part of it."""
     from penstock.models.mlx_lm import load_part

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.caches.codec_reading import TurboQuant
-from penstock.config import SamplingSettings
+from penstock.config import SamplingSettings, WeightsDtype
 from penstock.errors import ModelError
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
@@ -31,7 +31,7 @@ from penstock.models.gguf import architectures
 from penstock.models.gguf import weights as gguf
 from penstock.models.gguf.header import is_gguf, read_header
 from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
-from penstock.models.widening import WeightsDtype, Widening, model_bytes, widen
+from penstock.models.widening import Widening, model_bytes, widen
 from penstock.open_files import unchanged_limit
 
 with unchanged_limit():

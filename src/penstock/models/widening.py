@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from penstock.config import WeightsDtype
 from penstock.kv import backend
 from penstock.memory import format_bytes
 
-WeightsDtype: TypeAlias = Literal["auto", "native", "float32"]
 KV_SHARE = 0.25
 """Part of the memory limit that `auto` leaves to keys, values and buffers."""
 _HALF = (mx.float16, mx.bfloat16)
