@@ -24,8 +24,12 @@ RIVAL_CODED = f"{RIVAL_BITS} bits"
 DECODE_SPEED = 0.9
 """Goal: times the speed of full precision, at `DECODE_TOKENS` tokens."""
 DECODE_TOKENS = 4_096
-PEAK_MEMORY = 1.01
-"""Goal: times less than full precision at every length; two runs of one form differ by 0.002."""
+PEAK_MEMORY = 1.03
+"""Goal: times less than full precision at every length.
+
+Two runs of one form differ by 0.002, and by 0.01 on the smallest models, where one buffer that is
+freed a moment later is so much of the peak.
+"""
 
 
 @dataclass(frozen=True, slots=True)
