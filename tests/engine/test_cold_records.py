@@ -159,7 +159,7 @@ def test_what_follows_a_chain_that_waits_is_one_entry(tmp_path: Path) -> None:
         (tier,) = core.tiers
         keys = core.prefixes.block_hashes(prompt(3_200))
         for blocks in range(10, 201, 10):
-            tier.note(keys[:blocks], b"", blocks - 10)
-        assert (len(tier._pending), tier._pending_keys) == (1, 200)
-        assert tier._pending[0].first == 0
-        tier.forget()
+            tier.writer.note(keys[:blocks], b"", blocks - 10)
+        assert (len(tier.writer._pending), tier.writer._pending_keys) == (1, 200)
+        assert tier.writer._pending[0].first == 0
+        tier.writer.forget()

@@ -169,7 +169,7 @@ def test_states_of_another_form_are_not_written(
     """Negative control: then nothing is restored, for nobody could go on."""
     with running(tmp_path / "cold", FAMILY) as core:
         assert core.tiers is not None
-        core.tiers.tiers["disk"]._state_form = StateForm.of(())
+        core.tiers.tiers["disk"].writer._state_form = StateForm.of(())
         ask(core, PROMPT)
     assert restored(tmp_path / "cold")[0] == 0
 

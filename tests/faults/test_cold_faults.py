@@ -577,7 +577,7 @@ def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
             until = time.monotonic() + SOON
             while ssd(core).off is not None:
                 assert core.tiers is not None
-                core.tiers.tiers["disk"].tier.held([b"anything"]).result(SOON)
+                core.tiers.tiers["disk"].held([b"anything"]).result(SOON)
                 assert time.monotonic() < until
             assert_right(core)
         assert ssd(core).faults == 1

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,18 @@ def stalled(tier: ColdTier) -> Iterator[None]:
         begun.set()
         assert go.wait(SOON)
 
-    answer = tier._call(wait, None)
+    answer = tier.call(wait, None)
     assert begun.wait(SOON)
     try:
         yield
     finally:
         go.set()
         answer.result(SOON)
+
+
+def count(tier: ColdTier, keys: Sequence[bytes]) -> Future[int]:
+    """Count how many first blocks of a chain could be read."""
+    return tier.call(lambda store: store.prepare(keys), 0)
 
 
 def places(records: Sequence[Record]) -> tuple[list[NDArray[np.uint8]], list[dict[str, Target]]]:
@@ -74,7 +80,7 @@ def test_what_was_offered_is_there_for_the_next_process(tmp_path: Path) -> None:
     with running(tmp_path) as tier:
         assert all(tier.offer(record) for record in records)
     with running(tmp_path) as tier:
-        assert tier.prepare(keys_of(records)).result(SOON) == 6
+        assert count(tier, keys_of(records)).result(SOON) == 6
         found, targets = places(records)
         assert tier.restore(keys_of(records), lambda: targets).result(SOON) == 6
         assert [room.tobytes() for room in found] == [
@@ -103,7 +109,7 @@ def test_a_disk_with_no_space_is_said_once_and_read_all_the_same(
 
     tier = ColdTier(no_space)
     try:
-        assert tier.held([]).result(SOON) == 0
+        assert tier.call(lambda store: store.held([]), 0).result(SOON) == 0
         told = tier.stats().full
         assert told is not None and "free some space" in told
         assert all(tier.offer(record) for record in records) and tier.flush(SOON)
@@ -163,23 +169,23 @@ def test_a_folder_that_fails_switches_it_off_and_on_again(
         assert tier.restore(keys_of(records), lambda: places(records)[1]).result(SOON) == 0
         assert not tier.offer(records[2])
         time.sleep(0.4)
-        assert tier.prepare(keys_of(records)).result(SOON) == 0, "tried again, and it fails again"
+        assert count(tier, keys_of(records)).result(SOON) == 0, "tried again, and it fails again"
         assert len([r for r in caplog.records if "switched off" in r.message]) == 1
         folder.unlink()
         time.sleep(0.4)
-        tier.prepare(keys_of(records)).result(SOON)
+        count(tier, keys_of(records)).result(SOON)
         assert tier.stats().off is None
         assert "there again" in caplog.text
         assert all(tier.offer(record) for record in records)
         assert tier.flush(SOON)
-        assert tier.prepare(keys_of(records)).result(SOON) == 4
+        assert count(tier, keys_of(records)).result(SOON) == 4
         assert tier.stats().faults >= 2
 
 
 def test_a_folder_that_cannot_be_made_costs_nobody_anything(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with running(tmp_path / "file" / "cache") as tier:
-        assert tier.prepare(keys_of(chain(2))).result(SOON) == 0
+        assert count(tier, keys_of(chain(2))).result(SOON) == 0
         assert "file" in str(tier.stats().off)
         assert not tier.offer(chain(1)[0])
 
@@ -195,7 +201,7 @@ def test_clear_forgets_what_waits_too(tmp_path: Path) -> None:
             cleared = tier.clear()
         assert cleared.result(SOON) == 1
         assert tier.flush(SOON)
-        assert tier.prepare(keys_of(records)).result(SOON) == 0
+        assert count(tier, keys_of(records)).result(SOON) == 0
         assert tier.stats().queued_bytes == 0
 
 
@@ -220,12 +226,12 @@ def test_what_was_cleared_does_not_come_back_with_the_folder(
             for path in folder.rglob("index.sqlite*"):
                 path.unlink()
         time.sleep(0.5)
-        assert tier.prepare(keys_of(records)).result(SOON) == 0
+        assert count(tier, keys_of(records)).result(SOON) == 0
         assert tier.stats().off is None
         assert not list(folder.rglob("*.safetensors"))
         assert all(tier.offer(record) for record in records)
         assert tier.flush(SOON)
-        assert tier.prepare(keys_of(records)).result(SOON) == 4
+        assert count(tier, keys_of(records)).result(SOON) == 4
 
 
 def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None:
@@ -233,7 +239,7 @@ def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None
         pass
     tier.close()
     assert not tier.offer(chain(1)[0])
-    assert tier.prepare(keys_of(chain(1))).result(1) == 0
+    assert count(tier, keys_of(chain(1))).result(1) == 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -244,7 +250,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(tmp_path: Path) -> None:
         raise ValueError("a limit without room")
 
     tier = ColdTier(wrong)
-    assert tier.prepare(keys_of(chain(2))).result(SOON) == 0
+    assert count(tier, keys_of(chain(2))).result(SOON) == 0
     tier._thread.join(SOON)
     assert not tier._thread.is_alive()
     assert not tier.offer(chain(1)[0])

@@ -67,9 +67,7 @@ def save_session(engine: Engine, file: Path, tokens: Sequence[int], salt: str = 
         time.sleep(LOOK_SECONDS)
     aside = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
     try:
-        asked = engine._later(lambda core: _disk(core).tier.held(block_hashes)).result(
-            WRITE_SECONDS
-        )
+        asked = engine._later(lambda core: _disk(core).held(block_hashes)).result(WRITE_SECONDS)
         held = block_hashes[: asked.result(WRITE_SECONDS)]
         with Folder(about.folder) as opened:
             wanted = {*held, *map(checkpoint_hash, held)}
@@ -144,7 +142,7 @@ def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     block_hashes = core.prefixes.block_hashes(list(tokens), salt)
     held = core.prefixes.match(block_hashes).tokens // core.limits.block_size
     root = core.prefixes.root(salt)
-    _disk(core).note(block_hashes[:held], root, 0, seen=True, ended=True)
+    _disk(core).writer.note(block_hashes[:held], root, 0, seen=True, ended=True)
     _note_checkpoints(core, block_hashes[:held], root)
     return block_hashes
 

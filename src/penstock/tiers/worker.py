@@ -1,7 +1,7 @@
 """A cold tier's thread: it alone touches its store, writes behind requests and reads ahead of them.
 
     offer    ──> queue, bounded in bytes ──> Store.write      dropped when the store is too slow
-    prepare  ──> before all writes       ──> Store.prepare    a future: how much is there
+    call     ──> before all writes       ──> any of Store     a future: how much is there, ...
     restore  ──> before all writes       ──> Store.restore    a future; 0 when switched off
 
 A store that fails switches the tier off with one message; serving goes on, and after a while the
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 
@@ -33,6 +33,7 @@ RETRY_SECONDS = 30.0
 """Seconds for which a store that has failed is left alone."""
 CLOSE_SECONDS = 30.0
 FAULTS = (OSError, sqlite3.Error)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -56,15 +57,15 @@ class TierStats:
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _Call(Generic[T]):
     """Call of another thread, which waits for the answer."""
 
-    run: Callable[[Store], Any]
-    otherwise: Any
+    run: Callable[[Store], T]
+    otherwise: T
     """The answer of a tier that is off."""
     prepare: Callable[[], object] | None
     """Preparation that may run before its turn, in the thread."""
-    answer: Future[Any] = field(default_factory=Future)
+    answer: Future[T] = field(default_factory=Future)
     begun: bool = False
 
     def begin(self) -> bool:
@@ -98,7 +99,7 @@ class ColdTier:
         self._name = name
         self._retry_seconds = retry_seconds
         self._stats = TierStats()
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_Call[Any]] = deque()
         self._writes: deque[Record] = deque()
         self._changed = threading.Condition()
         self._told_full = False
@@ -130,19 +131,27 @@ class ColdTier:
         with self._changed:
             return not self.is_off and self._takes(nbytes)
 
-    def held(self, block_hashes: Sequence[bytes], *, resumable: bool = False) -> Future[int]:
-        """Count how many first keys of a chain could be read; see `Store.held`."""
-        return self._call(lambda store: store.held(block_hashes, resumable=resumable), 0)
+    def call(
+        self,
+        run: Callable[[Store], T],
+        otherwise: T,
+        prepare: Callable[[], object] | None = None,
+    ) -> Future[T]:
+        """Have the thread ask the store something, before all writes.
 
-    def prepare(
-        self, block_hashes: Sequence[bytes], known: int = 0, *, resumable: bool = False
-    ) -> Future[int]:
-        """Count how many first blocks of a chain could be read, and have the rest read ahead.
-
-        All of them are used now. The system reads those behind the `known` first ones ahead; see
-        `Store.prepare`.
+        Args:
+            run: what is asked. A fault of the store switches the tier off.
+            otherwise: the answer while the store is off.
+            prepare: may run in the thread before its turn.
         """
-        return self._call(lambda store: store.prepare(block_hashes, known, resumable=resumable), 0)
+        call: _Call[T] = _Call(run, otherwise, prepare)
+        with self._changed:
+            if not self.is_off:
+                self._calls.append(call)
+                self._changed.notify_all()
+                return call.answer
+        call.answer.set_result(otherwise)
+        return call.answer
 
     def restore(
         self,
@@ -157,15 +166,11 @@ class ColdTier:
                 it begins to read, or while it reads for another call; the memory is the thread's
                 until the future is done.
         """
-        return self._call(
+        return self.call(
             lambda store: store.restore(block_hashes, make_targets(), self._look_ahead),
             0,
             make_targets,
         )
-
-    def chains(self, most_bytes: int) -> Future[list[list[bytes]]]:
-        """Return the keys of the chains that are worth most, within so many bytes of files."""
-        return self._call(lambda store: store.chains(most_bytes), [])
 
     def clear(self, *, all_models: bool = True) -> Future[int | None]:
         """Remove all blocks, or this model's, and return how many; None while the store is off.
@@ -175,7 +180,7 @@ class ColdTier:
         with self._changed:
             self._drop_writes()
             self._to_clear = all_models or bool(self._to_clear)
-        return self._call(self._clear, None)
+        return self.call(self._clear, None)
 
     def wait(self, timeout_seconds: float) -> None:
         """Wait until something was done, or the time is over."""
@@ -207,21 +212,6 @@ class ColdTier:
         self._thread.join(timeout_seconds)
 
     # ---- the thread
-
-    def _call(
-        self,
-        run: Callable[[Store], Any],
-        otherwise: Any,
-        prepare: Callable[[], object] | None = None,
-    ) -> Future[Any]:
-        call = _Call(run, otherwise, prepare)
-        with self._changed:
-            if not self.is_off:
-                self._calls.append(call)
-                self._changed.notify_all()
-                return call.answer
-        call.answer.set_result(otherwise)
-        return call.answer
 
     def _clear(self, store: Store) -> int:
         """Remove what is to be removed, and note that it is."""

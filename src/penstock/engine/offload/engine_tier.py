@@ -1,49 +1,37 @@
-"""One cold tier of an engine: reads and writes, each at its own pace.
+"""One cold tier of an engine: its reads, its speed, and the buffers of its thread.
 
     begin ──> memory of the segments-to-be, filled by the tier's thread ──> taken in
-    note  ──> these blocks are new ──> those of one record are copied and offered between two steps
 
-Nothing here waits for the store. Buffers that the tier's thread uses stay in the ledger until it is
-done with them, also after a cancel. `tier_group` says which tier, and when.
+`tier_writer` writes, `preload` reads ahead, `tier_group` says which tier, and when. Nothing here
+waits for the store. Buffers that the tier's thread uses stay in the ledger until it is done with
+them, also after a cancel.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 
-import numpy as np
-
 from penstock.engine.offload.prefill_rate import FIRST_BYTES_PER_SECOND, PrefillRate, ReadRate
+from penstock.engine.offload.tier_writer import PENDING_BYTES, TierWriter
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
-from penstock.kv.states import RecurrentState, StateForm, States
+from penstock.kv.states import StateForm, States
 from penstock.ledger import Kind, Reservation
 from penstock.prefix.block_hashes import checkpoint_hash
-from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
-from penstock.prefix.tree import Pin
-from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer, host_block, host_states
-from penstock.tiers.record import HostArray, Record
+from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer
 from penstock.tiers.worker import ColdTier, TierStats
 
 QUEUE_RECORDS = 2
 """Copied records that wait to be written."""
 FILE_RECORDS = 2
 """Copies of a record while its file is written: the bytes, and the buffer behind them."""
-PENDING_KEYS = 16_384
-"""Blocks, at most, that are worth writing and wait for their turn."""
 TOKEN_BYTES = 4
 """Bytes of a token's number, which is in the file beside its KV."""
-PENDING_TURNS = 64
-"""Checkpoints, at most, that wait for their turn; the oldest are left out."""
-KEY_BYTES = 80
-"""Python overhead of one pending block hash."""
 WORTH_WRITING = 2.0
 """Ratio of computing to reading a record from which one that was used once is written."""
 WORTH_READING = 2.0
@@ -51,8 +39,6 @@ WORTH_READING = 2.0
 LEAST_PATIENCE_SECONDS = 0.25
 LOOK_SECONDS = 0.005
 """Longest wait of an idle engine for a tier between two steps."""
-PRELOAD_SECONDS = 60.0
-"""Longest wait for a chain that is read ahead of all requests."""
 CLOSE_SECONDS = 30.0
 """Longest wait for pending writes when the engine ends."""
 
@@ -91,26 +77,6 @@ class Restore:
         return segment.part(start, start + blocks * block_size).owned(coded=True)
 
 
-@dataclass(slots=True)
-class _Pending:
-    """Pending blocks of a chain, from `first` on; their KV is in the tree."""
-
-    block_hashes: tuple[bytes, ...]
-    root: bytes
-    first: int
-    """First block of the next record."""
-    ended: bool
-    """Whether the last blocks of the chain are written even if they make no whole record."""
-
-    def goes_on(self, block_hashes: Sequence[bytes], first: int) -> bool:
-        """Tell whether a chain's blocks from `first` on lie behind these."""
-        at = len(self.block_hashes)
-        return (
-            self.first <= first <= at <= len(block_hashes)
-            and block_hashes[at - 1] == self.block_hashes[-1]
-        )
-
-
 class EngineTier:
     """One of an engine's cold tiers. Not thread-safe: the engine's thread.
 
@@ -144,26 +110,25 @@ class EngineTier:
         self.read_pace = ReadRate(group.mean(1 / FIRST_BYTES_PER_SECOND))
         self._group = group
         self._state_form = state_form
-        self._state_bytes = 0 if state_form is None else state_form.nbytes
+        self.state_bytes = 0 if state_form is None else state_form.nbytes
         self._prefixes = prefixes
-        self._forms = forms
+        self.forms = forms
         self._in_place = in_place
         self._spans = spans = forms.spans
         tokens_bytes = TOKEN_BYTES * spans.blocks * prefixes.block_size
         self._most_record_bytes = forms.most_record_bytes + tokens_bytes
         copies = (QUEUE_RECORDS + FILE_RECORDS) * self._most_record_bytes
         copies += forms.coded_record_bytes  # of the one that is encoded for its file
-        copies += (1 + FILE_RECORDS) * self._state_bytes + buffer_bytes
+        copies += (1 + FILE_RECORDS) * self.state_bytes + buffer_bytes
         ledger = prefixes.ledger
-        self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_KEYS * KEY_BYTES)
-        self._pending: deque[_Pending] = deque()
-        self._pending_keys = 0
-        self._turns: deque[tuple[bytes, ...]] = deque(maxlen=PENDING_TURNS)
-        self._dropped = 0
+        self._buffers = ledger.reserve(Kind.BUFFERS, copies + PENDING_BYTES)
         self._restores: set[Restore] = set()
         self._left: list[Restore] = []
         self._read = (0, 0.0)
-        self.tier = open_tier(QUEUE_RECORDS * self._most_record_bytes + self._state_bytes)
+        self.tier = open_tier(QUEUE_RECORDS * self._most_record_bytes + self.state_bytes)
+        self.writer = TierWriter(
+            self.tier, prefixes, forms, state_form, self._most_record_bytes, self._is_dear
+        )
 
     # ---- questions
 
@@ -180,22 +145,17 @@ class EngineTier:
     def stats(self) -> TierStats:
         """Return the tier's figures; blocks evicted before they were written count as dropped."""
         stats = self.tier.stats()
-        stats.dropped_blocks += self._dropped
+        stats.dropped_blocks += self.writer.dropped_blocks
         return stats
 
     @property
     def is_written(self) -> bool:
         """Whether no write is pending."""
-        return not (self.has_pending or self.tier.is_busy)
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether blocks or checkpoints wait to be offered to the tier."""
-        return bool(self._pending or self._turns)
+        return not (self.writer.has_pending or self.tier.is_busy)
 
     def held(self, block_hashes: Sequence[bytes]) -> Future[int]:
         """Ask how many first blocks of a chain could be read."""
-        return self.tier.held(block_hashes, resumable=self.has_states)
+        return self.tier.call(lambda store: store.held(block_hashes, resumable=self.has_states), 0)
 
     @property
     def has_states(self) -> bool:
@@ -215,7 +175,7 @@ class EngineTier:
         if stop <= first:
             return 0.0
         ahead = sum(restore.paid.nbytes for restore in self._restores)
-        nbytes = self._nbytes(self._spans.start(first), stop) + self._state_bytes
+        nbytes = self._nbytes(self._spans.start(first), stop) + self.state_bytes
         seconds = self.read_pace.seconds(ahead + nbytes)
         computed = self._prefill_seconds(stop - first)
         return computed - seconds if WORTH_READING * seconds < computed else 0.0
@@ -236,7 +196,10 @@ class EngineTier:
         This counts as a use of the blocks, and lets the system read ahead those behind the first
         `known` ones. With recurrent layers the answer ends at the last checkpoint.
         """
-        return self._group.answer(self.tier.prepare(block_hashes, known, resumable=self.has_states))
+        states = self.has_states
+        return self._group.answer(
+            self.tier.call(lambda store: store.prepare(block_hashes, known, resumable=states), 0)
+        )
 
     def begin(self, block_hashes: Sequence[bytes], first: int, own: Reservation) -> list[Restore]:
         """Begin to read the blocks of a chain from block `first` on, in several restores.
@@ -251,13 +214,13 @@ class EngineTier:
         size, begun = self._prefixes.block_size, []
         for ends in self._runs(first, len(block_hashes)):
             start, stop = self._spans.start(first), ends[-1]
-            known_bytes = self._forms.nbytes(start, first)
+            known_bytes = self.forms.nbytes(start, first)
             if not self._prefixes.make_room(known_bytes):
                 break
             paid = self._prefixes.ledger.reserve(Kind.TAILS, known_bytes)
-            own.pass_on(paid, self._forms.nbytes(first, stop))
+            own.pass_on(paid, self.forms.nbytes(first, stop))
             landing = RestoreBuffer(
-                self._forms.of(first),
+                self.forms.of(first),
                 len(ends),
                 (stop - start) // len(ends) * size,
                 in_place=self._in_place,
@@ -292,9 +255,9 @@ class EngineTier:
     def begin_states(self, block_hashes: Sequence[bytes]) -> Restore | None:
         """Begin to read the checkpoint behind a chain; return None if there is no room."""
         assert self._state_form is not None
-        if not self._prefixes.make_room(self._state_bytes):
+        if not self._prefixes.make_room(self.state_bytes):
             return None
-        paid = self._prefixes.ledger.reserve(Kind.TAILS, self._state_bytes)
+        paid = self._prefixes.ledger.reserve(Kind.TAILS, self.state_bytes)
         landing = StateRestoreBuffer(self._state_form, in_place=self._in_place)
         answer = self._group.answer(
             self.tier.restore([checkpoint_hash(block_hashes[-1])], landing.targets)
@@ -353,192 +316,14 @@ class EngineTier:
             self._left.remove(restore)
             restore.paid.release()
 
-    def preload(self, checkpoints: Checkpoints | None = None) -> int:
-        """Read the most valuable chains into free memory; nothing is evicted for them.
-
-        With recurrent layers each chain ends at its last checkpoint, which is read too.
-
-        Args:
-            checkpoints: of the tree, for a model with states.
-
-        Returns:
-            Tokens that the tree has more than before.
-        """
-        prefixes, ledger = self._prefixes, self._prefixes.ledger
-        before, size = prefixes.tree.tokens, prefixes.block_size
-        for block_hashes in self.tier.chains(ledger.free_bytes).result(PRELOAD_SECONDS):
-            if self.has_states:
-                block_hashes = block_hashes[: self.held(block_hashes).result(PRELOAD_SECONDS)]
-            match = prefixes.match(block_hashes)
-            blocks = len(block_hashes) - match.tokens // size
-            nbytes = self._forms.nbytes(match.tokens // size, len(block_hashes))
-            # A node that ends inside is cut in two, which takes a copy of it.
-            num_cached_tokens = match.path[-1].segment.nbytes if match.ends_inside else 0
-            first = match.tokens // size
-            start = self._spans.start(first)
-            if start < first:  # in the tree, and read all the same; the others are copied out
-                num_cached_tokens += nbytes + 2 * self._forms.nbytes(start, first)
-            room = nbytes + num_cached_tokens + prefixes.index_bytes(blocks) + 2 * self._state_bytes
-            if room > ledger.free_bytes or not (blocks or (block_hashes and self.has_states)):
-                continue
-            with prefixes.pin(match) as pin:
-                if blocks:
-                    with ledger.reserve(Kind.TAILS, nbytes) as own:
-                        self._preload(block_hashes, pin, match.tokens // size, own)
-                if checkpoints is not None:
-                    self._preload_states(block_hashes, pin, checkpoints)
-        return prefixes.tree.tokens - before
-
-    def _preload_states(
-        self, block_hashes: Sequence[bytes], pin: Pin[Segment], checkpoints: Checkpoints
-    ) -> None:
-        """Read the checkpoint behind a chain that is in the tree, unless it is there."""
-        end = len(block_hashes) * self._prefixes.block_size
-        held, _ = checkpoints.resume(pin.path, end)
-        if held == end or self._prefixes.match(block_hashes).tokens < end:
-            return
-        restore = self.begin_states(block_hashes)
-        if restore is None:
-            return
-        wait([restore.answer], PRELOAD_SECONDS)
-        if not restore.answer.done():
-            self.leave(restore)
-            return
-        states = self.take_states(restore)
-        if states is not None:
-            checkpoints.capture(pin.path, end, RecurrentState(states, own=True), turn_end=True)
-
-    def _preload(
-        self, block_hashes: Sequence[bytes], pin: Pin[Segment], first: int, own: Reservation
-    ) -> None:
-        restores = self.begin(block_hashes, first, own)
-        try:
-            while restores:
-                restores[0].answer.result(PRELOAD_SECONDS)
-                restore = restores.pop(0)
-                nbytes = restore.paid.nbytes if restore.known else 0
-                if self.take(restore, own) < restore.blocks:
-                    break
-                landing, end = restore.landing, restore.first + restore.blocks
-                assert isinstance(landing, RestoreBuffer)
-                size = self._prefixes.block_size
-                with self._prefixes.ledger.reserve(Kind.BUFFERS, nbytes):
-                    committed = self._prefixes.insert(
-                        pin,
-                        restore.first,
-                        block_hashes[:end],
-                        landing.tokens[restore.known * size :],
-                        restore.segment(restore.blocks, size),
-                        own,
-                    )
-                if committed.refused is not None:
-                    break
-        finally:
-            for restore in restores:
-                self.leave(restore)
-
-    # ---- writing
-
-    def note(
-        self,
-        block_hashes: Sequence[bytes],
-        root: bytes,
-        first: int,
-        *,
-        seen: bool = False,
-        ended: bool = False,
-    ) -> None:
-        """Take note of blocks in the tree, from `first` on, that the tier may lack.
-
-        Those that are worth it are written when there is time.
-
-        Args:
-            block_hashes: the chain, up to the last of the blocks.
-            root: hash before the first block.
-            first: blocks before them.
-            seen: whether they were asked for before.
-            ended: whether a conversation ended there: its last blocks are written even if they
-                make no whole record, until there is more of the chain.
-        """
-        if self._is_short(block_hashes):
-            return
-        if first < self._forms.least_blocks:  # it was too short when those were noted
-            first = 0
-        whole = len(block_hashes) >= self._spans.end(first)
-        if first >= len(block_hashes) or not (whole or ended) or not (seen or self._is_dear()):
-            return
-        first = self._spans.start(first)
-        for pending in [entry for entry in self._pending if entry.goes_on(block_hashes, first)]:
-            if not (self.has_states and pending.ended):  # a checkpoint lies behind that record
-                first = pending.first
-                self._drop(pending)
-        self._pending.append(_Pending(tuple(block_hashes), root, first, ended))
-        self._pending_keys += len(block_hashes)
-        while self._pending_keys > PENDING_KEYS:
-            self._abandon(self._pending[0])
-
-    def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
-        """Take note of the end of a conversation behind a chain that was noted.
-
-        Its last blocks are written even if they make no whole record.
-        """
-        if block_hashes and self._spans.end(len(block_hashes) - 1) > len(block_hashes):
-            self.note(block_hashes, root, len(block_hashes) - 1, seen=seen, ended=True)
-
-    def note_checkpoint(
-        self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False
-    ) -> None:
-        """Take note of a checkpoint behind a chain, at which a conversation resumes.
-
-        It is written after the blocks.
-        """
-        turn = tuple(block_hashes)
-        if self._is_short(turn):
-            return
-        if block_hashes and turn not in self._turns and (seen or self._is_dear()):
-            self.note_end(block_hashes, root, seen=True)
-            self._turns.append(turn)
-
-    def offer_next(self) -> bool:
-        """Offer a copy of the next record or checkpoint to the tier, if it has room.
-
-        Returns:
-            Whether one was offered.
-        """
-        self.sweep()
-        if self.tier.is_off:
-            self.forget()
-        if self._pending and self.tier.has_room(self._most_record_bytes):
-            self._offer(self._pending[0])
-            return True
-        if self._turns and not self._pending and self.tier.has_room(self._state_bytes):
-            self._offer_states(self._turns.popleft())
-            return True
-        return False
-
-    def waiting_nodes(self) -> set[int]:
-        """Return the ids of nodes with blocks that wait to be written."""
-        size = self._prefixes.block_size
-        return {
-            node.id
-            for pending in self._pending
-            for node in self._prefixes.match(pending.block_hashes).path
-            if node.end > pending.first * size
-        }
-
-    def forget(self) -> None:
-        """Drop all pending blocks and checkpoints."""
-        while self._pending:
-            self._abandon(self._pending[0])
-        self._turns.clear()
-
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Write pending records as long as there is time, and close the tier."""
         until = time.monotonic() + timeout_seconds
-        while self.has_pending and time.monotonic() < until:
-            if not self.offer_next():
+        while self.writer.has_pending and time.monotonic() < until:
+            self.sweep()
+            if not self.writer.offer_next():
                 self.tier.wait(LOOK_SECONDS)
-        self.forget()
+        self.writer.forget()
         self.tier.close(max(1.0, until - time.monotonic()))
         for restore in list(self._restores):
             self.leave(restore)
@@ -546,10 +331,6 @@ class EngineTier:
             self._buffers.release()
 
     # ---- parts
-
-    def _is_short(self, block_hashes: Sequence[bytes]) -> bool:
-        """Tell whether a chain is raw in memory, though tiers hold its blocks coded."""
-        return len(block_hashes) < self._forms.least_blocks
 
     def _is_dear(self) -> bool:
         """Tell whether computing a record takes so long that it is written after its first use."""
@@ -562,85 +343,4 @@ class EngineTier:
     def _nbytes(self, first: int, stop: int) -> int:
         """Return the bytes of the blocks first..stop-1 in files."""
         tokens = (stop - first) * self._prefixes.block_size
-        return self._forms.nbytes(first, stop) + TOKEN_BYTES * tokens
-
-    def _offer(self, pending: _Pending) -> None:
-        """Offer the next record, if its blocks are still in the tree."""
-        block_hashes, first = pending.block_hashes, pending.first
-        stop = self._spans.end(first)
-        if pending.ended:
-            stop = min(stop, len(block_hashes))
-        if first >= stop or stop > len(block_hashes):
-            self._drop(pending)
-            return
-        arrays = self._copied(block_hashes[:stop], first)
-        if arrays is None:  # nor would those behind it have a beginning
-            self._abandon(pending)
-            return
-        self.tier.offer(
-            Record(
-                key=block_hashes[stop - 1],
-                parent=block_hashes[first - 1] if first else pending.root,
-                depth=first,
-                arrays=arrays,
-                blocks=stop - first,
-                replaces=() if self.has_states else block_hashes[first : stop - 1],
-            )
-        )
-        pending.first = stop
-        if stop == len(block_hashes):
-            self._drop(pending)
-
-    def _copied(self, block_hashes: Sequence[bytes], first: int) -> dict[str, HostArray] | None:
-        """Return a copy of a chain's blocks from `first` on, in the codec of the tier.
-
-        Blocks that still wait in the tree to be quantized are quantized here.
-
-        Returns:
-            None if not all of them are in the tree, or MLX has no room for the codes.
-        """
-        match, size = self._prefixes.match(block_hashes), self._prefixes.block_size
-        start, stop = first * size, len(block_hashes) * size
-        if match.tokens < stop:
-            return None
-        pieces, tokens = [], []
-        for node in match.path:
-            part = slice(max(0, start - node.start), stop - node.start)
-            if node.end <= start:
-                continue
-            held = None
-            with suppress(MemoryError, RuntimeError):  # MLX found no room for the codes
-                end = min(part.stop, len(node.tokens))
-                held = self._forms.held(node.segment.part(part.start, end), first)
-            if held is None:
-                return None
-            pieces.append(held)
-            tokens.append(node.tokens[part])
-        return host_block(pieces[0], np.concatenate(tokens), *pieces[1:])
-
-    def _offer_states(self, block_hashes: Sequence[bytes]) -> None:
-        """Offer a checkpoint, if it is still in the tree."""
-        match = self._prefixes.match(block_hashes)
-        end = len(block_hashes) * self._prefixes.block_size
-        if match.tokens < end:
-            return
-        node = match.path[-1]
-        for checkpoint in node.segment.checkpoints:
-            form = StateForm.of(checkpoint.states)
-            if node.start + checkpoint.at == end and form == self._state_form:
-                self.tier.offer(
-                    Record(
-                        key=checkpoint_hash(block_hashes[-1]),
-                        parent=block_hashes[-1],
-                        depth=len(block_hashes),
-                        arrays=host_states(checkpoint.states),
-                    )
-                )
-
-    def _abandon(self, pending: _Pending) -> None:
-        self._dropped += len(pending.block_hashes) - pending.first
-        self._drop(pending)
-
-    def _drop(self, pending: _Pending) -> None:
-        self._pending.remove(pending)
-        self._pending_keys -= len(pending.block_hashes)
+        return self.forms.nbytes(first, stop) + TOKEN_BYTES * tokens

@@ -21,17 +21,18 @@ from penstock.config import EngineSettings
 from penstock.engine.offload.engine_tier import (
     CLOSE_SECONDS,
     LOOK_SECONDS,
-    PENDING_TURNS,
     EngineTier,
     Restore,
 )
 from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.engine.offload.preload import Preloader
 from penstock.engine.offload.tier_kinds import (
     TIER_KINDS,
     StoreOpener,
     TierContent,
     check_tiers,
 )
+from penstock.engine.offload.tier_writer import PENDING_TURNS
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
@@ -189,20 +190,20 @@ class TierGroup:
             restore.tier.leave(restore)
 
     def preload(self, checkpoints: Checkpoints | None = None) -> int:
-        """Restore the most valuable chains into free memory; see `EngineTier.preload`."""
-        return sum(tier.preload(checkpoints) for tier in self)
+        """Restore the most valuable chains into free memory; return the tokens they have."""
+        return sum(Preloader(tier, self._prefixes, checkpoints).run() for tier in self)
 
     # ---- writing
 
     def note(self, block_hashes: Sequence[bytes], root: bytes, first: int) -> None:
         """Take note of new blocks in the tree: those of a chain from `first` on."""
         for tier in self:
-            tier.note(block_hashes, root, first)
+            tier.writer.note(block_hashes, root, first)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes) -> None:
         """Take note of the end of a conversation behind a chain that was noted."""
         for tier in self:
-            tier.note_end(block_hashes, root)
+            tier.writer.note_end(block_hashes, root)
 
     def note_held(
         self, asked: TierLookup, block_hashes: Sequence[bytes], root: bytes, cached_blocks: int
@@ -221,9 +222,9 @@ class TierGroup:
         late = asked.late()
         for tier, blocks in asked.found().items():
             if blocks < len(block_hashes):
-                tier.note(block_hashes, root, blocks, seen=True, ended=True)
+                tier.writer.note(block_hashes, root, blocks, seen=True, ended=True)
                 if tier.has_states:
-                    tier.note_checkpoint(block_hashes[:cached_blocks], root, seen=True)
+                    tier.writer.note_checkpoint(block_hashes[:cached_blocks], root, seen=True)
         if late is not None and block_hashes:
             self._late.append((late, block_hashes, root, cached_blocks))
 
@@ -232,7 +233,7 @@ class TierGroup:
     ) -> None:
         """Take note of a checkpoint behind the last block of a chain."""
         for tier in self:
-            tier.note_checkpoint(block_hashes, root, seen=seen)
+            tier.writer.note_checkpoint(block_hashes, root, seen=seen)
 
     def work(self, *, busy: bool) -> bool:
         """Offer one record to each tier that has room, or wait a moment for the tiers.
@@ -246,7 +247,9 @@ class TierGroup:
         for late in [note for note in self._late if note[0].done()]:
             self._late.remove(late)
             self.note_held(*late)
-        offered = [tier.offer_next() for tier in self]
+        for tier in self:
+            tier.sweep()
+        offered = [tier.writer.offer_next() for tier in self]
         if any(offered):
             return True
         waited_for = [tier for tier in self if not tier.is_written]
@@ -262,7 +265,7 @@ class TierGroup:
         """
         self._late.clear()
         for tier in self:
-            tier.forget()
+            tier.writer.forget()
         return {name: tier.tier.clear(all_models=False) for name, tier in self.tiers.items()}
 
     def flush(self, timeout_seconds: float) -> bool:
@@ -272,7 +275,7 @@ class TierGroup:
 
     def waiting_nodes(self) -> set[int]:
         """Return the ids of nodes with blocks that wait to be written."""
-        return set().union(*(tier.waiting_nodes() for tier in self))
+        return set().union(*(tier.writer.waiting_nodes() for tier in self))
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Write pending records as long as there is time, and close the tiers."""

@@ -1,0 +1,135 @@
+"""Reading ahead of all requests: the chains worth most, from a cold tier into free memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import wait
+
+from penstock.engine.offload.engine_tier import EngineTier, Restore
+from penstock.kv.segment import Segment
+from penstock.kv.states import RecurrentState
+from penstock.ledger import Kind, Reservation
+from penstock.prefix.checkpoints import Checkpoints
+from penstock.prefix.node import Match
+from penstock.prefix.prefixes import Prefixes
+from penstock.prefix.tree import Pin
+from penstock.tiers.host import RestoreBuffer
+
+PRELOAD_SECONDS = 60.0
+"""Longest wait for a chain that is read ahead of all requests."""
+
+
+class Preloader:
+    """Reads the most valuable chains of a tier into free memory; nothing is evicted for them.
+
+    With recurrent layers a chain ends at its last checkpoint, which is read too.
+
+    Args:
+        tier: to read from; nothing else uses it meanwhile.
+        prefixes: of the engine.
+        checkpoints: of the tree, for a model with states.
+    """
+
+    def __init__(
+        self,
+        tier: EngineTier,
+        prefixes: Prefixes[Segment],
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
+        self._tier = tier
+        self._prefixes = prefixes
+        self._forms = tier.forms
+        self._checkpoints = checkpoints
+
+    def run(self) -> int:
+        """Read as many chains as fit; return the tokens that the tree has more than before."""
+        ledger, before = self._prefixes.ledger, self._prefixes.tree.tokens
+        none: list[list[bytes]] = []
+        chains = self._tier.tier.call(lambda store: store.chains(ledger.free_bytes), none)
+        for block_hashes in chains.result(PRELOAD_SECONDS):
+            if self._tier.has_states:
+                resumable = self._tier.held(block_hashes).result(PRELOAD_SECONDS)
+                block_hashes = block_hashes[:resumable]
+            self._read(block_hashes)
+        return self._prefixes.tree.tokens - before
+
+    def _read(self, block_hashes: Sequence[bytes]) -> None:
+        """Read a chain, as far as it is not in the tree, if there is room for all of that."""
+        match, ledger = self._prefixes.match(block_hashes), self._prefixes.ledger
+        first = match.tokens // self._prefixes.block_size
+        missing = first < len(block_hashes)
+        if not missing and (self._checkpoints is None or not block_hashes):
+            return
+        if self._needed_bytes(block_hashes, match) > ledger.free_bytes:
+            return
+        with self._prefixes.pin(match) as pin:
+            if missing:
+                nbytes = self._forms.nbytes(first, len(block_hashes))
+                with ledger.reserve(Kind.TAILS, nbytes) as own:
+                    self._read_blocks(block_hashes, pin, first, own)
+            if self._checkpoints is not None:
+                self._read_states(block_hashes, pin, self._checkpoints)
+
+    def _needed_bytes(self, block_hashes: Sequence[bytes], match: Match[Segment]) -> int:
+        """Return the free bytes from which a chain is read."""
+        first = match.tokens // self._prefixes.block_size
+        start, stop = self._forms.spans.start(first), len(block_hashes)
+        nbytes = self._forms.nbytes(first, stop)
+        room = nbytes + self._prefixes.index_bytes(stop - first) + 2 * self._tier.state_bytes
+        if match.ends_inside:  # that node is cut in two, which takes a copy of it
+            room += match.path[-1].segment.nbytes
+        if start < first:  # in the tree, and read all the same; the others are copied out
+            room += nbytes + 2 * self._forms.nbytes(start, first)
+        return room
+
+    def _read_blocks(
+        self, block_hashes: Sequence[bytes], pin: Pin[Segment], first: int, own: Reservation
+    ) -> None:
+        restores = self._tier.begin(block_hashes, first, own)
+        try:
+            while restores:
+                restores[0].answer.result(PRELOAD_SECONDS)
+                if not self._insert(restores.pop(0), block_hashes, pin, own):
+                    break
+        finally:
+            for restore in restores:
+                self._tier.leave(restore)
+
+    def _insert(
+        self, restore: Restore, block_hashes: Sequence[bytes], pin: Pin[Segment], own: Reservation
+    ) -> bool:
+        """Take blocks that were read into the tree; return whether that are all of them."""
+        nbytes = restore.paid.nbytes if restore.known else 0
+        if self._tier.take(restore, own) < restore.blocks:
+            return False
+        assert isinstance(restore.landing, RestoreBuffer)
+        size = self._prefixes.block_size
+        with self._prefixes.ledger.reserve(Kind.BUFFERS, nbytes):
+            committed = self._prefixes.insert(
+                pin,
+                restore.first,
+                block_hashes[: restore.first + restore.blocks],
+                restore.landing.tokens[restore.known * size :],
+                restore.segment(restore.blocks, size),
+                own,
+            )
+        return committed.refused is None
+
+    def _read_states(
+        self, block_hashes: Sequence[bytes], pin: Pin[Segment], checkpoints: Checkpoints
+    ) -> None:
+        """Read the checkpoint behind a chain that is in the tree, unless it is there."""
+        end = len(block_hashes) * self._prefixes.block_size
+        resume_tokens, _ = checkpoints.resume(pin.path, end)
+        if resume_tokens == end or self._prefixes.match(block_hashes).tokens < end:
+            return
+        restore = self._tier.begin_states(block_hashes)
+        if restore is None:
+            return
+        wait([restore.answer], PRELOAD_SECONDS)
+        if not restore.answer.done():
+            self._tier.leave(restore)
+            return
+        states = self._tier.take_states(restore)
+        if states is not None:
+            checkpoints.capture(pin.path, end, RecurrentState(states, own=True), turn_end=True)
