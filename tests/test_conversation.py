@@ -80,7 +80,6 @@ def test_it_answers_from_memory_in_a_codec(recall: Loaded, codec: str) -> None:
     [
         ({"kv_cache_quantization": "4g128"}, "4g128: affine4g128 holds 128 numbers"),
         ({"kv_cache_quantization": "4", "max_kv_size": 127}, "--max-kv-size 127: .* at least 128"),
-        ({"kv_cache_quantization": "turbo4c"}, "there to be compared with"),
     ],
 )
 def test_codecs_that_do_not_fit_the_model(

@@ -435,7 +435,7 @@ def test_a_file_with_an_unknown_codec_is_refused(tmp_path: Path) -> None:
     [
         ("turbo9", {}, SettingError, "'turbo9' is no codec"),
         ("raw", {}, SettingError, "raw is no codec; use KVCache"),
-        ("turbo3c", {}, SettingError, "turbo3c is dequantized whenever"),
+        ("turbo3c", {}, SettingError, "'turbo3c' is no codec"),
         ("4", {"min_quantize_tokens": -1}, SettingError, "must be at least 0, not -1"),
         ("4", {"max_size": 127}, ValueError, "max_size must be at least 128, not 127"),
         ("4", {"max_size": 128, "keep": 128}, ValueError, r"keep must lie in 0\.\.127, not 128"),

@@ -373,7 +373,6 @@ def test_no_room_in_mlx_harms_nobody(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kv_cache_quantization": "turbo4c"}, "there to be compared with"),
         ({"kv_cache_quantization": "q4"}, "is no codec; there are raw"),
         ({"kv_cache_quantization": "kivi4", "block_size": 32}, "do not divide a block_size of 32"),
         ({"kv_cache_quantization": "4g128"}, "layer 0: affine4g128 holds 128"),

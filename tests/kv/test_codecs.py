@@ -21,7 +21,7 @@ HEADS, TOKENS = 4, 256
 NAMES = (
     *("affine2", "affine3", "affine4", "affine5", "affine6", "affine8", "affine4g32"),
     *("rot4", "rot8", "turbo2", "turbo2.5", "turbo3", "turbo3.5", "turbo4", "turbo5", "turbo6"),
-    *("turbo8", "turbo1c", "turbo2c", "turbo3c", "turbo4c", "kivi2", "kivi3", "kivi4", "kivi8"),
+    *("turbo8", "kivi2", "kivi3", "kivi4", "kivi8"),
 )
 DIMS = (64, 80, 128, 192)
 
@@ -96,19 +96,6 @@ def test_every_way_encodes_a_vector_to_the_same_bits(codec: Codec, dim: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "least"),
-    [("turbo1c", 0.3634), ("turbo2c", 0.1175), ("turbo3c", 0.03454), ("turbo4c", 0.009497)],
-)
-@pytest.mark.parametrize("dim", [128, 256])
-def test_the_codebook_loses_what_theory_says(name: str, least: float, dim: int) -> None:
-    """Of normal numbers; a vector's own length is known besides, which is one number of `dim`."""
-    x = normal(1, 16, 512, dim)
-    lost = x - side(name, keys=False).encode(x).dequantize()
-    error = float((lost * lost).sum() / (x * x).sum())
-    assert 0.96 * least * (1 - 2 / dim) <= error <= 1.02 * least
-
-
-@pytest.mark.parametrize(
     ("name", "most"), [("turbo2", 0.119), ("turbo3", 0.0375), ("turbo4", 0.0116), ("turbo8", 9e-5)]
 )
 def test_the_even_grid_loses_little_more(name: str, most: float) -> None:
@@ -126,7 +113,7 @@ def test_products_of_keys_with_themselves_are_right(name: str) -> None:
     assert off(along, mx.ones(along.shape)) < 0.01
 
 
-@pytest.mark.parametrize("name", ["turbo3", "turbo2.5", "turbo3c", "kivi4", "rot4"])
+@pytest.mark.parametrize("name", ["turbo3", "turbo2.5", "kivi4", "rot4"])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_is_encoded_as_its_numbers(name: str, dtype: mx.Dtype) -> None:
     x = normal(1, HEADS, TOKENS, 64).astype(dtype)

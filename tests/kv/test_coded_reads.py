@@ -22,7 +22,7 @@ from penstock.tiers.host import host_block
 HEADS, KV_HEADS, DIM, SCALE, TAIL = 8, 2, 64, 64**-0.5, 4
 SCALED = ", scaled"
 SCHEMES = (
-    *("affine4", "k8v4", "turbo3", "turbo2.5", "turbo4c", "kivi4", "kivi5/turbo3.5", "raw/4"),
+    *("affine4", "k8v4", "turbo3", "turbo2.5", "kivi4", "kivi5/turbo3.5", "raw/4"),
     *(f"{name}{SCALED}" for name in ("turbo4", "turbo2.5", "k8v4")),
 )
 SIGHTS = (AttentionWindow(), AttentionWindow(100, 8), AttentionWindow(70))

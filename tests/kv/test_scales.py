@@ -17,7 +17,7 @@ from penstock.kv.tails import LayerShape
 from rounding import product_error
 
 HEADS, TOKENS, DIM, ASKED = 4, 256, 64, 256
-NAMES = ("turbo4", "turbo3.5", "turbo3", "turbo4c", "rot4", "rot8")
+NAMES = ("turbo4", "turbo3.5", "turbo3", "rot4", "rot8")
 LARGE = 16.0
 CHANNELS = (3, 17, 35, 49)
 

@@ -132,7 +132,7 @@ def test_bytes_are_the_caller_s_own() -> None:
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize(
     "name",
-    ["8", "rot3", "turbo4", "turbo2.5", "turbo3c", "kivi4/turbo3.5", "k8v4", "raw/4", "5g32"],
+    ["8", "rot3", "turbo4", "turbo2.5", "kivi4/turbo3.5", "k8v4", "raw/4", "5g32"],
 )
 def test_what_a_codec_holds_comes_back_to_the_bit(name: str, in_place: bool) -> None:
     """Also of heads whose sizes differ, with a layer that stays as it is."""

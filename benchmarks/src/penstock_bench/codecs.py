@@ -30,9 +30,8 @@ from penstock_bench.vllm_mlx import WidenedSides
 
 CODECS = (
     *("raw", "affine8", "kivi8", "rot8", "turbo8", "k8v4", "affine4", "rot4", "kivi4", "turbo4"),
-    *("turbo4c", "kivi4/turbo4", "kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3.5", "affine3"),
-    *("turbo3", "turbo3c", "kivi4/turbo3", "kivi4/turbo2", "turbo2.5", "affine2", "kivi2"),
-    *("turbo2", "turbo2c"),
+    *("kivi4/turbo4", "kivi5/turbo3.5", "kivi6/turbo2.5", "turbo3.5", "affine3"),
+    *("turbo3", "kivi4/turbo3", "kivi4/turbo2", "turbo2.5", "affine2", "kivi2", "turbo2"),
 )
 RIVALS: dict[str, type[QuantizedSides] | type[WidenedSides]] = {
     "mlx-lm": QuantizedSides,

@@ -37,12 +37,6 @@ class KVSetting:
         """The codecs. Raises ValueError if there is none of this name."""
         return parse_scheme(self.codec)
 
-    @property
-    def served(self) -> bool:
-        """Whether the engine holds KV so: it refuses codecs that are not read as they lie."""
-        codecs = (self.scheme.keys, self.scheme.values)
-        return all(codec is None or codec.in_place for codec in codecs)
-
     def __str__(self) -> str:
         window = "" if self.max_kv_size is None else f", window {self.max_kv_size:,}"
         return f"{self.codec}{window}{'' if self.keep is None else f', keep {self.keep}'}"

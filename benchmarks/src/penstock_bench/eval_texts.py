@@ -120,6 +120,5 @@ class EvalTask:
 
     def steps(self, settings: Sequence[KVSetting]) -> int:
         """Return how many steps `Progress` will count."""
-        served = sum(setting.served for setting in settings)
         asked = sum(len(conversations) for conversations in self.asked.values())
-        return served * (asked + len(self.text)) + len(self.text)
+        return len(settings) * (asked + len(self.text)) + len(self.text)

@@ -244,22 +244,16 @@ def _on_form(
     def stepper(what: object) -> Callable[[], None]:
         return lambda: progress.step(f"{task.form}: {what}")
 
-    served = [
-        serve(task, load_, way.setting, stepper(way.setting)) if way.setting.served else None
-        for way in ways
-    ]
+    served = [serve(task, load_, way.setting, stepper(way.setting)) for way in ways]
     forced = force(ways, task.text, load_.block_size, stepper("reading the text"))
-    raw = served[0]
-    assert raw is not None
     measured = []
     for way, answered, one in zip(ways, served, forced, strict=True):
         row = EvalRow(task.form, way.setting, way.limits.max_kv_size, way.limits.keep_tokens)
         _sizes(row, one, way.runner)
         _text(row, one)
-        if answered is not None:
-            _answers(row, answered, raw)
+        _answers(row, answered, served[0])
         kept = {"losses": _sums(one.losses), "kl": _sums(one.kl), "same": _sums(one.same)}
-        right = None if answered is None else _right(answered)
+        right = _right(answered)
         measured.append((row, {"row": row.name, "right": right, **kept}))
     return measured
 

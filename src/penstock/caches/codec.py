@@ -49,7 +49,7 @@ class TurboQuantKVCache(TurboQuant):
         capacity: tokens the request can use: so many columns are allocated, once.
 
     Raises:
-        SettingError: there is no such codec, or it is dequantized whenever it is read.
+        SettingError: there is no such codec.
         TypeError, ValueError: a size that is no integer, or out of range.
 
     >>> cache = TurboQuantKVCache("turbo4", min_quantize_tokens=0)
@@ -79,7 +79,6 @@ class TurboQuantKVCache(TurboQuant):
         )
         if rule is None:
             raise SettingError(f"kv_cache_quantization {codec} is no codec; use KVCache")
-        rule.check_in_place()
         if max_size is not None and positive("max_size", max_size) < 2 * BLOCK_TOKENS:
             raise ValueError(f"max_size must be at least {2 * BLOCK_TOKENS}, not {max_size}")
         if max_size is not None and whole("keep", keep, 0) >= max_size:

@@ -225,15 +225,10 @@ class PrefixCache:
                 layer that is held in a codec and without a window.
 
         Raises:
-            SettingError: `dequantize` is False, and nothing is held in a codec, or in one that is
-                dequantized whenever it is read.
+            SettingError: `dequantize` is False, and no codec is set.
         """
-        if not dequantize:
-            if self._rule is None:
-                raise SettingError(
-                    "dequantize=False: no codec is set; name a kv_cache_quantization"
-                )
-            self._rule.check_in_place()
+        if not dequantize and self._rule is None:
+            raise SettingError("dequantize=False: no codec is set; name a kv_cache_quantization")
         values = as_tokens(tokens)
         keys = self.prefixes.block_hashes(values[:-1], salt)
         match = self.prefixes.match(keys)

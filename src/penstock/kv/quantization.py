@@ -114,15 +114,6 @@ class QuantizationRule:
         tokens = f"{self.first_tokens}:{self.least_tokens}"
         return f"{FORMAT}:{self.scheme.name}:{layers}:{tokens}{scales}"
 
-    def check_in_place(self) -> None:
-        """Raise SettingError unless the codes are read as they lie."""
-        for codec in self.scheme.codecs:
-            if not codec.in_place:
-                raise SettingError(
-                    f"kv_cache_quantization {self.scheme.name}: {codec.name} is dequantized "
-                    f"whenever it is read, and is there to be compared with; name one without a c"
-                )
-
     def token_bits(self, shapes: Sequence[LayerShape]) -> tuple[int, int]:
         """Return the bits of one token, all layers: of coded layers, and of raw ones.
 

@@ -56,7 +56,6 @@ class Requantizer:
         shapes: Sequence[LayerShape],
         limits: EngineSettings,
     ) -> None:
-        rule.check_in_place()
         self.rule = rule
         self._token_bits, left = rule.token_bits(shapes)
         self.token_bytes = (self._token_bits + left) / 8

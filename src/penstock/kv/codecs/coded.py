@@ -40,9 +40,6 @@ class Codec(ABC):
     span: ClassVar[int] = 1
     """Tokens that are encoded together; a run of tokens that is encoded, or cut, is a multiple."""
 
-    in_place: ClassVar[bool] = True
-    """Whether it is read as it lies, and not dequantized first."""
-
     buffers: ClassVar[float] = 8
     """Arrays of float32 that are alive together, at most, while something is encoded or
     dequantized; measured."""

@@ -11,7 +11,7 @@ from penstock.kv.codecs import affine, turbo
 from penstock.kv.codecs.affine import Affine
 from penstock.kv.codecs.coded import Codec, Scales
 from penstock.kv.codecs.kivi import Kivi
-from penstock.kv.codecs.turbo import Turbo, TurboBook
+from penstock.kv.codecs.turbo import Turbo
 
 RAW = "raw"
 AUTO = {"auto2.5x": "kivi8/turbo4", "auto3.5x": "kivi4/turbo4", "auto5x": "kivi3/turbo2.5"}
@@ -19,12 +19,12 @@ AUTO = {"auto2.5x": "kivi8/turbo4", "auto3.5x": "kivi4/turbo4", "auto5x": "kivi3
 see docs/codecs.md, which has those for heads of 80, 96 and 112."""
 FORMS = (
     "raw; affine2 to affine6 and affine8 (or 2, 3, 4, 5, 6, 8), with g32 or g128 behind it for "
-    "other groups than 64; rot2 to rot6, rot8; turbo2, turbo2.5, ..., turbo6, turbo8; turbo1c to "
-    "turbo4c; kivi2 to kivi6, kivi8; k8v4, k4v2, k8v4g32, ...; KEYS/VALUES of any two, as "
+    "other groups than 64; rot2 to rot6, rot8; turbo2, turbo2.5, ..., turbo6, turbo8; "
+    "kivi2 to kivi6, kivi8; k8v4, k4v2, k8v4g32, ...; KEYS/VALUES of any two, as "
     "kivi4/turbo3.5; auto2.5x, auto3.5x, auto5x"
 )
 _AFFINE = re.compile(r"(affine|rot)?([2-8])(?:g(32|64|128))?")
-_TURBO = re.compile(r"turbo([1-8])(\.5|c)?")
+_TURBO = re.compile(r"turbo([1-8])(\.5)?")
 _KIVI = re.compile(r"kivi([2-8])")
 _PAIR = re.compile(r"k([2-8])v([2-8])(g(?:32|64|128))?")
 
@@ -107,10 +107,8 @@ def _side(word: str, text: str, *, keys: bool) -> Codec | None:
         return Affine(int(match[2]), int(match[3] or 64), rotated=match[1] == "rot")
     if match := _TURBO.fullmatch(word):
         bits = int(match[1])
-        if match[2] == "c" and bits in turbo.CODEBOOKS:
-            return TurboBook(bits, unbiased=keys)
-        half = match[2] == ".5"
-        if match[2] != "c" and bits in turbo.STEPS and (not half or bits + 1 in turbo.STEPS):
+        half = match[2] is not None
+        if bits in turbo.STEPS and (not half or bits + 1 in turbo.STEPS):
             return Turbo(bits, half, unbiased=keys)
     if (match := _KIVI.fullmatch(word)) and int(match[1]) in affine.BITS:
         return Kivi(int(match[1]))

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -22,20 +20,12 @@ from penstock.kv.codecs.coded import (
     Coded,
     largest_group,
     pack,
-    unpack,
 )
 from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
 STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
 """Distance between two levels, in standard deviations, by bits."""
-CODEBOOKS = {
-    1: (0.7979,),
-    2: (0.4528, 1.5104),
-    3: (0.2451, 0.7560, 1.3439, 2.1520),
-    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6180, 2.0690, 2.7326),
-}
-"""The positive levels of least squared error for normal numbers (Lloyd-Max)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,78 +153,6 @@ class Turbo(Scaled):
                 (part, mx.broadcast_to(offsets, shape), mx.broadcast_to(step, shape), width, bits)
             )
         return arrays
-
-
-@dataclass(frozen=True, slots=True)
-class TurboBook(Scaled):
-    """Variant of `Turbo` on the non-uniform grid of least error, 1 to 4 bits.
-
-    It is read by a table look-up, which on a CPU takes about ten times as long. Parts: codes,
-    scales.
-    """
-
-    in_place: ClassVar[bool] = False
-
-    bits: int
-    unbiased: bool = True
-
-    @property
-    def name(self) -> str:
-        """As `turbo3c`."""
-        return f"turbo{self.bits}c"
-
-    def token_bits(self, dim: int) -> int:
-        """See `Codec`."""
-        return padded(dim) * self.bits + 16
-
-    def encode(self, x: mx.array) -> Coded:
-        """See `Codec`."""
-        z = rotate(divided(x, self.scales), padded(x.shape[-1]))
-        spread = mx.sqrt(mx.mean(z * z, axis=-1, keepdims=True))
-        unit = z / mx.maximum(spread, 1e-30)
-        levels = self._levels()
-        codes = sum(
-            ((unit > (low + high) / 2).astype(mx.uint32) for low, high in self._neighbors()),
-            start=mx.zeros(unit.shape, mx.uint32),
-        )
-        scales = fitted(z, mx.take(levels, codes), unbiased=self.unbiased)
-        return Coded(self, (pack(codes, self.bits), scales), x.shape[-1])
-
-    def dequantize(self, coded: Coded) -> mx.array:
-        """See `Codec`."""
-        return multiplied(rotate_back(self._rotated(coded), coded.dim), self.scales)
-
-    def transform_query(self, queries: mx.array) -> mx.array:
-        """See `Codec`."""
-        return rotate(multiplied(queries, self.scales), padded(queries.shape[-1]))
-
-    def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
-        """See `Codec`."""
-        return multiplied(rotate_back(mixed, dim), self.scales)
-
-    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
-        """See `Codec`."""
-        return transform_query @ self._rotated(coded).squeeze(0).swapaxes(-1, -2)
-
-    def mix(self, weights: mx.array, coded: Coded) -> mx.array:
-        """See `Codec`."""
-        return weights.astype(mx.float32) @ self._rotated(coded).squeeze(0)
-
-    def _rotated(self, coded: Coded) -> mx.array:
-        codes, scales = coded.parts
-        levels = mx.take(self._levels(), unpack(codes, self.bits))
-        return levels * scales.astype(mx.float32)[..., None]
-
-    def _levels(self) -> mx.array:
-        return mx.array(self._all())
-
-    def _all(self) -> list[float]:
-        positive = CODEBOOKS[self.bits]
-        return [-level for level in reversed(positive)] + list(positive)
-
-    def _neighbors(self) -> list[tuple[float, float]]:
-        levels = self._all()
-        return list(pairwise(levels))
 
 
 def padded(dim: int) -> int:
