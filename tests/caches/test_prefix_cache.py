@@ -309,7 +309,7 @@ def test_explain_says_where_and_why(
     asked: list[int], held: int, diverges_at: int | None, reason: str
 ) -> None:
     prefix = PrefixCache("1MB", block_size=BLOCK)
-    assert prefix.explain(asked).reason == "the cache is empty"
+    assert prefix.explain(asked).reason == "the cache is empty: all of this prompt is new"
     prefix.store(list(range(100)), marked(list(range(100))))
     told = prefix.explain(asked)
     assert (told.held_tokens, told.diverges_at) == (held, diverges_at)

@@ -854,7 +854,8 @@ def test_explain_tells_what_was_given_up_when_and_why() -> None:
         told = prefixes.explain([*tokens, 1])
         assert (told.held_tokens, told.evicted_for, told.evicted_seconds_ago) == (0, why, 30.0)
         assert re.search(f"evicted 30 s ago .*{words}", told.reason)
-        assert prefixes.explain([*tokens, 1], "other").reason == "the cache is empty"
+        other = prefixes.explain([*tokens, 1], "other").reason
+        assert other == "the cache is empty: all of this prompt is new"
     prefixes.ledger.check(prefixes.recount())
 
 
@@ -868,7 +869,16 @@ def test_explain_knows_every_block_of_a_run_that_was_evicted() -> None:
     assert (told.held_tokens, told.evicted_for) == (8, "cleared")
     told = prefixes.explain([*range(8), 5, 5, 5, 5])
     assert (told.held_tokens, told.evicted_for) == (8, None)
-    assert "never cached" in told.reason
+    assert told.reason == "this part is new: 4 tokens from token 8 on, never cached"
+
+
+def test_explain_doubts_that_a_part_is_new_once_evictions_are_forgotten() -> None:
+    prefixes = make(remembered=3)
+    put(prefixes, range(20)).release()
+    prefixes.clear()
+    put(prefixes, range(8))
+    told = prefixes.explain([*range(8), 5, 5, 5, 5])
+    assert told.reason.endswith("never cached, or evicted too long ago to be remembered")
 
 
 def test_departures_are_bounded_and_the_latest_is_told() -> None:

@@ -172,7 +172,7 @@ def test_the_page_is_served_whole(server: Running) -> None:
             assert answer.status_code == 200, name
             assert answer.headers["x-content-type-options"] == "nosniff"
             if name.endswith(".js"):
-                imports = re.findall(r'from "\./(\w+\.js)"', answer.text)
+                imports = re.findall(r'from "\./([\w/]+(?:\.esm)?\.js)"', answer.text)
                 modules.update(f"page/{module}" for module in imports)
         for name in modules - set(found):
             assert http.get(f"/{name}").status_code == 200, name
@@ -183,7 +183,8 @@ def test_every_file_of_the_page_is_used_or_a_licence() -> None:
     text = "".join(entry.content.decode() for entry in page_files().values())
     unused = {name for name in names if name.rpartition("/")[2] not in text}
     assert unused <= {"index.html"}
-    assert "Permission is hereby granted" in (PAGE / "uplot" / "LICENSE").read_text()
+    for folder in ("uplot", "marked"):
+        assert "Permission is hereby granted" in (PAGE / folder / "LICENSE").read_text()
 
 
 def test_the_page_lets_nothing_foreign_in(server: Running) -> None:
@@ -192,7 +193,7 @@ def test_the_page_lets_nothing_foreign_in(server: Running) -> None:
     assert "default-src 'none'" in policy and "script-src 'self'" in policy
     assert "unsafe" not in policy
     for name, entry in page_files().items():
-        if name.startswith("uplot/"):
+        if name.startswith(("uplot/", "marked/")):
             continue
         text = entry.content.decode()
         hosts = set(re.findall(r"https?://([\w.]+)", text)) - {"www.w3.org"}

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from browsers import opened, say
 from servers import Running, serving
 
 from penstock.recall import Dialogue, dialogue
@@ -26,81 +27,15 @@ from penstock.recall import Dialogue, dialogue
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright.expect
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="there is no Chromium here (Debian: apt-get install chromium)"
-)
-
 ROOT = Path(__file__).parent.parent.parent
-WIDE = {"width": 1440, "height": 1000}
 PHONE = {"width": 390, "height": 844}
 KEY = "a-key-for-tests"
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield launched
-        launched.close()
 
 
 @pytest.fixture
 def server() -> Iterator[Running]:
     with serving() as running:
         yield running
-
-
-@pytest.fixture
-def shots(pytestconfig: pytest.Config) -> Path:
-    assert pytestconfig.cache is not None
-    return pytestconfig.cache.mkdir("page")
-
-
-@contextmanager
-def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
-    """Open the page as somebody who was never here; at the end nothing may have gone wrong."""
-    context = browser.new_context(**{"viewport": WIDE, **options})
-    page = context.new_page()
-    home = str(httpx.URL(url).copy_with(path="/"))
-    faults: list[str] = []
-    foreign: list[str] = []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
-    page.on(
-        "request",
-        lambda asked: None if asked.url.startswith((home, "data:")) else foreign.append(asked.url),
-    )
-    page.faults = faults
-    page.set_default_timeout(20_000)
-    page.goto(url)
-    try:
-        yield page
-    finally:
-        context.close()
-    assert foreign == [], "the page works without a network"
-    assert faults == []
-
-
-def say(page: Any, text: str) -> Any:
-    """Say something in the chat and return the answer's bubble, once it is complete."""
-    answers = page.locator(".message.assistant")
-    before = answers.count()
-    page.get_by_label("Your message").fill(text)
-    page.keyboard.press("Enter")
-    expect(answers).to_have_count(before + 1)
-    expect(page.get_by_role("button", name="Send")).to_be_visible()
-    return answers.nth(before)
 
 
 def long_prompt(told: Dialogue) -> str:
@@ -156,7 +91,7 @@ def test_an_edited_message_is_a_branch(browser: Any, server: Running, told: Dial
         page.get_by_role("button", name="Edit").click()
         expect(page.locator(".message")).to_have_count(0)
         page.get_by_label("Your message").fill("The colour of the brave otter is black. " * 8)
-        expect(page.locator("#hint")).to_contain_text("are held already")
+        expect(page.locator("#hint")).to_contain_text("are in the cache already")
         page.keyboard.press("Enter")
         expect(page.locator(".message.assistant")).to_have_count(1)
         expect(boxes).not_to_have_count(before)
@@ -199,12 +134,24 @@ def test_a_key_is_asked_for_and_used(browser: Any, told: Dialogue) -> None:
         page.faults[:] = [said for said in page.faults if "401" not in said]
 
 
-def test_it_says_when_the_server_is_gone(browser: Any) -> None:
+def test_it_says_when_the_engine_is_gone(browser: Any) -> None:
     with serving() as running, opened(browser, running.url) as page:
         expect(page.locator("#state")).to_have_text("live")
         running.service.engine.close()
-        expect(page.locator("#state")).to_have_text("not there")
+        expect(page.locator("#state")).to_have_text(re.compile("^server not"))
         page.faults.clear()  # the browser tells each 503
+
+
+def test_it_says_when_the_server_is_gone_and_greys_its_figures(
+    browser: Any, server: Running
+) -> None:
+    with opened(browser, server.url) as page:
+        expect(page.locator("#state")).to_have_text("live")
+        expect(page.locator("#board")).not_to_have_class(re.compile("stale"))
+        server.server.should_exit = True
+        expect(page.locator("#state")).to_have_text("server not reachable")
+        expect(page.locator("#board")).to_have_css("filter", "grayscale(1)")
+        page.faults.clear()  # the browser tells each attempt
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -224,6 +171,11 @@ def test_it_fits_a_phone(
         say(page, "What is the code of the amber falcon?")
         wide = page.evaluate("document.documentElement.scrollWidth")
         assert wide <= PHONE["width"]
+        for box in page.get_by_role("treeitem").all():
+            size = box.bounding_box()
+            assert size["width"] >= 56 and size["height"] >= 26, "a finger meets it"
+        page.locator("[data-term=nodes]").tap()
+        expect(page.locator("#memory-meaning")).to_contain_text("boxes of the prefix tree")
         for name in ("Chat", "Memory", "Tree", "Requests"):
             expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
         page.screenshot(path=shots / f"phone-{scheme}.png", full_page=True)
@@ -288,7 +240,7 @@ def test_picture_for_the_docs(browser: Any, shots: Path, tmp_path: Path) -> None
                 ):
                     say(page, text)
                 page.get_by_label("Your message").fill("Who is the owner of the silent otter?")
-                expect(page.locator("#hint")).to_contain_text("are held already")
+                expect(page.locator("#hint")).to_contain_text("are in the cache already")
                 shared = page.locator(".node.pinned", has_text=re.compile("[2-9]×"))
                 expect(shared.nth(1)).to_be_visible(timeout=30_000)
                 page.mouse.move(0, 0)

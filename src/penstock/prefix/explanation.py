@@ -48,6 +48,11 @@ class EvictionLog:
         while len(self._by_key) > self.most:
             self._by_key.popitem(last=False)
 
+    @property
+    def forgets(self) -> bool:
+        """Whether the log is full, so that older evictions may be forgotten."""
+        return len(self._by_key) >= self.most
+
     def find(self, key: bytes) -> Eviction | None:
         """Return the last eviction of a block, or None if that is not known."""
         return self._by_key.get(key)

@@ -489,7 +489,7 @@ class Prefixes(Generic[S]):
             diverges_at=at if differs else None,
             held_token=beyond if differs else None,
             given_token=int(values[at]) if differs else None,
-            reason=self._reason(len(block_hashes) - blocks, at if differs else None, gone, ago),
+            reason=self._reason(match.tokens, len(values), at if differs else None, gone, ago),
             evicted_seconds_ago=ago,
             evicted_for=None if gone is None else gone.why,
         )
@@ -617,21 +617,28 @@ class Prefixes(Generic[S]):
         ]
 
     def _reason(
-        self, blocks_missing: int, diverges: int | None, gone: Eviction | None, ago: float | None
+        self,
+        cached: int,
+        length: int,
+        diverges: int | None,
+        gone: Eviction | None,
+        ago: float | None,
     ) -> str:
         if gone is not None:
             cause = CAUSES[gone.why].format(limit=format_bytes(self.ledger.limit_bytes))
             return f"the next block was evicted {ago:,.0f} s ago {cause}"
         if diverges is not None:
             return (
-                f"token {diverges} differs from the nearest cached prompt; "
-                f"put the parts that change (a date, a name) behind those that do not"
+                f"token {diverges:,} differs from the nearest cached prompt: the part from there "
+                f"on is new. If it should not be, put the parts that change (a date, a name) last"
             )
-        if blocks_missing == 0:
+        if length // self.block_size * self.block_size == cached:
             return f"all whole blocks of {self.block_size} tokens are cached"
         if len(self.tree) == 0:
-            return "the cache is empty"
-        return "the rest was never cached, or its eviction is no longer remembered"
+            return "the cache is empty: all of this prompt is new"
+        doubt = ", or evicted too long ago to be remembered" if self._evictions.forgets else ""
+        missing = length - cached
+        return f"this part is new: {missing:,} tokens from token {cached:,} on, never cached{doubt}"
 
 
 def _common_tokens(run: TokenArray, rest: TokenArray) -> int:

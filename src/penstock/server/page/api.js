@@ -13,6 +13,11 @@ try {
   // no storage: the key lives as long as the page
 }
 
+/** Tell whether a key is in use. */
+export function keyed() {
+  return Boolean(key);
+}
+
 /** Ask for the key; all requests that need it wait for the same answer. */
 function askForKey(wrong) {
   asking ??= new Promise((resolve) => {

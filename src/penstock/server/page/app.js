@@ -1,11 +1,13 @@
 // The page: one stream of snapshots from the server, and a part of the page for each thing in them.
 
-import { events } from "./api.js";
+import { Refused, events } from "./api.js";
 import { Chat } from "./chat.js";
 import { MemoryChart } from "./chart.js";
 import { byId, bytes, make, many, percent, rough, say, speed } from "./format.js";
+import { followLinks } from "./links.js";
 import { Requests } from "./requests.js";
 import { TreeView } from "./tree.js";
+import { term } from "./words.js";
 
 const AGAIN_SECONDS = 2;
 const SILENCE_SECONDS = 10;
@@ -16,6 +18,7 @@ const tree = new TreeView();
 const requests = new Requests();
 const chat = new Chat();
 const speeds = [];
+const preempted = term("preempted", "queue-meaning", "–");
 
 /** Follow the server for ever; when it goes, say so and come back. */
 async function follow() {
@@ -30,10 +33,11 @@ async function follow() {
       for await (const { event, data } of events("v1/live", { signal: silence.signal, alive })) {
         if (event === "snapshot") show(JSON.parse(data));
       }
-      state("waiting", "reconnecting");
+      state("gone", "server not reachable");
     } catch (error) {
       console.warn(error);
-      state("gone", "not there");
+      const refused = error instanceof Refused;
+      state("gone", refused ? "server not ready" : "server not reachable", refused ? error.message : "");
     }
     clearTimeout(timer);
     await new Promise((resolve) => setTimeout(resolve, AGAIN_SECONDS * 1000));
@@ -71,7 +75,8 @@ function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, 
   spark();
   const working = stats.running + stats.prefilling + stats.restoring;
   say(byId("running"), working ? `${working} running` : stats.waiting ? "waiting" : "idle");
-  say(byId("queue-note"), `${many(stats.waiting, "answer")} waiting, ${stats.preempted} preempted`);
+  say(byId("waiting"), `${many(stats.waiting, "answer")} waiting, `);
+  say(preempted, `${stats.preempted} preempted`);
   showSlots(stats, slots);
 }
 
@@ -103,10 +108,12 @@ function spark() {
   area.setAttribute("d", `M${points.join("L")}L120 24L${from.toFixed(1)} 24Z`);
 }
 
-function state(kind, text) {
+function state(kind, text, reason = "") {
   const element = byId("state");
+  element.title = reason;
   element.dataset.state = kind;
   say(element.lastElementChild, text);
+  byId("board").classList.toggle("stale", kind === "gone"); // the figures are those of before
 }
 
 function dark() {
@@ -130,5 +137,7 @@ byId("theme").addEventListener("click", () => {
   showTheme();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
+byId("queue-note").append(preempted);
+followLinks();
 showTheme();
 follow();

@@ -1,17 +1,20 @@
 // Memory over time: what the ledger counts, stacked by purpose, against the limit.
 
 import { byId, bytes, colour, count, make, percent, say } from "./format.js";
+import { term } from "./words.js";
 
 /** From the ground up: what stays lies below what comes and goes. */
 export const KINDS = [
-  ["weights", "Weights", "the model"],
-  ["buffers", "Buffers", "the working memory of a step"],
-  ["prompts", "Prompts", "texts and tokens of open requests"],
-  ["index", "Index", "tokens, names and nodes of the tree"],
-  ["checkpoints", "Checkpoints", "states of recurrent layers"],
-  ["tails", "Tails", "what running answers own, held or promised"],
-  ["nodes", "Nodes", "keys and values in the tree, shared"],
+  ["weights", "Weights"],
+  ["buffers", "Buffers"],
+  ["prompts", "Prompts"],
+  ["index", "Index"],
+  ["checkpoints", "Checkpoints"],
+  ["tails", "Tails"],
+  ["nodes", "Nodes"],
 ];
+/** Share of the limit from which the limit is drawn in any case. */
+const NEAR = 0.6;
 const SHOWN_SECONDS = 300;
 const LEAST_SECONDS = 30;
 const HEIGHT = 232;
@@ -47,9 +50,9 @@ export class MemoryChart {
   constructor() {
     this.history = new History();
     this.place = byId("chart");
-    this.zoom = byId("zoom");
-    this.zoom.addEventListener("change", () => this.draw());
-    this.legend = new Map(KINDS.map(([kind, name, what]) => [kind, legendEntry(kind, name, what)]));
+    this.whole = byId("whole");
+    this.whole.addEventListener("change", () => this.draw());
+    this.legend = new Map(KINDS.map(([kind, name]) => [kind, legendEntry(kind, name)]));
     byId("legend").append(...[...this.legend.values()].map((entry) => entry.element));
     new ResizeObserver(() => this.resize()).observe(this.place);
   }
@@ -75,7 +78,8 @@ export class MemoryChart {
     }
     this.place.setAttribute(
       "aria-label",
-      `Memory over time: ${bytes(stats.used_bytes)} of ${bytes(stats.limit_bytes)} used now`,
+      `Memory over time: ${bytes(stats.used_bytes)} of ${bytes(stats.limit_bytes)} used now; ` +
+        `drawn up to ${bytes(Math.round(this.top(stats.limit_bytes)))}`,
     );
     this.showTiers(stats, tiers);
     this.draw();
@@ -172,10 +176,11 @@ export class MemoryChart {
     };
   }
 
-  /** The top of the scale: the limit, or what was used if zoomed in. */
+  /** The top of the scale: a little above the highest use, or the limit if that is near. */
   top(most) {
-    if (!this.zoom.checked) return most * 1.06;
-    return Math.max(...this.history.tops()[0]) * 1.15;
+    const peak = Math.max(...this.history.tops()[0]);
+    const limit = Math.max(...this.history.limits);
+    return this.whole.checked || peak > NEAR * limit ? most * 1.06 : peak * 1.15;
   }
 
   /** Round sizes to mark, and the limit itself. */
@@ -195,9 +200,11 @@ export class MemoryChart {
   }
 }
 
-function legendEntry(kind, name, what) {
+function legendEntry(kind, name) {
   const value = make("b", {}, "–");
-  const element = make("li", { class: kind, title: what }, make("i"), `${name} `, value);
+  const button = term(kind, "memory-meaning", make("i"), `${name} `, value);
+  button.classList.add(kind);
+  const element = make("li", {}, button);
   return { element, value };
 }
 

@@ -2,23 +2,46 @@
 // the cache. Editing a message starts a branch: the tree shows it.
 
 import { ask, events } from "./api.js";
+import { answerBubble, questionBubble } from "./bubbles.js";
 import { byId, count, duration, make, percent, say, speed } from "./format.js";
 
 const HINT_SECONDS = 0.35;
 /** Tokens from which an answer shows its speed: a shorter one comes in one piece. */
 const LEAST_TOKENS = 8;
+/** First messages, and what may follow: long enough that the second prompt hits the cache. */
 const RECALL = [
-  "The code of the amber falcon is 4821.",
-  "What is the code of the amber falcon?",
-  "The owner of the silent otter is Clara.",
+  {
+    name: "Tell it eight facts, then ask",
+    text:
+      "The code of the amber falcon is 4821. The owner of the silent otter is Clara. " +
+      "The colour of the brave fox is green. The code of the crooked mirror is 8850. " +
+      "The owner of the nimble rocket is Boris. The colour of the quiet lantern is black. " +
+      "The code of the golden kettle is 1307. The owner of the rusty anchor is Diana.",
+    then: ["What is the code of the amber falcon?", "Who is the owner of the rusty anchor?"],
+  },
 ];
-const ANY = ["Explain in two sentences what a key/value cache is.", "Write a haiku about a reservoir."];
+const ANY = [
+  {
+    name: "Read a paragraph, then answer questions on it",
+    text:
+      "Read this. A language model writes one token at a time, and for each it looks back at all " +
+      "tokens before it. So that it need not compute them again, it keeps two lists of numbers for " +
+      "each of them, the keys and the values. They grow with the conversation, and after a while " +
+      "they take more memory than the model. When two requests begin with the same text, their " +
+      "first keys and values are the same, so one copy serves both. Sum it up in one sentence.",
+    then: ["Now for a child of eight, in one sentence.", "Which one word says it best?"],
+  },
+  { name: "Write a haiku about a reservoir", text: "Write a haiku about a reservoir.", then: [] },
+];
 
 /** The conversation. */
 export class Chat {
+  /** Messages in the order of the bubbles; those of a failed turn have `leftOut`. */
   messages = [];
   model = "";
   running = null;
+  /** Questions that a starter offers for later turns. */
+  next = [];
 
   constructor() {
     this.log = byId("log");
@@ -45,19 +68,21 @@ export class Chat {
   serves(model) {
     if (model === this.model) return;
     this.model = model;
-    const starters = /recall/i.test(model) ? RECALL : ANY;
-    byId("starters").replaceChildren(
-      ...starters.map((text) => {
-        const button = make("button", { type: "button", class: "starter" }, text);
-        button.addEventListener("click", () => this.say(text));
-        return button;
-      }),
+    this.starters = /recall/i.test(model) ? RECALL : ANY;
+    byId("starters")?.replaceChildren(
+      ...this.starters.map(({ name, text, then }) =>
+        suggestion(name, () => {
+          this.next = [...then];
+          this.say(text);
+        }),
+      ),
     );
   }
 
   clear() {
     this.halt();
     this.messages = [];
+    this.next = [];
     this.log.replaceChildren(byId("welcome") ?? this.welcome);
     this.hint("");
     this.draft.focus();
@@ -69,12 +94,13 @@ export class Chat {
     if (!said || this.running || !this.model) return;
     this.welcome ??= byId("welcome");
     this.welcome.remove();
+    this.suggested?.remove();
     this.draft.value = "";
     this.fitDraft();
     this.hint("");
     const at = this.messages.length;
     this.messages.push({ role: "user", content: said });
-    this.bubble("user", said, at);
+    this.append(questionBubble(said, () => this.edit(at)));
     await this.answer();
   }
 
@@ -82,11 +108,11 @@ export class Chat {
     const running = new AbortController();
     this.running = running;
     this.showRunning();
-    const bubble = this.bubble("assistant", "");
-    bubble.element.classList.add("coming");
+    const bubble = answerBubble();
+    this.append(bubble.element);
     const started = performance.now();
     const told = { first: null, last: null, usage: null, finish: null };
-    let text = "";
+    let failure = null;
     try {
       for await (const { event, data } of events("v1/chat/completions", {
         method: "POST",
@@ -99,29 +125,52 @@ export class Chat {
         told.usage = chunk.usage ?? told.usage;
         const [choice] = chunk.choices ?? [];
         told.finish = choice?.finish_reason ?? told.finish;
-        const piece = choice?.delta?.content;
-        if (!piece) continue;
+        if (!bubble.add(choice?.delta ?? {})) continue;
         told.last = performance.now();
         told.first ??= told.last;
-        text += piece;
-        say(bubble.text, text);
         this.follow();
       }
+      if (told.finish === null) throw new Error("The connection ended before the answer did.");
       say(bubble.cost, cost(told, started));
     } catch (error) {
+      failure = error;
       if (error.name === "AbortError") say(bubble.cost, "stopped");
-      else {
-        bubble.element.classList.add("failed");
-        say(bubble.cost, error.message);
-      }
+      else bubble.fail(reason(error), () => this.again(bubble.element));
     }
-    bubble.element.classList.remove("coming");
+    bubble.finish();
     if (this.running !== running) return; // another conversation has begun
-    this.messages.push({ role: "assistant", content: text });
+    this.keep(bubble, failure);
     this.running = null;
     this.showRunning();
+    this.suggest();
     this.follow();
     if (matchMedia("(pointer: fine)").matches) this.draft.focus();
+  }
+
+  /** Keep an answer; of a failed turn, or one stopped before its first word, nothing is sent. */
+  keep({ text, reasoning }, failure) {
+    const failed = failure !== null && failure.name !== "AbortError";
+    const message = { role: "assistant", content: text };
+    if (reasoning) message.reasoning_content = reasoning;
+    if (failed || (failure && !text)) message.leftOut = this.messages.at(-1).leftOut = true;
+    this.messages.push(message);
+  }
+
+  /** Ask a failed question again. */
+  again(element) {
+    if (this.running) return;
+    const at = [...this.log.children].indexOf(element) - 1;
+    const { content } = this.messages[at];
+    this.cutBack(at);
+    this.say(content);
+  }
+
+  /** Offer the next question of a starter. */
+  suggest() {
+    if (!this.next.length || this.messages.at(-1).leftOut) return;
+    const text = this.next.shift();
+    this.suggested = suggestion(text, () => this.say(text));
+    this.log.append(this.suggested);
   }
 
   body() {
@@ -137,40 +186,35 @@ export class Chat {
 
   conversation() {
     const system = byId("system").value.trim();
-    return system ? [{ role: "system", content: system }, ...this.messages] : [...this.messages];
+    const sent = this.messages.filter(({ leftOut }) => !leftOut);
+    return system ? [{ role: "system", content: system }, ...sent] : sent;
   }
 
   /** Take a message back, and all behind it, and have it written again. */
   edit(at) {
     this.halt();
     this.draft.value = this.messages[at].content;
-    this.messages.length = at;
-    while (this.log.children.length > at) this.log.lastElementChild.remove();
+    this.cutBack(at);
     this.fitDraft();
     this.draft.focus();
     this.hintLater();
   }
 
-  /** Evict the answer that is coming, and what would become of it. */
+  cutBack(at) {
+    this.messages.length = at;
+    while (this.log.children.length > at) this.log.lastElementChild.remove();
+  }
+
+  /** Stop the answer that is coming. */
   halt() {
     this.running?.abort();
     this.running = null;
     this.showRunning();
   }
 
-  bubble(role, content, at) {
-    const text = make("p", { class: "text" }, content);
-    const cost = make("p", { class: "cost" });
-    const element = make("article", { class: `message ${role}`, "aria-label": role === "user" ? "You" : "Model" }, text);
-    if (role === "assistant") element.append(cost);
-    else {
-      const edit = make("button", { type: "button", class: "edit", "aria-label": "Edit, and go on from here", title: "Edit, and go on from here" }, "✎");
-      edit.addEventListener("click", () => this.edit(at));
-      element.append(edit);
-    }
+  append(element) {
     this.log.append(element);
     this.log.scrollTop = this.log.scrollHeight;
-    return { element, text, cost };
   }
 
   /** Scroll with the answer, unless the reader has scrolled up. */
@@ -205,7 +249,7 @@ export class Chat {
       const found = await ask("v1/cache/explain", { method: "POST", body: { messages } });
       if (this.draft.value.trim() !== draft) return;
       const { held_tokens: held, prompt_tokens: all } = found;
-      this.hint(`${count(held)} of ${count(all)} tokens are held already (${percent(held / all)})`, held / all);
+      this.hint(`${count(held)} of ${count(all)} tokens are in the cache already (${percent(held / all)})`, held / all);
     } catch {
       this.hint("");
     }
@@ -216,6 +260,17 @@ export class Chat {
     say(hint, text);
     hint.style.setProperty("--share", `${share * 100}%`);
   }
+}
+
+function suggestion(text, act) {
+  const button = make("button", { type: "button", class: "starter" }, text);
+  button.addEventListener("click", act);
+  return button;
+}
+
+/** Say why a turn failed; a browser has no words of its own for a server that is away. */
+function reason(error) {
+  return error instanceof TypeError ? "The server is not reachable." : error.message;
 }
 
 function cost({ first, last, usage, finish }, started) {

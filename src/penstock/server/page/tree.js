@@ -10,6 +10,10 @@ const TALLEST_ROW = 34;
 const LOWEST_ROW = 10;
 const HEIGHT = 336;
 const COLD_SECONDS = 600;
+/** On a narrow screen, boxes that a finger can meet and an eye can read; the drawing scrolls. */
+const NARROW = 560;
+const NARROW_WIDTH = 64;
+const NARROW_ROW = 30;
 
 /** Give each node its children, the number of rows behind it, and its place. */
 function grow(nodes) {
@@ -54,7 +58,7 @@ export class TreeView {
     this.place = byId("canopy");
     this.leaf = byId("leaf");
     this.place.addEventListener("keydown", (event) => this.move(event));
-    new ResizeObserver(() => this.tree && this.draw()).observe(this.place);
+    new ResizeObserver(() => this.tree && this.draw()).observe(this.place.parentElement);
   }
 
   /** Take in a tree, and draw it. */
@@ -80,9 +84,15 @@ export class TreeView {
 
   draw() {
     const rows = this.roots.reduce((sum, root) => sum + root.rows, 0);
-    const row = Math.max(LOWEST_ROW, Math.min(TALLEST_ROW, Math.floor(HEIGHT / Math.max(1, rows))));
+    const room = this.place.parentElement.clientWidth;
+    const narrow = room < NARROW;
+    this.least = narrow ? NARROW_WIDTH : LEAST_WIDTH;
+    const lowest = narrow ? NARROW_ROW : LOWEST_ROW;
+    const row = Math.max(lowest, Math.min(TALLEST_ROW, Math.floor(HEIGHT / Math.max(1, rows))));
     this.place.style.height = `${rows * row}px`;
-    const scale = this.fit(this.place.clientWidth);
+    const width = Math.max(room, this.longest(0));
+    this.place.style.width = `${width}px`;
+    const scale = this.fit(width);
     const seen = new Set();
     let top = 0;
     for (const root of this.roots) {
@@ -98,17 +108,20 @@ export class TreeView {
     this.tell();
   }
 
-  /** Return how wide a node is: in all, what lies behind each other fills the width. */
+  /** Return how wide the longest branch is. */
+  longest(scale) {
+    const along = (node) =>
+      Math.max(this.least, node.w * scale) + node.children.reduce((most, child) => Math.max(most, along(child)), 0);
+    return this.roots.reduce((most, root) => Math.max(most, along(root)), 0);
+  }
+
+  /** Return how wide a node is: in all, the boxes of the longest branch fill the width. */
   fit(width) {
-    const longest = (node, scale) =>
-      Math.max(LEAST_WIDTH, node.w * scale) +
-      node.children.reduce((most, child) => Math.max(most, longest(child, scale)), 0);
-    const total = (scale) => this.roots.reduce((most, root) => Math.max(most, longest(root, scale)), 0);
     let low = 0;
     let high = width;
     for (let round = 0; round < 30; round += 1) {
       const middle = (low + high) / 2;
-      if (total(middle) > width) high = middle;
+      if (this.longest(middle) > width) high = middle;
       else low = middle;
     }
     return low;
@@ -125,7 +138,7 @@ export class TreeView {
       this.boxes.set(node.id, box);
       this.place.append(box);
     }
-    const width = Math.max(LEAST_WIDTH, node.w * scale);
+    const width = Math.max(this.least, node.w * scale);
     const height = node.rows * row;
     Object.assign(box.style, {
       left: `${left}px`,

@@ -1,0 +1,38 @@
+// Words of the page that need a sentence: shown by a click, a touch or the Enter key.
+
+import { byId, make, say } from "./format.js";
+
+const MEANINGS = {
+  weights: "Weights are the model itself. They stay in memory as long as the server runs.",
+  buffers: "Buffers are the working memory of one step. They are set aside before the first request.",
+  prompts: "Prompts are the texts and tokens of requests that are open now.",
+  index: "The index lists the tokens of the tree, so that a prompt can be looked up in it.",
+  checkpoints: "Checkpoints are saved states of recurrent layers, from which an answer can go on.",
+  tails: "Tails are the newest tokens of the answers being written, with the room promised to them.",
+  nodes: "Nodes are the boxes of the prefix tree: keys and values of prompts, shared by all requests.",
+  preempted: "A preempted answer had to make room for another. It goes on by itself and loses no text.",
+};
+
+/** Make a button of a word; a click shows its sentence at `place`, and a second one hides it. */
+export function term(name, place, ...children) {
+  const button = make(
+    "button",
+    { type: "button", class: "term", "aria-expanded": "false", title: MEANINGS[name] },
+    ...children,
+  );
+  button.dataset.term = name;
+  button.addEventListener("click", () => toggle(button, byId(place)));
+  return button;
+}
+
+function toggle(button, place) {
+  const shown = place.dataset.term === button.dataset.term;
+  for (const other of document.querySelectorAll(".term[aria-expanded=true]")) {
+    if (byId(other.getAttribute("aria-controls")) === place) other.setAttribute("aria-expanded", "false");
+  }
+  button.setAttribute("aria-controls", place.id);
+  button.setAttribute("aria-expanded", String(!shown));
+  place.dataset.term = shown ? "" : button.dataset.term;
+  say(place, shown ? "" : MEANINGS[button.dataset.term]);
+  place.hidden = shown;
+}

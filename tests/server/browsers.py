@@ -1,0 +1,61 @@
+"""The page in Debian's Chromium, without a window."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+WIDE = {"width": 1440, "height": 1000}
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@contextmanager
+def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
+    """Open the page as somebody who was never here; at the end nothing may have gone wrong."""
+    context = browser.new_context(**{"viewport": WIDE, **options})
+    page = context.new_page()
+    home = str(httpx.URL(url).copy_with(path="/"))
+    faults: list[str] = []
+    foreign: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
+    page.on(
+        "request",
+        lambda asked: None if asked.url.startswith((home, "data:")) else foreign.append(asked.url),
+    )
+    page.faults = faults
+    page.set_default_timeout(20_000)
+    page.goto(url)
+    try:
+        yield page
+    finally:
+        context.close()
+    assert foreign == [], "the page works without a network"
+    assert faults == []
+
+
+def say(page: Any, text: str) -> Any:
+    """Say something in the chat and return the answer's bubble, once it is complete."""
+    from playwright.sync_api import expect
+
+    answers = page.locator(".message.assistant")
+    before = answers.count()
+    page.get_by_label("Your message").fill(text)
+    page.keyboard.press("Enter")
+    expect(answers).to_have_count(before + 1)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    return answers.nth(before)

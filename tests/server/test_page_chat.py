@@ -1,0 +1,172 @@
+"""The page's chat in a real browser: reasoning, Markdown, failed turns, and words that need one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browsers import opened, say
+from parrot import parrot
+from servers import Running, serving
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+expect = playwright.expect
+
+KEY = "a-key-for-tests"
+MARKDOWN = """Here it **is**:
+
+```python
+print("a < b")
+```
+
+| name | size |
+|---|--:|
+| one | 1 |
+
+- [a page](https://example.org/)
+- [a trap](javascript:window.broken=true)
+
+<img src="https://example.org/x.png" onerror="window.broken = true">
+![picture](https://example.org/y.png)
+"""
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose model reasons, and answers in Markdown."""
+    folder = tmp_path_factory.mktemp("thinker")
+    pieces = ("<think>", "I wonder. ", "</think>", MARKDOWN)
+    model, tokenizer = parrot(folder, *pieces, marks=("<think>", "</think>"))
+    with serving(model, tokenizer) as running:
+        yield running
+
+
+def sent_bodies(page: Any) -> list[dict[str, Any]]:
+    """Collect the bodies of the chat requests that a page sends from now on."""
+    bodies: list[dict[str, Any]] = []
+    page.on(
+        "request",
+        lambda asked: (
+            bodies.append(json.loads(asked.post_data)) if "completions" in asked.url else None
+        ),
+    )
+    return bodies
+
+
+def test_reasoning_is_folded_and_sent_back(browser: Any, thinker: Running) -> None:
+    with opened(browser, thinker.url) as page:
+        bodies = sent_bodies(page)
+        answer = say(page, "Well?")
+        thoughts = answer.locator(".thoughts")
+        expect(thoughts).to_be_hidden()
+        answer.get_by_text("Reasoned for").click()
+        expect(thoughts).to_have_text("I wonder.")
+        say(page, "And now?")
+        _, first, _ = bodies[1]["messages"]
+        assert first["reasoning_content"] == "I wonder. " and "print" in first["content"]
+
+
+def test_answers_are_markdown_and_nothing_in_them_runs(browser: Any, thinker: Running) -> None:
+    with opened(browser, thinker.url) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        answer = say(page, "Is **this** bold?")
+        expect(page.locator(".message.user .text")).to_have_text("Is **this** bold?")
+        expect(answer.locator("strong")).to_have_text("is")
+        expect(answer.locator("pre")).to_have_text('print("a < b")')
+        expect(answer.locator("td")).to_have_text(["one", "1"])
+        expect(answer.locator("a")).to_have_count(1)
+        assert answer.locator("a").get_attribute("rel") == "noopener noreferrer"
+        expect(answer).to_contain_text("[a trap](javascript:window.broken=true)")
+        expect(answer.locator("img")).to_have_count(0)
+        expect(answer).to_contain_text("onerror=")
+        answer.get_by_role("button", name="Copy").click()
+        expect(answer.get_by_role("button", name="Copied")).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == 'print("a < b")'
+        assert page.evaluate("window.broken") is None
+
+
+def test_a_failed_turn_is_not_sent_along(browser: Any, recall_server: Running) -> None:
+    with opened(browser, recall_server.url) as page:
+        expect(page.locator("#state")).to_have_text("live")
+        bodies = sent_bodies(page)
+        page.route("**/v1/chat/completions", lambda route: route.abort())
+        failed = say(page, "The code of the silent otter is 1.")
+        expect(failed).to_contain_text("The server is not reachable.")
+        page.unroute("**/v1/chat/completions")
+        say(page, "The code of the amber falcon is 4821.")
+        assert [message["content"] for message in bodies[1]["messages"]] == [
+            "The code of the amber falcon is 4821."
+        ]
+        failed.get_by_role("button", name="Try again").click()
+        answers = page.locator(".message.assistant")
+        expect(answers).to_have_count(1)
+        expect(answers).to_contain_text("Noted.")
+        page.faults.clear()  # the browser tells the request that was cut
+
+
+def test_the_first_conversation_hits_the_cache(browser: Any) -> None:
+    with serving(engine={"block_size": 32}) as running, opened(browser, running.url) as page:
+        page.get_by_role("button", name="Tell it eight facts").click()
+        costs = page.locator(".message .cost")
+        expect(costs.first).to_contain_text(re.compile(r"^0 of \d+ prompt tokens"))
+        page.get_by_role("button", name="What is the code of the amber falcon?").click()
+        expect(page.locator(".message.assistant").nth(1)).to_contain_text("4821.")
+        expect(costs.nth(1)).to_contain_text(re.compile(r"^[6-9]\d of \d+ prompt tokens"))
+
+
+def test_the_links_below_work_with_a_key(browser: Any) -> None:
+    with serving(api_key=KEY) as running, opened(browser, running.url) as page:
+        page.get_by_label("API key").fill(KEY)
+        page.keyboard.press("Enter")
+        expect(page.locator("#state")).to_have_text("live")
+        for link, text in (
+            ("Metrics", "penstock_engine_up"),
+            ("Stats", "hit_rate"),
+            ("API", "POST /v1/chat/completions"),
+        ):
+            page.get_by_role("link", name=link).click()
+            sheet = page.get_by_role("dialog", name=link)
+            expect(sheet).to_contain_text(text)
+            page.keyboard.press("Escape")
+            expect(sheet).to_be_hidden()
+        page.faults[:] = [said for said in page.faults if "401" not in said]
+
+
+def test_words_have_a_sentence_each(browser: Any, recall_server: Running) -> None:
+    with opened(browser, recall_server.url) as page:
+        meaning = page.locator("#memory-meaning")
+        for word in ("Weights", "Buffers", "Index"):
+            page.get_by_role("button", name=word).click()
+            expect(meaning).to_contain_text(re.compile(rf"{word.lower()}.*\.$", re.IGNORECASE))
+        page.get_by_role("button", name="Index").click()
+        expect(meaning).to_be_hidden()
+        page.get_by_role("button", name="preempted").press("Enter")
+        expect(page.locator("#queue-meaning")).to_contain_text("make room for another")
+
+
+def test_the_chart_is_scaled_to_the_use_unless_the_limit_is_asked_for(
+    browser: Any, recall_server: Running
+) -> None:
+    with opened(browser, recall_server.url) as page:
+        chart = page.locator("#chart")
+        expect(chart).to_have_attribute("aria-label", re.compile(r"drawn up to [3-7]\d\.\d\sMB"))
+        page.get_by_label("Up to the limit").check()
+        expect(chart).to_have_attribute("aria-label", re.compile(r"drawn up to 212\sMB"))
+
+
+def test_boxes_that_go_next_are_seen_in_the_dark(browser: Any, recall_server: Running) -> None:
+    with opened(browser, recall_server.url, color_scheme="dark") as page:
+        cold = _luminance(page, "document.querySelector('.keys .cold')")
+        card = _luminance(page, "document.querySelector('#tree')")
+        assert (cold + 0.05) / (card + 0.05) > 2.5
+
+
+def _luminance(page: Any, element: str) -> float:
+    """Return the relative luminance of an element's background, 0 to 1, after WCAG 2."""
+    text = page.evaluate(f"getComputedStyle({element}).backgroundColor")
+    shares = [int(part) / 255 for part in re.findall(r"\d+", text)[:3]]
+    red, green, blue = (s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
