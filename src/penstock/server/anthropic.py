@@ -134,6 +134,8 @@ class ErrorOut(BaseModel):
 
     type: Literal["error"]
     error: AnthropicErrorDetail
+    request_id: str | None = None
+    """Id of the request, as the header `request-id` has it."""
 
 
 FAILURES: dict[int | str, dict[str, Any]] = {
@@ -204,7 +206,8 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dic
     chosen: dict[str, Any] = body.model_dump(
         include={"temperature", "top_p", "top_k"}, exclude_none=True
     )
-    grammar, unenforced = _grammar(service, body) or (None, ())
+    call = _grammar(service, body)
+    grammar = call.grammar if call is not None else None
     request = Request(
         prompt=prompt.tokens,
         max_tokens=body.max_tokens,
@@ -221,7 +224,7 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dic
     reasoning = prompt.in_reasoning and not body.constrained
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
     reader = Reader(service.tokenizer, tools_of(body), reasoning=reasoning, parallel=parallel)
-    return request, reader, unenforced_headers(unenforced)
+    return request, reader, unenforced_headers(call.unenforced if call is not None else ())
 
 
 def _budget(

@@ -371,7 +371,9 @@ def tools_of(request: CountRequest) -> list[dict[str, Any]]:
         function = {
             "name": tool.name,
             "description": tool.description,
-            "parameters": tool.input_schema,
+            "parameters": {
+                key: part for key, part in tool.input_schema.items() if part is not None
+            },
         }
         functions.append({"type": "function", "function": function})
     return functions

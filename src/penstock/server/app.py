@@ -47,6 +47,7 @@ from penstock.server import (
 )
 from penstock.server.connections import Connections
 from penstock.server.problems import (
+    REQUEST_ID,
     BadRequest,
     ServerError,
     TooLarge,
@@ -113,7 +114,7 @@ def create_app(service: Service) -> FastAPI:
 def _respond(http: HttpRequest, error: Exception) -> Response:
     """Tell the client of an error that a route has raised."""
     problem = problem_of(error)
-    if problem.status >= 500 and problem.status not in (501, 503):  # a refusal is no fault
+    if problem.status >= 500 and problem.status != 503:  # a refusal is no fault
         logger.error("%s failed: %s", http.url.path, type(error).__name__)
         logger.debug("its error", exc_info=error)
     return response_for(http.url.path, error)
@@ -179,6 +180,7 @@ class RequestId:
         given = Headers(scope=scope).get("x-request-id", "")
         name = given if self.PLAIN.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = name
+        REQUEST_ID.set(name)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -15,7 +15,7 @@ from penstock.engine.view import EngineView
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.server.forms import Each, OnePrompt
-from penstock.server.openai import ERRORS
+from penstock.server.openai_objects import ERRORS
 from penstock.server.service import Service
 from penstock.tiers.worker import TierStats
 

@@ -30,6 +30,8 @@ class CallGrammar(NamedTuple):
     grammar: str
     unenforced: tuple[str, ...] = ()
     """Rules of the tools' schemas that are not kept to, as "search:uniqueItems"."""
+    free: bool = False
+    """Whether any text may stand around the calls, reasoning too."""
 
 
 def left_out_headers(names: Iterable[str]) -> dict[str, str]:
@@ -106,7 +108,7 @@ def call_grammar(
     if not wanted:
         what = "no tool" if name is None else f"no tool named {name[:80]!r}"
         raise BadRequest(f"tool_choice: {what} is offered", param="tool_choice")
-    if not _writes_json(tokenizer):
+    if not writes_json(tokenizer):
         raise BadRequest(
             "tool_choice can be auto or none with this model: how it writes its calls cannot be "
             "kept to",
@@ -120,7 +122,7 @@ def call_grammar(
     return CallGrammar(grammar, unenforced)
 
 
-def _writes_json(tokenizer: Any) -> bool:
+def writes_json(tokenizer: Any) -> bool:
     """Tell whether the model's calls are JSON between marks, by what mlx-lm's parser reads."""
     if not (getattr(tokenizer, "has_tool_calling", False) and tokenizer.tool_call_end):
         return False

@@ -17,6 +17,7 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -80,6 +81,14 @@ class RequestForm(BaseModel):
     """Base of all that clients send: strict about types, lenient about names."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Leave fields out that are null, as clients write those that are not set."""
+        if isinstance(given, dict) and None in given.values():
+            return {name: value for name, value in given.items() if value is not None}
+        return given
 
 
 class StreamOptions(RequestForm):

@@ -14,10 +14,11 @@ from pydantic import ValidationError
 from penstock.errors import PenstockError
 from penstock.server import anthropic, openai, responses
 from penstock.server.anthropic_forms import MessagesRequest, prompt_of
-from penstock.server.calls import offered
-from penstock.server.forms import ChatRequest, CompletionRequest
-from penstock.server.prompts import Prompts, client_arguments
-from penstock.server.responses import Asked, ResponsesRequest
+from penstock.server.chat_body import ChatBody
+from penstock.server.forms import CompletionRequest
+from penstock.server.prompts import Prompts
+from penstock.server.response_forms import ResponsesRequest
+from penstock.server.responses import Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,8 @@ def hint_of(path: str, body: bytes, prompts: Prompts) -> Hint | None:
 
 
 def _chat(body: bytes, prompts: Prompts) -> Hint:
-    form = ChatRequest.model_validate_json(body)
-    tools = offered(
-        [tool.model_dump(exclude_none=True) for tool in form.tools or ()], form.tool_choice
-    )
-    messages = [message.model_dump(exclude_none=True) for message in form.messages]
-    tokens = prompts.render(messages, tools, **client_arguments(form.chat_template_kwargs))
+    form = ChatBody.model_validate_json(body)
+    tokens = form.render(prompts, form.plan(prompts.tokenizer))
     return Hint(tokens, form.cache_salt or "", form.prompt_cache_key)
 
 

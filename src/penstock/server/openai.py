@@ -12,24 +12,34 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from penstock.engine.handle import Choice
 from penstock.engine.request import Event, Finish, Token, Usage
+from penstock.server.allowed_tools import ToolPlan
 from penstock.server.answers import Delta, Reader, ToolCall, join
-from penstock.server.calls import demanded, offered, unenforced_headers
+from penstock.server.calls import unenforced_headers
+from penstock.server.chat_body import ChatBody
 from penstock.server.forms import (
-    ChatRequest,
     CompletionRequest,
     grammar_of,
 )
+from penstock.server.legacy_calls import as_function
 from penstock.server.logprobs import Logprobs
+from penstock.server.openai_objects import (
+    ERRORS,
+    STREAMED,
+    ChatCompletion,
+    Completion,
+    Model,
+    Models,
+    OpenAIError,
+    usage_object,
+)
 from penstock.server.problems import BadRequest, NotFound, dumps
-from penstock.server.prompts import client_arguments
 from penstock.server.service import ActiveRequest, Service, until_gone
-from penstock.server.sse import EVENT, Stream, data
+from penstock.server.sse import Stream, data
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -38,146 +48,11 @@ MOST_PROMPTS = 128
 DONE = b"data: [DONE]\n\n"
 
 
-# ---- answers: written by hand below, and described by these in the OpenAPI document
-
-
-class OpenAIErrorDetail(BaseModel):
-    """Details of an error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIError(BaseModel):
-    """OpenAI's error object."""
-
-    error: OpenAIErrorDetail
-
-
-class PromptDetails(BaseModel):
-    """Details of the prompt's tokens."""
-
-    cached_tokens: int
-    """Prompt tokens that were read from the cache."""
-
-
-class OpenAIUsage(BaseModel):
-    """Usage of a request, in tokens."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-
-
-class ChatChoice(BaseModel):
-    """One answer."""
-
-    index: int
-    message: dict[str, Any]
-    finish_reason: str
-    logprobs: dict[str, Any] | None = None
-
-
-class ChatCompletion(BaseModel):
-    """All answers to a conversation."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: OpenAIUsage
-
-
-class TextChoice(BaseModel):
-    """One continuation."""
-
-    index: int
-    text: str
-    finish_reason: str
-    logprobs: dict[str, Any] | None = None
-
-
-class Completion(BaseModel):
-    """All continuations of a prompt."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: OpenAIUsage
-
-
-class Model(BaseModel):
-    """A model that is served, in OpenAI's and in Anthropic's words."""
-
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    max_model_len: int
-    """Tokens that a prompt and its answer can have together."""
-    context_length: int
-    """Same as `max_model_len`, under the name that other clients read."""
-    type: str
-    display_name: str
-    created_at: str
-    max_input_tokens: int
-    """Tokens that a prompt can have."""
-    max_tokens: int
-    """Tokens that an answer can have."""
-    lifecycle: str
-
-
-class Models(BaseModel):
-    """All models that are served: one."""
-
-    object: str
-    data: list[Model]
-    has_more: bool
-    first_id: str
-    last_id: str
-
-
-class ChatBody(ChatRequest):
-    """The body of `POST /v1/chat/completions`."""
-
-    parallel_tool_calls: bool | None = None
-    """Whether an answer may hold several calls; False keeps only the first."""
-
-
 class Json(JSONResponse):
     """JSON in which any text and any number has a form."""
 
     def render(self, content: Any) -> bytes:
         return dumps(content)
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": OpenAIError, "description": text}
-    for status, text in {
-        400: "A field is wrong, or prompt and answer do not fit",
-        401: "The key is missing or wrong",
-        403: "The request names a foreign host",
-        404: "There is no such thing",
-        408: "The body came too slowly",
-        413: "The body is too large",
-        415: "It does not say that it is JSON",
-        422: "A field is wrong",
-        429: "Too many requests wait",
-        500: "Something went wrong inside",
-        503: "Out of memory, or stopping",
-        504: "The answer did not end in time",
-    }.items()
-}
-"""Errors of any route, for the OpenAPI document."""
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": EVENT}}}
-}
 
 
 def router(service: Service) -> APIRouter:
@@ -239,16 +114,6 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """Return a request's usage in OpenAI's form."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
 class _Chat:
     """One request for chat."""
 
@@ -260,6 +125,10 @@ class _Chat:
         self.headers: dict[str, str] = {}
         """Headers of the response."""
         self.readers: list[Reader] = []
+        self.in_reasoning = False
+        """Whether the prompt ends inside the model's reasoning."""
+        self.free = False
+        """Whether the grammar leaves room for any text."""
 
     async def respond(self, http: HttpRequest) -> Response:
         """Hand the request in, and answer whole or in chunks."""
@@ -268,7 +137,8 @@ class _Chat:
             return Stream(self.service, CHAT, answering, self._chunks(answering), self.headers)
         async with answering:
             choices = await answering.result(http)
-            return Json(self._whole(choices, answering.usage()), headers=self.headers)
+            usage = await self._usage(answering)
+            return Json(self._whole(choices, usage), headers=self.headers)
 
     async def _open(self, http: HttpRequest) -> ActiveRequest:
         body, service = self.body, self.service
@@ -276,10 +146,8 @@ class _Chat:
             raise BadRequest("modalities: this server answers with text only", param="modalities")
         if body.top_logprobs is not None and not body.logprobs:
             raise BadRequest("top_logprobs needs logprobs", param="top_logprobs")
-        tools = offered(
-            [tool.model_dump(exclude_none=True) for tool in body.tools or ()], body.tool_choice
-        )
-        prompt, grammar = await until_gone(http, service.work(self._read, tools))
+        plan = body.plan(service.tokenizer)
+        prompt, grammar = await until_gone(http, service.work(self._read, plan))
         most = body.max_completion_tokens
         request = body.request(
             service,
@@ -293,41 +161,48 @@ class _Chat:
             grammar=grammar,
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
-        reasoning = grammar is None and service.prompts.starts_in_reasoning(prompt)
-        parallel = body.parallel_tool_calls is not False
+        open_text = grammar is None or self.free
+        self.in_reasoning = open_text and service.prompts.starts_in_reasoning(prompt)
+        parallel = body.parallel_tool_calls is not False and not body.legacy
         self.readers = [
-            Reader(service.tokenizer, tools, reasoning=reasoning, parallel=parallel)
+            Reader(service.tokenizer, plan.callable, reasoning=self.in_reasoning, parallel=parallel)
             for _ in range(request.n)
         ]
         return await service.open(request, CHAT)
 
-    def _read(self, tools: list[dict[str, Any]] | None) -> tuple[tuple[int, ...], str | None]:
+    def _read(self, plan: ToolPlan) -> tuple[tuple[int, ...], str | None]:
         """Return the prompt's tokens and the answer's grammar; in a worker thread."""
-        messages = [message.model_dump(exclude_none=True) for message in self.body.messages]
-        prompt = self.service.prompts.render(
-            messages, tools, **client_arguments(self.body.chat_template_kwargs)
-        )
-        call = demanded(self.service.tokenizer, tools, self.body.tool_choice)
+        prompt = self.body.render(self.service.prompts, plan)
+        call = plan.grammar(self.service.tokenizer)
         if call is not None:
             self.headers = unenforced_headers(call.unenforced)
+            self.free = call.free
             return prompt, call.grammar
         return prompt, grammar_of(self.body.response_format)
 
-    def _whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        return {
-            **self.head,
-            "object": "chat.completion",
-            "choices": [
-                {
-                    "index": index,
-                    "message": _message(reader.read(choice)),
-                    "logprobs": self._logprobs(choice.logprobs),
-                    "finish_reason": reader.reason,
-                }
-                for index, (reader, choice) in enumerate(zip(self.readers, choices, strict=True))
-            ],
-            "usage": usage_object(usage),
-        }
+    async def _usage(self, answering: ActiveRequest) -> dict[str, Any]:
+        """Return the usage of all answers, which have ended."""
+        choices = [choice for handle in answering.handles for choice in handle.choices]
+        count = self.service.prompts.reasoning_tokens
+        return usage_object(
+            answering.usage(),
+            cache_write_tokens=await self.service.created_tokens(answering),
+            reasoning_tokens=sum(count(c.tokens, inside=self.in_reasoning) for c in choices),
+        )
+
+    def _whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        whole_choices = [
+            {
+                "index": index,
+                "message": _message(reader.read(choice)),
+                "logprobs": self._logprobs(choice.logprobs),
+                "finish_reason": reader.reason,
+            }
+            for index, (reader, choice) in enumerate(zip(self.readers, choices, strict=True))
+        ]
+        if self.body.legacy:
+            whole_choices = [as_function(choice, "message") for choice in whole_choices]
+        return {**self.head, "object": "chat.completion", "choices": whole_choices, "usage": usage}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -355,7 +230,7 @@ class _Chat:
                     reason = self.readers[index].reason
                     yield data({**head, "choices": [self._choice(index, {}, [], reason)]})
         if with_usage:
-            yield data({**head, "choices": [], "usage": usage_object(answering.usage())})
+            yield data({**head, "choices": [], "usage": await self._usage(answering)})
         yield DONE
 
     def _choice(
@@ -364,7 +239,7 @@ class _Chat:
         choice = {"index": index, "delta": delta, "finish_reason": reason}
         if self.body.logprobs:
             choice["logprobs"] = self._logprobs(tokens) if tokens else None
-        return choice
+        return as_function(choice, "delta") if self.body.legacy else choice
 
 
 def _read_all(

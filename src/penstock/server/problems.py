@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,8 @@ RETRY_SECONDS = 2
 ANTHROPIC_PATHS = "/v1/messages"
 """Path under which errors have Anthropic's form; elsewhere they have OpenAI's."""
 STOPPED = "the engine has stopped, or takes no more requests in; try again later"
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Id of the request served here, as the headers `x-request-id` and `request-id` have it."""
 SHOWN_CHARACTERS = 80
 """Limit of a wrong value's characters in a message."""
 
@@ -266,10 +269,11 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
 
 
 def body_for(path: str, problem: Problem) -> dict[str, Any]:
-    """Return the error object in the form that clients of a path expect."""
-    if path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/"):
-        return anthropic_body(problem)
-    return openai_body(problem)
+    """Return the error object in the form that clients of a path expect, with the request's id."""
+    of_anthropic = path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/")
+    body = anthropic_body(problem) if of_anthropic else openai_body(problem)
+    name = REQUEST_ID.get()
+    return body if name is None else {**body, "request_id": name}
 
 
 class ErrorResponse(JSONResponse):

@@ -25,7 +25,14 @@ def items_of(given: str | Sequence[Item]) -> list[Item]:
     """Return an input as items."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
-    return list(given)
+    return [_without_nulls(item) for item in given]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return JSON without fields that are null, at any depth, as clients write unset ones."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def resolved(items: Sequence[Item], known: Mapping[str, Item], first: int = 0) -> list[Item]:
@@ -53,6 +60,44 @@ def resolved(items: Sequence[Item], known: Mapping[str, Item], first: int = 0) -
             item = stored_item
         whole_items.append(item)
     return whole_items
+
+
+def page_of(
+    items: Sequence[Item], *, limit: int, newest_first: bool, after: str | None
+) -> dict[str, Any]:
+    """Return a page of a list of items, each with an id.
+
+    Args:
+        items: oldest first.
+        limit: most items of a page.
+        newest_first: whether the newest item comes first.
+        after: id of the item in front of the page; None begins at the first.
+    """
+    named = [{"id": f"item_{index}", **_whole_message(item)} for index, item in enumerate(items)]
+    if newest_first:
+        named.reverse()
+    places = [index for index, item in enumerate(named) if item["id"] == after]
+    rest = named[places[0] + 1 :] if places else named
+    page = rest[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(rest) > limit,
+    }
+
+
+def _whole_message(item: Item) -> Item:
+    """Return an item with what clients may leave out: a message's type, and its parts."""
+    if item.get("type", "message") != "message":
+        return item
+    content = item.get("content")
+    if isinstance(content, str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        part: Item = {"type": kind, "text": content}
+        content = [{**part, "annotations": []} if kind == "output_text" else part]
+    return {**item, "type": "message", "status": "completed", "content": content or []}
 
 
 class Conversation:

@@ -79,11 +79,19 @@ class ResponseStore:
         Raises:
             NotFound: it is not kept, or not any more.
         """
+        return self._whole(salt, response_id).response
+
+    def input_items(self, salt: str, response_id: str) -> list[Item]:
+        """Return the conversation in front of a response, oldest first; raises as `response`."""
+        kept = self._whole(salt, response_id)
+        return kept.items[: len(kept.items) - len(kept.response["output"])]
+
+    def _whole(self, salt: str, response_id: str) -> Kept:
         with self._lock:
             kept = self._kept.get((salt, response_id))
         if kept is None:
             raise _missing(response_id)
-        return kept.response
+        return kept
 
     def delete(self, salt: str, response_id: str) -> None:
         """Forget a response; raises as `response`."""

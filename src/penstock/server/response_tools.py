@@ -91,7 +91,8 @@ class Tools:
             item["namespace"] = tool.namespace
         return item
 
-    def _read(self, tool: Mapping[str, Any], place: str, namespace: str | None) -> None:
+    def _read(self, given: Mapping[str, Any], place: str, namespace: str | None) -> None:
+        tool = {name: value for name, value in given.items() if value is not None}
         kind = tool.get("type")
         if kind == "namespace" and namespace is None:
             inner = tool.get("tools")

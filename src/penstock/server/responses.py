@@ -10,28 +10,37 @@ response.completed | response.incomplete
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from fastapi import APIRouter, Query
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.engine.request import Finish, Token
-from penstock.server.answers import Delta, Reader, ToolCall
-from penstock.server.calls import demanded, left_out_headers, offered, unenforced_headers
-from penstock.server.forms import Each, Metadata, Name, RequestForm, Sampled, grammar_for
+from penstock.server.allowed_tools import ToolPlan
+from penstock.server.answers import Delta, Reader
+from penstock.server.calls import left_out_headers, unenforced_headers
+from penstock.server.forms import grammar_for
 from penstock.server.logprobs import Logprobs
-from penstock.server.openai import ERRORS, STREAMED, Json
+from penstock.server.openai import Json
+from penstock.server.openai_objects import ERRORS, STREAMED
 from penstock.server.problems import BadRequest, problem_of
 from penstock.server.prompts import Prompts
-from penstock.server.response_items import Conversation, items_of, resolved, sealed
+from penstock.server.response_forms import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    InputTokensRequest,
+    ResponseObject,
+    ResponsesRequest,
+)
+from penstock.server.response_items import Conversation, items_of, page_of, resolved
+from penstock.server.response_output import ResponseOutput
 from penstock.server.response_store import ResponseStore
 from penstock.server.response_tools import Tools, flat_name
 from penstock.server.service import ActiveRequest, Service, until_gone
@@ -50,97 +59,6 @@ EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """Efforts as templates know them: low, medium, high."""
 
 
-class TextFormat(RequestForm):
-    """The form of the answer."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-
-
-class TextSettings(RequestForm):
-    """The form of the answer, as `text` holds it."""
-
-    format: TextFormat | None = None
-
-
-class ReasoningSettings(RequestForm):
-    """Settings of the model's reasoning."""
-
-    effort: Name | None = None
-    """Effort, `none` to `high`; it works where the model's template has a switch for it."""
-
-
-class ResponsesRequest(Sampled):
-    """The body of `POST /v1/responses`."""
-
-    input: str | Each[dict[str, Any]]
-    """A text, or messages, calls and their outputs."""
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    text: TextSettings | None = None
-    tools: Each[dict[str, Any]] | None = Field(None, max_length=512)
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    """Whether an answer may hold several calls; False keeps only the first."""
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: Each[Name] | None = Field(None, max_length=64)
-    metadata: Metadata | None = None
-    reasoning: ReasoningSettings | None = None
-    store: bool | None = None
-    """Whether the response is kept, so that a later request may go on from its id."""
-    background: bool | None = None
-    previous_response_id: Name | None = None
-    conversation: Any = None
-
-
-class InputDetails(BaseModel):
-    """Details of the prompt's tokens."""
-
-    cached_tokens: int
-    """Prompt tokens that were read from the cache."""
-    cache_write_tokens: int
-    """Prompt tokens that were computed and are now in the cache."""
-
-
-class OutputDetails(BaseModel):
-    """Details of the answer's tokens."""
-
-    reasoning_tokens: int
-
-
-class ResponsesUsage(BaseModel):
-    """Usage of a request, in tokens."""
-
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
-class ResponseObject(BaseModel):
-    """An answer."""
-
-    id: str
-    object: str
-    created_at: int
-    status: str
-    model: str
-    output: list[dict[str, Any]]
-    usage: ResponsesUsage | None
-
-
-class DeletedResponse(BaseModel):
-    """A response that is not kept any more."""
-
-    id: str
-    object: str
-    deleted: bool
-
-
 def router(service: Service) -> APIRouter:
     """Return the routes of responses."""
     routes = APIRouter(tags=["openai"], responses=ERRORS)
@@ -150,6 +68,24 @@ def router(service: Service) -> APIRouter:
     async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
         """Answer an input of texts, calls and their outputs."""
         return await _Responses(service, logprobs, body).respond(http)
+
+    @routes.post(f"{PATH}/input_tokens", response_model=InputTokens)
+    async def input_tokens(body: InputTokensRequest, http: HttpRequest) -> Response:
+        """Count the tokens of an input; nothing is computed."""
+        tokens = await until_gone(http, service.work(_tokens, service, body))
+        return Json({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+    @routes.get(f"{PATH}/{{response_id}}/input_items", response_model=InputItems)
+    async def input_items(
+        response_id: str,
+        cache_salt: str = "",
+        limit: int = Query(20, ge=1, le=100),
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """List the input of a response that was kept, a page at a time."""
+        items = service.stored.input_items(cache_salt, response_id)
+        return Json(page_of(items, limit=limit, newest_first=order == "desc", after=after))
 
     @routes.get(f"{PATH}/{{response_id}}", response_model=ResponseObject)
     async def response(response_id: str, cache_salt: str = "") -> Response:
@@ -163,6 +99,11 @@ def router(service: Service) -> APIRouter:
         return Json({"id": response_id, "object": "response", "deleted": True})
 
     return routes
+
+
+def _tokens(service: Service, body: ResponsesRequest) -> tuple[int, ...]:
+    """Return the tokens of a request's prompt; in a worker thread."""
+    return Asked.of(body, service.stored).render(body, service.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +142,8 @@ class Asked:
 
     def render(self, body: ResponsesRequest, prompts: Prompts) -> tuple[int, ...]:
         """Turn it into the tokens of the prompt. Slow: not for a loop."""
-        tools = offered(self.tools.chat, body.tool_choice)
-        return prompts.render(self.messages, tools, **_effort(body, prompts))
+        plan = ToolPlan.of(prompts.tokenizer, self.tools.chat, body.tool_choice)
+        return prompts.render(self.messages, plan.prompt, **_effort(body, prompts))
 
 
 def _effort(body: ResponsesRequest, prompts: Prompts) -> dict[str, Any]:
@@ -228,6 +169,8 @@ class _Responses:
         self.numbers = iter(range(2**31))
         """Sequence numbers of the stream's events."""
         self.in_reasoning = False
+        self.free = False
+        """Whether the grammar leaves room for any text."""
         self.parallel = body.parallel_tool_calls is not False
         self.wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
         self.asked = Asked([], [], Tools(), [])
@@ -255,11 +198,11 @@ class _Responses:
             self._keep(output, whole)
             return Json(whole, headers=headers)
 
-    def _output(self) -> _Output:
+    def _output(self) -> ResponseOutput:
         commits = SEALED_REASONING in (self.body.include or ())
-        return _Output(self.asked.tools, custom=self.custom, commits=commits)
+        return ResponseOutput(self.asked.tools, custom=self.custom, commits=commits)
 
-    def _keep(self, output: _Output, whole: dict[str, Any]) -> None:
+    def _keep(self, output: ResponseOutput, whole: dict[str, Any]) -> None:
         """Keep the conversation for a request that goes on from it."""
         if self.body.store is not False:
             items = [*self.asked.items, *output.items]
@@ -285,8 +228,9 @@ class _Responses:
             grammar=grammar,
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
-        self.in_reasoning = grammar is None and service.prompts.starts_in_reasoning(prompt)
-        tools = None if self.custom else offered(self.asked.tools.chat, body.tool_choice)
+        open_text = grammar is None or self.free
+        self.in_reasoning = open_text and service.prompts.starts_in_reasoning(prompt)
+        tools = None if self.custom else self._plan(body.tool_choice).callable
         reader = Reader(
             service.tokenizer, tools, reasoning=self.in_reasoning, parallel=self.parallel
         )
@@ -308,12 +252,16 @@ class _Responses:
                 self.custom = name
                 return tool.grammar
             choice = {"type": "function", "name": name}
-        tools = offered(self.asked.tools.chat, choice)
-        call = demanded(self.service.tokenizer, tools, choice)
+        call = self._plan(choice).grammar(self.service.tokenizer)
         if call is None:
             return None
         self.headers = unenforced_headers(call.unenforced)
+        self.free = call.free
         return call.grammar
+
+    def _plan(self, choice: str | dict[str, Any] | None) -> ToolPlan:
+        """Return the tools of the prompt, and those that may be called."""
+        return ToolPlan.of(self.service.tokenizer, self.asked.tools.chat, choice)
 
     def _grammar(self) -> str | None:
         wanted = self.body.text.format if self.body.text is not None else None
@@ -427,139 +375,3 @@ class _Responses:
         self._keep(output, whole)
         kind = "response.incomplete" if incomplete else "response.completed"
         yield event(kind, {"response": whole})
-
-
-Event = tuple[str, dict[str, Any]]
-
-
-@dataclass(slots=True)
-class _Output:
-    """Items of an unfinished response, and the events of their changes."""
-
-    tools: Tools
-    custom: str | None = None
-    """Custom tool that takes all text of the answer as its input."""
-    commits: bool = False
-    """Whether reasoning has an `encrypted_content`."""
-    items: list[dict[str, Any]] = field(default_factory=list)
-    """Reasoning, message and calls, those that have begun."""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    new_logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Log-probabilities of tokens that no event has carried yet; reasoning and calls drop them."""
-    _text: list[str] = field(default_factory=list)
-    _open: str | None = None
-    """Type of the last item, while it goes on."""
-
-    def add(self, delta: Delta) -> list[Event]:
-        """Take in what has become certain."""
-        if self.custom is not None:
-            self._text.append(delta.text)
-            return []
-        return [
-            *(self._say("reasoning", delta.reasoning) if delta.reasoning else ()),
-            *(self._say("message", delta.text) if delta.text else ()),
-            *(event for call in delta.calls for event in self._call(call)),
-        ]
-
-    def end(self, *, incomplete: bool) -> list[Event]:
-        """Finish the last item; an answer without any has an empty message."""
-        events: list[Event] = []
-        if self.custom is not None:
-            arguments = json.dumps({"input": "".join(self._text)})
-            call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", self.custom, arguments)
-            events += self._call(call)
-        elif not self.items:
-            events += self._begin("message")
-        return [*events, *self._finish("incomplete" if incomplete else "completed")]
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-
-    def _say(self, kind: str, text: str) -> Iterator[Event]:
-        if kind != "message":
-            self.new_logprobs = []
-        if self._open != kind:
-            yield from self._finish("completed")
-            yield from self._begin(kind)
-        self._text.append(text)
-        content = {**self._place(), "content_index": 0, "delta": text}
-        if kind == "message":
-            content["logprobs"] = self.new_logprobs
-            self.logprobs += self.new_logprobs
-            self.new_logprobs = []
-        yield f"response.{_PARTS[kind]}.delta", content
-
-    def _begin(self, kind: str) -> Iterator[Event]:
-        item: dict[str, Any] = {
-            "id": f"{_IDS[kind]}_{uuid.uuid4().hex}",
-            "type": kind,
-            "status": "in_progress",
-        }
-        if kind == "reasoning":
-            item["summary"] = []
-        else:
-            item["role"] = "assistant"
-        item["content"] = []
-        self.items.append(item)
-        self._open = kind
-        self._text = []
-        self.logprobs = []
-        yield "response.output_item.added", self._item()
-        yield (
-            "response.content_part.added",
-            {
-                **self._place(),
-                "content_index": 0,
-                "part": self._part(kind, ""),
-            },
-        )
-
-    def _finish(self, status: str) -> Iterator[Event]:
-        kind, self._open = self._open, None
-        if kind is None:
-            return
-        text = "".join(self._text)
-        done = {**self._place(), "content_index": 0, "text": text}
-        if kind == "message":
-            self.logprobs += self.new_logprobs
-            self.new_logprobs = []
-            done["logprobs"] = self.logprobs
-        yield f"response.{_PARTS[kind]}.done", done
-        part = self._part(kind, text)
-        yield "response.content_part.done", {**self._place(), "content_index": 0, "part": part}
-        self.items[-1] |= {"content": [part], "status": status}
-        if kind == "reasoning" and self.commits:
-            self.items[-1]["encrypted_content"] = sealed(text)
-        yield "response.output_item.done", self._item()
-
-    def _call(self, call: ToolCall) -> Iterator[Event]:
-        self.new_logprobs = []
-        yield from self._finish("completed")
-        item = self.tools.item(call)
-        name, kind = _WRITTEN.get(item["type"], (None, None))
-        self.items.append({**item, "status": "in_progress", **({name: ""} if name else {})})
-        yield "response.output_item.added", self._item()
-        if name is not None:
-            yield f"response.{kind}.delta", {**self._place(), "delta": item[name]}
-            done = {**self._place(), name: item[name], "name": item["name"]}
-            yield f"response.{kind}.done", done
-        self.items[-1] = item
-        yield "response.output_item.done", self._item()
-
-    def _item(self) -> dict[str, Any]:
-        return {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
-
-    def _part(self, kind: str, text: str) -> dict[str, Any]:
-        if kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        logprobs = self.logprobs if text else []
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-_IDS = {"message": "msg", "reasoning": "rs"}
-_WRITTEN = {
-    "function_call": ("arguments", "function_call_arguments"),
-    "custom_tool_call": ("input", "custom_tool_call_input"),
-}
-"""Field of a call that the model writes, and its events' prefix, by the item's type."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from penstock.engine.session_files import SavedSession, load_session, save_session
 from penstock.server.cache_routes import ExplainRequest, tokens_of
-from penstock.server.openai import ERRORS
+from penstock.server.openai_objects import ERRORS
 from penstock.server.problems import BadRequest, NotFound
 from penstock.server.service import Service
 

@@ -1,0 +1,104 @@
+"""Answers that may call some of the offered tools: OpenAI's `allowed_tools`.
+
+The prompt offers all tools, so that its prefix stays the same from turn to turn. A grammar keeps
+the calls to those that are allowed: any text, and between the model's marks only such a call.
+Where the model writes its calls in another way than JSON, the prompt offers the allowed ones alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from penstock.server.calls import CallGrammar, demanded, offered, writes_json
+from penstock.server.problems import BadRequest
+from penstock.server.response_tools import flat_name
+from penstock.server.tool_schemas import CallSchema
+
+Tool = dict[str, Any]
+MODES = ("auto", "required")
+
+
+class ToolPlan(NamedTuple):
+    """Tools of one request: those in its prompt, and what of them its answer may call."""
+
+    prompt: list[Tool] | None
+    """Tools that the prompt offers, in OpenAI's form."""
+    choice: str | dict[str, Any] | None
+    """Choice among the callable tools, without `allowed_tools`."""
+    callable: list[Tool] | None
+    """Tools that the answer may call."""
+    narrow: bool = False
+    """Whether free text may hold calls of the callable tools alone, by a grammar."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: Any, tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None
+    ) -> ToolPlan:
+        """Read a `tool_choice` of chat or of responses.
+
+        Raises:
+            BadRequest: an unknown mode, or a tool that is not offered.
+        """
+        if not (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
+            plain = offered(tools, choice)
+            return cls(plain, choice, plain)
+        inner = choice.get("allowed_tools", choice)  # of responses: without the layer
+        mode = inner.get("mode") if isinstance(inner, dict) else None
+        if mode not in MODES:
+            raise BadRequest(
+                "tool_choice: allowed_tools has a mode, auto or required, and tools",
+                param="tool_choice",
+                code="unsupported_value",
+            )
+        allowed = _allowed(list(tools or ()), inner.get("tools"))
+        narrow = mode == "auto" and writes_json(tokenizer)
+        kept = allowed if mode == "auto" and not narrow else list(tools or ())
+        return cls(kept, mode, allowed, narrow)
+
+    def grammar(self, tokenizer: Any) -> CallGrammar | None:
+        """Return the grammar of the answer's calls; None where any text will do. Slow.
+
+        Raises:
+            BadRequest: as `demanded`.
+        """
+        if self.narrow and self.callable:
+            return _free_grammar(tokenizer, self.callable)
+        return demanded(tokenizer, self.callable, self.choice)
+
+
+def _allowed(tools: list[Tool], named: Any) -> list[Tool]:
+    """Return the tools that `allowed_tools` names, in the order of the prompt."""
+    names = {_name(one) for one in named} if isinstance(named, list) else set()
+    allowed = [tool for tool in tools if tool["function"]["name"] in names]
+    unknown = names - {tool["function"]["name"] for tool in allowed}
+    if unknown or not allowed:
+        which = f"no tool named {sorted(map(str, unknown))[0][:80]!r}" if unknown else "no tool"
+        raise BadRequest(f"tool_choice: {which} is offered", param="tool_choice")
+    return allowed
+
+
+def _name(named: Any) -> str:
+    """Return the name of a tool as `allowed_tools` writes it; empty if it has none."""
+    if not isinstance(named, dict):
+        return ""
+    function = named.get("function", named)
+    name = function.get("name") if isinstance(function, dict) else None
+    if named.get("type") == "local_shell":
+        name = "local_shell"
+    return flat_name(name, named.get("namespace")) if isinstance(name, str) else ""
+
+
+def _free_grammar(tokenizer: Any, tools: Sequence[Tool]) -> CallGrammar:
+    """Return the grammar of any text with calls of these tools, as many as there may be."""
+    schema, unenforced = CallSchema.of([tool["function"] for tool in tools])
+    start, end = (json.dumps(mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end))
+    grammar = (
+        "start: (begin call)* TEXT\n"
+        "TEXT: /(?s:.*)/\n"
+        f"begin[lazy]: TEXT {start}\n"
+        f'call: "\\n"? body "\\n"? {end}\n'
+        f"body: %json {json.dumps(schema)}\n"
+    )
+    return CallGrammar(grammar, unenforced, free=True)

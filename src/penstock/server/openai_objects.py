@@ -1,0 +1,167 @@
+"""Answers of OpenAI's interface, as the OpenAPI document describes them.
+
+The routes write them by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from penstock.engine.request import Usage
+from penstock.server.sse import EVENT
+
+
+class OpenAIErrorDetail(BaseModel):
+    """Details of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    """OpenAI's error object."""
+
+    error: OpenAIErrorDetail
+    request_id: str | None = None
+    """Id of the request, as the header `x-request-id` has it."""
+
+
+class PromptDetails(BaseModel):
+    """Details of the prompt's tokens."""
+
+    cached_tokens: int
+    """Prompt tokens that were read from the cache."""
+    cache_write_tokens: int | None = None
+    """Prompt tokens that were computed and are now in the cache; chat says so."""
+
+
+class CompletionDetails(BaseModel):
+    """Details of the answers' tokens."""
+
+    reasoning_tokens: int
+
+
+class OpenAIUsage(BaseModel):
+    """Usage of a request, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: dict[str, Any]
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """All answers to a conversation."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: OpenAIUsage
+
+
+class TextChoice(BaseModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+
+
+class Completion(BaseModel):
+    """All continuations of a prompt."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: OpenAIUsage
+
+
+class Model(BaseModel):
+    """A model that is served, in OpenAI's and in Anthropic's words."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+    """Tokens that a prompt and its answer can have together."""
+    context_length: int
+    """Same as `max_model_len`, under the name that other clients read."""
+    type: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    """Tokens that a prompt can have."""
+    max_tokens: int
+    """Tokens that an answer can have."""
+    lifecycle: str
+
+
+class Models(BaseModel):
+    """All models that are served: one."""
+
+    object: str
+    data: list[Model]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": OpenAIError, "description": text}
+    for status, text in {
+        400: "A field is wrong, or prompt and answer do not fit",
+        401: "The key is missing or wrong",
+        403: "The request names a foreign host",
+        404: "There is no such thing",
+        408: "The body came too slowly",
+        413: "The body is too large",
+        415: "It does not say that it is JSON",
+        422: "A field is wrong",
+        429: "Too many requests wait",
+        500: "Something went wrong inside",
+        503: "Out of memory, or stopping",
+        504: "The answer did not end in time",
+    }.items()
+}
+"""Errors of any route, for the OpenAPI document."""
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": EVENT}}}
+}
+
+
+def usage_object(
+    usage: Usage, *, cache_write_tokens: int | None = None, reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+    """Return a request's usage in OpenAI's form; details that are not known are left out."""
+    details = {"cached_tokens": usage.cached_tokens}
+    if cache_write_tokens is not None:
+        details["cache_write_tokens"] = cache_write_tokens
+    usage_fields: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": details,
+    }
+    if reasoning_tokens is not None:
+        usage_fields["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage_fields

@@ -1,0 +1,151 @@
+"""Output of `/v1/responses` in the making: its items, and the events that tell of them.
+
+Delta ──add──> items, and [output_item.added ─ ...delta ─ ...done ─ output_item.done]
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.server.answers import Delta, ToolCall
+from penstock.server.response_items import sealed
+from penstock.server.response_tools import Tools
+
+Event = tuple[str, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class ResponseOutput:
+    """Items of an unfinished response, and the events of their changes."""
+
+    tools: Tools
+    custom: str | None = None
+    """Custom tool that takes all text of the answer as its input."""
+    commits: bool = False
+    """Whether reasoning has an `encrypted_content`."""
+    items: list[dict[str, Any]] = field(default_factory=list)
+    """Reasoning, message and calls, those that have begun."""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    new_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Log-probabilities of tokens that no event has carried yet; reasoning and calls drop them."""
+    _text: list[str] = field(default_factory=list)
+    _open: str | None = None
+    """Type of the last item, while it goes on."""
+
+    def add(self, delta: Delta) -> list[Event]:
+        """Take in what has become certain."""
+        if self.custom is not None:
+            self._text.append(delta.text)
+            return []
+        return [
+            *(self._say("reasoning", delta.reasoning) if delta.reasoning else ()),
+            *(self._say("message", delta.text) if delta.text else ()),
+            *(event for call in delta.calls for event in self._call(call)),
+        ]
+
+    def end(self, *, incomplete: bool) -> list[Event]:
+        """Finish the last item; an answer without any has an empty message."""
+        events: list[Event] = []
+        if self.custom is not None:
+            arguments = json.dumps({"input": "".join(self._text)})
+            call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", self.custom, arguments)
+            events += self._call(call)
+        elif not self.items:
+            events += self._begin("message")
+        return [*events, *self._finish("incomplete" if incomplete else "completed")]
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _say(self, kind: str, text: str) -> Iterator[Event]:
+        if kind != "message":
+            self.new_logprobs = []
+        if self._open != kind:
+            yield from self._finish("completed")
+            yield from self._begin(kind)
+        self._text.append(text)
+        content = {**self._place(), "content_index": 0, "delta": text}
+        if kind == "message":
+            content["logprobs"] = self.new_logprobs
+            self.logprobs += self.new_logprobs
+            self.new_logprobs = []
+        yield f"response.{_PARTS[kind]}.delta", content
+
+    def _begin(self, kind: str) -> Iterator[Event]:
+        item: dict[str, Any] = {
+            "id": f"{_IDS[kind]}_{uuid.uuid4().hex}",
+            "type": kind,
+            "status": "in_progress",
+        }
+        if kind == "reasoning":
+            item["summary"] = []
+        else:
+            item["role"] = "assistant"
+        item["content"] = []
+        self.items.append(item)
+        self._open = kind
+        self._text = []
+        self.logprobs = []
+        yield "response.output_item.added", self._item()
+        yield (
+            "response.content_part.added",
+            {
+                **self._place(),
+                "content_index": 0,
+                "part": self._part(kind, ""),
+            },
+        )
+
+    def _finish(self, status: str) -> Iterator[Event]:
+        kind, self._open = self._open, None
+        if kind is None:
+            return
+        text = "".join(self._text)
+        done = {**self._place(), "content_index": 0, "text": text}
+        if kind == "message":
+            self.logprobs += self.new_logprobs
+            self.new_logprobs = []
+            done["logprobs"] = self.logprobs
+        yield f"response.{_PARTS[kind]}.done", done
+        part = self._part(kind, text)
+        yield "response.content_part.done", {**self._place(), "content_index": 0, "part": part}
+        self.items[-1] |= {"content": [part], "status": status}
+        if kind == "reasoning" and self.commits:
+            self.items[-1]["encrypted_content"] = sealed(text)
+        yield "response.output_item.done", self._item()
+
+    def _call(self, call: ToolCall) -> Iterator[Event]:
+        self.new_logprobs = []
+        yield from self._finish("completed")
+        item = self.tools.item(call)
+        name, kind = _WRITTEN.get(item["type"], (None, None))
+        self.items.append({**item, "status": "in_progress", **({name: ""} if name else {})})
+        yield "response.output_item.added", self._item()
+        if name is not None:
+            yield f"response.{kind}.delta", {**self._place(), "delta": item[name]}
+            done = {**self._place(), name: item[name], "name": item["name"]}
+            yield f"response.{kind}.done", done
+        self.items[-1] = item
+        yield "response.output_item.done", self._item()
+
+    def _item(self) -> dict[str, Any]:
+        return {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+    def _part(self, kind: str, text: str) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        logprobs = self.logprobs if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_IDS = {"message": "msg", "reasoning": "rs"}
+_WRITTEN = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
+"""Field of a call that the model writes, and its events' prefix, by the item's type."""
