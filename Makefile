@@ -79,7 +79,8 @@ test-scale: $(VENV)/.scale
 test-agents: $(VENV)/.dev
 	$(BIN)/python tests/agents/run_agents.py $(VENV)/agents
 
-# Real weights and real text; skipped with a line where the model cannot be fetched.
+# Real weights and real text; skipped with a line where the model cannot be fetched. With
+# PENSTOCK_REAL=all prompts are long, and chats pass the whole context: an hour.
 real: $(VENV)/.dev
 	$(BIN)/pytest -s tests/real
 

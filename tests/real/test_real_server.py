@@ -1,0 +1,97 @@
+"""The server on real weights: both APIs say mlx-lm's text, also after kill -9."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from real_answers import Answer, plain_answer
+
+from penstock.models.mlx_lm import Loaded, render
+from penstock_bench.serve_process import free_port
+
+QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is 2 + 2?")
+TOKENS = 12
+START_SECONDS = 120.0
+
+
+def conversation(prose: list[str], number: int) -> list[dict[str, str]]:
+    text = f"{prose[number][:300]}\n\n{QUESTIONS[number]}"
+    return [{"role": "user", "content": text}]
+
+
+@contextmanager
+def served_until_killed(folder: Path) -> Iterator[str]:
+    """Serve the model as a user would, yield the URL, and end the server by SIGKILL."""
+    port = free_port()
+    flags = ["--port", str(port), "--ssd-cache-dir", str(folder), "--memory-limit", "2GB"]
+    process = subprocess.Popen([sys.executable, "-m", "penstock", "serve", "smollm2", *flags])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + START_SECONDS
+        while not is_ready(url):
+            assert process.poll() is None and time.monotonic() < until, "it did not start"
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def metric(url: str, name: str) -> float:
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    line = re.search(rf"^penstock_{name}(?:_total)? (\S+)$", text, re.MULTILINE)
+    assert line is not None, f"no {name} in /metrics"
+    return float(line[1])
+
+
+def openai(url: str, messages: list[dict[str, str]]) -> str:
+    body = {"model": "smollm2", "messages": messages, "max_tokens": TOKENS, "temperature": 0}
+    answer = post(url, "/v1/chat/completions", body)
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def anthropic(url: str, messages: list[dict[str, str]]) -> str:
+    body = {"model": "smollm2", "messages": messages, "max_tokens": TOKENS, "temperature": 0}
+    return str(post(url, "/v1/messages", body)["content"][0]["text"])
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = httpx.post(f"{url}{path}", json=body, timeout=120, trust_env=False)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def text_of(real: Loaded, answer: Answer) -> str:
+    ends = real.tokenizer.eos_token_ids
+    return str(real.tokenizer.decode([token for token in answer.tokens if token not in ends]))
+
+
+def test_both_apis_before_and_after_a_kill(real: Loaded, prose: list[str], tmp_path: Path) -> None:
+    asked = [conversation(prose, number) for number in range(len(QUESTIONS))]
+    expected = [
+        text_of(real, plain_answer(real, render(real.tokenizer, messages), TOKENS))
+        for messages in asked
+    ]
+    for restored in (False, True):
+        with served_until_killed(tmp_path) as url:
+            assert [openai(url, messages) for messages in asked] == expected
+            if restored:
+                assert metric(url, "restored_tokens") >= 64 * len(asked)
+            assert [anthropic(url, messages) for messages in asked] == expected
+            assert metric(url, "hit_tokens") >= 64 * len(asked)
