@@ -23,9 +23,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from penstock.cli import main
 from penstock.errors import ModelError
 from penstock.models.gguf import blocks
-from penstock.models.gguf.header import FORMS, TensorInfo, is_gguf, read_header
+from penstock.models.gguf.header import FORMS, Header, TensorInfo, is_gguf, read_header
 from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
 from penstock.models.gguf.tokenizer import SPLITS, write_tokenizer
+from penstock.models.gguf.weights import nearest_errors
 from penstock.models.mlx_lm import load_all, render
 from support.gguf_files import MODELS, VOCABULARY, add_vocabulary, small_model, write_model
 
@@ -87,6 +88,27 @@ def test_other_forms_are_within_half_a_step_of_mlx(form: str, tmp_path: Path) ->
     off = np.abs(np.array(ours.dequantized()).reshape(-1, 32) - groups).max(-1)
     assert (off <= step * 1.01).all()  # mx.quantize moves a group's ends by up to half a step
     assert not FORM[form].is_exact
+    wide = blocks.read(tensor(tmp_path / "t", form, raw.tobytes(), (6, 512)), wide=True)
+    assert isinstance(wide, mx.array)
+    assert np.array_equal(np.array(wide), theirs)
+
+
+@pytest.mark.parametrize(("form", "least", "most"), [("Q6_K", 1e-3, 0.02), ("Q3_K", 0.01, 0.2)])
+def test_the_error_of_the_nearest_codes(
+    form: str, least: float, most: float, tmp_path: Path
+) -> None:
+    raw = random_blocks(form, 6, 512)
+    names = ("a", "b")
+    tensors = {name: tensor(tmp_path / name, form, raw.tobytes(), (6, 512)) for name in names}
+    exact = tensor(tmp_path / "c", "Q4_1", random_blocks("Q4_1", 6, 512).tobytes(), (6, 512))
+    (error,) = nearest_errors(Header("t", {}, {**tensors, "c": exact})).items()
+    held = blocks.read(tensors["a"])
+    assert isinstance(held, blocks.AffineCodes)
+    numbers = dequantize(raw, gguf.GGMLQuantizationType[form])
+    off = np.array(held.dequantized()) - numbers
+    assert error[0] == form
+    assert error[1] == pytest.approx(np.sqrt((off**2).mean() / (numbers**2).mean()), rel=1e-4)
+    assert least < error[1] < most
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -213,6 +213,8 @@ def _add_fit(table: Table, fit: FitnessReport) -> None:
     table.add_row("model", Text(f"{fit.model} ({fit.model_type})"))
     table.add_row("  layers", ", ".join(map(str, fit.layers)))
     table.add_row("  KV", f"{fit.kv_bytes_per_token:,} bytes a token")
+    for form, error in fit.codes_errors.items():
+        table.add_row(f"  {form}", f"held in MLX's nearest codes: error {error:.2%} of the weights")
     if fit.way is None:
         table.add_row("  engine", "cannot run it")
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock import config, memory
@@ -11,6 +11,8 @@ from penstock.engine.model.runner import Runner, Way
 from penstock.errors import ModelError
 from penstock.memory import LayerKind
 from penstock.models import mlx_lm as seam
+from penstock.models.gguf.header import is_gguf, read_header
+from penstock.models.gguf.weights import nearest_errors
 from penstock.models.mlx_lm import Loaded
 
 
@@ -44,6 +46,8 @@ class FitnessReport:
     why: str
     modules: tuple[str, ...]
     """Modules of mlx-lm in which the name of its attention is bound to the engine's."""
+    codes_errors: dict[str, float] = field(default_factory=dict)
+    """Relative error of the weights' codes, by form of the GGUF file that MLX does not have."""
 
 
 def try_model(name: str, loaded: Loaded) -> FitnessReport:
@@ -69,6 +73,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
             way=None,
             why=_one_line(str(error)),
             modules=(),
+            codes_errors=_codes_errors(name, loaded),
         )
     fitness = runner.fitness
     return FitnessReport(
@@ -79,7 +84,15 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         way=fitness.way,
         why=_one_line(fitness.why),
         modules=fitness.modules,
+        codes_errors=_codes_errors(name, loaded),
     )
+
+
+def _codes_errors(name: str, loaded: Loaded) -> dict[str, float]:
+    """Return the errors of a GGUF file's codes; empty where its weights became float32."""
+    if not is_gguf(name) or "quantization" not in loaded.config:
+        return {}
+    return nearest_errors(read_header(name))
 
 
 def _seen_layers(model: Any) -> tuple[Layers, ...]:

@@ -2,8 +2,8 @@
 
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K are affine in groups of 32, which is one of MLX's own
 forms: the codes are packed anew and nothing is lost. Q2_K, Q3_K and Q6_K have groups of 16; they
-are dequantized by the package `gguf` and quantized by MLX. The layouts of blocks are those of
-https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+are dequantized by the package `gguf`, and quantized by MLX where codes stay codes. The layouts of
+blocks are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ class AffineCodes:
         return AffineCodes(self.weight[order], self.scales[order], self.biases[order], self.bits)
 
 
-def read(tensor: TensorInfo) -> mx.array | AffineCodes:
+def read(tensor: TensorInfo, *, wide: bool = False) -> mx.array | AffineCodes:
     """Read one tensor; its file's other parts are not touched.
+
+    Args:
+        tensor: of the header.
+        wide: whether it becomes float32 anyway: a form that MLX does not have is not rounded then.
 
     Raises:
         ModelError: the form needs the package `gguf`, and it is not installed.
@@ -67,7 +71,20 @@ def read(tensor: TensorInfo) -> mx.array | AffineCodes:
             bits,
         )
     numbers = mx.array(_dequantized(raw, tensor))
-    return AffineCodes(*mx.quantize(numbers, GROUP, bits), bits)
+    return numbers if wide else AffineCodes(*mx.quantize(numbers, GROUP, bits), bits)
+
+
+def nearest_error(tensor: TensorInfo) -> float:
+    """Return the root mean square error of MLX's nearest codes, over that of the numbers.
+
+    Raises:
+        ModelError: as `read`.
+    """
+    exact, nearest = read(tensor, wide=True), read(tensor)
+    if not isinstance(exact, mx.array) or not isinstance(nearest, AffineCodes):
+        return 0.0
+    error = nearest.dequantized() - exact
+    return float(mx.sqrt((error * error).mean() / mx.maximum((exact * exact).mean(), 1e-30)))
 
 
 _DENSE = {"F32": "<f4", "F16": "<f2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from penstock.models.gguf.tokenizer import write_tokenizer
 Weight: TypeAlias = mx.array | blocks.AffineCodes
 
 NORM = "norm.weight"
+MEASURED_TENSORS = 2
+"""Tensors of a form whose error is measured."""
 
 
 def write_folder(header: Header, folder: Path, *, wide: bool) -> None:
@@ -61,7 +64,7 @@ def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
             raise ModelError(
                 f"{header.name} has a tensor {tensor.name[:64]!r}, which {kind.model_type} has not"
             )
-        value = blocks.read(tensor)
+        value = blocks.read(tensor, wide=wide)
         rotated = heads.get(tensor.name.split(".")[-2]) if kind.interleaved else None
         if rotated is not None:
             value = _straightened(value, rotated)
@@ -70,6 +73,21 @@ def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
         for suffix, array in _parts(value, name, dtype, wide=wide):
             mx.eval(array)
             yield suffix, array
+
+
+def nearest_errors(header: Header) -> dict[str, float]:
+    """Return the relative error of MLX's nearest codes, by form, for forms that it does not have.
+
+    It is the largest of a few tensors, which are read.
+    """
+    errors: dict[str, float] = {}
+    counts: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        form = tensor.form
+        if not form.is_exact and counts[form.name] < MEASURED_TENSORS:
+            counts[form.name] += 1
+            errors[form.name] = max(errors.get(form.name, 0.0), blocks.nearest_error(tensor))
+    return errors
 
 
 def _quantization(header: Header) -> dict[str, Any]:
