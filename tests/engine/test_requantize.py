@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from tiny_families import build, uncompiled
+from whole_blocks import drop_partial_blocks
 
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -91,6 +92,7 @@ def drain(core: Core) -> None:
     while core.step():
         core.view.check()
         assert core.ledger.used_bytes <= core.ledger.limit_bytes
+    drop_partial_blocks(core)
 
 
 def ask(core: Core, tokens: Sequence[int], **more: Any) -> list[int]:

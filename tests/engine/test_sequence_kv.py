@@ -119,7 +119,7 @@ def test_the_whole_blocks_of_an_answer_are_committed_at_its_end(core: Core, gene
     """Where it ends in the middle of a span, its blocks are not held twice."""
     kv = running_core(core, 40, generated)
     committed, end = kv.num_cached_tokens, kv.committed_end
-    kv.end_answer()
+    kv.keep_end()
     assert kv.num_cached_tokens == end // 16 * 16
     assert (kv.num_cached_tokens > committed) == (generated >= 20)
     spans = kv.spans()
@@ -131,7 +131,7 @@ def test_without_room_for_a_copy_the_end_of_an_answer_is_not_committed(core: Cor
     kv = running_core(core, 40, 40)
     before = kv.spans(), kv.num_cached_tokens, kv.position
     core.ledger.set_limit(core.ledger.used_bytes)
-    kv.end_answer()
+    kv.keep_end()
     assert (kv.spans(), kv.num_cached_tokens, kv.position) == before
 
 

@@ -142,10 +142,12 @@ class EngineView:
     @property
     def held_bytes(self) -> int:
         """Bytes in arrays between two steps: weights, nodes, own spans, tails and states."""
+        shared = {id(n.segment.layers) for n in self._prefixes.tree if n.partial}
         own_spans = sum(
             span.segment.nbytes
             for sequence in self._admission.sequences.values()
             for span in sequence.kv.own_spans
+            if id(span.segment.layers) not in shared
         )
         fixed = self._budget.weights_bytes + self._stores.tails.nbytes
         return fixed + self._prefixes.tree.nbytes + own_spans + self._state_bytes()
@@ -166,7 +168,8 @@ class EngineView:
 
     def block_hashes(self) -> list[bytes]:
         """Return the hashes of all blocks in the tree. O(blocks)."""
-        return [block_hash for node in self._prefixes.tree for block_hash in node.block_hashes]
+        nodes = (node for node in self._prefixes.tree if not node.partial)
+        return [block_hash for node in nodes for block_hash in node.block_hashes]
 
     def held_tokens(self, tokens: Sequence[int], salt: str = "") -> int:
         """Return how many first tokens of a prompt are in the tree, in whole blocks."""
@@ -231,7 +234,7 @@ class EngineView:
             block_hashes = self._prefixes.block_hashes(tokens, salt)
         explanation = self._prefixes.explain(tokens, salt, block_hashes)
         tier_tokens = self._tier_tokens(block_hashes) if ask_tiers else None
-        reusable_tokens, why = self._stores.explain(len(tokens), block_hashes)
+        reusable_tokens, why = self._stores.explain(tokens, block_hashes, salt)
         reason = NOT_SHARED if self._stores.runner.fitness.whole else explanation.reason
         return replace(
             explanation,

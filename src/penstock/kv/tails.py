@@ -85,6 +85,11 @@ class Tails:
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     @property
+    def lost(self) -> bool:
+        """Whether what was written is gone, memory and all."""
+        return bool(self.shapes) and not self._keys
+
+    @property
     def free_slots(self) -> int:
         """Number of unclaimed slots."""
         return len(self._free)

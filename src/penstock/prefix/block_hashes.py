@@ -98,6 +98,17 @@ def hash_blocks(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
     return block_hashes
 
 
+def partial_hash(tokens: Tokens, root: bytes) -> bytes:
+    """Name a block that is not full yet; no whole block has that name.
+
+    >>> root = root_hash("model")
+    >>> partial_hash([1, 2], root) in (partial_hash([1], root), *hash_blocks([1, 2], 2, root))
+    False
+    """
+    raw = as_tokens(tokens).astype("<u4", copy=False).tobytes()
+    return blake2b(root + raw, digest_size=KEY_BYTES, person=b"penstock partial").digest()
+
+
 def checkpoint_hash(key: bytes) -> bytes:
     """Name the states that recurrent layers have behind the block `key`."""
     return blake2b(key, digest_size=KEY_BYTES, person=b"penstock states").digest()

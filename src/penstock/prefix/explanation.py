@@ -64,7 +64,7 @@ class Explanation:
 
     prompt_tokens: int
     held_tokens: int
-    """Tokens of the cached whole blocks."""
+    """Tokens of the cached whole blocks, and of the partial block with which the prompt goes on."""
     diverges_at: int | None
     """Index of the first token that differs from the nearest cached prompt."""
     held_token: int | None

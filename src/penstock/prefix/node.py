@@ -48,7 +48,7 @@ BLOCK_BYTES = 57
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Node(Generic[S]):
-    """A run of whole blocks behind its parent's. Changed by the tree alone."""
+    """A run of whole blocks behind its parent's, or a partial block. Changed by the tree alone."""
 
     id: int
     """Never given twice by one tree."""
@@ -72,6 +72,8 @@ class Node(Generic[S]):
     not held."""
     held_bytes: int = 0
     """Bytes of segment and index, as the tree counts them."""
+    partial: bool = False
+    """Whether it holds the first tokens of one block: the end of a sequence, always a leaf."""
 
     @property
     def end(self) -> int:

@@ -317,6 +317,64 @@ class Prefixes(Generic[S]):
                 self._hang(pin, new_keys, new_values, rest, copies)
         return InsertResult(end, len(new_values))
 
+    def insert_partial(
+        self,
+        pin: Pin[S],
+        blocks_done: int,
+        root: bytes,
+        tokens: Tokens,
+        segment: S,
+        paid: Reservation,
+    ) -> Node[S] | None:
+        """Hang a partial block, a sequence's end, below the blocks that the sequence reads.
+
+        It is not pinned. What `paid` counts goes down by its keys and values; the checkpoints are
+        found room for.
+
+        Args:
+            pin: the sequence's, with a path of `blocks_done` blocks or more.
+            blocks_done: whole blocks of the path that the sequence reads.
+            root: hash of the last of them, or the root hash.
+            tokens: of the segment.
+            segment: fewer tokens than a block.
+            paid: a reservation that counts the keys and values already.
+
+        Returns:
+            The leaf, which may have been there already; None if there is no room.
+        """
+        if not self._end_at(pin, blocks_done):
+            return None
+        known = self.tree.match_partial(pin.node, root, tokens)
+        if known is not None and len(known.tokens) == segment.tokens:
+            return known
+        if not self.make_room(self.index_bytes(1) + segment.checkpoint_nbytes):
+            return None
+        kv_nbytes = segment.nbytes - segment.checkpoint_nbytes
+        self._index.resize(self._index.nbytes + self.index_bytes(1))
+        self._checkpoints.resize(self._checkpoints.nbytes + segment.checkpoint_nbytes)
+        try:
+            leaf = self.tree.insert_partial(pin.node, root, tokens, segment, self._clock())
+            paid.resize(paid.nbytes - kv_nbytes)
+        finally:
+            self._settle()
+        return leaf
+
+    def find_partial(self, match: Match[S], root: bytes, tokens: Tokens) -> Node[S] | None:
+        """Find the longest partial block behind a match with which the tokens behind it begin."""
+        if match.ends_inside:
+            return None
+        return self.tree.match_partial(match.path[-1] if match.path else None, root, tokens)
+
+    def use_partial(self, leaf: Node[S]) -> None:
+        """Count a read of a partial block, which its reader copies or keeps for itself."""
+        self.tree.pin(leaf, self._clock()).release()
+
+    def drop_partial(self, leaf: Node[S]) -> None:
+        """Drop a partial block whose only reader has gone on behind it."""
+        if leaf in self.tree and leaf.hits <= 1:
+            self.tree.remove(leaf)
+            self._settle()
+
     def split(self, pin: Pin[S], match: Match[S]) -> bool:
         """Make a pinned path end where its match does, cutting the last node if need be.
 
@@ -480,12 +538,14 @@ class Prefixes(Generic[S]):
         blocks = match.tokens // self.block_size
         gone = self._evictions.find(block_hashes[blocks]) if blocks < len(block_hashes) else None
         common, beyond = self._nearest(match, values[match.tokens :], self.root(salt))
+        root = block_hashes[blocks - 1] if blocks else self.root(salt)
+        leaf = self.find_partial(match, root, values[match.tokens : -1])
         at = match.tokens + common
         differs = beyond is not None and at < len(values)
         ago = None if gone is None else self._clock() - gone.at_seconds
         return Explanation(
             prompt_tokens=len(values),
-            held_tokens=match.tokens,
+            held_tokens=match.tokens if leaf is None else leaf.end,
             diverges_at=at if differs else None,
             held_token=beyond if differs else None,
             given_token=int(values[at]) if differs else None,
@@ -504,6 +564,17 @@ class Prefixes(Generic[S]):
                 f"{blocks} was promised: the pin is not on this chain"
             )
         return match
+
+    def _end_at(self, pin: Pin[S], blocks: int) -> bool:
+        """Let a pinned path end behind its first blocks; False without room for a copy."""
+        node, end = pin.node, blocks * self.block_size
+        while node is not None and node.start >= end:
+            node = node.parent
+        pin.withdraw(node)
+        if node is None or node.end == end:
+            return True
+        inside = Match(node.path(), end, (end - node.start) // self.block_size)
+        return self.split(pin, inside)
 
     def _lead(self, pin: Pin[S], path: Sequence[Node[S]]) -> None:
         """Move a pin to the end of `path`; nodes that are new to it count as used now."""

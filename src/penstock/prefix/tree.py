@@ -17,7 +17,13 @@ from typing import Generic
 
 import numpy as np
 
-from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, hash_blocks
+from penstock.prefix.block_hashes import (
+    TokenArray,
+    Tokens,
+    as_tokens,
+    hash_blocks,
+    partial_hash,
+)
 from penstock.prefix.eviction import EvictionQueue
 from penstock.prefix.node import Match, Node, NodeView, S, TreeSegment, upwards, view
 from penstock.prefix.policy import COLD, HalfLife, Policy
@@ -119,6 +125,7 @@ class PrefixTree(Generic[S]):
         self._pins: set[Pin[S]] = set()
         self._queue = EvictionQueue()
         self._holds = EvictionQueue()  # of held nodes, by when it ends
+        self._partial_sizes: Counter[int] = Counter()  # tokens of partial blocks, and how many
         self._next_id = 0
         self._tokens = self._nbytes = self._index_bytes = self._pinned_bytes = 0
         self._checkpoint_bytes = 0
@@ -183,6 +190,22 @@ class PrefixTree(Generic[S]):
             siblings = node.children
         return Match(tuple(path), done * self.block_size, inside)
 
+    def match_partial(self, parent: Node[S] | None, root: bytes, tokens: Tokens) -> Node[S] | None:
+        """Find the longest partial block below a node with which some tokens begin.
+
+        Args:
+            parent: None for the beginning of prompts.
+            root: hash of the block in front of them, or the tenant's root hash.
+            tokens: behind the parent's.
+        """
+        siblings = self._tops if parent is None else parent.children
+        values = as_tokens(tokens[: self.block_size - 1])
+        for size in sorted(self._partial_sizes, reverse=True) if siblings else ():
+            node = siblings.get(partial_hash(values[:size], root)) if size <= len(values) else None
+            if node is not None:
+                return node
+        return None
+
     def victim(self) -> Node[S] | None:
         """Find the unpinned leaf worth least, in O(log n); None if there is none."""
         node_id = self._queue.first(self._worth_if_evictable)
@@ -229,10 +252,6 @@ class PrefixTree(Generic[S]):
 
         None is the root: an empty path, to be extended.
 
-        None is the root: an empty path, to be extended.
-
-        None is the root: an empty path, to be extended.
-
         Raises:
             ValueError: the node is not in the tree.
         """
@@ -275,11 +294,20 @@ class PrefixTree(Generic[S]):
             raise ValueError(
                 f"block {block_hashes[0].hex()} is there already; match before you insert"
             )
-        node = self._add(parent, tuple(block_hashes), values, segment)
-        node.last_used_seconds = now_seconds
-        node.heat = self.policy.used(self.policy.recall(block_hashes[0]), now_seconds)
-        self._offer(node)
-        return node
+        return self._insert(parent, tuple(block_hashes), values, segment, now_seconds)
+
+    def insert_partial(
+        self, parent: Node[S] | None, root: bytes, tokens: Tokens, segment: S, now_seconds: float
+    ) -> Node[S]:
+        """Add a partial block as a leaf below `parent`, whose last block has the hash `root`.
+
+        Raises:
+            ValueError: as `insert`, or the tokens are none, or a whole block.
+        """
+        values, key = as_tokens(tokens).copy(), partial_hash(tokens, root)
+        if not 0 < len(values) == segment.tokens < self.block_size or key in self._children(parent):
+            raise ValueError(f"{len(values)} tokens do not make a new partial block")
+        return self._insert(parent, (key,), values, segment, now_seconds, partial=True)
 
     def split(self, node: Node[S], blocks: int) -> Node[S]:
         """Cut `node` behind its first `blocks` blocks and return the new node that holds them.
@@ -432,6 +460,9 @@ class PrefixTree(Generic[S]):
                 f"counted, {counts} found"
             )
         pinned = Counter(node.id for pin in self._pins for node in pin.path)
+        sizes = Counter(len(node.tokens) for node in self if node.partial)
+        if sizes != self._partial_sizes:
+            raise AssertionError(f"partial blocks {self._partial_sizes} counted, {sizes} found")
         for node in self:
             if node.pins != pinned[node.id]:
                 raise AssertionError(f"{node} has {pinned[node.id]} pins")
@@ -461,7 +492,10 @@ class PrefixTree(Generic[S]):
 
     def _check_run(self, node: Node[S]) -> None:
         """Check that place, tokens, keys and segment of one node tell the same story."""
-        parent, count = node.parent, len(node.block_hashes) * self.block_size
+        parent = node.parent
+        count = len(node.tokens) if node.partial else len(node.block_hashes) * self.block_size
+        if node.partial and (count >= self.block_size or node.children):
+            raise AssertionError(f"{node} is no partial block, or has children")
         if node.start != (parent.end if parent else 0):
             raise AssertionError(f"{node} does not begin where {parent} ends")
         if not len(node.tokens) == node.segment.tokens == count > 0:
@@ -471,7 +505,10 @@ class PrefixTree(Generic[S]):
         # The chain's root is not known here, so the first block of all is taken on trust.
         root, known = (parent.block_hashes[-1], 0) if parent else (node.block_hashes[0], 1)
         tokens = node.tokens[known * self.block_size :]
-        if tuple(hash_blocks(tokens, self.block_size, root)) != node.block_hashes[known:]:
+        if node.partial:
+            if parent and node.block_hashes != (partial_hash(tokens, root),):
+                raise AssertionError(f"the key of {node} does not name its tokens")
+        elif tuple(hash_blocks(tokens, self.block_size, root)) != node.block_hashes[known:]:
             raise AssertionError(f"the keys of {node} do not name its tokens")
 
     # ---- parts of acts
@@ -500,12 +537,30 @@ class PrefixTree(Generic[S]):
         if node not in self:
             raise ValueError(f"{node} is not in the tree")
 
+    def _insert(
+        self,
+        parent: Node[S] | None,
+        block_hashes: tuple[bytes, ...],
+        tokens: TokenArray,
+        segment: S,
+        now_seconds: float,
+        *,
+        partial: bool = False,
+    ) -> Node[S]:
+        node = self._add(parent, block_hashes, tokens, segment, partial=partial)
+        node.last_used_seconds = now_seconds
+        node.heat = self.policy.used(self.policy.recall(block_hashes[0]), now_seconds)
+        self._offer(node)
+        return node
+
     def _add(
         self,
         parent: Node[S] | None,
         block_hashes: tuple[bytes, ...],
         tokens: TokenArray,
         segment: S,
+        *,
+        partial: bool = False,
     ) -> Node[S]:
         node = Node(
             id=self._next_id,
@@ -516,7 +571,10 @@ class PrefixTree(Generic[S]):
             start=0 if parent is None else parent.end,
             last_used_seconds=0.0,
             heat=COLD,
+            partial=partial,
         )
+        if partial:
+            self._partial_sizes[len(tokens)] += 1
         self._next_id += 1
         self._nodes[node.id] = node
         self._children(parent)[block_hashes[0]] = node
@@ -525,6 +583,8 @@ class PrefixTree(Generic[S]):
 
     def _forget(self, node: Node[S]) -> None:
         """Take the node out of all tables; its bytes are not counted any more."""
+        if node.partial:
+            self._partial_sizes -= Counter([len(node.tokens)])
         del self._nodes[node.id]
         del self._children(node.parent)[node.block_hashes[0]]
         self._queue.drop(node.id)
@@ -598,6 +658,8 @@ def _common(own: Sequence[bytes], block_hashes: Sequence[bytes], start: int) -> 
 
 def _inseparable(node: Node[S], child: Node[S]) -> bool:
     """Tell whether a node and its child have equal pins, holds and formats."""
+    if child.partial:
+        return False
     held, child_held = (member.held_until_seconds is not None for member in (node, child))
     alike = held == child_held and node.pins == child.pins
     return len(node.children) == 1 and alike and node.segment.joins(child.segment)

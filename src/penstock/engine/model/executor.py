@@ -172,7 +172,8 @@ class ModelExecutor:
         unfinished = (
             sequence.kv.own_spans and sequence.kv.own_spans[-1].end % self._stores.block_size
         )
-        if unfinished and not self._runner.fitness.whole:
+        resumed = sequence.kv.resumed_tokens
+        if unfinished and not resumed and not self._runner.fitness.whole:
             raise AssertionError(f"sequence {sequence.id} has an unfinished block to prefill")
         start, state = sequence.position, sequence.kv.recurrent_state
         tokens = sequence.tokens[start : start + count]

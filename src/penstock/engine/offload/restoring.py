@@ -106,10 +106,14 @@ class Restoring:
         if self._stores.by_block:  # the last token's block is computed
             most = sequence.kv.readable_tokens // self._size
             blocks_by_tier = {tier: min(n, most) for tier, n in blocks_by_tier.items()}
-        fastest = None if sequence.kv.own_spans else self._tiers.fastest(blocks_by_tier, done)
+        blocked = bool(sequence.kv.own_spans)
+        if self._stores.checkpoints is None and sequence.kv.resumed_tokens:
+            blocked = False  # its states are those of the path: it can resume a block earlier
+        fastest = None if blocked else self._tiers.fastest(blocks_by_tier, done)
         if fastest is None:
             return False
         assert sequence.kv.reservation is not None
+        self._admission.count_hit(sequence, -sequence.kv.drop_partial())
         tier, on_disk = fastest
         block_hashes, states = sequence.block_hashes[:on_disk], None
         sequence.restore_deadline = self._clock() + tier.patience_seconds(done, on_disk)

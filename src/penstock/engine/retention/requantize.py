@@ -141,7 +141,7 @@ class Requantizer:
         return {above.id for node in long for above in upwards(node.parent)}
 
     def _is_due(self, node: Node[Segment]) -> bool:
-        if node.end <= self._first or node.id in self._left:
+        if node.partial or node.end <= self._first or node.id in self._left:
             return False
         if node.end < self._least and node.id not in self._begins_long:
             return False

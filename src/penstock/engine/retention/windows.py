@@ -331,7 +331,8 @@ def _retained(node: Node[Segment]) -> float:
     """Return the first position of a node that is retained even if no sequence runs."""
     if node.held_until_seconds is not None:
         return node.start
-    return node.end if len(node.children) != 1 else inf
+    whole = sum(not child.partial for child in node.children.values())
+    return node.end if whole != 1 else inf
 
 
 def _turn_ends(leaf: Node[Segment]) -> Iterator[tuple[Node[Segment], int]]:

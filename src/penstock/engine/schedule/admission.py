@@ -116,6 +116,7 @@ class Admission:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's place; it is admitted again later and finds its committed path."""
+        sequence.kv.keep_end()
         node = sequence.kv.node
         self._release(sequence)
         sequence.was_preempted = True
@@ -131,7 +132,7 @@ class Admission:
         A reader of the end thus finds the bytes free. The last KV of a failed sequence may be NaN.
         """
         if not failed:
-            sequence.kv.end_answer()
+            sequence.kv.keep_end()
         node = sequence.kv.node
         sequence.kv.end_turn(sequence.cached_tokens)
         del self.sequences[sequence.id]
@@ -188,7 +189,7 @@ class Admission:
             sequence.admitted = True
             sequence.kv.unshare()
             self._counters.prompt_tokens += sequence.prompt_tokens
-            self.count_hit(sequence, sequence.kv.num_cached_tokens)
+            self.count_hit(sequence, sequence.kv.position)
         self.advance(sequence)
         return True
 

@@ -81,19 +81,27 @@ class KVStores:
         """Return how many first tokens of a chain are cached."""
         return self.prefixes.match(block_hashes).tokens
 
-    def explain(self, tokens: int, block_hashes: Items[bytes]) -> tuple[int | None, str]:
+    def explain(
+        self, tokens: Items[int], block_hashes: Items[bytes], salt: str = ""
+    ) -> tuple[int | None, str]:
         """Return the position at which a prompt could resume, and why no later one.
 
         None if that is the end of the cached tokens, unless memory was short.
 
         Args:
-            tokens: length of the prompt.
+            tokens: the prompt.
             block_hashes: those of its whole blocks.
+            salt: the tenant's.
         """
         if self.checkpoints is None and self.windows is None:
             return None, ""
         match = self.prefixes.match(block_hashes)
-        most = min(match.tokens, max(0, tokens - 1))
+        most = min(match.tokens, max(0, len(tokens) - 1))
+        blocks = match.tokens // self.block_size
+        root = block_hashes[blocks - 1] if blocks else self.prefixes.root(salt)
+        leaf = self.prefixes.find_partial(match, root, tokens[match.tokens : len(tokens) - 1])
+        if leaf is not None and self.resume((*match.path, leaf), leaf.end)[0] == leaf.end:
+            return None if self.checkpoints is None else leaf.end, ""
         resumes, _ = self.resume(match.path, most)
         whole = most if self.windows is None else self.windows.resume(match.path, most)
         if self.checkpoints is None and whole == most:

@@ -5,7 +5,7 @@
     prefill  ──> append_chunk: whole blocks are committed, the rest is a partial block
     decode   ──> append_tokens: a full tail becomes a span, full blocks are committed
     restore  ──> splice: blocks read from a tier
-    end      ──> detach
+    end      ──> keep_end: whole blocks are committed, a partial block becomes a leaf ──> detach
 
 A block is committed at once, so that other sequences share it, and the states at its end are
 captured under it. A block that cannot be committed, for want of room or behind the window, stays
@@ -18,12 +18,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.schedule.partial_blocks import PartialBlock
 from penstock.kv.attention_plan import KVSpan
 from penstock.kv.compressed import completed
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState, States
 from penstock.ledger import Kind, Reservation
-from penstock.prefix.node import Node
+from penstock.prefix.node import Match, Node
 from penstock.prefix.tree import Pin
 
 
@@ -68,6 +69,7 @@ class SequenceKV:
         """Bytes of the spans, and of all tokens still to compute; set by the memory budget."""
         self._matched_version: int | None = None
         """Version of the tree in which its path was looked up; None if it was not."""
+        self._partial_block = PartialBlock(stores)
         self._stores = stores
         self._size = stores.block_size
         self._salt = salt
@@ -111,10 +113,23 @@ class SequenceKV:
         resumed, _ = self._stores.resume(match.path, min(match.tokens, self.readable_tokens))
         return resumed
 
+    @property
+    def resumed_tokens(self) -> int:
+        """Tokens of the partial block at which it resumed, as long as nothing lies behind them."""
+        spans = self.own_spans
+        if self.tail or len(spans) != 1 or spans[0].start != self.num_cached_tokens:
+            return 0
+        return spans[0].columns if spans[0].columns < self._size else 0
+
+    @property
+    def _diverged(self) -> bool:
+        """Whether it has computed blocks of its own that are not in the tree."""
+        return bool(self.own_spans) and not self.resumed_tokens
+
     def block_hash_at(self, position: int) -> bytes | None:
         """Return the hash of the block at a position; None if it is not to be shared."""
         blocks = position // self._size
-        if self.own_spans or blocks >= len(self.block_hashes):
+        if self._diverged or blocks >= len(self.block_hashes):
             return None
         return self.block_hashes[blocks]
 
@@ -156,7 +171,8 @@ class SequenceKV:
     def attach(self, block_hashes: list[bytes] | None = None) -> int:
         """Reference the cached path of the sequence's blocks, and return the cached tokens.
 
-        They end at the last position of the path at which every layer can resume.
+        They end at the last position of the path at which every layer can resume. A partial block
+        behind them becomes the sequence's own span.
 
         Args:
             block_hashes: those of the blocks to look for; all by default.
@@ -168,17 +184,22 @@ class SequenceKV:
         self.pin = stores.prefixes.pin(match)
         self.matched_tokens = match.tokens
         self._matched_version = stores.prefixes.tree.version if block_hashes is None else None
-        return self.num_cached_tokens
+        if block_hashes is None:
+            self._resume_partial(match)
+        return self.position
 
     def undo_attach(self) -> None:
         """Let go of a path that was just attached."""
         assert self.pin is not None
         self.pin.release()
+        self.own_spans.clear()
+        self._partial_block.forget()
         self.pin, self.num_cached_tokens, self.recurrent_state = None, 0, None
 
     def take_slot(self) -> None:
         """Take a slot of the pool for the tail."""
         self.slot = self._stores.tails.take_slot()
+        self._partial_block.use()
 
     def wipe_slot(self) -> None:
         """Clear the tail's slot: its columns may be NaN."""
@@ -190,6 +211,7 @@ class SequenceKV:
         self.own_spans.clear()
         self.tail = self.num_cached_tokens = 0
         self.recurrent_state = None
+        self._partial_block.forget()
         if self.slot is not None:
             self._stores.tails.give_back(self.slot)
             self.slot = None
@@ -209,7 +231,7 @@ class SequenceKV:
         """
         blocks_done = self.num_cached_tokens // self._size
         prefilled = len(self.tokens) - 1 <= self.position
-        if self.own_spans or prefilled or self.pin is None:
+        if self._diverged or prefilled or self.pin is None:
             return 0
         version = self._stores.prefixes.tree.version
         if blocks_done >= len(self.block_hashes) or version == self._matched_version:
@@ -220,11 +242,23 @@ class SequenceKV:
             return 0
         limit = min(blocks * self._size, self.readable_tokens)
         resumed, recurrent_state = self._stores.resume(self.pin.path, limit)
-        if resumed <= self.num_cached_tokens:
+        if resumed <= self.position:
             return 0
-        gained = resumed - self.num_cached_tokens
+        gained = resumed - self.position
+        self.drop_partial()
         self.num_cached_tokens, self.recurrent_state = resumed, recurrent_state
         return gained
+
+    def drop_partial(self) -> int:
+        """Let go of the partial block at which it resumed; return its tokens.
+
+        For models without recurrent layers, or where other states are to hand.
+        """
+        tokens = self.resumed_tokens
+        if tokens:
+            self.own_spans.clear()
+            self._partial_block.forget()
+        return tokens
 
     def append_tokens(
         self, written: int, accepted: int, recurrent_state: RecurrentState | None = None
@@ -359,27 +393,27 @@ class SequenceKV:
         if prefilled and 0 < last <= self.num_cached_tokens:
             windows.end_prompt(self.pin.path, last)
 
-    def end_answer(self) -> None:
-        """Commit the whole blocks of the span with an answer's end, if a copy has room."""
-        stores, size = self._stores, self._size
-        if self.pin is None or len(self.own_spans) != 1 or stores.commit_tokens == size:
+    def keep_end(self) -> None:
+        """Commit the whole blocks behind the path, and keep the rest as a leaf, if there is room.
+
+        A sequence that goes on from all of its tokens computes none of them again.
+        """
+        stores, start = self._stores, self.num_cached_tokens
+        tokens = min(self.position, len(self.tokens), stores.shared_tokens) - start
+        if self.pin is None or tokens <= 0 or self._diverged_from_path:
+            return
+        if not self._partial_block.enabled or tokens == self._partial_block.tokens:
             return
         self.hash_blocks()
-        (span,) = self.own_spans
-        end = min(span.end, stores.shared_tokens) // size * size
-        nbytes = span.segment.nbytes
-        if span.start != self.num_cached_tokens or end <= span.start:
-            return
+        nbytes = 2 * tokens * stores.runner.token_bytes
         if not stores.prefixes.make_room(nbytes):
             return
-        # Without room in MLX for the copy, the blocks will be computed again.
+        # Without room in MLX for the copies, the tokens will be computed again.
         with (
             suppress(MemoryError, RuntimeError),
             stores.prefixes.ledger.reserve(Kind.BUFFERS, nbytes),
         ):
-            whole = span.segment.part(0, end - span.start).owned(coded=True)
-            if self._commit(whole):
-                self.own_spans, self.tail = [], 0
+            self._keep_end(tokens)
 
     def end_turn(self, known_tokens: int) -> None:
         """Retain the states with which a conversation goes on behind this answer.
@@ -396,6 +430,51 @@ class SequenceKV:
             stores.tiers.note_end(block_hashes, stores.prefixes.root(self._salt))
 
     # ---- parts
+
+    def _resume_partial(self, match: Match[Segment]) -> None:
+        """Take over the partial block behind a match, if it holds the tokens that come next."""
+        start, root = match.tokens, self._root_at(match.tokens)
+        resumed = self._partial_block.find(match, root, self.tokens[start : len(self.tokens) - 1])
+        if resumed is not None:
+            span, self.recurrent_state = resumed
+            self.own_spans, self.num_cached_tokens = [span], start
+
+    def _root_at(self, position: int) -> bytes:
+        """Return the hash of the block that ends at a position, or the root hash."""
+        blocks = position // self._size
+        return self.block_hashes[blocks - 1] if blocks else self._stores.prefixes.root(self._salt)
+
+    @property
+    def _diverged_from_path(self) -> bool:
+        """Whether the spans and the tail are not all of the tokens behind the path."""
+        spans, tails = self.own_spans, self._stores.tails
+        gap = bool(spans) and spans[0].start != self.num_cached_tokens
+        return gap or len(spans) > 1 or (self.tail > 0 and tails.lost)
+
+    def _keep_end(self, tokens: int) -> None:
+        """Move the first tokens behind the path into the tree."""
+        segment = self.own_spans[0].segment if self.own_spans else None
+        if self.tail:
+            assert self.slot is not None
+            segment = self._stores.tails.cut(self.slot, self.tail, segment)
+        assert segment is not None and self.pin is not None and self.reservation is not None
+        whole = tokens // self._size * self._size
+        if whole:
+            head = segment.part(0, whole).owned(coded=True)
+            if not self._commit(self._stores.coded(head, self.num_cached_tokens)):
+                return
+        start, stop = self.num_cached_tokens, self.num_cached_tokens + tokens - whole
+        if stop > start:
+            self._partial_block.keep(
+                self.pin,
+                start,
+                self._root_at(start),
+                self.tokens[start:stop],
+                segment.part(whole, tokens).owned(coded=True),
+                self.recurrent_state,
+                self.reservation,
+            )
+        self.own_spans, self.tail = [], 0
 
     def _place_chunk(self, segment: Segment) -> None:
         """Commit the whole blocks of a chunk, if there is room, and keep the rest."""
@@ -492,6 +571,7 @@ class SequenceKV:
         first, stores = self.num_cached_tokens // self._size, self._stores
         if not self.splice(segment):
             return False
+        self._partial_block.covered(self.num_cached_tokens)
         if stores.tiers is not None:
             block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
             stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first)

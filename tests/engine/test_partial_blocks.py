@@ -1,0 +1,205 @@
+"""A conversation goes on at the token where it ended: a turn computes what it adds, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_families
+from tiny_families import prompt_of
+
+from penstock.engine.core import Core
+from penstock.engine.handle import Handle
+from penstock.engine.request import Request
+from penstock.engine.schedule.scheduler import State
+from penstock.ledger import Kind
+from penstock.prefix import tree as tree_module
+
+KINDS = ("llama", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "mamba2", "recurrent_gemma")
+"""Full attention; windows, with sinks; states in some layers, in all, alone, and with windows."""
+SMALL: dict[str, Any] = {
+    "block_size": 16,
+    "prefill_chunk": 64,
+    "max_kv_size": 1_024,
+    "memory_limit": "200MB",
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "raw": {},
+    "active": {"kv_cache_quantization": "turbo8", "kv_cache_quantize_when": "active"},
+    "at-rest": {"kv_cache_quantization": "turbo8", "kv_cache_quantize_when": "at-rest"},
+}
+
+
+def core_of(kind: str, **settings: Any) -> Core:
+    with tiny_families.uncompiled():
+        return Core(tiny_families.build(kind), **{**SMALL, **settings})
+
+
+def run(core: Core, *handles: Handle) -> list[tuple[int, ...]]:
+    while core.step():
+        core.view.check()
+    return [handle.result(0.0)[0].tokens for handle in handles]
+
+
+def ask(core: Core, prompt: tuple[int, ...], tokens: int = 12, **more: Any) -> tuple[int, ...]:
+    request = Request(prompt=prompt, max_tokens=tokens, ignore_eos=True, **more)
+    return tuple(run(core, core.submit(request))[0])
+
+
+def computed(core: Core, act: Callable[[], Any]) -> tuple[Any, int]:
+    """Return what an act returns, and how many tokens of prompts were computed for it."""
+    before = core.view.stats().prefilled_tokens
+    return act(), core.view.stats().prefilled_tokens - before
+
+
+def partial_blocks(core: Core) -> list[int]:
+    return sorted(len(node.tokens) for node in core.prefixes.tree if node.partial)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_turn_computes_its_new_tokens_and_no_other(kind: str) -> None:
+    # Windows of a test model are shorter than 16 tokens; those of real ones hold many blocks.
+    block_size = 8 if kind == "recurrent_gemma" else 16
+    core, cold = (core_of(kind, block_size=block_size) for _ in range(2))
+    try:
+        talk = tuple(prompt_of(39))
+        for turn, new in enumerate((39, 5, 20, 1, 40)):
+            said, count = computed(core, lambda talk=talk: ask(core, talk))
+            # The last token of an answer was never read, and that of a prompt decodes.
+            assert count == (new - 1 if turn == 0 else new)
+            read = (*talk, *said)
+            explained = core.view.explain((*read, 5))
+            assert explained.held_tokens == len(read) - 1
+            assert explained.reusable_tokens in (None, len(read) - 1)
+            cold.clear()
+            assert said == ask(cold, talk)
+            talk = (*talk, *said, *prompt_of((5, 20, 1, 40, 2)[turn], turn))
+        core.clear()
+        assert core.ledger.by_class()[Kind.NODES] == core.ledger.by_class()[Kind.CHECKPOINTS] == 0
+        core.view.check()
+    finally:
+        core.close()
+        cold.close()
+
+
+@pytest.mark.parametrize("form", ["active", "at-rest"])
+def test_in_codecs_too(form: str) -> None:
+    settings = {**FORMS[form], "kv_cache_min_quantize_tokens": 0}
+    with_codes = core_of("llama", **settings)
+    try:
+        talk = tuple(prompt_of(39))
+        for new in (39, 5, 20):
+            said, count = computed(with_codes, lambda talk=talk: ask(with_codes, talk))
+            assert count == (38 if new == 39 else new)
+            talk = (*talk, *said, *prompt_of(5 if new == 39 else 20, new))
+        whole = [node for node in with_codes.prefixes.tree if not node.partial]
+        assert any(
+            type(side).__name__ == "Coded" for node in whole for side in node.segment.layers[0]
+        )
+        for node in with_codes.prefixes.tree:
+            if node.partial:
+                sides = node.segment.layers[0]
+                assert all(type(side).__name__ != "Coded" for side in sides)
+    finally:
+        with_codes.close()
+
+
+@pytest.fixture
+def core() -> Any:
+    made = core_of("llama", max_batch_size=4)
+    yield made
+    made.close()
+
+
+def test_it_is_extended_in_place(core: Core) -> None:
+    """The next end takes the place of the last one, and whole blocks that of both."""
+    talk = tuple(prompt_of(33))
+    talk += ask(core, talk, 4)
+    assert partial_blocks(core) == [4]  # 36 tokens were read
+    talk += (7, *ask(core, (*talk, 7), 4))
+    assert partial_blocks(core) == [9]
+    ask(core, (*talk, *prompt_of(20)), 8)
+    assert partial_blocks(core) == [(len(talk) + 27) % 16]
+
+
+def test_branches_that_go_on_from_one_end_share_it(core: Core) -> None:
+    talk = tuple(prompt_of(33))
+    talk += ask(core, talk, 8)
+    branches = [(*talk, *prompt_of(30, seed)) for seed in range(3)]
+    requests = [Request(prompt=branch, max_tokens=4, ignore_eos=True) for branch in branches]
+    said, count = computed(core, lambda: run(core, *map(core.submit, requests)))
+    assert count == 3 * 30
+    core.clear()
+    assert [tuple(answer) for answer in said] == [ask(core, branch, 4) for branch in branches]
+
+
+def test_equal_turns_from_one_end_are_computed_once(core: Core) -> None:
+    talk = tuple(prompt_of(33))
+    talk += ask(core, talk, 8)
+    request = Request(prompt=(*talk, *prompt_of(60)), max_tokens=4, ignore_eos=True)
+    said, count = computed(core, lambda: run(core, *(core.submit(request) for _ in range(3))))
+    assert said[0] == said[1] == said[2]
+    assert count < 60 + 2 * 16
+
+
+def test_another_tenant_does_not_find_it(core: Core) -> None:
+    talk = tuple(prompt_of(5))
+    talk += ask(core, talk, 4, salt="one")
+    for salt, count in (("two", 9), ("one", 1)):
+        assert computed(core, lambda s=salt: ask(core, (*talk, 3), 1, salt=s))[1] == count
+
+
+def test_a_preempted_sequence_computes_nothing_again(core: Core) -> None:
+    expected = ask(core, tuple(prompt_of(37)), 30)
+    core.clear()
+    request = Request(prompt=tuple(prompt_of(37)), max_tokens=30, ignore_eos=True)
+    handle = core.submit(request)
+    while not _ran(core):
+        core.step()
+    (sequence,) = core.admission.sequences.values()
+    core.admission.preempt(sequence)
+    core.view.check()
+    assert sequence.kv.pin is None
+    said, count = computed(core, lambda: run(core, handle))
+    assert (tuple(said[0]), count) == (expected, 0)
+
+
+def _ran(core: Core) -> bool:
+    return any(s.generated_tokens >= 9 for s in core.scheduler.sequences(State.RUNNING))
+
+
+def test_a_cancelled_one_leaves_its_end(core: Core) -> None:
+    handle = core.submit(Request(prompt=tuple(prompt_of(37)), max_tokens=30, ignore_eos=True))
+    while not _ran(core):
+        core.step()
+    (sequence,) = core.admission.sequences.values()
+    tokens = tuple(sequence.tokens)
+    core.cancel(handle)
+    core.view.check()
+    assert computed(core, lambda: ask(core, (*tokens, 5), 1))[1] == 1
+
+
+def test_it_is_evicted_as_any_other(core: Core) -> None:
+    ask(core, tuple(prompt_of(37)), 8)
+    assert partial_blocks(core)
+    victim = core.prefixes.tree.victim()
+    assert victim is not None and victim.partial
+    core.prefixes.shrink(10**9)
+    assert partial_blocks(core) == [] and core.ledger.by_class()[Kind.NODES] == 0
+    core.view.check()
+
+
+def test_an_end_that_is_matched_by_its_length_alone_is_seen(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: an end of other tokens changes the text."""
+    first, other = tuple(prompt_of(46)), (*prompt_of(46)[:32], *prompt_of(30, 9))
+    expected = ask(core, other)
+    core.clear()
+    real = tree_module.partial_hash
+    monkeypatch.setattr(tree_module, "partial_hash", lambda t, root: real([0] * len(t), root))
+    ask(core, first, 1)
+    assert partial_blocks(core) == [14]
+    assert ask(core, other) != expected
+    core.clear()

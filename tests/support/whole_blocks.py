@@ -1,0 +1,13 @@
+"""Leave whole blocks alone in a tree, for tests that count them."""
+
+from __future__ import annotations
+
+from penstock.engine.core import Core
+
+
+def drop_partial_blocks(core: Core) -> None:
+    """Drop the ends of sequences, so that whole blocks alone are left."""
+    for node in list(core.prefixes.tree):
+        if node.partial:
+            node.hits = 0
+            core.prefixes.drop_partial(node)
