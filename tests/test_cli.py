@@ -404,6 +404,8 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
         (["generate", "x", "--model", "nosuch"], "there is no folder nosuch"),
         (["generate", "x", "--model", "./no/such"], "there is no folder ./no/such"),
         (["chat", "--model", "nosuch"], "there is no folder nosuch"),
+        (["chat", "--model", "nosuch.gguf"], "there is no file nosuch.gguf"),
+        (["chat", "--model", "no/such.gguf"], "there is no file no/such.gguf"),
         (["agents", "--agents", "1"], "--agents"),
         (["agents", "--tokens", "many"], "--tokens"),
         (["agents", "--tokens", "31"], "--tokens"),

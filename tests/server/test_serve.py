@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from servers import serving, settings
+from servers import serving, settings, wait_until
 from typer.main import get_command
 
 from penstock.cli import app, main
@@ -87,6 +87,38 @@ def test_flags_win_over_environment_over_file(
     assert list(found["cors_origin"]) == ["https://a.example"]
     assert found["max_batch_size"] == 8, "and the default below all"
     assert parsed(monkeypatch, PENSTOCK_CONFIG=str(file))["max_kv_size"] == 1000
+
+
+def test_what_was_deleted_stays_deleted_after_a_restart(tmp_path: Path) -> None:
+    """The process is killed before the folder comes back; the next one removes the blocks."""
+    folder, away = tmp_path / "cache", tmp_path / "away"
+    flags = ("--ssd-cache-dir", str(folder), "--block-size", "32", "--memory-limit", "200MB")
+    body = {"prompt": "cedar " * 200, "max_tokens": 1}
+
+    def cached(url: str) -> int:
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def disk(url: str) -> dict[str, Any]:
+        stats: dict[str, Any] = httpx.get(f"{url}/v1/cache/stats").json()["stats"]
+        return dict(stats["tiers"]["disk"])
+
+    with started(*flags) as (_, url):
+        assert cached(url) == 0
+        wait_until(lambda: disk(url)["held_bytes"] > 0 and disk(url)["queued_bytes"] == 0)
+    with started(*flags) as (_, url):
+        assert cached(url) > 0, "a restart alone forgets nothing"
+        folder.rename(away)
+        folder.write_text("a file stands where the folder was")
+        other = {**body, "prompt": "otter " * 200}
+        httpx.post(f"{url}/v1/completions", json=other, timeout=60.0)
+        wait_until(lambda: disk(url)["off"] is not None)
+        assert httpx.delete(f"{url}/v1/cache", timeout=60.0).status_code == 202
+    folder.unlink()
+    away.rename(folder)
+    assert list(folder.rglob("*.safetensors")), "the folder came back whole"
+    with started(*flags) as (_, url):
+        assert cached(url) == 0
 
 
 @pytest.mark.parametrize(

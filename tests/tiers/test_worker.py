@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from test_disk_store import FILE_BYTES, FINGERPRINT, INDEX_BYTES, chain, keys_of
 
 from penstock.tiers.disk import Record, SSDStore
-from penstock.tiers.record import Target
+from penstock.tiers.disk.disk_store import INDEX_NAME
+from penstock.tiers.disk.tombstone import Tombstone
+from penstock.tiers.record import FORMAT, Target
 from penstock.tiers.worker import ColdTier
 
 SOON = 20.0
@@ -232,6 +234,41 @@ def test_what_was_cleared_does_not_come_back_with_the_folder(
         assert all(tier.offer(record) for record in records)
         assert tier.flush(SOON)
         assert count(tier, keys_of(records)).result(SOON) == 4
+
+
+@pytest.mark.parametrize("gone", ["the folder", "the index"])
+def test_a_deletion_outlives_the_thread_that_could_not_do_it(tmp_path: Path, gone: str) -> None:
+    """Another tier of the same folder clears it before it reads, and once."""
+    folder, away = tmp_path / "cache", tmp_path / "away"
+    moved = folder if gone == "the folder" else folder / FORMAT / INDEX_NAME
+    records, tombstone = chain(4), Tombstone(folder, FINGERPRINT)
+    with running(folder, tombstone=tombstone) as tier:
+        assert all(tier.offer(record) for record in records)
+        assert tier.flush(SOON)
+    moved.rename(away)
+    if gone == "the folder":
+        folder.write_text("a file")
+    else:
+        moved.mkdir()
+    with running(folder, tombstone=tombstone) as tier:
+        assert count(tier, keys_of(records)).result(SOON) == 0
+        assert tier.stats().off is not None
+        assert tier.clear().result(SOON) is None
+        assert tombstone.read() is True
+    if gone == "the folder":
+        moved.unlink()
+    else:
+        moved.rmdir()
+    away.rename(moved)
+    assert len(list(folder.rglob("*.safetensors"))) == 4, "nothing was removed yet"
+    with running(folder, tombstone=Tombstone(folder, FINGERPRINT)) as tier:
+        assert count(tier, keys_of(records)).result(SOON) == 0
+        assert not list(folder.rglob("*.safetensors"))
+        assert tombstone.read() is None and not list(tmp_path.glob(".cache*"))
+        assert all(tier.offer(record) for record in records)
+        assert tier.flush(SOON)
+    with running(folder, tombstone=Tombstone(folder, FINGERPRINT)) as tier:
+        assert count(tier, keys_of(records)).result(SOON) == 4, "done once"
 
 
 def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None:

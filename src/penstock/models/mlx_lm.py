@@ -572,6 +572,8 @@ def _source(path_or_name: str | Path) -> str:
         raise ModelError(
             f"{name} is a file; a model is a folder, a .gguf file or a name like owner/model"
         )
+    if folder.suffix == ".gguf":
+        raise ModelError(f"there is no file {name}")
     if name.count("/") != 1 or name[0] in "./~":
         raise ModelError(f"there is no folder {name}; a hub name has the form owner/model")
     return name

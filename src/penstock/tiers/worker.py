@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 
+from penstock.tiers.disk.tombstone import Tombstone
 from penstock.tiers.record import Record, Target
 from penstock.tiers.store import Store, TierCounts
 
@@ -84,6 +86,7 @@ class ColdTier:
         queue_bytes: of blocks that may wait to be written.
         name: of the store, in messages; nothing that is to stay secret.
         retry_seconds: how long a store that has failed is left alone.
+        tombstone: remembers a deletion across restarts, until it is done; None remembers none.
     """
 
     def __init__(
@@ -93,8 +96,12 @@ class ColdTier:
         queue_bytes: int = QUEUE_BYTES,
         name: str = "SSD cache",
         retry_seconds: float = RETRY_SECONDS,
+        tombstone: Tombstone | None = None,
     ) -> None:
         self._make = make
+        self._tombstone = tombstone
+        self._unnoted: list[Future[int | None]] = []
+        """Deletions of a store that is off, until they are remembered."""
         self._queue_bytes = queue_bytes
         self._name = name
         self._retry_seconds = retry_seconds
@@ -175,11 +182,16 @@ class ColdTier:
     def clear(self, *, all_models: bool = True) -> Future[int | None]:
         """Remove all blocks, or this model's, and return how many; None while the store is off.
 
-        It is remembered until it is done: a store that comes back is cleared before it is read.
+        It is remembered until it is done: a store that comes back is cleared before it is read,
+        also in another process.
         """
         with self._changed:
             self._drop_writes()
             self._to_clear = all_models or bool(self._to_clear)
+            if self.is_off and not self._closing:
+                self._unnoted.append(Future())
+                self._changed.notify_all()
+                return self._unnoted[-1]
         return self.call(self._clear, None)
 
     def wait(self, timeout_seconds: float) -> None:
@@ -222,10 +234,30 @@ class ColdTier:
         for _ in self._chores or ():  # they would take in files that the index does not know
             pass
         self._chores = None
+        self._remember()
         removed = store.clear(all_models=all_models)
+        if self._tombstone is not None:
+            self._tombstone.remove()
         with self._changed:
             self._to_clear = None
         return removed
+
+    def _remember(self) -> None:
+        """Write down what is to be removed, and answer those who wait for that."""
+        with self._changed:
+            all_models, unnoted = self._to_clear, self._unnoted
+            self._unnoted = []
+        if all_models is not None and self._tombstone is not None:
+            try:
+                self._tombstone.place(all_models=all_models)
+            except OSError as error:
+                logger.warning(
+                    "a deletion in the %s cannot be written down; a restart forgets it: %s",
+                    self._name,
+                    error,
+                )
+        for answer in unnoted:
+            answer.set_result(None)
 
     def _look_ahead(self) -> None:
         """Take the memory of the next call that reads, while the files of this one are read."""
@@ -254,6 +286,7 @@ class ColdTier:
                 self._drop_writes()
                 self._busy = False
                 self._changed.notify_all()
+            self._remember()
             self._refuse()
             # What a landing is made in; a stream whose thread is gone aborts the process later.
             mx.clear_streams()
@@ -267,11 +300,15 @@ class ColdTier:
                     store = self._make()
                     store.counts = self._stats.counts
                     self._chores = store.reconciling()
+                    if self._to_clear is None and self._tombstone is not None:
+                        self._to_clear = self._tombstone.read()
                     if self._to_clear is not None:
                         self._clear(store)
                     self._stats.held_bytes = store.nbytes
                     self._stats.limit_bytes = store.limit_bytes
                     self._switch(None)
+                    if self._unnoted:  # asked for while the store came back
+                        self._clear(store)
                     self._note_full(store.full)
                 working = self._wait() and self._work(store)
             except FAULTS as error:
@@ -298,10 +335,17 @@ class ColdTier:
 
     def _rest(self) -> bool:
         """Leave a store that has failed alone for a while; False at the end."""
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
-            return not self._changed.wait_for(lambda: self._closing, self._retry_seconds)
+        until = time.monotonic() + self._retry_seconds
+        while True:
+            self._remember()
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._closing or self._unnoted, until - time.monotonic()
+                )
+                if self._closing or not self._unnoted:
+                    return not self._closing
 
     def _work(self, store: Store) -> bool:
         """Do one thing."""

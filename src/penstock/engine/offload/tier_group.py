@@ -334,4 +334,6 @@ def open_tiers(
 
 def _tier_of(store: StoreOpener) -> Callable[[int], ColdTier]:
     """Return a function that makes a store's tier, for the bytes that may wait in it."""
-    return lambda queue_bytes: ColdTier(store.open, queue_bytes=queue_bytes, name=store.name)
+    return lambda queue_bytes: ColdTier(
+        store.open, queue_bytes=queue_bytes, name=store.name, tombstone=store.tombstone
+    )

@@ -16,6 +16,7 @@ from penstock.kv.block_spans import Spans
 from penstock.memory import format_bytes
 from penstock.tiers.disk.disk_store import SSDStore
 from penstock.tiers.disk.limits import payload_bytes
+from penstock.tiers.disk.tombstone import Tombstone
 from penstock.tiers.record import HEAD_BYTES
 from penstock.tiers.remote.objects import check_url, open_objects, shown
 from penstock.tiers.remote.remote_store import PIECE_BYTES, RemoteStore, buffer_bytes
@@ -44,6 +45,8 @@ class StoreOpener:
     """Name in messages, without anything secret."""
     buffer_bytes: int = 0
     """Bytes that the store holds in memory, besides blocks that are written."""
+    tombstone: Tombstone | None = None
+    """Memory of a deletion across restarts; None has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,7 @@ def _disk_opener(limits: EngineSettings, content: TierContent) -> StoreOpener:
             spans=content.spans,
         )
 
-    return StoreOpener(open_store, "SSD cache")
+    return StoreOpener(open_store, "SSD cache", tombstone=Tombstone(folder, content.fingerprint))
 
 
 # ---- a store that servers share

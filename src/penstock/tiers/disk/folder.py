@@ -25,6 +25,7 @@ from penstock.tiers.disk.disk_store import (
     block_file,
 )
 from penstock.tiers.disk.index import DAY_SECONDS, PAGE_ENTRIES, Entry, Index, is_alive, is_damage
+from penstock.tiers.disk.tombstone import PREFIX
 from penstock.tiers.record import FORMAT
 
 FORMATS = "penstock-block-"
@@ -238,7 +239,7 @@ class Folder:
         inside = [
             path
             for path in _listed(self.path / FORMAT)
-            if path.name not in ours and not path.name.startswith(INDEX_NAME)
+            if path.name not in ours and not path.name.startswith((INDEX_NAME, PREFIX))
         ]
         return others, len(beside) - len(others) + len(inside)
 
