@@ -15,6 +15,7 @@ from penstock.cli import (
     chat,
     doctor,
     generate,
+    launch,
     plan,
     serve,
     top,
@@ -36,6 +37,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(agents.agents)
 app.command()(serve.serve)
+app.command()(launch.launch)
 app.command()(top.top)
 app.command()(verify.verify)
 app.command()(plan.plan)

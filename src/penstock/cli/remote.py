@@ -87,7 +87,7 @@ class Remote:
         model: str | None = None,
         system: str | None = None,
     ) -> None:
-        self.url = _base(url)
+        self.url = base_url(url)
         self.system = system
         self._http = httpx.Client(
             base_url=self.url,
@@ -199,10 +199,10 @@ class Remote:
             ) from error
 
 
-def _base(url: str) -> str:
+def base_url(url: str) -> str:
     """Return the URL without a slash or `/v1` at its end.
 
-    >>> _base("http://localhost:8080/v1/")
+    >>> base_url("http://localhost:8080/v1/")
     'http://localhost:8080'
     """
     try:

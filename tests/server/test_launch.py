@@ -1,0 +1,229 @@
+"""`penstock launch`: a script in place of each program records how it was started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis_server import free_port
+from servers import Running, serving
+
+from penstock.cli import main
+from penstock.cli.launch_setups import PROGRAMS
+
+KEY = "a-key-for-tests"
+OWN = ["--resume", "two words", "it's"]
+RECORDER = """#!{python}
+import json, os, pathlib, sys, urllib.request
+address = os.environ.get("LOOK_AT")
+files = {{}}
+for text in [*os.environ.values(), *sys.argv[1:]]:
+    if "/penstock" in text or text.endswith("/settings.json"):
+        path = pathlib.Path(text)
+        if path.is_file() and path.suffix in (".js", ".json"):
+            files[path.name] = path.read_text()
+record = dict(
+    name=pathlib.Path(sys.argv[0]).name,
+    arguments=sys.argv[1:],
+    environment=dict(os.environ),
+    files=files,
+    health=urllib.request.urlopen(address + "/health").status if address else None,
+)
+pathlib.Path(os.environ["RECORD"]).write_text(json.dumps(record))
+sys.exit(7)
+"""
+
+
+@dataclass
+class Desk:
+    """An empty home, and a folder of programs that record."""
+
+    home: Path
+    programs: Path
+    record: Path
+
+    def install(self, *names: str) -> None:
+        for name in names:
+            (self.programs / name).write_text(RECORDER.format(python=sys.executable))
+            (self.programs / name).chmod(0o755)
+
+    def read(self) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads(self.record.read_text())
+        self.record.unlink()
+        return record
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    desk = Desk(tmp_path / "home", tmp_path / "bin", tmp_path / "record.json")
+    desk.home.mkdir()
+    desk.programs.mkdir()
+    for tool in ("mktemp", "sh"):
+        (desk.programs / tool).symlink_to(str(shutil.which(tool)))
+    monkeypatch.setenv("PATH", str(desk.programs))
+    monkeypatch.setenv("HOME", str(desk.home))
+    monkeypatch.setenv("RECORD", str(desk.record))
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "of another server")
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    return desk
+
+
+def points_at(name: str, record: dict[str, Any]) -> tuple[str, str, str, int]:
+    """Read address, key, model and context size from what a program was started with."""
+    environment, arguments, files = record["environment"], record["arguments"], record["files"]
+    match name:
+        case "claude":
+            assert environment["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+            assert "ANTHROPIC_API_KEY" not in environment
+            return (
+                environment["ANTHROPIC_BASE_URL"] + "/v1",
+                environment["ANTHROPIC_AUTH_TOKEN"],
+                environment["ANTHROPIC_MODEL"],
+                int(environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"]),
+            )
+        case "codex":
+            values = [arguments[at + 1] for at, word in enumerate(arguments) if word == "-c"]
+            config = tomllib.loads("\n".join(values))
+            provider = config["model_providers"][config["model_provider"]]
+            assert provider["wire_api"] == "responses"
+            key = environment[provider["env_key"]]
+            return provider["base_url"], key, config["model"], config["model_context_window"]
+        case "opencode":
+            config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
+            owner, model = config["model"].split("/", 1)
+            provider = config["provider"][owner]
+            options = provider["options"]
+            limit = provider["models"][model]["limit"]["context"]
+            return options["baseURL"], options["apiKey"], model, limit
+        case "pi":
+            (text,) = files.values()
+            provider = json.loads(text[text.index("{") : text.rindex("}") + 1])
+            assert arguments[0] == "-e" and arguments[1].endswith("/penstock.js")
+            model = provider["models"][0]
+            key = environment[provider["apiKey"]]
+            return provider["baseUrl"], key, model["id"], model["contextWindow"]
+        case _:
+            (model,) = json.loads(files["settings.json"])["modelProviders"]["openai"]
+            window = model["generationConfig"]["contextWindowSize"]
+            return model["baseUrl"], environment[model["envKey"]], model["id"], window
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_pointed_at_the_server_and_nothing_stays(
+    name: str, recall_server: Running, desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    desk.install(name)
+    assert main(["launch", name, "--url", recall_server.url, "--", *OWN]) == 7
+    record = desk.read()
+    assert record["arguments"][-3:] == OWN
+    base, key, model, context = points_at(name, record)
+    answer = httpx.get(f"{base}/models", headers={"Authorization": f"Bearer {key}"}).json()
+    assert (model, context) == (answer["data"][0]["id"], answer["data"][0]["max_model_len"])
+    assert list(desk.home.iterdir()) == [], "its own configuration stays as it is"
+    said = capfd.readouterr().err
+    assert recall_server.url in said and f"{context:,} tokens of context" in said
+    for variable, value in record["environment"].items():
+        if value != os.environ.get(variable):
+            assert f"{variable}={value}" in said, "all that is set is said"
+    assert not [word for word in record["arguments"] if Path(word).is_file() and "/" in word]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_shell_starts_the_same_from_the_printed_lines(
+    name: str, recall_server: Running, desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    desk.install(name)
+    main(["launch", name, "--url", recall_server.url, "--", *OWN])
+    launched = desk.read()
+    capfd.readouterr()
+    assert main(["launch", name, "--url", recall_server.url, "--print", "--", *OWN]) == 0
+    assert not desk.record.exists()
+    lines = capfd.readouterr().out
+    assert subprocess.run(["sh", "-eu"], input=lines, text=True, check=False).returncode == 7
+    printed = desk.read()
+    assert points_at(name, printed) == points_at(name, launched)
+    assert printed["files"] == launched["files"]
+    assert len(printed["arguments"]) == len(launched["arguments"])
+    for here, there in zip(printed["arguments"], launched["arguments"], strict=True):
+        assert Path(here).name == Path(there).name
+
+
+def test_a_key_reaches_the_program_and_is_not_said(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    desk.install("opencode")
+    with serving(api_key=KEY) as running:
+        assert main(["launch", "opencode", "--url", running.url]) == 2
+        assert "PENSTOCK_API_KEY" in capfd.readouterr().err
+        assert main(["launch", "opencode", "--url", running.url, "--api-key", KEY]) == 7
+    assert points_at("opencode", desk.read())[1] == KEY
+    said = capfd.readouterr().err
+    assert KEY not in said and "(the key)" in said
+
+
+def test_a_server_is_started_and_stopped_with_the_program(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    desk.install("codex")
+    url = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("LOOK_AT", url)
+    monkeypatch.setenv("PENSTOCK_MEMORY_LIMIT", "200MB")
+    assert main(["launch", "codex", "--url", url]) == 7
+    record = desk.read()
+    assert record["health"] == 200
+    assert points_at("codex", record)[2] == "recall"
+    assert "starting one" in capfd.readouterr().err
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_a_server_that_does_not_start_is_one_line(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    desk.install("pi")
+    monkeypatch.setenv("PENSTOCK_MEMORY_LIMIT", "1MB")
+    assert main(["launch", "pi", "--url", f"http://127.0.0.1:{free_port()}"]) == 2
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last.startswith("penstock: the server did not start: ") and "limit" in last
+
+
+def test_npx_runs_a_program_that_is_not_installed(recall_server: Running, desk: Desk) -> None:
+    desk.install("npx")
+    assert main(["launch", "claude", "--url", recall_server.url, "--", "-p", "Hi"]) == 7
+    record = desk.read()
+    assert record["arguments"] == ["--yes", "@anthropic-ai/claude-code", "-p", "Hi"]
+    assert points_at("claude", record)[2] == "recall"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["emacs"], "choose one of claude, codex, opencode, pi, qwen"),
+        (["claude"], "npm install -g @anthropic-ai/claude-code"),
+        (["claude", "--print", "--url", "http://127.0.0.1:9"], "start one: penstock serve"),
+        (["claude", "--url", "http://192.0.2.1:9"], "none can be started there"),
+        (["claude", "--url", "nowhere"], "is not a URL"),
+    ],
+)
+def test_refusals_are_one_line(
+    arguments: list[str],
+    words: str,
+    recall_server: Running,
+    desk: Desk,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    given = [] if "--url" in arguments else ["--url", recall_server.url]
+    if given == []:
+        desk.install("claude")
+    assert main(["launch", *arguments, *given]) == 2
+    said = capfd.readouterr().err
+    assert words in said and said.count("\n") == 1
