@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from penstock.engine.core import Core
 from penstock.engine.request import Request, Sampling
 from penstock.errors import ModelError
 from penstock.kv.codecs import parse_scheme
-from penstock.models.mlx_lm import load, plain_caches, render
+from penstock.models.mlx_lm import encode, load, plain_caches, render
 from penstock.recall import MODEL_PATH, dialogue
-from penstock_bench import eval_load, eval_texts
+from penstock_bench import attention_error, eval_load, eval_texts, long_tasks
 from penstock_bench import evaluate as bench
 from penstock_bench.eval_load import EvalLoad, KVSetting
 from penstock_bench.evaluate import Estimate
@@ -324,7 +326,49 @@ def test_another_model_reads_a_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert four["kl"]["mean"] > 0 == raw["kl"]["mean"]
     assert four["kl"]["n"] > 300
     assert main(["eval", str(folder), "--length", "100"]) == 2
-    assert "the embedded model alone" in capsys.readouterr().err
+    assert "name a text to hide things in" in capsys.readouterr().err
+    assert main(["eval", "--task", "needle"]) == 2
+    assert "the embedded model knows its dialogues alone" in capsys.readouterr().err
+
+
+def test_tasks_on_a_real_text_and_what_the_layers_lose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL_PATH, folder)
+    sizes = ["--questions", "1", "--length", "400", "--text-tokens", "600", "--continuations", "0"]
+    text = ["--text", argparse.__file__, "--text", statistics.__file__]
+    given = ["eval", str(folder), "--codec", "2", *text, *sizes, "--json"]
+    assert main([*given, "--piece", "300", "--block-size", "64", "--memory-limit", "200MB"]) == 0
+    raw, two = json.loads(capsys.readouterr().out)["penstock"]["rows"]
+    assert list(raw["recall"]) == [f"{task} 400" for task in long_tasks.LongTask]
+    assert raw["recall"]["needles 400"]["n"] == 4
+    assert raw["agreement"] is None
+    assert [layer["kl"] for layer in raw["layers"]] == [0.0, 0.0]
+    assert all(layer["kl"] > 1e-4 and layer["output"] > 0.05 for layer in two["layers"])
+    assert main([*given[:3], "2", *text, *sizes, "--block-size", "64"]) == 0
+    assert "plain: attention" in capsys.readouterr().out
+
+
+def test_the_error_of_a_layer_is_that_of_its_weights() -> None:
+    """By hand: one head, one query, two keys; a codec that is none changes nothing."""
+    model, tokenizer = load(MODEL_PATH)
+    runner = bench._way(model, KVSetting("raw"), EvalLoad()).runner
+    tokens = encode(tokenizer, "The code of the amber falcon is 4821. " * 30)
+    layers = attention_error.watch(runner, tokens, 64)
+    assert len(layers) == 2
+    layer = layers[1]
+    assert layer is not None
+    assert layer.queries.shape[1] % attention_error.QUERY_TOKENS == 0
+    assert layer.keys.shape[2] % 64 == 0
+    errors = [
+        attention_error.layer_errors(layers, parse_scheme(name))[1] for name in ("raw", "8", "2")
+    ]
+    none, little, much = (error for error in errors if error is not None)
+    assert none == attention_error.LayerError(0.0, 0.0)
+    assert little.kl < much.kl / 100
+    assert little.output < much.output / 10
+    assert attention_error.watch(runner, tokens[:100], 64) == []
 
 
 @pytest.mark.parametrize(

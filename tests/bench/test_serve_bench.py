@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import psutil
 import pytest
 from stand_in_server import stand_in
 
+from penstock.cli import main
+from penstock.errors import SettingError
 from penstock.models.mlx_lm import load, render
 from penstock.recall import count_tokens
 from penstock_bench import serve_figures, serve_model, serve_process, serve_runs
@@ -35,6 +38,8 @@ from penstock_bench.serve_client import (
     open_loop,
     percentile,
 )
+from penstock_bench.serve_words import TextWords
+from support.gguf_files import small_model, write_model
 
 TINY = LlamaShape(
     layers=2, hidden_size=64, intermediate_size=64, query_heads=4, kv_heads=2, head_dim=16
@@ -97,6 +102,47 @@ def test_lines_differ_and_have_about_their_length() -> None:
     assert len(set(said)) == 10
     assert all(40 <= count_tokens([{"role": "user", "content": line}]) < 80 for line in said)
     assert said != serve_model.lines(2, 10, 40)
+
+
+def test_a_real_text_is_said_in_the_lengths_that_are_asked_for() -> None:
+    def count(text: str) -> int:
+        return len(text.split())
+
+    words = TextWords("\n\n".join(f"word{n} and more of it" for n in range(400)), count)
+    assert 990 < count(words.system(1_000)) <= 1_000
+    assert 2_990 < count(words.system(3_000)) <= 3_000, "a short text comes again"
+    said = words.lines(1, 10, 40)
+    assert len(set(said)) == 10
+    assert all(count(line) == 40 for line in said)
+    assert said != words.lines(2, 10, 40)
+
+
+def test_llama_cpp_needs_a_gguf_file() -> None:
+    with pytest.raises(SettingError, match="no GGUF file"):
+        serve_process.llama_cpp("llama-server -np 8", FOLDER, 1)
+    command = serve_process.llama_cpp("llama-server -np 8", replace(FOLDER, gguf=Path("m.gguf")), 1)
+    assert command.arguments[:5] == ("llama-server", "-np", "8", "--model", "m.gguf")
+
+
+def test_a_random_model_takes_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--llama-server", "llama-server"]) == 2
+    assert "name a model with real weights" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_served_by_both_sides(tmp_path: Path) -> None:
+    """In the place of llama.cpp's server is ours, which takes the model without a flag."""
+    ours = shlex.quote(f'exec {sys.executable} -m penstock serve "$2" "$3" "$4" "$5" "$6"')
+    model, config = small_model("llama")
+    write_model(tmp_path / "small.gguf", "llama", model, config, "Q8_0")
+    load_ = serve.ServeLoad(
+        model=str(tmp_path / "small.gguf"),
+        llama_server=f"sh -c {ours} llama-server",
+        sessions=2, turns=2, system_tokens=300, answer_tokens=4, connections=0, overhead_rounds=0,
+    )  # fmt: skip
+    report = serve_runs.measure(load_)
+    assert report.rival_figures["llama.cpp"]["requests"] == 4
+    assert report.raw["same_first_answers"] == {"penstock": 2, "mlx-lm": 2, "llama.cpp": 2}
 
 
 # ---- loads, on a stand-in
@@ -251,7 +297,9 @@ def test_the_report_is_printed_stored_and_drawn(
     (stored,) = tmp_path.glob("serve-*.json")
     record = json.loads(stored.read_text())["raw"]
     assert set(record["sessions"]) == {OURS, RIVAL}
-    assert SMALL.system[:40] not in stored.read_text()  # figures, and no text of anybody
+    assert (
+        serve_model.system_prompt(SMALL.system_tokens)[:40] not in stored.read_text()
+    )  # figures, and no text of anybody
     assert record["sessions"][OURS][0]["memory"]
     publish(measured, as_json=False, save=None)
     assert "completion tokens/s" in capsys.readouterr().out

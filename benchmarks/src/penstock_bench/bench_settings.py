@@ -133,10 +133,26 @@ class EvalSettings(Settings):
         Field(ge=1.0),
         Setting("Factor of the larger channels of the form outliers.", "FACTOR", flag="outliers"),
     ] = OUTLIER_SCALE
-    questions: Annotated[int, Field(ge=1), Setting("Questions for each length, at least.")] = 64
+    questions: Annotated[
+        int, Field(ge=1), Setting("Questions for each length, and task, at least.")
+    ] = 64
     text_tokens: Annotated[
         int, Field(ge=1), Setting("Tokens of the text that are read, at most.", "TOKENS")
     ] = 4_000
+    piece_tokens: Annotated[
+        int,
+        Field(ge=1),
+        Setting("The text is read in pieces, each from an empty cache.", "TOKENS", flag="piece"),
+    ] = 1_000
+    prompts: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Beginnings of each piece that the engine continues, at most; 0 leaves that out.",
+            "NUMBER",
+            flag="continuations",
+        ),
+    ] = 16
     raw_first_tokens: Annotated[
         int,
         Field(ge=0),

@@ -17,6 +17,7 @@ from penstock_bench.models import BenchModel
 
 OURS = "penstock"
 RIVAL = "mlx-lm"
+LLAMA = "llama.cpp"
 
 MEMORY_SHARE = 0.8
 """Share of the machine's memory that is the engine's limit: no bench is about running out of it."""

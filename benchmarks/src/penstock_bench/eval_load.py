@@ -9,6 +9,7 @@ from penstock.kv.codecs import Scheme, parse_scheme
 from penstock.recall import MODEL_PATH
 from penstock_bench.bench_settings import EvalSettings
 from penstock_bench.key_forms import KeyForm
+from penstock_bench.long_tasks import LongTask
 
 CLAIM = "Recall with quantized keys and values is that of raw ones"
 RAW = "raw"
@@ -62,15 +63,13 @@ class EvalLoad(EvalSettings):
     """Whether those with a window are measured on the first form alone."""
     forms: tuple[KeyForm, ...] = tuple(KeyForm)
     lengths: tuple[int, ...] = (250, 1_000, 4_000)
-    """Lengths of the dialogues before the questions, which the embedded model alone answers."""
+    """Lengths of the dialogues, or of the texts of the tasks, before the questions."""
+    tasks: tuple[LongTask, ...] = ()
+    """Tasks on real text, for other models than the embedded one."""
     per_dialogue: int = 16
     """Questions, at most."""
-    text: str | None = None
-    """None: dialogues of the embedded model's."""
-    piece_tokens: int = 1_000
-    """The text is read in pieces, each from an empty cache."""
-    prompts: int = 16
-    """Beginnings of each piece that are continued, at most."""
+    texts: tuple[str, ...] = ()
+    """Texts that are read, a piece of each in turn; none: dialogues of the embedded model's."""
     continued_tokens: int = 32
     """Tokens of a continuation, at most; an answer may end before."""
     block_size: int = EVALUATED_BLOCK_SIZE

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any
 
 from penstock.errors import SettingError
 from penstock.models.mlx_lm import encode, load, render
 from penstock.recall import END, MODEL_PATH, ROLES, dialogue
-from penstock_bench.eval_load import FIRST_SEED, LEAST_BLOCKS, EvalLoad, KVSetting
+from penstock_bench.eval_load import (
+    ANSWER_TOKENS,
+    FIRST_SEED,
+    LEAST_BLOCKS,
+    EvalLoad,
+    KVSetting,
+)
 from penstock_bench.key_forms import KeyForm, reform
+from penstock_bench.long_tasks import Haystack, LongTask, score, write
 
 
 @dataclass(frozen=True, slots=True)
 class AskedDialogue:
-    """A dialogue, in tokens, with the questions after it and the right answers."""
+    """A dialogue or a text, in tokens, with the questions after it and what answers them."""
 
     context: tuple[int, ...]
+    """Tokens that all prompts begin with."""
     prompts: tuple[tuple[int, ...], ...]
-    answers: tuple[str, ...]
+    answers: tuple[tuple[str, ...], ...]
+    answer_tokens: int = ANSWER_TOKENS
+    whole: bool = True
+    """Whether an answer has to be the wanted text, and not only to contain it."""
+
+    def score(self, number: int, text: str) -> float:
+        """Return how right an answer to question `number` is, from 0 to 1."""
+        wanted = self.answers[number]
+        return float((text.strip(),) == wanted) if self.whole else score(text, wanted)
 
 
 def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDialogue]:
@@ -30,8 +47,49 @@ def dialogues(tokenizer: Any, load_: EvalLoad, length: int) -> Iterator[AskedDia
         yield AskedDialogue(
             tuple(render(tokenizer, talk.messages, answer=False)),
             tuple(tuple(render(tokenizer, talk.ask(asked))) for asked in talk.questions),
-            tuple(asked.answer for asked in talk.questions),
+            tuple((asked.answer,) for asked in talk.questions),
         )
+
+
+def long_texts(
+    tokenizer: Any, load_: EvalLoad, task: LongTask, length: int
+) -> Iterator[AskedDialogue]:
+    """Yield texts of one task and length until enough is asked."""
+    haystack = _haystack(tokenizer, load_)
+    asked = 0
+    for seed in count():
+        text = write(task, haystack, length, seed)
+        prompts = [
+            _prompt(tokenizer, text.context, question.text, question.lead)
+            for question in text.questions
+        ]
+        wanted = tuple(question.wanted for question in text.questions)
+        yield AskedDialogue(
+            _shared(prompts), tuple(prompts), wanted, task.answer_tokens, whole=False
+        )
+        asked += len(prompts)
+        if asked >= load_.questions:
+            return
+
+
+def _shared(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the tokens that all prompts begin with, without the last one of the shortest."""
+    places = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    return tuple(place[0] for place in takewhile(lambda place: len(set(place)) == 1, places))
+
+
+def _haystack(tokenizer: Any, load_: EvalLoad) -> Haystack:
+    """Return the paragraphs of the text. Raises SettingError if there is none."""
+    if not load_.texts:
+        raise SettingError("--task: name a text to hide things in, by --text")
+    return Haystack("\n\n".join(load_.texts), lambda text: len(encode(tokenizer, text)))
+
+
+def _prompt(tokenizer: Any, context: str, question: str, lead: str) -> tuple[int, ...]:
+    """Return a question behind a text, and the first words of the answer."""
+    said = [{"role": "user", "content": f"{context}\n\n{question}"}]
+    first = tokenizer.encode(lead, add_special_tokens=False)
+    return (*render(tokenizer, said), *first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +120,8 @@ def pieces(tokenizer: Any, load_: EvalLoad) -> list[Piece]:
             f"blocks of {load_.block_size}"
         )
     size = min(load_.piece_tokens, load_.text_tokens)
-    if load_.text is not None:
-        tokens = encode(tokenizer, load_.text)[: load_.text_tokens]
-        cut = [_whole(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    if load_.texts:
+        cut = _in_turn([encode(tokenizer, text) for text in load_.texts], size, load_.text_tokens)
     else:
         own = [
             dialogue(FIRST_SEED - 1 - number, tokens=size, facts=0, quiz=0.3, strangers=0.1)
@@ -84,6 +141,17 @@ def pieces(tokenizer: Any, load_: EvalLoad) -> list[Piece]:
     return long
 
 
+def _in_turn(texts: Sequence[Sequence[int]], size: int, most: int) -> list[Piece]:
+    """Cut texts into pieces, one of each in turn, of `most` tokens together at most."""
+    cut = []
+    for start in range(0, max(map(len, texts)), size):
+        for tokens in texts:
+            piece = tokens[start : start + min(size, most)]
+            most -= len(piece)
+            cut.append(_whole(piece))
+    return [piece for piece in cut if piece.tokens]
+
+
 def _whole(tokens: Sequence[int]) -> Piece:
     return Piece(tuple(tokens), (True,) * len(tokens))
 
@@ -99,6 +167,17 @@ def _spoken(tokenizer: Any, tokens: Sequence[int]) -> Piece:
     return Piece(tuple(tokens), tuple(counts))
 
 
+def questions(tokenizer: Any, load_: EvalLoad) -> dict[int | str, list[AskedDialogue]]:
+    """Write all that is asked, by length of the dialogue, or by task and length."""
+    if not load_.tasks:
+        return {length: list(dialogues(tokenizer, load_, length)) for length in load_.lengths}
+    return {
+        f"{task} {length:,}": list(long_texts(tokenizer, load_, task, length))
+        for task in load_.tasks
+        for length in load_.lengths
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class EvalTask:
     """A model in one form, and what it is asked and reads."""
@@ -106,8 +185,8 @@ class EvalTask:
     form: KeyForm
     model: Any
     tokenizer: Any
-    asked: dict[int, list[AskedDialogue]]
-    """Questions by length of their dialogue."""
+    asked: dict[int | str, list[AskedDialogue]]
+    """Questions by length of their dialogue, or by task and length."""
     text: list[Piece]
 
     @classmethod
@@ -115,8 +194,7 @@ class EvalTask:
         """Load the model and write what it is asked; raises as `measure` does."""
         model, tokenizer = load(load_.model)
         reform(model, form, load_.outlier_scale)
-        asked = {length: list(dialogues(tokenizer, load_, length)) for length in load_.lengths}
-        return cls(form, model, tokenizer, asked, pieces(tokenizer, load_))
+        return cls(form, model, tokenizer, questions(tokenizer, load_), pieces(tokenizer, load_))
 
     def steps(self, settings: Sequence[KVSetting]) -> int:
         """Return how many steps `Progress` will count."""

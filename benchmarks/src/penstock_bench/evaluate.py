@@ -27,8 +27,8 @@ from penstock.engine.settings import checked
 from penstock.errors import SettingError
 from penstock.kv.codecs import parse_scheme
 from penstock.recall import MODEL_PATH
+from penstock_bench.attention_error import LayerError, WatchedLayer, layer_errors, watch
 from penstock_bench.eval_load import (
-    ANSWER_TOKENS,
     CLAIM,
     CONTROL_CODEC,
     CONTROL_POINTS,
@@ -94,9 +94,9 @@ class EvalRow:
     """Bits of a number, all parts together."""
     ratio: float = math.nan
     """Bytes of raw KV in the model's type over these."""
-    recall: dict[int, Estimate] = field(default_factory=dict)
-    """Share of right answers, by the length of the dialogue."""
-    recall_over_raw: dict[int, Estimate] = field(default_factory=dict)
+    recall: dict[int | str, Estimate] = field(default_factory=dict)
+    """Share of right answers, by the length of the dialogue, or by task and length."""
+    recall_over_raw: dict[int | str, Estimate] = field(default_factory=dict)
     """The same questions' share less raw's."""
     perplexity: Estimate | None = None
     kl: Estimate | None = None
@@ -104,8 +104,11 @@ class EvalRow:
     top_1: Estimate | None = None
     """Share of the positions whose likeliest next token is raw's."""
     agreement: Estimate | None = None
-    """Tokens before the first that is not raw's, over all that were generated; None if the engine
-    refuses the codec."""
+    """Tokens before the first that is not raw's, over all that were generated; None if
+    nothing is continued."""
+    layers: list[LayerError | None] = field(default_factory=list)
+    """Change of each layer's attention by the codec, on the first piece of the text; None for
+    layers that do not see all of it. Empty for a window, and for an attention of its own."""
 
     @property
     def name(self) -> str:
@@ -140,20 +143,23 @@ def drain(core: Core) -> None:
         pass
 
 
-def answers(core: Core, asked: AskedDialogue) -> list[bool]:
-    """Read a dialogue, ask everything at once, and tell which answers are right."""
+def answers(core: Core, asked: AskedDialogue) -> list[float]:
+    """Read a dialogue, ask everything at once, and return how right each answer is, 0 to 1."""
     core.submit(Request(prompt=asked.context, max_tokens=1))
     drain(core)  # now all of it is coded that will be
     handles = [
-        core.submit(Request(prompt=prompt, max_tokens=ANSWER_TOKENS)) for prompt in asked.prompts
+        core.submit(Request(prompt=prompt, max_tokens=asked.answer_tokens))
+        for prompt in asked.prompts
     ]
     drain(core)
-    texts = [handle.result(0.0)[0].text.strip() for handle in handles]
-    return [text == answer for text, answer in zip(texts, asked.answers, strict=True)]
+    texts = [handle.result(0.0)[0].text for handle in handles]
+    return [asked.score(number, text) for number, text in enumerate(texts)]
 
 
 def continued(core: Core, load_: EvalLoad, piece: Piece) -> list[list[int]]:
     """Continue beginnings of a piece, greedily; the tokens of each."""
+    if not load_.prompts:
+        return []
     core.submit(Request(prompt=piece.tokens, max_tokens=1))
     drain(core)
     handles = [
@@ -176,7 +182,7 @@ def alike(tokens: Sequence[int], wanted: Sequence[int]) -> float:
 class EngineAnswers:
     """What the engine has answered in one setting: by length and dialogue, by piece."""
 
-    right: dict[int, list[list[bool]]]
+    right: dict[int | str, list[list[float]]]
     continued: list[list[list[int]]]
 
 
@@ -186,7 +192,7 @@ def serve(
     """Ask and have continued everything by one engine; `step` is called before each."""
     core = Core(task.model, task.tokenizer, **load_.engine(setting))
     try:
-        right: dict[int, list[list[bool]]] = {}
+        right: dict[int | str, list[list[float]]] = {}
         for length, conversations in task.asked.items():
             right[length] = []
             for one in conversations:
@@ -246,11 +252,13 @@ def _on_form(
 
     served = [serve(task, load_, way.setting, stepper(way.setting)) for way in ways]
     forced = force(ways, task.text, load_.block_size, stepper("reading the text"))
+    watched = watch(ways[0].runner, task.text[0].tokens, load_.block_size)
     measured = []
     for way, answered, one in zip(ways, served, forced, strict=True):
         row = EvalRow(task.form, way.setting, way.limits.max_kv_size, way.limits.keep_tokens)
         _sizes(row, one, way.runner)
         _text(row, one)
+        _layers(row, watched, way)
         _answers(row, answered, served[0])
         kept = {"losses": _sums(one.losses), "kl": _sums(one.kl), "same": _sums(one.same)}
         right = _right(answered)
@@ -303,23 +311,23 @@ def _text(row: EvalRow, one: Forced) -> None:
 
 def _answers(row: EvalRow, answered: EngineAnswers, raw: EngineAnswers) -> None:
     for length, groups in answered.right.items():
-        row.recall[length] = _share(groups)
+        row.recall[length] = Estimate.of_shares(groups)
         row.recall_over_raw[length] = Estimate.of_shares(
             [
-                [float(a) - float(b) for a, b in zip(ours, theirs, strict=True)]
+                [a - b for a, b in zip(ours, theirs, strict=True)]
                 for ours, theirs in zip(groups, raw.right[length], strict=True)
             ]
         )
-    row.agreement = Estimate.of(
-        [
-            [alike(a, b) for a, b in zip(ours, theirs, strict=True)]
-            for ours, theirs in zip(answered.continued, raw.continued, strict=True)
-        ]
-    )
+    agreement = [
+        [alike(a, b) for a, b in zip(ours, theirs, strict=True)]
+        for ours, theirs in zip(answered.continued, raw.continued, strict=True)
+    ]
+    row.agreement = Estimate.of(agreement) if any(agreement) else None
 
 
-def _share(groups: Sequence[Sequence[bool]]) -> Estimate:
-    return Estimate.of_shares([[float(right) for right in group] for group in groups])
+def _layers(row: EvalRow, watched: Sequence[WatchedLayer | None], way: Way) -> None:
+    if way.setting.max_kv_size is None:
+        row.layers = layer_errors(watched, way.scheme)
 
 
 def _sums(groups: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -327,10 +335,10 @@ def _sums(groups: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[len(group), round(math.fsum(group), 6)] for group in groups]
 
 
-def _right(answered: EngineAnswers) -> dict[str, list[list[int]]]:
+def _right(answered: EngineAnswers) -> dict[str, list[list[float]]]:
     """Return asked and right of every dialogue, by length, for the record."""
     return {
-        str(length): [[len(group), sum(group)] for group in groups]
+        str(length): [[len(group), math.fsum(group)] for group in groups]
         for length, groups in answered.right.items()
     }
 
@@ -348,7 +356,7 @@ def report(
     }
     described = load_.model_dump(mode="json") | {
         "model": "embedded" if load_.model == str(MODEL_PATH) else Path(load_.model).name,
-        "text": "own" if load_.text is None else "a file",
+        "texts": f"{len(load_.texts)} files" if load_.texts else "own",
     }
     return Report(
         name="eval",
@@ -369,11 +377,12 @@ def judged(row: EvalRow, rows: Sequence[EvalRow]) -> Iterator[Line]:
     """Yield the goals of a row: that it loses nothing, or, as a control, that its loss is seen."""
     (raw,) = (one for one in rows if one.setting == UNCHANGED and one.form == row.form)
     setting = row.setting
-    if setting != KVSetting(setting.codec) or not row.recall:
+    recall = {length: share for length, share in row.recall.items() if isinstance(length, int)}
+    if setting != KVSetting(setting.codec) or not recall:
         return
     name = setting.scheme.name
     if name in {parse_scheme(codec).name for codec in GOAL_CODECS} and row.form in GOAL_FORMS:
-        for length, share in row.recall.items():
+        for length, share in recall.items():
             yield Line(
                 f"{row.name}, {length:,} tokens",
                 _percent(share.mean),
@@ -382,7 +391,7 @@ def judged(row: EvalRow, rows: Sequence[EvalRow]) -> Iterator[Line]:
                 SCALE * row.recall_over_raw[length].mean >= -GOAL_POINTS,
             )
     if name == CONTROL_CODEC and row.form is KeyForm.OUTLIERS:
-        best = max(row.recall, key=lambda length: row.recall_over_raw[length].mean)
+        best = max(recall, key=lambda length: row.recall_over_raw[length].mean)
         yield Line(
             f"{row.name}, at its best: is it seen?",
             _percent(row.recall[best].mean),

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock import config
 from penstock_bench.comparison import ratio_line, size
-from penstock_bench.engine_sides import OURS, RIVAL
+from penstock_bench.engine_sides import LLAMA, OURS, RIVAL
 from penstock_bench.models import ModelChoice
 from penstock_bench.report import Line, Report
 from penstock_bench.serve_client import (
@@ -21,6 +21,8 @@ from penstock_bench.serve_load import (
     GOALS,
     OVERHEAD_GOAL,
     PERCENTS,
+    REAL_GOALS,
+    REAL_SHAPE,
     WAYS,
     Overhead,
     Phase,
@@ -99,9 +101,14 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
     """Set both sides against each other and against the goals."""
     of = {who: figures(phases) for who, phases in runs.sessions.items()}
     ratio = ratios(of)
-    drawn = [*_session_lines(load, of, ratio)]
+    drawn = [*_session_lines(load, of, ratio), *_same_lines(load, runs)]
     mine: dict[str, Any] = {"sessions": of[OURS]}
     theirs: dict[str, Any] = {"sessions": of[RIVAL]}
+    if LLAMA in of:
+        pair = {OURS: of[OURS], RIVAL: of[LLAMA]}
+        theirs[LLAMA] = of[LLAMA]
+        ratio |= {f"{LLAMA}: {name}": value for name, value in ratios(pair).items()}
+        drawn += _comparison(LLAMA, pair, ratios(pair), {})
     if runs.arrivals:
         late = {who: figures([phase]) for who, phase in runs.arrivals.items()}
         mine["arrivals"], theirs["arrivals"] = late[OURS], late[RIVAL]
@@ -122,8 +129,14 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
         rival_figures=theirs,
         ratio=ratio,
         goal={
-            **GOALS,
-            "for": dict(zip(("sessions", "turns", "system_tokens"), GOAL_SHAPE, strict=True)),
+            **(REAL_GOALS if load.is_real else GOALS),
+            "for": dict(
+                zip(
+                    ("sessions", "turns", "system_tokens"),
+                    REAL_SHAPE if load.is_real else GOAL_SHAPE,
+                    strict=True,
+                )
+            ),
             "errors": 0,
             "http_overhead": OVERHEAD_GOAL,
         },
@@ -139,6 +152,7 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
             "arrivals": {who: phase.as_object() for who, phase in runs.arrivals.items()},
             "connections": runs.connections.as_object() if runs.connections else None,
             "overhead": asdict(runs.overhead) if runs.overhead else None,
+            "same_first_answers": runs.same_first_answers,
         },
         dtype=runs.folder.dtype,
     )
@@ -147,11 +161,23 @@ def report(load: ServeLoad, runs: ServerRuns) -> Report:
 def _session_lines(
     load: ServeLoad, of: Mapping[str, Mapping[str, Any]], ratio: Mapping[str, float | None]
 ) -> list[Line]:
-    meant = (load.sessions, load.turns, load.system_tokens) == GOAL_SHAPE
-    goals = GOALS if meant and load.model is ModelChoice.RANDOM else {}
+    shape = load.sessions, load.turns, load.system_tokens
+    goals = GOALS if shape == GOAL_SHAPE and load.model is ModelChoice.RANDOM else {}
+    if load.is_real and shape == REAL_SHAPE:
+        goals = REAL_GOALS
     compared = _comparison(f"{load.sessions} x {load.turns}", of, ratio, goals)
     errors = of[OURS]["errors"]
     return [*compared, Line("errors", str(errors), str(of[RIVAL]["errors"]), "0", errors == 0)]
+
+
+def _same_lines(load: ServeLoad, runs: ServerRuns) -> list[Line]:
+    """Say of how many first answers the other sides gave the same text."""
+    if not load.is_real:
+        return []
+    others = ", ".join(
+        f"{who} {count}" for who, count in runs.same_first_answers.items() if who != OURS
+    )
+    return [Line("first answers with the same text", str(load.sessions), others)]
 
 
 def _comparison(

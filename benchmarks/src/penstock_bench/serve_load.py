@@ -8,28 +8,29 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock_bench.bench_settings import ServeSettings
-from penstock_bench.engine_sides import OURS, RIVAL, EngineShape
+from penstock_bench.engine_sides import LLAMA, OURS, RIVAL, EngineShape
 from penstock_bench.models import LlamaShape, ModelChoice
 from penstock_bench.serve_client import (
     Reply,
     Session,
 )
-from penstock_bench.serve_model import (
-    ServedFolder,
-    lines,
-    system_prompt,
-)
+from penstock_bench.serve_model import ServedFolder
 from penstock_bench.serve_process import (
     Memory,
     ServerCommand,
+    llama_cpp,
     ours,
     rival,
 )
+from penstock_bench.serve_words import Words
 
 CLAIM = "Over HTTP: agents that share a system prompt, against mlx-lm's server"
 GOALS = {"throughput": 3.0, "ttft_p95": 5.0, "peak_memory": 2.0}
 GOAL_SHAPE = (8, 5, 4_000)
 """Sessions, turns and tokens of the system prompt that the goals are for."""
+REAL_GOALS = {"throughput": 4.0, "ttft_p95": 5.0, "peak_memory": 3.0}
+REAL_SHAPE = (8, 5, 3_000)
+"""The same for a model with real weights."""
 OVERHEAD_GOAL = 0.05
 PERCENTS = (50, 95, 99)
 
@@ -40,7 +41,12 @@ SIDES: Sides = {OURS: ours, RIVAL: rival}
 class ServeLoad(ServeSettings):
     """Load of the servers, and the model and codec that they have."""
 
-    model: ModelChoice = ModelChoice.RANDOM
+    model: ModelChoice | str = ModelChoice.RANDOM
+    """One of two, or a model with real weights: a folder, a GGUF file or a name."""
+    texts: tuple[str, ...] = ()
+    """Files that are said to a real model; none takes sources of Python's library."""
+    llama_server: str | None = None
+    """Command of llama.cpp's server, which is the third side on a GGUF file."""
     llama: LlamaShape | None = None
     engine: EngineShape = EngineShape()
     """Settings of our engine, of which those of codecs alone count."""
@@ -50,21 +56,29 @@ class ServeLoad(ServeSettings):
     overhead_tokens: int = 256
 
     @property
-    def system(self) -> str:
-        """What all sessions begin with."""
-        return system_prompt(self.system_tokens)
+    def is_real(self) -> bool:
+        """Whether the weights are real."""
+        return not isinstance(self.model, ModelChoice)
 
-    def talks(self) -> list[Session]:
+    def talks(self, words: Words) -> list[Session]:
         """Return what every session says."""
         sessions = []
         for number in range(self.sessions):
-            said = lines(number, 2 * self.turns, self.line_tokens)
+            said = words.lines(number, 2 * self.turns, self.line_tokens)
             first, other = said[: self.turns], said[self.turns :]
             fork = other[2:] if number < self.forks else []
             # Edits begin at the other end, so that few sessions have both.
             edit = other[0] if number >= self.sessions - self.edits else None
             sessions.append(Session(first, fork, edit))
         return sessions
+
+
+def sides_of(load: ServeLoad) -> Sides:
+    """Return the servers of a load."""
+    if load.llama_server is None:
+        return SIDES
+    command = load.llama_server
+    return {**SIDES, LLAMA: lambda folder, port: llama_cpp(command, folder, port)}
 
 
 @dataclass(slots=True)
@@ -151,3 +165,5 @@ class ServerRuns:
     connections: Phase | None
     overhead: Overhead | None
     folder: ServedFolder
+    same_first_answers: dict[str, int] = field(default_factory=dict)
+    """Answers of first turns whose text is ours too, by side."""

@@ -15,7 +15,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from penstock import config
+from penstock import config, memory
+from penstock.models import named
+from penstock.models.gguf import weights
+from penstock.models.gguf.header import is_gguf, read_header
 from penstock.models.mlx_lm import load
 from penstock.recall import MODEL_PATH, count_tokens, dialogue, vocabulary
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
@@ -36,6 +39,7 @@ class ServedFolder:
     """A model that both servers load, and what a record says of it."""
 
     path: Path
+    """The folder that mlx-lm's server loads, and ours where there is no GGUF file."""
     name: str
     block_size: int
     """Block size of our engine, in tokens."""
@@ -44,6 +48,8 @@ class ServedFolder:
     dtype: str = "float32"
     codec_settings: dict[str, Any] = field(default_factory=dict)
     """Settings of codecs for our engine, by name."""
+    gguf: Path | None = None
+    """The file that the folder was written from."""
 
     def as_object(self) -> dict[str, Any]:
         """Return what a record says of the model."""
@@ -53,6 +59,39 @@ class ServedFolder:
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "dtype": self.dtype,
         }
+
+
+@contextmanager
+def real_folder(name: str) -> Iterator[ServedFolder]:
+    """Yield a folder with real weights; those of a GGUF file are written in float32.
+
+    Args:
+        name: a folder, a GGUF file, or a short name of `penstock.models.named`.
+
+    Raises:
+        ModelError: it cannot be read, or be fetched.
+    """
+    file = named.fetch(name) if name in named.MODELS else Path(name).expanduser()
+    if not is_gguf(file):
+        yield _real(file, file.name, None)
+        return
+    header = read_header(file)
+    with TemporaryDirectory(prefix="penstock-bench-") as place:
+        folder = Path(place)
+        weights.write_folder(header, folder, wide=True)
+        arrays = dict(weights.weights(header, wide=True))
+        mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
+        del arrays
+        yield _real(folder, file.stem, file)
+
+
+def _real(folder: Path, name: str, file: Path | None) -> ServedFolder:
+    """Describe a folder by its config and the sizes of its weights, which are not read."""
+    spec = memory.read_model_spec(json.loads((folder / "config.json").read_text()))
+    parts: list[Any] = [mx.load(str(part)) for part in sorted(folder.glob("*.safetensors"))]
+    parameters = sum(array.size for part in parts for array in part.values())
+    token_bytes = memory.bytes_per_token(spec)
+    return ServedFolder(folder, name, config.BLOCK_SIZE, parameters, token_bytes, gguf=file)
 
 
 @contextmanager
@@ -76,10 +115,10 @@ def write_random(folder: Path, shape: LlamaShape | None = None) -> None:
     """
     model = bench_model(ModelChoice.RANDOM, shape)
     folder.mkdir(parents=True)
-    weights = dict(tree_flatten(model.model.parameters()))
+    arrays = dict(tree_flatten(model.model.parameters()))
     said = mx.array(_word_mask(model.tokenizer, model.model.args.vocab_size))
-    weights["lm_head.weight"] = weights["lm_head.weight"] * said[:, None]
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    arrays["lm_head.weight"] = arrays["lm_head.weight"] * said[:, None]
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
     _, tokenizer = load(MODEL_PATH)
     settings = {
         **asdict(model.model.args),

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure  # not pyplot: no screen is needed, no stat
 
 from penstock_bench.report import Report
 
-COLORS = {"penstock": "tab:blue", "mlx-lm": "tab:orange"}
+COLORS = {"penstock": "tab:blue", "mlx-lm": "tab:orange", "llama.cpp": "tab:green"}
 DPI = 110
 SIDE_STEP = 0.16
 """Distance of one server's dots from the turn's number."""

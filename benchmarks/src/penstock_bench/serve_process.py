@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,7 +27,8 @@ import psutil
 
 from penstock.blas import VARIABLE as BLAS_VARIABLE
 from penstock.blas import load_blas
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SettingError
+from penstock_bench.engine_sides import LLAMA
 from penstock_bench.serve_client import Reply, connected
 from penstock_bench.serve_model import ServedFolder
 
@@ -58,7 +60,7 @@ def ours(folder: ServedFolder, port: int) -> ServerCommand:
         flags += [f"--{name.replace('_', '-')}", str(value)]
     return ServerCommand(
         "penstock",
-        (sys.executable, "-m", "penstock", "serve", str(folder.path), *flags),
+        (sys.executable, "-m", "penstock", "serve", str(folder.gguf or folder.path), *flags),
         signal.SIGTERM,
     )
 
@@ -77,6 +79,18 @@ def rival(folder: ServedFolder, port: int) -> ServerCommand:
         signal.SIGINT,
         (("LD_PRELOAD", blas.name),) if preloaded else (),
     )
+
+
+def llama_cpp(command: str, folder: ServedFolder, port: int) -> ServerCommand:
+    """Return llama.cpp's server, as a command with its settings starts it, on the GGUF file.
+
+    Raises:
+        SettingError: the model is no GGUF file.
+    """
+    if folder.gguf is None:
+        raise SettingError("--llama-server: the model is no GGUF file")
+    flags = ["--model", str(folder.gguf), "--host", HOST, "--port", str(port)]
+    return ServerCommand(LLAMA, (*shlex.split(command), *flags), signal.SIGINT)
 
 
 @dataclass(slots=True)

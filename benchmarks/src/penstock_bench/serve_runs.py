@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import psutil
@@ -31,14 +33,16 @@ from penstock_bench.serve_client import (
     open_loop,
 )
 from penstock_bench.serve_figures import report
-from penstock_bench.serve_load import SIDES, WAYS, Overhead, Phase, ServeLoad, ServerRuns, Sides
-from penstock_bench.serve_model import (
-    ServedFolder,
-    lines,
-    model_folder,
-    poisson_times,
-    system_prompt,
+from penstock_bench.serve_load import (
+    WAYS,
+    Overhead,
+    Phase,
+    ServeLoad,
+    ServerRuns,
+    Sides,
+    sides_of,
 )
+from penstock_bench.serve_model import ServedFolder, model_folder, poisson_times, real_folder
 from penstock_bench.serve_process import (
     Alone,
     RunningServer,
@@ -51,27 +55,47 @@ from penstock_bench.serve_process import (
     serving,
     watched,
 )
+from penstock_bench.serve_words import FactWords, Words, words_of
 
 
-def measure(load: ServeLoad, sides: Sides = SIDES) -> Report:
+def measure(load: ServeLoad, sides: Sides | None = None) -> Report:
     """Run every part, the sides of each in turn."""
-    with ending_cleanly(), model_folder(load.model, load.llama) as plain:
+    sides = sides_of(load) if sides is None else sides
+    with ending_cleanly(), _folder(load) as plain:
         folder = replace(plain, codec_settings=load.engine.codec_settings)
+        words = words_of(folder.path, load.texts) if load.is_real else FactWords()
+        sessions = _sessions(load, folder, sides, words)
         runs = ServerRuns(
-            sessions=_sessions(load, folder, sides),
-            arrivals=_arrivals(load, folder, sides) if load.rate else {},
+            sessions=sessions,
+            arrivals=_arrivals(load, folder, sides, words) if load.rate else {},
             connections=None,
             overhead=None,
             folder=folder,
+            same_first_answers=_same_first_answers(sessions),
         )
         if load.connections or load.overhead_rounds:
             port = free_port()
             with serving(sides[OURS](folder, port), port) as server:
                 if load.overhead_rounds:
-                    runs.overhead = _overhead(load, folder, server)
+                    runs.overhead = _overhead(load, folder, server, words)
                 if load.connections:
-                    runs.connections = _connections(load, server)
+                    runs.connections = _connections(load, server, words)
     return report(load, runs)
+
+
+def _folder(load: ServeLoad) -> AbstractContextManager[ServedFolder]:
+    if isinstance(load.model, ModelChoice):
+        return model_folder(load.model, load.llama)
+    return real_folder(load.model)
+
+
+def _same_first_answers(sessions: Mapping[str, Sequence[Phase]]) -> dict[str, int]:
+    """Count the answers of first turns that ours gave too: these have the same prompts."""
+    firsts = {
+        who: Counter(reply.text for reply in phases[0].good if reply.turn == 0)
+        for who, phases in sessions.items()
+    }
+    return {who: (texts & firsts[OURS]).total() for who, texts in firsts.items()}
 
 
 Send = Callable[[Client], Awaitable[list[Reply]]]
@@ -115,13 +139,15 @@ def _cold(
         return drive(server, send)
 
 
-def _sessions(load: ServeLoad, folder: ServedFolder, sides: Sides) -> dict[str, list[Phase]]:
+def _sessions(
+    load: ServeLoad, folder: ServedFolder, sides: Sides, words: Words
+) -> dict[str, list[Phase]]:
     """Give both servers the same sessions, each time in a process of its own.
 
     Raises:
         AssertionError: the servers read different prompts.
     """
-    talks, system = load.talks(), load.system
+    talks, system = load.talks(words), words.system(load.system_tokens)
     phases: dict[str, list[Phase]] = {who: [] for who in sides}
     for turn in range(load.rounds):
         for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
@@ -144,24 +170,28 @@ def _check_same_prompts(sessions: Mapping[str, Sequence[Phase]]) -> None:
         raise AssertionError(f"the servers read different prompts: {lengths}")
 
 
-def _arrivals(load: ServeLoad, folder: ServedFolder, sides: Sides) -> dict[str, Phase]:
+def _arrivals(
+    load: ServeLoad, folder: ServedFolder, sides: Sides, words: Words
+) -> dict[str, Phase]:
     times = poisson_times(load.rate, load.arrivals)
-    said = lines(500, load.arrivals, load.line_tokens)
-    system = load.system
+    said = words.lines(500, load.arrivals, load.line_tokens)
+    system = words.system(load.system_tokens)
     return {
         who: _cold(folder, make, lambda c: open_loop(c, system, said, times, load.answer_tokens))
         for who, make in sides.items()
     }
 
 
-def _connections(load: ServeLoad, server: RunningServer) -> Phase:
-    system = {"role": "system", "content": system_prompt(load.overhead_prompt_tokens)}
-    said = lines(900, load.connections, load.line_tokens)
+def _connections(load: ServeLoad, server: RunningServer, words: Words) -> Phase:
+    system = {"role": "system", "content": words.system(load.overhead_prompt_tokens)}
+    said = words.lines(900, load.connections, load.line_tokens)
     asked = [[system, {"role": "user", "content": line}] for line in said]
     return drive(server, lambda client: at_once(client, asked, load.connection_tokens))
 
 
-def _overhead(load: ServeLoad, folder: ServedFolder, server: RunningServer) -> Overhead:
+def _overhead(
+    load: ServeLoad, folder: ServedFolder, server: RunningServer, words: Words
+) -> Overhead:
     """Time a full batch three ways in turn, with new prompts each time: nothing is known.
 
     Raises:
@@ -171,7 +201,7 @@ def _overhead(load: ServeLoad, folder: ServedFolder, server: RunningServer) -> O
     overhead = Overhead()
 
     def asked(seed: int) -> list[list[Message]]:
-        texts = lines(2_000 + seed, config.MAX_BATCH_SIZE, load.overhead_prompt_tokens)
+        texts = words.lines(2_000 + seed, config.MAX_BATCH_SIZE, load.overhead_prompt_tokens)
         return [[{"role": "user", "content": text}] for text in texts]
 
     def over_http(seed: int, *, stream: bool) -> tuple[float, int]:

@@ -22,10 +22,13 @@ from penstock_bench.cli.bench_options import Plot, Save, finish, progress_bar
 
 if TYPE_CHECKING:
     from penstock_bench.key_forms import KeyForm
+    from penstock_bench.long_tasks import LongTask
     from penstock_bench.report import Report
 
 LEAST_LENGTH = 64
 """Tokens of a dialogue with a fact in it."""
+TASK_LENGTHS = (1_000, 2_000)
+"""Lengths of the texts of tasks, in tokens."""
 Codecs: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -35,9 +38,9 @@ Codecs: TypeAlias = Annotated[
     ),
 ]
 Text: TypeAlias = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option(
-        help="Read this text.",
+        help="Read this text; of several, given by more of these, a piece of each in turn.",
         metavar="FILE",
         show_default="dialogues of the embedded model's",
         exists=True,
@@ -72,13 +75,22 @@ Forms: TypeAlias = Annotated[
         show_default="all for the embedded model, else plain",
     ),
 ]
+Tasks: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Task on the text of --text, for other models than the embedded one: needle, "
+        "needles, variables or words; may be given several times.",
+        metavar="TASK",
+        show_default="all with --length, else none",
+    ),
+]
 Lengths: TypeAlias = Annotated[
     list[int] | None,
     typer.Option(
-        help="Length of the dialogues that the embedded model is asked about; may be given "
-        "several times.",
+        help="Length of the dialogues that the embedded model is asked about, or of the texts of "
+        "--task; may be given several times.",
         metavar="TOKENS",
-        show_default="250, 1000 and 4000",
+        show_default="250, 1000 and 4000; of tasks 1000 and 2000",
         min=LEAST_LENGTH,
     ),
 ]
@@ -95,6 +107,7 @@ def evaluate(
     keep: Keeps = None,
     form: Forms = None,
     length: Lengths = None,
+    task: Tasks = None,
     *,
     sizes: Annotated[dict[str, Any], Fields(EvalSettings, variables=False)],
     engine_size: options.EngineSize,
@@ -104,15 +117,16 @@ def evaluate(
 ) -> None:
     """Measure what a model still knows with KV in fewer bits.
 
-    Recall, of the embedded model: answers of the engine to questions about dialogues. Agreement:
-    the engine continues a text as with raw ones. Perplexity, KL and likeliest token of a text, read
-    block by block. Each with its n and standard error.
+    Recall: answers of the engine to questions about dialogues (of the embedded model) or about
+    long texts (--task). Agreement: the engine continues a text as with raw ones. Perplexity, KL and
+    likeliest token of a text, read block by block. Each with its n and standard error. Attention:
+    KL of the layers' weights on coded keys, and the relative error of their output.
 
     Exits with 1 if a goal is not met.
     """
     engine = options.engine_size(model, engine_size)
     embedded = Path(model).expanduser().resolve() == MODEL_PATH.resolve()
-    own_text = None if text is None else _read(text)
+    texts = tuple(map(_read, text or ()))
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
@@ -120,9 +134,9 @@ def evaluate(
     from penstock_bench.evaluate import measure
     from penstock_bench.evaluate_picture import draw
 
-    chosen = {**_settings(codec, window, keep), **_questions(form, length, embedded)}
+    chosen = {**_settings(codec, window, keep), **_questions(form, length, task, embedded)}
     name = str(MODEL_PATH) if embedded else model
-    load = EvalLoad(model=name, text=own_text, **sizes, **engine, **chosen)
+    load = EvalLoad(model=name, texts=texts, **sizes, **engine, **chosen)
     with progress_bar("reading the model") as progress:
         report = measure(load, progress)
     if not as_json:
@@ -148,21 +162,35 @@ def _settings(
 
 
 def _questions(
-    forms: Sequence[str] | None, lengths: Sequence[int] | None, embedded: bool
+    forms: Sequence[str] | None,
+    lengths: Sequence[int] | None,
+    tasks: Sequence[str] | None,
+    embedded: bool,
 ) -> dict[str, Any]:
-    """Return the forms and lengths that are measured; of other models, the plain form alone.
+    """Return forms, tasks and lengths that are measured; of other models, the plain form alone.
 
     Raises:
         SettingError: there is no such form, or the model cannot be asked.
     """
-    if lengths and not embedded:
-        raise SettingError("--length: the embedded model alone knows what is asked there")
+    if tasks and embedded:
+        raise SettingError("--task: the embedded model knows its dialogues alone")
     chosen: dict[str, Any] = {}
     if forms or not embedded:
         chosen["forms"] = _forms(forms or ["plain"])
     if lengths or not embedded:
-        chosen["lengths"] = tuple(dict.fromkeys(lengths or ()))
+        chosen["lengths"] = tuple(dict.fromkeys(lengths or (TASK_LENGTHS if tasks else ())))
+    if chosen.get("lengths") and not embedded:
+        chosen["tasks"] = _tasks(tasks)
     return chosen
+
+
+def _tasks(names: Sequence[str] | None) -> tuple[LongTask, ...]:
+    from penstock_bench.long_tasks import LongTask
+
+    for name in names or ():
+        if name not in list(LongTask):
+            raise SettingError(f"--task {name}: there are {', '.join(LongTask)}")
+    return tuple(map(LongTask, dict.fromkeys(names or LongTask)))
 
 
 def _forms(names: Sequence[str]) -> tuple[KeyForm, ...]:
@@ -189,12 +217,14 @@ def _print(report: Report) -> None:
         if of_form[0]["recall"]:
             console.print(_recall_table(form, of_form))
         console.print(_text_table(form, of_form))
+        if any(any(row["layers"]) for row in of_form):
+            console.print(_attention_table(form, of_form))
     console.print(_legend(rows[0], report.penstock["baseline"]))
 
 
 def _recall_table(form: str, rows: Sequence[dict[str, Any]]) -> Table:
     lengths = list(rows[0]["recall"])
-    table = _table(f"{form}: recall", *(f"{length:,} tokens" for length in lengths))
+    table = _table(f"{form}: recall", *map(_heading, lengths))
     for row in rows:
         table.add_row(row["setting"], *(_share(row["recall"].get(n)) for n in lengths))
     return table
@@ -215,14 +245,32 @@ def _text_table(form: str, rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def _attention_table(form: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Show what codes change in the layers' attention: on average, and in the worst layer."""
+    table = _table(f"{form}: attention", "KL", "worst", "layer", "output", "worst", "layer")
+    for row in rows:
+        layers = {n: layer for n, layer in enumerate(row["layers"]) if layer is not None}
+        if not layers:
+            continue
+        cells: list[str] = []
+        for name, form_ in (("kl", ".1e"), ("output", ".3f")):
+            errors = {number: layer[name] for number, layer in layers.items()}
+            worst = max(errors, key=lambda number: errors[number])
+            mean = sum(errors.values()) / len(errors)
+            cells += [f"{mean:{form_}}", f"{errors[worst]:{form_}}", str(worst)]
+        table.add_row(row["setting"], *cells)
+    return table
+
+
 def _legend(row: dict[str, Any], baseline: str) -> str:
     """Say what the figures count, by the figures of one row."""
-    counts = [f"{n:,} tokens: {estimate['n']}" for n, estimate in row["recall"].items()]
+    counts = [f"{_heading(n)}: {estimate['n']}" for n, estimate in row["recall"].items()]
+    continued = (row["agreement"] or {"n": 0})["n"]
     asked = f"Questions by length: {', '.join(counts)}. " if counts else ""
     return (
-        f"{asked}Of the text {row['kl']['n']:,} tokens count, and {row['agreement']['n']} "
+        f"{asked}Of the text {row['kl']['n']:,} tokens count, and {continued} "
         f"continuations. Bytes of a token; ratio against {baseline}; KL in nats; +- is the "
-        "standard error. -: the engine refuses this codec, which is there to be compared with."
+        "standard error. -: nothing is continued."
     )
 
 
@@ -234,6 +282,11 @@ def _table(*headings: str) -> Table:
         else:
             table.add_column(heading, overflow="fold")  # a long name is not cut off
     return table
+
+
+def _heading(asked: int | str) -> str:
+    """Return the heading over the answers of a length, or of a task and a length."""
+    return f"{asked:,} tokens" if isinstance(asked, int) else asked
 
 
 def _share(estimate: dict[str, Any] | None) -> str:

@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
 
 from penstock.cli import options
 from penstock.cli.settings_options import Fields, with_settings
+from penstock.errors import SettingError
 from penstock_bench.bench_settings import ServeSettings
-from penstock_bench.cli.bench_options import Plot, Save, Which, engine_shape, finish
+from penstock_bench.cli.bench_options import Plot, Save, engine_shape, finish
+
+REAL_DEFAULTS = {"system_tokens": 3_000, "connections": 0, "overhead_rounds": 0}
+"""Settings for a model with real weights, where the command line has none."""
+ServedModel: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="random: a llama of 21 million parameters; embedded; or a model with real weights: "
+        "a folder, a .gguf file, or smollm2.",
+        metavar="MODEL",
+    ),
+]
+Text: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text that a real model is told and asked about; may be given several times.",
+        metavar="FILE",
+        show_default="sources of Python's library",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+LlamaServer: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Command of llama.cpp's server, with its own settings, to be measured too on the "
+        "same .gguf file.",
+        metavar="COMMAND",
+        show_default="it is left out",
+    ),
+]
 
 
 @with_settings
 def serve(
-    model: Which = "random",
+    model: ServedModel = "random",
+    text: Text = None,
+    llama_server: LlamaServer = None,
     *,
     load: Annotated[dict[str, Any], Fields(ServeSettings, variables=False)],
     codec: options.EngineCodec,
@@ -22,12 +59,24 @@ def serve(
 ) -> None:
     """Let agents talk with the server over HTTP.
 
-    The other side is mlx-lm's server on the same model. Exits with 1 if a goal is not met.
+    The other side is mlx-lm's server on the same model, and with --llama-server llama.cpp's. A
+    model with real weights is told real text, with a system prompt of 3,000 tokens, and is not
+    asked on 200 connections. Exits with 1 if a goal is not met.
     """
     from penstock_bench.models import ModelChoice
     from penstock_bench.serve_load import ServeLoad
     from penstock_bench.serve_picture import draw
     from penstock_bench.serve_runs import measure
 
-    report = measure(ServeLoad(model=ModelChoice(model), engine=engine_shape(codec), **load))
-    finish(report, as_json=as_json, save=save, plot=plot, draw=draw)
+    real = model not in list(ModelChoice)
+    if not real and (text or llama_server):
+        raise SettingError("--text and --llama-server: name a model with real weights by --model")
+    settings = {
+        "model": model if real else ModelChoice(model),
+        "texts": tuple(map(str, text or ())),
+        "llama_server": llama_server,
+        "engine": engine_shape(codec),
+        **(REAL_DEFAULTS if real else {}),
+        **load,
+    }
+    finish(measure(ServeLoad(**settings)), as_json=as_json, save=save, plot=plot, draw=draw)

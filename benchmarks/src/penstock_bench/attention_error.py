@@ -1,0 +1,119 @@
+"""What a codec does to each layer's attention: queries of a real text on its own coded keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from penstock.engine.model.runner import Runner
+from penstock.kv.codecs import Scheme
+from penstock.kv.codecs.coded import Codec
+from penstock.kv.reads import ChunkReads
+
+QUERY_TOKENS = 64
+"""Tokens whose queries are watched, behind those whose keys and values are coded."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedLayer:
+    """One layer's numbers on a text, float32.
+
+    `queries` are (kv_heads, m, key_dim), already scaled, of the tokens behind the keys (1,
+    kv_heads, n, key_dim) and values (1, kv_heads, n, value_dim).
+    """
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """What coded keys and values change in one layer."""
+
+    kl: float
+    """Mean KL divergence of the attention weights from those on raw keys, in nats."""
+    output: float
+    """Root mean square of the change of the output, over that of the output."""
+
+
+class WatchingReads(ChunkReads):
+    """One layer of a text that is read at once; keeps its queries beside keys and values."""
+
+    seen: WatchedLayer | None = None
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend as `ChunkReads` does, and keep what is read."""
+        coded = keys.shape[2] - QUERY_TOKENS
+        last = (queries[0, :, coded:] * scale).astype(mx.float32)
+        grouped = last.reshape(keys.shape[1], -1, last.shape[-1])
+        kept = [mx.contiguous(x[:, :, :coded].astype(mx.float32)) for x in (keys, values)]
+        mx.eval(grouped, *kept)
+        self.seen = WatchedLayer(grouped, *kept)
+        return super().attend(queries, keys, values, scale, mask, sinks)
+
+
+def watch(runner: Runner, tokens: Sequence[int], span: int) -> list[WatchedLayer | None]:
+    """Read a text once; return what each layer attends to.
+
+    Args:
+        runner: of the model.
+        tokens: of the text.
+        span: the tokens whose keys are coded are a multiple of it.
+
+    Returns:
+        One a layer, None for those that do not see the whole text. Nothing if the text is too
+        short, or the model's attention is its own.
+    """
+    coded = (len(tokens) - QUERY_TOKENS) // span * span
+    if coded <= 0 or runner.fitness.way == "joined":
+        return []
+    windows = runner.layout.attention_windows
+    reads = [WatchingReads(number, window, (), 0) for number, window in enumerate(windows)]
+    caches, _ = runner.layout.caches(reads, None)
+    logits = runner.model(mx.array([list(tokens[: coded + QUERY_TOKENS])]), cache=caches)
+    mx.eval(logits[:, -1])
+    length = coded + QUERY_TOKENS
+    return [
+        read.seen if window.window is None or window.window >= length else None
+        for read, window in zip(reads, windows, strict=True)
+    ]
+
+
+def layer_errors(layers: Sequence[WatchedLayer | None], scheme: Scheme) -> list[LayerError | None]:
+    """Return what a scheme changes in each layer; None for layers that were not watched."""
+    return [
+        None if layer is None else _error(layer, scheme.of_layer(number))
+        for number, layer in enumerate(layers)
+    ]
+
+
+def _error(layer: WatchedLayer, scheme: Scheme) -> LayerError:
+    raw = _log_weights(layer.queries, layer.keys)
+    coded = _log_weights(layer.queries, _held(scheme.keys, layer.keys))
+    kl = (mx.exp(raw) * (raw - coded)).sum(axis=-1).mean()
+    output = mx.exp(raw) @ layer.values[0]
+    change = mx.exp(coded) @ _held(scheme.values, layer.values)[0] - output
+    relative = mx.sqrt((change * change).mean() / (output * output).mean())
+    return LayerError(max(0.0, float(kl)), float(relative))
+
+
+def _log_weights(queries: mx.array, keys: mx.array) -> mx.array:
+    """Return logarithms of attention weights (kv_heads, m, n)."""
+    scores = queries @ keys[0].swapaxes(1, 2)
+    return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+
+
+def _held(codec: Codec | None, x: mx.array) -> mx.array:
+    """Return numbers as a codec holds them, in float32."""
+    return x if codec is None else codec.encode(x).dequantize()
