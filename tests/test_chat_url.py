@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -150,18 +151,22 @@ def test_a_flag_for_local_caches_is_refused_with_a_url(flag: str) -> None:
 # ---- what make run and the docs show
 
 
-def test_the_first_run_shows_examples_that_work() -> None:
+def test_the_first_run_shows_examples_that_work(tmp_path: Path) -> None:
+    """Nothing is cached and nothing may be fetched: a line says that a real model is left out."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "first_run.py")],
+        [sys.executable, str(ROOT / "tools" / "first_run.py"), "--offline"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=120,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r'"content": ?"4821\."', done.stdout)  # curl
     assert "\nturquoise.\n" in done.stdout  # the openai package
     assert "\nLisbon.\n" in done.stdout  # penstock chat --url
+    assert "smollm2, a real model (98 MB), is not in the cache; offline" in done.stdout
+    assert not any(tmp_path.rglob("*.gguf*"))
 
 
 @pytest.mark.parametrize("name", ["chat.sh", "openai_client.py"])

@@ -1,9 +1,11 @@
-"""Start the server on the embedded model, show what talks to it, and let it run.
+"""Start the server on the embedded model, show what talks to it; then on a real model.
 
-    python tools/first_run.py [--once]
+    python tools/first_run.py [--once] [--offline]
 
-`make run` calls this: each example is printed and then run as printed. At a terminal the server
-goes on until Ctrl-C; without one, or with --once, it is stopped at the end.
+`make run` calls this: each example is printed and then run as printed. The real model comes last,
+if it is in the cache or can be fetched within a minute. At a terminal the last server goes on until
+Ctrl-C; without one, or with --once, it is stopped at the end. With --offline, or PENSTOCK_OFFLINE
+in the environment, no download is tried.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+
+from penstock.models import named
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = "http://127.0.0.1:8080"
@@ -26,6 +31,11 @@ PORTS = (8080, 0)
 """The first that is free; 0 is any."""
 START_SECONDS = 60.0
 STOP_SECONDS = 60.0
+REAL_MODEL = "smollm2"
+FETCH_SECONDS = 60.0
+"""Seconds after which a download of the real model is given up; 93 MB."""
+KEPT_VARIABLES = ("PENSTOCK_BLAS", named.OFFLINE)
+"""Settings that the servers here have from the environment; the examples are for the defaults."""
 
 
 def free_port() -> int:
@@ -76,10 +86,34 @@ def talk(url: str) -> None:
     snippet = example("openai_client.py", url)
     show("Python, with the openai package (pip install openai)", snippet)
     run([sys.executable, "-c", snippet])
-    ours = f"penstock chat --url {url} --echo < examples/memory.txt"
-    show("the same model by penstock's own client", ours)
-    with (ROOT / "examples" / "memory.txt").open() as said:
+    chat("the same model by penstock's own client", url, "memory.txt")
+
+
+def chat(title: str, url: str, name: str) -> None:
+    """Show and run a conversation by penstock's own client."""
+    show(title, f"penstock chat --url {url} --echo < examples/{name}")
+    with (ROOT / "examples" / name).open() as said:
         run([sys.executable, "-m", "penstock", "chat", "--url", url, "--echo"], said)
+
+
+def real_model() -> bool:
+    """Tell whether the real model is in the cache, after a download if one is allowed."""
+    if named.find(REAL_MODEL) is not None:
+        return True
+    size = f"{named.MODELS[REAL_MODEL].size_bytes / 1e6:.0f} MB"
+    if os.environ.get(named.OFFLINE):
+        print(f"\n{REAL_MODEL}, a real model ({size}), is not in the cache; offline, so left out.")
+        return False
+    print(f"\n--- a real model: {REAL_MODEL}, {size}, fetched once\n", flush=True)
+    code = f"from penstock.models import named; named.fetch({REAL_MODEL!r})"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], timeout=FETCH_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"(not there after {FETCH_SECONDS:.0f} s: left out; penstock serve {REAL_MODEL})")
+        return False
+    if done.returncode:
+        print(f"(it cannot be fetched: left out; penstock serve {REAL_MODEL} tries again)")
+    return done.returncode == 0
 
 
 def run(
@@ -103,29 +137,61 @@ def run(
 failures: list[str] = []
 
 
-def main() -> int:
-    """Run everything; return the exit code."""
-    parser = argparse.ArgumentParser(description="Start the server and talk to it.")
-    parser.add_argument("--once", action="store_true", help="stop the server at the end")
-    once = parser.parse_args().once or not sys.stdin.isatty()
+def serve(arguments: list[str], use: Callable[[str], bool]) -> int:
+    """Start a server, use it by its URL, and stop it; return its exit code.
+
+    Where `use` returns True, the server goes on until Ctrl-C.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
-        if name != "PENSTOCK_BLAS":  # the examples are written for the defaults
-            del os.environ[name]
-    server = subprocess.Popen([sys.executable, "-m", "penstock", "serve", "--port", str(port)])
+    command = [sys.executable, "-m", "penstock", "serve", *arguments, "--port", str(port)]
+    server = subprocess.Popen(command)
     try:
         wait_until_ready(server, url)
-        talk(url)
-        if not once:
+        if use(url):
             print(f"\nThe server goes on at {url}, with a page to look at. Ctrl-C ends it.")
             server.wait()
-    except KeyboardInterrupt:
-        print()
     finally:
         if server.poll() is None:
             server.send_signal(signal.SIGTERM)
         code = server.wait(STOP_SECONDS)
+    return code
+
+
+def run_all(once: bool) -> int:
+    """Talk to the embedded model and to the real one; return a server's exit code."""
+    has_real = False
+
+    def embedded(url: str) -> bool:
+        nonlocal has_real
+        talk(url)
+        has_real = real_model()
+        return not (once or has_real)
+
+    def real(url: str) -> bool:
+        chat(f"{REAL_MODEL}, 135 million parameters, on this machine", url, "real.txt")
+        return not once
+
+    code = serve([], embedded)
+    return serve([REAL_MODEL], real) if has_real and not code else code
+
+
+def main() -> int:
+    """Run everything; return the exit code."""
+    parser = argparse.ArgumentParser(description="Start the server and talk to it.")
+    parser.add_argument("--once", action="store_true", help="stop the server at the end")
+    parser.add_argument("--offline", action="store_true", help="download nothing")
+    flags = parser.parse_args()
+    for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
+        if name not in KEPT_VARIABLES:
+            del os.environ[name]
+    if flags.offline:
+        os.environ[named.OFFLINE] = "1"
+    try:
+        code = run_all(flags.once or not sys.stdin.isatty())
+    except KeyboardInterrupt:
+        print()
+        code = 0
     return 1 if failures else code
 
 

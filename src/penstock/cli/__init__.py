@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from penstock.cli import (
 from penstock.cli.command_group import CommandGroup
 from penstock.cli.options import with_values
 from penstock.errors import PenstockError
+from penstock.models import named
 
 # Plain help: it is the same in a pipe, in a narrow terminal and in docs/cli.md.
 app = typer.Typer(
@@ -51,12 +53,26 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
+def _forbid_downloads(wanted: bool) -> None:
+    if wanted:
+        os.environ[named.OFFLINE] = "1"
+
+
 @app.callback()
 def root(
     version: Annotated[
         bool,
         typer.Option(
             "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+    offline: Annotated[
+        bool,
+        typer.Option(
+            "--offline",
+            help="Fetch no model, from a hub or from the package index.",
+            callback=_forbid_downloads,
+            is_eager=True,
         ),
     ] = False,
 ) -> None:

@@ -34,6 +34,7 @@ from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
 from penstock.models.widening import Widening, model_bytes, widen
 from penstock.open_files import unchanged_limit
 
+named.forbid_downloads()
 with unchanged_limit():
     import mlx_lm
     import mlx_lm.models.base

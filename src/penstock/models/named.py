@@ -69,6 +69,12 @@ def find(name: str) -> Path | None:
     return file if file.is_file() and file.stat().st_size == MODELS[name].size_bytes else None
 
 
+def forbid_downloads() -> None:
+    """Let nothing be fetched from a hub either where `OFFLINE` is set; before its client loads."""
+    if os.environ.get(OFFLINE):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def fetch(name: str) -> Path:
     """Return the file of a named model, downloaded if it is not in the cache.
 

