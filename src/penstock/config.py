@@ -452,6 +452,24 @@ class ServerSettings(Settings):
             "it nothing is shared."
         ),
     ] = False
+    tool_parser: Annotated[
+        str | None,
+        Setting(
+            "Read the model's calls of tools as this family writes them: harmony, deepseek, llama "
+            "... (docs/server.md), none, or a parser of mlx-lm.",
+            "NAME",
+            unset="by the chat template",
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Setting(
+            "Find the model's reasoning between the marks of this family: think, harmony, mistral "
+            "... (docs/server.md), or none.",
+            "NAME",
+            unset="by the chat template",
+        ),
+    ] = None
     request_timeout_seconds: Annotated[
         float,
         Field(gt=0.0, allow_inf_nan=False),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,22 +11,17 @@ from hypothesis import strategies as st
 
 from penstock.engine.request import Finish, Reason, Usage
 from penstock.server.answers import Delta, Reader, join, total_usage
+from penstock.server.parsing import AnswerFormat, ReasoningMarks
+from penstock.server.parsing.mlx_lm_calls import MlxLmCalls
 
 USAGE = Usage(10, 4, 3)
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
 
-def tokenizer(end: str = "</call>", *, thinking: bool = True) -> Any:
-    """The part of mlx-lm's wrapper that knows marks; the parser is JSON, as several of theirs."""
-    return SimpleNamespace(
-        has_thinking=thinking,
-        think_start="<think>",
-        think_end="</think>",
-        has_tool_calling=True,
-        tool_call_start="<call>",
-        tool_call_end=end,
-        tool_parser=lambda text, _: json.loads(text),
-    )
+def form(end: str = "</call>") -> AnswerFormat:
+    """A format with a parser as mlx-lm has them: JSON, as several of theirs."""
+    calls = MlxLmCalls(lambda text, _: json.loads(text), "<call>", end)
+    return AnswerFormat("json", "think", calls, ReasoningMarks("<think>", "</think>"))
 
 
 def finish(reason: Reason = "stop", text: str = "") -> Finish:
@@ -60,8 +53,8 @@ TEXTS = [
 def test_pieces_make_no_difference(text: str, cuts: set[int]) -> None:
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[a:b] for a, b in pairwise(places)]
-    whole = read([text], Reader(tokenizer(), TOOLS))
-    divided = read(pieces, Reader(tokenizer(), TOOLS))
+    whole = read([text], Reader(form(), TOOLS))
+    divided = read(pieces, Reader(form(), TOOLS))
     assert (divided.text, divided.reasoning) == (whole.text, whole.reasoning)
     assert [(c.name, c.arguments) for c in divided.calls] == [
         (c.name, c.arguments) for c in whole.calls
@@ -69,7 +62,7 @@ def test_pieces_make_no_difference(text: str, cuts: set[int]) -> None:
 
 
 def test_what_the_kinds_are() -> None:
-    reader = Reader(tokenizer(), TOOLS)
+    reader = Reader(form(), TOOLS)
     read([f"<think>so</think>then {CALL}!"], reader)
     assert (reader.text, reader.reasoning) == ("then !", "so")
     (call,) = reader.calls
@@ -78,36 +71,36 @@ def test_what_the_kinds_are() -> None:
 
 
 def test_text_goes_out_as_soon_as_it_can_be_no_mark() -> None:
-    reader = Reader(tokenizer(), TOOLS)
+    reader = Reader(form(), TOOLS)
     assert reader.push("a <").text == "a "
     assert reader.push("b").text == "<b"
 
 
 def test_what_is_no_call_is_given_back() -> None:
-    reader = Reader(tokenizer(), TOOLS)
+    reader = Reader(form(), TOOLS)
     assert read(["<call>no JSON</call> after"], reader).text == "<call>no JSON</call> after"
-    assert read(["<call>cut"], Reader(tokenizer(), TOOLS), "length").text == "<call>cut"
+    assert read(["<call>cut"], Reader(form(), TOOLS), "length").text == "<call>cut"
     assert reader.calls == [] and reader.reason == "stop"
 
 
 def test_calls_without_an_end_mark() -> None:
-    reader = Reader(tokenizer(""), TOOLS)
+    reader = Reader(form(""), TOOLS)
     read(['a<call>{"name": "f"}<call>{"name": "g"}'], reader)
     assert [call.name for call in reader.calls] == ["f", "g"]
     assert reader.text == "a"
 
 
 def test_without_tools_marks_of_calls_are_text() -> None:
-    assert read([CALL], Reader(tokenizer(), None)).text == CALL
+    assert read([CALL], Reader(form(), None)).text == CALL
 
 
 def test_a_prompt_may_end_inside_the_reasoning() -> None:
-    delta = read(["so</think>then"], Reader(tokenizer(), None, reasoning=True))
+    delta = read(["so</think>then"], Reader(form(), None, reasoning=True))
     assert (delta.reasoning, delta.text) == ("so", "then")
 
 
 def test_length_is_length_also_after_a_call() -> None:
-    reader = Reader(tokenizer(), TOOLS)
+    reader = Reader(form(), TOOLS)
     read([CALL, " and"], reader, "length")
     assert reader.reason == "length" and reader.calls
 

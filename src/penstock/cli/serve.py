@@ -255,8 +255,10 @@ def _run(
     from penstock.cli.banner import banner
     from penstock.cli.engines import make_engine
     from penstock.server.app import Server
+    from penstock.server.parsing import check_names
     from penstock.server.service import Service
 
+    check_names(settings.tool_parser, settings.reasoning_parser)
     console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
     waiting = console.status(f"loading {name} ...") if console.is_terminal else nullcontext()
     with waiting:

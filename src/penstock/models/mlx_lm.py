@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from importlib import import_module
 from math import lcm
 from pathlib import Path
+from pkgutil import iter_modules
 from tempfile import TemporaryDirectory
 from traceback import walk_tb
 from typing import Any
@@ -39,6 +41,7 @@ with unchanged_limit():
     import mlx_lm
     import mlx_lm.models.base
     import mlx_lm.models.cache
+    import mlx_lm.tool_parsers
     import mlx_lm.utils
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
     from mlx_lm.sample_utils import make_sampler
@@ -250,6 +253,17 @@ def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:
     # A boundary, as above.
     except Exception as error:
         raise ModelError(f"cannot load the tokenizer of {source}: {_one_line(error)}") from error
+
+
+def tool_parsers() -> list[str]:
+    """Return the names of mlx-lm's parsers of calls."""
+    return [module.name for module in iter_modules(mlx_lm.tool_parsers.__path__)]
+
+
+def tool_parser(name: str) -> tuple[Callable[..., Any], str, str]:
+    """Return a parser of mlx-lm's, and the marks in front of what it reads and behind it."""
+    module = import_module(f"mlx_lm.tool_parsers.{name}")
+    return module.parse_tool_call, module.tool_call_start, module.tool_call_end or ""
 
 
 def encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:

@@ -40,7 +40,10 @@ class Door:
         self._replicas = replicas
         self._settings = served.settings
         self._prompts = Prompts(
-            load_tokenizer(served.model), keep_billing_header=served.settings.keep_billing_header
+            load_tokenizer(served.model),
+            keep_billing_header=served.settings.keep_billing_header,
+            tool_parser=served.settings.tool_parser,
+            reasoning_parser=served.settings.reasoning_parser,
         )
         self._names: tuple[str, int] | None = None
 

@@ -223,7 +223,7 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dic
     )
     reasoning = prompt.in_reasoning and not body.constrained
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
-    reader = Reader(service.tokenizer, tools_of(body), reasoning=reasoning, parallel=parallel)
+    reader = Reader(service.prompts.format, tools_of(body), reasoning=reasoning, parallel=parallel)
     return request, reader, unenforced_headers(call.unenforced if call is not None else ())
 
 

@@ -165,7 +165,12 @@ class _Chat:
         self.in_reasoning = open_text and service.prompts.starts_in_reasoning(prompt)
         parallel = body.parallel_tool_calls is not False and not body.legacy
         self.readers = [
-            Reader(service.tokenizer, plan.callable, reasoning=self.in_reasoning, parallel=parallel)
+            Reader(
+                service.prompts.format,
+                plan.callable,
+                reasoning=self.in_reasoning,
+                parallel=parallel,
+            )
             for _ in range(request.n)
         ]
         return await service.open(request, CHAT)

@@ -11,6 +11,8 @@ from threading import Event
 from typing import Any, TypeAlias
 
 from penstock.errors import PenstockError
+from penstock.server.parsing import answer_format
+from penstock.server.parsing.formats import HARMONY
 from penstock.server.pieces import PIECE_CHARACTERS, FairLock, PieceEncoder
 from penstock.server.problems import BadRequest, ClientGone, PromptTooLong
 from penstock.server.prompt_memory import HOLD, PIECE_TOKEN_BYTES, UNCUT_CHARACTERS
@@ -20,6 +22,8 @@ Message: TypeAlias = Mapping[str, Any]
 
 STOP: ContextVar[Event | None] = ContextVar("stop", default=None)
 """Event that is set when the client of the request served here has gone."""
+TAIL_TOKENS = 64
+"""Tokens at a prompt's end that are read for an open mark of reasoning."""
 FAR_TOO_LONG = 2
 """Multiple of the longest possible prompt beyond which a text is not read to its end."""
 
@@ -48,6 +52,11 @@ class Prompts:
         tokenizer: mlx-lm's wrapper.
         keep_billing_header: whether Claude Code's billing header stays in the prompt.
         most_tokens: tokens of the longest prompt that can be answered; None is any number.
+        tool_parser: name of the format of calls; None goes by the template.
+        reasoning_parser: name of the marks of reasoning; None goes by the template.
+
+    Raises:
+        SettingError: there is no parser of such a name.
     """
 
     def __init__(
@@ -56,8 +65,12 @@ class Prompts:
         *,
         keep_billing_header: bool = False,
         most_tokens: int | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.format = answer_format(tokenizer, tool_parser, reasoning_parser)
+        """Format of the model's answers: where reasoning and calls stand in them."""
         self.most_tokens = most_tokens
         """Tokens of the longest prompt that can be answered; None is any number."""
         self.keep_billing_header = keep_billing_header
@@ -143,17 +156,31 @@ class Prompts:
 
     def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Tell whether the template has opened the model's reasoning at the prompt's end."""
-        if not getattr(self.tokenizer, "has_thinking", False):
+        if (marks := self.reasoning_marks) is not None:
+            start, end = marks
+            return _last(prompt, start) > _last(prompt, end)
+        if (worded := self.format.reasoning) is None:
             return False
-        start = int(self.tokenizer.rfind_think_start(prompt))
-        return start > int(self.tokenizer.rfind_think_end(prompt))
+        return self.decode(prompt[-TAIL_TOKENS:]).rstrip().endswith(worded.start)
 
-    @property
+    @cached_property
     def reasoning_marks(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Tokens that begin and end the model's reasoning; None if it has none."""
-        if not getattr(self.tokenizer, "has_thinking", False):
+        """Tokens that begin and end the model's reasoning; None if it has none.
+
+        None, too, where the vocabulary has no tokens of their own for the marks.
+        """
+        marks = self.format.reasoning
+        if marks is None:
             return None
-        return tuple(self.tokenizer.think_start_tokens), tuple(self.tokenizer.think_end_tokens)
+        with self._lock:
+            read = [
+                tuple(self.tokenizer.encode(mark, add_special_tokens=False))
+                for mark in (marks.start, marks.end)
+            ]
+            vocabulary = self.tokenizer.get_vocab()
+        known = getattr(self.tokenizer, "think_start", None) == marks.start
+        whole = self.format.reasoning_name == HARMONY or marks.end in vocabulary
+        return (read[0], read[1]) if known or whole else None
 
     def reasoning_tokens(self, answer: Sequence[int], *, inside: bool = False) -> int:
         """Count the tokens of an answer's reasoning, without the marks around it.
@@ -162,14 +189,12 @@ class Prompts:
             answer: its tokens.
             inside: whether the prompt ends inside the reasoning (`starts_in_reasoning`).
         """
-        if not getattr(self.tokenizer, "has_thinking", False):
+        if self.reasoning_marks is None:
             return 0
-        start, end = self.tokenizer.think_start_tokens, self.tokenizer.think_end_tokens
+        start, end = self.reasoning_marks
         count = at = 0
         while at < len(answer):
-            find = self.tokenizer.find_think_end if inside else self.tokenizer.find_think_start
-            mark = int(find(answer, at))
-            until = len(answer) if mark < 0 else mark
+            until = _first(answer, end if inside else start, at)
             if inside:
                 count += until - at
             at = until + len(end if inside else start)
@@ -208,6 +233,24 @@ class Prompts:
             raise BadRequest(
                 f"the tokenizer refuses this text: {_one_line(error)}", param=param
             ) from error
+
+
+def _first(tokens: Sequence[int], mark: Sequence[int], start: int) -> int:
+    """Return where a mark first comes from a place on; the end if it does not."""
+    size = len(mark)
+    for at in range(start, len(tokens) - size + 1):
+        if tokens[at] == mark[0] and tuple(tokens[at : at + size]) == tuple(mark):
+            return at
+    return len(tokens)
+
+
+def _last(tokens: Sequence[int], mark: Sequence[int]) -> int:
+    """Return where a mark last comes; -1 if it does not."""
+    size = len(mark)
+    for at in range(len(tokens) - size, -1, -1):
+        if tokens[at] == mark[0] and tuple(tokens[at : at + size]) == tuple(mark):
+            return at
+    return -1
 
 
 def _hold_piece(characters: int) -> None:

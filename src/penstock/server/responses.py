@@ -232,7 +232,7 @@ class _Responses:
         self.in_reasoning = open_text and service.prompts.starts_in_reasoning(prompt)
         tools = None if self.custom else self._plan(body.tool_choice).callable
         reader = Reader(
-            service.tokenizer, tools, reasoning=self.in_reasoning, parallel=self.parallel
+            service.prompts.format, tools, reasoning=self.in_reasoning, parallel=self.parallel
         )
         return await service.open(request, PATH), reader
 

@@ -144,6 +144,8 @@ class Service:
             tokenizer,
             keep_billing_header=settings.keep_billing_header,
             most_tokens=self.context_tokens,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
         )
         self.stored = ResponseStore(settings.stored_response_bytes)
         self.recent: deque[Recent] = deque(maxlen=settings.recent)

@@ -1,0 +1,106 @@
+"""Harmony, the language of gpt-oss: messages with a channel, some of them for a tool.
+
+    <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>commentary
+    to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
+
+The answer begins behind `<|start|>assistant`. What the channel `final` holds is the answer's text,
+and so are the messages of `commentary` that are for no tool.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, TypeAlias
+
+from penstock.server.parsing import json_text
+from penstock.server.parsing.answer_text import AnswerText, Reading, blanks, until
+from penstock.server.parsing.events import BrokenCall, Events
+from penstock.server.parsing.parser import Tools, call_or_text, names_of
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
+REASONING = (f"{CHANNEL}analysis{MESSAGE}", END)
+"""Marks around the reasoning of an answer."""
+_LONGEST_HEADER = 512
+_OVER = (END, CALL, RETURN, START, CHANNEL)
+_HEADER = re.compile(
+    r"\s*(?P<role>[\w.]+(?=\s|<|$))?(?P<to>\s*to=[^\s<]+)?\s*"
+    r"(?:<\|channel\|>\s*(?P<channel>\w+)(?P<later>\s+to=[^\s<]+)?)?"
+    r"(?P<type>\s*<\|constrain\|>\s*[\w/-]+|\s+[\w/-]+)?\s*"
+)
+
+Head: TypeAlias = tuple[Literal["text", "reasoning", "call"], str]
+"""Kind of a message, and the name of its tool."""
+
+
+def harmony_answer(source: AnswerText, out: Events, tools: Tools) -> Reading[None]:
+    """Read the messages of an answer. Calls are text where no tools are offered.
+
+    Args:
+        source: its text.
+        out: takes the events.
+        tools: what the request offers.
+    """
+    if (yield from _begins_with_a_header(source)):
+        yield from _message(source, out, tools, "")
+    while (mark := (yield from until(source, _OVER, out.text))) is not None:
+        if mark in (START, CHANNEL):
+            yield from _message(source, out, tools, mark)
+        else:
+            yield from blanks(source)
+
+
+def _begins_with_a_header(source: AnswerText) -> Reading[bool]:
+    """Tell whether the answer begins with a header; with a grammar of its own it does not."""
+    yield from blanks(source)
+    while True:
+        rest = source.text[source.at :]
+        if rest.startswith(("<|", "to=")):
+            return True
+        if source.closed or not any(mark.startswith(rest) for mark in ("<|", "to=")):
+            return False
+        yield
+
+
+def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Reading[None]:
+    """Read a message from its header on; the mark that ends it is not read."""
+    header: list[str] = []
+    source.keep(opening)
+    mark = yield from until(source, (MESSAGE, END, CALL, RETURN, START), header.append, take=False)
+    head = _read_header(f"{opening if opening == CHANNEL else ''}{''.join(header)}", tools)
+    if mark != MESSAGE or head is None:
+        out.text(source.kept())
+        return
+    source.advance(len(MESSAGE))
+    kind, name = head
+    if kind == "call":
+        begun = source.kept()
+        yield from call_or_text(source, out, begun, _call(source, out, name))
+    else:
+        source.kept()
+        emit = out.text if kind == "text" else out.reasoning
+        yield from until(source, _OVER, emit, take=False)
+
+
+def _read_header(header: str, tools: Tools) -> Head | None:
+    """Read what stands in front of a message; None if it is no header."""
+    match = _HEADER.fullmatch(header) if len(header) <= _LONGEST_HEADER else None
+    if match is None:
+        return None
+    names = names_of(tools)
+    recipient = (match["to"] or match["later"] or "").strip().removeprefix("to=")
+    name = recipient.removeprefix("functions.")
+    if tools and name and (name != recipient or name in names):
+        return "call", name
+    return ("reasoning" if match["channel"] == "analysis" else "text"), ""
+
+
+def _call(source: AnswerText, out: Events, name: str) -> Reading[None]:
+    """Read the arguments of a call."""
+    if (yield from blanks(source)) != "{":
+        raise BrokenCall("arguments that are no object")
+    out.start(name)
+    yield from json_text.value(source, out.arguments)
+    out.end()
+    source.keep()
+    yield from blanks(source)

@@ -1,0 +1,5 @@
+"""Hermes, Qwen 2.5 and 3, Granite 4: one JSON object between tags for each call."""
+
+from penstock.server.parsing.tagged import TaggedJson
+
+HERMES = TaggedJson(("<tool_call>",), ("</tool_call>",))

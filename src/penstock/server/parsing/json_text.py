@@ -1,0 +1,281 @@
+"""Readers of JSON as it grows. Line ends within strings, which models write, are escaped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+
+from penstock.server.parsing.answer_text import AnswerText, Emit, Reading, accept, blanks, expect
+from penstock.server.parsing.events import BrokenCall, Events
+
+DEEPEST = 64
+"""Objects and lists within each other, at most."""
+ARGUMENTS = ("arguments", "parameters")
+"""Keys of a call's arguments."""
+
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+_SCALAR_SIGNS = frozenset("-+.0123456789abcdefghijklmnopqrstuvwxyzE")
+
+
+def value(source: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
+    """Read a value of any kind.
+
+    Raises:
+        BrokenCall: no JSON goes on so, as in all readers here.
+    """
+    sign = yield from blanks(source, emit)
+    if depth > DEEPEST:
+        raise BrokenCall("too deep")
+    if sign == "{":
+        yield from members(source, emit, lambda _: value(source, emit, depth + 1))
+    elif sign == "[":
+        yield from _items(source, emit, depth)
+    elif sign == '"':
+        yield from string(source, emit)
+    else:
+        yield from _scalar(source, emit)
+
+
+def members(source: AnswerText, emit: Emit, read: Callable[[str], Reading[None]]) -> Reading[None]:
+    """Read an object; `read` reads the value of each key."""
+    yield from sign_of(source, emit, "{")
+    if (yield from blanks(source, emit)) == "}":
+        emit(source.advance())
+        return
+    while True:
+        yield from blanks(source, emit)
+        key = yield from string(source, emit)
+        yield from sign_of(source, emit, ":")
+        yield from read(key)
+        if (yield from sign_of(source, emit, ",}")) == "}":
+            return
+
+
+def string(source: AnswerText, emit: Emit) -> Reading[str]:
+    """Read a string; return what it says."""
+    parts: list[str] = []
+
+    def add(part: str) -> None:
+        parts.append(part)
+        emit(part)
+
+    yield from sign_of(source, add, '"')
+    while True:
+        while not source.ready:
+            yield
+        if match := _PLAIN.match(source.text, source.at):
+            add(source.advance(len(match[0])))
+            continue
+        sign = source.sign
+        if sign == "\\":
+            yield from _escape(source, add)
+        elif sign == '"':
+            add(source.advance())
+            return str(json.loads("".join(parts)))
+        elif sign:
+            add(json.dumps(source.advance())[1:-1])
+        else:
+            raise BrokenCall("a string without an end")
+
+
+def sign_of(source: AnswerText, emit: Emit, signs: str) -> Reading[str]:
+    """Read one of these signs, and the blanks in front of it."""
+    sign = yield from blanks(source, emit)
+    if not sign or sign not in signs:
+        raise BrokenCall(f"one of {signs} is missing")
+    emit(source.advance())
+    return sign
+
+
+def _items(source: AnswerText, emit: Emit, depth: int) -> Reading[None]:
+    emit(source.advance())
+    if (yield from blanks(source, emit)) == "]":
+        emit(source.advance())
+        return
+    while True:
+        yield from value(source, emit, depth + 1)
+        if (yield from sign_of(source, emit, ",]")) == "]":
+            return
+
+
+def _escape(source: AnswerText, emit: Emit) -> Reading[None]:
+    source.advance()
+    while not source.ready:
+        yield
+    if not source.sign or source.sign not in '"\\/bfnrtu':
+        raise BrokenCall("an escape that JSON does not have")
+    text = "\\" + source.advance()
+    for _ in range(4 if text == "\\u" else 0):
+        while not source.ready:
+            yield
+        if not source.sign or source.sign not in "0123456789abcdefABCDEF":
+            raise BrokenCall("an escape that is cut off")
+        text += source.advance()
+    emit(text)
+
+
+def _scalar(source: AnswerText, emit: Emit) -> Reading[None]:
+    text = ""
+    while True:
+        while not source.ready:
+            yield
+        if source.sign not in _SCALAR_SIGNS:  # the end, too: an empty text is in no set
+            break
+        text += source.advance()
+        if len(text) > 400:
+            raise BrokenCall("no value")
+    if not _SCALAR.fullmatch(text):
+        raise BrokenCall("no value")
+    emit(text)
+
+
+def call(source: AnswerText, out: Events, names: Collection[str] | None = None) -> Reading[None]:
+    """Read an object that is a call: its name, and its arguments under one of their keys.
+
+    The call begins as soon as both are there, and its arguments grow from then on.
+
+    Args:
+        source: begins with the object, or with blanks.
+        out: takes the events.
+        names: of tools; a call of another one is none. None is any name.
+    """
+    state = _CallState(out, names)
+    yield from members(source, _ignore, lambda key: _member(source, key, state))
+    state.close()
+    source.keep()
+
+
+class _CallState:
+    """State of a call that is read."""
+
+    def __init__(self, out: Events, names: Collection[str] | None) -> None:
+        self.out = out
+        self._names = names
+        self._name: str | None = None
+        self._parts: list[str] | None = None
+        self._begun = False
+
+    def name(self, name: str) -> None:
+        """Note the name; what there is of the arguments follows it."""
+        if self._name is not None or (self._names is not None and name not in self._names):
+            raise BrokenCall("not the name of a tool")
+        self._name = name
+        if self._parts is not None:
+            self._start()
+
+    def open(self) -> None:
+        """Note that the arguments begin."""
+        if self._parts is not None:
+            raise BrokenCall("arguments twice")
+        self._parts = []
+        if self._name is not None:
+            self._start()
+
+    def grow(self, part: str) -> None:
+        """Take in a part of the arguments."""
+        if self._begun:
+            self.out.arguments(part)
+        elif self._parts is not None:
+            self._parts.append(part)
+
+    def close(self) -> None:
+        """End the call; without arguments it has none to give."""
+        if self._name is None:
+            raise BrokenCall("a call without a name")
+        if self._parts is None:
+            self.open()
+            self.out.arguments("{}")
+        self.out.end()
+
+    def _start(self) -> None:
+        assert self._name is not None
+        self.out.start(self._name)
+        self._begun = True
+        for part in self._parts or ():
+            self.out.arguments(part)
+
+
+def _member(source: AnswerText, key: str, state: _CallState) -> Reading[None]:
+    sign = yield from blanks(source)
+    if key == "name" and sign == '"':
+        state.name((yield from string(source, _ignore)))
+    elif key in ARGUMENTS and sign == "{":
+        state.open()
+        yield from value(source, state.grow)
+    elif key in ARGUMENTS:
+        state.open()
+        parts: list[str] = []
+        yield from value(source, parts.append)
+        state.grow(arguments_text(json.loads("".join(parts))))
+    else:
+        yield from value(source, _ignore)
+
+
+def arguments_text(arguments: object) -> str:
+    r"""Return arguments as JSON: an object, or none, or an object that is written as a text.
+
+    >>> arguments_text({"a": "é"}), arguments_text(None), arguments_text("{\"a\": 1}")
+    ('{"a": "é"}', '{}', '{"a": 1}')
+
+    Raises:
+        BrokenCall: they are something else.
+    """
+    if arguments is None or arguments == "":
+        return "{}"
+    if isinstance(arguments, dict):
+        try:
+            return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BrokenCall("arguments that JSON does not have") from error
+    if isinstance(arguments, str):
+        try:
+            if isinstance(json.loads(arguments), dict):
+                return arguments
+        except (ValueError, RecursionError):
+            pass
+    raise BrokenCall("arguments that are no object")
+
+
+def calls(
+    source: AnswerText,
+    out: Events,
+    *,
+    closings: tuple[str, ...] = (),
+    separators: tuple[str, ...] = (),
+    names: Collection[str] | None = None,
+) -> Reading[None]:
+    """Read a call or a list of calls, and what closes them, if it is there.
+
+    Args:
+        source: begins with them, or with blanks.
+        out: takes the events.
+        closings: marks that end them.
+        separators: marks with another call or list behind them.
+        names: of tools; a call of another one is none. None is any name.
+    """
+    while True:
+        if (yield from accept(source, "[")):
+            yield from listed(source, out, names)
+        else:
+            yield from blanks(source)
+            yield from call(source, out, names)
+        if (yield from accept(source, *closings, *separators)) not in separators:
+            return
+
+
+def listed(source: AnswerText, out: Events, names: Collection[str] | None = None) -> Reading[None]:
+    """Read the calls of a list, behind its bracket, and the bracket that closes it."""
+    if (yield from accept(source, "]")):
+        return
+    while True:
+        yield from blanks(source)
+        yield from call(source, out, names)
+        if (yield from expect(source, ",", "]")) == "]":
+            source.keep()
+            return
+
+
+def _ignore(_: str) -> None:
+    """Drop a part."""

@@ -1,0 +1,5 @@
+"""Phi-4-mini: a JSON list of calls between marks, or behind the word functools."""
+
+from penstock.server.parsing.tagged import TaggedJson
+
+PHI = TaggedJson(("<|tool_call|>", "functools["), ("<|/tool_call|>",), ("functools[",))

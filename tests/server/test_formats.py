@@ -1,0 +1,75 @@
+"""Which parsers a chat template asks for, and what the flags say instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from parrot import parrot
+
+from penstock.errors import SettingError
+from penstock.models.mlx_lm import tool_parsers
+from penstock.server.parsing import answer_format, call_names
+from penstock.server.prompts import Prompts
+
+SHOWN = {
+    "<|start|>assistant<|channel|>final<|message|>": ("harmony", "harmony"),
+    "<｜tool▁calls▁begin｜> <think> </think>": ("deepseek", "think"),
+    "{% set dsml_token = '｜DSML｜' %}": ("deepseek_tags", "none"),
+    "<TOOLCALL>[": ("nemotron", "none"),
+    "<|tool_call|>[<|/tool_call|>": ("phi", "none"),
+    "<|start_of_role|> with <|tool_call|>; <think></think><response></response>": (
+        "granite",
+        "granite",
+    ),
+    'in the format {"name": function name, "parameters": dictionary': ("llama", "none"),
+    "<|python_start|>": ("llama", "none"),
+    '<tool_call>{"name": ': ("hermes", "none"),
+    "<tool_call>\\n<function=": ("none", "none"),
+    "[THINK]": ("none", "mistral"),
+    "Hello": ("none", "none"),
+}
+
+
+def tokenizer(template: Any) -> Any:
+    return SimpleNamespace(
+        chat_template=template, has_thinking=False, has_tool_calling=False, get_vocab=dict
+    )
+
+
+@pytest.mark.parametrize("template", SHOWN)
+def test_the_template_shows_the_format(template: str) -> None:
+    form = answer_format(tokenizer(template))
+    assert (form.call_name, form.reasoning_name) == SHOWN[template]
+    tools_have_their_own = {"default": "Hello", "tool_use": template}
+    assert answer_format(tokenizer(tools_have_their_own)).call_name == SHOWN[template][0]
+
+
+def test_flags_rule_over_the_template() -> None:
+    form = answer_format(tokenizer("<TOOLCALL>"), "qwen3_coder", "seed")
+    assert (form.call_name, form.reasoning_name) == ("qwen3_coder", "seed")
+    form = answer_format(tokenizer("<TOOLCALL> <think></think>"), "none", "none")
+    assert (form.calls, form.reasoning) == (None, None)
+
+
+def test_a_name_that_is_none_is_refused_with_those_that_are() -> None:
+    for name in ("nemotron", "kimi_k2", "none"):
+        with pytest.raises(SettingError, match=rf"--tool-parser nothing: .*{name}"):
+            answer_format(tokenizer(""), "nothing")
+    with pytest.raises(SettingError, match=r"--reasoning-parser nothing: .*mistral"):
+        answer_format(tokenizer(""), None, "nothing")
+
+
+def test_every_parser_of_mlx_lm_has_a_name() -> None:
+    assert set(tool_parsers()) < set(call_names())
+
+
+def test_marks_that_are_no_tokens_open_the_reasoning_all_the_same(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}[/THINK]{% if add_generation_prompt %}[THINK]\n{% endif %}"
+    prompts = Prompts(parrot(tmp_path, "Hello", template=template)[1])
+    talk = [{"role": "user", "content": "[THINK]"}]
+    assert prompts.starts_in_reasoning(prompts.render(talk))
+    assert not prompts.starts_in_reasoning(prompts.render(talk, answer=False))
+    assert prompts.reasoning_marks is None

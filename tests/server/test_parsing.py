@@ -1,0 +1,201 @@
+"""Every family's answers: the same however they are cut, and broken calls are text."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable
+from random import Random
+from typing import Any
+
+import pytest
+from written_answers import FAMILIES, TOOLS, Written, form_of, written
+
+from penstock.server.parsing import (
+    AnswerFormat,
+    ArgumentsPart,
+    CallBroken,
+    CallEnd,
+    CallStart,
+    ParsedEvent,
+    ReasoningPart,
+    TextPart,
+)
+from penstock.server.parsing.events import Events
+
+OUTPUTS = 200
+
+
+def parse(
+    pieces: Iterable[str], form: AnswerFormat, tools: list[dict[str, Any]] | None = None
+) -> list[ParsedEvent]:
+    """Parse an answer that comes in pieces; consecutive parts of one kind are one."""
+    parser = form.parser(TOOLS if tools is None else tools)
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    merged = Events()
+    for event in [*events, *parser.end()]:
+        match event:
+            case TextPart(text):
+                merged.text(text)
+            case ReasoningPart(text):
+                merged.reasoning(text)
+            case ArgumentsPart(text):
+                merged.arguments(text)
+            case CallStart(name, id):
+                merged.start(name, id)
+            case CallEnd():
+                merged.end()
+            case CallBroken():
+                merged.broken("")
+    return merged.take()
+
+
+def read(events: list[ParsedEvent]) -> Written:
+    """Put an answer together from its events."""
+    text = "".join(event.text for event in events if isinstance(event, TextPart))
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningPart))
+    calls: list[tuple[str, Any]] = []
+    name, arguments = "", ""
+    for event in events:
+        match event:
+            case CallStart(name=name):
+                arguments = ""
+            case ArgumentsPart(text=part):
+                arguments += part
+            case CallEnd():
+                calls.append((name, json.loads(arguments)))
+    return Written("", reasoning, text, calls)
+
+
+def halves(text: str, cut: int) -> list[str]:
+    """Cut a text at a byte; a sign that is cut comes with the second piece, as from the engine."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    data = text.encode()
+    return [decoder.decode(data[:cut]), decoder.decode(data[cut:], final=True)]
+
+
+def damaged(answer: Written, random: Random) -> str:
+    """Break an answer: its end is cut off, or a piece of it is left out, doubled or replaced."""
+    text = answer.text
+    at = random.randrange(len(text) + 1)
+    size = random.randrange(1, 6)
+    return random.choice(
+        (text[:at], text[:at] + text[at + size :], text[:at] + text[at - size :], f"{text[:at]}}}é")
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_cut_at_any_byte_is_the_same(family: str) -> None:
+    form = form_of(family)
+    for number in range(OUTPUTS):
+        random = Random(number)
+        answer = written(family, random)
+        text = damaged(answer, random) if number % 4 == 3 else answer.text
+        whole = parse([text], form)
+        if number % 4 != 3:
+            heard = read(whole)
+            assert (heard.reasoning, heard.calls) == (answer.reasoning, answer.calls), text
+            assert heard.said.rstrip("\n ") == answer.said.rstrip("\n "), text
+        assert parse(text, form) == whole, text
+        for cut in range(1, len(text.encode())):
+            assert parse(halves(text, cut), form) == whole, (text, cut)
+
+
+BROKEN = {
+    "hermes": (
+        '<tool_call>{"name": "look_up", "arguments": {"text": "x"</tool_call> so',
+        "<tool_call>no JSON</tool_call> so",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "look_up", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "look_up", "arguments": {"a": \\d}}</tool_call>',
+        "<tool_call>" + "[" * 500,
+        '<tool_call>{"name": "look_up", "arguments": ' + '{"a":' * 500,
+    ),
+    "nemotron": ('<TOOLCALL>[{"name": 1}]</TOOLCALL>', "<TOOLCALL>[{]"),
+    "granite": ("<|tool_call|>[so", "<|tool_call|>"),
+    "phi": ("import functools[0]", 'functools[{"name"'),
+    "llama": (
+        '{"name": "Bob", "parameters": {}}',
+        '{"answer": 42}',
+        "[1, 2]",
+        "[look_up](http://x)",
+        "[look_up(1)]",
+        "[look_up(text=",
+        "<|python_tag|>print(1)",
+    ),
+    "deepseek": (
+        "<｜tool▁calls▁begin｜>so",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>[1]<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{",
+    ),
+    "deepseek, V3.2": (
+        '<｜DSML｜function_calls><｜DSML｜invoke name="look_up">so',
+        "<｜DSML｜function_calls><｜DSML｜invoke>",
+    ),
+    "harmony": (
+        "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>no",
+        '<|channel|>commentary to=functions.look_up<|message|>{"text": ',
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [(family, text) for family, texts in BROKEN.items() for text in texts]
+)
+def test_a_broken_call_is_text(family: str, text: str) -> None:
+    """All of it, with its marks, whether or not its arguments have begun to go out."""
+    heard = read(parse([text], form_of(family)))
+    assert (heard.said, heard.calls) == (text, [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_tools_calls_are_text(family: str) -> None:
+    form = form_of(family)
+    for number in range(20):
+        answer = written(family, Random(number))
+        heard = read(parse([answer.text], form, []))
+        assert not heard.calls
+        for _, arguments in answer.calls if family == "harmony" else ():
+            assert json.dumps(arguments, ensure_ascii=False) in heard.said
+        for name, _ in answer.calls if family != "harmony" else ():
+            assert name in heard.said
+
+
+def test_what_is_whole_stays_a_call_before_one_that_breaks() -> None:
+    text = '<TOOLCALL>[{"name": "look_up", "arguments": {}}, {"name": oh'
+    heard = read(parse([text], form_of("nemotron")))
+    assert (heard.calls, heard.said) == ([("look_up", {})], ', {"name": oh')
+
+
+def test_arguments_grow_as_they_are_written() -> None:
+    parser = form_of("hermes").parser(TOOLS)
+    parser.feed('<tool_call>{"name": "write_file", "arguments"')
+    assert parser.feed(': {"text": "one') == [
+        CallStart("write_file"),
+        ArgumentsPart('{"text": "one'),
+    ]
+    assert parser.feed("\ntwo") == [ArgumentsPart("\\ntwo")]
+    assert parser.feed('"}}') == [ArgumentsPart('"}'), CallEnd()]
+
+
+def test_a_call_that_breaks_after_its_begin_says_so() -> None:
+    parser = form_of("hermes").parser(TOOLS)
+    text = '<tool_call>{"name": "look_up", "arguments": {"a": oh'
+    assert parser.feed(text) == [CallStart("look_up"), ArgumentsPart('{"a": ')]
+    assert parser.feed(" no") == [CallBroken(), TextPart(f"{text} no")]
+
+
+def test_harmony_without_a_header_is_text() -> None:
+    """As an answer is that a grammar begins."""
+    assert read(parse(['{"a": 1}'], form_of("harmony"))).said == '{"a": 1}'
+
+
+def test_harmony_calls_no_tool_that_is_not_the_clients() -> None:
+    text = "<|channel|>analysis to=python code<|message|>print(1)<|call|>"
+    heard = read(parse([text], form_of("harmony")))
+    assert (heard.reasoning, heard.calls) == ("print(1)", [])
+
+
+def test_llama_calls_a_tool_of_its_own() -> None:
+    heard = read(parse(['<|python_tag|>brave_search.call(query="a)b")'], form_of("llama")))
+    assert heard.calls == [("brave_search", {"query": "a)b"})]
