@@ -27,7 +27,6 @@ from penstock.engine.request import Request, Sampling
 from penstock.engine.schedule import costs as needs_module
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.view import EngineView
-from penstock.errors import NeverFits
 from penstock.kv import backend
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind
@@ -193,11 +192,9 @@ class Watch:
 
     def tighten(self, request: Request) -> None:
         """Lower the limit as far as can be for a request."""
-        fixed = self.core.ledger.used_bytes
-        self.core.set_limit(fixed)
-        with pytest.raises(NeverFits) as caught:
-            self.core.submit(request)
-        self.core.set_limit(fixed + caught.value.needed_bytes)
+        tokens = len(request.prompt) + request.max_tokens - 1
+        sequence = self.core.view.sequence_bytes(tokens)
+        self.core.set_limit(self.core.ledger.used_bytes + sequence.own + sequence.shared)
 
 
 @contextmanager

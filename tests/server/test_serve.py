@@ -243,9 +243,9 @@ def test_the_limit_that_is_proposed_is_enough(capsys: pytest.CaptureFixture[str]
     found = re.search(r"raise it to (\d+)MB or more", capsys.readouterr().err)
     assert found
     with started("--memory-limit", f"{found[1]}MB") as (_, url):
-        body = {"prompt": [1] * 24, "max_tokens": 1_000}
+        body = {"prompt": [1] * 1_023, "max_tokens": 1}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
-        body["max_tokens"] = 1_600  # nor is it far more than enough
+        body["prompt"] = [1] * 1_623  # nor is it far more than enough
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 400
 
 

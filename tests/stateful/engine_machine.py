@@ -28,6 +28,7 @@ from engine_faults import (
 from engine_reference import (
     ENDS,
     KINDS,
+    MOST_GROWN,
     MOST_NEW,
     Answer,
     Kind,
@@ -91,7 +92,8 @@ wishes = st.builds(
     Wish,
     blocks=blocks,
     over=st.integers(0, 15),
-    max_tokens=st.integers(1, MOST_NEW),
+    # Answers that are asked for beyond the room grow until they end, or until they are alone in it.
+    max_tokens=st.one_of(*[st.integers(1, MOST_NEW)] * 3, st.just(MOST_GROWN)),
     sampling=samplings,
     stop_at=st.sampled_from([None, None, 0, 5, 9]),
     ignore_eos=st.booleans(),
@@ -172,13 +174,8 @@ class EngineMachine(RuleBasedStateMachine):
     @property
     def tight_bytes(self) -> int:
         """Room for the longest request by itself, and not a byte more."""
-        prompt = (self.kind.pieces[0] * self.kind.most_prompt)[: self.kind.most_prompt]
-        before = self.core.ledger.limit_bytes
-        self.core.ledger.set_limit(self.fixed)
-        with pytest.raises(NeverFits) as caught:
-            self.core.submit(Request(prompt=prompt, max_tokens=MOST_NEW))
-        self.core.ledger.set_limit(before)
-        return caught.value.needed_bytes
+        sequence = self.core.view.sequence_bytes(self.kind.most_prompt + MOST_NEW - 1)
+        return sequence.own + sequence.shared
 
     def more_settings(self) -> dict[str, Any]:
         """Return what the core is made with besides."""
@@ -323,7 +320,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def run_out(self) -> None:
         """Run until nobody is left; with so few and short answers that is soon."""
-        for _ in range(1_000):
+        for _ in range(4_000):
             if not self.run_step():
                 break
         assert self.core.view.idle, "answers that never end"
@@ -461,8 +458,11 @@ class EngineMachine(RuleBasedStateMachine):
         if finish.reason == "error":
             self.failed += any(words in str(finish.error) for words in FAULTS)
         request, choice = asked.request, asked.handle.choices[finish.choice]
-        right = answer(self.kind, request, finish.choice)
         said = tuple(choice.tokens)
+        if finish.reason == "length" and len(said) < request.max_tokens:
+            self.judge_outgrown(request, len(said))
+            request = request.model_copy(update={"max_tokens": len(said)})
+        right = answer(self.kind, request, finish.choice)
         off = common(said, right.tokens)
         if off >= right.sure:
             return  # from a tie on, nothing can be said
@@ -476,6 +476,13 @@ class EngineMachine(RuleBasedStateMachine):
             most = self.most_shared(request.prompt, request.salt, asked)
             size = self.kind.block_size
             assert usage.cached_tokens // size * size <= most, "read what nobody had computed"
+
+    def judge_outgrown(self, request: Request, said: int) -> None:
+        """See that an answer that was cut short has no more room, even alone."""
+        most = self.core.view.fitting_tokens
+        assert len(request.prompt) + said >= most, (
+            f"{len(request.prompt)} + {said} tokens, {most} fit"
+        )
 
     def judge_text(self, choice: Choice, right: Answer, reason: str) -> None:
         said = tuple(choice.tokens)

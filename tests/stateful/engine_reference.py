@@ -26,6 +26,8 @@ from penstock.kv.quantization import QuantizationRule
 
 MOST_NEW = 14
 """Tokens of the longest answer."""
+MOST_GROWN = 40
+"""Tokens of the longest answer that is asked for where it may not fit."""
 MOST_PROMPT = 100
 TIE = 1e-4
 """Two logits closer than this may change places with the order of summation."""
@@ -153,16 +155,20 @@ class Step:
 
 @functools.cache
 def solo(
-    kind: Kind, prompt: tuple[int, ...], seed: int | None = None, choice: int = 0
+    kind: Kind,
+    prompt: tuple[int, ...],
+    seed: int | None = None,
+    choice: int = 0,
+    most: int = MOST_NEW,
 ) -> tuple[Step, ...]:
-    """Generate `MOST_NEW` tokens alone; with a seed, drawn at temperature 1."""
+    """Generate `most` tokens alone; with a seed, drawn at temperature 1."""
     model, caches = kind.model, kind.caches()
     sampler = (
         None if seed is None else TokenSampler(Sampling(temperature=1.0, seed=seed), (), choice)
     )
     steps: list[Step] = []
     read: Sequence[int] = prompt
-    while len(steps) < MOST_NEW:
+    while len(steps) < most:
         scores = model(mx.array([read]), cache=caches)[0, -1]
         if sampler is not None:
             scores = scores - mx.max(scores)
@@ -190,7 +196,8 @@ class Answer:
 def answer(kind: Kind, request: Request, choice: int) -> Answer:
     """Tell the answer to a request from what the model says alone."""
     seed = request.sampling.seed if request.sampling.temperature else None
-    steps = solo(kind, request.prompt, seed, choice if seed is not None else 0)
+    most = MOST_NEW if request.max_tokens <= MOST_NEW else MOST_GROWN
+    steps = solo(kind, request.prompt, seed, choice if seed is not None else 0, most)
     sure = next((i for i, step in enumerate(steps) if step.gap < TIE), len(steps))
     if kind.codec is not None:
         sure = 0

@@ -19,7 +19,9 @@ from penstock.engine.model.executor import ModelExecutor
 from penstock.engine.postprocess import Postprocessor
 from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.schedule.admission import Admission
+from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.costs import MemoryEstimator
+from penstock.engine.schedule.scheduler import State
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.errors import StepFailed
@@ -67,6 +69,22 @@ class CountsNoRuns(MemoryEstimator):
 
     def sequence_bytes(self, tokens: int, num_cached_tokens: int = 0) -> int:
         return 0
+
+
+class NeverGrows(MemoryBudget):
+    """Lets a sequence decode beyond what was reserved for it."""
+
+    def grow(self, sequence: Sequence) -> bool:
+        return super().grow(sequence) if sequence.reserved_tokens == 0 else True
+
+
+class EndsWhatCouldWait(Admission):
+    """Ends an answer for want of room though others run that could be preempted."""
+
+    def grow(self) -> None:
+        for sequence in self._scheduler.sequences(State.RUNNING):
+            if sequence.needs_growth and not self._budget.grow(sequence):
+                self.finish(sequence, lambda s: s.end("length"))
 
 
 class KeepsASlot(Admission):
@@ -243,6 +261,7 @@ HUNT = settings(
 PARTS: Items[type] = (
     Core,
     Intake,
+    MemoryBudget,
     MemoryEstimator,
     ModelExecutor,
     Postprocessor,

@@ -1,7 +1,7 @@
 """First of the three calls of a step: everything that happens before the model runs.
 
-time out ──> evict under pressure ──> preempt, admit ──> take in restores, share, begin restores
-──> the plan: sequences that decode, chunks to prefill
+time out ──> evict under pressure ──> grow, preempt, admit ──> take in restores, share
+──> begin restores ──> the plan: sequences that decode, chunks to prefill
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class StepPlanner:
         self._pressure = pressure
 
     def schedule(self, now_seconds: float) -> StepPlan[Sequence]:
-        """Time out, preempt, admit, restore, and return the chunks and rows of the next step."""
+        """Time out, grow, admit, restore, and return the chunks and rows of the next step."""
         self._admission.drop_overdue(now_seconds)
         self._pressure.relieve(now_seconds)
+        self._admission.grow()
         self._admission.admit()
         if self._restoring is not None:
             self._restoring.take()

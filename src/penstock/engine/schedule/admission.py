@@ -1,6 +1,7 @@
 """The places of a batch: sequences come into one, and give all back when they leave it.
 
     admit   ──> a path is pinned, bytes are reserved, a slot of the pool is taken: all, or nothing
+    grow    ──> the next tokens' bytes are reserved; without room the lowest is preempted
     preempt ──> all is given back but the tokens; the sequence is admitted again later
     finish  ──> all is given back, then the handle gets the end
     fail    ──> the same, and the slot is wiped
@@ -96,6 +97,23 @@ class Admission:
 
     # ---- getting on
 
+    def grow(self) -> None:
+        """Reserve the bytes of the next tokens of all running sequences, the highest first.
+
+        Where room ends the lowest priority, and of these the latest arrival, is preempted. The
+        answer of a sequence that has no more room though it is alone ends with "length".
+        """
+        self._end_outgrown()
+        for sequence in self._scheduler.placed():
+            while sequence.state is State.RUNNING and sequence.needs_growth:
+                if self._budget.grow(sequence):
+                    break
+                lowest = self._scheduler.placed()[-1]
+                if lowest is sequence and self._scheduler.placed() == [sequence]:
+                    self._outgrow(sequence)
+                else:
+                    self.preempt(lowest)
+
     def count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
         """Count prompt tokens that this answer did not have to compute.
 
@@ -133,6 +151,8 @@ class Admission:
         """
         if not failed:
             sequence.kv.keep_end()
+            if sequence.generated_tokens:
+                self._budget.lengths.note(sequence.generated_tokens)
         node = sequence.kv.node
         sequence.kv.end_turn(sequence.cached_tokens)
         del self.sequences[sequence.id]
@@ -151,7 +171,7 @@ class Admission:
     def fit(self, limit_bytes: int) -> None:
         """Free the bytes over a new limit: cold nodes, then the places of the lowest priority.
 
-        Waiting sequences that would never fit in it fail.
+        Waiting sequences that would never fit in it fail; an answer that has begun ends.
         """
         prefixes = self._stores.prefixes
         prefixes.shrink(prefixes.ledger.set_limit(limit_bytes), "limit")
@@ -160,6 +180,7 @@ class Admission:
                 break
             self.preempt(sequence)
             prefixes.shrink(prefixes.ledger.used_bytes - limit_bytes, "limit")
+        self._end_outgrown()
         for sequence in self._scheduler.in_line():
             try:
                 self._budget.check_fits(sequence)
@@ -177,7 +198,7 @@ class Admission:
         """Attach a path, reserve the rest, take a slot; False, with nothing taken, without room."""
         sequence.kv.hash_blocks()
         taken = self._take(sequence)
-        if not taken and self._tails.free_slots == self._tails.slots:
+        if not taken and not self._scheduler.placed():
             # A node that is longer than what the sequence reads of it may take the room that
             # it needs. Nothing else runs: without the path, all nodes can be evicted.
             taken = self._take(sequence, shared=False)
@@ -194,21 +215,41 @@ class Admission:
         return True
 
     def _take(self, sequence: Sequence, *, shared: bool = True) -> bool:
-        """Attach the cached path, if it may be shared, and reserve all other tokens' bytes.
+        """Attach the cached path, if it may be shared, and reserve the next tokens' bytes.
 
         Returns:
             False, with nothing taken, without room.
         """
         # It is a reader from now on: its path is not evicted to make room for the rest.
         sequence.kv.attach(None if shared else [])
-        if self._budget.reserve(sequence):
+        has_room = self._budget.has_room(sequence, self._scheduler.placed())
+        if has_room and self._budget.reserve(sequence):
             return True
         sequence.kv.undo_attach()
         return False
 
     def _worth_preempting(self, sequence: Sequence, others: Items[Sequence]) -> bool:
         """Tell whether a sequence would fit if all of the others were preempted."""
-        return self._budget.would_fit(sequence, sequence.kv.reachable_tokens, others)
+        staying = [other for other in self._scheduler.placed() if other not in others]
+        reachable = sequence.kv.reachable_tokens
+        return self._budget.would_fit(sequence, reachable, others, staying)
+
+    def _outgrow(self, sequence: Sequence) -> None:
+        """End an answer that has no more room alone; once, admit it again with all room its own.
+
+        The index, and a node that is longer than what the sequence reads of it, take room, too.
+        """
+        if sequence.stuck or not self._budget.fits_alone(sequence):
+            self.finish(sequence, lambda s: s.end("length"))
+            return
+        sequence.stuck = True
+        self.preempt(sequence)
+
+    def _end_outgrown(self) -> None:
+        """End the answers in the queue that have begun and would not get one more token alone."""
+        for sequence in self._scheduler.in_line():
+            if sequence.generated_tokens and not self._budget.fits_alone(sequence):
+                self.finish(sequence, lambda s: s.end("length"))
 
     def _release(self, sequence: Sequence) -> None:
         """Release everything that a sequence holds; its tokens stay."""

@@ -1,8 +1,10 @@
 """Reservations of an engine's bytes, and the room that they leave for sequences.
 
     open     ──> set_aside: weights, pool of tails, buffers of a step
-    submit   ──> check_fits: could it run if it were alone?
-    admit    ──> reserve: the bytes that it may ever hold, and those it adds to a step; or it waits
+    submit   ──> check_fits: could its prompt and one token of an answer run if it were alone?
+    admit    ──> has_room: for as many tokens as are expected of it and of the running ones
+                 reserve: the KV of its prompt and of the next tokens, and the bytes of a step
+    decode   ──> grow: the next tokens, when those are used up
     end      ──> release
 
 The module `costs` estimates the bytes; this one reserves them in the ledger.
@@ -20,10 +22,11 @@ from mlx.utils import tree_flatten
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
+from penstock.engine.schedule.answer_lengths import AnswerLengths
 from penstock.engine.schedule.costs import MemoryEstimator
 from penstock.engine.schedule.largest_steps import check_largest_steps
 from penstock.engine.schedule.sequence import Sequence
-from penstock.errors import LedgerFull, NeverFits
+from penstock.errors import NeverFits
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind, Ledger, Reservation
@@ -35,6 +38,8 @@ TAIL_TOKENS = 8
 waste less."""
 MOST_TAIL_TOKENS = 32
 """Most columns of a tail."""
+GROWTH_TOKENS = 32
+"""Tokens of an answer whose bytes are reserved together, before they are decoded."""
 POOL_TOKENS = 64
 """Columns of all tails together while a batch has few places: eight tails of the least length."""
 
@@ -83,6 +88,8 @@ class MemoryBudget:
         token_bytes: int,
     ) -> None:
         self.token_bytes = token_bytes
+        self.lengths = AnswerLengths()
+        """Lengths of the answers so far, from which those to come are expected."""
         self._aside = aside
         self._estimator = estimator
         self._prefixes = prefixes
@@ -110,26 +117,30 @@ class MemoryBudget:
         return fixed + self._copies_bytes
 
     def check_fits(self, sequence: Sequence) -> None:
-        """Raise NeverFits if a sequence could not run even if it were alone."""
-        fixed, limit = self.fixed_bytes, self._ledger.limit_bytes
-        needed = self._needed_bytes(sequence.max_kv_tokens, len(sequence.block_hashes))
-        if fixed + needed <= limit:
+        """Raise NeverFits if a sequence could not get one more token even if it were alone."""
+        if self.fits_alone(sequence):
             return
+        fixed, limit, tokens = self.fixed_bytes, self._ledger.limit_bytes, len(sequence.tokens)
+        needed = self._needed_bytes(tokens)
         room, most = max(0, limit - fixed), self.most_tokens()
-        prompt, tokens = sequence.prompt_tokens, sequence.max_kv_tokens + 1
         # Clients look for these words, and for numbers without commas.
-        long = f"prompt is too long: {prompt} tokens > {max(0, most - 1)} maximum. "
         raise NeverFits(
-            f"{long if prompt >= most else ''}This model's maximum context length is {most} tokens "
-            f"in this memory; {tokens} were asked for ({prompt} in the prompt, "
-            f"{tokens - prompt} in the answer). KV for {tokens:,} tokens needs "
+            f"prompt is too long: {tokens} tokens > {max(0, most - 1)} maximum. "
+            f"This model's maximum context length is {most} tokens in this memory; "
+            f"{tokens + 1} were asked for ({tokens} in the prompt, 1 in the answer). "
+            f"KV for {tokens + 1:,} tokens needs "
             f"{format_bytes(needed)}; the limit of {format_bytes(limit)} leaves "
             f"{format_bytes(room)} beside weights, tails and buffers of {format_bytes(fixed)}. "
-            f"Lower max_tokens or max_kv_size, shorten the prompt, or raise memory_limit",
+            f"Lower max_kv_size, shorten the prompt, or raise memory_limit",
             needed,
             room,
             limit,
         )
+
+    def fits_alone(self, sequence: Sequence) -> bool:
+        """Tell whether a sequence could get one more token if it were alone."""
+        room = self._ledger.limit_bytes - self.fixed_bytes
+        return self._needed_bytes(len(sequence.tokens)) <= room
 
     def most_tokens(self) -> int:
         """Return how many tokens a prompt and its answer can have together, alone; up to 2**31."""
@@ -137,8 +148,7 @@ class MemoryBudget:
         fits, over = 0, 2**31
         while over - fits > 1:
             tokens = (fits + over) // 2
-            blocks = self._estimator.shared_tokens(tokens) // self._prefixes.block_size
-            if self._needed_bytes(tokens - 1, blocks) <= room:
+            if self._needed_bytes(tokens - 1) <= room:
                 fits = tokens
             else:
                 over = tokens
@@ -156,8 +166,30 @@ class MemoryBudget:
                 limit_bytes,
             )
 
+    def has_room(self, sequence: Sequence, placed: Iterable[Sequence]) -> bool:
+        """Tell whether what is expected of a sequence fits beside what is expected of others.
+
+        Nothing is evicted for it yet: what can be evicted counts as free. Alone, a sequence may
+        grow to the end of the memory, and has room.
+
+        Args:
+            sequence: its path is attached, and nothing is reserved.
+            placed: the admitted sequences.
+        """
+        placed = list(placed)
+        if not placed:
+            return True
+        relief = self._prefixes.relief
+        room = self._ledger.free_bytes + self._prefixes.evictable_bytes
+        needed = self._expected_bytes(sequence, sequence.kv.num_cached_tokens, placed)
+        return needed <= room or (relief is not None and needed <= room + relief.pinned_bytes)
+
     def would_fit(
-        self, sequence: Sequence, num_cached_tokens: int, others: Iterable[Sequence]
+        self,
+        sequence: Sequence,
+        num_cached_tokens: int,
+        others: Iterable[Sequence],
+        staying: Items[Sequence],
     ) -> bool:
         """Tell whether a sequence would fit if all of the others were preempted.
 
@@ -165,13 +197,8 @@ class MemoryBudget:
             sequence: not admitted yet.
             num_cached_tokens: tokens of it that the tree holds.
             others: admitted ones.
+            staying: the other admitted ones.
         """
-        needed = self._estimator.sequence_bytes(
-            sequence.max_kv_tokens
-        ) + self._estimator.decode_bytes(sequence.max_kv_tokens)
-        needed += max(
-            0, self._estimator.prefill_bytes(sequence.max_kv_tokens) - self._aside.chunk.nbytes
-        )
         freed = self._ledger.free_bytes + self._prefixes.evictable_bytes
         for other in others:
             held = [
@@ -179,7 +206,10 @@ class MemoryBudget:
             ]
             path = other.kv.pin.path if other.kv.pin is not None else ()
             freed += sum(held) + sum(n.segment.nbytes + n.index_bytes for n in path if n.pins == 1)
-        return needed - num_cached_tokens * self.token_bytes <= freed
+        if staying:
+            return self._expected_bytes(sequence, num_cached_tokens, staying) <= freed
+        tokens, cached = len(sequence.tokens), num_cached_tokens * self.token_bytes
+        return self._alone_bytes(tokens) - self._aside.chunk.nbytes - cached <= freed
 
     def check(
         self, sequences: Iterable[Sequence], tails: Tails, *, weights: int, reading: int
@@ -222,32 +252,36 @@ class MemoryBudget:
         return self._prompts.nbytes
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Reserve a sequence's KV behind its cached tokens, and the bytes that it adds to a step.
+        """Reserve the KV behind a sequence's cached tokens, and the bytes that it adds to a step.
+
+        The tokens are those that it has, and the next few of its answer.
 
         Returns:
             False, with nothing reserved, if there is no room.
         """
-        most = sequence.max_kv_tokens
-        try:
-            own = self._prefixes.reserve(
-                Kind.TAILS, self._estimator.sequence_bytes(most, sequence.kv.num_cached_tokens)
-            )
-        except (LedgerFull, NeverFits):
-            return False
-        try:
-            step = self._prefixes.reserve(Kind.BUFFERS, self._estimator.decode_bytes(most))
-        except (LedgerFull, NeverFits):
-            own.release()
-            return False
-        chunk = self._aside.chunk
-        more = self._estimator.prefill_bytes(most) - chunk.nbytes
-        if more > 0 and not self._prefixes.make_room(more):
-            step.release()
-            own.release()
-            return False
-        chunk.resize(chunk.nbytes + max(0, more))
-        sequence.kv.reservation, sequence.step_reservation = own, step
-        return True
+        sequence.kv.reservation = self._ledger.reserve(Kind.TAILS, 0)
+        sequence.step_reservation = self._ledger.reserve(Kind.BUFFERS, 0)
+        sequence.reserved_tokens = 0
+        if self.grow(sequence):
+            return True
+        sequence.kv.reservation.release()
+        sequence.step_reservation.release()
+        sequence.kv.reservation = sequence.step_reservation = None
+        return False
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Reserve the next few tokens of an answer; just one if there is no room for more.
+
+        One that was stuck gets all that can be its own: the index of its nodes takes none of it.
+
+        Returns:
+            False, with nothing changed, if there is no room for that one.
+        """
+        tokens, most = len(sequence.tokens), sequence.max_kv_tokens
+        ahead = [min(tokens - 1 + more, most) for more in (GROWTH_TOKENS, 1)]
+        if sequence.stuck:
+            ahead = [max(tokens, min(most, self.most_tokens() - 1))]
+        return any(self._reserve_up_to(sequence, end) for end in ahead)
 
     def reserve_anew(self, sequence: Sequence) -> bool:
         """Reserve a sequence's KV anew, after its cached tokens have changed.
@@ -256,8 +290,9 @@ class MemoryBudget:
             False, with nothing changed, if there is no room.
         """
         assert sequence.kv.reservation is not None
+        cached = sequence.kv.num_cached_tokens
         more = (
-            self._estimator.sequence_bytes(sequence.max_kv_tokens, sequence.kv.num_cached_tokens)
+            self._estimator.sequence_bytes(sequence.reserved_tokens, cached)
             - sequence.kv.reservation.nbytes
         )
         if more > 0 and not self._prefixes.make_room(more):
@@ -274,8 +309,9 @@ class MemoryBudget:
             if reservation is not None:
                 reservation.release()
         sequence.kv.reservation = sequence.step_reservation = None
+        sequence.reserved_tokens = 0
         admitted = [other for other in sequences if other.kv.reservation is not None]
-        chunks = (self._estimator.prefill_bytes(other.max_kv_tokens) for other in admitted)
+        chunks = (self._estimator.prefill_bytes(other.reserved_tokens) for other in admitted)
         self._aside.chunk.resize(max(chunks, default=0))
 
     def close(self) -> None:
@@ -286,11 +322,55 @@ class MemoryBudget:
 
     # ---- parts
 
-    def _needed_bytes(self, tokens: int, blocks: int) -> int:
-        """Return the bytes that a sequence of so many KV tokens and blocks takes alone."""
+    def _reserve_up_to(self, sequence: Sequence, tokens: int) -> bool:
+        """Reserve the KV of a sequence's first `tokens`; False, with nothing changed, if full."""
+        own, step, chunk = sequence.kv.reservation, sequence.step_reservation, self._aside.chunk
+        assert own is not None and step is not None
+        estimator, before = self._estimator, sequence.reserved_tokens
+        cached = sequence.kv.num_cached_tokens
+        kv = estimator.sequence_bytes(tokens, cached)
+        kv -= estimator.sequence_bytes(before, cached) if before else 0
+        scores = estimator.decode_bytes(tokens) - step.nbytes
+        reading = max(0, estimator.prefill_bytes(tokens) - chunk.nbytes)
+        if not self._prefixes.make_room(kv + scores + reading):
+            return False
+        own.resize(own.nbytes + kv)
+        step.resize(step.nbytes + scores)
+        chunk.resize(chunk.nbytes + reading)
+        sequence.reserved_tokens = tokens
+        return True
+
+    def _expected_tokens(self, sequence: Sequence) -> int:
+        """Return the KV tokens that are expected of a sequence at its end."""
+        rest = self.lengths.rest_tokens(sequence.generated_tokens)
+        tokens = min(len(sequence.tokens) - 1 + rest, sequence.max_kv_tokens)
+        return max(tokens, sequence.reserved_tokens)
+
+    def _expected_bytes(
+        self, sequence: Sequence, num_cached_tokens: int, placed: Iterable[Sequence]
+    ) -> int:
+        """Return the bytes expected of a new sequence, and of placed ones beyond their own."""
+        estimator, tokens = self._estimator, self._expected_tokens(sequence)
+        needed = estimator.sequence_bytes(tokens, num_cached_tokens)
+        needed += estimator.decode_bytes(tokens)
+        chunk = estimator.prefill_bytes(tokens)
+        for other in placed:
+            expected, reserved = self._expected_tokens(other), other.reserved_tokens
+            needed += estimator.sequence_bytes(expected) - estimator.sequence_bytes(reserved)
+            needed += estimator.decode_bytes(expected) - estimator.decode_bytes(reserved)
+            chunk = max(chunk, estimator.prefill_bytes(expected))
+        return needed + max(0, chunk - self._aside.chunk.nbytes)
+
+    def _needed_bytes(self, tokens: int) -> int:
+        """Return the bytes that a sequence of so many KV tokens takes alone, the index included."""
+        blocks = self._estimator.shared_tokens(tokens) // self._prefixes.block_size
+        return self._alone_bytes(tokens) + self._prefixes.index_bytes(blocks + 1)
+
+    def _alone_bytes(self, tokens: int) -> int:
+        """Return the bytes that a sequence of so many KV tokens takes alone, without the index."""
         estimator = self._estimator
         step = estimator.decode_bytes(tokens) + estimator.prefill_bytes(tokens)
-        return estimator.sequence_bytes(tokens) + step + self._prefixes.index_bytes(blocks + 1)
+        return estimator.sequence_bytes(tokens) + step
 
     @property
     def _copies_bytes(self) -> int:

@@ -57,6 +57,10 @@ class Sequence:
     """Seconds on the engine's clock when it stops waiting for blocks and computes them."""
     step_reservation: Reservation | None = None
     """Bytes that its length adds to a step's buffers."""
+    reserved_tokens: int = 0
+    """Tokens for whose KV, and for whose step, bytes are reserved; set by the memory budget."""
+    stuck: bool = False
+    """Whether it had no room for a token, alone, though it should fit: it gets all room at once."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -77,6 +81,11 @@ class Sequence:
     def max_kv_tokens(self) -> int:
         """Most tokens with KV that it can ever read; the last token's KV is never needed."""
         return self.prompt_tokens + self.request.max_tokens - 1
+
+    @property
+    def needs_growth(self) -> bool:
+        """Whether the KV of its next token is not reserved."""
+        return len(self.tokens) > self.reserved_tokens
 
     @property
     def tokens(self) -> list[int]:
