@@ -156,10 +156,10 @@ class ColdMachine(EngineMachine):
             raise OSError("a disk's bad day")
 
         tier, faults = self.tiers.tier, self.tiers.stats().faults
-        tier._call(fails, None).result(SOON)
+        tier.call(fails, None).result(SOON)
         until = time.monotonic() + SOON
         while tier.stats().faults == faults or tier.stats().off is not None:
-            tier.prepare([b"anything"]).result(SOON)  # makes it try again
+            tier.call(lambda store: store.held([b"anything"]), 0).result(SOON)  # makes it try again
             assert time.monotonic() < until
         assert tier.stats().faults == faults + 1
         self.rest()
