@@ -1,0 +1,184 @@
+"""Completions go on with the prompt's text exactly, with every kind of tokenizer.
+
+`decode(prompt + answer)` begins with `decode(prompt)`, and the answer's text is the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import sentencepiece
+from gguf_files import add_vocabulary
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from penstock.engine.intake import TEXT_BEFORE_TOKENS
+from penstock.engine.model.text import REPLACEMENT, TextStream
+from penstock.engine.request import Token
+from penstock.models.gguf.header import read_header
+from penstock.models.gguf.tokenizer import write_tokenizer
+from penstock.recall import MODEL_PATH
+from penstock.server.logprobs import Logprobs
+
+KINDS = ("embedded", "metaspace", "gguf bytes", "gguf sentencepiece")
+SAMPLE = "The code of the amber falcon is 4821.\n    def f(x):\n\treturn [x, -1]  é 日本 🦫\n\n"
+
+
+def metaspace(folder: Path) -> Any:
+    """Write a tokenizer as Llama 2's: words with a mark in front, bytes for the rest."""
+    marks = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", "▁▁", "▁▁▁▁", "▁a", "▁amber", "amber", "a", "b", ".", "\n", "é", "日"]
+    vocabulary = {piece: number for number, piece in enumerate([*marks, *words])}
+    inner = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+def gguf_bytes(folder: Path) -> None:
+    """Write the tokenizer of a GGUF file with a byte-level vocabulary."""
+    writer = gguf.GGUFWriter(folder / "v.gguf", "llama")
+    add_vocabulary(writer)
+    _tokenizer_of(writer, folder)
+
+
+def gguf_sentencepiece(folder: Path) -> None:
+    """Write the tokenizer of a GGUF file with a SentencePiece vocabulary."""
+    trained = BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*SAMPLE.splitlines(), "amber falcon", "def f", "the code of"] * 50),
+        model_writer=trained,
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    count = theirs.vocab_size()
+    kinds = [
+        2 if theirs.is_unknown(n) else 3 if theirs.is_control(n) else 6 if theirs.is_byte(n) else 1
+        for n in range(count)
+    ]
+    writer = gguf.GGUFWriter(folder / "v.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([theirs.id_to_piece(n) for n in range(count)])
+    writer.add_token_scores([theirs.get_score(n) for n in range(count)])
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(theirs.unk_id())
+    writer.add_bos_token_id(theirs.bos_id())
+    writer.add_eos_token_id(theirs.eos_id())
+    _tokenizer_of(writer, folder)
+
+
+def _tokenizer_of(writer: gguf.GGUFWriter, folder: Path) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    write_tokenizer(read_header(folder / "v.gguf"), folder)
+
+
+WRITERS = {
+    "metaspace": metaspace,
+    "gguf bytes": gguf_bytes,
+    "gguf sentencepiece": gguf_sentencepiece,
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer as a server has it: mlx-lm's wrapper, with the detokenizer it chooses."""
+    if request.param == "embedded":
+        return load_tokenizer(Path(MODEL_PATH))
+    folder = tmp_path_factory.mktemp("tokenizer")
+    WRITERS[request.param](folder)
+    return load_tokenizer(folder)
+
+
+def gone_on(tokenizer: TokenizerWrapper, prompt: Sequence[int], answer: Sequence[int]) -> list[str]:
+    """Return the pieces of an answer's text, one for each token and one for the end."""
+    stream = TextStream(tokenizer.detokenizer, (), prompt[-TEXT_BEFORE_TOKENS:])
+    return [*(stream.push(token) for token in answer), stream.finish()]
+
+
+PARTS = [*"ab. \n\t0", "é", "日", "🦫", " amber", "    ", "the"]
+TEXT = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
+
+
+def shorter(prompt: list[int]) -> Iterator[list[int]]:
+    """Yield a prompt, and what is left of it without its last tokens, a byte of a sign perhaps."""
+    for size in range(len(prompt), -1, -1):
+        yield prompt[:size]
+
+
+def check(tokenizer: Any, prompt: list[int], answer: list[int]) -> None:
+    whole, texts = tokenizer.decode([*prompt, *answer]), map(tokenizer.decode, shorter(prompt))
+    known = next(text for text in texts if not text.endswith(REPLACEMENT))
+    assert whole.startswith(known)
+    pieces = gone_on(tokenizer, prompt, answer)
+    assert known + "".join(pieces) == whole
+    tokens = [
+        Token(0, token, piece, -1.0, ()) for token, piece in zip(answer, pieces, strict=False)
+    ]
+    told = Logprobs(tokenizer).completion(tokens)
+    assert "".join(told["tokens"]) + pieces[-1] == "".join(pieces)
+    for text, at in zip(told["tokens"], told["text_offset"], strict=True):
+        assert "".join(pieces)[at : at + len(text)] == text
+
+
+SETTINGS = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60
+)
+
+
+@SETTINGS
+@given(text=TEXT, more=TEXT, cut=st.integers(0, 40))
+@example(text="the code", more=" amber amber", cut=0)
+@example(text="x:\n", more="    y", cut=0)
+@example(text="🦫", more="🦫🦫", cut=2)
+def test_texts_cut_between_any_two_tokens(tokenizer: Any, text: str, more: str, cut: int) -> None:
+    """Also within a character."""
+    tokens = list(tokenizer.encode(f"a{text}{more}"))
+    place = max(1, len(tokens) - cut)
+    check(tokenizer, tokens[:place], tokens[place:])
+
+
+@SETTINGS
+@given(data=st.data())
+def test_any_tokens_behind_any_others(tokenizer: Any, data: Any) -> None:
+    """As a model may write them. Bytes alone are left out: of those that are no UTF-8, Hugging
+    Face's decoder makes another text when more follow, and mlx-lm's knows no byte 0."""
+    ids = sorted(
+        number
+        for name, number in tokenizer.get_vocab().items()
+        if number not in tokenizer.all_special_ids
+        and not name.startswith(("<spare", "<0x"))
+        and tokenizer.decode([number]).strip("\0")
+        and REPLACEMENT not in tokenizer.decode([number])
+    )
+    prompt, answer = (
+        data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=20)) for _ in range(2)
+    )
+    check(tokenizer, [*tokenizer.encode("a"), *prompt], answer)
