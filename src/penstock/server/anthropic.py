@@ -33,6 +33,7 @@ from penstock.server.anthropic_forms import (
     schema_of,
     tools_of,
 )
+from penstock.server.call_growth import CallPart, CallParts
 from penstock.server.calls import (
     CallGrammar,
     call_grammar,
@@ -267,9 +268,22 @@ class Blocks:
         """Blocks so far."""
         self._thinking = thinking
         self._open = False
+        self._calls = CallParts()
 
     def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Add to the blocks; yield the events that tell of it."""
+        if not delta.growth:
+            yield from self._say(delta)
+            for call in delta.calls:
+                yield from self._tool_part(CallPart(0, call, True, call.arguments, True))
+            return
+        for part in self._calls.in_order(delta):
+            if isinstance(part, Delta):
+                yield from self._say(part)
+            else:
+                yield from self._tool_part(part)
+
+    def _say(self, delta: Delta) -> Iterator[dict[str, Any]]:
         if delta.reasoning and self._thinking:
             yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
             self.content[-1]["thinking"] += delta.reasoning
@@ -278,8 +292,6 @@ class Blocks:
             yield from self._begin({"type": "text", "text": ""})
             self.content[-1]["text"] += delta.text
             yield self._more({"type": "text_delta", "text": delta.text})
-        for call in delta.calls:
-            yield from self._call(call)
 
     def end(self) -> Iterator[dict[str, Any]]:
         """Yield the event that ends the last block, if it is open."""
@@ -287,14 +299,18 @@ class Blocks:
             self._open = False
             yield {"type": "content_block_stop", "index": len(self.content) - 1}
 
-    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
-        arguments = _arguments(call)
-        call_id = f"toolu_{call.id.removeprefix('call_')}"
-        yield from self._begin({"type": "tool_use", "id": call_id, "name": call.name, "input": {}})
-        self.content[-1]["input"] = arguments
-        written = dumps(arguments).decode()
-        yield self._more({"type": "input_json_delta", "partial_json": written})
-        yield from self.end()
+    def _tool_part(self, part: CallPart) -> Iterator[dict[str, Any]]:
+        call = part.call
+        if part.begins:
+            yield from self.end()
+            call_id = f"toolu_{call.id.removeprefix('call_')}"
+            block = {"type": "tool_use", "id": call_id, "name": call.name, "input": {}}
+            yield from self._begin(block)
+        if part.grown:
+            yield self._more({"type": "input_json_delta", "partial_json": part.grown})
+        if part.ends:
+            self.content[-1]["input"] = _arguments(call)
+            yield from self.end()
 
     def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Open a block, unless one of its type is open."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +20,7 @@ from penstock.engine.handle import Choice
 from penstock.engine.request import Event, Finish, Token, Usage
 from penstock.server.allowed_tools import ToolPlan
 from penstock.server.answers import Delta, Reader, ToolCall, join
+from penstock.server.call_growth import CallPart, CallParts
 from penstock.server.calls import unenforced_headers
 from penstock.server.chat_body import ChatBody
 from penstock.server.forms import (
@@ -221,11 +223,10 @@ class _Chat:
         if with_usage:
             head["usage"] = None
         started: set[int] = set()
-        calls = [0] * len(self.readers)
+        calls = [CallParts() for _ in self.readers]
         async for events in answering.batches():
             for index, (delta, tokens, finish) in _read_all(events, self.readers).items():
                 content = _delta(delta, calls[index])
-                calls[index] += len(delta.calls)
                 if index not in started:
                     started.add(index)
                     content = {"role": "assistant", "content": "", **content}
@@ -280,18 +281,24 @@ def _message(reader: Reader) -> dict[str, Any]:
     return message
 
 
-def _delta(delta: Delta, calls: int) -> dict[str, Any]:
-    """Write a delta; `calls` is the number of calls that the answer has made before."""
+def _delta(delta: Delta, calls: CallParts) -> dict[str, Any]:
+    """Write a delta; `calls` are those of its answer so far."""
     chunk: dict[str, Any] = {}
     if delta.text:
         chunk["content"] = delta.text
     if delta.reasoning:
         chunk["reasoning_content"] = delta.reasoning
-    if delta.calls:
-        chunk["tool_calls"] = [
-            {"index": calls + at, **_call(call)} for at, call in enumerate(delta.calls)
-        ]
+    parts = [part for part in calls.in_order(delta) if isinstance(part, CallPart)]
+    if written := [_call_part(part) for part in parts if part.begins or part.grown]:
+        chunk["tool_calls"] = written
     return chunk
+
+
+def _call_part(part: CallPart) -> dict[str, Any]:
+    """Write a part of a call; the first has its id and name."""
+    if not part.begins:
+        return {"index": part.index, "function": {"arguments": part.grown}}
+    return {"index": part.index, **_call(replace(part.call, arguments=part.grown))}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

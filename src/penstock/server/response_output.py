@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.server.answers import Delta, ToolCall
+from penstock.server.call_growth import CallPart, CallParts
 from penstock.server.response_items import sealed
 from penstock.server.response_tools import Tools
 
@@ -35,17 +36,50 @@ class ResponseOutput:
     _text: list[str] = field(default_factory=list)
     _open: str | None = None
     """Type of the last item, while it goes on."""
+    _calls: CallParts = field(default_factory=CallParts)
 
     def add(self, delta: Delta) -> list[Event]:
         """Take in what has become certain."""
         if self.custom is not None:
             self._text.append(delta.text)
             return []
+        if not delta.growth:
+            calls = (event for call in delta.calls for event in self._call(call))
+            return [*self._texts(delta), *calls]
         return [
-            *(self._say("reasoning", delta.reasoning) if delta.reasoning else ()),
-            *(self._say("message", delta.text) if delta.text else ()),
-            *(event for call in delta.calls for event in self._call(call)),
+            event
+            for part in self._calls.in_order(delta)
+            for event in (self._texts(part) if isinstance(part, Delta) else self._part_of(part))
         ]
+
+    def _texts(self, delta: Delta) -> Iterator[Event]:
+        if delta.reasoning:
+            yield from self._say("reasoning", delta.reasoning)
+        if delta.text:
+            yield from self._say("message", delta.text)
+
+    def _part_of(self, part: CallPart) -> Iterator[Event]:
+        """Begin, grow or end a call; those that are no function's come whole."""
+        if not self.tools.is_function(part.call.name):
+            if part.ends and not part.broken:
+                yield from self._call(part.call)
+            return
+        if part.begins:
+            self.new_logprobs = []
+            yield from self._finish("completed")
+            item = self.tools.item(replace(part.call, arguments=""))
+            self.items.append({**item, "status": "in_progress"})
+            yield "response.output_item.added", self._item()
+        if part.grown:
+            grown = {**self._place(), "delta": part.grown}
+            yield "response.function_call_arguments.delta", grown
+        if part.ends:
+            status = "incomplete" if part.broken else "completed"
+            self.items[-1] |= {"arguments": part.call.arguments, "status": status}
+            name = self.items[-1]["name"]
+            done = {**self._place(), "arguments": part.call.arguments, "name": name}
+            yield "response.function_call_arguments.done", done
+            yield "response.output_item.done", self._item()
 
     def end(self, *, incomplete: bool) -> list[Event]:
         """Finish the last item; an answer without any has an empty message."""

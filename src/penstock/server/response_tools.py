@@ -75,6 +75,11 @@ class Tools:
             tools._read(tool, f"tools.{index}", None)
         return tools
 
+    def is_function(self, name: str) -> bool:
+        """Tell whether a call of this name goes to the client as a function's."""
+        tool = self.offered.get(name)
+        return tool is None or tool.kind == "function"
+
     def item(self, call: ToolCall) -> dict[str, Any]:
         """Return the output item of a call."""
         tool = self.offered.get(call.name) or Offered("function", call.name)
