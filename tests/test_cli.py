@@ -188,7 +188,7 @@ def test_chat_obeys_commands(call: Call) -> None:
     assert "tokens/s" in stats
     assert reset == "The conversation is forgotten."
     assert empty.startswith("KV 0 tokens in 0 B")
-    assert [line.split()[0] for line in help_lines] == ["/stats", "/reset", "/help", "/exit"]
+    assert [line.split()[0] for line in help_lines] == ["/stats", "/reset", "/help", "/quit"]
     assert done.stderr == "penstock: unknown command /what; /help lists them\n"
 
 
@@ -217,7 +217,7 @@ def typed(text: str, *arguments: str | Path) -> tuple[int, str]:
 
 def test_chat_at_a_terminal_keeps_a_private_history(tmp_path: Path) -> None:
     history = tmp_path / "history"
-    code, shown = typed(f"{TELL}\n/exit\n", "chat", "--history", history)
+    code, shown = typed(f"{TELL}\n/quit\n", "chat", "--history", history)
     assert code == 0
     assert "> " in shown
     assert "Noted." in shown

@@ -14,6 +14,7 @@ import pytest
 import penstock
 from penstock.cli import main
 from penstock.cli.command_group import BENCH_COMMANDS, ENTRY_POINTS
+from penstock.cli.help_groups import GROUP_OF, GROUPS
 
 GREETING = """
 import typer
@@ -104,3 +105,33 @@ def test_bench_alone_lists_the_benches_a_line_each(capsys: pytest.CaptureFixture
     assert set(names) == listed(shown)
     assert len(names) == len(set(names)) >= 14
     assert "..." not in printed + shown.partition("Commands:")[2]  # none is cut off
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["serv"], "serve"),
+        (["serve", "--memry-limit", "3GB"], "--memory-limit"),
+        (["serve", "--kv-cache-quantisation", "8"], "--kv-cache-quantization"),
+        (["--verison"], "--version"),
+        (["cache", "stat"], "stats"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_nearest(
+    arguments: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"Did you mean '{nearest}'?")
+
+
+def test_the_help_of_serve_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    heads = [line.rstrip(":") for line in shown.splitlines() if line and line[0] != " "]
+    assert heads[1:] == ["Arguments", *GROUPS, "Other"]
+    for flag, group in GROUP_OF.items():
+        if f"  {flag} " in shown:
+            assert shown.index(f"\n{group}:") < shown.index(f"  {flag} ")
+    other = shown.partition("\nOther:")[2].strip().splitlines()
+    assert [line.split()[0] for line in other] == ["-h,"], "each flag has a group"

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -116,6 +117,45 @@ def test_a_terminal_is_drawn_over_and_left_as_it_was(server: Running) -> None:
         process.kill()
         process.wait()
         os.close(ours)
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(100, 40), (80, 24), (50, 15)])
+def test_the_figures_fit_a_small_terminal_and_none_is_cut(
+    server: Running, columns: int, lines: int
+) -> None:
+    sizes = {"COLUMNS": str(columns), "LINES": str(lines)}
+    done = top("--once", "--url", server.url, "--api-key", KEY, **sizes)
+    shown = done.stdout.splitlines()
+    assert len(shown) < lines and max(map(len, shown)) <= columns
+    stats = server.service.engine.stats()
+    assert "of 200.0 MB" in done.stdout
+    assert f"hit rate {stats.hit_rate:.0%}" in done.stdout
+    assert "tokens/s" in done.stdout and "running" in done.stdout and "waiting" in done.stdout
+    assert done.stdout.count("/v1/chat/completions") == 2
+    assert "…" not in "".join(shown[1:])
+
+
+def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Running) -> None:
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [SCRIPT, "top", "--url", server.url, "--api-key", KEY],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
+    )
+    try:
+        _read(ours, lambda text: "hit rate" in text)
+        os.write(ours, b"q")
+        assert "\x1b[?1049l" in _read(ours, lambda text: "\x1b[?1049l" in text)
+        assert process.wait(30) == 0
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
 
 
 def _read(terminal: int, enough: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from typing import Annotated
 
 import typer
@@ -23,6 +24,7 @@ from penstock.cli import (
     verify,
 )
 from penstock.cli.command_group import CommandGroup
+from penstock.cli.help_groups import GroupedCommand
 from penstock.cli.options import with_values
 from penstock.errors import PenstockError
 from penstock.models import named
@@ -35,10 +37,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate.generate)
-app.command()(chat.chat)
+app.command(cls=GroupedCommand)(generate.generate)
+app.command(cls=GroupedCommand)(chat.chat)
 app.command()(agents.agents)
-app.command()(serve.serve)
+app.command(cls=GroupedCommand)(serve.serve)
 app.command()(launch.launch)
 app.command()(top.top)
 app.command()(verify.verify)
@@ -91,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = get_command(app)(given or ["--help"], prog_name="penstock", standalone_mode=False)
     except typer.TyperException as error:
-        return _fail(error.format_message())
+        return _fail(_refusal(error))
     except PenstockError as error:
         return _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -99,6 +101,17 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError as error:
         return _fail(f"a needed package is missing or broken ({error}); run penstock doctor")
     return code if isinstance(code, int) else 0
+
+
+def _refusal(error: typer.TyperException) -> str:
+    """Return the text of a wrong flag or command, with the nearest one that there is.
+
+    The parser lists all flags that look alike, in alphabetical order.
+    """
+    wrong, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    if not wrong or not known:
+        return error.format_message()
+    return f"No such option {wrong!r}. Did you mean {get_close_matches(wrong, known, 1, 0)[0]!r}?"
 
 
 def _fail(message: str) -> int:

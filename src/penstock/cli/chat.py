@@ -22,7 +22,8 @@ HELP = """\
 /stats  tokens and speed of the last answer; KV held here, or cached tokens at a server
 /reset  forget the conversation
 /help   this list
-/exit   leave (so does the end of input)"""
+/quit   leave, as /exit and the end of input do"""
+LEAVE = ("/quit", "/exit", "/q")
 
 
 class ChatPiece(Protocol):
@@ -149,14 +150,14 @@ class Chat:
         self.echo = echo
 
     def run(self, lines: Iterator[str]) -> None:
-        """Handle lines until they end or one of them is /exit."""
+        """Handle lines until they end or one of them is /quit."""
         for line in lines:
             text = line.strip()
             if not text or not _is_readable(text):
                 continue
             if self.echo:
                 print(f"> {text}")
-            if text == "/exit":
+            if text in LEAVE:
                 return
             if text.startswith("/"):
                 self._obey(text)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -35,12 +41,13 @@ def top(
         bool, typer.Option("--json", help="Print one JSON object a line on standard output.")
     ] = False,
 ) -> None:
-    """Watch a running server: memory by what it is for, hits, queue, speed, requests.
+    """Watch a running server: memory by purpose, hits, queue, speed, requests.
 
-    Ctrl-C ends it. A server that is not there is one line and exit code 2.
+    q or Ctrl-C ends it. Without a server there is one line, and exit code 2.
     """
     # httpx takes a moment to import, which --help and a wrong flag need not wait for.
-    from penstock.cli.snapshots import drawn, line, record, snapshots
+    from penstock.cli.snapshots import line, record, snapshots
+    from penstock.cli.top_screen import drawn
 
     console = Console(highlight=False, markup=False, force_terminal=sys.stdout.isatty())
     shown = snapshots(url, api_key)
@@ -50,7 +57,7 @@ def top(
             if once:
                 return
     elif once:
-        console.print(drawn(next(shown), url, console.height))
+        console.print(drawn(next(shown), url, console.width, console.height))
     elif not console.is_terminal or console.is_dumb_terminal:
         printed = 0.0
         for snapshot in shown:
@@ -58,6 +65,28 @@ def top(
                 printed = snapshot["at_seconds"]
                 console.print(line(snapshot), soft_wrap=True)
     else:
-        with Live(console=console, auto_refresh=False, screen=True) as live:
+        with _keys() as pressed, Live(console=console, auto_refresh=False, screen=True) as live:
             for snapshot in shown:
-                live.update(drawn(snapshot, url, console.height), refresh=True)
+                live.update(drawn(snapshot, url, console.width, console.height), refresh=True)
+                if "q" in pressed().lower():
+                    return
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[], str]]:
+    """Read keys as they are pressed; yields a function that returns those since its last call."""
+    if not sys.stdin.isatty():
+        yield lambda: ""
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+
+    def pressed() -> str:
+        ready, _, _ = select.select([terminal], [], [], 0)
+        return os.read(terminal, 1_024).decode(errors="replace") if ready else ""
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -1,0 +1,43 @@
+"""The help of commands with many options, in groups: model, memory, cache, disk, and so on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from typer.core import TyperCommand
+
+GROUPS = {
+    "Model": "config model model-name weights-dtype system raw ignore-model-context "
+    "keep-billing-header tool-parser reasoning-parser",
+    "Answers": "max-tokens temperature top-p seed",
+    "Memory": "memory-limit memory-threshold max-kv-size keep-kv-size kv-bits max-batch-size "
+    "prefill-chunk max-queue",
+    "Cache": "block-size hot-cache-only kv-cache-quantization kv-cache-min-quantize-tokens "
+    "kv-cache-raw-first-tokens kv-cache-skip-layers kv-cache-quantize-when remote-cache "
+    "remote-cache-ttl remote-cache-timeout",
+    "Disk": "ssd-cache-dir ssd-cache-limit ssd-write-budget ssd-preload session-dir",
+    "Network": "host port url api-key cors-origin max-connections request-timeout drain-timeout",
+    "Scale": "pipeline ray replicas max-replicas replica-cpus replica-gpus routing",
+}
+"""Flags, without their dashes, by the group that shows them."""
+GROUP_OF = {f"--{flag}": group for group, flags in GROUPS.items() for flag in flags.split()}
+
+
+class GroupedCommand(TyperCommand):
+    """Command whose help shows its options in groups; those of no group come last."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the options of the command."""
+        sections: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            is_argument = parameter.param_type_name == "argument"
+            name = "Arguments" if is_argument else GROUP_OF.get(parameter.opts[0], "Other")
+            sections[name].append(record)
+        for name in ("Arguments", *GROUPS, "Other"):
+            if name in sections:
+                with formatter.section(name):
+                    formatter.write_dl(sections[name])

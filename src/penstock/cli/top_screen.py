@@ -1,0 +1,212 @@
+"""The screen of `penstock top`: one snapshot, drawn for the size of a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.snapshots import Snapshot, used_of
+from penstock.memory import format_bytes
+
+BAR_CELLS = 48
+"""Cells of the memory bar where there is room."""
+LABEL_CELLS = 9
+"""Cells of a row's name and the space behind it."""
+ROOMY_LINES = 20
+"""Height from which blank lines and the legend are shown."""
+ROOMY_CELLS = 76
+"""Width from which all columns of the requests are shown."""
+
+COLORS = {
+    "weights": "bright_black",
+    "buffers": "magenta",
+    "prompts": "red",
+    "index": "bright_magenta",
+    "checkpoints": "green",
+    "tails": "yellow",
+    "nodes": "cyan",
+}
+"""Colors of the memory bar, from the most lasting kind of memory to the least."""
+STATES = {"done": "green", "running": "cyan", "waiting": "yellow", "failed": "red"}
+
+
+def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableType:
+    """Draw a snapshot; the last requests get the lines that are left.
+
+    Args:
+        snapshot: the figures.
+        url: the server's address, for the title.
+        width: cells of a line of the terminal.
+        height: lines of the terminal.
+    """
+    rows = _rows(snapshot, width - LABEL_CELLS, height >= ROOMY_LINES)
+    figures = Table.grid(padding=(0, 2, 0, 0))
+    figures.add_column(style="bright_black", width=LABEL_CELLS - 2)
+    figures.add_column(no_wrap=True, overflow="ellipsis")
+    for name, value in rows:
+        figures.add_row(name, value)
+    blank = [Text()] if height >= ROOMY_LINES else []
+    # Beside the rows: the title, the blank lines, the head of the requests, the cursor's line.
+    left = height - len(rows) - 3 - 2 * len(blank)
+    requests = snapshot["requests"][::-1][: max(1, left)]
+    table = _requests(requests, wide=width >= ROOMY_CELLS)
+    return Group(_title(snapshot, url, width), *blank, figures, *blank, table)
+
+
+def _title(snapshot: Snapshot, url: str, width: int) -> Text:
+    title = Text.assemble(
+        ("penstock ", "bold"),
+        f"{snapshot['version']}  {snapshot['model']}  ",
+        (url, "bright_black"),
+        no_wrap=True,
+        overflow="ellipsis",
+    )
+    end = "q: quit"
+    if title.cell_len + len(end) + 2 <= width:
+        title.pad_right(width - title.cell_len - len(end))
+        title.append(end, "bright_black")
+    return title
+
+
+def _rows(snapshot: Snapshot, cells: int, roomy: bool) -> list[tuple[str, RenderableType]]:
+    """Return the figures by their names, each in the longest words that fit a line."""
+    stats = snapshot["stats"]
+    used = used_of(stats)
+    bar_cells = min(BAR_CELLS, cells - len(used) - 3)
+    memory = _bar(stats, max(8, bar_cells)).append(f" {used}")
+    rows: list[tuple[str, RenderableType]] = [("memory", memory)]
+    if roomy:
+        rows += [("", line) for line in _legend(stats["by_kind"], cells)]
+    rows += [
+        ("cache", _fitting(cells, *_cache(snapshot))),
+        *((name, _tier(tier)) for name, tier in stats["tiers"].items()),
+        ("speed", _fitting(cells, *_speeds(snapshot))),
+        ("queue", _fitting(cells, *_queue(snapshot))),
+    ]
+    return rows
+
+
+def _fitting(cells: int, *texts: str) -> str:
+    """Return the first text that fits, or the last.
+
+    >>> _fitting(8, "3 answers wait", "3 wait")
+    '3 wait'
+    """
+    return next((text for text in texts if len(text) <= cells), texts[-1])
+
+
+def _cache(snapshot: Snapshot) -> tuple[str, ...]:
+    stats = snapshot["stats"]
+    hits = f"{stats['hit_tokens']:,} of {stats['prompt_tokens']:,} prompt tokens"
+    rate = f"hit rate {snapshot['hit_rate']:.0%}"
+    cached = f"{stats['held_tokens']:,} tokens cached"
+    evicted = f"{format_bytes(stats['evicted_bytes'])} evicted"
+    return (
+        f"{rate}: {hits}, {stats['restored_tokens']:,} restored; {cached}, {evicted}",
+        f"{rate}: {hits}; {cached}",
+        f"{rate}: {hits}",
+        rate,
+    )
+
+
+def _speeds(snapshot: Snapshot) -> tuple[str, ...]:
+    generated, read = snapshot["generated_per_second"], snapshot["prefilled_per_second"]
+    return (
+        f"{generated:,.0f} tokens/s generated, {read:,.0f} tokens/s of prompts read",
+        f"{generated:,.0f} tokens/s, {read:,.0f} of prompts read",
+        f"{generated:,.0f} tokens/s",
+    )
+
+
+def _queue(snapshot: Snapshot) -> tuple[str, ...]:
+    stats = snapshot["stats"]
+    reading = stats["prefilling"] + stats["restoring"]
+    preempted = f"{stats['preempted']} preempted"
+    return (
+        f"{stats['running']} running, {stats['prefilling']} reading, "
+        f"{stats['restoring']} restoring, {stats['waiting']} waiting, "
+        f"{preempted}; at most {snapshot['max_batch_size']} at once",
+        f"{stats['running']} running, {reading} reading, {stats['waiting']} waiting, {preempted}",
+        f"{stats['running'] + reading} running, {stats['waiting']} waiting",
+    )
+
+
+def _tier(tier: dict[str, Any]) -> str:
+    """Return the figures of a cold tier in one line, its size first."""
+    if tier["off"] is not None:
+        return f"off: {tier['off']}"
+    counts = tier["counts"]
+    parts = [
+        f"{counts['read_blocks']:,} blocks read ({format_bytes(counts['read_bytes'])}), "
+        f"{counts['written_blocks']:,} written ({format_bytes(counts['written_bytes'])})"
+    ]
+    if tier["limit_bytes"]:
+        parts.insert(
+            0, f"{format_bytes(tier['held_bytes'])} of {format_bytes(tier['limit_bytes'])}"
+        )
+    if tier["full"] is not None:
+        parts.insert(0, f"nothing is written now: {tier['full']}")
+    return "; ".join(parts)
+
+
+def _bar(stats: dict[str, Any], cells: int) -> Text:
+    """Draw the ledger against its limit, a color for each kind."""
+    bar = Text()
+    filled = total = 0
+    for kind, color in COLORS.items():
+        total += stats["by_kind"].get(kind, 0)
+        reached = min(cells, round(cells * total / stats["limit_bytes"]))
+        bar.append("█" * (reached - filled), color)
+        filled = reached
+    return bar.append("░" * (cells - filled), "bright_black").append("▏", "red")
+
+
+def _legend(by_kind: dict[str, int], cells: int) -> list[Text]:
+    """Return the kinds of memory with their bytes, in as many lines as they need."""
+    lines: list[Text] = []
+    for kind, color in COLORS.items():
+        if nbytes := by_kind.get(kind, 0):
+            entry = Text.assemble(("■ ", color), f"{kind} {format_bytes(nbytes)}")
+            if lines and lines[-1].cell_len + 2 + entry.cell_len <= cells:
+                lines[-1].append("  ").append_text(entry)
+            else:
+                lines.append(entry)
+    return lines
+
+
+def _requests(requests: list[dict[str, Any]], *, wide: bool) -> RenderableType:
+    if not requests:
+        return Text("no requests yet", "bright_black")
+    table = Table(box=None, pad_edge=False, header_style="bright_black")
+    table.add_column("request", no_wrap=True)
+    right = ("prompt", "cached", "answer", "first", "tokens/s") if wide else ("cached", "of")
+    for title in right:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for request in requests:
+        prompt, cached = f"{request['prompt_tokens']:,}", f"{request['cached_tokens']:,}"
+        answer = f"{request['completion_tokens']:,}"
+        first, speed = request["first_token_seconds"], request["tokens_per_second"]
+        table.add_row(
+            request["label"],
+            *(
+                (prompt, cached, answer, _seconds(first), _speed(speed))
+                if wide
+                else (cached, prompt)
+            ),
+            Text(request["finish"] or request["state"], STATES.get(request["state"], "")),
+        )
+    return table
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _speed(speed: float | None) -> str:
+    return "" if speed is None else f"{speed:,.0f}"
