@@ -20,6 +20,7 @@ help:
 	@echo 'make real    a real model (98 MB, fetched once): the same text as mlx-lm, cold, warm, restored'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
+	@echo 'make peers TEMPLATES=FOLDER   and the chat templates there (*.jinja), through the probe'
 	@echo 'make lint    ruff and mypy alone'
 	@echo 'make soak    10,000 requests to the byte, and what make test tries some of, in full'
 	@echo 'make docs    write the help texts into docs/cli.md'
@@ -103,7 +104,8 @@ bench: $(VENV)/.dev
 		--plot docs/quantized.png
 
 peers: $(VENV)/.dev
-	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)")
+	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)") \
+		$(if $(TEMPLATES),--templates "$(TEMPLATES)")
 
 soak: $(VENV)/.dev
 	$(BIN)/python tools/soak.py

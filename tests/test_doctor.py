@@ -235,3 +235,17 @@ def test_a_model_the_engine_cannot_run_exits_with_1(
     shown = capsys.readouterr().out
     assert "cannot run it" in shown
     assert "what to do: use it with penstock generate" in shown
+
+
+def test_the_doctor_says_what_agents_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", str(MODEL_PATH), "--agent", "--json"])
+    agent = json.loads(capsys.readouterr().out)["agent"]
+    assert (agent["tool_parser"], agent["later_system"]) == ("none", "system")
+    assert agent["template"]["a turn is added"] == "nothing changes"
+    main(["doctor", str(MODEL_PATH), "--agent"])
+    assert "a turn is added to a loop" in capsys.readouterr().out
+
+
+def test_the_doctor_needs_a_model_to_look_at_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--agent"]) != 0
+    assert "--agent looks at a model" in capsys.readouterr().err

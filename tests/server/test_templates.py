@@ -109,3 +109,131 @@ def test_an_image_in_history_is_named(tmp_path: Path) -> None:
     for refused in ([asked], [talk[2], talk[1], asked, talk[1]]):
         with pytest.raises(BadRequest, match="'image_url' cannot be read"):
             prompts.render(refused)
+
+
+def rows(tmp_path: Path, template: str) -> dict[str, str]:
+    """Return what the probe says of a template."""
+    traits = Prompts(parrot(tmp_path, "Hello", template=template)[1]).traits
+    return {row.what: row.outcome for row in traits.rows}
+
+
+SYSTEM_ROWS = {
+    "takes it": (TEMPLATE, ["rendered"] * 6),
+    "raises": (
+        FIRST_ONLY,
+        ["rendered"] * 2 + ["raises TemplateError: System message must be at the beginning"] * 4,
+    ),
+    "leaves it out": (LEAVES_OUT, ["rendered"] * 2 + ["left out"] * 4),
+    "moves it to the front": (TO_THE_FRONT, ["rendered"] * 3 + ["moved"] * 3),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEM_ROWS)
+def test_the_probe_says_what_becomes_of_system_messages(name: str, tmp_path: Path) -> None:
+    template, outcomes = SYSTEM_ROWS[name]
+    said = rows(tmp_path, template)
+    assert [said[what] for what in said if what.startswith(("system", "second"))] == outcomes
+
+
+def test_the_probe_says_what_becomes_of_users_in_a_row(tmp_path: Path) -> None:
+    error = "raises TemplateError: Conversation roles must alternate user/assistant"
+    said = rows(tmp_path / "a", ALTERNATES)
+    assert said["two user messages in a row"] == said["call and its result"] == error
+    assert rows(tmp_path / "b", TEMPLATE)["two user messages in a row"] == "rendered"
+
+
+NEEDS_CALL = (
+    "{% for message in messages %}{% if message.role == 'tool' and "
+    "not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    "{% endfor %}" + TEMPLATE
+)
+NEEDS_CONTENT = (
+    "{% for message in messages %}{% if not message.content and not message.tool_calls %}"
+    "{{ raise_exception('empty') }}{% endif %}{% endfor %}" + TEMPLATE
+)
+
+
+def test_the_probe_says_what_becomes_of_results_and_of_empty_content(tmp_path: Path) -> None:
+    plain, calls, content = (
+        rows(tmp_path / str(number), template)
+        for number, template in enumerate((TEMPLATE, NEEDS_CALL, NEEDS_CONTENT))
+    )
+    what = ("call and its result", "tool result without a call", "empty content")
+    assert [plain[one] for one in what] == ["rendered"] * 3
+    assert [calls[one] for one in what] == ["rendered", "raises TemplateError: no call", "rendered"]
+    assert [content[one] for one in what] == ["rendered", "rendered", "raises TemplateError: empty"]
+
+
+def thinking(key: str, condition: str) -> str:
+    """Return a template that renders reasoning where a condition holds."""
+    return (
+        "{% set last = namespace(user=0) %}{% for message in messages %}"
+        "{% if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for message in messages %}<|{{ message.role }}|>"
+        f"{{% if message.{key} and ({condition}) %}}({{{{ message.{key} }}}}){{% endif %}}"
+        "{{ message.content }}<|end|>{% endfor %}"
+    )
+
+
+LOOP = "reasoning in a tool loop"
+EARLIER = "reasoning of an earlier turn"
+GROWTHS = ("a turn is added", "a call is added", "a turn is added to a loop")
+THINKING = {
+    "keeps all": ("reasoning_content", "true", ("kept", "kept"), ["nothing changes"] * 3),
+    "keeps the loop's": (
+        "reasoning_content",
+        "loop.index0 > last.user",
+        ("kept", "dropped"),
+        ["nothing changes", "nothing changes", "changes from message 4 on (tool)"],
+    ),
+    "keeps the last": (
+        "reasoning",
+        "loop.index0 >= messages | length - 2",
+        ("kept", "kept"),
+        ["nothing changes", "changes from message 4 on (tool)", "changes from message 4 on (tool)"],
+    ),
+    "keeps none": ("other", "true", ("dropped", "dropped"), ["nothing changes"] * 3),
+}
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_the_probe_says_what_becomes_of_reasoning(name: str, tmp_path: Path) -> None:
+    key, condition, kept, changes = THINKING[name]
+    said = rows(tmp_path, thinking(key, condition))
+    assert said["reasoning key"] == (key if kept[0] == "kept" else "none")
+    assert (said[LOOP], said[EARLIER]) == kept
+    assert [said[growth] for growth in GROWTHS] == changes
+
+
+def test_a_template_that_counts_its_messages_changes_with_every_turn(tmp_path: Path) -> None:
+    said = rows(tmp_path, "{{ messages | length }}" + TEMPLATE)
+    assert {said[growth] for growth in GROWTHS} == {"changes from message 1 on (system)"}
+
+
+def test_reasoning_stands_under_the_templates_own_key(tmp_path: Path) -> None:
+    prompts = Prompts(parrot(tmp_path, "Hello", template=thinking("reasoning", "true"))[1])
+    talk = [
+        {"role": "user", "content": "A"},
+        {"role": "assistant", "content": "B", "reasoning_content": "hm"},
+        {"role": "user", "content": "C"},
+    ]
+    rendered = prompts.decode(prompts.render(talk))
+    assert rendered == "<|user|>A<|end|><|assistant|>(hm)B<|end|><|user|>C<|end|>"
+
+
+def test_reasoning_beside_text_and_a_call_is_left_out_where_the_template_raises(
+    tmp_path: Path,
+) -> None:
+    """As that of gpt-oss does."""
+    raises = (
+        "{% for message in messages %}{% if message.thinking and message.content "
+        "and message.tool_calls %}{{ raise_exception('both') }}{% endif %}{% endfor %}"
+    )
+    template = raises + thinking("thinking", "true")
+    prompts = Prompts(parrot(tmp_path, "Hello", template=template)[1])
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    both = {"role": "assistant", "content": "B", "reasoning_content": "hm", "tool_calls": [call]}
+    talk = [{"role": "user", "content": "A"}, both, {"role": "user", "content": "C"}]
+    assert "<|assistant|>B<|end|>" in prompts.decode(prompts.render(talk))
+    talk[1] = {**both, "content": ""}
+    assert "<|assistant|>(hm)<|end|>" in prompts.decode(prompts.render(talk))

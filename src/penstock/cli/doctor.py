@@ -17,14 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from penstock import __version__, config
+from penstock import __version__
 from penstock.blas import CUDA_PACKAGES, Blas, install_hint, installed, load_blas, nvidia_device
 from penstock.cli import options
 from penstock.config import MLX_LM_MINOR
+from penstock.errors import SettingError
 from penstock.memory import MachineMemory, format_bytes, read_machine_memory
 
 if TYPE_CHECKING:
+    from penstock.cli.agent_report import AgentReport
     from penstock.cli.fitness import FitnessReport
+    from penstock.models.mlx_lm import Loaded
 
 PACKAGES = ("mlx", "mlx-cpu", *CUDA_PACKAGES, "mlx-metal", "mlx-lm", "numpy")
 DTYPES = ("float32", "float16")
@@ -67,6 +70,14 @@ def doctor(
         ),
     ] = None,
     weights_dtype: options.WeightsDtype = "auto",
+    agent: Annotated[
+        bool,
+        typer.Option(
+            "--agent",
+            help="Show also which parsers read the model's answers, and what its chat template "
+            "does with the conversations of coding agents.",
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Show back end, BLAS and its speed, memory and versions, and what is wrong with them.
@@ -76,16 +87,23 @@ def doctor(
 
     Exits with 0 if nothing is wrong and with 1 if something makes penstock slow or unusable.
     """
+    if agent and model is None:
+        raise SettingError("--agent looks at a model: name one")
     machine = examine()
     problems = find_problems(machine)
-    fit = None if model is None or machine.back_end == "none" else _try_model(model, weights_dtype)
-    if fit is not None:
+    fit, agents = None, None
+    if model is not None and machine.back_end != "none":
+        loaded = options.load_model(model, weights_dtype)
+        fit = _try_model(model, loaded)
+        agents = _probe(loaded) if agent else None
         problems += find_misfits(fit)
     if as_json:
         report = {**asdict(machine), "model": None if fit is None else asdict(fit)}
+        if agents is not None:
+            report["agent"] = agents.as_json()
         print(json.dumps({**report, "problems": [asdict(p) for p in problems]}))
     else:
-        _show(machine, fit, problems)
+        _show(machine, fit, agents, problems)
     raise typer.Exit(1 if problems else 0)
 
 
@@ -145,12 +163,19 @@ def find_misfits(fit: FitnessReport) -> list[DoctorProblem]:
     return [DoctorProblem(f"{fit.model}: {fit.why}", remedy)]
 
 
-def _try_model(model: str, weights_dtype: config.WeightsDtype) -> FitnessReport:
-    """Load a model and try it on the engine."""
+def _try_model(model: str, loaded: Loaded) -> FitnessReport:
+    """Try a model on the engine."""
     # mlx-lm takes a second to import, which a look at the machine need not wait for.
     from penstock.cli.fitness import try_model
 
-    return try_model(model, options.load_model(model, weights_dtype))
+    return try_model(model, loaded)
+
+
+def _probe(loaded: Loaded) -> AgentReport:
+    """Probe a model's chat template."""
+    from penstock.cli.agent_report import AgentReport
+
+    return AgentReport.of(loaded.tokenizer)
 
 
 def _cpu_problems(machine: MachineReport) -> list[DoctorProblem]:
@@ -182,7 +207,12 @@ def _measure(dtype: str, size: int) -> float:
     return round(2 * size**3 / best_seconds / 1e9, 1)
 
 
-def _show(machine: MachineReport, fit: FitnessReport | None, problems: list[DoctorProblem]) -> None:
+def _show(
+    machine: MachineReport,
+    fit: FitnessReport | None,
+    agents: AgentReport | None,
+    problems: list[DoctorProblem],
+) -> None:
     console = Console(highlight=False)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -200,6 +230,8 @@ def _show(machine: MachineReport, fit: FitnessReport | None, problems: list[Doct
         table.add_row(name, version)
     if fit is not None:
         _add_fit(table, fit)
+    if agents is not None:
+        agents.add_to(table)
     console.print(table)
     for problem in problems:
         console.print(f"[bold red]problem[/]: {escape(problem.what)}", soft_wrap=True)

@@ -80,7 +80,7 @@ class Prompts:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """Traits of the model's chat template, probed at the first use. Slow, as the rest."""
+        """Traits of the model's chat template, probed once. Slow, as the rest."""
         with self._lock:
             return TemplateTraits.of(self.tokenizer)
 

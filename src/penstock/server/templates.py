@@ -2,33 +2,52 @@
 
 Templates are programs of the models' makers. Some raise on a second system message, some on one
 that is not the first, some leave it out, and some move it to the front, which changes the first
-token of the prompt and loses all that was cached behind it.
+token of the prompt and loses all that was cached behind it. Some drop the reasoning of earlier
+turns, and with it change what has been read already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 SYSTEM, LATER, USER, AGAIN, SAID = "Saffron.", "Tundra.", "Quartz?", "Walnut?", "Heron."
+THOUGHT, RESULT, SECOND_THOUGHT, SECOND_RESULT = "Basalt.", "Cobalt.", "Juniper.", "Marigold."
 """Texts of the probes' messages, which no template holds."""
-_TURNS = {
-    SYSTEM: {"role": "system", "content": SYSTEM},
-    LATER: {"role": "system", "content": LATER},
-    USER: {"role": "user", "content": USER},
-    AGAIN: {"role": "user", "content": AGAIN},
-    SAID: {"role": "assistant", "content": SAID},
+REASONING_KEYS = ("reasoning_content", "reasoning")
+"""Keys under which templates look for reasoning; transformers fills `thinking` from the first."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
 }
+_ERROR_CHARACTERS = 160
 LATER_SYSTEMS = (
-    (SYSTEM, LATER, USER),
-    (SYSTEM, USER, LATER),
-    (SYSTEM, USER, SAID, LATER, AGAIN),
-    (USER, LATER, SAID, AGAIN),
+    ("second system message", (SYSTEM, LATER, USER)),
+    ("system message at the end", (SYSTEM, USER, LATER)),
+    ("system message between turns", (SYSTEM, USER, SAID, LATER, AGAIN)),
+    ("system message not first", (USER, LATER, SAID, AGAIN)),
 )
 """Conversations with a system message that is not the first."""
 REMINDER = "system-reminder"
 """The mark around a system message that is given as a user's, as coding agents write it."""
+
+
+class TraitRow(NamedTuple):
+    """What a template does with a conversation."""
+
+    what: str
+    outcome: str
+    """Its fate: `rendered`, `left out`, `moved`, `raises` with the error, or what changes."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether all messages are rendered, each in its place."""
+        return self.outcome == "rendered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +62,41 @@ class TemplateTraits:
     """Whether the template takes two messages of the user in a row."""
     reasoning_effort: bool
     """Whether `reasoning_effort` changes the rendered prompt."""
+    reasoning_key: str | None
+    """Key of a message under which the template looks for reasoning; None if it never does."""
+    reasoning_beside_text: bool
+    """Whether a message may have reasoning, text and a call; gpt-oss's template raises on it."""
+    rows: tuple[TraitRow, ...]
+    """All that was tried."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> TemplateTraits:
         """Probe the chat template of mlx-lm's wrapper."""
-        user = _rendered(tokenizer, [USER], reasoning_effort="low")
+        probe = _Probe(tokenizer)
+        first = probe.row("system message first", talk_of(SYSTEM, USER))
+        turns = probe.row("system message first, two turns", talk_of(SYSTEM, USER, SAID, AGAIN))
+        later = [probe.row(what, talk_of(*texts)) for what, texts in LATER_SYSTEMS]
+        users = probe.row("two user messages in a row", talk_of(USER, AGAIN))
+        key = probe.reasoning_key()
+        both = {**_called(THOUGHT, key), "content": SAID}
+        beside = probe.row("reasoning, text and a call", [*talk_of(USER), both, _result(RESULT)])
+        effort = probe.changes(reasoning_effort=("low", "high"))
+        rows = [first, turns, *later, users, *probe.rest(key), beside]
         return cls(
-            first_system=_in_place(tokenizer, (SYSTEM, USER)),
-            later_system=all(_in_place(tokenizer, texts) for texts in LATER_SYSTEMS),
-            consecutive_users=_in_place(tokenizer, (USER, AGAIN)),
-            reasoning_effort=user != _rendered(tokenizer, [USER], reasoning_effort="high"),
+            first_system=first.taken,
+            later_system=all(row.taken for row in later),
+            consecutive_users=users.taken,
+            reasoning_effort=effort,
+            reasoning_key=key,
+            reasoning_beside_text=not beside.outcome.startswith("raises"),
+            rows=(*rows, TraitRow("reasoning_effort", "read" if effort else "ignored")),
         )
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return a conversation as the template takes it, every message in its place.
 
         A system message that the template would not render there becomes the user's, marked.
+        Reasoning stands under the key that the template reads, or is left out where it raises.
         """
         fitted: list[Mapping[str, Any]] = []
         for index, message in enumerate(messages):
@@ -71,8 +109,121 @@ class TemplateTraits:
             if follows and not self.consecutive_users:
                 content = f"{fitted.pop()['content']}\n\n{message['content']}"
                 message = {"role": "user", "content": content}
-            fitted.append(message)
+            fitted.append(self._with_reasoning(message))
         return fitted
+
+    def _with_reasoning(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with its reasoning where the template reads it."""
+        key, given = self.reasoning_key, REASONING_KEYS[0]
+        if key is None or given not in message:
+            return message
+        rest = {name: value for name, value in message.items() if name != given}
+        if message.get("content") and message.get("tool_calls") and not self.reasoning_beside_text:
+            return rest
+        return {**rest, key: message[given]}
+
+
+class _Probe:
+    """Prober of a template."""
+
+    _tools: list[dict[str, Any]] | None = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tools = [_TOOL] if self._render(talk_of(USER))[1] else None  # some want one always
+
+    def row(self, what: str, talk: list[dict[str, Any]]) -> TraitRow:
+        """Say what becomes of a conversation."""
+        rendered, error = self._render(talk)
+        if error is not None:
+            return TraitRow(what, f"raises {error}")
+        texts = [text for message in talk if (text := message["content"])]
+        places = [rendered.find(text) for text in texts]
+        if min(places, default=0) < 0:
+            return TraitRow(what, "left out")
+        return TraitRow(what, "rendered" if places == sorted(places) else "moved")
+
+    def rest(self, key: str | None) -> list[TraitRow]:
+        """Return the rows that need no answer of `TemplateTraits`."""
+        loop = [*talk_of(USER), _called(THOUGHT, key), _result(RESULT)]
+        bare = [*talk_of(USER), {"role": "assistant", "content": ""}, *talk_of(AGAIN)]
+        turn = [*talk_of(USER), {**talk_of(SAID)[0], **_thought(THOUGHT, key)}, *talk_of(AGAIN)]
+        return [
+            self.row("call and its result", loop),
+            self.row("tool result without a call", [*talk_of(USER), _result(RESULT)]),
+            self.row("empty content", bare),
+            TraitRow("reasoning key", key or "none"),
+            self._reasoning("reasoning in a tool loop", loop, key),
+            self._reasoning("reasoning of an earlier turn", turn, key),
+            *self._growths(key),
+        ]
+
+    def reasoning_key(self) -> str | None:
+        """Return the first key under which reasoning is rendered, in a loop or in a turn."""
+        for key in REASONING_KEYS:
+            loop = [*talk_of(USER), _called(THOUGHT, key), _result(RESULT)]
+            turn = [*talk_of(USER), {**talk_of(SAID)[0], **_thought(THOUGHT, key)}, *talk_of(AGAIN)]
+            if any(THOUGHT in self._render(talk)[0] for talk in (loop, turn)):
+                return key
+        return None
+
+    def changes(self, **switch: tuple[str, str]) -> bool:
+        """Tell whether two values of a template's switch are rendered differently."""
+        ((name, values),) = switch.items()
+        one, other = (self._render(talk_of(USER), **{name: value})[0] for value in values)
+        return one != other
+
+    def _reasoning(self, what: str, talk: list[dict[str, Any]], key: str | None) -> TraitRow:
+        rendered, error = self._render(talk)
+        if error is not None:
+            return TraitRow(what, f"raises {error}")
+        return TraitRow(what, "kept" if key and THOUGHT in rendered else "dropped")
+
+    def _growths(self, key: str | None) -> list[TraitRow]:
+        """Say what changes in what has been read when a conversation grows."""
+        start = talk_of(SYSTEM, USER)
+        said = {**talk_of(SAID)[0], **_thought(THOUGHT, key)}
+        loop = [*start, _called(THOUGHT, key), _result(RESULT)]
+        called_again = [*loop, _called(SECOND_THOUGHT, key), _result(SECOND_RESULT)]
+        return [
+            self._growth("a turn is added", start, [*start, said, *talk_of(AGAIN)]),
+            self._growth("a call is added", loop, called_again),
+            self._growth("a turn is added to a loop", loop, [*loop, *talk_of(SAID, AGAIN)]),
+        ]
+
+    def _growth(
+        self, what: str, before: list[dict[str, Any]], after: list[dict[str, Any]]
+    ) -> TraitRow:
+        (first, first_error), (second, second_error) = self._render(before), self._render(after)
+        error = first_error or second_error
+        if error is not None:
+            return TraitRow(what, f"raises {error}")
+        shared = _shared(first, second)
+        if shared == len(first):
+            return TraitRow(what, "nothing changes")
+        for number, message in enumerate(before, 1):
+            at = first.rfind(message["content"])
+            if message["content"] and at + len(message["content"]) > shared:
+                return TraitRow(what, f"changes from message {number} on ({message['role']})")
+        return TraitRow(what, "changes where the answer begins")
+
+    def _render(self, talk: list[dict[str, Any]], **switches: Any) -> tuple[str, str | None]:
+        """Render a conversation; return the text and no error, or no text and the error."""
+        calls = any(message["role"] == "tool" for message in talk)
+        tools = [_TOOL] if calls else self._tools
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in talk],
+                tokenize=False,
+                add_generation_prompt=True,
+                tools=tools,
+                **switches,
+            )
+        # A boundary: a template is a program of the model's makers, and raises anything.
+        except Exception as error:  # noqa: BLE001
+            line = (str(error).strip().splitlines() or [""])[0]
+            return "", f"{type(error).__name__}: {line[:_ERROR_CHARACTERS]}".removesuffix(": ")
+        return str(rendered), None
 
 
 def reminder(text: str) -> str:
@@ -86,25 +237,29 @@ def reminder(text: str) -> str:
     return f"<{REMINDER}>\n{text}\n</{REMINDER}>"
 
 
-def _in_place(tokenizer: Any, texts: Sequence[str]) -> bool:
-    """Tell whether all messages are rendered, in their order."""
-    rendered = _rendered(tokenizer, texts)
-    if rendered is None:
-        return False
-    places = [rendered.find(text) for text in texts]
-    return places[0] >= 0 and places == sorted(places)
+def _shared(one: str, other: str) -> int:
+    """Return how many signs two texts begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def _rendered(tokenizer: Any, texts: Sequence[str], **template_args: Any) -> str | None:
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                [dict(_TURNS[text]) for text in texts],
-                tokenize=False,
-                add_generation_prompt=True,
-                **template_args,
-            )
-        )
-    # A boundary: a template is a program of the model's makers, and raises anything.
-    except Exception:  # noqa: BLE001
-        return None
+def talk_of(*texts: str) -> list[dict[str, Any]]:
+    """Return a conversation of the probes' texts."""
+    roles = {SYSTEM: "system", LATER: "system", SAID: "assistant"}
+    return [{"role": roles.get(text, "user"), "content": text} for text in texts]
+
+
+def _thought(text: str, key: str | None) -> dict[str, str]:
+    return {key: text} if key else {}
+
+
+def _called(thought: str, key: str | None) -> dict[str, Any]:
+    """Return a message of the assistant that calls the tool, without any text."""
+    call = {"type": "function", "id": "call00001"}
+    call_of = {**call, "function": {"name": "look_up", "arguments": {"text": "Tern."}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call_of]}
+    return {**message, **_thought(thought, key)}
+
+
+def _result(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "tool_call_id": "call00001", "name": "look_up"}
