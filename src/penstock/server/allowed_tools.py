@@ -11,7 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from penstock.server.calls import CallGrammar, demanded, offered, writes_json
+from penstock.server.calls import CallGrammar, demanded, offered
+from penstock.server.parsing import AnswerFormat
 from penstock.server.problems import BadRequest
 from penstock.server.response_tools import flat_name
 from penstock.server.tool_schemas import CallSchema
@@ -34,7 +35,7 @@ class ToolPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, tokenizer: Any, tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None
+        cls, form: AnswerFormat, tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None
     ) -> ToolPlan:
         """Read a `tool_choice` of chat or of responses.
 
@@ -53,19 +54,19 @@ class ToolPlan(NamedTuple):
                 code="unsupported_value",
             )
         allowed = _allowed(list(tools or ()), inner.get("tools"))
-        narrow = mode == "auto" and writes_json(tokenizer)
+        narrow = mode == "auto" and bool(form.json_marks and form.json_marks[0])
         kept = allowed if mode == "auto" and not narrow else list(tools or ())
         return cls(kept, mode, allowed, narrow)
 
-    def grammar(self, tokenizer: Any) -> CallGrammar | None:
+    def grammar(self, form: AnswerFormat) -> CallGrammar | None:
         """Return the grammar of the answer's calls; None where any text will do. Slow.
 
         Raises:
             BadRequest: as `demanded`.
         """
         if self.narrow and self.callable:
-            return _free_grammar(tokenizer, self.callable)
-        return demanded(tokenizer, self.callable, self.choice)
+            return _free_grammar(form, self.callable)
+        return demanded(form, self.callable, self.choice)
 
 
 def _allowed(tools: list[Tool], named: Any) -> list[Tool]:
@@ -90,10 +91,11 @@ def _name(named: Any) -> str:
     return flat_name(name, named.get("namespace")) if isinstance(name, str) else ""
 
 
-def _free_grammar(tokenizer: Any, tools: Sequence[Tool]) -> CallGrammar:
+def _free_grammar(form: AnswerFormat, tools: Sequence[Tool]) -> CallGrammar:
     """Return the grammar of any text with calls of these tools, as many as there may be."""
     schema, unenforced = CallSchema.of([tool["function"] for tool in tools])
-    start, end = (json.dumps(mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end))
+    assert form.json_marks is not None
+    start, end = map(json.dumps, form.json_marks)
     grammar = (
         "start: (begin call)* TEXT\n"
         "TEXT: /(?s:.*)/\n"

@@ -247,7 +247,7 @@ def _grammar(service: Service, body: MessagesRequest) -> CallGrammar | None:
         if choice.type == "tool" and choice.name is None:
             raise BadRequest("tool_choice.name is missing", param="tool_choice.name")
         name = choice.name if choice.type == "tool" else None
-        return call_grammar(service.tokenizer, tools_of(body), name)
+        return call_grammar(service.prompts.format, tools_of(body), name)
     if schema is None:
         return None
     return CallGrammar(grammar_for(schema, "output_config.format.schema"))

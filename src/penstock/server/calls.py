@@ -1,7 +1,7 @@
 """Calls that a client demands: a grammar that lets the model say nothing else.
 
-Possible where a model writes its calls as JSON between two marks, as most do; which tool it
-calls, and with what, stays its own choice.
+Possible where a model writes its calls as JSON, as most do; which tool it calls, and with what,
+stays its own choice.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from penstock.server.parsing import AnswerFormat
 from penstock.server.problems import BadRequest
 from penstock.server.tool_schemas import CallSchema
-
-_PROBE = {"name": "probe", "arguments": {"n": 1}}
-
 
 LEFT_OUT = "x-penstock-left-out"
 """Header with the names of tools that were left out of the prompt."""
@@ -65,7 +63,7 @@ def offered(
 
 
 def demanded(
-    tokenizer: Any,
+    form: AnswerFormat,
     tools: Sequence[dict[str, Any]] | None,
     tool_choice: str | dict[str, Any] | None,
 ) -> CallGrammar | None:
@@ -77,12 +75,12 @@ def demanded(
     if tool_choice in (None, "auto", "none"):
         return None
     if tool_choice == "required":
-        return call_grammar(tokenizer, tools)
+        return call_grammar(form, tools)
     if isinstance(tool_choice, dict) and tool_choice.get("type") == "function":
         function = tool_choice.get("function", tool_choice)  # of responses: without the layer
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str):
-            return call_grammar(tokenizer, tools, name)
+            return call_grammar(form, tools, name)
     raise BadRequest(
         'tool_choice can be "auto", "none", "required" or a function with its name',
         param="tool_choice",
@@ -91,12 +89,12 @@ def demanded(
 
 
 def call_grammar(
-    tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None, name: str | None = None
+    form: AnswerFormat, tools: Sequence[Mapping[str, Any]] | None, name: str | None = None
 ) -> CallGrammar:
     """Return the grammar of one call. Slow: not in an event loop.
 
     Args:
-        tokenizer: mlx-lm's wrapper, which knows how its model writes calls.
+        form: of the model's answers.
         tools: what is offered, in OpenAI's form.
         name: of the tool that is to be called; None is any of them.
 
@@ -108,7 +106,7 @@ def call_grammar(
     if not wanted:
         what = "no tool" if name is None else f"no tool named {name[:80]!r}"
         raise BadRequest(f"tool_choice: {what} is offered", param="tool_choice")
-    if not writes_json(tokenizer):
+    if form.json_marks is None:
         raise BadRequest(
             "tool_choice can be auto or none with this model: how it writes its calls cannot be "
             "kept to",
@@ -117,18 +115,8 @@ def call_grammar(
         )
     schema, unenforced = CallSchema.of(wanted)
     call = json.dumps(schema)
-    start, end = (json.dumps(mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end))
+    if form.json_marks == ("", ""):
+        return CallGrammar(f"start: call\ncall: %json {call}\n", unenforced)
+    start, end = map(json.dumps, form.json_marks)
     grammar = f'start: {start} "\\n"? call "\\n"? {end}\ncall: %json {call}\n'
     return CallGrammar(grammar, unenforced)
-
-
-def writes_json(tokenizer: Any) -> bool:
-    """Tell whether the model's calls are JSON between marks, by what mlx-lm's parser reads."""
-    if not (getattr(tokenizer, "has_tool_calling", False) and tokenizer.tool_call_end):
-        return False
-    try:
-        read = tokenizer.tool_parser(json.dumps(_PROBE), None)
-    # A boundary: a parser of another way of writing may raise anything.
-    except Exception:  # noqa: BLE001
-        return False
-    return bool(read == _PROBE)

@@ -9,6 +9,7 @@ from pydantic import Field
 from penstock.server.allowed_tools import ToolPlan
 from penstock.server.forms import ChatRequest, Each, FunctionTool
 from penstock.server.legacy_calls import choice_of, tools_of, with_tool_calls
+from penstock.server.parsing import AnswerFormat
 from penstock.server.prompts import Prompts, client_arguments
 
 
@@ -26,7 +27,7 @@ class ChatBody(ChatRequest):
         """Whether calls go back as `function_call`."""
         return self.tools is None and self.functions is not None
 
-    def plan(self, tokenizer: Any) -> ToolPlan:
+    def plan(self, form: AnswerFormat) -> ToolPlan:
         """Return the tools of the prompt, and those that may be called.
 
         Raises:
@@ -34,9 +35,9 @@ class ChatBody(ChatRequest):
         """
         if self.legacy:
             functions = [one.model_dump(exclude_none=True) for one in self.functions or ()]
-            return ToolPlan.of(tokenizer, tools_of(functions), choice_of(self.function_call))
+            return ToolPlan.of(form, tools_of(functions), choice_of(self.function_call))
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return ToolPlan.of(tokenizer, tools, self.tool_choice)
+        return ToolPlan.of(form, tools, self.tool_choice)
 
     def render(self, prompts: Prompts, plan: ToolPlan) -> tuple[int, ...]:
         """Return the prompt's tokens. Slow: not for an event loop."""

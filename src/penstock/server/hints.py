@@ -47,7 +47,7 @@ def hint_of(path: str, body: bytes, prompts: Prompts) -> Hint | None:
 
 def _chat(body: bytes, prompts: Prompts) -> Hint:
     form = ChatBody.model_validate_json(body)
-    tokens = form.render(prompts, form.plan(prompts.tokenizer))
+    tokens = form.render(prompts, form.plan(prompts.format))
     return Hint(tokens, form.cache_salt or "", form.prompt_cache_key)
 
 

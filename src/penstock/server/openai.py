@@ -148,7 +148,7 @@ class _Chat:
             raise BadRequest("modalities: this server answers with text only", param="modalities")
         if body.top_logprobs is not None and not body.logprobs:
             raise BadRequest("top_logprobs needs logprobs", param="top_logprobs")
-        plan = body.plan(service.tokenizer)
+        plan = body.plan(service.prompts.format)
         prompt, grammar = await until_gone(http, service.work(self._read, plan))
         most = body.max_completion_tokens
         request = body.request(
@@ -180,7 +180,7 @@ class _Chat:
     def _read(self, plan: ToolPlan) -> tuple[tuple[int, ...], str | None]:
         """Return the prompt's tokens and the answer's grammar; in a worker thread."""
         prompt = self.body.render(self.service.prompts, plan)
-        call = plan.grammar(self.service.tokenizer)
+        call = plan.grammar(self.service.prompts.format)
         if call is not None:
             self.headers = unenforced_headers(call.unenforced)
             self.free = call.free

@@ -142,7 +142,7 @@ class Asked:
 
     def render(self, body: ResponsesRequest, prompts: Prompts) -> tuple[int, ...]:
         """Turn it into the tokens of the prompt. Slow: not for a loop."""
-        plan = ToolPlan.of(prompts.tokenizer, self.tools.chat, body.tool_choice)
+        plan = ToolPlan.of(prompts.format, self.tools.chat, body.tool_choice)
         return prompts.render(self.messages, plan.prompt, **_effort(body, prompts))
 
 
@@ -252,7 +252,7 @@ class _Responses:
                 self.custom = name
                 return tool.grammar
             choice = {"type": "function", "name": name}
-        call = self._plan(choice).grammar(self.service.tokenizer)
+        call = self._plan(choice).grammar(self.service.prompts.format)
         if call is None:
             return None
         self.headers = unenforced_headers(call.unenforced)
@@ -261,7 +261,7 @@ class _Responses:
 
     def _plan(self, choice: str | dict[str, Any] | None) -> ToolPlan:
         """Return the tools of the prompt, and those that may be called."""
-        return ToolPlan.of(self.service.tokenizer, self.asked.tools.chat, choice)
+        return ToolPlan.of(self.service.prompts.format, self.asked.tools.chat, choice)
 
     def _grammar(self) -> str | None:
         wanted = self.body.text.format if self.body.text is not None else None

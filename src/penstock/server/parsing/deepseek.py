@@ -36,6 +36,7 @@ class DeepSeekCalls:
 
     openings: tuple[str, ...] = (BEGIN, CALL)
     bare: str = ""
+    json_marks: tuple[str, str] | None = None
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read all calls, and the mark that closes them, if it is there."""
@@ -70,6 +71,7 @@ class DeepSeekTags:
 
     openings: tuple[str, ...] = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
     bare: str = ""
+    json_marks: tuple[str, str] | None = None
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read all calls, and the tag that closes them, if it is there."""

@@ -54,6 +54,11 @@ class AnswerFormat:
     calls: CallFormat | None = None
     reasoning: ReasoningMarks | None = None
 
+    @property
+    def json_marks(self) -> tuple[str, str] | None:
+        """Text around one call that is a JSON object; None where calls are written otherwise."""
+        return None if self.calls is None else self.calls.json_marks
+
     def parser(self, tools: Tools | None, *, inside: bool = False) -> Parser:
         """Make the parser of one answer.
 

@@ -4,7 +4,9 @@ from penstock.server.parsing.parser import ReasoningMarks
 from penstock.server.parsing.tagged import TaggedJson
 
 GRANITE = TaggedJson(
-    ("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>", "</function_call>")
+    ("<|tool_call|>", "<tool_call>", "<function_call>"),
+    ("</tool_call>", "</function_call>"),
+    json_marks=("<|tool_call|>[", "]"),
 )
 RESPONSE = ReasoningMarks("<think>", "</think>", ("<response>", "</response>"))
 """Marks of Granite 3.3, whose answers stand between marks of their own."""

@@ -2,4 +2,4 @@
 
 from penstock.server.parsing.tagged import TaggedJson
 
-HERMES = TaggedJson(("<tool_call>",), ("</tool_call>",))
+HERMES = TaggedJson(("<tool_call>",), ("</tool_call>",), json_marks=("<tool_call>", "</tool_call>"))

@@ -25,6 +25,7 @@ class LlamaCalls:
 
     openings: tuple[str, ...] = ("<|python_tag|>", "<|python_start|>")
     bare: str = "{["
+    json_marks: tuple[str, str] | None = ("", "")
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read the calls behind a mark, or those that a text begins with."""

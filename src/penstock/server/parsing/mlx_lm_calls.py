@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from penstock.server.parsing.answer_text import AnswerText, Reading, until
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.json_text import arguments_text
 from penstock.server.parsing.parser import Tools
+
+_PROBE = {"name": "probe", "arguments": {"n": 1}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,18 @@ class MlxLmCalls:
     def openings(self) -> tuple[str, ...]:
         """Its one mark."""
         return (self.start,)
+
+    @property
+    def json_marks(self) -> tuple[str, str] | None:
+        """Its marks, if its parser reads JSON between them."""
+        if not self.end:
+            return None
+        try:
+            read = self.parse(json.dumps(_PROBE), None)
+        # A boundary: a parser of another way of writing may raise anything.
+        except Exception:  # noqa: BLE001
+            return None
+        return (self.start, self.end) if read == _PROBE else None
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read the calls between a start and its end."""

@@ -2,4 +2,4 @@
 
 from penstock.server.parsing.tagged import TaggedJson
 
-NEMOTRON = TaggedJson(("<TOOLCALL>",), ("</TOOLCALL>",))
+NEMOTRON = TaggedJson(("<TOOLCALL>",), ("</TOOLCALL>",), json_marks=("<TOOLCALL>[", "]</TOOLCALL>"))

@@ -31,6 +31,10 @@ class CallFormat(Protocol):
     def bare(self) -> str:
         """Signs that may begin calls without a mark, where a text begins."""
 
+    @property
+    def json_marks(self) -> tuple[str, str] | None:
+        """What stands around one call that is a JSON object; None if calls are none."""
+
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read what follows an opening; a bare sign has not been read.
 

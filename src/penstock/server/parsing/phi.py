@@ -2,4 +2,9 @@
 
 from penstock.server.parsing.tagged import TaggedJson
 
-PHI = TaggedJson(("<|tool_call|>", "functools["), ("<|/tool_call|>",), ("functools[",))
+PHI = TaggedJson(
+    ("<|tool_call|>", "functools["),
+    ("<|/tool_call|>",),
+    ("functools[",),
+    json_marks=("<|tool_call|>[", "]<|/tool_call|>"),
+)

@@ -19,6 +19,7 @@ class TaggedJson:
     lists: tuple[str, ...] = ()
     """Openings that end with a list's bracket."""
     bare: str = ""
+    json_marks: tuple[str, str] | None = None
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read the calls behind a mark, and the mark that closes them, if it is there."""
