@@ -39,6 +39,7 @@ def parrot(
     marks: tuple[str, ...] = (),
     template: str = TEMPLATE,
     context: int = 32_768,
+    merges: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Any, Any]:
     """Make a model that answers everything with these pieces, a token each, and its tokenizer.
 
@@ -47,8 +48,12 @@ def parrot(
         marks: other tokens that are one piece, as those of reasoning.
         template: the chat template.
         context: tokens that the model is made for.
+        merges: pairs that a byte-pair encoding joins; the pieces are then signs, or joined ones.
     """
-    tokenizer = _tokenizer(folder, (*dict.fromkeys((*pieces, *marks)),), template)
+    if merges:
+        tokenizer = _byte_pairs(folder, marks, template, merges)
+    else:
+        tokenizer = _tokenizer(folder, (*dict.fromkeys((*pieces, *marks)),), template)
     said = [tokenizer.convert_tokens_to_ids(token) for token in (ASK, *pieces, END)]
     return _model(len(tokenizer.get_vocab()), list(pairwise(said)), context), tokenizer
 
@@ -58,6 +63,19 @@ def _tokenizer(folder: Path, whole: tuple[str, ...], template: str) -> Any:
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    return _saved(folder, raw, whole, template)
+
+
+def _byte_pairs(
+    folder: Path, marks: tuple[str, ...], template: str, merges: tuple[tuple[str, str], ...]
+) -> Any:
+    letters = dict.fromkeys([UNKNOWN, *string.printable, *map("".join, merges)])
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    raw = Tokenizer(models.BPE(vocabulary, list(merges), unk_token=UNKNOWN))
+    return _saved(folder, raw, marks, template)
+
+
+def _saved(folder: Path, raw: Tokenizer, whole: tuple[str, ...], template: str) -> Any:
     raw.decoder = decoders.Fuse()
     raw.add_special_tokens([END])
     tokens = ("<tool_call>", "</tool_call>", ASK, *ROLES, *whole)

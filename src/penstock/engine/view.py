@@ -25,6 +25,10 @@ from penstock.kv.states import nbytes
 from penstock.ledger import Kind
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
+from penstock.prefix.volatile import Volatile, name_volatile
+
+NEAR_TOKENS = 32
+"""Tokens in front of the first difference of two prompts, and behind it, that may tell its kind."""
 
 NOT_SHARED = (
     "nothing of this model is shared: its KV of a token depends on how the prompt is cut, so every "
@@ -236,6 +240,15 @@ class EngineView:
         tier_tokens = self._tier_tokens(block_hashes) if ask_tiers else None
         reusable_tokens, why = self._stores.explain(tokens, block_hashes, salt)
         reason = NOT_SHARED if self._stores.runner.fitness.whole else explanation.reason
+        volatile = self._volatile(explanation, tokens, block_hashes, salt)
+        if volatile is not None:
+            reason += f"; a {volatile.kind} changes there"
+            explanation = replace(
+                explanation,
+                volatile=volatile.kind,
+                volatile_held=volatile.held,
+                volatile_given=volatile.given,
+            )
         return replace(
             explanation,
             reason=reason + why + self._tier_reason(explanation.held_tokens, tier_tokens),
@@ -244,6 +257,22 @@ class EngineView:
             held_text=self._text(explanation.held_token),
             given_text=self._text(explanation.given_token),
         )
+
+    def _volatile(
+        self,
+        explanation: Explanation,
+        tokens: Sequence[int],
+        block_hashes: Sequence[bytes],
+        salt: str,
+    ) -> Volatile | None:
+        """Name what differs between a prompt and the nearest cached one, if it is of known kind."""
+        at = explanation.diverges_at
+        if at is None or self._tokenizer is None:
+            return None
+        held = self._prefixes.tokens_held_at(tokens, at, block_hashes, salt)
+        before = list(tokens[max(0, at - NEAR_TOKENS) : at])
+        runs = (held[:NEAR_TOKENS].tolist(), list(tokens[at : at + NEAR_TOKENS]))
+        return name_volatile(*(str(self._tokenizer.decode([*before, *run])) for run in runs))
 
     def _tier_tokens(self, block_hashes: Sequence[bytes]) -> int | None:
         """Wait for the length of a prompt's prefix in the cold tiers; None if it is not known."""

@@ -83,3 +83,9 @@ class Explanation:
     without recurrent layers."""
     tier_tokens: int | None = None
     """Cached tokens on the cold tiers; None if that was not asked, or there is no tier."""
+    volatile: str | None = None
+    """Kind of the text that changes at `diverges_at`, as "date" or "counter"; None if unknown."""
+    volatile_held: str | None = None
+    """Volatile text of the cached prompt."""
+    volatile_given: str | None = None
+    """Volatile text of the prompt that was asked for."""

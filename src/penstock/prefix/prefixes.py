@@ -554,6 +554,22 @@ class Prefixes(Generic[S]):
             evicted_for=None if gone is None else gone.why,
         )
 
+    def tokens_held_at(
+        self, tokens: Tokens, position: int, block_hashes: Sequence[bytes], salt: str = ""
+    ) -> TokenArray:
+        """Return the tokens that the nearest cached prompt has from a position on.
+
+        Args:
+            tokens: the prompt that differs there.
+            position: see `Explanation.diverges_at`.
+            block_hashes: of its whole blocks.
+            salt: the tenant's, whose prompts alone are looked at.
+        """
+        match, values = self.match(block_hashes), as_tokens(tokens)
+        rest, common = values[match.tokens :], position - match.tokens
+        runs = self._continuations(match, self.root(salt))
+        return next((r[common:] for r in runs if _common_tokens(r, rest) == common), values[:0])
+
     # ---- parts
 
     def _match_at_least(self, block_hashes: Sequence[bytes], blocks: int) -> Match[S]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +17,7 @@ from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.server.forms import Each, OnePrompt
 from penstock.server.openai_objects import ERRORS
+from penstock.server.prompts import REWRITTEN
 from penstock.server.service import Service
 from penstock.tiers.worker import TierStats
 
@@ -141,9 +143,12 @@ def router(service: Service) -> APIRouter:
     @router.post("/explain")
     async def explain(question: ExplainRequest) -> Explanation:
         """Tell how far a prompt would match now, and why no further; changes nothing."""
-        tokens = await service.work(partial(tokens_of, service, question))
+        tokens, rewritten = await service.work(partial(_read, service, question))
         salt = question.cache_salt or ""
-        return await service.ask(lambda view: view.explain(tokens, salt, ask_tiers=True))
+        explained = await service.ask(lambda view: view.explain(tokens, salt, ask_tiers=True))
+        if rewritten is None:
+            return explained
+        return replace(explained, reason=f"{explained.reason}; {rewritten}")
 
     @router.delete("", responses={202: {"model": Cleared}})
     async def clear(response: Response) -> Cleared:
@@ -195,10 +200,16 @@ def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
         node.text = str(tokenizer.decode(list(tokens[node.id])))
 
 
+def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], str | None]:
+    """Return a prompt's tokens, and where its history rewrites an answer; in a worker thread."""
+    return tokens_of(service, question), REWRITTEN.get()
+
+
 def tokens_of(service: Service, question: ExplainRequest) -> tuple[int, ...]:
     """Read a prompt; in a worker thread."""
     if question.messages is not None:
-        return service.prompts.render(question.messages, question.tools)
+        salt = question.cache_salt or ""
+        return service.prompts.render(question.messages, question.tools, salt=salt)
     if isinstance(question.prompt, str):
         return service.prompts.encode(question.prompt)
     tokens = tuple(question.prompt or ())

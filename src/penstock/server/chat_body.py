@@ -43,4 +43,5 @@ class ChatBody(ChatRequest):
         """Return the prompt's tokens. Slow: not for an event loop."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         arguments = client_arguments(self.chat_template_kwargs)
-        return prompts.render(with_tool_calls(messages), plan.prompt, **arguments)
+        salt = self.cache_salt or ""
+        return prompts.render(with_tool_calls(messages), plan.prompt, salt=salt, **arguments)

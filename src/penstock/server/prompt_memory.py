@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from threading import Lock
@@ -51,6 +52,8 @@ class PromptMemory:
 
     def __init__(self, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
+        self.relief: Callable[[int], None] | None = None
+        """Called with the bytes that are missing: it releases some that no request needs."""
         self._used_bytes = 0
         self._lock = Lock()
         self._giving_back = False
@@ -72,6 +75,9 @@ class PromptMemory:
                 "--memory-limit",
                 code="request_too_large",
             )
+        missing = after - before - (self.pool_bytes - self._used_bytes)
+        if missing > 0 and self.relief is not None:
+            self.relief(missing)
         with self._lock:
             free = self.pool_bytes - self._used_bytes
             if after - before > free:

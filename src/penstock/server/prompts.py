@@ -16,12 +16,15 @@ from penstock.server.parsing.formats import HARMONY
 from penstock.server.pieces import PIECE_CHARACTERS, FairLock, PieceEncoder
 from penstock.server.problems import BadRequest, ClientGone, PromptTooLong
 from penstock.server.prompt_memory import HOLD, PIECE_TOKEN_BYTES, UNCUT_CHARACTERS
+from penstock.server.remembered_answers import RememberedAnswers, opening_of
 from penstock.server.templates import TemplateTraits
 
 Message: TypeAlias = Mapping[str, Any]
 
 STOP: ContextVar[Event | None] = ContextVar("stop", default=None)
 """Event that is set when the client of the request served here has gone."""
+REWRITTEN: ContextVar[str | None] = ContextVar("rewritten", default=None)
+"""First difference between the history rendered last here and the answers generated; or None."""
 TAIL_TOKENS = 64
 """Tokens at a prompt's end that are read for an open mark of reasoning."""
 FAR_TOO_LONG = 2
@@ -35,7 +38,7 @@ RESERVED = frozenset(
         *("add_generation_prompt", "answer", "chat_template", "continue_final_message"),
         *("conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
         *("return_dict", "return_tensors", "self", "tokenize", "tokenizer_kwargs", "tools"),
-        "truncation",
+        *("salt", "truncation"),
     )
 )
 """Template arguments that a client may not set: a `chat_template` of its own is a program."""
@@ -52,6 +55,7 @@ class Prompts:
         tokenizer: mlx-lm's wrapper.
         keep_billing_header: whether Claude Code's billing header stays in the prompt.
         most_tokens: tokens of the longest prompt that can be answered; None is any number.
+        answers: those whose tokens later prompts begin with; None remembers none.
         tool_parser: name of the format of calls; None goes by the template.
         reasoning_parser: name of the marks of reasoning; None goes by the template.
 
@@ -65,10 +69,12 @@ class Prompts:
         *,
         keep_billing_header: bool = False,
         most_tokens: int | None = None,
+        answers: RememberedAnswers | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._answers = answers
         self.format = answer_format(tokenizer, tool_parser, reasoning_parser)
         """Format of the model's answers: where reasoning and calls stand in them."""
         self.most_tokens = most_tokens
@@ -84,12 +90,19 @@ class Prompts:
         with self._lock:
             return TemplateTraits.of(self.tokenizer)
 
+    @cached_property
+    def _opening(self) -> str:
+        """Text with which the template opens an answer."""
+        with self._lock:
+            return opening_of(self.tokenizer)
+
     def render(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         answer: bool = True,
+        salt: str = "",
         **template_args: Any,
     ) -> tuple[int, ...]:
         """Turn a conversation into tokens by the model's chat template.
@@ -100,6 +113,7 @@ class Prompts:
                 leaves a word in its place, but for the last user's: what is asked must be text.
             tools: OpenAI's form: `{"type": "function", "function": {...}}`.
             answer: end where the model's answer begins.
+            salt: the tenant's, whose answers are remembered.
             template_args: what a client sends as `chat_template_kwargs`.
 
         Raises:
@@ -126,7 +140,7 @@ class Prompts:
                     fitting,
                     tools=list(tools) if tools else None,
                     add_generation_prompt=answer,
-                    tokenize=not long,
+                    tokenize=not long and self._answers is None,
                     **template_args,
                 )
             # A boundary: a template is a program of the model's makers, and raises anything.
@@ -137,8 +151,19 @@ class Prompts:
                     code="invalid_value",
                 ) from error
         if isinstance(rendered, str):
-            rendered = self._tokens(rendered, "messages", special=False)
+            rendered = self._remembering(rendered, tools, salt)
         return self._some(rendered, "messages")
+
+    def _remembering(self, text: str, tools: Any, salt: str) -> list[int]:
+        """Read the text of a conversation; tokens of remembered answers stay as they were."""
+        if self._answers is None:
+            return self._tokens(text, "messages", special=False)
+        splice = self._answers.splice(salt, text, self._opening, self.format, tools)
+        REWRITTEN.set(splice.rewritten)
+        rest = self._tokens(text[splice.end :], "messages", special=False)
+        tokens = [*splice.tokens, *rest]
+        self._answers.note(text, tokens)
+        return tokens
 
     def encode(self, text: str, param: str = "prompt") -> tuple[int, ...]:
         """Turn raw text into tokens, with the special tokens that the tokenizer adds by itself.

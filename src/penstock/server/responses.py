@@ -143,7 +143,8 @@ class Asked:
     def render(self, body: ResponsesRequest, prompts: Prompts) -> tuple[int, ...]:
         """Turn it into the tokens of the prompt. Slow: not for a loop."""
         plan = ToolPlan.of(prompts.format, self.tools.chat, body.tool_choice)
-        return prompts.render(self.messages, plan.prompt, **_effort(body, prompts))
+        salt = body.cache_salt or ""
+        return prompts.render(self.messages, plan.prompt, salt=salt, **_effort(body, prompts))
 
 
 def _effort(body: ResponsesRequest, prompts: Prompts) -> dict[str, Any]:

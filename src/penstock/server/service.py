@@ -48,6 +48,7 @@ from penstock.server.problems import (
 )
 from penstock.server.prompt_memory import HOLD, TOKEN_BYTES, PromptMemory, pool_bytes
 from penstock.server.prompts import STOP, Prompts
+from penstock.server.remembered_answers import RememberedAnswers
 from penstock.server.response_store import ResponseStore
 
 logger = logging.getLogger(__name__)
@@ -140,10 +141,13 @@ class Service:
         context = (self.model_context, fitting_tokens, self.memory.pool_bytes // TOKEN_BYTES)
         self.context_tokens = min(tokens for tokens in context if tokens is not None)
         """Tokens that a prompt and its answer can have together."""
+        self.answers = RememberedAnswers(self.memory, tokenizer)
+        """Tokens of answers, for the prompts of later turns."""
         self.prompts = Prompts(
             tokenizer,
             keep_billing_header=settings.keep_billing_header,
             most_tokens=self.context_tokens,
+            answers=self.answers,
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
         )
@@ -370,7 +374,15 @@ def _without_text(explanation: Explanation | None) -> dict[str, Any] | None:
     """Return an explanation without the parts that reveal the prompt's content."""
     if explanation is None:
         return None
-    bare = replace(explanation, held_token=None, given_token=None, held_text=None, given_text=None)
+    bare = replace(
+        explanation,
+        held_token=None,
+        given_token=None,
+        held_text=None,
+        given_text=None,
+        volatile_held=None,
+        volatile_given=None,
+    )
     return asdict(bare)
 
 
@@ -599,6 +611,10 @@ class ActiveRequest:
             recent.state, recent.finish = "cancelled", "cancelled"
         else:
             recent.state, recent.finish = "done", self.finishes[0].reason
+            for handle in self.handles:
+                for choice in handle.choices:
+                    request = handle.request
+                    self._service.answers.remember(request.salt, request.prompt, choice.tokens)
 
 
 def _offsets(handles: Sequence[Handle]) -> list[int]:

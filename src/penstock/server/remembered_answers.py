@@ -1,0 +1,240 @@
+"""Tokens of answers as they were generated, spliced into the prompts of later turns.
+
+    prompt   text ──read──> tokens ─────────────┐
+    answer                   tokens ──remember──┴──> entry, by salt and hash of the prompt's text
+    later    text of the prompt | answer, as the template writes it | more text
+             tokens as they were, of both                           | read
+
+A tokenizer need not give back the tokens that a model chose, and clients write the JSON of calls
+anew. So the next turn begins with the tokens that are cached, wherever its text says the same.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from threading import RLock
+from typing import Any
+
+from penstock.engine.request import Finish, Usage
+from penstock.server.answers import Reader
+from penstock.server.parsing import AnswerFormat
+from penstock.server.problems import ServerError
+from penstock.server.prompt_memory import PromptMemory
+
+SHARE = 4
+"""Divisor of the memory for prompts that gives the most that answers take of it."""
+ENTRY_BYTES = 1_000
+"""Python overhead of a prompt and its answers, at most, in bytes."""
+ANSWERS = 4
+"""Newest answers to one prompt that are remembered."""
+SHOWN = 40
+"""Characters shown of an answer that history rewrites."""
+PENDING = 1_024
+"""Prompts that were read and wait for their answer."""
+
+
+@dataclass(slots=True)
+class Remembered:
+    """A prompt's tokens, and those of its answers."""
+
+    prompt: array[int]
+    answers: list[array[int]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, at most."""
+        return ENTRY_BYTES + 4 * (len(self.prompt) + sum(map(len, self.answers)))
+
+
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """First tokens of a prompt, as they were read and generated before."""
+
+    tokens: list[int]
+    end: int
+    """Characters of the prompt's text that they stand for; 0 if no answer was remembered."""
+    rewritten: str | None = None
+    """Position of the first answer that history rewrites, and the difference; None without one."""
+
+
+class RememberedAnswers:
+    """Answers by salt and the text in front of them. Any thread may call it.
+
+    The one that was not asked for the longest goes first.
+
+    Args:
+        memory: the server's for prompts, which counts them, and takes them when it is short.
+        tokenizer: mlx-lm's wrapper.
+    """
+
+    def __init__(self, memory: PromptMemory, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._most_bytes = memory.pool_bytes // SHARE
+        self._hold = memory.hold()
+        self._entries: OrderedDict[tuple[str, bytes], Remembered] = OrderedDict()
+        self._pending: OrderedDict[bytes, bytes] = OrderedDict()
+        self._lock = RLock()
+        self._settling = False
+        memory.relief = self.shrink
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take of the memory for prompts."""
+        return self._hold.nbytes
+
+    def note(self, text: str, prompt: Sequence[int]) -> None:
+        """Note the text that a prompt was read from, until its answer comes."""
+        with self._lock:
+            self._pending[_digest_of(prompt)] = _hasher(text).digest()
+            while len(self._pending) > PENDING:
+                self._pending.popitem(last=False)
+
+    def remember(self, salt: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Remember the answer to a prompt, unless there is no memory for it."""
+        with self._lock:
+            digest = self._pending.get(_digest_of(prompt))
+            if digest is None or not answer:
+                return
+            entry = self._entries.setdefault((salt, digest), Remembered(array("I", prompt)))
+            entry.answers = [array("I", answer), *entry.answers][:ANSWERS]
+            self._entries.move_to_end((salt, digest))
+            self._settle(self._most_bytes)
+
+    def shrink(self, nbytes: int) -> None:
+        """Forget answers until so many bytes are free, or none is left."""
+        with self._lock:
+            if not self._settling:
+                self._settle(max(0, self._hold.nbytes - nbytes))
+
+    def splice(
+        self, salt: str, text: str, opening: str, form: AnswerFormat, tools: Any = None
+    ) -> Splice:
+        """Find the last answer of a prompt's history that is remembered, and what is before it.
+
+        Args:
+            salt: the tenant's.
+            text: the whole prompt.
+            opening: text with which the template opens an answer.
+            form: of the model's answers.
+            tools: those that are offered, in OpenAI's form.
+        """
+        rewritten = None
+        for at, digest in reversed(list(_openings(text, opening))):
+            with self._lock:
+                entry = self._entries.get((salt, digest))
+                answers = [] if entry is None else [list(answer) for answer in entry.answers]
+                if entry is None:
+                    continue
+                self._entries.move_to_end((salt, digest))
+            end = self._end_of_answer(text, at)
+            for answer in answers if end is not None else ():
+                if end is not None and self._same(text[at:end], answer, form, tools):
+                    return Splice([*entry.prompt, *answer], end, rewritten)
+            if answers:
+                written = text[at : len(text) if end is None else end]
+                rewritten = self._difference(len(entry.prompt), written, answers[0])
+        return Splice([], 0, rewritten)
+
+    # ---- parts
+
+    def _end_of_answer(self, text: str, start: int) -> int | None:
+        """Return where the first mark of an answer's end begins; None without one."""
+        marks = [self._tokenizer.decode([token]) for token in self._tokenizer.eos_token_ids]
+        return min((at for m in marks if m and (at := text.find(m, start)) >= 0), default=None)
+
+    def _same(self, written: str, answer: Sequence[int], form: AnswerFormat, tools: Any) -> bool:
+        """Tell whether a text of history says what an answer said."""
+        generated = str(self._tokenizer.decode(list(answer)))
+        if written.strip() == generated.strip():
+            return True
+        if not tools:
+            return False
+        return _read(written, form, tools) == _read(generated, form, tools)
+
+    def _difference(self, prompt_tokens: int, written: str, answer: Sequence[int]) -> str:
+        """Say how history rewrites an answer, and where."""
+        generated, end = str(self._tokenizer.decode(list(answer))), None
+        if getattr(self._tokenizer, "has_thinking", False):
+            end = self._tokenizer.think_end
+        if end and end in generated and end not in written:
+            what = "its reasoning is left out, as templates do with earlier turns"
+        else:
+            pairs = enumerate(zip(generated, written, strict=False))
+            shorter = min(len(generated), len(written))
+            at = next((i for i, (ours, theirs) in pairs if ours != theirs), shorter)
+            what = f"{generated[at : at + SHOWN]!r} became {written[at : at + SHOWN]!r}"
+        return f"history rewrites the answer behind token {prompt_tokens:,}: {what}"
+
+    def _settle(self, most_bytes: int) -> None:
+        """Forget the oldest until no more is held, and have the rest counted."""
+        held = sum(entry.nbytes for entry in self._entries.values())
+        while self._entries and held > most_bytes:
+            held -= self._entries.popitem(last=False)[1].nbytes
+        self._settling = True
+        try:
+            self._hold.resize(held)
+        except ServerError:  # open requests have all of the memory
+            self._entries.clear()
+            self._hold.resize(0)
+        finally:
+            self._settling = False
+
+
+def opening_of(tokenizer: Any) -> str:
+    """Return the text with which a chat template opens an answer; empty if it cannot be told."""
+    turn = [{"role": "user", "content": "Quartz?"}]
+
+    def rendered(*, opened: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=opened)
+        )
+
+    # A boundary: a template is a program of the model's makers, and raises anything.
+    with suppress(Exception):
+        closed, opened = rendered(opened=False), rendered(opened=True)
+        return opened.removeprefix(closed) if opened.startswith(closed) else ""
+    return ""
+
+
+def _openings(text: str, opening: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the ends of all openings but the last one of a text, and the hash up to each."""
+    hasher, seen = blake2b(digest_size=16), 0
+    at = text.find(opening) if opening else -1
+    while at >= 0 and at + len(opening) < len(text):
+        end = at + len(opening)
+        hasher.update(text[seen:end].encode())
+        seen = end
+        yield end, hasher.copy().digest()
+        at = text.find(opening, end)
+
+
+def _hasher(text: str) -> Any:
+    return blake2b(text.encode(), digest_size=16)
+
+
+def _digest_of(tokens: Sequence[int]) -> bytes:
+    return blake2b(array("I", tokens).tobytes(), digest_size=16).digest()
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _read(text: str, form: AnswerFormat, tools: Any) -> tuple[str, str, list[tuple[str, Any]]]:
+    reader = Reader(form, tools)
+    reader.push(text)
+    reader.end(Finish(0, "stop", "", None, Usage(0, 0, 0)))
+    calls = [(call.name, _arguments(call.arguments)) for call in reader.calls]
+    return reader.text.strip(), reader.reasoning.strip(), calls

@@ -1,0 +1,184 @@
+"""A turn computes its new tokens and no other, though its text is read as other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from parrot import ASK, parrot
+from servers import Running, serving
+
+from penstock.errors import PenstockError
+from penstock.server.prompt_memory import PromptMemory
+from penstock.server.remembered_answers import RememberedAnswers, opening_of
+
+SAID = ("Hel", "lo", ", wor", "ld")
+CALL = ("<tool_call>", '{"name":"look",', '"arguments":{"a":1,', '"b":[2]}}', "</tool_call>")
+WHOLE = ("Hello", "Hello, ", "world", '"arguments":{"a":1,"b":[2]}}')
+"""Tokens as which the text of the answers is read again."""
+LOOK = {"name": "look", "parameters": {"type": "object"}}
+AGAIN = '{ "b" : [2],"a": 1}'
+"""The call's arguments, as a client writes them."""
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    yield from _server(tmp_path_factory.mktemp("t"), SAID)
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    yield from _server(tmp_path_factory.mktemp("c"), CALL)
+
+
+@pytest.fixture(scope="module")
+def byte_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A byte-pair encoding reads as "He", "ll", "o" what was generated as "H", "el", "lo"."""
+    merges = (("H", "e"), ("l", "l"), ("e", "l"), ("l", "o"))
+    yield from _server(tmp_path_factory.mktemp("b"), ("H", "el", "lo"), merges=merges)
+
+
+def _server(folder: Path, pieces: tuple[str, ...], **more: Any) -> Iterator[Running]:
+    model, tokenizer = parrot(folder, *pieces, marks=() if more else WHOLE, **more)
+    text = "".join(pieces)
+    read = tokenizer.encode(text, add_special_tokens=False)
+    assert [tokenizer.decode([token]) for token in read] != list(pieces)
+    with serving(model, tokenizer, engine={"block_size": 16}) as running:
+        yield running
+
+
+def post(running: Running, path: str, **body: Any) -> tuple[dict[str, Any], int]:
+    """Return the answer, and the tokens of prompts that were computed for it."""
+
+    def computed() -> int:
+        return running.service.engine.ask(lambda view: view.stats().prefilled_tokens).result()
+
+    before = computed()
+    answer = httpx.post(running.url + path, json={"model": "any", **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json(), computed() - before
+
+
+def chat(running: Running, messages: list[Any], **more: Any) -> tuple[Any, dict[str, int], int]:
+    answer, computed = post(running, "/v1/chat/completions", messages=messages, **more)
+    usage = answer["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    sizes = {"prompt": usage["prompt_tokens"], "cached": cached}
+    return answer["choices"][0]["message"], sizes, computed
+
+
+def assert_grown(before: dict[str, int], after: dict[str, int], said: int, computed: int) -> None:
+    """The cached tokens are a turn's prompt and its answer; all others, but the last, are new."""
+    assert after["cached"] == before["prompt"] + said
+    assert computed == after["prompt"] - after["cached"] - 1
+
+
+def test_text_goes_on_to_the_token(talking: Running) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Say it, please."}]
+    answer, sizes, _ = chat(talking, messages)
+    for question in ("Again?", "And once more?"):
+        messages += [answer, {"role": "user", "content": question}]
+        answer, later, computed = chat(talking, messages)
+        assert_grown(sizes, later, len(SAID), computed)
+        sizes = later
+
+
+def test_a_byte_pair_encoding_goes_on_to_the_token(byte_pairs: Running) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Say hello, please."}]
+    answer, sizes, _ = chat(byte_pairs, messages)
+    assert answer["content"] == "Hello"
+    messages += [answer, {"role": "user", "content": "Again?"}]
+    _, later, computed = chat(byte_pairs, messages)
+    assert_grown(sizes, later, 3, computed)
+
+
+def test_an_answer_that_was_changed_is_read_again(talking: Running) -> None:
+    """The negative control; and another tenant's answers are not known."""
+    messages: list[Any] = [{"role": "user", "content": "Say that, please."}]
+    _, sizes, _ = chat(talking, messages)
+    said = {"role": "assistant", "content": "Hello, wurld"}
+    messages += [said, {"role": "user", "content": "Again?"}]
+    explained, _ = post(talking, "/v1/cache/explain", messages=messages)
+    where = f"history rewrites the answer behind token {sizes['prompt']}: 'orld' became 'urld'"
+    assert where in explained["reason"]
+    assert chat(talking, messages)[1]["cached"] <= sizes["prompt"] + 1
+    said["content"] = "Hello, world"
+    _, other, computed = chat(talking, messages, cache_salt="other")
+    assert (other["cached"], computed) == (0, other["prompt"] - 1)
+
+
+def test_a_call_goes_on_however_its_json_is_written(calling: Running) -> None:
+    tools = [{"type": "function", "function": LOOK}]
+    messages: list[Any] = [{"role": "user", "content": "Look there, please."}]
+    answer, sizes, _ = chat(calling, messages, tools=tools)
+    (call,) = answer["tool_calls"]
+    call["function"]["arguments"] = AGAIN
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "Nothing."}
+    _, later, computed = chat(calling, [*messages, answer, result], tools=tools)
+    assert_grown(sizes, later, len(CALL), computed)
+    call["function"]["arguments"] = '{"a": 2, "b": [2]}'
+    _, changed, _ = chat(calling, [*messages, answer, result], tools=tools)
+    assert changed["cached"] < later["cached"], "another call is another text"
+
+
+def test_anthropic_messages(calling: Running) -> None:
+    asked = {"role": "user", "content": "Look over there, please."}
+    body: dict[str, Any] = {"max_tokens": 20, "tools": [{"name": "look", "input_schema": {}}]}
+
+    def ask(*messages: Any) -> tuple[Any, dict[str, int], int]:
+        answer, computed = post(calling, "/v1/messages", messages=messages, **body)
+        usage = answer["usage"]
+        cached = usage["cache_read_input_tokens"]
+        new = usage["input_tokens"] + usage["cache_creation_input_tokens"]
+        return answer["content"], {"prompt": cached + new, "cached": cached}, computed
+
+    (use,), sizes, _ = ask(asked)
+    use["input"] = {"b": [2], "a": 1}
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "Nothing."}
+    said = {"role": "assistant", "content": [use]}
+    _, later, computed = ask(asked, said, {"role": "user", "content": [result]})
+    assert_grown(sizes, later, len(CALL), computed)
+
+
+def test_openai_responses(calling: Running) -> None:
+    asked = {"role": "user", "content": "Look around, please."}
+    tools = [{"type": "function", **LOOK}]
+
+    def ask(*items: Any) -> tuple[Any, dict[str, int], int]:
+        answer, computed = post(calling, "/v1/responses", input=items, tools=tools)
+        usage = answer["usage"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        return answer["output"], {"prompt": usage["input_tokens"], "cached": cached}, computed
+
+    (call,), sizes, _ = ask(asked)
+    call["arguments"] = AGAIN
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Nothing."}
+    _, later, computed = ask(asked, call, result)
+    assert_grown(sizes, later, len(CALL), computed)
+
+
+def test_it_takes_no_more_than_its_share_and_makes_room(tmp_path: Path) -> None:
+    _, tokenizer = parrot(tmp_path, *SAID)
+    memory = PromptMemory(40_000)
+    answers = RememberedAnswers(memory, tokenizer)
+    for number in range(40):
+        prompt = [number] * 100
+        answers.note(f"prompt {number}", prompt)
+        answers.remember("", prompt, [1, 2])
+    assert 0 < memory.used_bytes == answers.nbytes <= 10_000
+    assert len(answers) == 7
+    hold = memory.hold()
+    hold.resize(40_000)
+    assert len(answers) == 0 and memory.used_bytes == 40_000
+    answers.note("one more", [1])
+    answers.remember("", [1], [2])
+    assert len(answers) == 0 and memory.used_bytes == 40_000
+    with pytest.raises(PenstockError):
+        memory.hold().resize(1)
+
+
+def test_the_opening_of_an_answer_is_found(tmp_path: Path) -> None:
+    assert opening_of(parrot(tmp_path, "a")[1]) == ASK
