@@ -395,6 +395,12 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Names of this machine that only programs on it can reach."""
 
 
+MODELS_OWN = "as generation_config.json of the model has it"
+"""Help of sampling that a model's folder may have its own defaults for."""
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of `ServerSettings` that win over those defaults."""
+
+
 class ServerSettings(Settings):
     """What the HTTP server is made with, besides its engine."""
 
@@ -438,6 +444,45 @@ class ServerSettings(Settings):
         Field(ge=1),
         Setting("Tokens of an answer whose request does not say how many.", "TOKENS"),
     ] = MAX_TOKENS
+    temperature: Annotated[
+        float | None,
+        Field(ge=0.0, le=100.0, allow_inf_nan=False),
+        Setting("Temperature of a request that does not say one.", "NUMBER", unset=MODELS_OWN),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Field(gt=0.0, le=1.0),
+        Setting(
+            "Share of the probability to draw from, where a request does not say one.",
+            "SHARE",
+            unset=MODELS_OWN,
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        Field(ge=0, lt=2**31),
+        Setting(
+            "Likeliest tokens to draw from, where a request does not say; 0 is all.",
+            "NUMBER",
+            unset=MODELS_OWN,
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Field(ge=0.0, le=1.0),
+        Setting(
+            "Least probability, as a share of the likeliest, where a request says none.",
+            "SHARE",
+            unset=MODELS_OWN,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        Field(ge=0.01, le=100.0),
+        Setting(
+            "Repetition penalty of a request that does not say one.", "NUMBER", unset=MODELS_OWN
+        ),
+    ] = None
     ignore_model_context: Annotated[
         bool,
         Setting(

@@ -60,6 +60,7 @@ def serving(
     tokenizer: Any = None,
     *,
     engine: dict[str, Any] | None = None,
+    sampling: dict[str, float] | None = None,
     **changed: Any,
 ) -> Iterator[Running]:
     """Serve a model, the embedded one by default; `changed` are settings of the server.
@@ -72,7 +73,7 @@ def serving(
     with Engine(
         model, tokenizer, **{"memory_limit": "200MB", "block_size": 64, **(engine or {})}
     ) as made:
-        service = Service(made, tokenizer, settings(**changed), MODEL_NAME)
+        service = Service(made, tokenizer, settings(**changed), MODEL_NAME, sampling=sampling)
         with serve_in_thread(service) as running:
             yield running
         if made.alive:

@@ -267,7 +267,7 @@ def _run(
         if preload:
             engine.preload()
     with engine:
-        service = Service(engine, loaded.tokenizer, settings, name)
+        service = Service(engine, loaded.tokenizer, settings, name, sampling=loaded.sampling)
         server = Server(service)
         for line in banner(
             engine, name, settings, listener.getsockname()[1], ranks, loaded.weights_note

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
 from math import lcm
@@ -29,6 +29,7 @@ from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Ro
 from penstock.kv.reads import Reads
 from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
 from penstock.models import named
+from penstock.models.generation_config import read_generation_config
 from penstock.models.gguf import architectures
 from penstock.models.gguf import weights as gguf
 from penstock.models.gguf.header import is_gguf, read_header
@@ -92,6 +93,8 @@ class Loaded:
     config: dict[str, Any]
     weights_note: str | None = None
     """Line about the dtype of the weights; None where they stay as they came."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Sampling that the model's `generation_config.json` asks for."""
 
 
 def load(
@@ -144,7 +147,7 @@ def load_all(
         if not Path(source).is_dir():
             what = f"there is no folder {source}, and it cannot be fetched"
         raise ModelError(f"{what}: {_one_line(error)}") from error
-    return Loaded(model, tokenizer, config, widening.note)
+    return Loaded(model, tokenizer, config, widening.note, read_generation_config(source))
 
 
 def _dense(module: nn.Module) -> nn.Module | None:

@@ -50,7 +50,13 @@ class Replica:
         self._engine = Engine(loaded.model, loaded.tokenizer, **served.limits)
         if served.preload:
             self._engine.preload()
-        self._service = Service(self._engine, loaded.tokenizer, served.settings, served.name)
+        self._service = Service(
+            self._engine,
+            loaded.tokenizer,
+            served.settings,
+            served.name,
+            sampling=loaded.sampling,
+        )
         self._app = create_app(self._service)
         self._watching: asyncio.Task[None] | None = None
 

@@ -22,6 +22,7 @@ from sse_starlette import ServerSentEvent
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from penstock.config import SAMPLED
 from penstock.engine.request import Finish, ReasoningBudget, Request, Sampling, Token
 from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.anthropic_forms import (
@@ -204,9 +205,8 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dic
     """
     check_text(body.cache_salt, "cache_salt")
     prompt = prompt_of(body, service.prompts)
-    chosen: dict[str, Any] = body.model_dump(
-        include={"temperature", "top_p", "top_k"}, exclude_none=True
-    )
+    chosen: dict[str, Any] = service.sampling.model_dump(include=set(SAMPLED))
+    chosen |= body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
     call = _grammar(service, body)
     grammar = call.grammar if call is not None else None
     request = Request(

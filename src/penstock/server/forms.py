@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.config import TEMP
+from penstock.config import SAMPLED
 from penstock.engine.model.constraint import json_schema_grammar
 from penstock.engine.request import Request, Sampling
 from penstock.errors import SettingError
@@ -32,6 +32,7 @@ from penstock.server.service import Service
 LEAST_TOP_P = 1e-6
 """Smallest `top_p` of the engine; OpenAI allows 0, which means the likeliest token."""
 MOST_STOPS = 16
+MOST_STOP_TOKENS = 1_024
 MOST_STOP_CHARACTERS = 256
 MOST_NAMES = 4_096
 
@@ -135,7 +136,7 @@ class Sampled(RequestForm):
     model: Name | None = None
     """Name of the model; the one model of the server answers to any name."""
     temperature: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
-    """Temperature; 0, the default here, takes the likeliest token."""
+    """Temperature; 0 takes the likeliest token. The default is the server's or the model's."""
     top_p: float | None = Field(None, ge=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     """Number of likeliest tokens to draw from; 0 and -1 draw from all."""
@@ -152,20 +153,29 @@ class Sampled(RequestForm):
     cache_salt: Annotated[str, Field(max_length=1_024)] | None = None
     """Salt: only requests of one salt share prefixes."""
 
-    def sampling(self, *, logprobs: bool = False, top_logprobs: int = 0) -> Sampling:
+    def sampling(
+        self, default: Sampling, *, logprobs: bool = False, top_logprobs: int = 0
+    ) -> Sampling:
         """Return the rules by which tokens are chosen.
+
+        Args:
+            default: of the service, for what the request does not say.
+            logprobs: whether tokens come with their log-probabilities.
+            top_logprobs: likeliest tokens that are reported beside them.
 
         Raises:
             BadRequest: a bias that is none.
         """
+        given = {name: getattr(self, name) for name in SAMPLED}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if "top_p" in chosen:
+            chosen["top_p"] = max(chosen["top_p"], LEAST_TOP_P)
+        if "top_k" in chosen:
+            chosen["top_k"] = max(0, chosen["top_k"])
         return Sampling(
-            temperature=TEMP if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else max(self.top_p, LEAST_TOP_P),
-            top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
+            **{**{name: getattr(default, name) for name in SAMPLED}, **chosen},
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty,
             logit_bias=_bias(self.logit_bias or {}),
             seed=self.seed,
             logprobs=logprobs,
@@ -180,6 +190,7 @@ class Sampled(RequestForm):
         sampling: Sampling,
         max_tokens: int | None,
         stop: str | list[str] | None = None,
+        stop_token_ids: Sequence[int] = (),
         n: int = 1,
         grammar: str | None = None,
         goes_on: bool = False,
@@ -193,6 +204,7 @@ class Sampled(RequestForm):
             max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
             sampling=sampling,
             stop=_stops(stop),
+            stop_tokens=_stop_tokens(service, stop_token_ids),
             n=n,
             timeout_seconds=settings.request_timeout_seconds,
             salt=self.cache_salt or "",
@@ -223,6 +235,8 @@ class ChatRequest(Sampled):
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     stop: str | Each[str] | None = None
+    stop_token_ids: Each[Id] | None = Field(None, max_length=MOST_STOP_TOKENS)
+    """Tokens that end an answer, as vLLM names them."""
     n: int | None = Field(None, ge=1, le=128)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -242,6 +256,8 @@ class CompletionRequest(Sampled):
     """A text or its tokens, or several of them."""
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     stop: str | Each[str] | None = None
+    stop_token_ids: Each[Id] | None = Field(None, max_length=MOST_STOP_TOKENS)
+    """Tokens that end an answer, as vLLM names them."""
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -299,3 +315,12 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
                 f"stop: a text has 1 to {MOST_STOP_CHARACTERS} characters", param="stop"
             )
     return tuple(stops)
+
+
+def _stop_tokens(service: Service, given: Sequence[int]) -> tuple[int, ...]:
+    for token in given:
+        if not 0 <= token < service.vocabulary_size:
+            raise BadRequest(
+                f"stop_token_ids: the model has no token {token}", param="stop_token_ids"
+            )
+    return tuple(given)

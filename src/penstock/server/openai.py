@@ -155,10 +155,13 @@ class _Chat:
             service,
             prompt,
             sampling=body.sampling(
-                logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs or 0
+                service.sampling,
+                logprobs=bool(body.logprobs),
+                top_logprobs=body.top_logprobs or 0,
             ),
             max_tokens=body.max_tokens if most is None else most,
             stop=body.stop,
+            stop_token_ids=body.stop_token_ids or (),
             n=body.n or 1,
             grammar=grammar,
         )
@@ -340,7 +343,9 @@ class _Completions:
             raise BadRequest("echo and logprobs do not go together", param="echo")
         prompts = await until_gone(http, self.service.work(self._read))
         sampling = body.sampling(
-            logprobs=body.logprobs is not None, top_logprobs=body.logprobs or 0
+            self.service.sampling,
+            logprobs=body.logprobs is not None,
+            top_logprobs=body.logprobs or 0,
         )
         requests = [
             body.request(
@@ -349,6 +354,7 @@ class _Completions:
                 sampling=sampling,
                 max_tokens=body.max_tokens,
                 stop=body.stop,
+                stop_token_ids=body.stop_token_ids or (),
                 n=self.n,
                 goes_on=True,
             )

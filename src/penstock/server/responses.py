@@ -223,7 +223,9 @@ class _Responses:
             service,
             prompt,
             sampling=body.sampling(
-                logprobs=self.wants_logprobs, top_logprobs=body.top_logprobs or 0
+                service.sampling,
+                logprobs=self.wants_logprobs,
+                top_logprobs=body.top_logprobs or 0,
             ),
             max_tokens=body.max_output_tokens,
             grammar=grammar,

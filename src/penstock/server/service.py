@@ -17,7 +17,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
@@ -37,6 +37,7 @@ from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped, PenstockError
 from penstock.prefix.explanation import Explanation
 from penstock.server.answers import total_usage
+from penstock.server.default_sampling import default_sampling
 from penstock.server.problems import (
     BadRequest,
     ClientGone,
@@ -125,13 +126,21 @@ class Service:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Any, settings: ServerSettings, model_name: str
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        settings: ServerSettings,
+        model_name: str,
+        *,
+        sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
         self.model_name = model_name
         self.created = int(time.time())
+        self.sampling = default_sampling(settings, sampling or {})
+        """Sampling of a request that does not say its own."""
         self.memory = PromptMemory(engine.set_aside_prompts(pool_bytes(engine)))
         """Memory of bodies, texts and tokens of open requests."""
         model_tokens = engine.ask(lambda view: view.context_tokens).result()
