@@ -2,12 +2,13 @@ VENV ?= .venv
 WORKERS ?= 2
 SAMPLE ?= 40
 SEED ?= 0
+MINUTES ?= 60
 BIN := $(VENV)/bin
 # What runs only some of its combinations in make test, and all of them in make soak.
 COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-cpus test-scale test-agents real mutants lint docs bench peers soak clean
+.PHONY: help run test test-all test-cpus test-scale test-agents real mutants lint docs bench peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -23,6 +24,7 @@ help:
 	@echo 'make peers TEMPLATES=FOLDER   and the chat templates there (*.jinja), through the probe'
 	@echo 'make lint    ruff and mypy alone'
 	@echo 'make soak    10,000 requests to the byte, and what make test tries some of, in full'
+	@echo 'make hostile [MINUTES=60]   random hostile bodies for a server: its memory and its answers hold'
 	@echo 'make docs    write the help texts into docs/cli.md'
 	@echo 'make clean   remove the environment and what the tools left'
 	@echo 'Settings: VENV=$(VENV), PYTHON=(found), BACKEND=(found: cpu, cuda or none), WORKERS=$(WORKERS)'
@@ -114,6 +116,9 @@ soak: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest tests/stateful tests/engine/test_scheduler.py \
 		tests/server/test_schema.py tests/server/test_bad_days.py
 	PENSTOCK_KILLS=200 $(BIN)/pytest tests/faults/test_cold_faults.py -k killed
+
+hostile: $(VENV)/.dev
+	$(BIN)/python tools/hostile.py --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache dist build
