@@ -45,16 +45,22 @@ def prompts(real: Loaded, prose: Sequence[str]) -> list[list[int]]:
 def plain_answer(
     real: Loaded, prompt: Sequence[int], count: int = ANSWER_TOKENS, caches: Any = None
 ) -> Answer:
-    """Return a greedy answer by a plain loop; `caches` hold what is left out of the prompt."""
+    """Return a greedy answer by a plain loop, without the end of sequence.
+
+    `caches` hold what is left out of the prompt.
+    """
     model: Any = real.model
     cache = make_prompt_cache(model) if caches is None else caches
     logits = model(mx.array(list(prompt))[None], cache=cache)[0, -1]
     answer = Answer([], [])
     for number in range(count):
         best: Any = mx.sort(logits)[-2:].tolist()
-        answer.tokens.append(int(mx.argmax(logits).item()))
+        token = int(mx.argmax(logits).item())
+        if token in real.tokenizer.eos_token_ids:
+            break
+        answer.tokens.append(token)
         answer.leads.append(best[1] - best[0])
-        if answer.tokens[-1] in real.tokenizer.eos_token_ids or number + 1 == count:
+        if number + 1 == count:
             break
         logits = model(mx.array([[answer.tokens[-1]]]), cache=cache)[0, -1]
     return answer

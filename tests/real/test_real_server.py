@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from real_answers import Answer, plain_answer
+from real_answers import plain_answer
 
 from penstock.models.mlx_lm import Loaded, render
 from penstock_bench.serve_process import free_port
@@ -77,15 +77,10 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def text_of(real: Loaded, answer: Answer) -> str:
-    ends = real.tokenizer.eos_token_ids
-    return str(real.tokenizer.decode([token for token in answer.tokens if token not in ends]))
-
-
 def test_both_apis_before_and_after_a_kill(real: Loaded, prose: list[str], tmp_path: Path) -> None:
     asked = [conversation(prose, number) for number in range(len(QUESTIONS))]
     expected = [
-        text_of(real, plain_answer(real, render(real.tokenizer, messages), TOKENS))
+        real.tokenizer.decode(plain_answer(real, render(real.tokenizer, messages), TOKENS).tokens)
         for messages in asked
     ]
     for restored in (False, True):
