@@ -1,0 +1,64 @@
+"""Answers of other families, over HTTP: the parser is the chat template's or a flag's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from parrot import TEMPLATE, parrot
+from servers import serving
+
+from penstock.server.prompts import Prompts
+
+TOOL: Any = {"type": "object", "properties": {"thing": {"type": "string"}}}
+ARGUMENTS = {"thing": "otter"}
+CALL = json.dumps({"name": "look_up", "arguments": ARGUMENTS})
+HARMONY = (
+    "<|channel|>analysis<|message|>",
+    "Hm",
+    "<|start|>assistant<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>",
+    '{"thing": ',
+    '"otter"}',
+)
+NEMOTRON = ("<think>", "Hm", "</think>", "<TOOLCALL>[", CALL, "]</TOOLCALL>")
+SERVED = {
+    "harmony": (HARMONY, "{# <|channel|> <|message|> #}", {}),
+    "nemotron": (NEMOTRON, "{# <TOOLCALL> <think></think> #}", {}),
+    "named": (NEMOTRON, "", {"tool_parser": "nemotron", "reasoning_parser": "think"}),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_reasoning_and_a_call_reach_all_clients(name: str, tmp_path: Path) -> None:
+    pieces, shown, flags = SERVED[name]
+    model = parrot(tmp_path, *pieces, template=shown + TEMPLATE)
+    asked: Any = {"model": "any", "messages": [{"role": "user", "content": "look"}]}
+    with serving(*model, **flags) as running:
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as api:
+            function: Any = {
+                "type": "function",
+                "function": {"name": "look_up", "parameters": TOOL},
+            }
+            choice = api.chat.completions.create(**asked, tools=[function]).choices[0]
+            (call,) = choice.message.tool_calls or ()
+            assert json.loads(call.function.arguments) == ARGUMENTS  # type: ignore[union-attr]
+            assert choice.message.reasoning_content == "Hm"  # type: ignore[attr-defined]
+            assert choice.finish_reason == "tool_calls" and not choice.message.content
+        with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as api:
+            tools: Any = [{"name": "look_up", "input_schema": TOOL}]
+            with api.messages.stream(**asked, max_tokens=64, tools=tools) as stream:
+                (block,) = [b for b in stream.get_final_message().content if b.type == "tool_use"]
+            assert (block.name, block.input) == ("look_up", ARGUMENTS)
+
+
+def test_reasoning_of_harmony_is_counted(tmp_path: Path) -> None:
+    shown = "{# <|channel|> <|message|> #}"
+    prompts = Prompts(parrot(tmp_path, *HARMONY[:2], template=shown + TEMPLATE)[1])
+    answer = prompts.encode("<|channel|>analysis<|message|>Hm, well<|end|>So")
+    assert prompts.reasoning_tokens(answer) == len(prompts.encode("Hm, well"))
+    assert prompts.starts_in_reasoning(answer[:2])
+    assert not prompts.starts_in_reasoning(answer)
