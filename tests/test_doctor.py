@@ -234,7 +234,7 @@ def test_a_model_the_engine_cannot_run_exits_with_1(
     assert main(["doctor", model]) == 1
     shown = capsys.readouterr().out
     assert "cannot run it" in shown
-    assert "what to do: use it with penstock generate" in shown
+    assert "remedy: use it with penstock generate" in shown
 
 
 def test_the_doctor_says_what_agents_meet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,7 +257,7 @@ class EngineSettings(Settings):
         Path | None,
         Setting(
             "Keep prefixes in this folder too, so that they survive eviction and restarts; it is "
-            "made if it is not there. Prompts can be told from what lies in it.",
+            "made if it is not there. Prompts can be told from its files.",
             "FOLDER",
             unset="none: memory only",
             is_local=True,
@@ -416,7 +416,7 @@ class ServerSettings(Settings):
         str | None,
         Field(min_length=1, repr=False),
         Setting(
-            "What clients must show, as a bearer token or in x-api-key. Other users of this "
+            "Key that clients must show, as a bearer token or in x-api-key. Other users of this "
             "machine can read flags, but not the environment.",
             "TEXT",
             unset="none",
@@ -486,7 +486,7 @@ class ServerSettings(Settings):
     ignore_model_context: Annotated[
         bool,
         Setting(
-            "Take prompts that are longer than the model's max_position_embeddings; what it "
+            "Take prompts that are longer than the model's max_position_embeddings; its "
             "answers to them may make no sense."
         ),
     ] = False

@@ -108,7 +108,7 @@ def verify(
         bool,
         typer.Option(
             "--repair",
-            help="Remove what is damaged, missing or left over, and take in whole blocks that the "
+            help="Remove damaged, missing and left-over records, and take in whole blocks that the "
             "index does not know.",
         ),
     ] = False,
@@ -150,7 +150,7 @@ def prune(
     to: Annotated[
         str | None,
         typer.Option(
-            help="Remove what is worth least until the blocks take no more than this.",
+            help="Remove the least valuable blocks until they take no more than this.",
             metavar="BYTES",
             show_default="none",
         ),
@@ -165,7 +165,7 @@ def prune(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Shrink the folder to a size, or remove one model's blocks; what is being written stays."""
+    """Shrink the folder to a size, or remove one model's blocks; unfinished writes stay."""
     if (to is None) == (model is None):
         raise SettingError("name one of --to and --model")
     limit_bytes = None if to is None else size_bytes("--to", to)
@@ -409,7 +409,7 @@ def _show_verdict(verdict: IntegrityReport, is_made_anew: bool) -> None:
     )
     _say(f"{whole}; {counts}")
     if verdict.faults:
-        remedy = "penstock cache verify --repair removes what is wrong"
+        remedy = "penstock cache verify --repair mends the folder"
         _say("repaired" if verdict.repaired else remedy)
 
 
@@ -444,7 +444,7 @@ def _show_imported(done: Imported) -> None:
     for reason, count in sorted(done.refused.items()):
         _say(f"refused: {count:,} {REASONS.get(reason, reason)}")
     if done.broken is not None:
-        _say(f"the tar is broken {_plain(done.broken)}; what lies behind was not read")
+        _say(f"the tar is broken {_plain(done.broken)}; the rest was not read")
 
 
 def _plain(text: str) -> str:

@@ -56,7 +56,7 @@ def chat(
         str | None,
         typer.Option(
             help="Talk to this server in place of a model here: any that speaks OpenAI's chat "
-            "completions. --model is then what it calls the model, by default its first.",
+            "completions. --model is then its name for the model, by default its first.",
             envvar="PENSTOCK_URL",
             metavar="URL",
         ),
@@ -83,7 +83,8 @@ def chat(
 ) -> None:
     """Talk with a model, line by line.
 
-    Each turn reads only what the caches do not hold yet, here or at the server of --url.
+    Each turn reads its new tokens alone; the caches here, or at the server of --url, have
+    the others.
     Lines piped in are answered in order, without prompts. /help lists the commands.
     """
     kv_settings = options.kv_settings(kv)

@@ -80,7 +80,7 @@ def doctor(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show back end, BLAS and its speed, memory and versions, and what is wrong with them.
+    """Show back end, BLAS and its speed, memory and versions, and their problems.
 
     With a model, show which way the engine reads its keys and values, and why: where they lie
     (shared), or joined layer by layer; or why the engine cannot run it.
@@ -235,7 +235,7 @@ def _show(
     console.print(table)
     for problem in problems:
         console.print(f"[bold red]problem[/]: {escape(problem.what)}", soft_wrap=True)
-        console.print(f"  what to do: {problem.remedy}", soft_wrap=True, markup=False)
+        console.print(f"  remedy: {problem.remedy}", soft_wrap=True, markup=False)
     if not problems:
         console.print("Nothing is wrong.")
 

@@ -116,7 +116,7 @@ def plan(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Say what a model's weights and caches need, and what fits.
+    """Show the memory that a model needs, and the requests that fit.
 
     Reads the config, and the headers of the weights if they are there; loads nothing.
     Exit code 0 if the batch fits, 1 if it does not.

@@ -66,7 +66,7 @@ def serve(
     cache_folder = engine.get("ssd_cache_dir")
     for flag, wanted in (("--session-dir", settings.session_dir), ("--ssd-preload", ssd_preload)):
         if wanted and cache_folder is None:
-            raise SettingError(f"{flag} needs --ssd-cache-dir: it is about what lies there")
+            raise SettingError(f"{flag} needs --ssd-cache-dir: it works on the blocks there")
     _check_reach(settings)
     limits = _checked_limits(model, engine)
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s")

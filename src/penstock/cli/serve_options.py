@@ -45,8 +45,8 @@ SSDPreload: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--ssd-preload",
-        help="Read from that folder, before the first request, what is worth most and fits in "
-        "free memory.",
+        help="Read the most valuable blocks of that folder into free memory before the first "
+        "request.",
         envvar="PENSTOCK_SSD_PRELOAD",
     ),
 ]

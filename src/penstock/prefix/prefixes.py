@@ -495,8 +495,7 @@ class Prefixes(Generic[S]):
         """Return the message for a failed `make_room`."""
         return (
             f"{format_bytes(nbytes)} do not fit in the limit of "
-            f"{format_bytes(self.ledger.limit_bytes)} beside what is being read; "
-            f"raise memory_limit"
+            f"{format_bytes(self.ledger.limit_bytes)} beside the nodes in use; raise memory_limit"
         )
 
     # ---- proof

@@ -213,7 +213,7 @@ def _code(kind: str) -> str:
 
 
 _ROUTING = {
-    404: "there is nothing at this path; /openapi.json names what there is",
+    404: "there is nothing at this path; /openapi.json lists the paths",
     405: "this path is not asked with this method; the Allow header names those that it is",
 }
 _TYPES = frozenset({"bool", "dict", "float", "int", "list", "str"})

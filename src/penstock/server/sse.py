@@ -100,7 +100,7 @@ class Stream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            logger.info("a stream was ended: its reader did not take what was sent")
+            logger.info("a stream was ended: its reader did not read it")
         finally:
             if self._answering is not None:
                 self._answering.close()

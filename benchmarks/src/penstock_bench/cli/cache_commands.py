@@ -44,7 +44,7 @@ def recall(
     as_json: options.Json = False,
     save: Save = None,
 ) -> None:
-    """Ask what the embedded model remembers through windows.
+    """Measure the memory of the embedded model through windows.
 
     The other side is mlx-lm's window of the same size. Exits with 1 if a goal is not met.
     """
