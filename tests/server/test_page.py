@@ -1,7 +1,7 @@
 """The page in a real browser: Debian's Chromium, without a window.
 
 Screenshots lie in pytest's cache (`.pytest_cache/d/page`). With `PENSTOCK_SCREENSHOT=1` the one
-that README shows is taken again, as `docs/page.png`.
+that README shows is taken again, as `docs/page.png`, with those of docs/watching.md.
 """
 
 from __future__ import annotations
@@ -246,7 +246,15 @@ def test_picture_for_the_docs(browser: Any, shots: Path, tmp_path: Path) -> None
                 page.mouse.move(0, 0)
                 page.screenshot(path=shots / f"wide-{scheme}.png")
                 page.screenshot(path=shots / f"whole-{scheme}.png", full_page=True)
-    shutil.copy(shots / "wide-light.png", ROOT / "docs" / "page.png")
+        phone = {"viewport": PHONE, "color_scheme": "dark", "has_touch": True, "is_mobile": True}
+        with opened(browser, running.url, **phone) as page:
+            expect(page.get_by_role("treeitem").first).to_be_visible()
+            page.get_by_role("button", name="Tell it eight facts").click()
+            expect(page.locator(".message .cost")).to_contain_text("prompt tokens")
+            page.evaluate("scrollTo(0, 0)")
+            page.screenshot(path=shots / "phone.png", full_page=True)
+    for shot, name in (("wide-light", "page"), ("wide-dark", "page-dark"), ("phone", "page-phone")):
+        shutil.copy(shots / f"{shot}.png", ROOT / "docs" / f"{name}.png")
 
 
 def _ask(url: str, told: Dialogue, questions: range) -> None:
