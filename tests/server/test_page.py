@@ -156,9 +156,14 @@ def test_it_says_when_the_server_is_gone_and_greys_its_figures(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(
-    browser: Any, server: Running, told: Dialogue, shots: Path, scheme: str
+    browser: Any, told: Dialogue, shots: Path, scheme: str, tmp_path: Path
 ) -> None:
-    _ask(server.url, told, range(3))
+    with serving(engine={"ssd_cache_dir": tmp_path, "ssd_cache_limit": "1GB"}) as server:
+        _ask(server.url, told, range(3))
+        _look_on_a_phone(browser, server, shots, scheme)
+
+
+def _look_on_a_phone(browser: Any, server: Running, shots: Path, scheme: str) -> None:
     phone = {
         "viewport": PHONE,
         "color_scheme": scheme,
@@ -252,6 +257,7 @@ def test_picture_for_the_docs(browser: Any, shots: Path, tmp_path: Path) -> None
             page.get_by_role("button", name="Tell it eight facts").click()
             expect(page.locator(".message .cost")).to_contain_text("prompt tokens")
             page.evaluate("scrollTo(0, 0)")
+            assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
             page.screenshot(path=shots / "phone.png", full_page=True)
     for shot, name in (("wide-light", "page"), ("wide-dark", "page-dark"), ("phone", "page-phone")):
         shutil.copy(shots / f"{shot}.png", ROOT / "docs" / f"{name}.png")
