@@ -24,6 +24,8 @@ BLOCK_SIZE = 32
 """Tokens of a block: what is shared, named and split as one."""
 PREFILL_CHUNK = 512
 """Tokens of prompts that the engine reads in one step."""
+MAX_STALL_MS = 200
+"""Milliseconds of prompts between two decode steps: five tokens a second at least."""
 MIN_QUANTIZE_TOKENS = 256
 """Tokens below which a prompt is not held in a codec; a longer one is, as a whole."""
 RAW_FIRST_TOKENS = 0
@@ -233,8 +235,17 @@ class EngineSettings(Settings):
     prefill_chunk: Annotated[
         int,
         Field(ge=1),
-        Setting("Read this many tokens of prompts between two decode steps.", "TOKENS"),
+        Setting("Read at most this many tokens of prompts between two decode steps.", "TOKENS"),
     ] = PREFILL_CHUNK
+    max_stall_ms: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Read prompts for at most this long between two decode steps, by the measured speed "
+            "and at least one block; 0 is no bound.",
+            "MILLISECONDS",
+        ),
+    ] = MAX_STALL_MS
     block_size: Annotated[
         int,
         Field(ge=1),

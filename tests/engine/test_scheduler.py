@@ -365,6 +365,16 @@ def test_all_that_run_decode_and_a_prompt_alone_has_the_budget() -> None:
     assert told(scheduler.plan()) == ([1, 2, 3], [])
 
 
+def test_prompts_are_read_in_less_while_others_decode() -> None:
+    scheduler = make()
+    admitted(scheduler, item(1, left=1_000), item(2))
+    assert shares(scheduler.plan(200)) == {1: 512}, "nobody waits"
+    act(scheduler, 2, "prefilled")
+    assert shares(scheduler.plan(200)) == {1: 192}
+    assert shares(scheduler.plan(0)) == {1: 64}, "a block at least"
+    assert shares(scheduler.plan(9_999)) == shares(scheduler.plan()) == {1: 512}
+
+
 def test_chunks_end_on_blocks_wherever_they_begin() -> None:
     scheduler = make(prefill_chunk=200)
     admitted(scheduler, item(1, position=10, left=500))
@@ -569,6 +579,7 @@ class Simulation:
     def __init__(self, scheduler: Scheduler[Item], memory_tokens: int = 10**9) -> None:
         self.scheduler = scheduler
         self.memory_tokens = memory_tokens  # of all that hold a place
+        self.stall_tokens: int | None = None
         self.tree: set[tuple[int, ...]] = set()
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.to_decode: dict[int, int] = {}
@@ -661,9 +672,9 @@ class Simulation:
     def step(self) -> StepPlan[Item]:
         """Admit, plan, look at the plan, run it."""
         self.admit()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.stall_tokens)
         jobs = [self.jobs[job_id] for job_id in self.of(State.PREFILLING, State.RUNNING)]
-        wrong = faults(plan, jobs, self.scheduler.budget_tokens, self.scheduler.block_size)
+        wrong = faults(plan, jobs, self.budget_tokens(plan), self.scheduler.block_size)
         assert wrong == []
         self.look_at_half(plan)
         for chunk in plan.prefill:
@@ -678,6 +689,13 @@ class Simulation:
                 self.act(job_id, "finish")
         self.look_at_waits()
         return plan
+
+    def budget_tokens(self, plan: StepPlan[Item]) -> int:
+        """Return the most tokens that a step may read."""
+        budget = self.scheduler.budget_tokens
+        if self.stall_tokens is None or not plan.decode:
+            return budget
+        return min(budget, max(self.stall_tokens, self.scheduler.block_size))
 
     def commit(self, chunk: PrefillChunk[Item]) -> None:
         job, prompt = chunk.sequence, self.prompts[chunk.sequence.id]
@@ -695,10 +713,11 @@ class Simulation:
         if not readers:
             return
         first = min(readers, key=lambda job: (-job.priority, job.id))
-        short = short_of_half(plan, first, self.scheduler.budget_tokens)
+        budget = self.budget_tokens(plan)
+        short = short_of_half(plan, first, budget)
         self.short_steps = self.short_steps + 1 if short else 0
         assert self.short_steps < 2, "the first reader is held up"
-        fine = self.scheduler.budget_tokens >= 4 * self.scheduler.block_size
+        fine = budget >= 4 * self.scheduler.block_size
         assert not (short and fine), "less than half for the first reader"
 
     def look_at_waits(self) -> None:
@@ -742,9 +761,17 @@ class Machine(RuleBasedStateMachine):
         self.started = False
 
     @precondition(lambda self: not self.started)
-    @rule(places=st.integers(1, 4), sizes=st.sampled_from(CHUNKS), queue=st.integers(1, 6))
-    def start(self, places: int, sizes: tuple[int, int], queue: int) -> None:
+    @rule(
+        places=st.integers(1, 4),
+        sizes=st.sampled_from(CHUNKS),
+        queue=st.integers(1, 6),
+        stall_tokens=st.none() | st.integers(0, 40),
+    )
+    def start(
+        self, places: int, sizes: tuple[int, int], queue: int, stall_tokens: int | None
+    ) -> None:
         self.simulation = Simulation(make(places, *sizes, queue, cls=self.cls), 400)
+        self.simulation.stall_tokens = stall_tokens
         self.started = True
 
     @precondition(lambda self: self.started)
@@ -854,10 +881,17 @@ def test_any_order_of_events() -> None:
 
 
 def besieged(
-    cls: type[Scheduler[Item]], places: int, chunk: int, block: int, priority: int, tokens: int
+    cls: type[Scheduler[Item]],
+    places: int,
+    chunk: int,
+    block: int,
+    priority: int,
+    tokens: int,
+    stall_tokens: int | None = None,
 ) -> None:
     """Read one long prompt while short ones take all the other places as soon as they are free."""
     simulation = Simulation(make(places, chunk, block, 1_000, cls=cls))
+    simulation.stall_tokens = stall_tokens
     (long,) = simulation.submit(range(20 * block))
     simulation.step()
     for _ in range(500 * places):
@@ -872,10 +906,13 @@ def besieged(
 
 
 @pytest.mark.parametrize(
-    ("places", "chunk", "priority", "blocks"), pairs((2, 3, 4, 6), (4, 8, 16, 7), (0, 1), (1, 2, 4))
+    ("places", "chunk", "priority", "blocks", "stall_tokens"),
+    pairs((2, 3, 4, 6), (4, 8, 16, 7), (0, 1), (1, 2, 4), (None, 0, 8)),
 )
-def test_nobody_starves(places: int, chunk: int, priority: int, blocks: int) -> None:
-    besieged(Scheduler, places, chunk, 4, priority, blocks * 4)
+def test_nobody_starves(
+    places: int, chunk: int, priority: int, blocks: int, stall_tokens: int | None
+) -> None:
+    besieged(Scheduler, places, chunk, 4, priority, blocks * 4, stall_tokens)
 
 
 @QUICK
@@ -914,7 +951,9 @@ def test_n_answers_read_their_prompt_once() -> None:
 
 
 class PassesTheBudget(Scheduler[Item]):
-    def _prefill(self, readers: list[module._Reader[Item]]) -> tuple[PrefillChunk[Item], ...]:
+    def _prefill(
+        self, readers: list[module._Reader[Item]], budget: int
+    ) -> tuple[PrefillChunk[Item], ...]:
         return tuple(
             PrefillChunk(r.sequence, self._whole(r.sequence, self.budget_tokens)) for r in readers
         )
@@ -931,18 +970,18 @@ class ReadsEqualBlocksTwice(Scheduler[Item]):
 
 
 class KeepsTheRest(Scheduler[Item]):
-    def _offers(self, readers: list[module._Reader[Item]]) -> list[tuple[Item, int]]:
-        return super()._offers(readers)[:-1]
+    def _offers(self, readers: list[module._Reader[Item]], budget: int) -> list[tuple[Item, int]]:
+        return super()._offers(readers, budget)[:-1]
 
 
 class FirstComeOnlyServed(Scheduler[Item]):
-    def _offers(self, readers: list[module._Reader[Item]]) -> list[tuple[Item, int]]:
-        return [(reader.sequence, self.budget_tokens) for reader in readers]
+    def _offers(self, readers: list[module._Reader[Item]], budget: int) -> list[tuple[Item, int]]:
+        return [(reader.sequence, budget) for reader in readers]
 
 
 class LastComeFirstServed(Scheduler[Item]):
-    def _offers(self, readers: list[module._Reader[Item]]) -> list[tuple[Item, int]]:
-        return [(reader.sequence, self.budget_tokens) for reader in readers[::-1]]
+    def _offers(self, readers: list[module._Reader[Item]], budget: int) -> list[tuple[Item, int]]:
+        return [(reader.sequence, budget) for reader in readers[::-1]]
 
 
 class OverlooksTheServed(Scheduler[Item]):
@@ -951,14 +990,14 @@ class OverlooksTheServed(Scheduler[Item]):
 
 
 class TakesNoTurns(Scheduler[Item]):
-    def _offers(self, readers: list[module._Reader[Item]]) -> list[tuple[Item, int]]:
+    def _offers(self, readers: list[module._Reader[Item]], budget: int) -> list[tuple[Item, int]]:
         self._crowded_step = -1
-        return super()._offers(readers)
+        return super()._offers(readers, budget)
 
 
 class ForgetsOneThatRuns(Scheduler[Item]):
-    def plan(self) -> StepPlan[Item]:
-        plan = super().plan()
+    def plan(self, stall_tokens: int | None = None) -> StepPlan[Item]:
+        plan = super().plan(stall_tokens)
         return StepPlan(plan.decode[:3], plan.prefill)
 
 

@@ -13,6 +13,7 @@ from engine_faults import STATES, model_of
 
 from penstock.engine import core as core_module
 from penstock.engine.core import Core
+from penstock.engine.request import Request
 from penstock.engine.schedule.scheduler import State
 from penstock.engine.schedule.sequence import Sequence
 
@@ -84,3 +85,27 @@ def test_the_core_is_small_and_its_step_three_calls() -> None:
         "output = self.executor.run(plan)",
         "return self.postprocessor.postprocess(plan, output)",
     ]
+
+
+def test_prompts_are_read_block_by_block_while_others_decode() -> None:
+    """At 1 ms no chunk fits between two tokens; a block is read all the same, and alone a chunk."""
+    settings = {name: SETTINGS[name] for name in SETTINGS if not name.startswith("ssd")}
+    expected: dict[int, str] = {}
+    for max_stall_ms, most in ((0, 64), (1, 16)):
+        core = Core(model_of("llama"), **settings, max_stall_ms=max_stall_ms)
+        first = core.submit(Request(prompt=(5, 6, 7), max_tokens=40, ignore_eos=True))
+        core.step()
+        second = submit(core, PROMPT)
+        chunks = []
+        while core.step():
+            plan = core.planner.schedule(core.clock())
+            chunks += [chunk.tokens for chunk in plan.prefill if plan.decode]
+        assert max(chunks) == most
+        third = submit(core, tuple(range(200, 350)))
+        core.step()
+        assert core.planner.schedule(core.clock()).prefill[0].tokens == 64, "alone"
+        while core.step():
+            pass
+        for number, handle in enumerate((first, second, third)):
+            assert expected.setdefault(number, said(handle)) == said(handle)
+        core.close()

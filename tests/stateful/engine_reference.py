@@ -58,6 +58,8 @@ class Kind:
     """Tokens of the longest prompt."""
     feed_forward: int = BASE["intermediate_size"]
     """Numbers between the two products of a layer: what a long chunk takes most of."""
+    max_stall_ms: int = 0
+    """Milliseconds of prompts between two decode steps: at 1 they are read block by block."""
 
     @property
     def model(self) -> Any:
@@ -74,6 +76,7 @@ class Kind:
         return {
             "block_size": self.block_size,
             "prefill_chunk": self.prefill_chunk,
+            "max_stall_ms": self.max_stall_ms,
             "max_kv_size": self.max_kv_size,
             "keep": self.keep,
             "max_batch_size": self.places,
@@ -133,6 +136,7 @@ drawn_kinds = st.builds(
     family=st.sampled_from(["llama", "gemma2", "falcon_h1"]),
     block_size=st.sampled_from([1, 4, 8, 16, 32, 64]),
     prefill_chunk=st.sampled_from([1, 8, 24, 64, 128]),
+    max_stall_ms=st.sampled_from([0, 1, 200]),
     max_kv_size=st.sampled_from([8, 16, 48, 100, 256]),
     keep=st.sampled_from([None, 0, 4, 12, 40]),
     codec=st.sampled_from([None, None, "turbo4", "turbo8"]),

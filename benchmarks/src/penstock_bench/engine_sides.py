@@ -101,6 +101,7 @@ class Ours:
             max_batch_size=batch_size,
             block_size=shape.block_size,
             prefill_chunk=shape.prefill_chunk,
+            max_stall_ms=0,  # all sides read prompts in chunks of one size
             **{**shape.codec_settings, **settings},
         )
         self._handles: list[Handle] = []

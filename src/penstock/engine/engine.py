@@ -60,7 +60,9 @@ class Engine:
         keep: first tokens that it always sees; by default 4,096, or half a smaller window.
         max_batch_size: sequences that run at the same time.
         block_size: tokens of a block, the unit of sharing.
-        prefill_chunk: tokens of prompts that are read in one step, between two decode steps.
+        prefill_chunk: tokens of prompts that are read in one step, at most.
+        max_stall_ms: milliseconds for which prompts are read between two decode steps, by the
+            measured speed and at least a block; 0 is no bound.
         max_queue: answers that may wait.
         memory_threshold: share of the machine's memory, in use by all programs, from which cold
             prefixes are evicted; by default 0.8 to 0.95, more on larger machines, and 1, which

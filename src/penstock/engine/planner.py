@@ -7,6 +7,7 @@ time out ──> evict under pressure ──> grow, preempt, admit ──> take 
 from __future__ import annotations
 
 from penstock.engine.memory_pressure import MemoryPressure
+from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.offload.restoring import Restoring
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.scheduler import Scheduler, StepPlan
@@ -21,6 +22,8 @@ class StepPlanner:
         admission: of the sequences.
         restoring: reads from cold tiers; None without one.
         pressure: of the machine's memory.
+        prefill_rate: measured speed of prompts.
+        max_stall_ms: longest time that prompts take between two decode steps; 0 is no bound.
     """
 
     def __init__(
@@ -29,11 +32,16 @@ class StepPlanner:
         admission: Admission,
         restoring: Restoring | None,
         pressure: MemoryPressure,
+        *,
+        prefill_rate: PrefillRate,
+        max_stall_ms: int,
     ) -> None:
         self._scheduler = scheduler
         self._admission = admission
         self._restoring = restoring
         self._pressure = pressure
+        self._prefill_rate = prefill_rate
+        self._max_stall_seconds = max_stall_ms / 1_000
 
     def schedule(self, now_seconds: float) -> StepPlan[Sequence]:
         """Time out, grow, admit, restore, and return the chunks and rows of the next step."""
@@ -46,4 +54,10 @@ class StepPlanner:
         self._admission.catch_up()
         if self._restoring is not None:
             self._restoring.begin()
-        return self._scheduler.plan()
+        return self._scheduler.plan(self._stall_tokens())
+
+    def _stall_tokens(self) -> int | None:
+        """Return the most tokens of prompts between two decode steps; None without a bound."""
+        if not self._max_stall_seconds:
+            return None
+        return self._prefill_rate.tokens_within(self._max_stall_seconds)

@@ -41,6 +41,10 @@ class PrefillRate:
         """Return the seconds that `tokens` take to compute."""
         return tokens * self._token_seconds.value
 
+    def tokens_within(self, seconds: float) -> int:
+        """Return how many tokens are computed in so many seconds."""
+        return int(seconds / self._token_seconds.value)
+
 
 class ReadRate:
     """A store's measured read rate. Pure: it reads no clock.

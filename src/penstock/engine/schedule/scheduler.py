@@ -308,18 +308,25 @@ class Scheduler(Generic[T]):
         self._enter(sequence)
         return state
 
-    def plan(self) -> StepPlan[T]:
+    def plan(self, stall_tokens: int | None = None) -> StepPlan[T]:
         """Return the plan of the next step. It stays the same until a prompt gets on.
 
         Every running sequence decodes. Of the prefilling sequences with the same next block, only
         the first is prefilled; the others find the block in the tree afterwards, as do those with a
         next block that is being restored. At most `budget_tokens` are prefilled in all, and
         never none while something can be.
+
+        Args:
+            stall_tokens: most tokens to prefill while other sequences decode, at least a block;
+                None is no bound beyond `budget_tokens`.
         """
         self._note_progress()
         placed = self.placed()
         decode = tuple(sequence for sequence in placed if sequence.state is State.RUNNING)
-        return StepPlan(decode, self._prefill(self._readers(placed)))
+        budget = self.budget_tokens
+        if decode and stall_tokens is not None:
+            budget = min(budget, max(stall_tokens, self.block_size))
+        return StepPlan(decode, self._prefill(self._readers(placed), budget))
 
     def check(self) -> None:
         """Raise AssertionError if a sequence is lost or doubled, or if too many have a place."""
@@ -408,21 +415,21 @@ class Scheduler(Generic[T]):
             oldest[leader] = min(step, oldest.get(leader, step))
         return [_Reader(self._sequences[leader], step) for leader, step in oldest.items()]
 
-    def _prefill(self, readers: list[_Reader[T]]) -> tuple[PrefillChunk[T], ...]:
+    def _prefill(self, readers: list[_Reader[T]], budget: int) -> tuple[PrefillChunk[T], ...]:
         """Deal the budget out; an offer is a sequence and the tokens that it may have so far."""
         if not readers:
             return ()
         tokens = dict.fromkeys((reader.sequence.id for reader in readers), 0)
-        unspent = self.budget_tokens
-        for sequence, most in self._offers(readers):
+        unspent = budget
+        for sequence, most in self._offers(readers, budget):
             given = tokens[sequence.id]
             tokens[sequence.id] = max(given, self._whole(sequence, min(most, given + unspent)))
             unspent -= tokens[sequence.id] - given
         chunks = ((reader.sequence, tokens[reader.sequence.id]) for reader in readers)
         return tuple(PrefillChunk(sequence, count) for sequence, count in chunks if count)
 
-    def _offers(self, readers: list[_Reader[T]]) -> list[tuple[T, int]]:
-        budget, first = self.budget_tokens, readers[0].sequence
+    def _offers(self, readers: list[_Reader[T]], budget: int) -> list[tuple[T, int]]:
+        first = readers[0].sequence
         half = self._whole(first, min(budget, self._rounded_up(first, (budget + 1) // 2)))
         others = [reader.sequence for reader in sorted(readers[1:], key=self._turn)]
         offers = [(first, half), *((sequence, budget) for sequence in others), (first, budget)]
