@@ -246,6 +246,15 @@ class EngineSettings(Settings):
             "MILLISECONDS",
         ),
     ] = MAX_STALL_MS
+    speculative_tokens: Annotated[
+        int,
+        Field(ge=0, le=16),
+        Setting(
+            "Propose up to this many tokens a step from the sequence's own text and check them "
+            "together, where that is faster; 0 is off.",
+            "TOKENS",
+        ),
+    ] = 0
     block_size: Annotated[
         int,
         Field(ge=1),

@@ -160,23 +160,25 @@ def _without_unseen(
     return path, [*(r for r in others if r.end > nearest or r.start < attention_window.keep), last]
 
 
-def check_decode(scene: Scene, window: int | None = None, with_sinks: bool = False) -> None:
-    """Let all rows attend together and compare each with the formula."""
+def check_decode(
+    scene: Scene, window: int | None = None, with_sinks: bool = False, width: int = 1
+) -> None:
+    """Let all rows attend together, with `width` new tokens each, and compare with the formula."""
     tails, b = scene.tails(), len(scene.rows)
     held = []
     for row in scene.rows:
         held.append(Held(row.parts))
         if row.tail:
             held[-1].add(row.position - row.tail, *tails.read_block(0, row.slot, 1, row.tail))
-    (reads,) = DecodeStep.of(scene.rows, tails).caches([scene.attention_window])
+    (reads,) = DecodeStep.of(scene.rows, tails, width).caches([scene.attention_window])
     assert mx.array(reads.offset).reshape(-1).tolist() == [row.position for row in scene.rows]
-    keys, values = scene.sides(b, 1)
-    queries = scene.normal(b, scene.heads, 1, KEY_WIDTH)
+    keys, values = scene.sides(b, width)
+    queries = scene.normal(b, scene.heads, width, KEY_WIDTH)
     sinks = scene.normal(scene.heads) if with_sinks else None
-    mask = reads.make_mask(1, window_size=window)
+    mask = reads.make_mask(width, window_size=window)
     given = reads.update_and_fetch(keys, values)
     found = reads.attend(queries, *given, SCALE, mask, sinks)
-    assert found.shape == (b, scene.heads, 1, VALUE_WIDTH)
+    assert found.shape == (b, scene.heads, width, VALUE_WIDTH)
     for i, row in enumerate(scene.rows):
         held[i].add(row.position, keys[i : i + 1], values[i : i + 1])
         true = scene.answer(
@@ -184,9 +186,9 @@ def check_decode(scene: Scene, window: int | None = None, with_sinks: bool = Fal
         )
         np.testing.assert_allclose(numbers(found[i]), true, atol=3e-6, err_msg=f"row {i}: {row}")
         # What was written is there for the next step.
-        written = tails.read_block(0, row.slot, 1, row.tail + 1)
-        assert mx.array_equal(written[0][0, :, row.tail], keys[i, :, 0])
-        assert mx.array_equal(written[1][0, :, row.tail], values[i, :, 0])
+        written = tails.read_block(0, row.slot, 1, row.tail + width)
+        assert mx.array_equal(written[0][0, :, row.tail :], keys[i])
+        assert mx.array_equal(written[1][0, :, row.tail :], values[i])
 
 
 windows = st.none() | st.integers(1, 12)
@@ -196,6 +198,14 @@ windows = st.none() | st.integers(1, 12)
 @given(scenes(), windows, st.booleans())
 def test_decode_steps(scene: Scene, window: int | None, with_sinks: bool) -> None:
     check_decode(scene, window, with_sinks)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(scenes(tail=TAIL - 3), windows, st.booleans(), st.integers(2, 3))
+def test_decode_steps_of_several_tokens(
+    scene: Scene, window: int | None, with_sinks: bool, width: int
+) -> None:
+    check_decode(scene, window, with_sinks, width)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -60,6 +60,8 @@ class Kind:
     """Numbers between the two products of a layer: what a long chunk takes most of."""
     max_stall_ms: int = 0
     """Milliseconds of prompts between two decode steps: at 1 they are read block by block."""
+    speculative_tokens: int = 0
+    """Proposed tokens that a step checks at most: prompts repeat, so some are right."""
 
     @property
     def model(self) -> Any:
@@ -77,6 +79,7 @@ class Kind:
             "block_size": self.block_size,
             "prefill_chunk": self.prefill_chunk,
             "max_stall_ms": self.max_stall_ms,
+            "speculative_tokens": self.speculative_tokens,
             "max_kv_size": self.max_kv_size,
             "keep": self.keep,
             "max_batch_size": self.places,
@@ -113,6 +116,7 @@ KINDS = [
     Kind("shared", "llama", 16, 24),
     Kind("joined", "gemma2", 8, 16),
     Kind("blocks of one", "llama", 1, 4),
+    Kind("proposed", "llama", 16, 24, speculative_tokens=4),
     Kind("window", "llama", 8, 16, max_kv_size=48, keep=12),
     Kind("recurrent", "falcon_h1", 16, 24),
     Kind("coded", "llama", 16, 24, codec="turbo4", least_blocks=3, raw_blocks=0),
@@ -137,6 +141,7 @@ drawn_kinds = st.builds(
     block_size=st.sampled_from([1, 4, 8, 16, 32, 64]),
     prefill_chunk=st.sampled_from([1, 8, 24, 64, 128]),
     max_stall_ms=st.sampled_from([0, 1, 200]),
+    speculative_tokens=st.sampled_from([0, 0, 2, 16]),
     max_kv_size=st.sampled_from([8, 16, 48, 100, 256]),
     keep=st.sampled_from([None, 0, 4, 12, 40]),
     codec=st.sampled_from([None, None, "turbo4", "turbo8"]),

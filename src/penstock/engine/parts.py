@@ -136,7 +136,7 @@ class EngineParts:
             ranks=self.group.size,
         )
         self.group.check_equal("what the layers of a part keep of a token", self.runner.keeps)
-        self.limits = fitting(self.limits, self.runner)
+        self.limits = fitting(self.limits, self.runner, ranks=self.group.size)
         self.estimator = MemoryEstimator(self.runner, self.limits)
         fixed, self.tails = reserve_fixed(
             reserved, self.ledger, self.limits, self.runner, self.estimator, self.group
@@ -246,7 +246,7 @@ class EngineParts:
             prefill_rate=self.prefill_rate,
             max_stall_ms=self.limits.max_stall_ms,
         )
-        self.executor = ModelExecutor(self.stores, self.group)
+        self.executor = ModelExecutor(self.stores, self.group, self.limits.speculative_tokens)
         self.postprocessor = Postprocessor(
             self.stores,
             self.scheduler,

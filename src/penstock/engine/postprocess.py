@@ -81,7 +81,7 @@ class Postprocessor:
     # ---- decoded
 
     def _decoded(self, computed: DecodePass) -> None:
-        """Let one token of each sequence count, or see to a failed pass."""
+        """Let the tokens of each sequence count, or see to a failed pass."""
         if computed.error is not None:
             self._decode_failed(computed.sequences, computed.error)
             return
@@ -91,8 +91,12 @@ class Postprocessor:
             with self._isolated(sequence):
                 if isinstance(choice, Exception):
                     raise choice
-                sequence.kv.append_tokens(written=1, accepted=1, recurrent_state=state)
-                self._emit(sequence, choice)
+                for number, token in enumerate(choice):
+                    written = len(choice) - number
+                    sequence.kv.append_tokens(written, accepted=1, recurrent_state=state)
+                    self._emit(sequence, token)
+                    if sequence.state is not State.RUNNING:  # its answer ended with this one
+                        break
         notify(sequence.handle for sequence in computed.sequences)
 
     def _emit(self, sequence: Sequence, chosen: SampledToken) -> None:

@@ -46,8 +46,8 @@ def _typed(name: str, value: Any) -> Any:
     return Path(value).expanduser() if Path in get_args(field.annotation) else value
 
 
-def fitting(limits: config.EngineSettings, runner: Runner) -> config.EngineSettings:
-    """Return an engine's settings as a model can be run with.
+def fitting(limits: config.EngineSettings, runner: Runner, ranks: int = 1) -> config.EngineSettings:
+    """Return an engine's settings as a model can be run with, on so many ranks.
 
     Raises:
         SettingError: it cannot, with these.
@@ -59,6 +59,8 @@ def fitting(limits: config.EngineSettings, runner: Runner) -> config.EngineSetti
         )
     if runner.fitness.whole:
         limits = limits.model_copy(update={"prefill_chunk": WHOLE_CHUNK})
+    if not runner.takes_several or ranks > 1:  # ranks would not measure the same
+        limits = limits.model_copy(update={"speculative_tokens": 0})
     compression = runner.layout.compression
     if "block_size" not in limits.model_fields_set:
         every = 1 if compression is None else compression.every

@@ -72,6 +72,10 @@ class Stats:
     """Prompt tokens that were computed."""
     generated_tokens: int
     """Tokens that were sampled."""
+    proposed_tokens: int
+    """Tokens that were proposed and checked, see `--speculative-tokens`."""
+    accepted_tokens: int
+    """Proposed tokens that were the ones sampled."""
     nodes: int
     """Nodes of the prefix tree."""
     held_tokens: int
@@ -125,6 +129,8 @@ class Counters:
     restored_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     out_of_memory: int = 0
     decode_steps: int = 0

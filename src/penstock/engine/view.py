@@ -202,6 +202,8 @@ class EngineView:
             restored_tokens=counters.restored_tokens,
             prefilled_tokens=counters.prefilled_tokens,
             generated_tokens=counters.generated_tokens,
+            proposed_tokens=counters.proposed_tokens,
+            accepted_tokens=counters.accepted_tokens,
             nodes=len(tree),
             held_tokens=tree.tokens,
             evicted_nodes=counts.evicted_nodes,

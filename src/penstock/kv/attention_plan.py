@@ -58,7 +58,7 @@ class SharedRead:
     last: int
     pieces: tuple[ColumnRange, ...]
     seen: mx.array | None
-    """(rows, columns) booleans; None if every row sees all of it."""
+    """(rows, width, columns) booleans; None if every row sees all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,9 @@ class AttentionPlan:
     levels: tuple[tuple[SharedRead, ...], ...]
     """Units of a level are in order and have no row in common."""
     tail_seen: mx.array | None
-    """(b, 1, 1, columns) booleans; None if every row sees all columns."""
+    """(b, width, columns) booleans; None if every row sees all columns."""
     tail_columns: int
+    """Columns of the longest tail, the new tokens among them."""
 
 
 def in_order(rows: Sequence[DecodeRow]) -> list[int]:
@@ -85,14 +86,21 @@ def in_order(rows: Sequence[DecodeRow]) -> list[int]:
     return sorted(by_slot, key=lambda i: [rank[_key(part)] for part in rows[i].parts])
 
 
-def plan_attention(rows: Sequence[DecodeRow], attention_window: AttentionWindow) -> AttentionPlan:
-    """Group what rows in order (see `in_order`) read, so that a shared part is read once."""
+def plan_attention(
+    rows: Sequence[DecodeRow], attention_window: AttentionWindow, width: int = 1
+) -> AttentionPlan:
+    """Group what rows in order (see `in_order`) read, so that a shared part is read once.
+
+    Args:
+        rows: the sequences.
+        attention_window: of the layers that this is for.
+        width: new tokens of each row.
+    """
     levels: list[list[SharedRead]] = []
-    _descend(rows, 0, len(rows), 0, 0, attention_window, levels)
-    columns = max(row.tail for row in rows) + 1
-    return AttentionPlan(
-        tuple(map(tuple, levels)), _tail_seen(rows, columns, attention_window), columns
-    )
+    _descend(rows, 0, len(rows), 0, 0, (attention_window, width), levels)
+    columns = max(row.tail for row in rows) + width
+    seen = _tail_seen(rows, columns, attention_window, width)
+    return AttentionPlan(tuple(map(tuple, levels)), seen, columns)
 
 
 def _descend(
@@ -101,7 +109,7 @@ def _descend(
     last: int,
     depth: int,
     level: int,
-    attention_window: AttentionWindow,
+    sight: tuple[AttentionWindow, int],
     levels: list[list[SharedRead]],
 ) -> None:
     """Lay out the rows first..last-1, which share their first `depth` parts, from `level` on.
@@ -119,12 +127,12 @@ def _descend(
                 rows[stop - 1], end
             ):
                 end += 1
-            unit = _unit(rows, start, stop, depth, end, attention_window)
+            unit = _unit(rows, start, stop, depth, end, *sight)
             if unit is not None:
                 if level == len(levels):
                     levels.append([])
                 levels[level].append(unit)
-            _descend(rows, start, stop, end, level + (unit is not None), attention_window, levels)
+            _descend(rows, start, stop, end, level + (unit is not None), sight, levels)
         start = stop
 
 
@@ -147,6 +155,7 @@ def _unit(
     depth: int,
     end: int,
     attention_window: AttentionWindow,
+    width: int,
 ) -> SharedRead | None:
     """Return what these rows read of their parts depth..end-1; None if they see none of it."""
     members = rows[first:last]
@@ -161,15 +170,16 @@ def _unit(
     if not pieces:
         return None
     ends = [row.parts[end - 1].end for row in members]
-    furthest = max(attention_window.starts_at(row.position) for row in members)
+    furthest = max(attention_window.starts_at(row.position + width - 1) for row in members)
     whole = min(ends) == max(ends) and all(
         start >= furthest or stop <= attention_window.keep for start, stop in columns
     )
     seen = None
     if not whole:
         at = mx.concatenate([mx.arange(start, stop) for start, stop in columns])
-        seen = attention_window.mask(mx.array([row.position for row in members]), at)
-        seen = seen & (at[None] < mx.array(ends)[:, None])
+        positions = _positions(members, width)
+        seen = attention_window.mask(positions.reshape(-1), at).reshape(*positions.shape, -1)
+        seen = seen & (at < mx.array(ends)[:, None, None])
     return SharedRead(first, last, tuple(pieces), seen)
 
 
@@ -181,19 +191,25 @@ def visible_ranges(part: KVSpan, nearest: int, keep: int) -> list[tuple[int, int
     return [(start, stop) for start, stop in spans if start < stop]
 
 
+def _positions(rows: Sequence[DecodeRow], width: int) -> mx.array:
+    """Return the positions of the new tokens, (rows, width)."""
+    return mx.array([row.position for row in rows])[:, None] + mx.arange(width)
+
+
 def _tail_seen(
-    rows: Sequence[DecodeRow], columns: int, attention_window: AttentionWindow
+    rows: Sequence[DecodeRow], columns: int, attention_window: AttentionWindow, width: int
 ) -> mx.array | None:
-    if all(
+    if width == 1 and all(
         row.tail + 1 == columns
         and max(attention_window.starts_at(row.position), 0)
         <= max(row.position - row.tail, attention_window.keep)
         for row in rows
     ):
         return None
-    positions = mx.array([row.position for row in rows])[:, None]
-    at = positions - mx.array([row.tail for row in rows])[:, None] + mx.arange(columns)[None]
+    starts = mx.array([row.position - row.tail for row in rows])
+    at = (starts[:, None] + mx.arange(columns))[:, None]
+    positions = _positions(rows, width)[:, :, None]
     seen = at <= positions
     if attention_window.window is not None:
         seen = seen & ((at > positions - attention_window.window) | (at < attention_window.keep))
-    return seen[:, None, None]
+    return seen

@@ -42,9 +42,12 @@ class DecodeStep:
     """One decode step over rows in order: what all layers of it have in common."""
 
     rows: Sequence[DecodeRow]
+    width: int
+    """New tokens of each row."""
     tails: Tails
     slots: mx.array
     columns: mx.array
+    """Columns of the rows' first new tokens in their slots, (b,)."""
     offset: mx.array | int
     aligned: bool
     """Whether all rows write to the same column of neighboring slots: one block."""
@@ -55,12 +58,13 @@ class DecodeStep:
     layouts: dict[AttentionWindow, AttentionPlan]
 
     @classmethod
-    def of(cls, rows: Sequence[DecodeRow], tails: Tails) -> DecodeStep:
-        """Prepare a step; nothing is computed yet."""
+    def of(cls, rows: Sequence[DecodeRow], tails: Tails, width: int = 1) -> DecodeStep:
+        """Prepare a step of `width` new tokens a row; nothing is computed yet."""
         positions = [row.position for row in rows]
         neighbors = all(row.slot == rows[0].slot + i for i, row in enumerate(rows))
         return cls(
             rows,
+            width,
             tails,
             mx.array([row.slot for row in rows]),
             mx.array([row.tail for row in rows]),
@@ -74,7 +78,8 @@ class DecodeStep:
     def layout(self, attention_window: AttentionWindow) -> AttentionPlan:
         """Return how the rows read under this sight."""
         if attention_window not in self.layouts:
-            self.layouts[attention_window] = plan_attention(self.rows, attention_window)
+            plan = plan_attention(self.rows, attention_window, self.width)
+            self.layouts[attention_window] = plan
         return self.layouts[attention_window]
 
     def caches(self, attention_windows: Sequence[AttentionWindow]) -> list[DecodeReads]:
@@ -132,7 +137,7 @@ class Reads:
 
 
 class DecodeReads(Reads):
-    """One layer of a decode step: every row adds one token to its tail."""
+    """One layer of a decode step: every row adds tokens to its tail, most often one."""
 
     def __init__(self, step: DecodeStep, layer: int, attention_window: AttentionWindow) -> None:
         super().__init__(layer, attention_window)
@@ -140,7 +145,7 @@ class DecodeReads(Reads):
         self.offset = step.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the rows' tokens, (b, kv_heads, 1, dim), behind their tails; return them."""
+        """Write the rows' tokens, (b, kv_heads, width, dim), behind their tails; return them."""
         step = self.step
         if step.aligned:
             first = step.rows[0]
@@ -160,7 +165,7 @@ class DecodeReads(Reads):
         mask: object,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attend as the model's own attention would: (b, heads, 1, d) -> (b, heads, 1, dim)."""
+        """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim)."""
         layout = self.step.layout(self.check_given(keys, values, mask))
         queries = attention.in_base_2(queries, scale)
         if sinks is not None:
@@ -179,19 +184,22 @@ class DecodeReads(Reads):
         """Read all parts and the tail under one softmax."""
         row = self.step.rows[0]
         heads = queries.shape[1]
-        tail = self.step.tails.read_block(self.layer, row.slot, 1, row.tail + 1)
+        columns = layout.tail_columns
+        tail = self.step.tails.read_block(self.layer, row.slot, 1, columns)
         units = [unit for level in layout.levels for unit in level]
         pieces = [piece for unit in units for piece in unit.pieces]
         keys, values = read_sides(pieces, self.layer)
-        seen = _seen_alone(units, layout, row.tail + 1)
         stacked = attention.grouped(queries, tail[0].shape[1])
+        seen = _seen_alone(units, layout, columns, self.step.width)
+        if seen is not None and self.step.width > 1:
+            seen = mx.tile(seen, (stacked.shape[1] // self.step.width, 1))
         # One row multiplies better with all threads of BLAS, which codes are not multiplied by.
         device = backend.current()
         with device.lane(None if attention.mostly_coded(keys) else 0):
             part = device.attend_decode(
                 stacked, [*keys, tail[0].squeeze(0)], [*values, tail[1].squeeze(0)], seen
             )
-        sunk = None if sinks is None else sinks.reshape(*stacked.shape[:2], 1)
+        sunk = None if sinks is None else _sunk(sinks, stacked.shape[0], 1, self.step.width)
         return attention.ungrouped(attention.merged([part], sunk), 1, heads)
 
     def _attend_together(
@@ -207,7 +215,7 @@ class DecodeReads(Reads):
         else:
             tail_keys, tail_values = tails.read(self.layer, self.step.slots, columns)
         kv_heads = tail_keys.shape[1]
-        r = heads // kv_heads
+        r = heads // kv_heads * self.step.width
         stacked = attention.grouped(queries, kv_heads)
         partials = [self._tail_partial(queries, tail_keys, tail_values, layout)]
         device = backend.current()
@@ -230,17 +238,14 @@ class DecodeReads(Reads):
             if row < b:
                 parts_read.append(_nothing(stacked, (b - row) * r, tail_values))
             partials.append(_side_by_side(parts_read))
-        sunk = None
-        if sinks is not None:
-            row_sinks = mx.broadcast_to(sinks.reshape(kv_heads, 1, r), (kv_heads, b, r))
-            sunk = row_sinks.reshape(kv_heads, b * r, 1)
+        sunk = None if sinks is None else _sunk(sinks, kv_heads, b, self.step.width)
         return attention.ungrouped(attention.merged(partials, sunk), b, heads)
 
     def _unit_partial(
         self, stacked: mx.array, unit: SharedRead, r: int, after: mx.array
     ) -> Partial:
         keys, values = read_sides(unit.pieces, self.layer)
-        seen = None if unit.seen is None else mx.repeat(unit.seen, r, axis=0)[None]
+        seen = None if unit.seen is None else _for_stacked(unit.seen, r)
         rows = stacked
         if stacked.shape[1] != (unit.last - unit.first) * r:
             rows = stacked[:, unit.first * r : unit.last * r]
@@ -249,12 +254,13 @@ class DecodeReads(Reads):
     def _tail_partial(
         self, queries: mx.array, keys: mx.array, values: mx.array, layout: AttentionPlan
     ) -> Partial:
-        b, heads, _, d = queries.shape
+        b, heads, n, d = queries.shape
         kv_heads = keys.shape[1]
-        r = heads // kv_heads
+        r = heads // kv_heads * n
         scores = attention.score(queries.reshape(b, kv_heads, r, d), [keys])
         if layout.tail_seen is not None:
-            scores = mx.where(layout.tail_seen, scores, MASKED)
+            seen = _for_stacked(layout.tail_seen, r).reshape(b, 1, r, -1)
+            scores = mx.where(seen, scores, MASKED)
         top, weights, total = attention.weigh(scores, backend.current().exp2)
 
         def rows_last(x: mx.array) -> mx.array:
@@ -264,17 +270,36 @@ class DecodeReads(Reads):
         return Partial(rows_last(top), rows_last(total), rows_last(mixed))
 
 
-def _seen_alone(units: Sequence[SharedRead], layout: AttentionPlan, tail: int) -> mx.array | None:
-    """Return (1, columns) booleans over the units' columns and the tail's, if any is hidden."""
+def _seen_alone(
+    units: Sequence[SharedRead], layout: AttentionPlan, tail: int, width: int
+) -> mx.array | None:
+    """Return (width, columns) booleans over the units' columns and the tail's, if any is hidden."""
     if layout.tail_seen is None and all(unit.seen is None for unit in units):
         return None
     masks = []
     for unit in units:
         count = sum(stop - start for _, start, stop in unit.pieces)
-        masks.append(mx.ones((1, count), mx.bool_) if unit.seen is None else unit.seen)
+        masks.append(mx.ones((width, count), mx.bool_) if unit.seen is None else unit.seen[0])
     own = layout.tail_seen
-    masks.append(mx.ones((1, tail), mx.bool_) if own is None else own[0, 0])
+    masks.append(mx.ones((width, tail), mx.bool_) if own is None else own[0])
     return mx.concatenate(masks, axis=-1)
+
+
+def _for_stacked(seen: mx.array, r: int) -> mx.array:
+    """Return booleans of rows (b, width, columns) as those of stacked queries, (1, b*r, columns).
+
+    The r stacked queries of a row are its heads of one key head, each with all new tokens.
+    """
+    b, width, columns = seen.shape
+    wide = mx.broadcast_to(seen[:, None], (b, r // width, width, columns))
+    return wide.reshape(1, b * r, columns)
+
+
+def _sunk(sinks: mx.array, kv_heads: int, b: int, width: int) -> mx.array:
+    """Return the sinks of all heads as those of stacked queries, (kv_heads, rows, 1)."""
+    by_head = sinks.reshape(kv_heads, 1, -1, 1)
+    wide = mx.broadcast_to(by_head, (kv_heads, b, by_head.shape[2], width))
+    return wide.reshape(kv_heads, -1, 1)
 
 
 def _nothing(stacked: mx.array, rows: int, values: mx.array) -> Partial:

@@ -51,9 +51,14 @@ class Tails:
     evicted half way changes nothing that counts.
     """
 
-    def __init__(self, slots: int, columns: int, shapes: Sequence[LayerShape]) -> None:
+    def __init__(
+        self, slots: int, columns: int, shapes: Sequence[LayerShape], spare: int = 0
+    ) -> None:
         self.slots = slots
         self.columns = columns
+        """Columns that a sequence fills."""
+        self.spare = spare
+        """Columns behind them, written by steps of several tokens and never read."""
         self.shapes = tuple(shapes)
         self._free = list(reversed(range(slots)))
         self.drop()
@@ -70,9 +75,10 @@ class Tails:
 
     def renew(self) -> None:
         """Take all memory anew, zeroed: after a step whose writes cannot be evaluated."""
+        columns = self.columns + self.spare
 
         def zeros(shape: LayerShape, dim: int) -> mx.array:
-            return mx.zeros((self.slots, shape.kv_heads, self.columns, dim), shape.dtype)
+            return mx.zeros((self.slots, shape.kv_heads, columns, dim), shape.dtype)
 
         self.drop()
         self._keys = [zeros(shape, shape.key_dim) for shape in self.shapes]
@@ -128,9 +134,10 @@ class Tails:
         slots = sorted(taken)
         if sorted([*slots, *self._free]) != list(range(self.slots)):
             raise AssertionError(f"slots taken {slots}, free {sorted(self._free)} of {self.slots}")
+        columns = self.columns + self.spare
         for buffers, sides in ((self._keys, "key_dim"), (self._values, "value_dim")):
             wanted = [
-                ((self.slots, shape.kv_heads, self.columns, getattr(shape, sides)), shape.dtype)
+                ((self.slots, shape.kv_heads, columns, getattr(shape, sides)), shape.dtype)
                 for shape in self.shapes
             ]
             if self.nbytes and [(buffer.shape, buffer.dtype) for buffer in buffers] != wanted:
@@ -139,15 +146,16 @@ class Tails:
     def write(
         self, layer: int, slots: mx.array, columns: mx.array, keys: mx.array, values: mx.array
     ) -> None:
-        """Write row i of keys and values, (b, kv_heads, 1, dim), at (slots[i], columns[i])."""
+        """Write row i of keys and values, (b, kv_heads, n, dim), from (slots[i], columns[i]) on."""
+        at = columns[:, None] + mx.arange(keys.shape[2])
         for buffers, new in ((self._keys, keys), (self._values, values)):
             buffer = buffers[layer]
-            buffer[slots, :, columns] = new[:, :, 0]
+            buffer[slots[:, None], :, at] = new.swapaxes(1, 2)
 
     def write_block(
         self, layer: int, slot: int, column: int, keys: mx.array, values: mx.array
     ) -> None:
-        """Write rows (b, kv_heads, 1, dim) at one column, from `slot` on: quicker by far."""
+        """Write rows (b, kv_heads, n, dim) from one column and `slot` on: quicker by far."""
         self._keys[layer] = _written(self._keys[layer], slot, column, keys)
         self._values[layer] = _written(self._values[layer], slot, column, values)
 

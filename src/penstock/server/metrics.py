@@ -149,6 +149,8 @@ def _work(stats: Stats) -> Iterator[Metric]:
     yield _counter("restored_tokens", "Hit tokens read from a cold tier.", stats.restored_tokens)
     yield _counter("prefilled_tokens", "Tokens of prompts computed.", stats.prefilled_tokens)
     yield _counter("generated_tokens", "Tokens generated.", stats.generated_tokens)
+    yield _counter("proposed_tokens", "Tokens proposed and checked.", stats.proposed_tokens)
+    yield _counter("accepted_tokens", "Proposed tokens that were right.", stats.accepted_tokens)
     yield _counter("preemptions", "Preemptions of running answers.", stats.preemptions)
     yield _counter("out_of_memory", "Times that MLX ran out of memory.", stats.out_of_memory)
 

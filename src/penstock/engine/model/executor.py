@@ -18,14 +18,10 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from penstock.blas import one_thread
+from penstock.engine.model.proposals import StepCosts
 from penstock.engine.model.runner import PrefillOutput
-from penstock.engine.model.sampling import (
-    SampledToken,
-    greedy_only,
-    likeliest,
-    sample_all,
-    without_frames,
-)
+from penstock.engine.model.sampling import SampledToken, greedy_only, likeliest, without_frames
+from penstock.engine.model.verification import verified, verified_greedy
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
 from penstock.engine.schedule.scheduler import State, StepPlan
@@ -37,11 +33,11 @@ from penstock.kv.states import RecurrentState
 
 @dataclass(frozen=True, slots=True)
 class DecodePass:
-    """One token of each of some sequences, or the error of the pass."""
+    """The next tokens of each of some sequences, or the error of the pass."""
 
     sequences: list[Sequence]
-    choices: list[SampledToken | Exception]
-    """One token a sequence, or the error for which none could be chosen."""
+    choices: list[list[SampledToken] | Exception]
+    """Tokens of each sequence, at least one, or the error for which none could be chosen."""
     states: list[RecurrentState | None]
     """Recurrent states behind the token, one a sequence; None without recurrent layers."""
     error: Exception | None = None
@@ -76,14 +72,17 @@ class ModelExecutor:
     Args:
         stores: of keys and values; their cold nodes are evicted when MLX is out of memory.
         group: the processes that run the same passes over the other parts of the model.
+        speculative_tokens: most proposed tokens that a decode pass checks for a sequence.
     """
 
-    def __init__(self, stores: KVStores, group: ProcessGroup) -> None:
+    def __init__(self, stores: KVStores, group: ProcessGroup, speculative_tokens: int = 0) -> None:
         self._stores = stores
         self._runner = stores.runner
         self._tails = stores.tails
         self._counters = stores.counters
         self._group = group
+        self._speculative_tokens = speculative_tokens
+        self._costs = StepCosts()
 
     def run(self, plan: StepPlan[Sequence]) -> StepOutput:
         """Yield the passes of a step; each is computed when the one before it was taken.
@@ -99,14 +98,20 @@ class ModelExecutor:
     # ---- decoding
 
     def _decode(self, sequences: list[Sequence]) -> DecodePass:
-        """Compute and choose one token of each sequence."""
+        """Compute and choose the next tokens of each sequence: those proposed that are right."""
         rows = [sequence.row() for sequence in sequences]
         order = in_order(rows)
         sequences, rows = [sequences[i] for i in order], [rows[i] for i in order]
+        proposals = [self._proposal(s, len(sequences)) for s in sequences]
+        width = 1 + max(map(len, proposals))
         started = time.perf_counter()
         try:
             decoded = self._runner.decode(
-                [s.tokens[-1] for s in sequences],
+                # What stands behind a proposal is written behind what is ever read.
+                [
+                    [s.tokens[-1], *proposal, *[0] * (width - 1 - len(proposal))]
+                    for s, proposal in zip(sequences, proposals, strict=True)
+                ],
                 rows,
                 self._tails,
                 self._recurrent_states(sequences),
@@ -116,18 +121,21 @@ class ModelExecutor:
             # Rows are computed on two streams; one multiplies better with all threads of BLAS.
             with one_thread() if len(rows) > 1 else nullcontext():
                 if greedy_only(samplers):
-                    best = likeliest(logits)
+                    best = likeliest(logits.reshape(-1, logits.shape[-1]))
                     mx.eval(best.tokens, best.values, writes)
-                    chosen = best.read()
+                    chosen = verified_greedy(best.read(), proposals)
                 else:
                     mx.eval(logits, writes)
-                    chosen = sample_all(logits, samplers, [s.generated for s in sequences])
+                    chosen = verified(logits, proposals, samplers, [s.generated for s in sequences])
         # A boundary: a model's code may raise anything, and none of it may end the engine.
         except Exception as error:  # noqa: BLE001
             self._group.fault("decoding", error)
             return DecodePass(sequences, [], [], without_frames(error))
-        chosen = self._group.chosen(chosen)
+        if width == 1:  # of several ranks it always is
+            chosen = _listed(self._group.chosen(_alone(chosen)))
         seconds = time.perf_counter() - started
+        self._costs.add(len(sequences), width, seconds)
+        self._judge(sequences, proposals, chosen)
         self._counters.decode_steps += 1
         self._counters.decode_seconds.append(seconds)
         self._counters.model_seconds += seconds
@@ -135,6 +143,36 @@ class ModelExecutor:
         if self._runner.is_recurrent:
             states = list(decoded.recurrent_states)
         return DecodePass(sequences, chosen, states)
+
+    def _proposal(self, sequence: Sequence, rows: int) -> list[int]:
+        """Return the tokens to check for a sequence; they end with its tail and with its block.
+
+        None for a sequence whose next tokens follow a rule, which its sampler keeps.
+        """
+        if not self._speculative_tokens or sequence.sampler.constraint is not None:
+            return []
+        kv, size = sequence.kv, self._stores.block_size
+        room = min(
+            self._tails.columns - kv.tail,
+            size - kv.position % size,
+            sequence.reserved_tokens - kv.position,
+        )
+        left = sequence.request.max_tokens - sequence.generated_tokens
+        most = min(self._speculative_tokens, room - 1, left - 1)
+        return sequence.speculation.propose(sequence.tokens, most, rows, self._costs)
+
+    def _judge(
+        self,
+        sequences: list[Sequence],
+        proposals: list[list[int]],
+        chosen: list[list[SampledToken] | Exception],
+    ) -> None:
+        """Count the proposals that were right, and let each sequence learn of it."""
+        for sequence, proposal, tokens in zip(sequences, proposals, chosen, strict=True):
+            if proposal and not isinstance(tokens, Exception):
+                sequence.speculation.judged(len(proposal), len(tokens) - 1)
+                self._counters.proposed_tokens += len(proposal)
+                self._counters.accepted_tokens += len(tokens) - 1
 
     def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
         """Return the states of recurrent layers of each sequence; nothing without such layers."""
@@ -195,6 +233,15 @@ class ModelExecutor:
     def _shrink_after(self, error: Exception) -> bool:
         """Make room for a second try after MLX ran out of memory; tell whether that was it."""
         return self._stores.shrink_after(error)
+
+
+def _alone(chosen: list[list[SampledToken] | Exception]) -> list[SampledToken | Exception]:
+    """Return the only token of each row."""
+    return [of if isinstance(of, Exception) else of[0] for of in chosen]
+
+
+def _listed(chosen: list[SampledToken | Exception]) -> list[list[SampledToken] | Exception]:
+    return [of if isinstance(of, Exception) else [of] for of in chosen]
 
 
 def step_error(doing: str, error: Exception) -> PenstockError:

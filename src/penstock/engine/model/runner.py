@@ -80,7 +80,7 @@ class DecodeOutput:
     """Logits and states of a decode step, not computed yet."""
 
     logits: mx.array
-    """Logits of shape (rows, vocabulary)."""
+    """Logits behind each new token, (rows, width, vocabulary)."""
     recurrent_states: list[RecurrentState]
     """States of the recurrent layers behind the token, one a row."""
 
@@ -155,6 +155,14 @@ class Runner:
         return bool(self.layout.state_sizes)
 
     @property
+    def takes_several(self) -> bool:
+        """Whether a decode step can read several tokens of a row.
+
+        A state is true at one position alone, and joined keys are masked for one token.
+        """
+        return self.fitness.way == "shared" and not self.is_recurrent
+
+    @property
     def keeps(self) -> list[str]:
         """Facts, in words, that must be equal on all ranks for them to decide the same.
 
@@ -195,37 +203,42 @@ class Runner:
 
     def decode(
         self,
-        tokens: Sequence[int],
+        tokens: Sequence[Sequence[int]],
         rows: Sequence[DecodeRow],
         tails: Tails,
         recurrent_states: Sequence[RecurrentState | None] = (),
     ) -> DecodeOutput:
-        """Read one token a row; nothing is computed yet.
+        """Read the new tokens of each row; nothing is computed yet.
 
-        The rows' order is that of `in_order`. The tails' buffers must be evaluated with the output.
-        `recurrent_states` are the rows' states, if the model is recurrent.
+        The tails' buffers must be evaluated with the output.
+
+        Args:
+            tokens: of each row, all of one length; one token unless `takes_several`.
+            rows: in the order of `in_order`, with room for the tokens in their tails.
+            tails: the pool.
+            recurrent_states: of the rows, if the model is recurrent.
         """
         tails.ready()
         if self.fitness.way == "joined":
             outputs = [
-                self._decode_joined(token, row, tails, recurrent_state)
-                for token, row, recurrent_state in zip(
+                self._decode_joined(only, row, tails, recurrent_state)
+                for (only,), row, recurrent_state in zip(
                     tokens, rows, recurrent_states or [None] * len(rows), strict=True
                 )
             ]
             own = self.layout.compression is not None
             return DecodeOutput(
-                mx.concatenate([logits for logits, _ in outputs]),
+                mx.concatenate([logits for logits, _ in outputs])[:, None],
                 [RecurrentState(states, own=own) for _, states in outputs],
             )
-        step = DecodeStep.of(rows, tails)
+        step = DecodeStep.of(rows, tails, len(tokens[0]))
         states = (
             stacked([recurrent_state or self._fresh() for recurrent_state in recurrent_states])
             if recurrent_states
             else None
         )
         caches, kept = self.layout.caches(step.caches(self.attention_windows), states)
-        logits = self._run([[token] for token in tokens], caches)
+        logits = self.model(mx.array([list(new) for new in tokens]), cache=caches)
         left = unpinned(seam.states_of(kept))
         return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
 

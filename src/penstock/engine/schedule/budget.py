@@ -394,12 +394,13 @@ def reserve_fixed(
         LedgerFull, NeverFits: there is no room for both beside the weights.
         StepTooLarge: there is no room even for a fraction of them; nothing was reserved.
     """
-    slots, block_size = limits.max_batch_size, limits.block_size
+    slots, block_size, spare = limits.max_batch_size, limits.block_size, limits.speculative_tokens
     columns = min(MOST_TAIL_TOKENS, POOL_TOKENS // slots, block_size // 2)
-    columns = min(max(TAIL_TOKENS, columns), block_size)
-    check_largest_steps(ledger, limits, runner, group, columns)
-    pool = ledger.reserve(Kind.TAILS, slots * columns * runner.token_bytes)
-    tails = Tails(slots, columns, runner.shapes)
+    # Proposals end with the tail.
+    columns = min(max(TAIL_TOKENS, columns, 2 * spare), block_size)
+    check_largest_steps(ledger, limits, runner, group, columns + spare)
+    pool = ledger.reserve(Kind.TAILS, slots * (columns + spare) * runner.token_bytes)
+    tails = Tails(slots, columns, runner.shapes, spare)
     step = ledger.reserve(Kind.BUFFERS, group.most(estimator.measure_step(tails)))
     tails.drop()  # until a sequence decodes
     chunk = ledger.reserve(Kind.BUFFERS, 0)

@@ -30,6 +30,8 @@ FAR_TOKENS = 4_096
 that are ever picked for a token."""
 MASK_BYTES = 5
 """Bytes of a grammar's mask and of its masked logits, for each token of the vocabulary."""
+PROPOSER_BYTES = 4
+"""Bytes that a proposer of tokens keeps of each token of a sequence."""
 ROUNDS = 3
 """Most measurements of a step; the largest counts."""
 ROUNDS_SECONDS = 0.1
@@ -113,7 +115,9 @@ class MemoryEstimator:
         """
         if self._compresses:
             return self._runner.state_bytes
-        return self._seen(tokens) * self._runner.heads * self._score_bytes
+        width = self._limits.speculative_tokens + 1
+        copy = PROPOSER_BYTES * tokens if width > 1 else 0
+        return width * self._seen(tokens) * self._runner.heads * self._score_bytes + copy
 
     def prefill_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence adds to a step that prefills it.
@@ -152,7 +156,8 @@ class MemoryEstimator:
         limits, runner = self._limits, self._runner
         run_as = (
             *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
-            *(tails.columns, type(self._device), runner.divided, self._compresses),
+            *(tails.columns, limits.speculative_tokens, type(self._device), runner.divided),
+            self._compresses,
         )
         peaks = measured_once(runner.model, run_as, lambda: self._run_steps(tails))
         self._measured_scores = runner.heads * limits.step_tokens**2
@@ -175,10 +180,11 @@ class MemoryEstimator:
         limits, runner = self._limits, self._runner
         tokens = [0] * limits.step_tokens
         rows = [DecodeRow((), 0, slot, 0) for slot in range(limits.max_batch_size)]
+        new = [0] * (limits.speculative_tokens + 1)
 
         def decode() -> None:
             recurrent_states = [None] * len(rows) if runner.is_recurrent else []
-            decoded = runner.decode([0] * len(rows), rows, tails, recurrent_states)
+            decoded = runner.decode([new] * len(rows), rows, tails, recurrent_states)
             mx.eval(decoded.logits, decoded.arrays(), tails.buffers())
 
         def sample() -> None:

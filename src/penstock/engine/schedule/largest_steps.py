@@ -52,7 +52,7 @@ def check_largest_steps(
         _check("max_batch_size", sequences, pool + masks, ledger)
         for run, beside in (
             (partial(_sample, runner), pool + masks),
-            (partial(_decode, runner, columns), pool),
+            (partial(_decode, runner, columns, limits.speculative_tokens + 1), pool),
         ):
             step = _needed(run, SMALL_BATCH, sequences, group, free - beside)
             _check("max_batch_size", sequences, beside + int(SLACK * step), ledger)
@@ -118,12 +118,12 @@ def _sample(runner: Runner, count: int) -> None:
     sample_all(logits, samplers, [()] * count)
 
 
-def _decode(runner: Runner, columns: int, count: int) -> None:
-    """Decode for so many empty sequences."""
+def _decode(runner: Runner, columns: int, width: int, count: int) -> None:
+    """Decode `width` tokens for so many empty sequences."""
     tails = Tails(count, columns, runner.shapes)
     rows = [DecodeRow((), 0, slot, 0) for slot in range(count)]
     recurrent_states = [None] * count if runner.is_recurrent else []
-    decoded = runner.decode([0] * count, rows, tails, recurrent_states)
+    decoded = runner.decode([[0] * width] * count, rows, tails, recurrent_states)
     mx.eval(decoded.logits, decoded.arrays(), tails.buffers())
 
 

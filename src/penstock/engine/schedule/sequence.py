@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from penstock.engine.handle import Handle, notify
+from penstock.engine.model.proposals import Speculation
 from penstock.engine.model.sampling import SampledToken, TokenSampler
 from penstock.engine.model.text import TextStream
 from penstock.engine.offload.engine_tier import Restore
@@ -55,6 +56,8 @@ class Sequence:
     """Cached tokens before the restore that still waits for its states; None without one."""
     restore_deadline: float = 0.0
     """Seconds on the engine's clock when it stops waiting for blocks and computes them."""
+    speculation: Speculation = field(default_factory=Speculation)
+    """Proposed tokens, where they pay."""
     step_reservation: Reservation | None = None
     """Bytes that its length adds to a step's buffers."""
     reserved_tokens: int = 0

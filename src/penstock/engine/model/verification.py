@@ -1,0 +1,89 @@
+"""Checking proposed tokens: one that the sampler chooses itself is accepted.
+
+The choice behind n accepted tokens is the one that the sampler makes of the same logits without
+proposals: its draw depends on seed, answer and position alone. So the distribution is the model's,
+and a seeded answer is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import mlx.core as mx
+
+from penstock.engine.model.sampling import SampledToken, TokenSampler, sample_all, without_frames
+
+Choice: TypeAlias = SampledToken | Exception
+
+
+def verified_greedy(
+    chosen: Sequence[Choice], proposals: Sequence[Sequence[int]]
+) -> list[list[SampledToken] | Exception]:
+    """Return each row's tokens up to the first that was not proposed.
+
+    Args:
+        chosen: behind each new token of each row, row by row.
+        proposals: of each row; a row has one new token more than the longest.
+    """
+    width = 1 + max(map(len, proposals))
+    return [
+        _accepted(chosen[row * width : row * width + len(proposal) + 1], proposal)
+        for row, proposal in enumerate(proposals)
+    ]
+
+
+def _accepted(chosen: Sequence[Choice], proposal: Sequence[int]) -> list[SampledToken] | Exception:
+    tokens: list[SampledToken] = []
+    for at, choice in enumerate(chosen):
+        if isinstance(choice, Exception):
+            return tokens or choice
+        tokens.append(choice)
+        if at < len(proposal) and choice.token != proposal[at]:
+            break
+    return tokens
+
+
+def verified(
+    logits: mx.array,
+    proposals: Sequence[Sequence[int]],
+    samplers: Sequence[TokenSampler],
+    generated: Sequence[Sequence[int]],
+) -> list[list[SampledToken] | Exception]:
+    """Choose each row's tokens one behind the other, up to the first that was not proposed.
+
+    Args:
+        logits: (rows, width, vocabulary), computed.
+        proposals: of each row.
+        samplers: of each row.
+        generated: each row's answer so far.
+    """
+    first = sample_all(logits[:, 0], samplers, generated)
+    rows: list[list[SampledToken] | Exception] = []
+    for row, choice in enumerate(first):
+        if isinstance(choice, Exception):
+            rows.append(choice)
+            continue
+        rows.append(_go_on([choice], logits[row], proposals[row], samplers[row], generated[row]))
+    return rows
+
+
+def _go_on(
+    tokens: list[SampledToken],
+    logits: mx.array,
+    proposal: Sequence[int],
+    sampler: TokenSampler,
+    generated: Sequence[int],
+) -> list[SampledToken]:
+    """Choose on behind a first token as long as the last one was proposed."""
+    for at, proposed in enumerate(proposal):
+        if tokens[at].token != proposed:
+            break
+        before = [*generated, *(token.token for token in tokens)]
+        try:
+            tokens.append(sampler.choose(logits[at + 1], before))
+        # A boundary: the next step meets the error again, as one of its own.
+        except Exception as error:  # noqa: BLE001
+            without_frames(error)
+            break
+    return tokens
