@@ -307,6 +307,24 @@ def test_what_the_banner_says_fits_does() -> None:
             assert answer.status_code == status, answer.text
 
 
+def test_the_largest_request_is_the_same_in_banner_models_and_admission() -> None:
+    with serving(engine={"memory_limit": "34MB"}) as running:
+        service = running.service
+        most = service.context_tokens
+        told = banner(service.engine, "recall", settings(), 8_000, largest_request=most)
+        assert f"prompt and answer of {most:,} tokens together" in "".join(told)
+        (model,) = httpx.get(f"{running.url}/v1/models").json()["data"]
+        assert model["max_model_len"] == most == service.engine.ask(fitting).result()
+        for tokens, status in ((most - 1, 200), (most, 400)):
+            body = {"prompt": [1] * tokens, "max_tokens": 2_000}
+            answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == status, answer.text
+
+
+def fitting(view: EngineView) -> int:
+    return view.fitting_tokens
+
+
 def banner_of(**limits: Any) -> list[str]:
     """Return the lines that a server of the embedded model begins with, in this process."""
     with make_engine(load_all(MODEL_PATH), block_size=64, **limits) as engine:
@@ -366,7 +384,7 @@ def test_a_disk_with_no_space_says_so_everywhere(
 def test_the_banner_says_what_fits_and_how_to_ask() -> None:
     with started(PENSTOCK_API_KEY="secret") as (process, _):
         assert process.stdout is not None
-        lines = [process.stdout.readline().rstrip() for _ in range(7)]
+        lines = [process.stdout.readline().rstrip() for _ in range(8)]
         told = "\n".join(lines)
         assert "limit 200.0 MB" in told and "tokens of KV" in told and "of 4,096" in told
         assert "secret" not in told

@@ -27,8 +27,19 @@ def banner(
     port: int,
     ranks: RankGroup | None = None,
     weights: str | None = None,
+    largest_request: int | None = None,
 ) -> list[str]:
-    """Say what is served where, inside which limits, and how to ask it."""
+    """Say what is served where, inside which limits, and how to ask it.
+
+    Args:
+        engine: the engine that answers.
+        name: of the model.
+        settings: of the server.
+        port: that it listens on.
+        ranks: the machines of the model; None for one.
+        weights: line about the dtype of the weights; None for none.
+        largest_request: most tokens of a prompt and its answer together; None leaves it out.
+    """
     room = engine.ask(_room).result()
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '[::]') else host}:{port}"
@@ -39,12 +50,17 @@ def banner(
         *([] if ranks is None else [_ranks(ranks)]),
         *([] if weights is None else [f"weights  {weights}"]),
         *room,
+        *([] if largest_request is None else [_largest(largest_request)]),
         "key      "
         + ("none: programs on this machine only" if settings.api_key is None else "needed"),
         f"page     {url}/   (interfaces: {url}/docs, figures: {url}/metrics)",
         f"try      curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"-d '{json.dumps(body)}'",
     ]
+
+
+def _largest(tokens: int) -> str:
+    return f"largest  request: prompt and answer of {tokens:,} tokens together"
 
 
 def _ranks(ranks: RankGroup) -> str:

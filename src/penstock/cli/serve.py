@@ -270,7 +270,13 @@ def _run(
         service = Service(engine, loaded.tokenizer, settings, name, sampling=loaded.sampling)
         server = Server(service)
         for line in banner(
-            engine, name, settings, listener.getsockname()[1], ranks, loaded.weights_note
+            engine,
+            name,
+            settings,
+            listener.getsockname()[1],
+            ranks,
+            loaded.weights_note,
+            service.context_tokens,
         ):
             console.print(line, soft_wrap=True)
         sys.stdout.flush()
