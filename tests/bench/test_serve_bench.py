@@ -25,6 +25,7 @@ from penstock.models.mlx_lm import load, render
 from penstock.recall import count_tokens
 from penstock_bench import serve_figures, serve_model, serve_process, serve_runs
 from penstock_bench import serve_load as serve
+from penstock_bench.cli import serve_command
 from penstock_bench.engine_sides import OURS, RIVAL
 from penstock_bench.models import LlamaShape, ModelChoice
 from penstock_bench.report import publish
@@ -127,6 +128,15 @@ def test_llama_cpp_needs_a_gguf_file() -> None:
 def test_a_random_model_takes_no_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--llama-server", "llama-server"]) == 2
     assert "name a model with real weights" in capsys.readouterr().err
+
+
+def test_a_real_model_has_defaults_of_its_own() -> None:
+    """All options of the command line arrive here, those that were left out with their defaults."""
+    plain = serve_command.ServeSettings().model_dump()
+    real = serve_command._real_settings(plain)
+    assert (real["system_tokens"], real["connections"], real["overhead_rounds"]) == (3_000, 0, 0)
+    assert serve_command._real_settings({**plain, "system_tokens": 500})["system_tokens"] == 500
+    assert {name for name in plain if plain[name] != real[name]} == {*serve_command.REAL_DEFAULTS}
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from penstock_bench.bench_settings import ServeSettings
 from penstock_bench.cli.bench_options import Plot, Save, engine_shape, finish
 
 REAL_DEFAULTS = {"system_tokens": 3_000, "connections": 0, "overhead_rounds": 0}
-"""Settings for a model with real weights, where the command line has none."""
+"""Settings for a model with real weights, where those of the command line are the defaults."""
 ServedModel: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -76,7 +76,14 @@ def serve(
         "texts": tuple(map(str, text or ())),
         "llama_server": llama_server,
         "engine": engine_shape(codec),
-        **(REAL_DEFAULTS if real else {}),
-        **load,
+        **(_real_settings(load) if real else load),
     }
     finish(measure(ServeLoad(**settings)), as_json=as_json, save=save, plot=plot, draw=draw)
+
+
+def _real_settings(load: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a load with the defaults of a real model in the place of others."""
+    fields = ServeSettings.model_fields
+    unset = {name for name in REAL_DEFAULTS if load.get(name, 0) == fields[name].default}
+    missing = REAL_DEFAULTS.keys() - load.keys()
+    return {**load, **{name: REAL_DEFAULTS[name] for name in unset | missing}}
