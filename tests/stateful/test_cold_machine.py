@@ -37,7 +37,7 @@ def test_engine_says_what_the_model_says_alone_whatever_the_disk_does(kind: Kind
 
 HUNT = settings(
     settings.get_profile("default"),
-    max_examples=60,  # stops at the first that is noticed
+    max_examples=300,  # stops at the first that is noticed
     stateful_step_count=30,
     phases=[Phase.generate],
     print_blob=False,
