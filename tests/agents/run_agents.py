@@ -1,9 +1,10 @@
-"""Run coding agents against our server, two turns each, and print what of them was cached.
+"""Run coding agents through ten turns against our server, and print what of them was cached.
 
-    python tests/agents/run_agents.py FOLDER      (make test-agents)
+    python tests/agents/run_agents.py FOLDER [PROGRAM...]      (make test-agents)
 
 The programs are installed from npm into FOLDER. Server and program then run in a network namespace
 with loopback alone, the program with an empty home, an environment of its own and a made-up key.
+The model follows the script of `scenarios.py`; files are checked after every turn.
 """
 
 from __future__ import annotations
@@ -11,117 +12,190 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+from scenarios import AGENTS, BEFORE, NOTES, TEXT, TURNS, Turn, script_of
+from scripted_model import CONTEXT, write_model
+
+from penstock.cli.launch_setups import PROGRAMS, Endpoint
 
 PORT = 8089
 URL = f"http://127.0.0.1:{PORT}"
 LEAST_SHARE = 0.9
-"""Of the second turn's prompt, that must have been cached."""
-PACKAGES = ("@anthropic-ai/claude-code", "@openai/codex", "opencode-ai")
+"""Of every prompt from the second turn on, that must have been cached."""
+MODEL_CONTEXT = 100_000
+"""Context size that the programs are told of, in tokens."""
+TURN_SECONDS = 300
+ABORT_TOKENS = 40
+"""Tokens of an answer after which a program is interrupted."""
+INSTALLED = ("claude", "codex", "opencode")
 SCRIPTS = ("@anthropic-ai/claude-code/install.cjs", "opencode-ai/postinstall.mjs")
 """What the packages run when they are installed, where npm does not."""
-CODEX_CONFIG = f"""model = "recall"
-model_provider = "penstock"
-[model_providers.penstock]
-name = "penstock"
-base_url = "{URL}/v1"
-wire_api = "responses"
-env_key = "PENSTOCK_KEY"
-"""
-OPENCODE_CONFIG = json.dumps(
-    {
-        "provider": {
-            "penstock": {
-                "npm": "@ai-sdk/openai-compatible",
-                "options": {"baseURL": f"{URL}/v1", "apiKey": "made-up"},
-                "models": {"recall": {"limit": {"context": 100_000, "output": 512}}},
-            }
-        }
-    }
-)
-FILES = {
-    "codex": (".codex/config.toml", CODEX_CONFIG),
-    "opencode": (".config/opencode/opencode.json", OPENCODE_CONFIG),
-}
-ENVIRONMENT = {
-    "claude": {"ANTHROPIC_BASE_URL": URL, "ANTHROPIC_API_KEY": "made-up"},
-    "codex": {"PENSTOCK_KEY": "made-up"},
-    "opencode": {},
-}
-CODEX = ("exec", "--skip-git-repo-check")
-TURNS = {
-    "claude": (("-p", "--model", "recall", "Hi"), ("-p", "--model", "recall", "--continue", "So?")),
-    "codex": ((*CODEX, "Hi"), (*CODEX, "resume", "--last", "So?")),
-    "opencode": (
-        ("run", "-m", "penstock/recall", "Hi"),
-        ("run", "-c", "-m", "penstock/recall", "So?"),
-    ),
-}
+
+Record = Mapping[str, Any]
 
 
 def main() -> int:
-    """Install, enter the namespace, run; the exit code says whether all turns were cached."""
+    """Install, enter the namespace, run; the exit code says whether everything came out right."""
     for needed in ("node", "npm", "unshare", "ip"):
         if shutil.which(needed) is None:
             print(f"there is no {needed}; install Node 20 with npm, util-linux and iproute2")
             return 2
-    folder = Path(sys.argv[1]).resolve()
+    folder, *chosen = (word for word in sys.argv[1:] if word != "--inside")
     if "--inside" not in sys.argv:
-        _install(folder)
-        command = [sys.executable, __file__, str(folder), "--inside"]
+        _install(Path(folder))
+        command = [sys.executable, *sys.argv, "--inside"]
         return subprocess.run(
             ["unshare", "--net", "--map-root-user", *command], check=False
         ).returncode
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    print(f"{'agent':<10}{'turn':>5}{'prompt tokens':>15}{'cached':>10}{'share':>8}")
-    shares = [_run(agent, folder) for agent in TURNS]
-    return 0 if min(shares) >= LEAST_SHARE else 1
+    columns = f"{'requests':>10}{'prompt tokens':>15}{'cached':>10}{'least share':>13}"
+    print(f"{'agent':<10}{'turn':>5} {'':<15}{columns}", flush=True)
+    wrong = [line for agent in chosen or AGENTS for line in Run(agent, Path(folder)).all()]
+    print("\n".join(wrong) or "all files and answers are right")
+    return 1 if wrong else 0
 
 
 def _install(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), *PACKAGES]
+    packages = [PROGRAMS[name].package for name in INSTALLED]
+    command = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), *packages]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     for script in SCRIPTS:
         path = folder / "node_modules" / script
         subprocess.run(["node", path.name], cwd=path.parent, check=True, stdout=subprocess.DEVNULL)
 
 
-def _run(agent: str, folder: Path) -> float:
-    """Run an agent's turns on a fresh server; return the cached share of the last one."""
-    serve = [
-        sys.executable,
-        "-m",
-        "penstock",
-        "serve",
-        "--port",
-        str(PORT),
-        "--memory-limit",
-        "2GB",
-    ]
-    server = subprocess.Popen(serve, stdout=subprocess.DEVNULL)
+class Run:
+    """Ten turns of a program on a fresh server.
+
+    Args:
+        name: the program's command.
+        folder: where it is installed.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.agent = name, AGENTS[name]
+        self._program = folder.resolve() / "node_modules" / ".bin" / name
+        self._setup = PROGRAMS[name].setup(Endpoint(URL, "made-up", "scripted", MODEL_CONTEXT))
+        self._seen: set[str] = set()
+        self._largest = 0
+
+    def all(self) -> list[str]:
+        """Run the turns and print a line of each; return what is wrong."""
+        wrong = []
+        with tempfile.TemporaryDirectory() as name:
+            home, model = Path(name) / "home", Path(name) / "scripted"
+            work = home / "work"
+            work.mkdir(parents=True)
+            model.mkdir()
+            (work / NOTES).write_text(TEXT.format(BEFORE))
+            script = script_of(self.agent.tools, work)
+            write_model(model, script)
+            with _server(model):
+                for number, turn in enumerate(TURNS, 1):
+                    wrong += self._turn(number, turn, home, script[number][-1])
+        return [f"{self.name}: {line}" for line in wrong]
+
+    def _turn(self, number: int, turn: Turn, home: Path, last: str) -> Iterator[str]:
+        first = number == 1
+        arguments = self.agent.first if first else self.agent.later
+        said = self._say(home, (*arguments, f"{turn.prompt} (task {number})"), turn.aborted)
+        records = self._new()
+        share = self._print(number, turn, records)
+        if not first and share < LEAST_SHARE:
+            worst = min(records, key=_share)
+            yield f"turn {number}: {share:.1%} cached: {worst['explanation']['reason']}"
+        if not turn.aborted and last not in said:
+            yield f"turn {number}: did not say {last!r} but {said[-300:]!r}"
+        if turn.aborted and records[-1]["state"] != "cancelled":
+            yield f"turn {number}: its request is {records[-1]['state']}, not cancelled"
+        for file, text in turn.files:
+            path = home / "work" / file
+            if not path.exists() or path.read_text() != text:
+                yield f"turn {number}: {file} is not {text!r}"
+
+    def _say(self, home: Path, arguments: Sequence[str], aborted: bool) -> str:
+        """Start the program, and return what it says."""
+        environment = {
+            **{"HOME": str(home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"},
+            **self._setup.environment,
+            **dict(self.agent.environment),
+        }
+        process = subprocess.Popen(
+            [str(self._program), *self._setup.arguments, *arguments],
+            cwd=home / "work",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if aborted:
+            self._interrupt(process)
+        try:
+            return process.communicate(timeout=TURN_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"{process.communicate()[0]} ... and no end after {TURN_SECONDS} s"
+
+    def _interrupt(self, process: subprocess.Popen[str]) -> None:
+        """Interrupt the program when the model has begun its answer."""
+        until = time.monotonic() + TURN_SECONDS
+        while time.monotonic() < until and process.poll() is None:
+            newest = [one for one in self._whole(_records()) if one["id"] not in self._seen]
+            if any(one["completion_tokens"] >= ABORT_TOKENS for one in newest):
+                process.send_signal(signal.SIGINT)
+                return
+            time.sleep(0.1)
+
+    def _new(self) -> list[Record]:
+        """Return what the server says of the requests since the last turn."""
+        until = time.monotonic() + 10
+        while any(one["finish"] is None for one in _records()) and time.monotonic() < until:
+            time.sleep(0.1)
+        records = [one for one in self._whole(_records()) if one["id"] not in self._seen]
+        self._seen |= {one["id"] for one in records}
+        return records
+
+    def _whole(self, records: list[Record]) -> list[Record]:
+        """Leave out the requests for titles and the like: they are shorter, and offer no tools."""
+        self._largest = max([self._largest, *(one["prompt_tokens"] for one in records)])
+        return [one for one in records if 2 * one["prompt_tokens"] > self._largest]
+
+    def _print(self, number: int, turn: Turn, records: list[Record]) -> float:
+        if not records:
+            raise SystemExit(f"{self.name}: turn {number} reached no server")
+        last, share = records[-1], min(map(_share, records))
+        figures = f"{len(records):>10}{last['prompt_tokens']:>15,}{_cached(last):>10,}"
+        print(f"{self.name:<10}{number:>5} {turn.name:<15}{figures}{share:>13.1%}", flush=True)
+        return share
+
+
+@contextmanager
+def _server(model: Path) -> Iterator[None]:
+    options = ("--port", str(PORT), "--memory-limit", "2GB", "--max-kv-size", str(CONTEXT))
+    command = [sys.executable, "-m", "penstock", "serve", str(model), *options]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         _wait(server)
-        with tempfile.TemporaryDirectory() as home:
-            for number, turn in enumerate(TURNS[agent], 1):
-                _turn(agent, folder, Path(home), turn)
-                prompt, cached = _largest(number)
-                share = cached / prompt
-                print(f"{agent:<10}{number:>5}{prompt:>15,}{cached:>10,}{share:>8.1%}", flush=True)
-        return share
+        yield
     finally:
         server.terminate()
         server.wait(30)
 
 
 def _wait(server: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while server.poll() is None and time.monotonic() < until:
         try:
             if httpx.get(f"{URL}/ready").status_code == 200:
@@ -131,36 +205,26 @@ def _wait(server: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the server did not start")
 
 
-def _turn(agent: str, folder: Path, home: Path, arguments: tuple[str, ...]) -> None:
-    work = home / "work"
-    work.mkdir(exist_ok=True)
-    if agent in FILES:
-        name, text = FILES[agent]
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).write_text(text)
-    environment = {"HOME": str(home), "PATH": os.environ["PATH"], **ENVIRONMENT[agent]}
-    subprocess.run(
-        [str(folder / "node_modules" / ".bin" / agent), *arguments],
-        cwd=work,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        timeout=300,
-        check=True,
-    )
-
-
-def _largest(turn: int) -> tuple[int, int]:
-    """Return the prompt and cached tokens of a turn: titles and the like are shorter."""
+def _records() -> list[Record]:
+    """Return the server's last requests, in the order in which they came."""
     with httpx.stream("GET", f"{URL}/v1/live") as events:
         for line in events.iter_lines():
             if line.startswith("data: "):
-                recent = json.loads(line.removeprefix("data: "))["requests"]
-                break
-    longest = sorted(recent, key=lambda one: one["prompt_tokens"])[-turn:]
-    newest = max(longest, key=lambda one: one["started"])
-    return newest["prompt_tokens"], newest["cached_tokens"]
+                recent: list[Record] = json.loads(line.removeprefix("data: "))["requests"]
+                return sorted(recent, key=lambda one: one["started"])
+    return []
+
+
+def _share(record: Record) -> float:
+    return _cached(record) / int(record["prompt_tokens"])
+
+
+def _cached(record: Record) -> int:
+    """Return the cached tokens of a prompt; of one that was cancelled, as it was on arrival."""
+    if record["state"] == "cancelled":
+        arrived = record["explanation"]
+        return int(arrived["reusable_tokens"] or arrived["held_tokens"])
+    return int(record["cached_tokens"])
 
 
 if __name__ == "__main__":

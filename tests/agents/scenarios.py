@@ -1,0 +1,120 @@
+"""Ten turns of a coding agent: what is asked, what the scripted model answers, what it leaves.
+
+Every program has tools of its own; the answers call them by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripted_model import ENDLESS, Script, call
+
+NOTES, COPY, COUNT = "notes.txt", "copy.txt", "count.txt"
+BEFORE, AFTER, LAST = "4821", "1793", "2048"
+TEXT = "The code is {}.\n"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is asked, and the files that there are afterwards."""
+
+    name: str
+    prompt: str
+    files: tuple[tuple[str, str], ...] = ()
+    aborted: bool = False
+    """Whether the program is interrupted while the model answers."""
+
+
+_EDITED = (NOTES, TEXT.format(AFTER))
+TURNS = (
+    Turn("greeting", "Say hello."),
+    Turn("read a file", f"What does {NOTES} say?"),
+    Turn("edit it", f"Change the code to {AFTER}.", (_EDITED,)),
+    Turn("run a command", f"Copy it to {COPY}.", (_EDITED, (COPY, TEXT.format(AFTER)))),
+    Turn("run another", f"Count its words into {COUNT}.", ((COUNT, "4\n"),)),
+    Turn("abort", "Tell a long story.", aborted=True),
+    Turn("go on", "Enough. Where were we?"),
+    Turn("read a file", f"What does {COPY} say?"),
+    Turn("edit it", f"Change that code to {LAST}.", ((COPY, TEXT.format(LAST)), _EDITED)),
+    Turn("sum up", "Sum up."),
+)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Calls of a program's tools, each of a file's whole path or of a command."""
+
+    read: Callable[[str], str]
+    edit: Callable[[str, str, str], str]
+    run: Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A program: the arguments of its first turn and of later ones, and its tools."""
+
+    first: Sequence[str]
+    later: Sequence[str]
+    tools: Tools
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def _patch(path: str, old: str, new: str) -> str:
+    lines = (
+        *("apply_patch <<'EOF'", "*** Begin Patch", f"*** Update File: {path}", "@@"),
+        *(f"-{TEXT.format(old).strip()}", f"+{TEXT.format(new).strip()}", "*** End Patch", "EOF"),
+    )
+    return call("exec_command", cmd="\n".join(lines))
+
+
+_CODEX = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_CLAUDE = ("-p", "--dangerously-skip-permissions")
+AGENTS = {
+    "claude": Agent(
+        _CLAUDE,
+        (*_CLAUDE, "--continue"),
+        Tools(
+            lambda path: call("Read", file_path=path),
+            lambda path, old, new: call("Edit", file_path=path, old_string=old, new_string=new),
+            lambda command: call("Bash", command=command, description="As it was asked"),
+        ),
+        (("IS_SANDBOX", "1"),),  # it refuses to skip permissions as root otherwise
+    ),
+    "codex": Agent(
+        _CODEX,
+        (*_CODEX, "resume", "--last"),
+        Tools(
+            lambda path: call("exec_command", cmd=f"cat {path}"),
+            _patch,
+            lambda command: call("exec_command", cmd=command),
+        ),
+    ),
+    "opencode": Agent(
+        ("run",),
+        ("run", "-c"),
+        Tools(
+            lambda path: call("read", filePath=path),
+            lambda path, old, new: call("edit", filePath=path, oldString=old, newString=new),
+            lambda command: call("bash", command=command),
+        ),
+    ),
+}
+
+
+def script_of(tools: Tools, work: Path) -> Script:
+    """Return the answers of every turn, the last of which is said to the user."""
+    notes, copy, count = (str(work / name) for name in (NOTES, COPY, COUNT))
+    return {
+        1: ["Good morning, what shall I do?"],
+        2: [tools.read(notes), f"Your notes hold the code {BEFORE}."],
+        3: [tools.edit(notes, BEFORE, AFTER), f"From now on, {AFTER} is the code."],
+        4: [tools.run(f"cp {notes} {copy}"), "There are two files of it now."],
+        5: [tools.run(f"wc -w < {copy} > {count}"), "I wrote down how many words it has."],
+        6: [f"Once upon a time a king had a daughter, and she had a garden. {ENDLESS}"],
+        7: ["We had counted words before that story."],
+        8: [tools.read(copy), "The second file says the same as the first."],
+        9: [tools.edit(copy, AFTER, LAST), f"Only the second file has {LAST}."],
+        10: ["All ten are through; goodbye."],
+    }
