@@ -180,3 +180,16 @@ def test_a_sequence_that_decodes_does_not_move_on_to_what_others_have_committed(
     before = kv.spans(), kv.position
     assert kv.extend() == 0
     assert (kv.spans(), kv.position) == before
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(47, 32), (48, 47), (49, 48)])
+def test_the_last_token_of_a_prompt_cached_to_its_end_is_computed(
+    core: Core, tokens: int, cached: int
+) -> None:
+    """Its logits are needed; of whole blocks nothing else is computed a second time."""
+    request = Request(prompt=tuple(range(1, tokens + 1)), max_tokens=24, ignore_eos=True)
+    expected = answer(core, core.submit(request))
+    handle = core.submit(request)
+    assert answer(core, handle) == expected
+    (choice,) = handle.result(0.0)
+    assert choice.finish is not None and choice.finish.usage.cached_tokens == cached

@@ -240,6 +240,8 @@ def test_joined(scene: Scene, n: int, window: int | None, as_array: bool) -> Non
     mask = reads.make_mask(n, as_array, window)
     new = scene.sides(1, n)
     keys, values = reads.update_and_fetch(*new)
+    if not scene.attention_window.keep:  # the columns follow on one another
+        assert keys.shape[2] == row.position + n - reads.start_position
     again = reads.state
     assert mx.array_equal(again[0], keys) and mx.array_equal(again[1], values)
     assert again[2] == row.position

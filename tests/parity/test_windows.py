@@ -103,6 +103,21 @@ def test_the_next_turn_goes_on_and_the_same_prompt_is_read_again(family: str) ->
             assert core.view.stats().prefilled_tokens - before == computed
 
 
+def test_the_end_of_a_prompt_is_retained_once_it_is_read_in_full() -> None:
+    """A prompt that is left in front of its last tokens retains nothing there."""
+    with engine(model_of("gemma3"), **SMALL) as core:
+
+        def ends() -> list[int]:
+            return [mark.at for node in core.prefixes.tree for mark in node.segment.checkpoints]
+
+        ask(core, BASE, 24)
+        while core.view.stats().prefilled_tokens < 64:
+            core.step()
+        assert (core.prefixes.tree.tokens, ends()) == (64, [])
+        drain(core)
+        assert ends() == [64]
+
+
 @every_family
 def test_the_last_turn_can_be_said_again_while_there_is_room_for_that(family: str) -> None:
     """Another answer, or a next turn that leaves out some of this one: where the newest prompt of

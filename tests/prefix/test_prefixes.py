@@ -872,6 +872,17 @@ def test_explain_knows_every_block_of_a_run_that_was_evicted() -> None:
     assert told.reason == "this part is new: 4 tokens from token 8 on, never cached"
 
 
+def test_explain_names_the_first_of_branches_that_share_equally_much() -> None:
+    prefixes = make()
+    for branch in ([5, 5, 5, 5], [6, 6, 6, 6], [5, 7, 7, 7]):
+        put(prefixes, [1, 1, 1, 1, *branch])
+    none_shared = prefixes.explain([1, 1, 1, 1, 9, 9, 9, 9])
+    assert (none_shared.diverges_at, none_shared.held_token, none_shared.given_token) == (4, 5, 9)
+    one_shared = prefixes.explain([1, 1, 1, 1, 5, 9, 9, 9])
+    assert (one_shared.diverges_at, one_shared.held_token) == (5, 5)
+    assert prefixes.explain([1, 1, 1, 1, 6, 6, 9, 9]).held_token == 6
+
+
 def test_explain_doubts_that_a_part_is_new_once_evictions_are_forgotten() -> None:
     prefixes = make(remembered=3)
     put(prefixes, range(20)).release()
