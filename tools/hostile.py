@@ -3,7 +3,8 @@
     python tools/hostile.py --minutes 60
 
 A server of the embedded model gets bodies that are too large, too deep, too many, half sent or
-half true, from several senders at once. Beside them a client asks a short question again and
+half true, from several senders at once, each a process of its own: making such bodies takes longer
+than reading them, and would be waited for. Beside them a client asks a short question again and
 again. It exits with 1 unless
 
 - the server's resident memory stays below its memory limit and 150 MB, sampled ten times a second;
@@ -24,7 +25,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from random import Random
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -46,17 +49,12 @@ SHORT = {"prompt": "The code", "max_tokens": 1}
 
 @dataclass
 class Seen:
-    """What a run has seen. Several threads write to it."""
+    """What a run has seen. Two threads write to it, each its own figure."""
 
     statuses: Counter[str] = field(default_factory=Counter)
+    """Ends of hostile requests."""
     short_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def count(self, status: object) -> None:
-        """Note how a hostile request ended."""
-        with self.lock:
-            self.statuses[str(status)] += 1
 
 
 # ---- hostile bodies
@@ -144,26 +142,30 @@ def _json(body: object) -> bytes:
 # ---- senders
 
 
-def attack(url: str, seed: int, until: float, seen: Seen) -> None:
-    """Send hostile bodies until the time is over; some are cut off, some clients leave early."""
-    random = Random(seed)
+def attack(url: str, seed: int, until: float) -> Counter[str]:
+    """Send hostile bodies until the time is over; return how they ended.
+
+    Some are cut off, some clients leave early.
+    """
+    random, statuses = Random(seed), Counter[str]()
     address = urlsplit(url)
     with httpx.Client(base_url=url, timeout=20.0) as http:
         while time.monotonic() < until:
             body, path = random.choice(BODIES)(random), random.choice(PATHS)
             if random.random() < 0.1:
                 _half(address.hostname or "", address.port or 0, path, body)
-                seen.count("half")
+                statuses["half"] += 1
                 continue
             headers = {"content-type": "application/json"}
             patience = random.choice([0.2, 20.0])
             try:
                 answer = http.post(path, content=body, headers=headers, timeout=patience)
-                seen.count(answer.status_code)
+                statuses[str(answer.status_code)] += 1
             except httpx.TimeoutException:
-                seen.count("left")
+                statuses["left"] += 1
             except httpx.TransportError as error:
-                seen.count(type(error).__name__)
+                statuses[type(error).__name__] += 1
+    return statuses
 
 
 def _half(host: str, port: int, path: str, body: bytes) -> None:
@@ -239,13 +241,13 @@ def _run(server: subprocess.Popen[str], seconds: float, seed: int) -> list[str]:
         threads = [
             threading.Thread(target=watch, args=(psutil.Process(server.pid), until, seen)),
             threading.Thread(target=ask_short, args=(url, until, seen)),
-            *(
-                threading.Thread(target=attack, args=(url, seed * SENDERS + n, until, seen))
-                for n in range(SENDERS)
-            ),
         ]
         for thread in threads:
             thread.start()
+        with ProcessPoolExecutor(SENDERS, mp_context=get_context("spawn")) as senders:
+            seeds = [seed * SENDERS + number for number in range(SENDERS)]
+            for statuses in senders.map(attack, [url] * SENDERS, seeds, [until] * SENDERS):
+                seen.statuses += statuses
         for thread in threads:
             thread.join()
         short_seconds(http)

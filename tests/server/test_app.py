@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from servers import Running, serving, wait_until
 
 from penstock.recall import Dialogue
-from penstock.server.app import too_deep
+from penstock.server.body_scan import BodyScan
 
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {
@@ -155,14 +155,51 @@ JSON = st.recursive(
 )
 
 
-@given(JSON, st.integers(0, 6))
-def test_depth_is_that_of_the_value(value: Any, most: int) -> None:
+def scanned(body: bytes, size: int) -> BodyScan:
+    """Look at a body that arrives in parts of a size."""
+    scan = BodyScan()
+    for start in range(0, len(body), size):
+        scan.add(body[start : start + size])
+    return scan
+
+
+@given(JSON, st.integers(1, 9))
+def test_depth_is_that_of_the_value(value: Any, size: int) -> None:
     def depth(of: Any) -> int:
         if isinstance(of, dict):
             of = list(of.values())
         return 1 + max(map(depth, of), default=0) if isinstance(of, list) else 0
 
-    assert too_deep(json.dumps(value).encode(), most) is (depth(value) > most)
+    assert scanned(json.dumps(value).encode(), size).depth == depth(value)
+
+
+TEXT = st.text(st.sampled_from('a\\"[é€🦫'), max_size=12)
+
+
+@given(st.lists(TEXT), st.booleans(), st.integers(1, 9))
+def test_the_cost_of_a_body_is_the_same_in_any_parts(
+    texts: list[str], ascii_only: bool, size: int
+) -> None:
+    body = json.dumps(texts, ensure_ascii=ascii_only).encode()
+    cost = scanned(body, size).cost
+    assert cost == scanned(body, len(body)).cost
+    text = "".join(texts)
+    width = 4 if max(text, default="") > "\uffff" else 1 if body.isascii() and text.isascii() else 2
+    assert cost[1] >= len(body) + width * len(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "cost"),
+    [
+        (b'"' + b"a" * 98 + b'"', (500, 200)),
+        (b"[[],[]]", (291, 270)),
+        ('"' + "é" * 49 + '"', (800, 300)),
+        (rb'"\u20ac"', (64, 24)),
+        (rb'"\ud83e\uddab"', (196, 70)),
+    ],
+)
+def test_what_a_body_costs(body: bytes | str, cost: tuple[int, int]) -> None:
+    assert scanned(body.encode() if isinstance(body, str) else body, 5).cost == cost
 
 
 @pytest.mark.parametrize("piece", [b"a", b"\\n", b"a\\\\", b'\\"'])
@@ -170,9 +207,8 @@ def test_a_long_text_takes_no_memory_to_look_through(piece: bytes) -> None:
     body = b"[]" * 100 + b'"' + piece * 1_000_000 + b'"' + b"[" * 3
     tracemalloc.start()
     try:
-        assert not too_deep(body, 3)
-        assert too_deep(body, 2)
-        assert tracemalloc.get_traced_memory()[1] < 100_000
+        assert scanned(body, 65_536).depth == 3
+        assert tracemalloc.get_traced_memory()[1] < 4 * 65_536
     finally:
         tracemalloc.stop()
 

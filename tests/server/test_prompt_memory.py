@@ -18,9 +18,11 @@ import httpx
 import openai
 import pytest
 from parrot import parrot
+from pydantic import ValidationError
 from servers import Running, serving, wait_until
 
 from penstock.ledger import Kind
+from penstock.server.chat_body import ChatBody
 
 COMPLETIONS = "/v1/completions"
 SECONDS = 60.0
@@ -223,3 +225,30 @@ def test_models_have_the_fields_of_both_interfaces(small: Running) -> None:
     assert both[0].models.retrieve(ours.id).id == ours.id
     for client in both:
         client.close()
+
+
+def test_reading_a_long_body_holds_nobody_up(wide: Running) -> None:
+    """Other requests are answered while it is read, as JSON and into its form."""
+    content = [{"type": "text", "text": "x"}] * 8
+    messages = [{"role": "user", "content": content}] * 16_000
+    body = json.dumps({"messages": [*messages, {"role": 7, "content": ""}]}).encode()
+    began = time.perf_counter()
+    with pytest.raises(ValidationError):
+        ChatBody.model_validate(json.loads(body))
+    alone_seconds = time.perf_counter() - began
+    waits = []
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=wide.url) as http:
+        asked = pool.submit(
+            httpx.post,
+            f"{wide.url}/v1/chat/completions",
+            content=body,
+            headers=HEADERS,
+            timeout=SECONDS,
+        )
+        while not asked.done():
+            began = time.perf_counter()
+            assert http.get("/health").status_code == 200
+            waits.append(time.perf_counter() - began)
+    answer = asked.result()
+    assert answer.status_code == 400 and "messages.16000.role" in answer.text
+    assert max(waits) < alone_seconds / 2

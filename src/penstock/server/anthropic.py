@@ -44,6 +44,7 @@ from penstock.server.calls import (
 from penstock.server.forms import grammar_for
 from penstock.server.problems import BadRequest, dumps
 from penstock.server.prompts import check_text
+from penstock.server.request_body import reading_aside
 from penstock.server.service import ActiveRequest, Service, until_gone
 from penstock.server.sse import EVENT, Stream, data
 
@@ -164,7 +165,7 @@ STREAMED = {"text/event-stream": {"schema": EVENT}}
 
 def router(service: Service) -> APIRouter:
     """Make the routes of Anthropic's interface."""
-    routes = APIRouter(tags=["anthropic"], responses=FAILURES)
+    routes = APIRouter(tags=["anthropic"], responses=FAILURES, route_class=reading_aside(service))
 
     @routes.post(
         LABEL,

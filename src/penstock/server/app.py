@@ -48,16 +48,15 @@ from penstock.server import (
 from penstock.server.connections import Connections
 from penstock.server.problems import (
     REQUEST_ID,
-    BadRequest,
     ServerError,
-    TooLarge,
     Unauthorized,
     Unavailable,
     problem_of,
     response_for,
 )
-from penstock.server.prompt_memory import HOLD, PromptHold, PromptMemory
-from penstock.server.service import ARRIVED, Service
+from penstock.server.prompt_memory import PromptMemory
+from penstock.server.request_body import Body
+from penstock.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -286,132 +285,6 @@ def _is_open(scope: Scope) -> bool:
     if scope["method"] not in ("GET", "HEAD"):
         return False
     return path in OPEN_PATHS or (path.startswith(OPEN_FOLDER) and ".." not in path)
-
-
-class Body:
-    """Middleware that reads a request's whole body first, and refuses one beyond the limits.
-
-    Too many bytes are 413, too many brackets within brackets 400, too slow 408, and a type other
-    than JSON 415. A body that finds no memory to read it is 503, or 413 if it can never fit. The
-    application behind gets the body at once; its `receive` then waits for the disconnect alone.
-    """
-
-    def __init__(self, app: ASGIApp, settings: ServerSettings, memory: PromptMemory) -> None:
-        self.app = app
-        self._settings = settings
-        self._memory = memory
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            return await self.app(scope, receive, send)
-        hold = self._memory.hold()
-        try:
-            return await self._serve(scope, receive, send, hold)
-        finally:
-            hold.release()
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, hold: PromptHold) -> None:
-        try:
-            body = await self._read(scope, receive, hold)
-        except ServerError as error:
-            response = response_for(scope["path"], error)
-            response.headers["Connection"] = "close"  # the rest of the body is not read
-            return await response(scope, receive, send)
-        if body is None:
-            return None
-        ARRIVED.set(time.monotonic())
-        HOLD.set(hold)
-        given = False
-
-        async def replay() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        return await self.app(scope, replay, send)
-
-    async def _read(self, scope: Scope, receive: Receive, hold: PromptHold) -> bytes | None:
-        """Return the body, with its memory reserved; None if the client has gone."""
-        limit = self._settings.max_body_bytes
-        length = Headers(scope=scope).get("content-length", "0")
-        if length.isdigit() and (len(length) > 18 or int(length) > limit):
-            raise _too_large(limit)
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._settings.body_timeout_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size > limit:
-                        raise _too_large(limit)
-                    hold.resize(2 * size)  # it is put together in the end
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        break
-        except TimeoutError:
-            seconds = self._settings.body_timeout_seconds
-            raise ServerError(
-                f"the body did not arrive within {seconds:.0f} s", status=408
-            ) from None
-        body = b"".join(parts)
-        if too_deep(body, self._settings.max_depth):
-            raise BadRequest(
-                f"the body has more than {self._settings.max_depth} brackets within brackets",
-                code="too_deep",
-            )
-        if not _is_json(scope):
-            raise ServerError(
-                "send this with Content-Type: application/json; a page from elsewhere cannot send "
-                "that without leave (--cors-origin), and may do nothing here",
-                status=415,
-                code="not_json",
-            )
-        hold.take_body(body)
-        return body
-
-
-_JSON = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.ASCII | re.IGNORECASE)
-
-
-def _is_json(scope: Scope) -> bool:
-    """Tell whether a request says that it brings JSON; any but a POST may say nothing.
-
-    Browsers let every page POST forms and plain text anywhere, and nothing. Before any other
-    method or type they ask, and are told which origins may.
-    """
-    kind = Headers(scope=scope).get("content-type", "").strip()
-    return bool(_JSON.fullmatch(kind)) or (scope["method"] != "POST" and not kind)
-
-
-def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the body is larger than {limit:,} bytes", code="body_too_large")
-
-
-_TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""Pattern of JSON strings; possessive, so that a long one leaves no places to backtrack to."""
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
-
-
-def too_deep(body: bytes, most: int) -> bool:
-    """Tell whether JSON has more than `most` brackets within brackets; linear, no recursion.
-
-    >>> too_deep(b'[[1]]', 2), too_deep(b'[[[1]]]', 2), too_deep(b'["[[[["]', 2)
-    (False, True, False)
-    """
-    if body.count(b"[") + body.count(b"{") <= most:
-        return False
-    depth = 0
-    for bracket in _TEXTS.sub(b"", body).translate(None, _NO_BRACKETS):
-        depth += 1 if bracket in b"[{" else -1
-        if depth > most:
-            return True
-    return False
 
 
 # ---- the process

@@ -18,6 +18,7 @@ from penstock.prefix.node import NodeView
 from penstock.server.forms import Each, OnePrompt
 from penstock.server.openai_objects import ERRORS
 from penstock.server.prompts import REWRITTEN
+from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 from penstock.tiers.worker import TierStats
 
@@ -120,7 +121,9 @@ class ExplainRequest(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """Make the routes; they need the key if the server has one."""
-    router = APIRouter(prefix="/v1/cache", tags=["cache"], responses=ERRORS)
+    router = APIRouter(
+        prefix="/v1/cache", tags=["cache"], responses=ERRORS, route_class=reading_aside(service)
+    )
 
     @router.get("/stats")
     async def stats() -> CacheStats:

@@ -31,6 +31,8 @@ from penstock.server.service import Service
 
 LEAST_TOP_P = 1e-6
 """Smallest `top_p` of the engine; OpenAI allows 0, which means the likeliest token."""
+MOST_PROMPTS = 128
+"""Limit of prompts in one request."""
 MOST_STOPS = 16
 MOST_STOP_TOKENS = 1_024
 MOST_STOP_CHARACTERS = 256
@@ -59,8 +61,10 @@ Metadata = Annotated[dict[str, str], Field(max_length=MOST_NAMES), BeforeValidat
 def _prompt(given: Any, parse: ValidatorFunctionWrapHandler) -> Any:
     """Read a prompt; the error of a wrong form names all forms.
 
-    Pydantic would name the first form alone.
+    Pydantic would name the first form alone. More prompts than may be are not looked at.
     """
+    if isinstance(given, list) and len(given) > MOST_PROMPTS and not isinstance(given[0], int):
+        raise PydanticCustomError("too_many_prompts", f"1 to {MOST_PROMPTS} prompts")
     try:
         return parse(given)
     except ValidationError:

@@ -24,6 +24,7 @@ from penstock.server.call_growth import CallPart, CallParts
 from penstock.server.calls import unenforced_headers
 from penstock.server.chat_body import ChatBody
 from penstock.server.forms import (
+    MOST_PROMPTS,
     CompletionRequest,
     grammar_of,
 )
@@ -40,13 +41,12 @@ from penstock.server.openai_objects import (
     usage_object,
 )
 from penstock.server.problems import BadRequest, NotFound, dumps
+from penstock.server.request_body import reading_aside
 from penstock.server.service import ActiveRequest, Service, until_gone
 from penstock.server.sse import Stream, data
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-MOST_PROMPTS = 128
-"""Limit of prompts in one request."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -59,7 +59,7 @@ class Json(JSONResponse):
 
 def router(service: Service) -> APIRouter:
     """Return the routes of chat, completions and models."""
-    routes = APIRouter(tags=["openai"], responses=ERRORS)
+    routes = APIRouter(tags=["openai"], responses=ERRORS, route_class=reading_aside(service))
     logprobs = Logprobs(service.tokenizer)
 
     @routes.post(CHAT, response_model=ChatCompletion, responses=STREAMED)

@@ -9,7 +9,6 @@ before it is read, so that no number of large bodies takes more than the pool.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -18,6 +17,7 @@ from threading import Lock
 from penstock.engine.engine import Engine
 from penstock.heap import give_back_freed_memory
 from penstock.memory import format_bytes
+from penstock.server.body_scan import BodyScan
 from penstock.server.problems import TooLarge, Unavailable
 
 POOL_SHARE = 24
@@ -31,12 +31,6 @@ PIECE_TOKEN_BYTES = 360
 were 88 to 363 (tokenizers 0.22). A character is a token at most."""
 UNCUT_CHARACTERS = 131_072
 """Characters up to which an uncut piece needs no memory of the pool: one is read at a time."""
-OBJECT_BYTES = 72
-"""Bytes of an empty object or list of a body, at most."""
-ENTRY_BYTES = 40
-"""Bytes of an element of a list or an object beside its own size, at most."""
-NAME_BYTES = 100
-"""Bytes of a name in an object, at most."""
 GIVE_BACK_BYTES = 4_000_000
 """Bytes from which a request's memory is given back to the system."""
 GIVE_BACK_SECONDS = 0.2
@@ -67,14 +61,18 @@ class PromptMemory:
         """Return a request's hold, of nothing yet."""
         return PromptHold(self)
 
-    def _change(self, before: int, after: int) -> None:
-        if after > self.pool_bytes:
+    def check_fits(self, nbytes: int) -> None:
+        """Raise TooLarge if there are not so many bytes for all prompts together."""
+        if nbytes > self.pool_bytes:
             raise TooLarge(
-                f"this request needs about {format_bytes(after)} to be read; there are "
+                f"this request needs at least {format_bytes(nbytes)} to be read; there are "
                 f"{format_bytes(self.pool_bytes)} for all prompts. Send less, or raise "
                 "--memory-limit",
                 code="request_too_large",
             )
+
+    def _change(self, before: int, after: int) -> None:
+        self.check_fits(after)
         missing = after - before - (self.pool_bytes - self._used_bytes)
         if missing > 0 and self.relief is not None:
             self.relief(missing)
@@ -131,10 +129,14 @@ class PromptHold:
         self.nbytes = nbytes
         self.most_bytes = max(self.most_bytes, nbytes)
 
-    def take_body(self, body: bytes) -> None:
+    def check_fits(self, nbytes: int) -> None:
+        """Raise TooLarge if it can never hold so many bytes."""
+        self._memory.check_fits(nbytes)
+
+    def take_body(self, scan: BodyScan) -> None:
         """Hold what it costs to read a body, before it is read; raises as `resize`."""
-        self.body_bytes = len(body)
-        peak, self.kept_bytes = body_cost(body)
+        self.body_bytes = scan.nbytes
+        peak, self.kept_bytes = scan.cost
         self.resize(peak)
 
     def add_tokens(self, count: int) -> None:
@@ -155,29 +157,6 @@ class PromptHold:
 
 HOLD: ContextVar[PromptHold | None] = ContextVar("hold", default=None)
 """Hold of the request that is served here."""
-
-_WIDE = re.compile(rb"[\xf0-\xff]|\\u[dD][89abAB]")
-
-
-def body_cost(body: bytes) -> tuple[int, int]:
-    r"""Return the bytes that a JSON body takes while it is read, and afterwards; at most.
-
-    Python holds a text in 1, 2 or 4 bytes a character, as the widest of them needs.
-
-    >>> body_cost(b'"' + b"a" * 98 + b'"'), body_cost(b"[[],[]]")
-    ((500, 200), (291, 270))
-    """
-    size, width = len(body), _width(body)
-    objects = OBJECT_BYTES * (body.count(b"[") + body.count(b"{"))
-    objects += ENTRY_BYTES * body.count(b",") + NAME_BYTES * body.count(b":")
-    return size * (2 + 3 * width) + objects, size * (1 + width) + objects
-
-
-def _width(body: bytes) -> int:
-    """Return the bytes that Python takes for a character of a body's texts, at most."""
-    if body.isascii() and b"\\u" not in body:
-        return 1
-    return 4 if _WIDE.search(body) else 2
 
 
 def pool_bytes(engine: Engine) -> int:

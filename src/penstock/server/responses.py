@@ -31,6 +31,7 @@ from penstock.server.openai import Json
 from penstock.server.openai_objects import ERRORS, STREAMED
 from penstock.server.problems import BadRequest, problem_of
 from penstock.server.prompts import Prompts
+from penstock.server.request_body import reading_aside
 from penstock.server.response_forms import (
     DeletedResponse,
     InputItems,
@@ -61,7 +62,7 @@ EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
 def router(service: Service) -> APIRouter:
     """Return the routes of responses."""
-    routes = APIRouter(tags=["openai"], responses=ERRORS)
+    routes = APIRouter(tags=["openai"], responses=ERRORS, route_class=reading_aside(service))
     logprobs = Logprobs(service.tokenizer)
 
     @routes.post(PATH, response_model=ResponseObject, responses=STREAMED)

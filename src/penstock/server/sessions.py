@@ -15,6 +15,7 @@ from penstock.engine.session_files import SavedSession, load_session, save_sessi
 from penstock.server.cache_routes import ExplainRequest, tokens_of
 from penstock.server.openai_objects import ERRORS
 from penstock.server.problems import BadRequest, NotFound
+from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 
 SUFFIX = ".tar"
@@ -48,7 +49,12 @@ class Removed(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """Make the routes; they need the key if the server has one."""
-    router = APIRouter(prefix="/v1/sessions", tags=["sessions"], responses=ERRORS)
+    router = APIRouter(
+        prefix="/v1/sessions",
+        tags=["sessions"],
+        responses=ERRORS,
+        route_class=reading_aside(service),
+    )
 
     def file_of(name: str) -> Path:
         return _folder(service) / f"{name}{SUFFIX}"
