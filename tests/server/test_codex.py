@@ -15,6 +15,7 @@ from parrot import TEMPLATE, parrot
 from servers import Running, serving
 
 from penstock.server.problems import BadRequest
+from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import Prompts
 from penstock.server.response_items import sealed
 from penstock.server.response_store import ResponseStore
@@ -183,17 +184,41 @@ def test_a_conversation_goes_on_from_an_id(calling: Running) -> None:
 
 
 def test_the_store_never_holds_more_than_it_may() -> None:
-    store = ResponseStore(1_000)
+    memory = PromptMemory(100_000)
+    store = ResponseStore(memory, 10_000)
     for number in range(50):
-        store.put("a", f"r{number}", [{"id": f"i{number}", "text": "x" * 100}], {})
-        assert store.nbytes <= 1_000
+        store.put("a", f"r{number}", [{"id": f"i{number}", "text": "x" * 1_000}], {})
+        assert store.nbytes == memory.used_bytes <= 10_000
         assert store.get("a", f"r{number}")
         if number:
             store.get("a", "r0")  # asked for, it stays
-    assert set(store.items("a")) >= {"i0", "i49"} and "i1" not in store.items("a")
+    assert set(store.items("a")) == {"i0", "i47", "i48", "i49"}
     assert store.items("b") == {}
     with pytest.raises(BadRequest):
         store.get("a", "r1")
     count = len(store)
-    store.put("a", "huge", [{"text": "x" * 2_000}], {})
+    store.put("a", "huge", [{"text": "x" * 10_000}], {})
     assert len(store) == count
+    for response_id in ("r0", "r47", "r48", "r49"):
+        store.delete("a", response_id)
+    assert (len(store), store.nbytes, memory.used_bytes) == (0, 0, 0)
+
+
+def test_stored_responses_go_when_open_requests_need_the_memory() -> None:
+    """The oldest first; where requests have all of it, nothing is kept."""
+    memory = PromptMemory(100_000)
+    store, request = ResponseStore(memory, 32_000_000), memory.hold()
+    for number in range(40):
+        store.put("a", f"r{number}", [{"id": f"i{number}", "text": "x" * 1_000}], {})
+    assert len(store) == 12 and 24_000 < store.nbytes <= 25_000
+    request.resize(90_000)
+    assert set(store.items("a")) == {"i36", "i37", "i38", "i39"}
+    store.put("a", "r40", [{"id": "i40", "text": "x" * 5_000}], {})
+    assert set(store.items("a")) == {"i39", "i40"}
+    request.resize(100_000)
+    assert (len(store), memory.used_bytes) == (0, 100_000)
+    store.put("a", "r41", [{"id": "i41"}], {})
+    assert (len(store), memory.used_bytes) == (0, 100_000)
+    request.resize(0)
+    store.put("a", "r42", [{"id": "i42"}], {})
+    assert set(store.items("a")) == {"i42"}

@@ -82,7 +82,7 @@ class EngineMetrics(Collector):
         if self.stored is not None:
             yield _gauge("stored_responses", "Responses that are kept by id.", len(self.stored))
             nbytes = self.stored.nbytes
-            yield _gauge("stored_response_bytes", "Bytes of kept responses, as JSON.", nbytes)
+            yield _gauge("stored_response_bytes", "Bytes of kept responses.", nbytes)
         if self.stats is None:
             return
         yield from _memory(self.stats)

@@ -46,8 +46,8 @@ class PromptMemory:
 
     def __init__(self, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
-        self.relief: Callable[[int], None] | None = None
-        """Called with the bytes that are missing: it releases some that no request needs."""
+        self.reliefs: list[Callable[[int], None]] = []
+        """Called with the bytes that are missing, in order: they release what no request needs."""
         self._used_bytes = 0
         self._lock = Lock()
         self._giving_back = False
@@ -57,9 +57,13 @@ class PromptMemory:
         """Bytes that requests hold."""
         return self._used_bytes
 
-    def hold(self) -> PromptHold:
-        """Return a request's hold, of nothing yet."""
-        return PromptHold(self)
+    def hold(self, *, relieves: bool = True) -> PromptHold:
+        """Return a hold of nothing yet.
+
+        Args:
+            relieves: whether what no request needs goes to make room for it, as for a request.
+        """
+        return PromptHold(self, relieves=relieves)
 
     def check_fits(self, nbytes: int) -> None:
         """Raise TooLarge if there are not so many bytes for all prompts together."""
@@ -71,11 +75,12 @@ class PromptMemory:
                 code="request_too_large",
             )
 
-    def _change(self, before: int, after: int) -> None:
+    def _change(self, before: int, after: int, *, relieves: bool) -> None:
         self.check_fits(after)
-        missing = after - before - (self.pool_bytes - self._used_bytes)
-        if missing > 0 and self.relief is not None:
-            self.relief(missing)
+        for relief in self.reliefs if relieves else ():
+            missing = after - before - (self.pool_bytes - self._used_bytes)
+            if missing > 0:
+                relief(missing)
         with self._lock:
             free = self.pool_bytes - self._used_bytes
             if after - before > free:
@@ -103,12 +108,21 @@ class PromptMemory:
 
 
 class PromptHold:
-    """The bytes of one request."""
+    """The bytes of one request, or of something that is kept between requests."""
 
-    __slots__ = ("_memory", "body_bytes", "kept_bytes", "most_bytes", "nbytes", "token_bytes")
+    __slots__ = (
+        "_memory",
+        "_relieves",
+        "body_bytes",
+        "kept_bytes",
+        "most_bytes",
+        "nbytes",
+        "token_bytes",
+    )
 
-    def __init__(self, memory: PromptMemory) -> None:
+    def __init__(self, memory: PromptMemory, *, relieves: bool = True) -> None:
         self._memory = memory
+        self._relieves = relieves
         self.nbytes = 0
         self.most_bytes = 0
         """Bytes held at the peak."""
@@ -125,7 +139,7 @@ class PromptHold:
             TooLarge: there are not so many for all prompts together.
             Unavailable: others hold them; nothing is changed.
         """
-        self._memory._change(self.nbytes, nbytes)
+        self._memory._change(self.nbytes, nbytes, relieves=self._relieves)
         self.nbytes = nbytes
         self.most_bytes = max(self.most_bytes, nbytes)
 

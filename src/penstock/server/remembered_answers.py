@@ -76,12 +76,11 @@ class RememberedAnswers:
     def __init__(self, memory: PromptMemory, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._most_bytes = memory.pool_bytes // SHARE
-        self._hold = memory.hold()
+        self._hold = memory.hold(relieves=False)
         self._entries: OrderedDict[tuple[str, bytes], Remembered] = OrderedDict()
         self._pending: OrderedDict[bytes, bytes] = OrderedDict()
         self._lock = RLock()
-        self._settling = False
-        memory.relief = self.shrink
+        memory.reliefs.append(self.shrink)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -112,8 +111,7 @@ class RememberedAnswers:
     def shrink(self, nbytes: int) -> None:
         """Forget answers until so many bytes are free, or none is left."""
         with self._lock:
-            if not self._settling:
-                self._settle(max(0, self._hold.nbytes - nbytes))
+            self._settle(max(0, self._hold.nbytes - nbytes))
 
     def splice(
         self, salt: str, text: str, opening: str, form: AnswerFormat, tools: Any = None
@@ -179,14 +177,11 @@ class RememberedAnswers:
         held = sum(entry.nbytes for entry in self._entries.values())
         while self._entries and held > most_bytes:
             held -= self._entries.popitem(last=False)[1].nbytes
-        self._settling = True
         try:
             self._hold.resize(held)
         except ServerError:  # open requests have all of the memory
             self._entries.clear()
             self._hold.resize(0)
-        finally:
-            self._settling = False
 
 
 def opening_of(tokenizer: Any) -> str:

@@ -161,7 +161,7 @@ class Service:
             reasoning_parser=settings.reasoning_parser,
         )
         _ = self.prompts.traits  # probed now, so that no request waits for it
-        self.stored = ResponseStore(settings.stored_response_bytes)
+        self.stored = ResponseStore(self.memory, settings.stored_response_bytes)
         self.recent: deque[Recent] = deque(maxlen=settings.recent)
         """Figures of the last requests, the newest last."""
         self.listeners: list[Listener] = []
