@@ -123,7 +123,7 @@ class Crowd:
         elif kind == "hasty":
             more["timeout_seconds"] = 0.002
         elif kind == "huge":
-            more["max_tokens"] = 10_000_000
+            more |= {"max_tokens": 10_000_000, "ignore_eos": False}
         elif kind == "unknown":
             prompt = (*prompt, 10_000_000)
         return name, Request(prompt=prompt, **more)  # type: ignore[arg-type]
@@ -170,10 +170,10 @@ class Soak:
             handle = self.engine.submit(request)
         except (NeverFits, SettingError) as error:
             self.outcome.ends[type(error).__name__] += 1
-            if not name.startswith(("huge", "unknown")):
+            if not name.startswith("unknown"):
                 self.outcome.faults.append(f"{name} was refused: {error}")
             return
-        if name.startswith(("huge", "unknown")):
+        if name.startswith("unknown"):
             self.outcome.faults.append(f"{name} was taken in")
         asked = Asked(name, handle, self.crowd.cancels_after())
         if asked.cancel_after == 0:

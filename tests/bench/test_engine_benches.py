@@ -22,6 +22,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from penstock.cli import main
 from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.engine.schedule.partial_blocks import PartialBlock
 from penstock.errors import SettingError
 from penstock.prefix.checkpoints import Checkpoints
 from penstock_bench import (
@@ -514,6 +515,7 @@ def test_the_next_turn_of_a_hybrid_computes_its_new_text() -> None:
 def test_a_hybrid_without_checkpoints_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: then all is computed again."""
     monkeypatch.setattr(Checkpoints, "capture", lambda *_, **__: False)
+    monkeypatch.setattr(PartialBlock, "enabled", False)
     found = hybrid.measure(HYBRID)
     assert not found.met
     assert found.penstock["computed_tokens"] > 256

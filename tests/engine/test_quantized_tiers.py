@@ -127,10 +127,10 @@ def test_a_restart_changes_nothing_of_scaled_keys(
     with running(large, tmp_path, codec) as core:
         expected, cached = ask(core, asked)
         assert cached == 10 * BLOCK
-    monkeypatch.setattr(Runner, "key_scales", lambda _: ())
-    with running(large, tmp_path, codec) as core:
-        assert ask(core, asked)[1] == 0, "codes without scales, or with others, are other codes"
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "key_scales", lambda _: ())
+        with running(large, tmp_path, codec) as core:
+            assert ask(core, asked)[1] == 0, "codes without scales, or with others, are other codes"
     with running(large, tmp_path, codec) as core:
         assert ask(core, asked) == (expected, 10 * BLOCK)
 

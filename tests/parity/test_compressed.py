@@ -201,7 +201,7 @@ def test_nothing_is_dropped_past_the_window_and_all_is_reserved_before() -> None
         drain(core)
         said(handle)
         with pytest.raises(NeverFits):
-            ask(core, BASE, 40_000_000)
+            ask(core, [5] * core.budget.most_tokens(), 1)
 
 
 def test_what_does_not_suit_it_is_refused_with_the_reason() -> None:

@@ -705,11 +705,11 @@ def a_window_too_long_by_one(patch: pytest.MonkeyPatch) -> None:
 def the_tail_dropped(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
-    def of(rows: Any, tails: Any) -> DecodeStep:
+    def of(rows: Any, tails: Any, width: int = 1) -> DecodeStep:
         for row in rows:
             if row.tail:
                 tails.wipe(row.slot)
-        return real(rows, tails)
+        return real(rows, tails, width)
 
     patch.setattr(DecodeStep, "of", of)
 
@@ -734,8 +734,8 @@ def a_part_one_token_short(patch: pytest.MonkeyPatch) -> None:
 def slots_mixed_up(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
-    def of(rows: Any, tails: Any) -> DecodeStep:
-        step = real(rows, tails)
+    def of(rows: Any, tails: Any, width: int = 1) -> DecodeStep:
+        step = real(rows, tails, width)
         step.slots = step.slots[::-1]
         return step
 
@@ -745,8 +745,8 @@ def slots_mixed_up(patch: pytest.MonkeyPatch) -> None:
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
-    def of(rows: Any, tails: Any) -> DecodeStep:
-        step = real(rows, tails)
+    def of(rows: Any, tails: Any, width: int = 1) -> DecodeStep:
+        step = real(rows, tails, width)
         step.offset = step.offset + 1
         return step
 

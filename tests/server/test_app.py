@@ -266,7 +266,7 @@ def test_a_wrong_path_or_method_is_told_where_to_look(
         ({"max_tokens": 0}, "invalid_value"),
         ({"messages": []}, "invalid_value"),
         ({"messages": "Hello!"}, "invalid_type"),
-        ({"messages": None}, "invalid_type"),
+        ({"messages": None}, "missing_required_parameter"),
     ],
 )
 def test_a_wrong_type_is_told_from_a_wrong_value(

@@ -16,7 +16,7 @@ from servers import serving
 import penstock
 from penstock import config
 from penstock.cli.banner import banner
-from penstock.cli.snapshots import drawn
+from penstock.cli.top_screen import drawn
 from penstock.engine.offload.tier_kinds import TIER_KINDS, StoreOpener, TierContent
 from penstock.tiers.disk.disk_store import SSDStore
 
@@ -84,7 +84,7 @@ def test_a_new_kind_is_written_to_and_shown_everywhere(tmp_path: Path) -> None:
         assert running.service.engine.stats().tiers["shelf"].counts.written_blocks > 0
         top = shown(url)
         assert "shelf" in top
-        assert "shelf   1.18 MB of 50.00 MB; " in top
+        assert "shelf    1.18 MB of 50.00 MB; " in top
     assert list((tmp_path / "shelf").rglob("*.safetensors"))
 
 
@@ -94,7 +94,7 @@ def shown(url: str) -> str:
         line = next(line for line in answer.iter_lines() if line.startswith("data: "))
     console = Console(width=160)
     with console.capture() as capture:
-        console.print(drawn(httpx.Response(200, text=line[6:]).json(), url, 40))
+        console.print(drawn(httpx.Response(200, text=line[6:]).json(), url, 100, 40))
     return capture.get()
 
 
