@@ -35,7 +35,7 @@ class Item:
         return self.slow
 
 
-def test_of_many_cases_a_third_runs_and_always_the_first() -> None:
+def test_of_many_cases_a_sixth_runs_and_always_the_first() -> None:
     many = [Item(quick.THINNED[0], f"test_it[{i}]") for i in range(300)]
     few = [Item(quick.THINNED[0], f"test_few[{i}]") for i in range(quick.MANY - 1)]
     others = [Item("test_else.py", f"test_it[{i}]") for i in range(300)]
@@ -43,7 +43,7 @@ def test_of_many_cases_a_third_runs_and_always_the_first() -> None:
     out = quick.left_out([*many, *few, *others, *slow])  # type: ignore[list-item]
     assert all(item in out for item in slow)
     assert not any(item in out for item in [many[0], *few, *others])
-    assert 170 < sum(item in out for item in many) < 230
+    assert 230 < sum(item in out for item in many) < 270
     assert out == quick.left_out([*many, *few, *others, *slow])  # type: ignore[list-item]
 
 
