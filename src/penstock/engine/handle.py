@@ -29,6 +29,32 @@ class Choice:
     finish: Finish | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """Progress of reading a prompt."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of the prompt whose KV was in the cache."""
+    done_tokens: int
+    """Tokens of the prompt that are read, the cached ones included."""
+    seconds: float
+    """Seconds between the start of reading and this progress."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the prompt is read to its end."""
+        return self.done_tokens >= self.prompt_tokens
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the prompt is read, at the pace so far; None before the first chunk."""
+        computed = self.done_tokens - self.cached_tokens
+        if computed <= 0:
+            return None
+        return self.seconds / computed * (self.prompt_tokens - self.done_tokens)
+
+
 class Handle:
     """A submitted request. Iterate for its events, or ask for `result`.
 
@@ -52,6 +78,9 @@ class Handle:
         self._open = request.n
         self._ends = 0
         self._listener: Callable[[], object] | None = None
+        self._follows_prompt = False
+        self._progress: PromptProgress | None = None
+        self._read_since: float | None = None
 
     @property
     def done(self) -> bool:
@@ -67,6 +96,15 @@ class Handle:
     def ends(self) -> int:
         """Answers whose end was posted, taken or not."""
         return self._ends
+
+    @property
+    def progress(self) -> PromptProgress | None:
+        """Progress of reading the prompt; None while the request waits for its place."""
+        return self._progress
+
+    def follow_prompt(self) -> None:
+        """Have the listener called for each chunk of the prompt as well."""
+        self._follows_prompt = True
 
     def listen(self, callback: Callable[[], object]) -> None:
         """Have `callback` called when events are there, on the engine's thread: it must be quick.
@@ -120,6 +158,20 @@ class Handle:
         """Add an event; the engine's thread calls this, and `notify` when it has added all."""
         self._ends += isinstance(event, Finish)
         self._events.put(event)
+
+    def note_prompt(self, done_tokens: int, cached_tokens: int) -> None:
+        """Note how many tokens of the prompt are read; the engine's thread calls this.
+
+        What is read again after a preemption is no progress.
+        """
+        now, before = time.monotonic(), self._progress
+        if self._read_since is None:
+            self._read_since = now
+        done = done_tokens if before is None else max(done_tokens, before.done_tokens)
+        seconds = now - self._read_since
+        self._progress = PromptProgress(len(self.request.prompt), cached_tokens, done, seconds)
+        if self._follows_prompt:
+            notify([self])
 
     def _wait(self, until: float | None) -> Event:
         while True:

@@ -160,6 +160,7 @@ class Postprocessor:
             self._count(computed)
             sequence.served_tokens += computed.tokens
             self._admission.advance(sequence)
+            sequence.note_prompt()
 
     def _count(self, computed: PrefillPass) -> None:
         """Count a chunk and its time, the commit included."""

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
-from sse_starlette import ServerSentEvent
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -43,6 +42,7 @@ from penstock.server.calls import (
 )
 from penstock.server.forms import grammar_for
 from penstock.server.problems import BadRequest, dumps
+from penstock.server.prompt_progress import ping_event
 from penstock.server.prompts import check_text
 from penstock.server.request_body import reading_aside
 from penstock.server.service import ActiveRequest, Service, until_gone
@@ -179,11 +179,8 @@ def router(service: Service) -> APIRouter:
         telling = _Telling(service, answering, reader, Blocks(thinking=body.thinks))
         headers = left_out_headers(body.left_out) | more
         if body.stream:
-            stream = Stream(service, LABEL, answering, telling.events(), headers)
-            stream.ping_message_factory = lambda: ServerSentEvent(
-                event="ping", data='{"type":"ping"}', sep="\n"
-            )
-            return stream
+            events = telling.events()
+            return Stream(service, LABEL, answering, events, headers, ping=ping_event)
         async with answering:
             whole = dumps(await telling.message(http))
             return Response(whole, headers=headers, media_type="application/json")

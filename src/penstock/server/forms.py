@@ -245,6 +245,8 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    """Whether a stream says how much of the prompt is read, as llama.cpp's server does."""
     response_format: ResponseFormat | None = None
     tools: Each[Tool] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
@@ -269,6 +271,8 @@ class CompletionRequest(Sampled):
     echo: bool | None = None
     suffix: str | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    """Whether a stream says how much of the prompts is read, as llama.cpp's server does."""
 
 
 def grammar_for(schema: dict[str, Any] | bool | None, param: str) -> str:

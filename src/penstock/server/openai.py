@@ -41,6 +41,7 @@ from penstock.server.openai_objects import (
     usage_object,
 )
 from penstock.server.problems import BadRequest, NotFound, dumps
+from penstock.server.prompt_progress import progress_object
 from penstock.server.request_body import reading_aside
 from penstock.server.service import ActiveRequest, Service, until_gone
 from penstock.server.sse import Stream, data
@@ -48,6 +49,8 @@ from penstock.server.sse import Stream, data
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 DONE = b"data: [DONE]\n\n"
+FIRST_DELTA = {"role": "assistant", "content": ""}
+"""First part of an answer in a stream."""
 
 
 class Json(JSONResponse):
@@ -227,12 +230,16 @@ class _Chat:
             head["usage"] = None
         started: set[int] = set()
         calls = [CallParts() for _ in self.readers]
-        async for events in answering.batches():
+        async for events in answering.batches(with_progress=bool(self.body.return_progress)):
+            if not events:
+                choice = self._choice(0, {} if 0 in started else dict(FIRST_DELTA), [], None)
+                started.add(0)
+                yield data({**head, "choices": [choice], **_prompt_progress(answering)})
             for index, (delta, tokens, finish) in _read_all(events, self.readers).items():
                 content = _delta(delta, calls[index])
                 if index not in started:
                     started.add(index)
-                    content = {"role": "assistant", "content": "", **content}
+                    content = {**FIRST_DELTA, **content}
                 if content or tokens:
                     yield data({**head, "choices": [self._choice(index, content, tokens, None)]})
                 if finish is not None:
@@ -409,7 +416,10 @@ class _Completions:
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         head = {**self.head, "usage": None} if with_usage else self.head
         offsets: dict[int, int] = {}
-        async for events in answering.batches():
+        async for events in answering.batches(with_progress=bool(self.body.return_progress)):
+            if not events:
+                choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
+                yield data({**head, "choices": [choice], **_prompt_progress(answering)})
             for index, (text, tokens, reason) in _sum_up(events).items():
                 if index not in offsets:
                     text = self.echoes[index // self.n] + text
@@ -444,6 +454,12 @@ def _sum_up(events: Iterable[Event]) -> dict[int, tuple[str, list[Token], str | 
         index: ("".join(parts), tokens.get(index, []), ends.get(index))
         for index, parts in texts.items()
     }
+
+
+def _prompt_progress(answering: ActiveRequest) -> dict[str, Any]:
+    """Return the part of a chunk that says how much of the prompt is read."""
+    progress = answering.progress
+    return {} if progress is None else {"prompt_progress": progress_object(progress)}
 
 
 def _head(service: Service, kind: str) -> dict[str, Any]:

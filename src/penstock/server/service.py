@@ -31,7 +31,7 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.config import ServerSettings
 from penstock.engine.engine import Engine
-from penstock.engine.handle import Choice, Handle
+from penstock.engine.handle import Choice, Handle, PromptProgress
 from penstock.engine.request import Event, Finish, Request, Token, Usage
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped, PenstockError
@@ -48,6 +48,7 @@ from penstock.server.problems import (
     Unavailable,
 )
 from penstock.server.prompt_memory import HOLD, TOKEN_BYTES, PromptMemory, pool_bytes
+from penstock.server.prompt_progress import progress_of
 from penstock.server.prompts import STOP, Prompts
 from penstock.server.remembered_answers import RememberedAnswers
 from penstock.server.response_store import ResponseStore
@@ -424,6 +425,7 @@ class ActiveRequest:
         self._offsets = _offsets(handles)
         self._wake = asyncio.Event()
         self._patient = False
+        self._follows = False
         self._slow = False
         self._error: BaseException | None = None
         self._closed = False
@@ -439,6 +441,11 @@ class ActiveRequest:
         """Whether every answer has ended."""
         return len(self.finishes) == self.answers
 
+    @property
+    def progress(self) -> PromptProgress | None:
+        """Progress of reading its prompts, together; None while they wait for a place."""
+        return progress_of(self.handles)
+
     def usage(self) -> Usage:
         """Return the usage so far, summed over the answers that have ended."""
         totals = [
@@ -451,16 +458,25 @@ class ActiveRequest:
             completion_tokens=sum(usage.completion_tokens for usage in totals),
         )
 
-    async def batches(self) -> AsyncIterator[list[Event]]:
+    async def batches(self, *, with_progress: bool = False) -> AsyncIterator[list[Event]]:
         """Yield events, all that are there at once, until the last answer has ended.
+
+        Args:
+            with_progress: yield an empty list, too, when more of the prompts has been read.
 
         Raises:
             PenstockError: what made an answer fail: its timeout, the end of the engine, a reader
                 that is too slow.
         """
+        shown_tokens = -1
+        self._follow_prompts(with_progress)
         while True:
             self._wake.clear()  # before the events are taken: none is missed
             events = self._take()
+            progress = self.progress if self._follows else None
+            if progress is not None and progress.done_tokens > shown_tokens:
+                shown_tokens = progress.done_tokens
+                yield []
             if events:
                 yield events
             elif self._error is not None:
@@ -489,6 +505,11 @@ class ActiveRequest:
         await (self._read_all() if http is None else until_gone(http, self._read_all()))
         return [choice for handle in self.handles for choice in handle.choices]
 
+    def _follow_prompts(self, follows: bool) -> None:
+        self._follows = follows
+        for handle in self.handles if follows else ():
+            handle.follow_prompt()
+
     async def _read_all(self) -> None:
         async for _ in self.batches():
             pass
@@ -508,7 +529,7 @@ class ActiveRequest:
             self._slow = True
             for handle in self.handles:
                 handle.cancel()
-        if unread and not (self._patient and self._can_wait(unread)):
+        if self._follows or (unread and not (self._patient and self._can_wait(unread))):
             self._wake.set()
 
     def _unread(self) -> int:

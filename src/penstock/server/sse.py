@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import anyio
@@ -13,7 +13,9 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
+from penstock.engine.handle import PromptProgress
 from penstock.server.problems import body_for, dumps, problem_of
+from penstock.server.prompt_progress import ping_comment
 from penstock.server.service import ActiveRequest, Service
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class Stream(EventSourceResponse):
         answering: closed at the end; None if there is no request behind the stream.
         events: written as they come. Raises a PenstockError to end with an `error` event.
         headers: of the response, beside the content type.
+        ping: makes the event that keeps the stream alive, from the progress of the prompt.
     """
 
     def __init__(
@@ -56,11 +59,13 @@ class Stream(EventSourceResponse):
         answering: ActiveRequest | None,
         events: AsyncIterator[bytes],
         headers: Mapping[str, str] | None = None,
+        *,
+        ping: Callable[[PromptProgress | None], ServerSentEvent] = ping_comment,
     ) -> None:
         super().__init__(
             _with_error(path, events),
             ping=service.settings.ping_seconds,
-            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+            ping_message_factory=lambda: ping(answering.progress if answering else None),
             send_timeout=service.settings.send_timeout_seconds,
             headers={"Content-Type": "text/event-stream; charset=utf-8", **(headers or {})},
         )

@@ -124,6 +124,7 @@ class Admission:
         sequence.cached_tokens += tokens
         self._counters.hit_tokens += tokens
         self._counters.restored_tokens += tokens if restored else 0
+        sequence.note_prompt()
 
     def advance(self, sequence: Sequence) -> None:
         """Let a sequence decode from the next step on if nothing of it is left to prefill."""

@@ -135,6 +135,12 @@ class Sequence:
         assert kv.slot is not None
         return DecodeRow(kv.spans(), kv.position, kv.slot, kv.tail)
 
+    def note_prompt(self) -> None:
+        """Tell the handle how much of the prompt is read; its first answer speaks for all."""
+        if self.choice == 0:
+            done = self.position if self.remaining_tokens else self.prompt_tokens
+            self.handle.note_prompt(min(done, self.prompt_tokens), self.cached_tokens)
+
     def usage(self) -> Usage:
         """Return the token counts so far."""
         return Usage(self.prompt_tokens, self.cached_tokens, self.generated_tokens)
