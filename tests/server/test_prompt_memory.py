@@ -252,3 +252,23 @@ def test_reading_a_long_body_holds_nobody_up(wide: Running) -> None:
     answer = asked.result()
     assert answer.status_code == 400 and "messages.16000.role" in answer.text
     assert max(waits) < alone_seconds / 2
+
+
+def test_compiling_a_grammar_holds_no_short_prompt_up(small: Running) -> None:
+    """While the thread that compiles grammars is busy, only requests with one wait."""
+    busy = threading.Event()
+    small.service._compiling.submit(busy.wait, SECONDS)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            form = {"response_format": {"type": "json_object"}, "max_tokens": 1}
+            body = {"messages": [{"role": "user", "content": "x"}], **form}
+            url = f"{small.url}/v1/chat/completions"
+            constrained = pool.submit(httpx.post, url, json=body, timeout=SECONDS)
+            wait_until(lambda: small.service._pending == 1)
+            time.sleep(0.1)
+            assert post(small, {"prompt": "The code", "max_tokens": 1}).status_code == 200
+            assert not constrained.done()
+            busy.set()
+            assert constrained.result().status_code == 200
+    finally:
+        busy.set()

@@ -180,6 +180,7 @@ class Service:
         self._pending = 0
         self._short = ThreadPoolExecutor(1, thread_name_prefix="penstock-prompts")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="penstock-long-prompts")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammars")
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, thread_name_prefix="penstock-sessions")
 
     @property
@@ -261,7 +262,7 @@ class Service:
         """Return the engine's handle; a grammar is compiled for it, which takes long."""
         if request.grammar is None:
             return self.engine.open(request)
-        return await self.work(self.engine.open, request)
+        return await self._in(self._compiling, self.engine.open, request)
 
     async def created_tokens(self, answering: ActiveRequest) -> int:
         """Return the tokens of a request's prompt that were computed for it and are cached now."""
@@ -295,19 +296,26 @@ class Service:
 
         There is one such thread for short requests, and one for long ones, which lets the other
         go first between two pieces of a text. The thread stops there once the client has gone.
+        Grammars, which may take seconds to compile, have a thread of their own.
 
         Raises:
             ServerError: 429, as many as may wait for it do already.
         """
+        hold = HOLD.get()
+        worker = self._short if hold is None or hold.body_bytes < LONG_BYTES else self._long
+        return await self._in(worker, call, *args, **kwargs)
+
+    async def _in(
+        self, worker: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a slow function in a worker; raises as `work`."""
         if self._pending > self.max_queue:  # one of them is at work
             raise ServerError(
                 f"{self.max_queue} requests wait for their prompts to be read; try again later",
                 status=429,
                 code="queue_full",
             )
-        loop, hold, stop = asyncio.get_running_loop(), HOLD.get(), ThreadEvent()
-        worker = self._short if hold is None or hold.body_bytes < LONG_BYTES else self._long
-        context = copy_context()
+        loop, stop, context = asyncio.get_running_loop(), ThreadEvent(), copy_context()
         context.run(STOP.set, stop)
         self._pending += 1
         try:
@@ -350,6 +358,7 @@ class Service:
         """Shut the worker threads down."""
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self._aside.shutdown(wait=False, cancel_futures=True)
 
     def wake_soon(self) -> None:
