@@ -1,4 +1,4 @@
-"""Run coding agents through ten turns against our server, and print what of them was cached.
+"""Run coding agents through ten turns and a subagent's, and print what of them was cached.
 
     python tests/agents/run_agents.py FOLDER [PROGRAM...]      (make test-agents)
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from scenarios import AGENTS, BEFORE, NOTES, TEXT, TURNS, Turn, script_of
+from scenarios import AGENTS, BEFORE, NOTES, SUBAGENT, TEXT, TURNS, Turn, script_of
 from scripted_model import CONTEXT, write_model
 
 from penstock.cli.launch_setups import PROGRAMS, Endpoint
@@ -37,7 +37,6 @@ MODEL_CONTEXT = 100_000
 TURN_SECONDS = 300
 ABORT_TOKENS = 40
 """Tokens of an answer after which a program is interrupted."""
-INSTALLED = ("claude", "codex", "opencode")
 SCRIPTS = ("@anthropic-ai/claude-code/install.cjs", "opencode-ai/postinstall.mjs")
 """What the packages run when they are installed, where npm does not."""
 
@@ -67,7 +66,7 @@ def main() -> int:
 
 def _install(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    packages = [PROGRAMS[name].package for name in INSTALLED]
+    packages = [PROGRAMS[name].package for name in AGENTS]
     command = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), *packages]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     for script in SCRIPTS:
@@ -98,11 +97,14 @@ class Run:
             work = home / "work"
             work.mkdir(parents=True)
             model.mkdir()
+            self._setup = self._setup.in_folder(name)
+            for file, text in self._setup.files.items():
+                (Path(name) / file).write_text(text)
             (work / NOTES).write_text(TEXT.format(BEFORE))
             script = script_of(self.agent.tools, work)
             write_model(model, script)
             with _server(model):
-                for number, turn in enumerate(TURNS, 1):
+                for number, turn in enumerate(TURNS[: max(script.keys() - {SUBAGENT})], 1):
                     wrong += self._turn(number, turn, home, script[number][-1])
         return [f"{self.name}: {line}" for line in wrong]
 
@@ -113,8 +115,8 @@ class Run:
         records = self._new()
         share = self._print(number, turn, records)
         if not first and share < LEAST_SHARE:
-            worst = min(records, key=_share)
-            yield f"turn {number}: {share:.1%} cached: {worst['explanation']['reason']}"
+            reasons = {one["explanation"]["reason"] for one in records}
+            yield f"turn {number}: {share:.1%} cached: {'; '.join(sorted(reasons))}"
         if not turn.aborted and last not in said:
             yield f"turn {number}: did not say {last!r} but {said[-300:]!r}"
         if turn.aborted and records[-1]["state"] != "cancelled":
@@ -175,8 +177,12 @@ class Run:
     def _print(self, number: int, turn: Turn, records: list[Record]) -> float:
         if not records:
             raise SystemExit(f"{self.name}: turn {number} reached no server")
-        last, share = records[-1], min(map(_share, records))
-        figures = f"{len(records):>10}{last['prompt_tokens']:>15,}{_cached(last):>10,}"
+        by_size = sorted(records, key=lambda one: one["prompt_tokens"])
+        shown, share = by_size[-1], min(map(_share, records))
+        if turn.delegated:
+            shown = by_size[0]
+            share = min(map(_share_of_shared, records))
+        figures = f"{len(records):>10}{shown['prompt_tokens']:>15,}{_cached(shown):>10,}"
         print(f"{self.name:<10}{number:>5} {turn.name:<15}{figures}{share:>13.1%}", flush=True)
         return share
 
@@ -217,6 +223,12 @@ def _records() -> list[Record]:
 
 def _share(record: Record) -> float:
     return _cached(record) / int(record["prompt_tokens"])
+
+
+def _share_of_shared(record: Record) -> float:
+    """Return the cached share of what a prompt has in common with the nearest one before."""
+    differs_at = record["explanation"]["diverges_at"]
+    return _cached(record) / int(differs_at or record["prompt_tokens"])
 
 
 def _cached(record: Record) -> int:

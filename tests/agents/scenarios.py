@@ -25,6 +25,8 @@ class Turn:
     files: tuple[tuple[str, str], ...] = ()
     aborted: bool = False
     """Whether the program is interrupted while the model answers."""
+    delegated: bool = False
+    """Whether a subagent does it, which begins with a prompt of its own."""
 
 
 _EDITED = (NOTES, TEXT.format(AFTER))
@@ -39,7 +41,10 @@ TURNS = (
     Turn("read a file", f"What does {COPY} say?"),
     Turn("edit it", f"Change that code to {LAST}.", ((COPY, TEXT.format(LAST)), _EDITED)),
     Turn("sum up", "Sum up."),
+    Turn("subagent", "Have another one greet me.", delegated=True),
 )
+SUBAGENT = 15
+"""Task of the subagent, whose conversation is its own."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Tools:
     read: Callable[[str], str]
     edit: Callable[[str, str, str], str]
     run: Callable[[str], str]
+    delegate: Callable[[str], str] | None = None
+    """Call that has a subagent do a task; None where it takes a name that no script can know."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ AGENTS = {
             lambda path: call("Read", file_path=path),
             lambda path, old, new: call("Edit", file_path=path, old_string=old, new_string=new),
             lambda command: call("Bash", command=command, description="As it was asked"),
+            lambda task: call("Agent", description="Greeting", prompt=task),
         ),
         (("IS_SANDBOX", "1"),),  # it refuses to skip permissions as root otherwise
     ),
@@ -98,6 +106,18 @@ AGENTS = {
             lambda path: call("read", filePath=path),
             lambda path, old, new: call("edit", filePath=path, oldString=old, newString=new),
             lambda command: call("bash", command=command),
+            lambda task: call("task", description="Greeting", prompt=task, subagent_type="general"),
+        ),
+    ),
+    "pi": Agent(
+        ("-p",),
+        ("-p", "--continue"),
+        Tools(
+            lambda path: call("read", path=path),
+            lambda path, old, new: call(
+                "edit", path=path, edits=[{"oldText": old, "newText": new}]
+            ),
+            lambda command: call("bash", command=command),
         ),
     ),
 }
@@ -106,15 +126,24 @@ AGENTS = {
 def script_of(tools: Tools, work: Path) -> Script:
     """Return the answers of every turn, the last of which is said to the user."""
     notes, copy, count = (str(work / name) for name in (NOTES, COPY, COUNT))
-    return {
+    delegated = f"Greet the user. (task {SUBAGENT})"
+    script = {
         1: ["Good morning, what shall I do?"],
         2: [tools.read(notes), f"Your notes hold the code {BEFORE}."],
-        3: [tools.edit(notes, BEFORE, AFTER), f"From now on, {AFTER} is the code."],
+        3: [
+            tools.read(notes),
+            tools.edit(notes, BEFORE, AFTER),
+            f"From now on, {AFTER} is the code.",
+        ],
         4: [tools.run(f"cp {notes} {copy}"), "There are two files of it now."],
         5: [tools.run(f"wc -w < {copy} > {count}"), "I wrote down how many words it has."],
         6: [f"Once upon a time a king had a daughter, and she had a garden. {ENDLESS}"],
         7: ["We had counted words before that story."],
         8: [tools.read(copy), "The second file says the same as the first."],
-        9: [tools.edit(copy, AFTER, LAST), f"Only the second file has {LAST}."],
+        9: [tools.read(copy), tools.edit(copy, AFTER, LAST), f"Only the second file has {LAST}."],
         10: ["All ten are through; goodbye."],
     }
+    if tools.delegate is not None:
+        script[11] = [tools.delegate(delegated), "My colleague has greeted you."]
+        script[SUBAGENT] = ["A fine evening to you."]
+    return script

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios import AGENTS, TURNS, script_of
+from scenarios import AGENTS, script_of
 from scripted_model import END, ENDLESS, write_model
 
 from penstock import Engine, Request, load
@@ -38,12 +38,12 @@ def test_every_turn_of_the_script_is_answered_from_what_is_cached(scripted: Any)
     *_, script = scripted
     messages = [{"role": "system", "content": "You are a coding agent. " * 100}]
     shares = []
-    for number, turn in enumerate(TURNS, 1):
-        messages.append({"role": "user", "content": f"{turn.prompt} (task {number})"})
-        for answer in script[number]:
+    for number, answers in script.items():
+        messages.append({"role": "user", "content": f"Do it. (task {number})"})
+        for answer in answers:
             said, share = ask(scripted, messages)
             shares.append(share)
-            if turn.aborted:
+            if answer.endswith(ENDLESS):
                 assert len(said) > 500 and said.startswith(answer.removesuffix(ENDLESS) * 3)
                 continue
             assert said == answer
