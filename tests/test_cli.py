@@ -270,9 +270,13 @@ def test_agents_account_for_every_token_and_byte(few: dict[str, Any]) -> None:
     assert (stats["failed"], stats["running"], stats["waiting"]) == (0, 0, 0)
     assert report["shared_tokens"] % report["block_size"] == 0
     assert 0 < report["shared_tokens"] <= 200
-    # Everything that is held is the shared part, once, and what each has behind it.
+    # Everything that is held is the shared part, once, what each has behind it, and the last
+    # tokens of a few answers from which a turn went on another way.
     own = sum(agent["own_bytes"] for agent in each)
-    assert report["held_bytes"] == report["shared_bytes"] + own == stats["by_kind"]["nodes"]
+    ends = report["held_bytes"] - report["shared_bytes"] - own
+    assert report["held_bytes"] == stats["by_kind"]["nodes"]
+    assert 0 <= ends < len(each) * report["block_size"] * 2_048
+    assert ends % 2_048 == 0
     assert sum(stats["by_kind"].values()) == stats["used_bytes"] <= report["limit_bytes"]
     assert report["plain_bytes"] == sum(agent["plain_bytes"] for agent in each)
     assert report["plain_bytes"] == 2_048 * sum(agent["conversation_tokens"] for agent in each)
@@ -367,7 +371,7 @@ def test_doctor_says_what_is_slow() -> None:
     if "PENSTOCK_BLAS" not in done.stdout:
         pytest.skip("MLX needs no BLAS of ours here")
     assert done.returncode == 1
-    assert "what to do" in done.stdout
+    assert "remedy:" in done.stdout
 
 
 def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
@@ -383,7 +387,7 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
         (["cache"], "Missing command"),
         (["bench", "nosuch"], "No such command 'nosuch'"),
         (["generate"], "Missing argument"),
-        (["generate", "x", "--bogus"], "No such option: --bogus"),
+        (["generate", "x", "--bogus"], "No such option"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "caf\udce9 x"], "the prompt is not UTF-8: byte 0xe9 after 3 characters"),
         (["generate", "caf\udce9 x", "--raw"], "the prompt is not UTF-8"),
@@ -556,9 +560,9 @@ def test_every_command_that_quantizes_is_looked_at() -> None:
 def test_a_flag_that_may_stand_alone_swallows_no_other(
     capsys: Capture, words: tuple[str, ...], flag: str
 ) -> None:
-    assert "No such option: --bogus" in refused(capsys, *words, flag, "--bogus")
-    assert "No such option: --bogus" in refused(capsys, *words, "--bogus", flag)
-    assert "No such option: --bogus" in refused(capsys, *words, flag, "k8v4", "--bogus")
+    assert "No such option '--bogus'." in refused(capsys, *words, flag, "--bogus")
+    assert "No such option '--bogus'." in refused(capsys, *words, "--bogus", flag)
+    assert "No such option '--bogus'." in refused(capsys, *words, flag, "k8v4", "--bogus")
     known = refused(capsys, *words, flag, "--kv-cache-min-quantize-tokens", "many")
     assert "Invalid value for '--kv-cache-min-quantize-tokens'" in known
 

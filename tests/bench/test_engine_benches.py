@@ -66,6 +66,9 @@ QUANTIZED = quantized.QuantizedLoad(
     "turbo4", **{**SIZES, "llama": WIDE, "engine": EngineShape(64, 64)}, lengths=(512, 1_024)
 )
 
+LEAST_GAIN = 1.09
+"""Times that a run in codes takes less at its peak; 1.13 at 512 tokens."""
+
 HYBRID = hybrid.HybridLoad(
     hybrid.HybridShape(layers=2, hidden_size=64, full_every=2, state_heads=2, state_dim=8),
     known_tokens=256,
@@ -492,7 +495,7 @@ def test_a_restore_reads_all_and_computes_nothing(restored: Any) -> None:
 
 def test_codes_take_less_at_rest_and_at_the_peak(coded: Any) -> None:
     for tokens in ("512", "1024"):
-        assert coded.ratio[f"{tokens}: peak_memory"] > 1
+        assert coded.ratio[f"{tokens}: peak_memory"] > LEAST_GAIN
         raw, held = coded.penstock[tokens].values()
         assert raw["held_bytes"] > 1.5 * held["held_bytes"]
         assert raw["peak_bytes"] > held["peak_bytes"]
@@ -524,7 +527,8 @@ def test_a_hybrid_without_checkpoints_is_seen(monkeypatch: pytest.MonkeyPatch) -
 def test_forms_that_take_as_much_are_seen() -> None:
     """Negative control: full precision against itself."""
     found = quantized.measure(replace(QUANTIZED, codec="raw/raw", lengths=(512,)))
-    assert not found.met
+    # On so small a model one buffer that is freed a moment later is a percent of the peak.
+    assert 0.92 < found.ratio["512: peak_memory"] < LEAST_GAIN
 
 
 def test_a_prompt_that_is_sooner_computed_than_read_is_refused(

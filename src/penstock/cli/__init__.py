@@ -109,9 +109,10 @@ def _refusal(error: typer.TyperException) -> str:
     The parser lists all flags that look alike, in alphabetical order.
     """
     wrong, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
-    if not wrong or not known:
+    if not wrong:
         return error.format_message()
-    return f"No such option {wrong!r}. Did you mean {get_close_matches(wrong, known, 1, 0)[0]!r}?"
+    near = get_close_matches(wrong, known or [], 1, 0.7)
+    return f"No such option {wrong!r}." + (f" Did you mean {near[0]!r}?" if near else "")
 
 
 def _fail(message: str) -> int:
