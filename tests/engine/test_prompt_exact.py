@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
-import sentencepiece
-from gguf_files import add_vocabulary
+from gguf_files import add_sentencepiece, add_vocabulary
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -65,31 +63,9 @@ def gguf_bytes(folder: Path) -> None:
 
 def gguf_sentencepiece(folder: Path) -> None:
     """Write the tokenizer of a GGUF file with a SentencePiece vocabulary."""
-    trained = BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*SAMPLE.splitlines(), "amber falcon", "def f", "the code of"] * 50),
-        model_writer=trained,
-        vocab_size=330,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
-    count = theirs.vocab_size()
-    kinds = [
-        2 if theirs.is_unknown(n) else 3 if theirs.is_control(n) else 6 if theirs.is_byte(n) else 1
-        for n in range(count)
-    ]
+    lines = [*SAMPLE.splitlines(), "amber falcon", "def f", "the code of"] * 50
     writer = gguf.GGUFWriter(folder / "v.gguf", "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([theirs.id_to_piece(n) for n in range(count)])
-    writer.add_token_scores([theirs.get_score(n) for n in range(count)])
-    writer.add_token_types(kinds)
-    writer.add_unk_token_id(theirs.unk_id())
-    writer.add_bos_token_id(theirs.bos_id())
-    writer.add_eos_token_id(theirs.eos_id())
+    add_sentencepiece(writer, lines, 330)
     _tokenizer_of(writer, folder)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import unicodedata
@@ -13,7 +12,6 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
-import sentencepiece
 from gguf.quants import dequantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,7 +26,14 @@ from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
 from penstock.models.gguf.tokenizer import SPLITS, write_tokenizer
 from penstock.models.gguf.weights import nearest_errors
 from penstock.models.mlx_lm import load_all, render
-from support.gguf_files import MODELS, VOCABULARY, add_vocabulary, small_model, write_model
+from support.gguf_files import (
+    MODELS,
+    VOCABULARY,
+    add_sentencepiece,
+    add_vocabulary,
+    small_model,
+    write_model,
+)
 
 EXACT = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "F16", "BF16", "F32"]
 FORM = {form.name: form for form in FORMS.values()}
@@ -244,30 +249,8 @@ def test_any_text_survives_the_bytes(tmp_path_factory: Any, text: str) -> None:
 
 def test_sentencepiece_tokens_are_those_of_the_reference(tmp_path: Path) -> None:
     whole = " ".join(corpus())
-    trained = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(whole.splitlines()),
-        model_writer=trained,
-        vocab_size=700,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
-    count = theirs.vocab_size()
-    kinds = [
-        2 if theirs.is_unknown(n) else 3 if theirs.is_control(n) else 6 if theirs.is_byte(n) else 1
-        for n in range(count)
-    ]
     writer = gguf.GGUFWriter(tmp_path / "v.gguf", "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([theirs.id_to_piece(n) for n in range(count)])
-    writer.add_token_scores([theirs.get_score(n) for n in range(count)])
-    writer.add_token_types(kinds)
-    writer.add_unk_token_id(theirs.unk_id())
-    writer.add_bos_token_id(theirs.bos_id())
+    theirs = add_sentencepiece(writer, whole.splitlines(), 700)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

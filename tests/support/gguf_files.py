@@ -6,12 +6,15 @@ Names of tensors, forms of blocks and keys of metadata are that package's, not t
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import sentencepiece
 from gguf.quants import quantize
 from mlx.utils import tree_flatten
 from tokenizers import pre_tokenizers
@@ -171,3 +174,32 @@ def config_of(folder: Path) -> dict[str, Any]:
     """Read a folder's config.json."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
+
+
+def add_sentencepiece(writer: Any, lines: Iterable[str], vocabulary_size: int) -> Any:
+    """Train a SentencePiece vocabulary on lines, and add it; return the processor it came from."""
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=trained,
+        vocab_size=vocabulary_size,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    count = theirs.vocab_size()
+    kinds = [
+        2 if theirs.is_unknown(n) else 3 if theirs.is_control(n) else 6 if theirs.is_byte(n) else 1
+        for n in range(count)
+    ]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([theirs.id_to_piece(n) for n in range(count)])
+    writer.add_token_scores([theirs.get_score(n) for n in range(count)])
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(theirs.unk_id())
+    writer.add_bos_token_id(theirs.bos_id())
+    writer.add_eos_token_id(theirs.eos_id())
+    return theirs

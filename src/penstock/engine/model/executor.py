@@ -147,7 +147,7 @@ class ModelExecutor:
     def _proposal(self, sequence: Sequence, rows: int) -> list[int]:
         """Return the tokens to check for a sequence; they end with its tail and with its block.
 
-        None for a sequence whose next tokens follow a rule, which its sampler keeps.
+        Nothing is proposed where the next tokens follow a rule, which the sampler keeps.
         """
         if not self._speculative_tokens or sequence.sampler.constraint is not None:
             return []

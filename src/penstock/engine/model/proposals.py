@@ -14,20 +14,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.engine.offload.prefill_rate import RunningMean
+
 LEAST_NGRAM = 3
 """Tokens that must have occurred before, in this order, for a proposal."""
 LONGEST_NGRAM = 16
 """Tokens after which a longer agreement counts no more."""
 FIRST_SHARE = 0.6
 """Share of right proposals that is assumed of a sequence before the first."""
-NEWEST_WEIGHT = 0.2
-"""Weight of the newest proposal in that share."""
 RETRY_TOKENS = 64
 """Tokens without a proposal after which the assumption is made again."""
 WIDTHS = (1, 2, 4, 8, 16)
 """Numbers of proposed tokens among which the best is chosen."""
-NEWEST_SECONDS = 0.2
-"""Weight of the newest step in the mean of its width's seconds."""
 
 
 class NgramProposer:
@@ -75,12 +73,11 @@ class StepCosts:
     """Measured seconds of decode steps by the number of their rows and new tokens of each."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[int, int], float] = {}
+        self._seconds: dict[tuple[int, int], RunningMean] = {}
 
     def add(self, rows: int, width: int, seconds: float) -> None:
         """Take in a step."""
-        before = self._seconds.get((rows, width), seconds)
-        self._seconds[rows, width] = before + NEWEST_SECONDS * (seconds - before)
+        self._seconds.setdefault((rows, width), RunningMean(seconds)).add(seconds)
 
     def ratio(self, rows: int, width: int) -> float:
         """Return how many times longer a step takes than one of a token a row.
@@ -91,7 +88,7 @@ class StepCosts:
         known = [w for of, w in self._seconds if of == rows and w <= width]
         if one is None or not known:
             return 1.0
-        return self._seconds[rows, max(known)] / one
+        return self._seconds[rows, max(known)].value / one.value
 
 
 class Speculation:
@@ -99,7 +96,7 @@ class Speculation:
 
     def __init__(self) -> None:
         self._proposer = NgramProposer()
-        self._share = FIRST_SHARE
+        self._share = RunningMean(FIRST_SHARE)
         self._without = 0
         """Tokens since the last proposal."""
 
@@ -115,19 +112,19 @@ class Speculation:
         proposal = self._proposer.propose(tokens, self._best(most, rows, costs))
         self._without = 0 if proposal else self._without + 1
         if self._without >= RETRY_TOKENS:
-            self._without, self._share = 0, max(self._share, FIRST_SHARE)
+            self._without, self._share = 0, RunningMean(max(self._share.value, FIRST_SHARE))
         return proposal
 
     def judged(self, proposed: int, accepted: int) -> None:
         """Take in how many first tokens of a proposal were right."""
         for right in [1.0] * accepted + [0.0] * (accepted < proposed):
-            self._share += NEWEST_WEIGHT * (right - self._share)
+            self._share.add(right)
 
     def _best(self, most: int, rows: int, costs: StepCosts) -> int:
         """Return the number of proposed tokens with most expected tokens a second; 0 is none."""
         best, speed = 0, 1.0
         for count in sorted({min(width, most) for width in WIDTHS} - {0}):
-            expected = sum(self._share**i for i in range(count + 1))
+            expected = sum(self._share.value**i for i in range(count + 1))
             gained = expected / costs.ratio(rows, count + 1)
             if gained > speed:
                 best, speed = count, gained
