@@ -210,7 +210,7 @@ def test_brackets_in_a_text_are_no_depth(recall_server: Running) -> None:
 def prompts_wait(running: Running) -> Iterator[None]:
     """Keep the threads that read prompts from their work."""
     go_on = threading.Event()
-    for worker in (running.service._short, running.service._long):
+    for worker in (running.service.workers.short, running.service.workers.long):
         worker.submit(go_on.wait, SOON)
     try:
         yield
@@ -222,7 +222,7 @@ def test_prompts_that_wait_to_be_read_are_bounded(busy: Running) -> None:
     with unchanged(busy), ThreadPoolExecutor(2) as pool:
         with prompts_wait(busy):
             waiting = [pool.submit(post, busy, PATHS[0]) for _ in range(2)]
-            wait_until(lambda: busy.service._pending == 2)
+            wait_until(lambda: busy.service.workers.pending == 2)
             for path in PATHS:
                 refused = post(busy, path)
                 assert (refused.status_code, kind(refused)) == (429, "rate_limit_error")
@@ -310,7 +310,7 @@ def test_the_time_of_a_request_begins_when_it_arrives() -> None:
             assert post(running, path).status_code == 200
         with prompts_wait(running):
             waiting = [pool.submit(post, running, path) for path in PATHS]
-            wait_until(lambda: running.service._pending == 3)
+            wait_until(lambda: running.service.workers.pending == 3)
             time.sleep(1.2)
         assert [one.result(SOON).status_code for one in waiting] == [504] * 3
 

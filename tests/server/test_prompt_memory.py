@@ -139,7 +139,7 @@ def test_a_short_prompt_passes_a_long_one(wide: Running) -> None:
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(read_long)
         started.wait()
-        wait_until(lambda: wide.service._pending == 1)
+        wait_until(lambda: wide.service.workers.pending == 1)
         began = time.monotonic()
         answers = 0
         while not long.done() and answers < 3:
@@ -155,16 +155,16 @@ def test_a_short_prompt_passes_a_long_one(wide: Running) -> None:
 def test_a_long_prompt_is_not_read_on_when_its_client_has_gone(wide: Running) -> None:
     body = json.dumps(long_prompt(8)).encode()
     host, port = wide.url.removeprefix("http://").split(":")
-    wait_until(lambda: wide.service._pending == 0, SECONDS)
+    wait_until(lambda: wide.service.workers.pending == 0, SECONDS)
     with socket.create_connection((host, int(port))) as client:
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_until(lambda: wide.service._pending == 1, SECONDS)
+        wait_until(lambda: wide.service.workers.pending == 1, SECONDS)
         reading = wide.service.prompts._pieces
         time.sleep(0.3)
-        assert wide.service._pending == 1, "it was read too soon to tell"
-    wait_until(lambda: wide.service._pending == 0, SECONDS)
-    idle = wide.service._long.submit(lambda: None)
+        assert wide.service.workers.pending == 1, "it was read too soon to tell"
+    wait_until(lambda: wide.service.workers.pending == 0, SECONDS)
+    idle = wide.service.workers.long.submit(lambda: None)
     began = time.monotonic()
     idle.result(SECONDS)
     assert time.monotonic() - began < 1.0, "the thread went on reading"
@@ -257,14 +257,14 @@ def test_reading_a_long_body_holds_nobody_up(wide: Running) -> None:
 def test_compiling_a_grammar_holds_no_short_prompt_up(small: Running) -> None:
     """While the thread that compiles grammars is busy, only requests with one wait."""
     busy = threading.Event()
-    small.service._compiling.submit(busy.wait, SECONDS)
+    small.service.workers.compiling.submit(busy.wait, SECONDS)
     try:
         with ThreadPoolExecutor(1) as pool:
             form = {"response_format": {"type": "json_object"}, "max_tokens": 1}
             body = {"messages": [{"role": "user", "content": "x"}], **form}
             url = f"{small.url}/v1/chat/completions"
             constrained = pool.submit(httpx.post, url, json=body, timeout=SECONDS)
-            wait_until(lambda: small.service._pending == 1)
+            wait_until(lambda: small.service.workers.pending == 1)
             time.sleep(0.1)
             assert post(small, {"prompt": "The code", "max_tokens": 1}).status_code == 200
             assert not constrained.done()

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.config import SAMPLED
 from penstock.engine.request import Finish, ReasoningBudget, Request, Sampling, Token
+from penstock.server.active_request import ActiveRequest
 from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.anthropic_forms import (
     AnthropicPrompt,
@@ -40,12 +41,13 @@ from penstock.server.calls import (
     left_out_headers,
     unenforced_headers,
 )
+from penstock.server.disconnect import until_gone
 from penstock.server.forms import grammar_for
 from penstock.server.problems import BadRequest, dumps
 from penstock.server.prompt_progress import ping_event
 from penstock.server.prompts import check_text
 from penstock.server.request_body import reading_aside
-from penstock.server.service import ActiveRequest, Service, until_gone
+from penstock.server.service import Service
 from penstock.server.sse import EVENT, Stream, data
 
 LABEL = "/v1/messages"

@@ -17,8 +17,9 @@ from penstock.engine.offload.tier_kinds import TIER_KINDS
 from penstock.engine.stats import Stats, StepTimes
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
+from penstock.server.recent import Recent
 from penstock.server.response_store import ResponseStore
-from penstock.server.service import Recent, Service
+from penstock.server.service import Service
 from penstock.tiers.worker import TierStats
 
 FIRST_TOKEN_SECONDS = (

@@ -18,11 +18,13 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.engine.handle import Choice
 from penstock.engine.request import Event, Finish, Token, Usage
+from penstock.server.active_request import ActiveRequest
 from penstock.server.allowed_tools import ToolPlan
 from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.call_growth import CallPart, CallParts
 from penstock.server.calls import unenforced_headers
 from penstock.server.chat_body import ChatBody
+from penstock.server.disconnect import until_gone
 from penstock.server.forms import (
     MOST_PROMPTS,
     CompletionRequest,
@@ -43,7 +45,7 @@ from penstock.server.openai_objects import (
 from penstock.server.problems import BadRequest, NotFound, dumps
 from penstock.server.prompt_progress import progress_object
 from penstock.server.request_body import reading_aside
-from penstock.server.service import ActiveRequest, Service, until_gone
+from penstock.server.service import Service
 from penstock.server.sse import Stream, data
 
 CHAT = "/v1/chat/completions"

@@ -25,9 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config import ServerSettings
 from penstock.server.body_scan import BodyScan
+from penstock.server.disconnect import until_gone
 from penstock.server.problems import BadRequest, ServerError, TooLarge, response_for
 from penstock.server.prompt_memory import HOLD, PromptHold, PromptMemory
-from penstock.server.service import ARRIVED, LONG_BYTES, Service, until_gone
+from penstock.server.service import ARRIVED, Service
+from penstock.server.workers import LONG_BYTES
 
 
 class Body:

@@ -22,9 +22,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.engine.request import Finish, Token
+from penstock.server.active_request import ActiveRequest
 from penstock.server.allowed_tools import ToolPlan
 from penstock.server.answers import Delta, Reader
 from penstock.server.calls import left_out_headers, unenforced_headers
+from penstock.server.disconnect import until_gone
 from penstock.server.forms import grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import Json
@@ -44,7 +46,7 @@ from penstock.server.response_items import Conversation, items_of, page_of, reso
 from penstock.server.response_output import ResponseOutput
 from penstock.server.response_store import ResponseStore
 from penstock.server.response_tools import Tools, flat_name
-from penstock.server.service import ActiveRequest, Service, until_gone
+from penstock.server.service import Service
 from penstock.server.sse import Stream, data
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,10 @@ from sse_starlette.sse import SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.engine.handle import PromptProgress
+from penstock.server.active_request import ActiveRequest
 from penstock.server.problems import body_for, dumps, problem_of
 from penstock.server.prompt_progress import ping_comment
-from penstock.server.service import ActiveRequest, Service
+from penstock.server.service import Service
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,302 @@
+"""A request that the engine works on: its events, its figures, its end.
+
+engine's thread                              event loop
+step ──listen──> call_soon_threadsafe ──> ActiveRequest ──> a response, or a stream
+<──────────── cancel ──────────────── left early, client gone, or reader too slow
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from starlette.requests import Request as HttpRequest
+
+from penstock.engine.handle import Choice, Handle, PromptProgress
+from penstock.engine.request import Event, Finish, Token, Usage
+from penstock.server.answers import total_usage
+from penstock.server.disconnect import until_gone
+from penstock.server.problems import TimedOut, TooSlow, Unavailable
+from penstock.server.prompt_progress import progress_of
+from penstock.server.recent import Listener, Recent
+
+PATIENCE = 32
+"""Events that may wait while the client awaits only the end: each wake takes engine time."""
+
+
+@dataclass(slots=True)
+class _Times:
+    """Times of a request's tokens, in seconds of `time.monotonic`."""
+
+    started: float = field(default_factory=time.monotonic)
+    last: dict[int, float] = field(default_factory=dict)
+    """Time of the last token of every answer, by the answer's number."""
+
+
+class ActiveRequest:
+    """A request that the engine works on. Leaving it early cancels what has not ended.
+
+    >>> async def texts(service, request):
+    ...     async with await service.open(request, "/v1/completions") as answering:
+    ...         return [event.text async for event in answering]
+
+    One task reads it, by `batches`, by iteration or by `result`.
+
+    Args:
+        handles: the engine's, one for each prompt.
+        recent: figures of the request, kept up to date.
+        listeners: observers of its times.
+        max_unread: events that may wait for its reader; with more it is cancelled.
+        wake_soon: has the event loop call `look` soon; any thread calls it.
+        closed: called once, at the end.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        recent: Recent,
+        *,
+        listeners: Sequence[Listener],
+        max_unread: int,
+        wake_soon: Callable[[], None],
+        closed: Callable[[ActiveRequest], None],
+    ) -> None:
+        self.handles = tuple(handles)
+        self.recent = recent
+        self.finishes: dict[int, Finish] = {}
+        """Ends of answers, by the answers' numbers."""
+        self._listeners = listeners
+        self._max_unread = max_unread
+        self._wake_soon = wake_soon
+        self._on_close = closed
+        self._loop = asyncio.get_running_loop()
+        self._offsets = _offsets(handles)
+        self._wake = asyncio.Event()
+        self._patient = False
+        self._follows = False
+        self._slow = False
+        self._error: BaseException | None = None
+        self._closed = False
+        self._times = _Times()
+
+    @property
+    def answers(self) -> int:
+        """Number of answers."""
+        return sum(handle.request.n for handle in self.handles)
+
+    @property
+    def done(self) -> bool:
+        """Whether every answer has ended."""
+        return len(self.finishes) == self.answers
+
+    @property
+    def progress(self) -> PromptProgress | None:
+        """Progress of reading its prompts, together; None while they wait for a place."""
+        return progress_of(self.handles)
+
+    def usage(self) -> Usage:
+        """Return the usage so far, summed over the answers that have ended."""
+        totals = [
+            total_usage([self.finishes[i] for i in range(start, end) if i in self.finishes])
+            for start, end in zip(self._offsets, [*self._offsets[1:], self.answers], strict=True)
+        ]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in totals),
+            cached_tokens=sum(usage.cached_tokens for usage in totals),
+            completion_tokens=sum(usage.completion_tokens for usage in totals),
+        )
+
+    async def batches(self, *, with_progress: bool = False) -> AsyncIterator[list[Event]]:
+        """Yield events, all that are there at once, until the last answer has ended.
+
+        Args:
+            with_progress: yield an empty list, too, when more of the prompts has been read.
+
+        Raises:
+            PenstockError: what made an answer fail: its timeout, the end of the engine, a reader
+                that is too slow.
+        """
+        shown_tokens = -1
+        self._follow_prompts(with_progress)
+        while True:
+            self._wake.clear()  # before the events are taken: none is missed
+            events = self._take()
+            progress = self.progress if self._follows else None
+            if progress is not None and progress.done_tokens > shown_tokens:
+                shown_tokens = progress.done_tokens
+                yield []
+            if events:
+                yield events
+            elif self._error is not None:
+                raise self._error
+            elif self.done:
+                return
+            else:
+                await self._wake.wait()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        async for events in self.batches():
+            for event in events:
+                yield event
+
+    async def result(self, http: HttpRequest | None = None) -> list[Choice]:
+        """Wait for the end of all answers and return them, in the order of their numbers.
+
+        Args:
+            http: request whose client is watched: when the client goes, the answers are cancelled.
+
+        Raises:
+            ClientGone: the client has gone.
+            PenstockError: as `batches`.
+        """
+        self._patient = True
+        await (self._read_all() if http is None else until_gone(http, self._read_all()))
+        return [choice for handle in self.handles for choice in handle.choices]
+
+    def _follow_prompts(self, follows: bool) -> None:
+        self._follows = follows
+        for handle in self.handles if follows else ():
+            handle.follow_prompt()
+
+    async def _read_all(self) -> None:
+        async for _ in self.batches():
+            pass
+
+    def told(self) -> None:
+        """Have the reader look, unless it can wait; the engine's thread calls this after a step.
+
+        A loop that is woken takes a core from the model.
+        """
+        if not (self._patient and self._can_wait(self._unread())):
+            self._wake_soon()
+
+    def look(self) -> None:
+        """Wake the reader if there is something for it, or cancel if it has left too much."""
+        unread = self._unread()
+        if unread > self._max_unread and not self._slow:
+            self._slow = True
+            for handle in self.handles:
+                handle.cancel()
+        if self._follows or (unread and not (self._patient and self._can_wait(unread))):
+            self._wake.set()
+
+    def _unread(self) -> int:
+        unread = 0
+        for handle in self.handles:
+            unread += handle.unread
+        return unread
+
+    def _can_wait(self, unread: int) -> bool:
+        """Tell whether nothing has come but tokens after the first one, and few of them."""
+        ended = sum(handle.ends for handle in self.handles) > len(self.finishes)
+        few = unread < min(PATIENCE, self._max_unread)
+        return few and not ended and self.recent.first_token_seconds is not None
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, after the events that are there."""
+        self._error = self._error or error
+        self._wake.set()
+
+    def fail_soon(self, error: BaseException) -> None:
+        """Do as `fail`, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed, and its readers are gone
+            self._loop.call_soon_threadsafe(self.fail, error)
+
+    def close(self) -> None:
+        """Cancel the answers that have not ended; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.done:
+            for handle in self.handles:
+                handle.cancel()
+        self._note_end()
+        self._on_close(self)
+
+    async def __aenter__(self) -> ActiveRequest:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- events
+
+    def _take(self) -> list[Event]:
+        """Return the events that are there, numbered through, without ends that are errors."""
+        events: list[Event] = []
+        for offset, handle in zip(self._offsets, self.handles, strict=True):
+            for event in handle.events():
+                if offset:
+                    event = replace(event, choice=event.choice + offset)
+                if isinstance(event, Finish):
+                    self.finishes[event.choice] = event
+                    error = self._error_of(event)
+                    if error is not None:
+                        self._error = self._error or error
+                        continue
+                events.append(event)
+        if events:
+            self._note(events)
+        return events
+
+    def _error_of(self, finish: Finish) -> BaseException | None:
+        if finish.error is not None:
+            return finish.error
+        if finish.reason == "timeout":
+            return TimedOut()
+        if finish.reason == "cancelled":
+            if self._slow:
+                return TooSlow("the client does not read its stream; it was cancelled")
+            return Unavailable("the server stopped before the answer ended", code="shutting_down")
+        return None
+
+    def _note(self, events: Sequence[Event]) -> None:
+        """Note the figures of new events."""
+        now, times, recent = time.monotonic(), self._times, self.recent
+        came: dict[int, int] = {}
+        for event in events:
+            if isinstance(event, Token):
+                came[event.choice] = came.get(event.choice, 0) + 1
+        if came and recent.first_token_seconds is None:
+            recent.first_token_seconds = now - times.started
+            recent.state = "running"
+            for listener in self._listeners:
+                listener.first_token(recent.first_token_seconds)
+        for choice, tokens in came.items():
+            recent.completion_tokens += tokens
+            last = times.last.get(choice)
+            times.last[choice] = now
+            if last is not None:
+                for listener in self._listeners:
+                    for _ in range(tokens):
+                        listener.next_token((now - last) / tokens)
+
+    def _note_end(self) -> None:
+        recent = self.recent
+        recent.seconds = time.monotonic() - self._times.started
+        if self.finishes:
+            usage = self.usage()
+            recent.cached_tokens = usage.cached_tokens
+            recent.completion_tokens = max(recent.completion_tokens, usage.completion_tokens)
+        if self._error is not None:
+            recent.state, recent.finish = "failed", type(self._error).__name__
+        elif not self.done:
+            recent.state, recent.finish = "cancelled", "cancelled"
+        else:
+            recent.state, recent.finish = "done", self.finishes[0].reason
+
+
+def _offsets(handles: Sequence[Handle]) -> list[int]:
+    offsets = [0]
+    for handle in handles[:-1]:
+        offsets.append(offsets[-1] + handle.request.n)
+    return offsets
