@@ -114,6 +114,6 @@ def test_the_remote_tier_is_named_in_two_files_beside_its_store() -> None:
         if any(names_remote(node) for node in ast.walk(ast.parse(file.read_text())))
     }
     assert {name for name in naming if not name.startswith("tiers/remote/")} == {
-        "config.py",
+        "config/engine_settings.py",
         "engine/offload/tier_kinds.py",
     }

@@ -1,0 +1,242 @@
+"""Settings of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from penstock.config.defaults import (
+    BLOCK_SIZE,
+    EMBEDDED_LIMIT,
+    KEEP,
+    MAX_BATCH_SIZE,
+    MAX_KV_SIZE,
+    MAX_QUEUE,
+    MAX_STALL_MS,
+    MIN_QUANTIZE_TOKENS,
+    PREFILL_CHUNK,
+    RAW_FIRST_TOKENS,
+)
+from penstock.config.kv_settings import (
+    KeepKVSize,
+    KVCacheQuantization,
+    MaxKVSize,
+    RawFirstTokens,
+)
+from penstock.config.setting import Setting, Settings, flag_of
+
+COLD_TIERS = ("ssd_cache_dir", "remote_cache")
+"""Fields of `EngineSettings` that name a cold tier each, the nearest first."""
+
+
+class EngineSettings(Settings):
+    """What an engine is made with."""
+
+    model_config = ConfigDict(strict=True)
+
+    memory_limit: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Memory for everything, the weights included: 16GB is 16 x 10^9 bytes.",
+            "BYTES",
+            unset=f"{EMBEDDED_LIMIT} for the embedded model, else as penstock doctor shows",
+            is_local=True,
+        ),
+    ]
+    memory_threshold: Annotated[
+        float,
+        Field(gt=0.0, le=1.0),
+        Setting(
+            "Evict cold prefixes while the machine as a whole uses more than this share of its "
+            "memory; at 1 the own limit alone counts.",
+            "SHARE",
+            unset="0.8 to 0.95, more on larger machines",
+            is_local=True,
+        ),
+    ] = 1.0
+    max_kv_size: MaxKVSize = MAX_KV_SIZE
+    keep: KeepKVSize = None
+    """None is `KEEP`, or half of a smaller window."""
+    max_batch_size: Annotated[
+        int, Field(ge=1), Setting("Run at most this many sequences at the same time.", "NUMBER")
+    ] = MAX_BATCH_SIZE
+    prefill_chunk: Annotated[
+        int,
+        Field(ge=1),
+        Setting("Read at most this many tokens of prompts between two decode steps.", "TOKENS"),
+    ] = PREFILL_CHUNK
+    max_stall_ms: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Read prompts for at most this long between two decode steps, by the measured speed "
+            "and at least one block; 0 is no bound.",
+            "MILLISECONDS",
+        ),
+    ] = MAX_STALL_MS
+    speculative_tokens: Annotated[
+        int,
+        Field(ge=0, le=16),
+        Setting(
+            "Propose up to this many tokens a step from the sequence's own text and check them "
+            "together, where that is faster; 0 is off.",
+            "TOKENS",
+        ),
+    ] = 0
+    block_size: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Share and name tokens by blocks of this many.",
+            "TOKENS",
+            unset=f"{BLOCK_SIZE}, or as many as the codec takes together",
+        ),
+    ] = BLOCK_SIZE
+    max_queue: Annotated[
+        int,
+        Field(ge=1),
+        Setting("Answers that may wait for their place; more are refused with 429.", "NUMBER"),
+    ] = MAX_QUEUE
+    hot_cache_only: Annotated[
+        bool,
+        Setting("Promise that prefixes are kept in memory alone: no folder, no thread, no file."),
+    ] = False
+    ssd_cache_dir: Annotated[
+        Path | None,
+        Setting(
+            "Keep prefixes in this folder too, so that they survive eviction and restarts; it is "
+            "made if it is not there. Prompts can be told from its files.",
+            "FOLDER",
+            unset="none: memory only",
+            is_local=True,
+        ),
+    ] = None
+    ssd_cache_limit: Annotated[
+        int,
+        Field(ge=1),
+        Setting(
+            "Limit of the folder, for all processes that share it: 500MB, 100GB.",
+            "BYTES",
+            is_local=True,
+        ),
+    ] = 20_000_000_000
+    ssd_write_budget: Annotated[
+        int | None,
+        Field(ge=0),
+        Setting(
+            "Write at most this much into the folder in a day, to spare the disk.",
+            "BYTES",
+            unset="no limit",
+        ),
+    ] = None
+    remote_cache: Annotated[
+        str | None,
+        Field(repr=False),
+        Setting(
+            "Share prefixes with other servers through a store: redis://, rediss:// or unix:// "
+            "for Valkey and Redis; s3://, gs://, az:// or file://. Read access to it reveals "
+            "prompts. Other users of this machine can read flags, but not the environment.",
+            "URL",
+            unset="none",
+        ),
+    ] = None
+    remote_cache_ttl_seconds: Annotated[
+        int,
+        Field(ge=1),
+        Setting("Let Valkey or Redis keep a block for this long after its last use.", "SECONDS"),
+    ] = 604_800
+    remote_cache_timeout_seconds: Annotated[
+        float,
+        Field(gt=0.0, allow_inf_nan=False),
+        Setting("Leave the store alone for half a minute if an answer takes longer.", "SECONDS"),
+    ] = 1.0
+    kv_cache_quantization: KVCacheQuantization = None
+    """The codec of the nodes of the prefix tree."""
+    kv_cache_min_quantize_tokens: Annotated[
+        int,
+        Field(ge=0),
+        Setting(
+            "Leave a sequence of fewer tokens in full precision, and out of cold tiers; encode a "
+            "longer one whole. With --kv-cache-quantize-when active the first tokens of longer "
+            "ones stay as well.",
+            "TOKENS",
+        ),
+    ] = MIN_QUANTIZE_TOKENS
+    kv_cache_raw_first_tokens: RawFirstTokens = RAW_FIRST_TOKENS
+    kv_cache_skip_layers: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Numbers of layers that stay in full precision, with commas between; recurrent ones "
+            "are not counted.",
+            "LAYERS",
+            unset="none",
+        ),
+    ] = ()
+    kv_cache_quantize_when: Annotated[
+        Literal["active", "at-rest"],
+        Setting(
+            "When blocks are quantized. at-rest: once no running request reads them; the answer "
+            "that computes them has full precision, later ones read codes. active: as soon as "
+            "they are whole; an answer is the same cold and from the cache, and prompts are read "
+            "a block at a time."
+        ),
+    ] = "at-rest"
+
+    @model_validator(mode="after")
+    def _one_way_for_the_cold(self) -> EngineSettings:
+        if self.hot_cache_only and self.cold_tiers:
+            name = self.cold_tiers[0]
+            raise ValueError(
+                f"hot_cache_only (--hot-cache-only) leaves nothing to do for {name} "
+                f"(--{flag_of(EngineSettings, name)}); name one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keep_leaves_room(self) -> EngineSettings:
+        if self.keep is not None and self.keep >= self.max_kv_size:
+            raise ValueError(
+                f"keep {self.keep} leaves no room in a window of max_kv_size {self.max_kv_size}"
+            )
+        return self
+
+    @property
+    def cold_tiers(self) -> list[str]:
+        """Fields of `COLD_TIERS` that name a tier here."""
+        return [name for name in COLD_TIERS if getattr(self, name) is not None]
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of prompts that one step may read: a chunk, or one block that is longer."""
+        return max(self.prefill_chunk, self.block_size)
+
+    @property
+    def raw_first_tokens(self) -> int:
+        """First tokens of a prompt that no codec touches.
+
+        An active codec fixes a block's form before the length of a path is known, so that short
+        prompts stay raw only if all prompts begin so.
+        """
+        active = self.kv_cache_quantize_when == "active"
+        short = self.kv_cache_min_quantize_tokens if active else 0
+        return max(self.kv_cache_raw_first_tokens, self.keep or 0, short)
+
+    @property
+    def least_quantized_tokens(self) -> int:
+        """Tokens below which a path of nodes at rest stays as it is."""
+        active = self.kv_cache_quantize_when == "active"
+        return 0 if active else self.kv_cache_min_quantize_tokens
+
+    @property
+    def least_written_tokens(self) -> int:
+        """Tokens below which a path is not written to cold tiers."""
+        quantized = self.kv_cache_quantization is not None
+        return max(self.block_size, self.least_quantized_tokens if quantized else 0)
+
+    @property
+    def keep_tokens(self) -> int:
+        """First tokens of a window that are never dropped."""
+        return min(KEEP, self.max_kv_size // 2) if self.keep is None else self.keep

@@ -1,0 +1,92 @@
+"""Settings: frozen, described once for help and flags, and parsed once, at the edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.errors import SettingError
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Description of a settings field: the text and the shape of its flag."""
+
+    help: str
+    unit: str | None = None
+    """Unit or kind of the value, as help shows it; `BYTES` may be written as 16GB."""
+    unset: str | None = None
+    """Words for what happens without the flag, which then has no default."""
+    flag: str | None = None
+    """Name of the flag without dashes; None takes the field's, without `_seconds`."""
+    is_flag: bool = True
+    """Whether commands offer a flag; False is for limits that need no tuning."""
+    is_local: bool = False
+    """Whether the machines of one model may have different values."""
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, and strict about unknown names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def setting_of(kind: type[Settings], name: str) -> Setting:
+    """Return the description of a settings field.
+
+    >>> from penstock.config import KVSettings
+    >>> setting_of(KVSettings, "max_kv_size").unit
+    'TOKENS'
+
+    Raises:
+        TypeError: the field has no description.
+    """
+    for annotation in kind.model_fields[name].metadata:
+        if isinstance(annotation, Setting):
+            return annotation
+    raise TypeError(f"{kind.__name__}.{name} has no Setting: add its help and unit to the field")
+
+
+def flag_of(kind: type[Settings], name: str) -> str:
+    """Return the flag of a settings field, without dashes in front.
+
+    >>> from penstock.config import EngineSettings, ServerSettings
+    >>> flag_of(EngineSettings, "keep"), flag_of(ServerSettings, "request_timeout_seconds")
+    ('keep-kv-size', 'request-timeout')
+    """
+    field = kind.model_fields.get(name)
+    flag = None if field is None else setting_of(kind, name).flag
+    return flag or name.removesuffix("_seconds").replace("_", "-")
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> SettingsT:
+    """Make settings; a bad value is one line that names it, as a flag unless told otherwise.
+
+    >>> from penstock.config import KVSettings
+    >>> parse(KVSettings, max_kv_size=1024, keep_kv_size=16).max_kv_size
+    1024
+    >>> parse(KVSettings, kv_bits=7)
+    Traceback (most recent call last):
+    penstock.errors.SettingError: --kv-bits 7: Input should be 2, 3, 4, 5, 6 or 8
+
+    Raises:
+        SettingError: For the first value that is out of its range.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if first["loc"]:
+            name = str(first["loc"][0])
+            field = kind.model_fields.get(name)
+            given = f" {first['input']}" if field is None or field.repr else ""
+            if flags:
+                name = f"--{flag_of(kind, name)}"
+            message = f"{name}{given}: {message}"
+        raise SettingError(message) from None
