@@ -27,7 +27,7 @@ from penstock.kv import columns as col
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.quantization import piece_bytes
 from penstock.kv.tails import LayerShape
-from penstock.prefix.prefixes import BYTES_PER_REMEMBERED
+from penstock.prefix.bounded_tree import BYTES_PER_REMEMBERED
 from penstock.recall import MODEL_PATH, dialogue
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from rounding import assert_same_codes

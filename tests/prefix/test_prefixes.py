@@ -28,8 +28,9 @@ from penstock.kv.segment import Segment
 from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import format_bytes
 from penstock.prefix import InsertResult, Match, Pin, Prefixes
+from penstock.prefix.bounded_tree import REMEMBERED_MATCHES
+from penstock.prefix.divergence import explain
 from penstock.prefix.explanation import Eviction, EvictionLog, Why
-from penstock.prefix.prefixes import REMEMBERED_MATCHES
 from penstock.prefix.tree import PrefixTree
 
 SIZE = 4
@@ -847,14 +848,14 @@ def test_explain_tells_what_was_given_up_when_and_why() -> None:
     }
     for why, (words, act) in acts.items():
         put(prefixes, tokens).release()
-        told = prefixes.explain([*tokens, 1])
+        told = explain(prefixes, [*tokens, 1])
         assert (told.held_tokens, told.evicted_for, told.evicted_seconds_ago) == (12, None, None)
         act()
         clock.now += 30
-        told = prefixes.explain([*tokens, 1])
+        told = explain(prefixes, [*tokens, 1])
         assert (told.held_tokens, told.evicted_for, told.evicted_seconds_ago) == (0, why, 30.0)
         assert re.search(f"evicted 30 s ago .*{words}", told.reason)
-        other = prefixes.explain([*tokens, 1], "other").reason
+        other = explain(prefixes, [*tokens, 1], "other").reason
         assert other == "the cache is empty: all of this prompt is new"
     prefixes.ledger.check(prefixes.recount())
 
@@ -865,9 +866,9 @@ def test_explain_knows_every_block_of_a_run_that_was_evicted() -> None:
     put(prefixes, range(20)).release()
     prefixes.clear()
     put(prefixes, range(8))
-    told = prefixes.explain(range(20))
+    told = explain(prefixes, range(20))
     assert (told.held_tokens, told.evicted_for) == (8, "cleared")
-    told = prefixes.explain([*range(8), 5, 5, 5, 5])
+    told = explain(prefixes, [*range(8), 5, 5, 5, 5])
     assert (told.held_tokens, told.evicted_for) == (8, None)
     assert told.reason == "this part is new: 4 tokens from token 8 on, never cached"
 
@@ -876,11 +877,11 @@ def test_explain_names_the_first_of_branches_that_share_equally_much() -> None:
     prefixes = make()
     for branch in ([5, 5, 5, 5], [6, 6, 6, 6], [5, 7, 7, 7]):
         put(prefixes, [1, 1, 1, 1, *branch])
-    none_shared = prefixes.explain([1, 1, 1, 1, 9, 9, 9, 9])
+    none_shared = explain(prefixes, [1, 1, 1, 1, 9, 9, 9, 9])
     assert (none_shared.diverges_at, none_shared.held_token, none_shared.given_token) == (4, 5, 9)
-    one_shared = prefixes.explain([1, 1, 1, 1, 5, 9, 9, 9])
+    one_shared = explain(prefixes, [1, 1, 1, 1, 5, 9, 9, 9])
     assert (one_shared.diverges_at, one_shared.held_token) == (5, 5)
-    assert prefixes.explain([1, 1, 1, 1, 6, 6, 9, 9]).held_token == 6
+    assert explain(prefixes, [1, 1, 1, 1, 6, 6, 9, 9]).held_token == 6
 
 
 def test_explain_doubts_that_a_part_is_new_once_evictions_are_forgotten() -> None:
@@ -888,7 +889,7 @@ def test_explain_doubts_that_a_part_is_new_once_evictions_are_forgotten() -> Non
     put(prefixes, range(20)).release()
     prefixes.clear()
     put(prefixes, range(8))
-    told = prefixes.explain([*range(8), 5, 5, 5, 5])
+    told = explain(prefixes, [*range(8), 5, 5, 5, 5])
     assert told.reason.endswith("never cached, or evicted too long ago to be remembered")
 
 
@@ -1058,7 +1059,7 @@ class Machine(RuleBasedStateMachine):
         self.clock.now += 1
         block_hashes = self.prefixes.block_hashes(prompt)
         match = self.prefixes.match(block_hashes)
-        told = self.prefixes.explain(prompt)
+        told = explain(self.prefixes, prompt)
         assert told.held_tokens == match.tokens
         pin = self.prefixes.pin(match)
         paid = self.ledger.reserve(Kind.TAILS, 0)
@@ -1292,7 +1293,7 @@ class HoldsForEver(Prefixes):
 
     def hold(self, pin: Any, tokens: int, seconds: float) -> None:
         for node in pin.path:
-            node.held_until_seconds = self._clock() + seconds
+            node.held_until_seconds = self.clock() + seconds
 
 
 class NeverTidies(Prefixes):

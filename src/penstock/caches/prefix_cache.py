@@ -38,6 +38,7 @@ from penstock.ledger import Kind, Ledger, Reservation
 from penstock.memory import parse_bytes
 from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens
 from penstock.prefix.checkpoints import Checkpoints, resume
+from penstock.prefix.divergence import explain
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import Match
 from penstock.prefix.prefixes import Prefixes
@@ -339,7 +340,7 @@ class PrefixCache:
 
     def explain(self, tokens: Tokens, *, salt: str = "") -> Explanation:
         """Explain how far `tokens` would match now, why no further, and what to change."""
-        explanation = self.prefixes.explain(tokens, salt)
+        explanation = explain(self.prefixes, tokens, salt)
         shape = self._shapes.get(salt)
         if shape is None or not shape.states:
             return explanation

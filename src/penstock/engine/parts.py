@@ -45,8 +45,9 @@ from penstock.kv.quantization import QuantizationRule
 from penstock.kv.segment import Segment
 from penstock.ledger import Kind, Ledger
 from penstock.memory import format_bytes
+from penstock.prefix.bounded_tree import remembered_nodes
 from penstock.prefix.checkpoints import Checkpoints
-from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes, remembered_nodes
+from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
 
 
 class EngineParts:

@@ -23,6 +23,7 @@ from penstock.engine.schedule.scheduler import Scheduler, State
 from penstock.engine.stats import Stats, StepTimes
 from penstock.kv.states import nbytes
 from penstock.ledger import Kind
+from penstock.prefix.divergence import explain, tokens_held_at
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.prefix.volatile import Volatile, name_volatile
@@ -238,7 +239,7 @@ class EngineView:
         """
         if len(block_hashes) != len(tokens) // self._prefixes.block_size:
             block_hashes = self._prefixes.block_hashes(tokens, salt)
-        explanation = self._prefixes.explain(tokens, salt, block_hashes)
+        explanation = explain(self._prefixes, tokens, salt, block_hashes)
         tier_tokens = self._tier_tokens(block_hashes) if ask_tiers else None
         reusable_tokens, why = self._stores.explain(tokens, block_hashes, salt)
         reason = NOT_SHARED if self._stores.runner.fitness.whole else explanation.reason
@@ -271,7 +272,7 @@ class EngineView:
         at = explanation.diverges_at
         if at is None or self._tokenizer is None:
             return None
-        held = self._prefixes.tokens_held_at(tokens, at, block_hashes, salt)
+        held = tokens_held_at(self._prefixes, tokens, at, block_hashes, salt)
         before = list(tokens[max(0, at - NEAR_TOKENS) : at])
         runs = (held[:NEAR_TOKENS].tolist(), list(tokens[at : at + NEAR_TOKENS]))
         return name_volatile(*(str(self._tokenizer.decode([*before, *run])) for run in runs))

@@ -2,16 +2,17 @@
 
     tokens --hash_blocks--> chain of keys --PrefixTree.match--> path of nodes
 
-`blocks` names, `tree` holds and finds, `policy` says what goes first, `eviction` finds it;
-`prefixes` keeps them inside a ledger, `explanation` says why a prompt is not found further;
-`routing` chooses among replicas by what they hold.
+`block_hashes` names, `tree` holds and finds, `policy` says what goes first, `eviction` finds it.
+`bounded_tree` keeps them inside a ledger, `prefixes` shares them among sequences, `divergence`
+explains why a prompt is not found further.
 """
 
 from penstock.prefix.block_hashes import as_tokens, hash_blocks, root_hash
+from penstock.prefix.bounded_tree import PrefixCounts
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import NodeView
 from penstock.prefix.policy import HalfLife, Policy, PrefillCost
-from penstock.prefix.prefixes import InsertResult, PrefixCounts, Prefixes
+from penstock.prefix.prefixes import InsertResult, Prefixes
 from penstock.prefix.tree import Match, Node, Pin, PrefixTree, TreeSegment
 
 __all__ = [

@@ -3,54 +3,23 @@
     tokens --keys--> chain --match--> path --pin--> read; follow what others commit --insert-->
     commit
 
-Every act makes room first: it evicts the nodes worth least, pinned ones never. If there is not
-enough room it is refused, and changes nothing.
+`BoundedTree` holds it inside the limit; an act without room is refused, and changes nothing.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol
-
-import numpy as np
 
 from penstock.ledger import Kind, Ledger, Reservation
-from penstock.memory import format_bytes
 from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, hash_blocks, root_hash
-from penstock.prefix.explanation import CAUSES, Eviction, EvictionLog, Explanation, Why
-from penstock.prefix.node import BLOCK_BYTES, NODE_BYTES, Match, Node, NodeView, S, upwards
-from penstock.prefix.policy import REMEMBERED_NODES, HalfLife, PrefillCost
+from penstock.prefix.bounded_tree import BoundedTree, remembered_nodes
+from penstock.prefix.node import NODE_BYTES, Match, Node, NodeView, S, upwards
+from penstock.prefix.policy import HalfLife, PrefillCost
 from penstock.prefix.tree import Pin, PrefixTree
 
-logger = logging.getLogger(__name__)
-
-BYTES_PER_REMEMBERED = 20_000
-"""Bytes of the limit for each node, and block, remembered after it was evicted: 500 bytes."""
 MAX_MERGE_TOKENS = 2_048
-REMEMBERED_MATCHES = 64
-"""Matches that are remembered while the tree stays as it is, so that none is looked up twice."""
-
-
-@dataclass(slots=True)
-class PrefixCounts:
-    """Counts of events since the start."""
-
-    fetches: int = 0
-    hits: int = 0
-    fetched_tokens: int = 0
-    """Tokens whose KV was given out: prefill saved."""
-    asked_tokens: int = 0
-    stored_tokens: int = 0
-    refused: int = 0
-    evicted_nodes: int = 0
-    evicted_bytes: int = 0
-    """KV of the nodes evicted."""
-    copied_bytes: int = 0
-    """KV copied by splits and merges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +34,7 @@ class InsertResult:
     """Why nothing was inserted, if there was no room. Not set when all was known before."""
 
 
-class Relief(Protocol[S]):
-    """Frees bytes of nodes that stay."""
-
-    def relieve(self, nbytes: int) -> int:
-        """Free as many bytes, or as many as possible, and return the bytes freed.
-
-        Makes no room by itself.
-        """
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that it can free, at least, of pinned nodes."""
-
-    def is_useless(self, node: Node[S]) -> bool:
-        """Tell whether an unpinned leaf has become useless."""
-
-
-def remembered_nodes(limit_bytes: int) -> int:
-    """Return how many nodes 2.5 % of a limit remember, at most 16,384."""
-    return min(REMEMBERED_NODES, limit_bytes // BYTES_PER_REMEMBERED)
-
-
-class Prefixes(Generic[S]):
+class Prefixes(BoundedTree[S]):
     """KV by prefix. Not thread-safe: one owner, the thread with the arrays.
 
     Args:
@@ -127,48 +74,18 @@ class Prefixes(Generic[S]):
     ) -> None:
         if remembered is None:
             remembered = remembered_nodes(ledger.limit_bytes)
-        self.ledger = ledger
-        self.block_size = block_size
-        self.fingerprint = fingerprint
         self.policy = HalfLife(cost=cost, remembered_nodes=remembered)
-        self.tree: PrefixTree[S] = PrefixTree(
+        tree: PrefixTree[S] = PrefixTree(
             block_size,
             self.policy,
             max_merge_tokens=max_merge_tokens,
             max_merge_bytes=max_merge_bytes,
         )
-        self.counts = PrefixCounts()
-        self.relief: Relief[S] | None = None
-        """Asked for bytes before a node is evicted."""
-        self._matches: dict[bytes, Match[S]] = {}  # by the last hash of their chain
-        self._matches_version = self.tree.version
+        super().__init__(ledger, tree, remembered=remembered, clock=clock)
+        self.fingerprint = fingerprint
         self._span_tokens = span_tokens
-        self._clock = clock
-        self._evictions = EvictionLog(remembered)
-        self._nodes = ledger.reserve(Kind.NODES, 0)
-        self._checkpoints = ledger.reserve(Kind.CHECKPOINTS, 0)
-        self._index = ledger.reserve(Kind.INDEX, self.fixed_bytes)
 
     # ---- questions
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the index that are held whatever the tree holds: the memory of evictions."""
-        return self.policy.nbytes + self._evictions.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, the index included."""
-        return self._nodes.nbytes + self._checkpoints.nbytes + self._index.nbytes
-
-    @property
-    def evictable_bytes(self) -> int:
-        """Bytes that evicting all unpinned nodes would free."""
-        return self.tree.nbytes + self.tree.index_bytes - self.tree.pinned_bytes
-
-    def index_bytes(self, blocks: int) -> int:
-        """Return the index bytes of a node of so many blocks."""
-        return NODE_BYTES + (BLOCK_BYTES + 4 * self.block_size) * blocks
 
     def block_hashes(
         self, tokens: Tokens, salt: str = "", *, after: bytes | None = None
@@ -186,27 +103,13 @@ class Prefixes(Generic[S]):
         """Return the root hash of a tenant's chains."""
         return root_hash(self.fingerprint, salt)
 
-    def match(self, block_hashes: Sequence[bytes]) -> Match[S]:
-        """Find the longest prefix of a chain that is held. Valid until the tree changes.
-
-        Asked again until then, it looks nothing up: a chain's last hash names all of it.
-        """
-        if not block_hashes:
-            return self.tree.match(block_hashes)
-        if self._matches_version != self.tree.version or len(self._matches) >= REMEMBERED_MATCHES:
-            self._forget_matches()
-        match = self._matches.get(block_hashes[-1])
-        if match is None:
-            match = self._matches[block_hashes[-1]] = self.tree.match(block_hashes)
-        return match
-
     def find(self, tokens: Tokens, salt: str = "") -> Match[S]:
         """Find the longest prefix of a prompt that is held. Valid until the tree changes."""
         return self.match(self.block_hashes(tokens, salt))
 
     def views(self) -> list[NodeView]:
         """Show every node of the tree as it is now, parents before their children."""
-        return self.tree.views(self._clock())
+        return self.tree.views(self.clock())
 
     # ---- reading
 
@@ -216,7 +119,7 @@ class Prefixes(Generic[S]):
         The match may end inside its last node: how many blocks of the path are the sequence's
         is for the sequence to remember (`blocks_done`).
         """
-        return self.tree.pin(match.path[-1] if match.path else None, self._clock())
+        return self.tree.pin(match.path[-1] if match.path else None, self.clock())
 
     def follow(self, pin: Pin[S], block_hashes: Sequence[bytes], blocks_done: int) -> int:
         """Extend a pin along blocks of the chain that other sequences committed.
@@ -244,7 +147,7 @@ class Prefixes(Generic[S]):
 
         They are evicted only when nothing else can be: a preference, unlike the pin.
         """
-        until = self._clock() + seconds
+        until = self.clock() + seconds
         for node in pin.path:
             if node.start < tokens:
                 self.tree.hold(node, until)
@@ -353,7 +256,7 @@ class Prefixes(Generic[S]):
         self._index.resize(self._index.nbytes + self.index_bytes(1))
         self._checkpoints.resize(self._checkpoints.nbytes + segment.checkpoint_nbytes)
         try:
-            leaf = self.tree.insert_partial(pin.node, root, tokens, segment, self._clock())
+            leaf = self.tree.insert_partial(pin.node, root, tokens, segment, self.clock())
             paid.resize(paid.nbytes - kv_nbytes)
         finally:
             self._settle()
@@ -367,7 +270,7 @@ class Prefixes(Generic[S]):
 
     def use_partial(self, leaf: Node[S]) -> None:
         """Count a read of a partial block, which its reader copies or keeps for itself."""
-        self.tree.pin(leaf, self._clock()).release()
+        self.tree.pin(leaf, self.clock()).release()
 
     def drop_partial(self, leaf: Node[S]) -> None:
         """Drop a partial block whose only reader has gone on behind it."""
@@ -446,129 +349,6 @@ class Prefixes(Generic[S]):
                 self._settle()
         return True
 
-    # ---- room
-
-    def make_room(self, nbytes: int, why: Why = "limit") -> bool:
-        """Evict nodes until `nbytes` are free; False, and none evicted, if that cannot be."""
-        short = self.ledger.used_bytes + nbytes - self.ledger.limit_bytes
-        beyond = short - self.evictable_bytes
-        if beyond > 0 and (self.relief is None or beyond > self.relief.pinned_bytes):
-            return False
-        return self.shrink(short, why) >= short
-
-    def reserve(self, kind: Kind, nbytes: int) -> Reservation:
-        """Make room and count `nbytes` as held, before they are allocated.
-
-        Raises:
-            LedgerFull, NeverFits: there is no room; nothing was evicted.
-        """
-        self.make_room(nbytes)
-        return self.ledger.reserve(kind, nbytes)
-
-    def shrink(self, nbytes: int, why: Why = "pressure") -> int:
-        """Evict the nodes worth least until `nbytes` were freed, or no node is left to evict.
-
-        First drops parts of nodes that no sequence needs, if a retention policy is set.
-
-        Returns:
-            Bytes freed, index included: at least `nbytes`, or those of all unpinned nodes.
-        """
-        freed = 0
-        self.tree.expire(self._clock())
-        if self.relief is not None and nbytes > 0:
-            freed = self.relief.relieve(nbytes)
-        while freed < nbytes and (node := self.tree.victim()) is not None:
-            freed += self._evict(node, why)
-            if self.relief is not None:
-                for above in upwards(node.parent):
-                    if not self.relief.is_useless(above):
-                        break
-                    freed += self._evict(above, why)
-        return freed
-
-    def clear(self) -> None:
-        """Evict all unpinned nodes."""
-        while (node := self.tree.victim()) is not None:
-            self._evict(node, "cleared")
-
-    def no_room(self, nbytes: int) -> str:
-        """Return the message for a failed `make_room`."""
-        return (
-            f"{format_bytes(nbytes)} do not fit in the limit of "
-            f"{format_bytes(self.ledger.limit_bytes)} beside the nodes in use; raise memory_limit"
-        )
-
-    # ---- proof
-
-    def recount(self) -> dict[Kind, int]:
-        """Recount the tree's bytes, for `Ledger.check`."""
-        checkpoints = sum(node.segment.checkpoint_nbytes for node in self.tree)
-        return {
-            Kind.NODES: sum(node.segment.nbytes for node in self.tree) - checkpoints,
-            Kind.CHECKPOINTS: checkpoints,
-            Kind.INDEX: sum(node.index_bytes for node in self.tree) + self.fixed_bytes,
-        }
-
-    def check(self) -> None:
-        """Recount tree and reservations, and raise AssertionError if something differs."""
-        self.tree.check()
-        counted = {
-            Kind.NODES: self._nodes.nbytes,
-            Kind.CHECKPOINTS: self._checkpoints.nbytes,
-            Kind.INDEX: self._index.nbytes,
-        }
-        if counted != self.recount():
-            raise AssertionError(f"{counted} counted, {self.recount()} found")
-
-    def explain(
-        self, tokens: Tokens, salt: str = "", block_hashes: Sequence[bytes] | None = None
-    ) -> Explanation:
-        """Explain how far a prompt would match now, why no further, and what to change.
-
-        Args:
-            tokens: the prompt.
-            salt: the tenant's.
-            block_hashes: of all whole blocks of the prompt; hashed here by default.
-        """
-        values = as_tokens(tokens)
-        if block_hashes is None:
-            block_hashes = self.block_hashes(values, salt)
-        match = self.match(block_hashes)
-        blocks = match.tokens // self.block_size
-        gone = self._evictions.find(block_hashes[blocks]) if blocks < len(block_hashes) else None
-        common, beyond = self._nearest(match, values[match.tokens :], self.root(salt))
-        root = block_hashes[blocks - 1] if blocks else self.root(salt)
-        leaf = self.find_partial(match, root, values[match.tokens : -1])
-        at = match.tokens + common
-        differs = beyond is not None and at < len(values)
-        ago = None if gone is None else self._clock() - gone.at_seconds
-        return Explanation(
-            prompt_tokens=len(values),
-            held_tokens=match.tokens if leaf is None else leaf.end,
-            diverges_at=at if differs else None,
-            held_token=beyond if differs else None,
-            given_token=int(values[at]) if differs else None,
-            reason=self._reason(match.tokens, len(values), at if differs else None, gone, ago),
-            evicted_seconds_ago=ago,
-            evicted_for=None if gone is None else gone.why,
-        )
-
-    def tokens_held_at(
-        self, tokens: Tokens, position: int, block_hashes: Sequence[bytes], salt: str = ""
-    ) -> TokenArray:
-        """Return the tokens that the nearest cached prompt has from a position on.
-
-        Args:
-            tokens: the prompt that differs there.
-            position: see `Explanation.diverges_at`.
-            block_hashes: of its whole blocks.
-            salt: the tenant's, whose prompts alone are looked at.
-        """
-        match, values = self.match(block_hashes), as_tokens(tokens)
-        rest, common = values[match.tokens :], position - match.tokens
-        runs = self._continuations(match, self.root(salt))
-        return next((r[common:] for r in runs if _common_tokens(r, rest) == common), values[:0])
-
     # ---- parts
 
     def _match_at_least(self, block_hashes: Sequence[bytes], blocks: int) -> Match[S]:
@@ -596,7 +376,7 @@ class Prefixes(Generic[S]):
         own = set(pin.path)
         shared = [node for node in path if node in own]
         pin.withdraw(shared[-1] if shared else None)
-        now = self._clock()
+        now = self.clock()
         for node in path[len(shared) :]:
             pin.extend(node, now)
 
@@ -611,7 +391,7 @@ class Prefixes(Generic[S]):
         """Insert below the pinned node, whose room was made, and pin the new node."""
         self._index.resize(self._index.nbytes + self.index_bytes(len(block_hashes)))
         try:
-            pin.extend(self.tree.insert(pin.node, block_hashes, values, segment, self._clock()))
+            pin.extend(self.tree.insert(pin.node, block_hashes, values, segment, self.clock()))
             # From one line of the account to another: there need not be room for both.
             paid.resize(paid.nbytes - segment.nbytes)
         finally:
@@ -642,93 +422,3 @@ class Prefixes(Generic[S]):
         nbytes = sum(node.copy_bytes for node in run)
         with self._copying(nbytes, sum(node.index_bytes for node in run)):
             self.tree.merge(run[0], run[-1])
-
-    @contextmanager
-    def _copying(self, nbytes: int, index_bytes: int) -> Iterator[None]:
-        """Count a copy of nodes while it is made, and the new total afterwards."""
-        with self.ledger.reserve(Kind.BUFFERS, nbytes + index_bytes):
-            try:
-                yield
-            finally:
-                self._settle()
-        self.counts.copied_bytes += nbytes
-
-    def _evict(self, node: Node[S], why: Why) -> int:
-        """Evict a node and return the bytes freed."""
-        before = self.nbytes
-        logger.debug("a node of %d tokens is evicted (%s)", len(node.tokens), why)
-        self._evictions.note(node.block_hashes, self._clock(), why)
-        self.counts.evicted_nodes += 1
-        self.counts.evicted_bytes += self.tree.remove(node).nbytes
-        self._settle()
-        return before - self.nbytes
-
-    def _settle(self) -> None:
-        """Set the ledger to the tree's bytes."""
-        self._forget_matches()
-        self._nodes.resize(self.tree.nbytes - self.tree.checkpoint_bytes)
-        self._checkpoints.resize(self.tree.checkpoint_bytes)
-        self._index.resize(self.tree.index_bytes + self.fixed_bytes)
-
-    def _forget_matches(self) -> None:
-        """Forget matches of the tree as it was: they would keep evicted nodes alive."""
-        self._matches.clear()
-        self._matches_version = self.tree.version
-
-    def _nearest(self, match: Match[S], rest: TokenArray, root: bytes) -> tuple[int, int | None]:
-        """Return how many more tokens some branch shares with `rest`, and its next one then."""
-        common, beyond = 0, None
-        for run in self._continuations(match, root):
-            same = _common_tokens(run, rest)
-            if beyond is None or same > common:
-                common = same
-                beyond = int(run[same]) if same < len(run) else None
-        return common, beyond
-
-    def _continuations(self, match: Match[S], root: bytes) -> list[TokenArray]:
-        """Return the tokens that follow the match in the tree, one array a branch.
-
-        Those of this root alone: another tenant's tokens are never shown.
-        """
-        size = self.block_size
-        if match.ends_inside:
-            return [match.path[-1].tokens[match.blocks_in_last * size :]]
-        if match.path:
-            return [child.tokens for child in match.path[-1].children.values()]
-        tops = (node for node in self.tree if node.parent is None)
-        return [
-            node.tokens
-            for node in tops
-            if hash_blocks(node.tokens[:size], size, root) == [node.block_hashes[0]]
-        ]
-
-    def _reason(
-        self,
-        cached: int,
-        length: int,
-        diverges: int | None,
-        gone: Eviction | None,
-        ago: float | None,
-    ) -> str:
-        if gone is not None:
-            cause = CAUSES[gone.why].format(limit=format_bytes(self.ledger.limit_bytes))
-            return f"the next block was evicted {ago:,.0f} s ago {cause}"
-        if diverges is not None:
-            return (
-                f"token {diverges:,} differs from the nearest cached prompt: the part from there "
-                f"on is new. If it should not be, put the parts that change (a date, a name) last"
-            )
-        if length // self.block_size * self.block_size == cached:
-            return f"all whole blocks of {self.block_size} tokens are cached"
-        if len(self.tree) == 0:
-            return "the cache is empty: all of this prompt is new"
-        doubt = ", or evicted too long ago to be remembered" if self._evictions.forgets else ""
-        missing = length - cached
-        return f"this part is new: {missing:,} tokens from token {cached:,} on, never cached{doubt}"
-
-
-def _common_tokens(run: TokenArray, rest: TokenArray) -> int:
-    """Count the first tokens that two arrays share."""
-    count = min(len(run), len(rest))
-    differ = np.nonzero(run[:count] != rest[:count])[0]
-    return int(differ[0]) if len(differ) else count
