@@ -12,8 +12,8 @@ from penstock.kv.states import RecurrentState, States
 from penstock.ledger import Kind, Ledger
 from penstock.prefix import checkpoints as module
 from penstock.prefix.checkpoints import LEAST, NEAR, Checkpoints, retained
+from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
-from penstock.prefix.tree import Pin
 
 SIZE = 32
 SPAN = 256

@@ -249,11 +249,11 @@ def test_what_a_split_makes_worth_less_goes_earlier(tree: PrefixTree[Blank]) -> 
     heavy = tree.insert(None, block_hashes(range(40)), list(range(40)), EndsHeavily(40), 0.0)
     other = tree.insert(None, block_hashes(range(50, 58)), list(range(50, 58)), Blank(8), 0.0)
     other.segment = EndsHeavily(300)  # between the heavy node and its end
-    tree._offer(other)
-    assert tree.worth(other) < tree.worth(heavy)
+    tree.order.offer(other)
+    assert tree.order.worth(other) < tree.order.worth(heavy)
     assert tree.victim() is other
     tree.split(heavy, 9)
-    assert tree.worth(heavy) < tree.worth(other)
+    assert tree.order.worth(heavy) < tree.order.worth(other)
     assert tree.victim() is heavy
 
 
@@ -400,12 +400,12 @@ def test_check_notices_what_is_wrong(tree: PrefixTree[Blank]) -> None:
         tree.check()
     node.held_until_seconds = None
     tree.hold(node, 1.0)
-    tree._queue.drop(node.id)
-    tree._offer(node)
+    tree.order._queue.drop(node.id)
+    tree.order.offer(node)
     node.held_until_seconds = None  # and its place in the queue is still a held one's
     with pytest.raises(AssertionError, match="too late"):
         tree.check()
-    tree._offer(node)
+    tree.order.offer(node)
     tree.check()
     tree._nodes[99] = node
     with pytest.raises(AssertionError):

@@ -58,9 +58,9 @@ class KeepsCountOfTheRemoved(PrefixTree):
     """Lets the update of the byte count vanish in `remove`."""
 
     def remove(self, node: Node) -> Any:
-        before = self._nbytes
+        before = self.totals.nbytes
         segment = super().remove(node)
-        self._nbytes = before
+        self.totals.nbytes = before
         return segment
 
 
@@ -85,7 +85,7 @@ class EvictsThePinned(PrefixTree):
 
     def victim(self) -> Any:
         leaves = (node for node in self if not node.children)
-        return min(leaves, key=self.worth, default=None)
+        return min(leaves, key=self.order.worth, default=None)
 
 
 class EvictsTheFirst(PrefixTree):
@@ -122,24 +122,24 @@ class MergesWherePinsEnd(PrefixTree):
 class WithdrawsInNameOnly(PrefixTree):
     """Leaves the pins on what a sequence does not read any more."""
 
-    def _withdraw(self, pin: Any, node: Node | None) -> None:
+    def withdraw(self, pin: Any, node: Node | None) -> None:
         pin.node = node
 
 
 class ForgetsTheReadOfWhatOthersSealed(PrefixTree):
     """Follows without counting a use."""
 
-    def _extend(self, pin: Any, child: Node, now_seconds: float | None) -> None:
-        super()._extend(pin, child, None)
+    def extend(self, pin: Any, child: Node, now_seconds: float | None) -> None:
+        super().extend(pin, child, None)
 
 
 class LosesPinnedBytes(PrefixTree):
     """Does not count what a read keeps."""
 
     def pin(self, node: Node | None, now_seconds: float) -> Any:
-        before = self._pinned_bytes
+        before = self.totals.pinned_bytes
         pin = super().pin(node, now_seconds)
-        self._pinned_bytes = before
+        self.totals.pinned_bytes = before
         return pin
 
 
@@ -160,7 +160,7 @@ class ForgetsTheParent(PrefixTree):
     def remove(self, node: Node) -> Any:
         segment = super().remove(node)
         if node.parent is not None:
-            self._queue.drop(node.parent.id)
+            self.order.drop(node.parent)
         return segment
 
 

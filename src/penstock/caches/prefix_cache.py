@@ -41,8 +41,8 @@ from penstock.prefix.checkpoints import Checkpoints, resume
 from penstock.prefix.divergence import explain
 from penstock.prefix.explanation import Explanation
 from penstock.prefix.node import Match
+from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
-from penstock.prefix.tree import Pin
 
 PREFILL_TOKENS = 2_048
 """Tokens that `prefill` reads at a time, as mlx-lm does."""

@@ -10,10 +10,11 @@ explains why a prompt is not found further.
 from penstock.prefix.block_hashes import as_tokens, hash_blocks, root_hash
 from penstock.prefix.bounded_tree import PrefixCounts
 from penstock.prefix.explanation import Explanation
-from penstock.prefix.node import NodeView
+from penstock.prefix.node import Match, Node, NodeView, TreeSegment
+from penstock.prefix.pin import Pin
 from penstock.prefix.policy import HalfLife, Policy, PrefillCost
 from penstock.prefix.prefixes import InsertResult, Prefixes
-from penstock.prefix.tree import Match, Node, Pin, PrefixTree, TreeSegment
+from penstock.prefix.tree import PrefixTree
 
 __all__ = [
     "Explanation",

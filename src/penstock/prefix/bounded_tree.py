@@ -158,7 +158,7 @@ class BoundedTree(Generic[S]):
             Bytes freed, index included: at least `nbytes`, or those of all unpinned nodes.
         """
         freed = 0
-        self.tree.expire(self.clock())
+        self.tree.order.expire(self.clock())
         if self.relief is not None and nbytes > 0:
             freed = self.relief.relieve(nbytes)
         while freed < nbytes and (node := self.tree.victim()) is not None:

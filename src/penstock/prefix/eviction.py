@@ -1,9 +1,19 @@
-"""Queue that finds the node worth least, in O(log n), while worths change."""
+"""Order of eviction: a queue that finds the node worth least, in O(log n), while worths change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import Generic
+
+from penstock.prefix.node import Node, S
+from penstock.prefix.policy import Policy
+
+HELD_WORTH = 2.0**30
+"""Worth that a hold adds to a node: more than any use. It is small enough that the worths of two
+held nodes still differ after a second."""
+ROUNDING = 1e-6
+"""Difference of two worths of one node that counts as rounding."""
 
 
 class EvictionQueue:
@@ -60,3 +70,75 @@ class EvictionQueue:
             else:
                 return item
         return None
+
+
+class EvictionOrder(Generic[S]):
+    """Order in which a tree's nodes are evicted: leaves without pins, the least worth first.
+
+    Args:
+        policy: worth of a node.
+        nodes: the tree's, by their ids; read only.
+    """
+
+    def __init__(self, policy: Policy, nodes: Mapping[int, Node[S]]) -> None:
+        self.policy = policy
+        self._nodes = nodes
+        self._queue = EvictionQueue()
+        self._holds = EvictionQueue()  # of held nodes, by when it ends
+
+    def worth(self, node: Node[S]) -> float:
+        """Return a node's worth by the policy, plus that of a hold; the least goes first."""
+        worth = self.policy.worth(node.heat, node.start, node.end, node.segment.nbytes)
+        return worth if node.held_until_seconds is None else worth + HELD_WORTH
+
+    def first(self) -> Node[S] | None:
+        """Find the unpinned leaf worth least, in O(log n); None if there is none."""
+        node_id = self._queue.first(self._worth_if_evictable)
+        return None if node_id is None else self._nodes[node_id]
+
+    def offer(self, node: Node[S]) -> None:
+        """Queue a node by its present worth, if it can be evicted."""
+        if _evictable(node):
+            self._queue.offer(node.id, self.worth(node))
+
+    def drop(self, node: Node[S]) -> None:
+        """Take a node out."""
+        self._queue.drop(node.id)
+        self._holds.drop(node.id)
+
+    def hold(self, node: Node[S], until_seconds: float) -> None:
+        """Prefer a node to all that are not held, until then; a later end stays."""
+        until = node.held_until_seconds
+        node.held_until_seconds = until_seconds if until is None else max(until, until_seconds)
+        self._holds.offer(node.id, node.held_until_seconds)
+
+    def expire(self, now_seconds: float) -> None:
+        """Release the holds that have ended; those nodes get their worth without a hold."""
+        while (node_id := self._holds.first(self._held_until)) is not None:
+            node = self._nodes[node_id]
+            if node.held_until_seconds is None or node.held_until_seconds > now_seconds:
+                return
+            node.held_until_seconds = None
+            self._holds.drop(node_id)
+            self.offer(node)
+
+    def check(self, node: Node[S]) -> None:
+        """Raise AssertionError if a node will be evicted too late, or held for ever."""
+        queued = self._queue.queued(node.id)
+        if _evictable(node) and queued is None:
+            raise AssertionError(f"{node} will never be evicted")
+        if _evictable(node) and queued is not None and queued > self.worth(node) + ROUNDING:
+            raise AssertionError(f"{node} will be evicted too late")
+        if node.held_until_seconds is not None and node.id not in self._holds:
+            raise AssertionError(f"{node} will be held for ever")
+
+    def _held_until(self, node_id: int) -> float | None:
+        return self._nodes[node_id].held_until_seconds
+
+    def _worth_if_evictable(self, node_id: int) -> float | None:
+        node = self._nodes[node_id]
+        return self.worth(node) if _evictable(node) else None
+
+
+def _evictable(node: Node[S]) -> bool:
+    return not node.children and not node.pins

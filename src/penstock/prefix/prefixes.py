@@ -16,8 +16,9 @@ from penstock.ledger import Kind, Ledger, Reservation
 from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, hash_blocks, root_hash
 from penstock.prefix.bounded_tree import BoundedTree, remembered_nodes
 from penstock.prefix.node import NODE_BYTES, Match, Node, NodeView, S, upwards
+from penstock.prefix.pin import Pin
 from penstock.prefix.policy import HalfLife, PrefillCost
-from penstock.prefix.tree import Pin, PrefixTree
+from penstock.prefix.tree import PrefixTree
 
 MAX_MERGE_TOKENS = 2_048
 

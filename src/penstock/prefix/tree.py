@@ -1,6 +1,6 @@
 """Radix tree of computed prefixes: questions are pure, acts are named.
 
-A path from the root spells a prompt. Keys are chained (see `blocks`): two runs that agree in
+A path from the root spells a prompt. Keys are chained (see `block_hashes`): two runs that agree in
 one block's key agree in all blocks before it. So a look-up compares one key a node, and finds
 the place where it leaves a node by bisection; it is linear in the prompt for the hashing and
 in the nodes passed for the rest.
@@ -12,84 +12,20 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import inf
-from types import TracebackType
 from typing import Generic
 
 import numpy as np
 
-from penstock.prefix.block_hashes import (
-    TokenArray,
-    Tokens,
-    as_tokens,
-    hash_blocks,
-    partial_hash,
-)
-from penstock.prefix.eviction import EvictionQueue
-from penstock.prefix.node import Match, Node, NodeView, S, TreeSegment, upwards, view
+from penstock.prefix.block_hashes import TokenArray, Tokens, as_tokens, partial_hash
+from penstock.prefix.eviction import EvictionOrder
+from penstock.prefix.node import Match, Node, NodeView, S, upwards, view
+from penstock.prefix.pin import Pin
 from penstock.prefix.policy import COLD, HalfLife, Policy
+from penstock.prefix.tree_shape import check_shape
+from penstock.prefix.tree_totals import TreeTotals
 
-__all__ = ["Match", "Node", "Pin", "PrefixTree", "TreeSegment"]
-
-HELD_WORTH = 2.0**30
-"""Worth that a hold adds to a node: more than any use. It is small enough that the worths of two
-held nodes still differ after a second."""
 LONGER = 4
 """Times `max_merge_tokens`, for nodes of few bytes."""
-ROUNDING = 1e-6
-"""Difference of two worths of one node that counts as rounding."""
-
-
-class Pin(Generic[S]):
-    """A claim that keeps a node and its path from eviction, until released.
-
-    The path may be split and its nodes merged meanwhile, so ask for it anew in every step.
-    """
-
-    __slots__ = ("_tree", "node")
-
-    def __init__(self, tree: PrefixTree[S], node: Node[S] | None) -> None:
-        self._tree = tree
-        self.node = node
-        """The deepest node of the path; None while the path is empty, and once released."""
-
-    @property
-    def path(self) -> tuple[Node[S], ...]:
-        """The nodes from the root to the pinned one, as they are now."""
-        return () if self.node is None else self.node.path()
-
-    def extend(self, child: Node[S], now_seconds: float | None = None) -> None:
-        """Pin a child of the pinned node as well.
-
-        With a time it is a read of a block that another sequence committed, and counts as a use.
-        Without one it is the sequence's own block, whose insertion was counted.
-
-        Raises:
-            ValueError: released before, or `child` is not a child of the node.
-        """
-        self._tree._extend(self, child, now_seconds)
-
-    def withdraw(self, node: Node[S] | None) -> None:
-        """Release the part of the path below `node`; None is the root.
-
-        Raises:
-            ValueError: released before, or `node` is not on the path.
-        """
-        self._tree._withdraw(self, node)
-
-    def release(self) -> None:
-        """Give the claim up. Again does nothing."""
-        self._tree._unpin(self)
-
-    def __enter__(self) -> Pin[S]:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 class PrefixTree(Generic[S]):
@@ -123,12 +59,9 @@ class PrefixTree(Generic[S]):
         self._tops: dict[bytes, Node[S]] = {}
         self._nodes: dict[int, Node[S]] = {}
         self._pins: set[Pin[S]] = set()
-        self._queue = EvictionQueue()
-        self._holds = EvictionQueue()  # of held nodes, by when it ends
-        self._partial_sizes: Counter[int] = Counter()  # tokens of partial blocks, and how many
+        self.order: EvictionOrder[S] = EvictionOrder(self.policy, self._nodes)
+        self.totals = TreeTotals()
         self._next_id = 0
-        self._tokens = self._nbytes = self._index_bytes = self._pinned_bytes = 0
-        self._checkpoint_bytes = 0
         self.version = 0
         """Number of changes so far: a match is valid as long as this stays the same."""
 
@@ -149,27 +82,27 @@ class PrefixTree(Generic[S]):
     @property
     def tokens(self) -> int:
         """Tokens held by all nodes."""
-        return self._tokens
+        return self.totals.tokens
 
     @property
     def nbytes(self) -> int:
         """Bytes of all segments."""
-        return self._nbytes
+        return self.totals.nbytes
 
     @property
     def checkpoint_bytes(self) -> int:
         """Of these, bytes of checkpoints."""
-        return self._checkpoint_bytes
+        return self.totals.checkpoint_bytes
 
     @property
     def index_bytes(self) -> int:
         """Bytes of Python that the nodes cost beside their segments; see also `policy.nbytes`."""
-        return self._index_bytes
+        return self.totals.index_bytes
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes, of segments and index, of the nodes that pins keep."""
-        return self._pinned_bytes
+        return self.totals.pinned_bytes
 
     @property
     def pins(self) -> int:
@@ -200,7 +133,7 @@ class PrefixTree(Generic[S]):
         """
         siblings = self._tops if parent is None else parent.children
         values = as_tokens(tokens[: self.block_size - 1])
-        for size in sorted(self._partial_sizes, reverse=True) if siblings else ():
+        for size in sorted(self.totals.partial_sizes, reverse=True) if siblings else ():
             node = siblings.get(partial_hash(values[:size], root)) if size <= len(values) else None
             if node is not None:
                 return node
@@ -208,13 +141,7 @@ class PrefixTree(Generic[S]):
 
     def victim(self) -> Node[S] | None:
         """Find the unpinned leaf worth least, in O(log n); None if there is none."""
-        node_id = self._queue.first(self._worth_if_evictable)
-        return None if node_id is None else self._nodes[node_id]
-
-    def worth(self, node: Node[S]) -> float:
-        """Return a node's worth by the policy, plus that of a hold; the least goes first."""
-        worth = self.policy.worth(node.heat, node.start, node.end, node.segment.nbytes)
-        return worth if node.held_until_seconds is None else worth + HELD_WORTH
+        return self.order.first()
 
     def views(self, now_seconds: float) -> list[NodeView]:
         """Show every node, parents before their children."""
@@ -338,7 +265,7 @@ class PrefixTree(Generic[S]):
         head.children[node.block_hashes[0]] = node
         self._claim(head, node.pins)
         self._count(node)
-        self._offer(node)
+        self.order.offer(node)
         return head
 
     def merge(self, node: Node[S], last: Node[S] | None = None) -> Node[S]:
@@ -381,7 +308,7 @@ class PrefixTree(Generic[S]):
         last.start, last.parent = node.start, node.parent
         self._children(last.parent)[last.block_hashes[0]] = last
         self._count(last)
-        self._offer(last)
+        self.order.offer(last)
         return last
 
     def exchange(self, node: Node[S], segment: S) -> None:
@@ -396,7 +323,7 @@ class PrefixTree(Generic[S]):
         self._uncount(node)
         node.segment = segment
         self._count(node)
-        self._offer(node)
+        self.order.offer(node)
 
     def remove(self, node: Node[S]) -> S:
         """Take an unpinned leaf out and return its segment, to which nothing here refers now.
@@ -411,7 +338,7 @@ class PrefixTree(Generic[S]):
         self._uncount(node)
         self._forget(node)
         if node.parent is not None:
-            self._offer(node.parent)
+            self.order.offer(node.parent)
         return node.segment
 
     def hold(self, node: Node[S], until_seconds: float) -> None:
@@ -421,95 +348,21 @@ class PrefixTree(Generic[S]):
             ValueError: the node is not in the tree.
         """
         self._check_known(node)
-        until = node.held_until_seconds
-        node.held_until_seconds = until_seconds if until is None else max(until, until_seconds)
-        self._holds.offer(node.id, node.held_until_seconds)
-
-    def expire(self, now_seconds: float) -> None:
-        """Release the holds that have ended; those nodes get their worth without a hold."""
-        while (node_id := self._holds.first(self._held_until)) is not None:
-            node = self._nodes[node_id]
-            if node.held_until_seconds is None or node.held_until_seconds > now_seconds:
-                return
-            node.held_until_seconds = None
-            self._holds.drop(node_id)
-            self._offer(node)
+        self.order.hold(node, until_seconds)
 
     def check(self) -> None:
         """Recount everything, and raise AssertionError if something is lost, doubled or wrong."""
-        reached = self._check_shape()
+        reached = check_shape(self._tops, self.block_size)
         if reached != set(self._nodes):
             raise AssertionError(f"nodes reached {reached}, known {set(self._nodes)}")
-        counted = (
-            self._tokens,
-            self._nbytes,
-            self._checkpoint_bytes,
-            self._index_bytes,
-            self._pinned_bytes,
-        )
-        counts = (
-            sum(len(node.tokens) for node in self),
-            sum(node.segment.nbytes for node in self),
-            sum(node.segment.checkpoint_nbytes for node in self),
-            sum(node.index_bytes for node in self),
-            sum(node.segment.nbytes + node.index_bytes for node in self if node.pins),
-        )
-        if counted != counts:
-            raise AssertionError(
-                f"tokens, bytes, those of checkpoints, index bytes, pinned bytes {counted} "
-                f"counted, {counts} found"
-            )
+        self.totals.check(self)
         pinned = Counter(node.id for pin in self._pins for node in pin.path)
-        sizes = Counter(len(node.tokens) for node in self if node.partial)
-        if sizes != self._partial_sizes:
-            raise AssertionError(f"partial blocks {self._partial_sizes} counted, {sizes} found")
         for node in self:
             if node.pins != pinned[node.id]:
                 raise AssertionError(f"{node} has {pinned[node.id]} pins")
-            queued = self._queue.queued(node.id)
-            if _evictable(node) and queued is None:
-                raise AssertionError(f"{node} will never be evicted")
-            if _evictable(node) and queued is not None and queued > self.worth(node) + ROUNDING:
-                raise AssertionError(f"{node} will be evicted too late")
-            if node.held_until_seconds is not None and node.id not in self._holds:
-                raise AssertionError(f"{node} will be held for ever")
+            self.order.check(node)
             if not node.last_used_seconds > -inf < node.heat:
                 raise AssertionError(f"{node} was never used")
-
-    def _check_shape(self) -> set[int]:
-        """Check every node that can be reached, and return their ids."""
-        reached: set[int] = set()
-        families: list[tuple[Node[S] | None, dict[bytes, Node[S]]]] = [(None, self._tops)]
-        while families:
-            parent, siblings = families.pop()
-            for key, node in siblings.items():
-                if node.parent is not parent or key != node.block_hashes[0] or node.id in reached:
-                    raise AssertionError(f"{node} hangs below {parent} as {key.hex()}")
-                self._check_run(node)
-                reached.add(node.id)
-                families.append((node, node.children))
-        return reached
-
-    def _check_run(self, node: Node[S]) -> None:
-        """Check that place, tokens, keys and segment of one node tell the same story."""
-        parent = node.parent
-        count = len(node.tokens) if node.partial else len(node.block_hashes) * self.block_size
-        if node.partial and (count >= self.block_size or node.children):
-            raise AssertionError(f"{node} is no partial block, or has children")
-        if node.start != (parent.end if parent else 0):
-            raise AssertionError(f"{node} does not begin where {parent} ends")
-        if not len(node.tokens) == node.segment.tokens == count > 0:
-            raise AssertionError(f"{node}: {len(node.tokens)} tokens, {node.segment.tokens} held")
-        if node.tokens.base is not None:
-            raise AssertionError(f"{node} keeps a larger array of tokens alive")
-        # The chain's root is not known here, so the first block of all is taken on trust.
-        root, known = (parent.block_hashes[-1], 0) if parent else (node.block_hashes[0], 1)
-        tokens = node.tokens[known * self.block_size :]
-        if node.partial:
-            if parent and node.block_hashes != (partial_hash(tokens, root),):
-                raise AssertionError(f"the key of {node} does not name its tokens")
-        elif tuple(hash_blocks(tokens, self.block_size, root)) != node.block_hashes[known:]:
-            raise AssertionError(f"the keys of {node} do not name its tokens")
 
     # ---- parts of acts
 
@@ -550,7 +403,7 @@ class PrefixTree(Generic[S]):
         node = self._add(parent, block_hashes, tokens, segment, partial=partial)
         node.last_used_seconds = now_seconds
         node.heat = self.policy.used(self.policy.recall(block_hashes[0]), now_seconds)
-        self._offer(node)
+        self.order.offer(node)
         return node
 
     def _add(
@@ -574,7 +427,7 @@ class PrefixTree(Generic[S]):
             partial=partial,
         )
         if partial:
-            self._partial_sizes[len(tokens)] += 1
+            self.totals.partial_sizes[len(tokens)] += 1
         self._next_id += 1
         self._nodes[node.id] = node
         self._children(parent)[block_hashes[0]] = node
@@ -584,36 +437,17 @@ class PrefixTree(Generic[S]):
     def _forget(self, node: Node[S]) -> None:
         """Take the node out of all tables; its bytes are not counted any more."""
         if node.partial:
-            self._partial_sizes -= Counter([len(node.tokens)])
+            self.totals.partial_sizes -= Counter([len(node.tokens)])
         del self._nodes[node.id]
         del self._children(node.parent)[node.block_hashes[0]]
-        self._queue.drop(node.id)
-        self._holds.drop(node.id)
+        self.order.drop(node)
 
     def _count(self, node: Node[S], sign: int = 1) -> None:
-        nbytes, index_bytes = node.segment.nbytes, node.index_bytes
-        node.held_bytes = nbytes + index_bytes
         self.version += 1
-        self._tokens += sign * len(node.tokens)
-        self._nbytes += sign * nbytes
-        self._checkpoint_bytes += sign * node.segment.checkpoint_nbytes
-        self._index_bytes += sign * index_bytes
-        if node.pins:
-            self._pinned_bytes += sign * node.held_bytes
+        self.totals.count(node, sign)
 
     def _uncount(self, node: Node[S]) -> None:
         self._count(node, -1)
-
-    def _offer(self, node: Node[S]) -> None:
-        if _evictable(node):
-            self._queue.offer(node.id, self.worth(node))
-
-    def _held_until(self, node_id: int) -> float | None:
-        return self._nodes[node_id].held_until_seconds
-
-    def _worth_if_evictable(self, node_id: int) -> float | None:
-        node = self._nodes[node_id]
-        return self.worth(node) if _evictable(node) else None
 
     def _use(self, node: Node[S], now_seconds: float) -> None:
         node.hits += 1
@@ -622,12 +456,10 @@ class PrefixTree(Generic[S]):
 
     def _claim(self, node: Node[S], pins: int) -> None:
         """Put so many more pins on one node, or take them off."""
-        before, node.pins = node.pins, node.pins + pins
-        if bool(before) != bool(node.pins):
-            self._pinned_bytes += node.held_bytes if node.pins else -node.held_bytes
-        self._offer(node)
+        self.totals.claim(node, pins)
+        self.order.offer(node)
 
-    def _extend(self, pin: Pin[S], child: Node[S], now_seconds: float | None) -> None:
+    def extend(self, pin: Pin[S], child: Node[S], now_seconds: float | None) -> None:
         if pin not in self._pins or child not in self or child.parent is not pin.node:
             raise ValueError(f"{child} is not a child of a pinned {pin.node}")
         self._claim(child, 1)
@@ -635,16 +467,16 @@ class PrefixTree(Generic[S]):
             self._use(child, now_seconds)
         pin.node = child
 
-    def _withdraw(self, pin: Pin[S], node: Node[S] | None) -> None:
+    def withdraw(self, pin: Pin[S], node: Node[S] | None) -> None:
         if pin not in self._pins or not (node is None or node in pin.path):
             raise ValueError(f"{node} is not on the path of a pinned {pin.node}")
         while pin.node is not node and pin.node is not None:
             below, pin.node = pin.node, pin.node.parent
             self._claim(below, -1)
 
-    def _unpin(self, pin: Pin[S]) -> None:
+    def unpin(self, pin: Pin[S]) -> None:
         if pin in self._pins:
-            self._withdraw(pin, None)
+            self.withdraw(pin, None)
             self._pins.remove(pin)
 
 
@@ -663,7 +495,3 @@ def _inseparable(node: Node[S], child: Node[S]) -> bool:
     held, child_held = (member.held_until_seconds is not None for member in (node, child))
     alike = held == child_held and node.pins == child.pins
     return len(node.children) == 1 and alike and node.segment.joins(child.segment)
-
-
-def _evictable(node: Node[S]) -> bool:
-    return not node.children and not node.pins

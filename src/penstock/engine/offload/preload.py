@@ -11,8 +11,8 @@ from penstock.kv.states import RecurrentState
 from penstock.ledger import Kind, Reservation
 from penstock.prefix.checkpoints import Checkpoints
 from penstock.prefix.node import Match
+from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
-from penstock.prefix.tree import Pin
 from penstock.tiers.host import RestoreBuffer
 
 PRELOAD_SECONDS = 60.0

@@ -24,8 +24,8 @@ from penstock.kv.tails import LayerShape
 from penstock.ledger import Kind
 from penstock.prefix.checkpoints import Path
 from penstock.prefix.node import NODE_BYTES, Node, upwards
+from penstock.prefix.pin import Pin
 from penstock.prefix.prefixes import Prefixes
-from penstock.prefix.tree import Pin
 
 TURN_ENDS = 2
 """Newest ends of turns of a branch that are retained; with recurrent layers also of answers."""

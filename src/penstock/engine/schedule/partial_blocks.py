@@ -18,7 +18,7 @@ from penstock.kv.segment import Segment
 from penstock.kv.states import Checkpoint, RecurrentState
 from penstock.ledger import Reservation
 from penstock.prefix.node import Match, Node
-from penstock.prefix.tree import Pin
+from penstock.prefix.pin import Pin
 
 
 class PartialBlock:

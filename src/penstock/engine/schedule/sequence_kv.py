@@ -25,7 +25,7 @@ from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState, States
 from penstock.ledger import Kind, Reservation
 from penstock.prefix.node import Match, Node
-from penstock.prefix.tree import Pin
+from penstock.prefix.pin import Pin
 
 
 class SequenceKV:

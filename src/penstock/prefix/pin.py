@@ -1,0 +1,74 @@
+"""Claim of a reader on a path of the prefix tree."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Generic, Protocol
+
+from penstock.prefix.node import Node, S
+
+
+class Pinned(Protocol[S]):
+    """Keeper of the pins: the tree."""
+
+    def extend(self, pin: Pin[S], child: Node[S], now_seconds: float | None) -> None:
+        """Move a pin to a child of its node."""
+
+    def withdraw(self, pin: Pin[S], node: Node[S] | None) -> None:
+        """Move a pin up to a node of its path."""
+
+    def unpin(self, pin: Pin[S]) -> None:
+        """Forget a pin."""
+
+
+class Pin(Generic[S]):
+    """A claim that keeps a node and its path from eviction, until released.
+
+    The path may be split and its nodes merged meanwhile, so ask for it anew in every step.
+    """
+
+    __slots__ = ("_tree", "node")
+
+    def __init__(self, tree: Pinned[S], node: Node[S] | None) -> None:
+        self._tree = tree
+        self.node = node
+        """The deepest node of the path; None while the path is empty, and once released."""
+
+    @property
+    def path(self) -> tuple[Node[S], ...]:
+        """The nodes from the root to the pinned one, as they are now."""
+        return () if self.node is None else self.node.path()
+
+    def extend(self, child: Node[S], now_seconds: float | None = None) -> None:
+        """Pin a child of the pinned node as well.
+
+        With a time it is a read of a block that another sequence committed, and counts as a use.
+        Without one it is the sequence's own block, whose insertion was counted.
+
+        Raises:
+            ValueError: released before, or `child` is not a child of the node.
+        """
+        self._tree.extend(self, child, now_seconds)
+
+    def withdraw(self, node: Node[S] | None) -> None:
+        """Release the part of the path below `node`; None is the root.
+
+        Raises:
+            ValueError: released before, or `node` is not on the path.
+        """
+        self._tree.withdraw(self, node)
+
+    def release(self) -> None:
+        """Give the claim up. Again does nothing."""
+        self._tree.unpin(self)
+
+    def __enter__(self) -> Pin[S]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
