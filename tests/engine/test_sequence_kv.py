@@ -38,7 +38,8 @@ def writers(source: str) -> list[int]:
 
 def test_only_sequence_kv_writes_where_kv_lies() -> None:
     found = {path.name: writers(path.read_text()) for path in SOURCE.rglob("*.py")}
-    assert len(found.pop("sequence_kv.py")) > 20
+    assert len(found.pop("cached_path.py")) > 8
+    assert len(found.pop("sequence_kv.py")) > 15
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
+from penstock.engine.schedule.cached_path import CachedPath
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.partial_blocks import PartialBlock
 from penstock.kv.attention_plan import KVSpan
@@ -24,24 +25,17 @@ from penstock.kv.compressed import completed
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState, States
 from penstock.ledger import Kind, Reservation
-from penstock.prefix.node import Match, Node
-from penstock.prefix.pin import Pin
+from penstock.prefix.node import Match
 
 
-class SequenceKV:
+class SequenceKV(CachedPath):
     """The KV of one sequence, and its only writer. Not thread-safe: the engine's thread.
 
     The KV of a sequence lies in three places, one behind the other: the first `num_cached_tokens`
     of the pinned path, its `own_spans`, and `tail` columns of a slot in the pool. Nothing of the
     last two outlives its place in the batch.
 
-    Args:
-        stores: the engine's.
-        tokens: prompt and answer; grows as the answer does.
-        block_hashes: those of the whole blocks of `tokens`, as far as they may be shared.
-        salt: the tenant's.
-        hold_tokens: first tokens that stay cached for a while after the end; 0 for none.
-        hold_seconds: duration of that.
+    Args: as `CachedPath`, which has the path alone.
     """
 
     def __init__(
@@ -54,27 +48,22 @@ class SequenceKV:
         hold_tokens: int = 0,
         hold_seconds: float | None = None,
     ) -> None:
-        self.tokens = tokens
-        self.block_hashes = block_hashes
-        self.pin: Pin[Segment] | None = None
-        self.num_cached_tokens = 0
+        super().__init__(
+            stores,
+            tokens,
+            block_hashes,
+            salt=salt,
+            hold_tokens=hold_tokens,
+            hold_seconds=hold_seconds,
+        )
         self.own_spans: list[KVSpan] = []
         self.slot: int | None = None
         self.tail = 0
         self.recurrent_state: RecurrentState | None = None
         """State of the recurrent layers behind `position`; None without such layers, or tokens."""
-        self.matched_tokens = 0
-        """Tokens that the tree held at admission: other sequences may branch there, too."""
         self.reservation: Reservation | None = None
         """Bytes of the spans, and of all tokens still to compute; set by the memory budget."""
-        self._matched_version: int | None = None
-        """Version of the tree in which its path was looked up; None if it was not."""
         self._partial_block = PartialBlock(stores)
-        self._stores = stores
-        self._size = stores.block_size
-        self._salt = salt
-        self._hold_tokens = hold_tokens
-        self._hold_seconds = hold_seconds
 
     # ---- questions
 
@@ -87,31 +76,6 @@ class SequenceKV:
     def position(self) -> int:
         """Number of tokens with computed KV: the position of the next one to compute."""
         return self.committed_end + self.tail
-
-    @property
-    def node(self) -> Node[Segment] | None:
-        """Deepest node of the path; None without one."""
-        return None if self.pin is None else self.pin.node
-
-    @property
-    def last_boundary(self) -> int:
-        """End of the last whole block in front of the last token."""
-        return (len(self.tokens) - 1) // self._size * self._size
-
-    @property
-    def readable_tokens(self) -> int:
-        """Most tokens of a path that the sequence reads.
-
-        The last token is always computed, for its logits; read block by block, so is its block.
-        """
-        return self.last_boundary if self._stores.by_block else len(self.tokens) - 1
-
-    @property
-    def reachable_tokens(self) -> int:
-        """Number of tokens cached now behind which the sequence could resume."""
-        match = self._stores.prefixes.match(self.block_hashes)
-        resumed, _ = self._stores.resume(match.path, min(match.tokens, self.readable_tokens))
-        return resumed
 
     @property
     def resumed_tokens(self) -> int:
@@ -135,13 +99,7 @@ class SequenceKV:
 
     def spans(self) -> tuple[KVSpan, ...]:
         """Return all spans in front of the tail, in order."""
-        path = self.pin.path if self.pin is not None else ()
-        shared = [
-            KVSpan(node.segment, node.start, min(node.end, self.num_cached_tokens) - node.start)
-            for node in path
-            if node.start < self.num_cached_tokens
-        ]
-        return (*shared, *self.own_spans)
+        return (*self.cached_spans(), *self.own_spans)
 
     def check(self) -> None:
         """Raise AssertionError without KV that a window layer sees, or with unreserved bytes."""
@@ -155,19 +113,6 @@ class SequenceKV:
 
     # ---- coming and going
 
-    def hash_blocks(self) -> None:
-        """Hash the whole blocks that are new since the last call, as far as they may be shared."""
-        size, prefixes = self._size, self._stores.prefixes
-        blocks = min(len(self.tokens), self._stores.shared_tokens) // size
-        if blocks > len(self.block_hashes):
-            rest = self.tokens[len(self.block_hashes) * size : blocks * size]
-            after = self.block_hashes[-1] if self.block_hashes else None
-            self.block_hashes += prefixes.block_hashes(rest, self._salt, after=after)
-
-    def unshare(self) -> None:
-        """Copy tokens and hashes, which the answers of a request share until admission."""
-        self.tokens, self.block_hashes = list(self.tokens), list(self.block_hashes)
-
     def attach(self, block_hashes: list[bytes] | None = None) -> int:
         """Reference the cached path of the sequence's blocks, and return the cached tokens.
 
@@ -180,21 +125,18 @@ class SequenceKV:
         stores = self._stores
         match = stores.prefixes.match(self.block_hashes if block_hashes is None else block_hashes)
         limit = min(match.tokens, self.readable_tokens)
-        self.num_cached_tokens, self.recurrent_state = stores.resume(match.path, limit)
-        self.pin = stores.prefixes.pin(match)
-        self.matched_tokens = match.tokens
-        self._matched_version = stores.prefixes.tree.version if block_hashes is None else None
+        resumed, self.recurrent_state = stores.resume(match.path, limit)
+        self._pin(match, resumed, whole=block_hashes is None)
         if block_hashes is None:
             self._resume_partial(match)
         return self.position
 
     def undo_attach(self) -> None:
         """Let go of a path that was just attached."""
-        assert self.pin is not None
-        self.pin.release()
+        self._release()
         self.own_spans.clear()
         self._partial_block.forget()
-        self.pin, self.num_cached_tokens, self.recurrent_state = None, 0, None
+        self.recurrent_state = None
 
     def take_slot(self) -> None:
         """Take a slot of the pool for the tail."""
@@ -209,7 +151,7 @@ class SequenceKV:
     def detach(self) -> None:
         """Let go of everything: the path, the spans, the tail's slot. The tokens stay."""
         self.own_spans.clear()
-        self.tail = self.num_cached_tokens = 0
+        self.tail = 0
         self.recurrent_state = None
         self._partial_block.forget()
         if self.slot is not None:
@@ -217,10 +159,8 @@ class SequenceKV:
             self.slot = None
         if self._stores.requantizer is not None:
             self._stores.requantizer.changed()
-        if self.pin is not None:
-            self._hold()
-            self.pin.release()
-            self.pin = None
+        self._hold()
+        self._release()
 
     # ---- getting on
 
@@ -229,15 +169,11 @@ class SequenceKV:
 
         Every layer must be able to resume behind them.
         """
-        blocks_done = self.num_cached_tokens // self._size
         prefilled = len(self.tokens) - 1 <= self.position
         if self._diverged or prefilled or self.pin is None:
             return 0
-        version = self._stores.prefixes.tree.version
-        if blocks_done >= len(self.block_hashes) or version == self._matched_version:
-            return 0
-        self._matched_version = version
-        blocks = self._stores.prefixes.follow(self.pin, self.block_hashes, blocks_done)
+        blocks_done = self.num_cached_tokens // self._size
+        blocks = self._follow_others()
         if blocks <= blocks_done:
             return 0
         limit = min(blocks * self._size, self.readable_tokens)
@@ -246,7 +182,8 @@ class SequenceKV:
             return 0
         gained = resumed - self.position
         self.drop_partial()
-        self.num_cached_tokens, self.recurrent_state = resumed, recurrent_state
+        self._read_to(resumed)
+        self.recurrent_state = recurrent_state
         return gained
 
     def drop_partial(self) -> int:
@@ -280,7 +217,7 @@ class SequenceKV:
             if not self.own_spans and self.tail == 0 and self._holds_next():
                 # The last token of a prompt that the path holds to its end: it was computed for
                 # its logits alone, and its KV is there already.
-                self.num_cached_tokens += 1
+                self._read_to(self.num_cached_tokens + 1)
                 continue
             self.tail += 1
             if self.tail == self._stores.tails.columns or self.position % self._size == 0:
@@ -302,61 +239,23 @@ class SequenceKV:
 
     def splice(self, segment: Segment) -> bool:
         """Insert whole blocks behind the cached tokens into the tree; False without room."""
-        assert self.pin is not None and self.reservation is not None
-        stores, size, start = self._stores, self._size, self.num_cached_tokens
-        before = self.reservation.nbytes
-        if stores.windows is not None and not stores.windows.fill(
-            self.pin, self.block_hashes, segment, start
-        ):
+        assert self.reservation is not None
+        before, start = self.reservation.nbytes, self.num_cached_tokens
+        if not self._insert(segment, self.reservation):
             return False
-        inserted = stores.prefixes.insert(
-            self.pin,
-            start // size,
-            self.block_hashes,
-            self.tokens[start : start + segment.tokens],
-            segment,
-            self.reservation,
-        )
-        if inserted.refused is not None:
-            return False
-        if stores.requantizer is not None:
-            stores.requantizer.changed()
-        end = inserted.blocks_readable * size
-        if stores.windows is not None and stores.windows.resume(self.pin.path, end) < end:
-            return False  # KV that was filled in had to be evicted for the rest
-        if start < self._hold_tokens:
-            self._hold()  # before it is merged with nodes that are not to be held
-        self.num_cached_tokens = end
         # What the tree has taken over is off already; what others had committed is not needed.
         moved = before - self.reservation.nbytes
-        self.spare((end - start) * stores.runner.token_bytes - moved)
+        restored = self.num_cached_tokens - start
+        self.spare(restored * self._stores.runner.token_bytes - moved)
         return True
-
-    def follow(self, block_hashes: list[bytes]) -> int:
-        """Move on to all blocks of a chain that the tree has, and return the cached blocks.
-
-        There need not be states at their end.
-        """
-        assert self.pin is not None
-        stores, size = self._stores, self._size
-        blocks = stores.prefixes.follow(self.pin, block_hashes, self.num_cached_tokens // size)
-        if (
-            stores.windows is None
-            or stores.windows.resume(self.pin.path, blocks * size) == blocks * size
-        ):
-            self.num_cached_tokens = blocks * size
-        return self.num_cached_tokens // size
-
-    def leave_last(self) -> None:
-        """Leave the last token of the prompt to be computed, for its logits."""
-        self.num_cached_tokens = min(self.num_cached_tokens, self.readable_tokens)
 
     def resume(self) -> int:
         """Go back to the deepest cached token from which every layer can resume; return it."""
         assert self.pin is not None
         limit = min(self.num_cached_tokens, self.readable_tokens)
-        self.num_cached_tokens, self.recurrent_state = self._stores.resume(self.pin.path, limit)
-        return self.num_cached_tokens
+        resumed, self.recurrent_state = self._stores.resume(self.pin.path, limit)
+        self._read_to(resumed)
+        return resumed
 
     def spare(self, nbytes: int) -> None:
         """Give back so many of the reserved bytes."""
@@ -415,20 +314,6 @@ class SequenceKV:
         ):
             self._keep_end(tokens)
 
-    def end_turn(self, known_tokens: int) -> None:
-        """Retain the states with which a conversation goes on behind this answer.
-
-        Args:
-            known_tokens: first tokens that were cached before.
-        """
-        stores = self._stores
-        if stores.checkpoints is not None and self.pin is not None:
-            at = stores.checkpoints.end_turn(self.pin.path, self.num_cached_tokens)
-            self._note_checkpoint(at)
-        elif stores.tiers is not None and self.num_cached_tokens - known_tokens >= self._size:
-            block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
-            stores.tiers.note_end(block_hashes, stores.prefixes.root(self._salt))
-
     # ---- parts
 
     def _resume_partial(self, match: Match[Segment]) -> None:
@@ -437,12 +322,8 @@ class SequenceKV:
         resumed = self._partial_block.find(match, root, self.tokens[start : len(self.tokens) - 1])
         if resumed is not None:
             span, self.recurrent_state = resumed
-            self.own_spans, self.num_cached_tokens = [span], start
-
-    def _root_at(self, position: int) -> bytes:
-        """Return the hash of the block that ends at a position, or the root hash."""
-        blocks = position // self._size
-        return self.block_hashes[blocks - 1] if blocks else self._stores.prefixes.root(self._salt)
+            self.own_spans = [span]
+            self._read_to(start)
 
     @property
     def _diverged_from_path(self) -> bool:
@@ -504,22 +385,6 @@ class SequenceKV:
             self.own_spans.append(KVSpan(segment, start, segment.tokens))
         self._forget_unseen()
 
-    def _hold(self) -> None:
-        """Prefer the first nodes of the path from now on, if the request asks for it."""
-        if self.pin is not None and self._hold_tokens and self._hold_seconds:
-            self._stores.prefixes.hold(self.pin, self._hold_tokens, self._hold_seconds)
-
-    def _holds_next(self) -> bool:
-        """Tell whether the path holds the token behind the cached ones as well.
-
-        It is the last token of a prompt cached to its end, computed for its logits alone.
-        """
-        block, node = self.num_cached_tokens // self._size, self.node
-        if node is None or node.end <= self.num_cached_tokens or block >= len(self.block_hashes):
-            return False
-        held = node.block_hashes[block - node.start // self._size]
-        return bool(held == self.block_hashes[block])
-
     def _fold(self) -> None:
         """Copy a full tail behind the own spans, and commit the blocks that it ends."""
         assert self.slot is not None
@@ -568,21 +433,12 @@ class SequenceKV:
 
     def _commit(self, segment: Segment) -> bool:
         """Insert blocks that were computed into the tree, and have them written to the tiers."""
-        first, stores = self.num_cached_tokens // self._size, self._stores
+        first = self.num_cached_tokens // self._size
         if not self.splice(segment):
             return False
         self._partial_block.covered(self.num_cached_tokens)
-        if stores.tiers is not None:
-            block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
-            stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first)
+        self._note_blocks(first)
         return True
-
-    def _note_checkpoint(self, at: int) -> None:
-        """Have the states that were captured under a boundary written to the tiers."""
-        stores = self._stores
-        if stores.tiers is not None:
-            root = stores.prefixes.root(self._salt)
-            stores.tiers.note_checkpoint(self.block_hashes[: at // self._size], root)
 
     def _forget_unseen(self) -> None:
         """Free the spans, and the part of the path, that no layer will see again."""
@@ -596,12 +452,8 @@ class SequenceKV:
         self.own_spans = [
             span if span.end > nearest else _first(span, keep - span.start) for span in spans
         ] + [last]
-        assert self.pin is not None
         if self.num_cached_tokens > keep and nearest >= self.num_cached_tokens:
-            self._hold()
-            path = [node for node in self.pin.path if node.start < keep]
-            self.pin.withdraw(path[-1] if path else None)
-            self.num_cached_tokens = min(self.num_cached_tokens, path[-1].end if path else 0)
+            self._withdraw(keep)
 
 
 def _first(span: KVSpan, tokens: int) -> KVSpan:
