@@ -19,7 +19,8 @@ from servers import MODEL_NAME, Running, serving
 from penstock.recall import Dialogue, Question
 from penstock.server.answers import Delta, ToolCall
 from penstock.server.anthropic import Blocks
-from penstock.server.anthropic_forms import CountRequest, MessagesRequest, prompt_of
+from penstock.server.anthropic_forms import CountRequest, MessagesRequest
+from penstock.server.anthropic_prompt import prompt_of
 from penstock.server.prompts import Prompts
 
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'

@@ -24,7 +24,8 @@ from coding_agents import (
 from parrot import TEMPLATE, parrot
 from servers import Running, serving
 
-from penstock.server.anthropic_forms import CountRequest, prompt_of
+from penstock.server.anthropic_forms import CountRequest
+from penstock.server.anthropic_prompt import prompt_of
 from penstock.server.prompts import Prompts
 
 THINKS = (

@@ -26,14 +26,12 @@ from penstock.engine.request import Finish, ReasoningBudget, Request, Sampling, 
 from penstock.server.active_request import ActiveRequest
 from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.anthropic_forms import (
-    AnthropicPrompt,
     CountRequest,
     MessagesRequest,
     ToolChoice,
-    prompt_of,
     schema_of,
-    tools_of,
 )
+from penstock.server.anthropic_prompt import AnthropicPrompt, prompt_of, tools_of
 from penstock.server.call_growth import CallPart, CallParts
 from penstock.server.calls import (
     CallGrammar,

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from penstock.errors import PenstockError
 from penstock.server import anthropic, openai, responses
-from penstock.server.anthropic_forms import MessagesRequest, prompt_of
+from penstock.server.anthropic_forms import MessagesRequest
+from penstock.server.anthropic_prompt import prompt_of
 from penstock.server.chat_body import ChatBody
 from penstock.server.forms import CompletionRequest
 from penstock.server.prompts import Prompts
