@@ -54,7 +54,8 @@ if TYPE_CHECKING:
         StepTooLarge,
         UnknownSequence,
     )
-    from penstock.models.mlx_lm import attach, load
+    from penstock.models.attention_seam import attach
+    from penstock.models.mlx_lm import load
 
 __all__ = [
     "BatchKVCache",
@@ -97,7 +98,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "attach": "penstock.models.mlx_lm",
+    "attach": "penstock.models.attention_seam",
     "load": "penstock.models.mlx_lm",
     "PrefixCache": "penstock.caches.prefix_cache",
     "Engine": "penstock.engine.engine",

@@ -14,7 +14,8 @@ from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import SettingError
 from penstock.kv.codecs import parse_scheme
 from penstock.memory import format_bytes, group_size_for, read_model_spec
-from penstock.models.mlx_lm import Loaded, TextPiece, attach, render, stream
+from penstock.models.attention_seam import attach
+from penstock.models.mlx_lm import Loaded, TextPiece, render, stream
 
 
 @dataclass(frozen=True, slots=True)

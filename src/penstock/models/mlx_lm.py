@@ -1,15 +1,13 @@
-"""The one place that knows mlx-lm: loading, chat templates and generation.
+"""The one place that knows mlx-lm: loading, chat templates, generation, layers' caches.
 
 What is leaned on here is named in `tests/test_contract_mlx_lm.py`.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from importlib import import_module
 from math import lcm
 from pathlib import Path
@@ -21,12 +19,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from penstock.caches.codec_reading import TurboQuant
 from penstock.config import SamplingSettings, WeightsDtype
 from penstock.errors import ModelError
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
-from penstock.kv.reads import Reads
 from penstock.kv.states import Place, StateForm, States, put_together, taken_apart
 from penstock.models import named
 from penstock.models.generation_config import read_generation_config
@@ -34,6 +30,7 @@ from penstock.models.gguf import architectures
 from penstock.models.gguf import weights as gguf
 from penstock.models.gguf.header import is_gguf, read_header
 from penstock.models.gguf.loaded_bytes import native_bytes, wide_bytes
+from penstock.models.source import checked_source, first_line
 from penstock.models.widening import Widening, model_bytes, widen
 from penstock.open_files import unchanged_limit
 
@@ -132,7 +129,7 @@ def load_all(
         path_or_name = named.fetch(str(path_or_name))
     if is_gguf(path_or_name):
         return _load_gguf(Path(path_or_name).expanduser(), weights_dtype, limit_bytes)
-    source = _source(path_or_name)
+    source = checked_source(path_or_name)
     try:
         model, tokenizer, config = mlx_lm.load(source, lazy=True, return_config=True)
         widening = Widening(weights_dtype, *model_bytes(model), limit_bytes)
@@ -146,7 +143,7 @@ def load_all(
         what = f"cannot load {source}"
         if not Path(source).is_dir():
             what = f"there is no folder {source}, and it cannot be fetched"
-        raise ModelError(f"{what}: {_one_line(error)}") from error
+        raise ModelError(f"{what}: {first_line(error)}") from error
     return Loaded(model, tokenizer, config, widening.note, read_generation_config(source))
 
 
@@ -183,7 +180,7 @@ def _load_gguf(path: Path, weights_dtype: WeightsDtype, limit_bytes: int | None)
         raise
     # A boundary, as in `load_all`.
     except Exception as error:
-        raise ModelError(f"cannot load {path}: {_one_line(error)}") from error
+        raise ModelError(f"cannot load {path}: {first_line(error)}") from error
     return Loaded(model, tokenizer, config, widening.note)
 
 
@@ -199,7 +196,7 @@ def load_part(
     Raises:
         ModelError: as `load`; or mlx-lm cannot divide this model among so many.
     """
-    source, ranks = _source(path_or_name), group.size()
+    source, ranks = checked_source(path_or_name), group.size()
     if pipeline and Path(source).is_dir() and not (Path(source) / INDEX).is_file():
         raise ModelError(
             f"{source} has no {INDEX}, which says which file has whose layers; mlx_lm.convert "
@@ -211,7 +208,7 @@ def load_part(
         )
     # A boundary, as in `load_all`.
     except Exception as error:
-        raise ModelError(f"cannot load {source} in {ranks} parts: {_one_line(error)}") from error
+        raise ModelError(f"cannot load {source} in {ranks} parts: {first_line(error)}") from error
     if pipeline and not is_stage(model):
         raise ModelError(f"{source} cannot be divided by layers here; leave --pipeline out")
     divided = ("hidden_layers",) if is_stage(model) else ("attention_heads", "key_value_heads")
@@ -250,12 +247,12 @@ def load_tokenizer(path_or_name: str | Path) -> TokenizerWrapper:
     Raises:
         ModelError: as `load`.
     """
-    source = _source(path_or_name)
+    source = checked_source(path_or_name)
     try:
         return mlx_lm.utils.load_tokenizer(source)
     # A boundary, as above.
     except Exception as error:
-        raise ModelError(f"cannot load the tokenizer of {source}: {_one_line(error)}") from error
+        raise ModelError(f"cannot load the tokenizer of {source}: {first_line(error)}") from error
 
 
 def tool_parsers() -> list[str]:
@@ -294,7 +291,7 @@ def render(
     try:
         tokens = tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer)
     except TemplateError as error:
-        raise ModelError(f"the chat template refuses the messages: {_one_line(error)}") from error
+        raise ModelError(f"the chat template refuses the messages: {first_line(error)}") from error
     return list(tokens)
 
 
@@ -349,58 +346,10 @@ def _checked_start(responses: Iterator[Any], quantized: bool) -> Iterator[Any]:
             raise
         raise ModelError(
             "mlx-lm's code for this model fails on quantized caches "
-            f"({_one_line(error)}); leave out --kv-bits"
+            f"({first_line(error)}); leave out --kv-bits"
         ) from error
     yield first
     yield from responses
-
-
-def attach(model: nn.Module) -> tuple[str, ...]:
-    """Put the attention seam under a model; return the modules in which it was put.
-
-    In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound
-    to a dispatcher: a layer whose cache is one of penstock's `Reads`, or a `TurboQuantKVCache`,
-    attends by it, everything else goes to mlx-lm's function as before. Nothing else is patched.
-    Again does nothing.
-    """
-    modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
-    names = {type(module).__module__ for module in modules}
-    attached = []
-    for name in sorted(names):
-        module = sys.modules[name]
-        theirs = getattr(module, _ATTENTION, None)
-        if theirs is None:
-            continue
-        if not hasattr(theirs, "penstock_seam"):
-            setattr(module, _ATTENTION, _dispatching(theirs))
-        attached.append(name)
-    return tuple(attached)
-
-
-_ATTENTION = "scaled_dot_product_attention"
-
-
-def _dispatching(theirs: Any) -> Any:
-    @wraps(theirs)
-    def dispatch(
-        queries: mx.array,
-        keys: Any,
-        values: Any,
-        cache: Any,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None = None,
-    ) -> Any:
-        if isinstance(cache, Reads):
-            return cache.attend(queries, keys, values, scale, mask, sinks)
-        if isinstance(cache, TurboQuant):
-            mixed = cache.attend(queries, keys, values, scale, mask, sinks)
-            if mixed is not None:
-                return mixed
-        return theirs(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-
-    dispatch.penstock_seam = True  # type: ignore[attr-defined]
-    return dispatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,75 +489,6 @@ def _sight(cache: Any, number: int) -> AttentionWindow:
     )
 
 
-def query_heads(model: nn.Module) -> int:
-    """Return the most query heads of any layer; 64 if the model does not tell.
-
-    Read from the layer's attention or its arguments, under one of the names mlx-lm's models use.
-    """
-    places = [getattr(model, "args", None)]
-    places.append(getattr(places[0], "text_config", None))
-    places += [getattr(layer, "self_attn", None) for layer in getattr(model, "layers", [])]
-    counts = [
-        value
-        for place in places
-        for name in ("num_attention_heads", "n_heads", "n_head", "num_heads")
-        if isinstance(value := getattr(place, name, None), int)
-    ]
-    return max(counts, default=64)
-
-
-def positions(model: nn.Module) -> int | None:
-    """Return how many positions a model is made for, of its arguments; None if they do not tell."""
-    places = [getattr(model, "args", None)]
-    places.append(getattr(places[0], "text_config", None))
-    limits = [
-        value
-        for place in places
-        for name in ("max_position_embeddings", "n_positions", "n_ctx")
-        if isinstance(value := getattr(place, name, None), int)
-    ]
-    return min(limits, default=None)
-
-
 def plain_caches(model: nn.Module) -> list[Any]:
     """Return mlx-lm's own caches for a model: one sequence, unbounded."""
     return list(mlx_lm.models.cache.make_prompt_cache(model))
-
-
-def _source(path_or_name: str | Path) -> str:
-    """Return the folder or hub name to load, after the checks that need no loading."""
-    folder = Path(path_or_name).expanduser()
-    if folder.is_dir():
-        for needed in ("config.json", "model*.safetensors"):
-            if not any(folder.glob(needed)):
-                raise ModelError(f"{folder} is not a model folder: it has no {needed}")
-        if not any(folder.glob("tokenizer*")):
-            raise ModelError(f"{folder} is not a complete model folder: it has no tokenizer files")
-        return str(folder)
-    name = str(path_or_name)
-    if folder.exists():
-        raise ModelError(
-            f"{name} is a file; a model is a folder, a .gguf file or a name like owner/model"
-        )
-    if folder.suffix == ".gguf":
-        raise ModelError(f"there is no file {name}")
-    if name.count("/") != 1 or name[0] in "./~":
-        raise ModelError(f"there is no folder {name}; a hub name has the form owner/model")
-    return name
-
-
-def _one_line(error: BaseException) -> str:
-    r"""Return an error's class and its first line, with the lines that a colon announces.
-
-    >>> _one_line(ValueError("validator 'heads':\n    12 is no multiple of 5\nmore"))
-    "ValueError: validator 'heads': 12 is no multiple of 5"
-    >>> _one_line(KeyError("model_type"))
-    'config.json has no model_type'
-    """
-    if isinstance(error, KeyError) and len(error.args) == 1 and isinstance(error.args[0], str):
-        return f"config.json has no {error.args[0]}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    end = next((at for at, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
-    return f"{type(error).__name__}: {' '.join(lines[: end + 1])}"

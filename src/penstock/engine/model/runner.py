@@ -33,6 +33,8 @@ from penstock.kv.states import (
 )
 from penstock.kv.tails import LayerShape, Tails, token_bytes
 from penstock.models import mlx_lm as seam
+from penstock.models.arguments import positions, query_heads
+from penstock.models.attention_seam import attach
 
 Way = Literal["shared", "joined"]
 PROBE = (3, 1, 4, 1, 5, 2)
@@ -111,8 +113,8 @@ class Runner:
         self.model = model
         mx.eval(model.parameters())
         self.layout = seam.layout(model)
-        modules = seam.attach(model)
-        self.heads = seam.query_heads(model) // (1 if seam.is_stage(model) else ranks)
+        modules = attach(model)
+        self.heads = query_heads(model) // (1 if seam.is_stage(model) else ranks)
         self._passes_on = seam.passes_on(model)
         self.shapes: tuple[LayerShape, ...] = ()
         self.vocabulary_size = 0
@@ -147,7 +149,7 @@ class Runner:
     @property
     def context_tokens(self) -> int | None:
         """Tokens of a prompt and its answer that the model is made for; None if it does not say."""
-        return seam.positions(self.model)
+        return positions(self.model)
 
     @property
     def is_recurrent(self) -> bool:
