@@ -12,6 +12,7 @@ from penstock.caches.base import LayerCache
 from penstock.kv import columns as col
 from penstock.kv.columns import Side
 from penstock.kv.segment import placed
+from penstock.kv.states import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +97,25 @@ def _miscounted(cache: Any) -> str | None:
             f"cache of one row"
         )
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """How a model's caches are made again."""
+
+    forms: list[LayerForm]
+    """Forms of the caches with keys and values."""
+    states: list[type[Any]]
+    """Types of the caches with a state of a recurrent layer."""
+    places: tuple[Place, ...]
+
+
+def difference(held: CacheShape, given: CacheShape) -> str:
+    """Say where the caches of one prompt differ from those of the prompts that are held."""
+    what = "the caches are of other classes, sizes or types than those held"
+    if len(held.forms) != len(given.forms):
+        return f"{what}: {len(given.forms)} layers with keys and values, not {len(held.forms)}"
+    for number, (old, new) in enumerate(zip(held.forms, given.forms, strict=True)):
+        if old != new:
+            return f"{what}: layer {number} is {new.described()}, not {old.described()}"
+    return what

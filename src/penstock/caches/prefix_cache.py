@@ -14,17 +14,16 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.caches.codec import TurboQuantKVCache
-from penstock.caches.growing import KVCache
-from penstock.caches.layer_form import LayerForm
+from penstock.caches.layer_form import CacheShape, difference
+from penstock.caches.layer_source import LayerSource, NodeRun, runs_of, source_of
 from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import SettingError
 from penstock.kv import columns as col
 from penstock.kv.block_format import BlockFormat
 from penstock.kv.checks import positive
 from penstock.kv.quantization import QuantizationRule, piece_bytes
-from penstock.kv.segment import Layer, Segment, bytes_per_token
+from penstock.kv.segment import Layer, Segment
 from penstock.kv.states import (
-    Place,
     RecurrentState,
     States,
     arrays,
@@ -62,54 +61,6 @@ class Stored:
     """Why nothing was stored, if it was not; the caches are untouched either way."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive tokens that become one node."""
-
-    start: int
-    stop: int
-    nbytes: int
-    """Bytes of their KV in its final format."""
-    meanwhile: int = 0
-    """Bytes that are taken besides while they are encoded."""
-    rule: QuantizationRule | None = None
-    """None: they are held as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """How a model's caches are made again."""
-
-    forms: list[LayerForm]
-    """Forms of the caches with keys and values."""
-    states: list[type[Any]]
-    """Types of the caches with a state of a recurrent layer."""
-    places: tuple[Place, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What a layer's cache holds."""
-
-    form: LayerForm
-    sample: Layer
-    """Keys and values of some columns."""
-    tokens: int
-    cut: Callable[[int, int], Layer]
-    """Returns columns start..stop-1: views, or copies of what is coded already; raises SettingError
-    if a codec cannot hold the columns that are still raw."""
-    coded: bool = False
-    viewed: int = 0
-    """First coded tokens that are cut as views; later ones that stay raw are joined."""
-    encoded: bool = False
-    """Whether some are encoded already, so that all behind the first ones are cut so."""
-
-    def takes_the_place_of(self, form: LayerForm) -> bool:
-        """Tell whether it holds, in codes, what a growing cache of this form would."""
-        alike = form.dtypes == self.form.dtypes and form.heads == self.form.heads
-        return self.coded and form.max_size is None and alike
-
-
 def _limit_bytes(limit: object) -> int:
     """Return a limit in bytes; raise SettingError unless it is a number of them, or a text."""
     if isinstance(limit, str):
@@ -121,17 +72,6 @@ def _limit_bytes(limit: object) -> int:
             f"memory_limit must be a whole number of bytes of at least 1, or a text like '2GB', "
             f"not {limit!r}"
         ) from None
-
-
-def _difference(held: _Shape, given: _Shape) -> str:
-    """Say where the caches of one prompt differ from those of the prompts that are held."""
-    what = "the caches are of other classes, sizes or types than those held"
-    if len(held.forms) != len(given.forms):
-        return f"{what}: {len(given.forms)} layers with keys and values, not {len(held.forms)}"
-    for number, (old, new) in enumerate(zip(held.forms, given.forms, strict=True)):
-        if old != new:
-            return f"{what}: layer {number} is {new.described()}, not {old.described()}"
-    return what
 
 
 class PrefixCache:
@@ -196,7 +136,7 @@ class PrefixCache:
         self.tree = self.prefixes.tree
         self.counts = self.prefixes.counts
         self.fingerprint = fingerprint
-        self._shapes: dict[str, _Shape] = {}  # by salt
+        self._shapes: dict[str, CacheShape] = {}  # by salt
 
     @property
     def nbytes(self) -> int:
@@ -273,7 +213,7 @@ class PrefixCache:
         shape = self._shapes.get(salt)
         known = [] if shape is None else shape.forms
         for index, cache in enumerate(kept):
-            source = self._source(index, cache)
+            source = source_of(index, cache, self._rule)
             if isinstance(source, str):
                 return self._refuse(f"layer {index}{source}")
             sources.append(source)
@@ -283,9 +223,9 @@ class PrefixCache:
             return self._refuse("a recurrent layer's cache is empty")
         if any(array.shape[0] != 1 for array in arrays(cache.cache for cache in states)):
             return self._refuse("a recurrent layer's cache holds a batch; extract its rows first")
-        shape = _Shape(forms, [type(cache) for cache in states], places)
+        shape = CacheShape(forms, [type(cache) for cache in states], places)
         if (held_shape := self._shapes.setdefault(salt, shape)) != shape:
-            return self._refuse(_difference(held_shape, shape))
+            return self._refuse(difference(held_shape, shape))
         values = as_tokens(tokens)
         held = min((source.tokens for source in sources), default=len(values))
         recurrent = tuple(tuple(cache.cache) for cache in states)
@@ -393,46 +333,6 @@ class PrefixCache:
 
     # ---- parts
 
-    def _source(self, number: int, cache: Any) -> _Source | str:
-        """Return what a layer's cache holds, or why it cannot be stored."""
-        rule = self._rule
-        if isinstance(cache, TurboQuantKVCache):
-            if cache.max_size is not None:
-                return ": a TurboQuantKVCache with a window drops tokens that are to be stored"
-            held = None if rule is None else (rule.scheme, rule.first_tokens, rule.least_tokens)
-            if (cache.scheme, cache.first, cache.least) != held:
-                return (
-                    f": TurboQuantKVCache holds {cache.codec} behind {cache.first:,} tokens, from "
-                    f"{cache.least:,} tokens on, and this cache from another length on"
-                )
-            if rule is not None and number in rule.raw_layers:
-                return (
-                    ": TurboQuantKVCache holds codes where kv_cache_skip_layers leaves numbers as "
-                    "they are; make a KVCache for this layer"
-                )
-            if cache.empty():
-                return " is empty"
-            own = cache.tail._held()
-            grown = LayerForm(KVCache, (), None, *LayerForm.parts(*own))
-            coded = cache.codes.offset > 0
-            return _Source(grown, own, cache.size(), cache.cut, True, cache.head.offset, coded)
-        form = LayerForm.of(cache)
-        if isinstance(form, str):
-            return f": {form}"
-        if cache.empty():
-            return " is empty"
-        if rule is not None and len(form.dtypes) != 2:
-            return (
-                f": {type(cache).__name__} holds codes of its own; store caches of full "
-                f"precision, or leave out kv_cache_quantization"
-            )
-        keys, values = cache.keys_and_values()
-
-        def cut(start: int, stop: int) -> Layer:
-            return col.take(keys, start, stop), col.take(values, start, stop)
-
-        return _Source(form, (keys, values), col.columns(keys), cut)
-
     def _revive(
         self,
         match: Match[Segment],
@@ -472,7 +372,7 @@ class PrefixCache:
         return put_together(shape.places, caches, revived)
 
     def _insert(
-        self, values: TokenArray, sources: list[_Source], salt: str, states: States
+        self, values: TokenArray, sources: list[LayerSource], salt: str, states: States
     ) -> Stored:
         """Make room, cut the new blocks out of the caches and hang them below the match."""
         keys = self.prefixes.block_hashes(values, salt)
@@ -485,7 +385,8 @@ class PrefixCache:
                 return Stored(0, stop)
             if not self.prefixes.split(pin, match):
                 return self._refuse(self.prefixes.no_room(match.path[-1].segment.nbytes))
-            size, runs = self.tree.block_size, self._runs(sources, start, stop, len(values))
+            size = self.tree.block_size
+            runs = runs_of(sources, self._rule, start, stop, len(values))
             nbytes = sum(run.nbytes for run in runs)
             index = sum(self.prefixes.index_bytes((run.stop - run.start) // size) for run in runs)
             needed = nbytes + index + max(run.meanwhile for run in runs)
@@ -504,7 +405,7 @@ class PrefixCache:
             self._keep_states(pin, len(values), states)
         return Stored(stop - start, stop)
 
-    def _encode_short(self, match: Match[Segment], sources: list[_Source], tokens: int) -> None:
+    def _encode_short(self, match: Match[Segment], sources: list[LayerSource], tokens: int) -> None:
         """Encode what a shorter prompt left raw at the start of one of so many tokens.
 
         What stays raw for want of room, or because of numbers too large, is as right.
@@ -543,32 +444,9 @@ class PrefixCache:
             )
             checkpoints.capture(pin.path, at, RecurrentState(states), turn_end=True)
 
-    def _runs(self, sources: list[_Source], start: int, stop: int, tokens: int) -> list[_Run]:
-        """Return the token runs that become a node each, with their bytes: raw ones, then coded.
-
-        A prompt of fewer tokens than the rule quantizes stays raw.
-        """
-        layers = [source.sample for source in sources]
-        rule = self._rule
-        short = rule is not None and tokens < rule.least_tokens
-        if rule is None or (short and not any(source.encoded for source in sources)):
-            first = stop
-        else:
-            first = min(max(rule.first_tokens, start), stop)
-        runs = []
-        if start < first:
-            nbytes = (first - start) * bytes_per_token(layers)
-            joined = any(source.coded and source.viewed < first for source in sources)
-            runs.append(_Run(start, first, nbytes, nbytes if joined else 0))
-        if rule is not None and first < stop:
-            shapes = [LayerShape.of(*col.arrays(*layer)) for layer in layers]
-            nbytes = (stop - first) * sum(rule.token_bits(shapes)) // 8
-            joined = any(source.coded and not source.encoded for source in sources)
-            wide = (stop - first) * bytes_per_token(layers) if joined else 0
-            runs.append(_Run(first, stop, nbytes, piece_bytes(shapes) + wide, rule))
-        return runs
-
-    def _cut(self, sources: list[_Source], run: _Run, paid: Reservation, index: int) -> Segment:
+    def _cut(
+        self, sources: list[LayerSource], run: NodeRun, paid: Reservation, index: int
+    ) -> Segment:
         """Cut a run out of the caches and hold it as it is to be held.
 
         What has numbers too large for a codec stays as it is, and `paid` counts it as well.
