@@ -28,6 +28,9 @@ LEVELS = (
     ("__init__", "__main__"),
 )
 RANK = {part: rank for rank, parts in enumerate(LEVELS) for part in parts}
+# A module that needs more of ours has more than one task.
+MOST_IN_ENGINE = 16
+MOST_IMPORTS = 21
 KNOWS_MLX_LM = "penstock.models.mlx_lm"
 BENCHES = "penstock_bench"
 # Benches drive mlx-lm's own batching, which nothing that is served may lean on: what they need
@@ -93,6 +96,30 @@ def test_one_file_of_each_package_imports_mlx_lm() -> None:
         if any(name.split(".")[0] == "mlx_lm" for name in imported(module, file.read_text()))
     ]
     assert knowing == [KNOWS_MLX_LM, RIVALS]
+
+
+KNOWN = {module for module, _ in modules()}
+
+
+def own_imports(module: str, source: str) -> set[str]:
+    """Return the modules of penstock that a module imports."""
+    names = [name for name in imported(module, source) if name.split(".")[0] == "penstock"]
+    return {name if name in KNOWN else name.rpartition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize(("module", "file"), list(modules()), ids=str)
+def test_no_module_knows_too_many_others(module: str, file: Path) -> None:
+    most = MOST_IN_ENGINE if module.startswith("penstock.engine.") else MOST_IMPORTS
+    assert len(own_imports(module, file.read_text())) <= most
+
+
+def test_imports_of_functions_and_of_modules_are_counted() -> None:
+    source = (
+        "from penstock import config\nfrom penstock.kv import backend\n"
+        "def late():\n    from penstock.kv.segment import Layer, Segment\nimport numpy\n"
+    )
+    expected = {"penstock.config", "penstock.kv.backend", "penstock.kv.segment"}
+    assert own_imports("penstock.engine.made_up", source) == expected
 
 
 def test_ray_is_imported_by_its_own_part_alone_and_when_it_is_asked_for() -> None:

@@ -1,0 +1,57 @@
+"""Construction of the parts that decide: the budget, the scheduler, admission, restores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.engine.foundation import Foundation
+from penstock.engine.offload.restoring import Restoring
+from penstock.engine.retention.window_relief import WindowRelief
+from penstock.engine.schedule.admission import Admission
+from penstock.engine.schedule.budget import MemoryBudget
+from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.schedule.scheduler import Scheduler
+from penstock.engine.schedule.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduling:
+    """Parts that decide which sequence runs, and with how much memory."""
+
+    budget: MemoryBudget
+    scheduler: Scheduler[Sequence]
+    admission: Admission
+    restoring: Restoring | None
+    """None without cold tiers."""
+
+
+def make_scheduling(base: Foundation, stores: KVStores) -> Scheduling:
+    """Connect the parts that decide to the ledger and to the stores."""
+    limits, prefixes = base.limits, stores.prefixes
+    copying = (stores.tiers, stores.requantizer, stores.windows)
+    budget = MemoryBudget(
+        base.fixed,
+        base.estimator,
+        prefixes,
+        copying=[part for part in copying if part is not None],
+        token_bytes=base.runner.token_bytes,
+    )
+    scheduler: Scheduler[Sequence] = Scheduler(
+        limits.max_batch_size, limits.step_tokens, limits.block_size, limits.max_queue
+    )
+    admission = Admission(scheduler, budget=budget, stores=stores)
+    if stores.windows is not None:
+        written = stores.tiers if base.group.size == 1 else None
+        prefixes.relief = WindowRelief(stores.windows, admission, written)
+    restoring = None
+    if stores.tiers is not None:
+        restoring = Restoring(
+            stores.tiers,
+            prefixes,
+            scheduler,
+            admission=admission,
+            stores=stores,
+            budget=budget,
+            clock=base.group.clock,
+        )
+    return Scheduling(budget=budget, scheduler=scheduler, admission=admission, restoring=restoring)

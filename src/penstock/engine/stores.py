@@ -1,0 +1,97 @@
+"""Construction of the stores of KV: the tree, what thins it, and the cold tiers below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.engine.foundation import Foundation
+from penstock.engine.offload.prefill_rate import PrefillRate
+from penstock.engine.offload.tier_group import TierGroup, open_tiers
+from penstock.engine.retention.requantize import Requantizer
+from penstock.engine.retention.windows import Windows, windows_of
+from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.settings import identity
+from penstock.engine.stats import Counters
+from penstock.kv import backend
+from penstock.kv.block_format import BlockFormats
+from penstock.kv.block_spans import span_tokens
+from penstock.kv.quantization import QuantizationRule
+from penstock.kv.segment import Segment
+from penstock.prefix.bounded_tree import remembered_nodes
+from penstock.prefix.checkpoints import Checkpoints
+from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
+
+
+def open_stores(
+    base: Foundation, model: Any, fingerprint: str, prefill_rate: PrefillRate
+) -> KVStores:
+    """Make the tree, and open the cold tiers that the settings name.
+
+    Args:
+        base: ledger, runner and pool.
+        model: its weights are read if a cold tier needs its name.
+        fingerprint: what must be equal for KV to be reusable; empty to have it found.
+        prefill_rate: measures how long a prompt takes.
+
+    Raises:
+        LedgerFull: there is no room for the empty index, or for blocks that are being written.
+        SettingError: a limit is too small for anything, or a URL names no store.
+    """
+    limits, runner = base.limits, base.runner
+    rule, fingerprint = identity(model, limits, runner, base.group, fingerprint=fingerprint)
+    prefixes = _tree(base, fingerprint)
+    size = prefixes.block_size
+    windows = windows_of(runner.attention_windows, limits.max_kv_size)
+    return KVStores(
+        prefixes=prefixes,
+        checkpoints=_checkpoints(base, prefixes) if runner.is_recurrent else None,
+        windows=Windows(prefixes, windows, runner.shapes) if windows else None,
+        requantizer=None if rule is None else Requantizer(rule, prefixes, runner.shapes, limits),
+        tiers=_tiers(base, prefixes, rule, prefill_rate),
+        tails=base.tails,
+        runner=runner,
+        counters=Counters(),
+        shared_tokens=0 if runner.fitness.whole else limits.max_kv_size // size * size,
+    )
+
+
+def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
+    """Make the empty tree."""
+    size, coded = base.limits.block_size, base.limits.kv_cache_quantization is not None
+    return Prefixes(
+        base.ledger,
+        block_size=size,
+        fingerprint=fingerprint,
+        clock=base.group.clock,
+        # Ranks whose weights differ have limits that do.
+        remembered=remembered_nodes(base.group.least(base.ledger.limit_bytes)),
+        # Coded nodes may be longer: time goes by the number of parts that are read.
+        max_merge_bytes=MAX_MERGE_TOKENS * base.runner.token_bytes if coded else 0,
+        span_tokens=span_tokens(size),
+    )
+
+
+def _checkpoints(base: Foundation, prefixes: Prefixes[Segment]) -> Checkpoints:
+    """Make the retention of recurrent states; those of a prompt are captured where chunks end."""
+    size = prefixes.block_size
+    chunk = base.limits.step_tokens // size * size
+    spacing_tokens = min(span_tokens(size), chunk)
+    return Checkpoints(prefixes, base.runner.state_bytes, spacing_tokens=spacing_tokens)
+
+
+def _tiers(
+    base: Foundation,
+    prefixes: Prefixes[Segment],
+    rule: QuantizationRule | None,
+    prefill_rate: PrefillRate,
+) -> TierGroup | None:
+    """Open the cold tiers that the settings name; None if they name none."""
+    return open_tiers(
+        base.limits,
+        prefixes,
+        BlockFormats(base.runner.shapes, prefixes.block_size, rule),
+        prefill_rate,
+        in_place=not backend.current().own_memory,
+        state_form=base.runner.state_form if base.runner.is_recurrent else None,
+        group=base.group,
+    )
