@@ -17,7 +17,7 @@ class TreeTotals:
     nbytes: int = 0
     """Bytes of all segments."""
     checkpoint_bytes: int = 0
-    """Of these, bytes of checkpoints."""
+    """Bytes of checkpoints, which `nbytes` counts as well."""
     index_bytes: int = 0
     """Bytes of Python that the nodes cost beside their segments; see also `policy.nbytes`."""
     pinned_bytes: int = 0
