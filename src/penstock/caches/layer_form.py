@@ -100,7 +100,7 @@ def _miscounted(cache: Any) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
+class CachesForm:
     """How a model's caches are made again."""
 
     forms: list[LayerForm]
@@ -110,7 +110,7 @@ class CacheShape:
     places: tuple[Place, ...]
 
 
-def difference(held: CacheShape, given: CacheShape) -> str:
+def difference(held: CachesForm, given: CachesForm) -> str:
     """Say where the caches of one prompt differ from those of the prompts that are held."""
     what = "the caches are of other classes, sizes or types than those held"
     if len(held.forms) != len(given.forms):

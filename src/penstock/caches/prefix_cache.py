@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.caches.codec import TurboQuantKVCache
-from penstock.caches.layer_form import CacheShape, difference
+from penstock.caches.layer_form import CachesForm, difference
 from penstock.caches.layer_source import LayerSource, NodeRun, runs_of, source_of
 from penstock.config import MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import SettingError
@@ -136,7 +136,7 @@ class PrefixCache:
         self.tree = self.prefixes.tree
         self.counts = self.prefixes.counts
         self.fingerprint = fingerprint
-        self._shapes: dict[str, CacheShape] = {}  # by salt
+        self._shapes: dict[str, CachesForm] = {}  # by salt
 
     @property
     def nbytes(self) -> int:
@@ -223,7 +223,7 @@ class PrefixCache:
             return self._refuse("a recurrent layer's cache is empty")
         if any(array.shape[0] != 1 for array in arrays(cache.cache for cache in states)):
             return self._refuse("a recurrent layer's cache holds a batch; extract its rows first")
-        shape = CacheShape(forms, [type(cache) for cache in states], places)
+        shape = CachesForm(forms, [type(cache) for cache in states], places)
         if (held_shape := self._shapes.setdefault(salt, shape)) != shape:
             return self._refuse(difference(held_shape, shape))
         values = as_tokens(tokens)
