@@ -36,6 +36,7 @@ PACKAGE = ROOT / "src" / "penstock"
 CODE = (
     *("kv", "prefix", "ledger.py"),
     *("engine/schedule/scheduler.py", "engine/schedule/sequence_kv.py"),
+    "engine/schedule/cached_path.py",
 )
 """Folders and files of the package that are changed."""
 POOL = (
