@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -64,56 +64,64 @@ class MemoryPlan:
     notes: tuple[str, ...]
 
 
+PlannedModel: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        help="Folder of a model, a .gguf file, a config.json, or a name already downloaded.",
+        envvar="PENSTOCK_MODEL",
+        show_default="the embedded model",
+    ),
+]
+MemoryLimit: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        help="Memory for weights and caches: 16GB is 16 x 10^9 bytes, 16GiB is 16 x 2^30.",
+        envvar="PENSTOCK_MEMORY",
+        metavar="BYTES",
+        show_default="the limit that penstock doctor shows",
+    ),
+]
+MaxKVSize: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Hold the keys and values of at most this many tokens a sequence.",
+        envvar="PENSTOCK_MAX_KV_SIZE",
+        metavar="TOKENS",
+        show_default=f"{config.MAX_KV_SIZE}, or the model's longest text",
+        min=2,
+    ),
+]
+Batch: TypeAlias = Annotated[
+    int, typer.Option(help="Sequences held at once.", metavar="SEQUENCES", min=1)
+]
+Hosts: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Machines that the model is divided among, each with --memory for its part.",
+        metavar="MACHINES",
+        min=1,
+    ),
+]
+Pipeline: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        help="With --hosts: whole layers for each machine, where mlx-lm's class has pipeline."
+    ),
+]
+
+
 @with_settings
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Folder of a model, a .gguf file, a config.json, or a name already downloaded.",
-            envvar="PENSTOCK_MODEL",
-            show_default="the embedded model",
-        ),
-    ] = str(MODEL_PATH),
+    model: PlannedModel = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            help="Memory for weights and caches: 16GB is 16 x 10^9 bytes, 16GiB is 16 x 2^30.",
-            envvar="PENSTOCK_MEMORY",
-            metavar="BYTES",
-            show_default="the limit that penstock doctor shows",
-        ),
-    ] = None,
-    max_kv_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Hold the keys and values of at most this many tokens a sequence.",
-            envvar="PENSTOCK_MAX_KV_SIZE",
-            metavar="TOKENS",
-            show_default=f"{config.MAX_KV_SIZE}, or the model's longest text",
-            min=2,
-        ),
-    ] = None,
+    memory_limit: MemoryLimit = None,
+    max_kv_size: MaxKVSize = None,
     *,
     kv: Annotated[dict[str, Any], Fields(config.KVSettings, "keep_kv_size", "kv_bits")],
-    batch: Annotated[
-        int, typer.Option(help="Sequences held at once.", metavar="SEQUENCES", min=1)
-    ] = 1,
-    hosts: Annotated[
-        int,
-        typer.Option(
-            help="Machines that the model is divided among, each with --memory for its part.",
-            metavar="MACHINES",
-            min=1,
-        ),
-    ] = 1,
-    pipeline: Annotated[
-        bool,
-        typer.Option(
-            help="With --hosts: whole layers for each machine, where mlx-lm's class has pipeline."
-        ),
-    ] = False,
+    batch: Batch = 1,
+    hosts: Hosts = 1,
+    pipeline: Pipeline = False,
     as_json: options.Json = False,
 ) -> None:
     """Show the memory that a model needs, and the requests that fit.
@@ -154,22 +162,12 @@ def make_plan(
             head size or code does not allow.
         ModelError: no `max_kv_size`, and a model made for no text.
     """
-    if max_kv_size is None and spec.max_tokens is not None and spec.max_tokens < 2:
-        raise ModelError(
-            f"{spec.name}: max_position_embeddings is {spec.max_tokens}, and a window has at least "
-            "2 tokens; give one with --max-kv-size if the config is wrong there"
-        )
-    window = max_kv_size or min(config.MAX_KV_SIZE, spec.max_tokens or config.MAX_KV_SIZE)
+    window = _window(spec, max_kv_size)
     config.parse(config.KVSettings, max_kv_size=window, keep_kv_size=keep_kv_size, kv_bits=kv_bits)
     rows = tuple(_row(spec, bits, memory_bytes, window, batch) for bits in (None, *memory.KV_BITS))
     chosen = next(r for r in rows if (r.kv_bits if r.quantized else None) == kv_bits)
     if chosen.impossible:
         raise SettingError(chosen.impossible)
-    notes = list(spec.notes)
-    if spec.weight_bytes is None:
-        notes.append(f"weights: {spec.weight_source}; they are not counted")
-    if spec.max_tokens and window > spec.max_tokens:
-        notes.append(f"the model was made for {spec.max_tokens:,} tokens, fewer than the window")
     free = memory_bytes - (spec.weight_bytes or 0)
     return MemoryPlan(
         model=spec.name,
@@ -192,8 +190,28 @@ def make_plan(
         arithmetic=tuple(_arithmetic(spec, chosen, memory_bytes, window, batch)),
         fits=chosen.missing_bytes == 0,
         advice=_advice(chosen, rows, free, batch) if chosen.missing_bytes else None,
-        notes=tuple(notes),
+        notes=_notes(spec, window),
     )
+
+
+def _window(spec: ModelSpec, max_kv_size: int | None) -> int:
+    """Return the window's tokens: as asked for, or the model's longest text."""
+    if max_kv_size is None and spec.max_tokens is not None and spec.max_tokens < 2:
+        raise ModelError(
+            f"{spec.name}: max_position_embeddings is {spec.max_tokens}, and a window has at least "
+            "2 tokens; give one with --max-kv-size if the config is wrong there"
+        )
+    return max_kv_size or min(config.MAX_KV_SIZE, spec.max_tokens or config.MAX_KV_SIZE)
+
+
+def _notes(spec: ModelSpec, window: int) -> tuple[str, ...]:
+    """Return the guesses of a spec, and why a plan may be wrong."""
+    notes = list(spec.notes)
+    if spec.weight_bytes is None:
+        notes.append(f"weights: {spec.weight_source}; they are not counted")
+    if spec.max_tokens and window > spec.max_tokens:
+        notes.append(f"the model was made for {spec.max_tokens:,} tokens, fewer than the window")
+    return tuple(notes)
 
 
 def _row(spec: ModelSpec, bits: int | None, memory_bytes: int, window: int, batch: int) -> PlanRow:

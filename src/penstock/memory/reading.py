@@ -7,6 +7,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ModelError
@@ -40,32 +41,17 @@ def read_model_spec(
         raise ModelError(f"{name}: the config has no model_type")
     model_type = next((t for t in types if t in FAMILIES), types[-1])
     family = FAMILIES.get(model_type, Family(unknown, {}))
-    notes = []
+    notes: list[str] = []
 
     if files is None:
         files = _read_headers(folder) if folder else {}
     if wide:
         files, outer = _widened(files, values), {**outer, "quantization": None}
         values = {**values, "dtype": "float32", "quantization": None}
-    stated = str(values.get("dtype") or values.get("torch_dtype"))
-    dtype = _held_dtype(files) or (stated if stated in DTYPE_BYTES else None)
-    if dtype is None:
-        dtype = "bfloat16"
-        notes.append(f"dtype {stated} is not one MLX computes in; bfloat16 is assumed")
+    dtype = _dtype_of(files, values, notes)
     c = Config({**family.assumed, **values, "dtype": dtype}, name)
     _check_sizes(c)
-    layers = family.read(c)
-    if family.read is unknown:
-        notes.append(
-            f"model type {model_type} is not known to penstock: every attention layer is "
-            "counted as full, an upper bound if it has windows"
-        )
-        if any(_RECURRENT_KEY.search(key) for key in c.values) and not c.strings("layer_types"):
-            layers = [LayerSpec(x.kind, x.kv_heads, x.key_dim, x.value_dim, None, None)
-                      for x in layers]  # fmt: skip
-    stateless = sum(layer.state_bytes is None for layer in layers)
-    if stateless:
-        notes.append(f"the recurrent state of {stateless} layers is unknown and not counted")
+    layers = _layers_of(c, family, model_type, notes)
 
     weight_bytes, weight_source = _weights(c, family, files)
     if files and folder is None:
@@ -84,6 +70,31 @@ def read_model_spec(
         unquantizable=why_unquantizable(types, c),
         whole_weight_bytes=_outside_layers(c, files, weight_bytes),
     )
+
+
+def _dtype_of(files: Mapping[str, int], values: Mapping[str, object], notes: list[str]) -> str:
+    """Return the dtype of a model's numbers: that of the files, else that of the config."""
+    stated = str(values.get("dtype") or values.get("torch_dtype"))
+    dtype = _held_dtype(files) or (stated if stated in DTYPE_BYTES else None)
+    if dtype is None:
+        notes.append(f"dtype {stated} is not one MLX computes in; bfloat16 is assumed")
+    return dtype or "bfloat16"
+
+
+def _layers_of(c: Config, family: Family, model_type: str, notes: list[str]) -> list[LayerSpec]:
+    """Read the layers, and note the guesses."""
+    layers = list(family.read(c))
+    if family.read is unknown:
+        notes.append(
+            f"model type {model_type} is not known to penstock: every attention layer is "
+            "counted as full, an upper bound if it has windows"
+        )
+        if any(_RECURRENT_KEY.search(key) for key in c.values) and not c.strings("layer_types"):
+            layers = [replace(layer, window_tokens=None, state_bytes=None) for layer in layers]
+    stateless = sum(layer.state_bytes is None for layer in layers)
+    if stateless:
+        notes.append(f"the recurrent state of {stateless} layers is unknown and not counted")
+    return layers
 
 
 _RECURRENT_KEY = re.compile(r"mamba|ssm_|state_size|linear_\w+_dim|rwkv|lru_|conv_kernel")

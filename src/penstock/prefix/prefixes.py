@@ -186,16 +186,8 @@ class Prefixes(BoundedTree[S]):
             ValueError: sizes that contradict each other, or a path that is not the chain's.
         """
         values = as_tokens(tokens)
-        blocks, over = divmod(segment.tokens, self.block_size)
+        blocks = self._blocks_of(segment, values, block_hashes, blocks_done, paid)
         end = blocks_done + blocks
-        if over or not blocks or len(values) != segment.tokens or len(block_hashes) < end:
-            raise ValueError(
-                f"a segment of {segment.tokens} tokens, {len(values)} tokens and "
-                f"{len(block_hashes)} keys do not make blocks of {self.block_size} "
-                f"behind block {blocks_done}"
-            )
-        if paid.nbytes < segment.nbytes:
-            raise ValueError(f"{paid} does not count the segment's {segment.nbytes} bytes")
         match = self._match_at_least(block_hashes[:end], blocks_done)
         self._lead(pin, match.path)
         known = match.tokens // self.block_size - blocks_done
@@ -209,16 +201,13 @@ class Prefixes(BoundedTree[S]):
             self.counts.refused += 1
             return InsertResult(blocks_done, 0, self.no_room(needed))
         self.split(pin, match)
-        new_keys, new_values = (
-            block_hashes[end - blocks + known : end],
-            values[known * self.block_size :],
-        )
+        at = known * self.block_size
+        new_keys, new_values = block_hashes[blocks_done + known : end], values[at:]
         if known == 0:
             self._hang(pin, new_keys, new_values, segment, paid)
         else:
             with self.ledger.reserve(Kind.BUFFERS, segment.nbytes) as copies:
-                rest = segment.split(known * self.block_size)[1]
-                self._hang(pin, new_keys, new_values, rest, copies)
+                self._hang(pin, new_keys, new_values, segment.split(at)[1], copies)
         return InsertResult(end, len(new_values))
 
     def insert_partial(
@@ -351,6 +340,27 @@ class Prefixes(BoundedTree[S]):
         return True
 
     # ---- parts
+
+    def _blocks_of(
+        self,
+        segment: S,
+        values: TokenArray,
+        block_hashes: Sequence[bytes],
+        blocks_done: int,
+        paid: Reservation,
+    ) -> int:
+        """Return how many blocks a segment has; raise ValueError if sizes contradict each other."""
+        blocks, over = divmod(segment.tokens, self.block_size)
+        few = len(block_hashes) < blocks_done + blocks
+        if over or not blocks or len(values) != segment.tokens or few:
+            raise ValueError(
+                f"a segment of {segment.tokens} tokens, {len(values)} tokens and "
+                f"{len(block_hashes)} keys do not make blocks of {self.block_size} "
+                f"behind block {blocks_done}"
+            )
+        if paid.nbytes < segment.nbytes:
+            raise ValueError(f"{paid} does not count the segment's {segment.nbytes} bytes")
+        return blocks
 
     def _match_at_least(self, block_hashes: Sequence[bytes], blocks: int) -> Match[S]:
         match = self.match(block_hashes)
