@@ -20,6 +20,7 @@ import tiny_families
 from combinations import SOAK
 from small_models import BASE, build
 
+from penstock.engine import foundation
 from penstock.engine import parts as parts_module
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
@@ -495,7 +496,7 @@ class CountsHalfTheTree(EngineView):
 
 @pytest.mark.parametrize("case", CASES[:2], ids=["greedy", "sampling"])
 def test_a_step_that_is_not_counted_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "MemoryEstimator", MeasuresHalf)
+    monkeypatch.setattr(foundation, "MemoryEstimator", MeasuresHalf)
     with watched(case) as watch:
         watch.tighten(case.request(0))
         watch.core.submit(case.request(0))
