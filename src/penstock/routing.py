@@ -10,7 +10,7 @@ what runs.
 A summary is the first 32 bits of the key of every block that a replica holds: 4 bytes a block.
 A replica with n blocks seems to hold a block that it does not with a probability of n / 2^32:
 2 in a million at 10,000 blocks, 2 in 10,000 at a million. A Bloom filter of 10 bits a block is
-wrong in 1 of 100 and cannot forget a block that was evicted; this can be sent as what changed.
+wrong in 1 of 100 and cannot forget a block that was evicted; this one can be sent by its changes.
 A false block costs one prompt a worse place, and never a wrong answer: the replica looks its
 own tree up by whole keys.
 """
@@ -62,7 +62,7 @@ class Summary:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Summary:
-        """Read what `to_bytes` wrote.
+        """Read the result of `to_bytes`.
 
         Raises:
             ValueError: not a multiple of 4 bytes.
@@ -90,7 +90,7 @@ def short(key: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """What a router knows of a prompt."""
+    """A prompt as a router knows it."""
 
     block_hashes: Sequence[bytes]
     """Hashes of its whole blocks, as `hash_blocks` computes them."""
@@ -98,7 +98,7 @@ class RoutedPrompt:
     """The client's `prompt_cache_key`, if it gave one."""
 
     def identity(self, blocks: int = HASH_BLOCKS) -> bytes:
-        """Return what a hash goes by: the cache key, or the prompt's first blocks.
+        """Return the bytes to hash: the cache key, or the prompt's first blocks.
 
         A prompt without either is known by nothing, and all such go to the same place.
         """
@@ -149,7 +149,7 @@ class Router:
     - `hash`: always the same one for the same cache key, or the same first blocks (rendezvous
       hashing: when a replica leaves, its prompts are spread over the others, and no other's move).
     - `prefix`: one that knows the longest prefix; among equals, as `hash`.
-    - `prefix+load`: the one with the least to do: what waits there, and what it would have to
+    - `prefix+load`: the one with the least to do: waiting blocks, and those it would have to
       compute of this prompt, of which a block counts `worth` unless many prompts have it. So a
       conversation stays where it is unless that replica is overloaded, and a system prompt comes
       to lie wherever it is wanted. Of many that know the same two are drawn, and the one with
@@ -157,9 +157,9 @@ class Router:
 
     Args:
         policy: one of `POLICIES`.
-        seed: of what is drawn.
+        seed: of the random choices.
         hash_blocks: blocks that a prompt without a cache key is known by to a hash.
-        worth: what a block of one conversation counts where it would be computed again.
+        worth: cost of computing a block of one conversation again, in waiting blocks.
 
     >>> router = Router("prefix+load")
     >>> router.join("a"), router.join("b")
@@ -221,7 +221,7 @@ class Router:
         return lengths
 
     def prices(self, block_hashes: Sequence[bytes]) -> list[float]:
-        """Return what the blocks behind the first 0, 1, 2, ... count if they are computed."""
+        """Return the costs of computing the blocks behind the first 0, 1, 2, ..."""
         block_prices = [
             1.0 if self._uses.get(short(key), 0) >= COMMON else self._worth for key in block_hashes
         ]
@@ -268,7 +268,7 @@ class Router:
         self._recount()
 
     def leave(self, replica: str) -> None:
-        """Choose a replica no more and forget what it holds. Again does nothing."""
+        """Choose a replica no more and forget its blocks. Again does nothing."""
         place = self._places.get(replica)
         if place is None:
             return
@@ -291,7 +291,7 @@ class Router:
         self.change(replica, summary.blocks - place.reported, place.reported - summary.blocks)
 
     def change(self, replica: str, added: Iterable[int], removed: Iterable[int]) -> None:
-        """As `tell`, by what is different from before.
+        """As `tell`, by the changes since the last time.
 
         Raises:
             KeyError: it has not joined.
@@ -320,7 +320,7 @@ class Router:
         place.sent |= new
 
     def check(self) -> None:
-        """Raise AssertionError unless the index is what the replicas' own sets say."""
+        """Raise AssertionError unless the index is equal to the replicas' own sets."""
         recount: dict[int, int] = {}
         for place in self._places.values():
             for block in place.reported | place.sent | place.sent_before:
@@ -428,7 +428,7 @@ class Router:
         return best[1]
 
     def _busy(self, name: str, loads: Mapping[str, float]) -> tuple[float, int, float]:
-        """Order replicas that know the same: by load, by what they hold, by chance."""
+        """Order replicas that know the same: by load, by blocks held, by chance."""
         return loads.get(name, 0.0), self._places[name].size, self._random.random()
 
     def _routed(self, prompt: RoutedPrompt, name: str) -> Routed:

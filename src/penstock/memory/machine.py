@@ -28,7 +28,7 @@ def read_machine_memory(device_info: Mapping[str, str | int]) -> MachineMemory:
     """Read the machine's memory; a container's limit counts as its memory.
 
     Args:
-        device_info: what `mx.device_info()` says; empty where MLX cannot be imported. It is
+        device_info: the result of `mx.device_info()`; empty where MLX cannot be imported. It is
             handed in because nothing in this package imports MLX.
     """
     seen = psutil.virtual_memory()

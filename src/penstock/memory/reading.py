@@ -21,7 +21,7 @@ def read_model_spec(
     files: Mapping[str, int] | None = None,
     wide: bool = False,
 ) -> ModelSpec:
-    """Read what memory arithmetic needs from a model's config.
+    """Read the figures of memory arithmetic from a model's config.
 
     Args:
         source: a model folder, a config.json, or its content. Weights are not needed; if

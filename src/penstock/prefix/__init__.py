@@ -2,7 +2,7 @@
 
     tokens --hash_blocks--> chain of keys --PrefixTree.match--> path of nodes
 
-`block_hashes` names, `tree` holds and finds, `policy` says what goes first, `eviction` finds it.
+`block_hashes` names, `tree` holds and finds, `policy` gives worth, `eviction` finds the least.
 `bounded_tree` keeps them inside a ledger, `prefixes` shares them among sequences, `divergence`
 explains why a prompt is not found further.
 """

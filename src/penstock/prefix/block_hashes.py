@@ -31,7 +31,7 @@ def root_hash(fingerprint: bytes | str, salt: bytes | str = b"") -> bytes:
     """Return the key in front of the first block.
 
     Args:
-        fingerprint: what must be equal for KV to be reusable: weights, dtype, codec, ...
+        fingerprint: identity of weights, dtype, codec, ...
         salt: the tenant's. Tenants with different salts share nothing and learn nothing of
             each other's prompts; the empty salt is a tenant, too.
 

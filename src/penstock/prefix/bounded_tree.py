@@ -71,9 +71,9 @@ class BoundedTree(Generic[S]):
     """A prefix tree inside a ledger that it may share with others.
 
     Args:
-        ledger: the account; what the tree holds is kept there as `NODES`, `CHECKPOINTS` and
-            `INDEX`, and what is copied while it is cut and joined as `BUFFERS`.
-        tree: empty; its policy says what is evicted first.
+        ledger: the account; the tree has its lines `NODES`, `CHECKPOINTS` and `INDEX`, and
+            copies made while it is cut and joined count as `BUFFERS`.
+        tree: empty; its policy orders evictions.
         remembered: how many evicted blocks are remembered.
         clock: seconds, for recency.
     """

@@ -2,7 +2,7 @@
 
     prefill ──> a chunk ends at a boundary ──> capture ──┐
     decode  ──> a block is full ────────────> capture ──┴──> thin: ever wider into the past
-    match   ──> the deepest checkpoint of the path: what is behind it is read again
+    match   ──> the deepest checkpoint of the path: tokens behind it are read again
 
 A state is filed under exactly the boundary at which it was captured, is owned by the node there
 and goes with it. It is shared as it lies: a sequence that resumes from it computes new arrays.

@@ -19,7 +19,7 @@ ROUNDING = 1e-6
 class EvictionQueue:
     """A heap of ids by worth. An id whose worth has risen since is put back when it surfaces.
 
-    It holds numbers only: what was removed elsewhere is not kept alive by being queued here.
+    It holds numbers only: a node that was removed is not kept alive by being queued here.
     """
 
     def __init__(self) -> None:

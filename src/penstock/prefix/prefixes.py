@@ -1,7 +1,6 @@
 """`Prefixes`: the tree of computed KV, inside a ledger that it may share with others.
 
-    tokens --keys--> chain --match--> path --pin--> read; follow what others commit --insert-->
-    commit
+    tokens --keys--> chain --match--> path --pin--> read; follow others --insert--> commit
 
 `BoundedTree` holds it inside the limit; an act without room is refused, and changes nothing.
 """
@@ -39,10 +38,9 @@ class Prefixes(BoundedTree[S]):
     """KV by prefix. Not thread-safe: one owner, the thread with the arrays.
 
     Args:
-        ledger: the account; what the tree holds is kept there as `NODES`, `CHECKPOINTS` and
-            `INDEX`, and what is copied while it is cut and joined as `BUFFERS`.
+        ledger: see `BoundedTree`.
         block_size: tokens of a block, the unit of identity.
-        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        fingerprint: identity of everything but the tokens that KV depends on.
         clock: seconds, for recency.
         cost: of a prefill, for the order of eviction.
         remembered: how many of the nodes, and blocks, that were evicted are remembered; by
@@ -94,7 +92,7 @@ class Prefixes(BoundedTree[S]):
         """Name the whole blocks of a prompt: the chain that all other questions are asked with.
 
         Args:
-            tokens: the prompt, or what comes after the block `after`.
+            tokens: the prompt, or its tokens behind the block `after`.
             salt: the tenant's; others find nothing of it.
             after: the last key of a chain that goes on; the salt is in it already.
         """
@@ -221,7 +219,7 @@ class Prefixes(BoundedTree[S]):
     ) -> Node[S] | None:
         """Hang a partial block, a sequence's end, below the blocks that the sequence reads.
 
-        It is not pinned. What `paid` counts goes down by its keys and values; the checkpoints are
+        It is not pinned. `paid` goes down by its keys and values; the checkpoints are
         found room for.
 
         Args:
@@ -323,7 +321,7 @@ class Prefixes(BoundedTree[S]):
 
         Args:
             node: of the tree, pinned or not: sequences read the new form from the next step on.
-            make: makes the other form; what it takes meanwhile besides is the caller's.
+            make: makes the other form; its own buffers are the caller's to count.
             nbytes: the most that the other form takes.
 
         Returns:

@@ -48,7 +48,7 @@ class Fact:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What a question names; no two facts of a dialogue share all three."""
+        """Words that a question names; no two facts of a dialogue share all three."""
         return (self.attribute, self.adjective, self.noun)
 
 
@@ -179,7 +179,7 @@ _Key: TypeAlias = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the user says, the reply, and the fact told by it, if any."""
+    """Text of the user, the reply, and the fact told by it, if any."""
 
     text: str
     reply: str
