@@ -1,4 +1,4 @@
-"""What all caches of one layer share: checks on the way in, allocation, the count of bytes."""
+"""Base of the caches of one layer: checks on the way in, allocation, the count of bytes."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class LayerCache:
 
     @classmethod
     def from_state(cls: type[Self], state: Any) -> Self:
-        """Make a cache from what `state` returned, `__init__` not being called."""
+        """Make a cache from a `state`, `__init__` not being called."""
         cache = cls.__new__(cls)
         cache.state = state
         return cache
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what `copy` cannot copy, a dtype, and what the next update finds anew."""
+        """Leave out a dtype, which `copy` cannot copy, and fields set by the next update."""
         return {name: value for name, value in vars(self).items() if name != "_shape"}
 
     def _sibling(self, kind: type[Other]) -> Other:
@@ -61,7 +61,7 @@ class LayerCache:
         return cache
 
     def _widen(self, other: LayerCache) -> None:
-        """Take over what one more of the rows needs: the larger capacity; none is the bound."""
+        """Take over the needs of one more row: the larger capacity; none is the bound."""
         self.read_by_others |= other.read_by_others
         if self._capacity is not None:
             larger = max(self._capacity, other._capacity or 0)
@@ -81,7 +81,7 @@ class LayerCache:
         return self.keys, self.values
 
     def _restore(self, state: Sequence[Any]) -> None:
-        """Take over what `_state` returned, here or after a file has turned tuples to lists."""
+        """Take over a `_state`, made here or read from a file, which turns tuples to lists."""
         keys, values = state
         self.keys = tuple(keys) if isinstance(keys, list) else keys
         self.values = tuple(values) if isinstance(values, list) else values
@@ -262,7 +262,7 @@ class Bounded(LayerCache):
         return super()._state()
 
     def _in_sight_of_others(self, fetched: tuple[Side, Side]) -> tuple[Side, Side]:
-        """Return what was fetched for a chunk, noted if other layers read it."""
+        """Return the keys and values fetched for a chunk, noted if other layers read them."""
         if self.read_by_others:
             self._chunk = fetched
         return fetched

@@ -469,7 +469,7 @@ class TurboQuantKVCache(TurboQuant):
         self.codes.offset = start
 
     def _state(self) -> tuple[Any, ...]:
-        """Return the codes' format, codec, settings, offset, and what head, codes and tail hold."""
+        """Return the format, the codec, settings, offset, and the content of head, codes, tail."""
 
         def flat(side: Side | None) -> Any:
             return (side.dim, *side.parts) if isinstance(side, Coded) else side

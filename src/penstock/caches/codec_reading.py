@@ -68,7 +68,7 @@ class TurboQuant(LayerCache):
         return mixed_rows[0] if len(mixed_rows) == 1 else mx.concatenate(mixed_rows, axis=0)
 
     def _give(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return what the model hands to its attention for a single token.
+        """Return the keys and values that the model hands to its attention for a single token.
 
         All columns, lazily dequantized, until the model was seen to read in place.
         """
@@ -77,7 +77,7 @@ class TurboQuant(LayerCache):
         return given
 
     def _check_read(self) -> None:
-        """Raise ModelError if what was given out to be read in place was read otherwise."""
+        """Raise ModelError if columns given out to be read in place were read otherwise."""
         given, self._given = self._given, None
         if given is not None and self._in_place:
             self._in_place = False

@@ -45,7 +45,7 @@ class Codes(Growing):
             self.put(new, self.offset + tokens - start)
 
     def put(self, new: tuple[Side, Side], needed: int) -> None:
-        """Write what is encoded behind the others, with room for `needed` columns; evaluated."""
+        """Write encoded columns behind the others, with room for `needed` columns; evaluated."""
         self._make_room(min(needed, self.most or needed), self.offset, new)
         self._write(self.offset, new)
         self.offset += col.columns(new[0])
@@ -55,7 +55,7 @@ class Codes(Growing):
         return encoded(keys, self.scheme.keys), encoded(values, self.scheme.values)
 
     def _drop(self, count: int) -> None:
-        """Move what is behind the oldest `count` columns that are not kept into their place."""
+        """Move the columns behind the oldest `count` that are not kept into their place."""
         if count <= 0:
             return
         for name in ("keys", "values"):

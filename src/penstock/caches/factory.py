@@ -76,7 +76,7 @@ def make_kv_cache(
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What all layers of a model have in common, and the cache of each kind of layer under it."""
+    """Settings that all layers of a model have in common, and the cache of each kind of layer."""
 
     size: int
     keep: int

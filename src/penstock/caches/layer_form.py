@@ -59,7 +59,7 @@ class LayerForm:
         return cls(type(cache), (keep, size, None, *rest), max_size, *parts)
 
     def described(self) -> str:
-        """Say what it is, for people."""
+        """Describe it for people."""
         heads = ", ".join(f"{heads} heads of {width}" for heads, width in dict.fromkeys(self.heads))
         dtypes = ", ".join(str(dtype) for dtype in dict.fromkeys(self.dtypes))
         settings = "" if self.max_size is None else f" with a window of {self.max_size}"
@@ -82,7 +82,7 @@ class LayerForm:
 
 
 def _miscounted(cache: Any) -> str | None:
-    """Say what does not fit between a cache's offset and its arrays; None if all does."""
+    """Return the mismatch between a cache's offset and its arrays; None without one."""
     sides = cache.keys, cache.values
     columns = min(map(col.columns, sides))
     if not 0 <= cache.offset <= columns:

@@ -24,7 +24,7 @@ class LayerSource:
     """Keys and values of some columns."""
     tokens: int
     cut: Callable[[int, int], Layer]
-    """Returns columns start..stop-1: views, or copies of what is coded already; raises SettingError
+    """Returns columns start..stop-1: views, or copies of coded columns; raises SettingError
     if a codec cannot hold the columns that are still raw."""
     coded: bool = False
     viewed: int = 0
@@ -33,7 +33,7 @@ class LayerSource:
     """Whether some are encoded already, so that all behind the first ones are cut so."""
 
     def takes_the_place_of(self, form: LayerForm) -> bool:
-        """Tell whether it holds, in codes, what a growing cache of this form would."""
+        """Tell whether it holds codes in the place of a growing cache of this form."""
         alike = form.dtypes == self.form.dtypes and form.heads == self.form.heads
         return self.coded and form.max_size is None and alike
 

@@ -4,7 +4,7 @@ One keys buffer and one values buffer a layer, (slots, heads, max_seq_len, head_
 layout was chosen by measurement (8 slots x 8 heads x 1,024 x 128 in float32, so 32 MiB a
 buffer; MLX 0.32 on two CPU cores):
 
-    what                                     slots in one buffer     a buffer a slot
+    property                                 slots in one buffer     a buffer a slot
     append one token, every slot                0.04 ms, 0 MiB         0.07 ms, 0 MiB
     attention of all slots together              5.7 ms, 0 MiB         9.1 ms, 40 MiB
     append while a view of it is alive          14.3 ms, 32 MiB        0.2 ms, 4 MiB
@@ -32,7 +32,7 @@ Layout: TypeAlias = Literal["heads_first", "tokens_first"]
 
 @dataclass(slots=True)
 class _Sequence:
-    """Where a sequence lives, how long it may get, and what it holds."""
+    """Slot, capacity and length of one sequence."""
 
     slot: int
     max_len: int
@@ -257,7 +257,7 @@ class KVCacheManager:
             raise SequenceOverflow(seq_id, sequence.length, added, sequence.max_len)
 
     def _fit(self, name: str, array: object, layout: Layout | None) -> mx.array:
-        """Return the array as (1, heads, n, head_dim), or raise what is wrong with it."""
+        """Return the array as (1, heads, n, head_dim), or raise ValueError with its fault."""
         if not isinstance(array, mx.array):
             raise TypeError(f"{name} must be an mx.array, not {type(array).__name__}")
         if array.dtype != self.dtype:

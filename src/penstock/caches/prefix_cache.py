@@ -1,4 +1,4 @@
-"""`PrefixCache`: what one prompt has computed, for the next that begins alike.
+"""`PrefixCache`: computed KV of prompts, for later prompts that begin alike.
 
 For anybody's mlx-lm loop: `fetch` before, `store` after. Each token's KV is held once, in a tree
 of runs of whole blocks, inside a limit that is never passed.
@@ -51,7 +51,7 @@ ROOM_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What `store` did."""
+    """Result of `store`."""
 
     new_tokens: int
     """Tokens that were not there before."""
@@ -78,15 +78,15 @@ class PrefixCache:
     """KV of prompts by their whole-block prefixes, for mlx-lm loops.
 
     A prompt finds the longest prefix it shares with anything stored: an equal, a shorter, a
-    longer or a partly common one. What `fetch` returns is a copy, free to be written to. Not
-    thread-safe: one owner, the thread that runs the model.
+    longer or a partly common one. The caches that `fetch` returns are copies, free to be written
+    to. Not thread-safe: one owner, the thread that runs the model.
 
     Args:
         memory_limit: bytes, or a text like "2GB", for all that is held: KV, the index, and
-            what is copied while the tree is cut.
+            copies made while the tree is cut.
         block_size: tokens of a block, the unit of identity, of which the unfinished last one is not
             kept; by default 32, or as many as the codec takes together.
-        fingerprint: what must be equal for KV to be reusable, besides the tokens: say, the
+        fingerprint: identity of everything but the tokens that KV depends on: say, the
             model's path and adapter. Part of every key.
         clock: seconds, for recency.
         kv_cache_quantization: the codec that KV is held in, as `turbo4` or `k8v4`; None holds it
@@ -200,7 +200,7 @@ class PrefixCache:
         store where `prefill` does.
 
         Args:
-            tokens: what the caches have read, from the first token on.
+            tokens: those that the caches have read, from the first one on.
             caches: one a layer, penstock's or mlx-lm's, of one sequence.
             salt: the tenant's.
 
@@ -241,10 +241,10 @@ class PrefixCache:
         step_size: int = PREFILL_TOKENS,
         dequantize: bool = True,
     ) -> tuple[list[Any], list[int]]:
-        """Fetch what is known of a prompt, read the rest up to its last whole block, and store it.
+        """Fetch the cached part of a prompt, read on up to its last whole block, and store it.
 
         With recurrent layers this is where a later prompt can go on: their states are kept behind
-        the last whole block, and behind every `step_size` tokens of what is read.
+        the last whole block, and behind every `step_size` tokens read.
 
         Args:
             model: is called with tokens (1, n) and `cache=`.
@@ -252,7 +252,7 @@ class PrefixCache:
             make_caches: returns empty caches, one a layer.
             salt: the tenant's.
             step_size: tokens that are read at a time; whole blocks of them.
-            dequantize: of what is fetched, see `fetch`; False where `make_caches` returns
+            dequantize: see `fetch`; False where `make_caches` returns
                 `TurboQuantKVCache`s, so that later turns hold codes as the first one does.
 
         Returns:
@@ -312,7 +312,7 @@ class PrefixCache:
         *,
         cache_type: str = "assistant",
     ) -> None:
-        """`store`, for mlx-lm's server. What is worth keeping is judged by use, not by type."""
+        """`store`, for mlx-lm's server. Retention goes by use, not by type."""
         self.store(tokens, prompt_cache, salt=repr(model))
 
     def __len__(self) -> int:
@@ -320,7 +320,7 @@ class PrefixCache:
         return len(self.tree)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Evict what is worth least until at most so many runs, or bytes, are held."""
+        """Evict the runs worth least until at most so many runs, or bytes, are held."""
         if n_bytes is not None:
             self.prefixes.shrink(self.nbytes - max(0, n_bytes), "limit")
         if n_sequences is not None:
@@ -406,9 +406,9 @@ class PrefixCache:
         return Stored(stop - start, stop)
 
     def _encode_short(self, match: Match[Segment], sources: list[LayerSource], tokens: int) -> None:
-        """Encode what a shorter prompt left raw at the start of one of so many tokens.
+        """Encode the nodes that a shorter prompt left raw at the start of one of so many tokens.
 
-        What stays raw for want of room, or because of numbers too large, is as right.
+        A node that stays raw, for want of room or because of large numbers, is as right.
         """
         rule = self._rule
         if rule is None or not rule.first_tokens < rule.least_tokens <= tokens:
@@ -449,7 +449,7 @@ class PrefixCache:
     ) -> Segment:
         """Cut a run out of the caches and hold it as it is to be held.
 
-        What has numbers too large for a codec stays as it is, and `paid` counts it as well.
+        A run with numbers too large for a codec stays as it is, and `paid` counts it as well.
 
         Raises:
             SettingError: there is no room for that beside `index` bytes; or they are in a cache

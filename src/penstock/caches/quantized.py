@@ -108,7 +108,7 @@ class QuantizedKVCache(Quantized, Growing):
 
 
 class BatchQuantizedKVCache(Quantized, BatchGrowing):
-    """A left-padded batch, every token kept, quantized; what merging `QuantizedKVCache`s gives."""
+    """A left-padded batch, every token kept, quantized: merged `QuantizedKVCache`s."""
 
     carried: ClassVar[tuple[str, ...]] = ("group_size", "bits")
 
@@ -124,7 +124,7 @@ class BatchQuantizedKVCache(Quantized, BatchGrowing):
 
 
 class QuantizedRotatingKVCache(Quantized, SinkRing):
-    """A bounded window of one sequence, quantized; what `RotatingKVCache.to_quantized` returns.
+    """A bounded window of one sequence, quantized: the result of `RotatingKVCache.to_quantized`.
 
     The first `keep` tokens are visible to every query, as in `SinkRotatingKVCache`.
     """
@@ -154,7 +154,7 @@ class QuantizedRotatingKVCache(Quantized, SinkRing):
 
 
 class BatchQuantizedRotatingKVCache(Quantized, BatchSinkRing):
-    """Bounded windows of a batch, quantized; what merging `QuantizedRotatingKVCache`s gives."""
+    """Bounded windows of a batch, quantized: merged `QuantizedRotatingKVCache`s."""
 
     carried: ClassVar[tuple[str, ...]] = (*Ring.carried, "group_size", "bits")
     row_classes = (QuantizedRotatingKVCache,)

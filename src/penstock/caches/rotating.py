@@ -345,7 +345,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         self._ends = self._ends_of(lengths, right_padding)
 
     def finalize(self) -> None:
-        """Turn what right padding is left into left padding, so that all rows end together."""
+        """Turn the right padding that is left into left padding, so that all rows end together."""
         self._turn_padding()
         self._ends = None
 

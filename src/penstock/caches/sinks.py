@@ -81,7 +81,7 @@ class BatchSinkRing(Bounded, Batch):
         return chunk and max(self._tokens) + tokens > self.max_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write one chunk for every row and return what its queries may see.
+        """Write one chunk for every row and return the columns that its queries may see.
 
         keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order; a
         chunk past the end of a window follows them.
@@ -121,7 +121,7 @@ class BatchSinkRing(Bounded, Batch):
         return self._chunk or self._columns(self._used())
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return the columns and the chunk, then write what each row's window holds of it."""
+        """Return the columns and the chunk, then write the part of it in each row's window."""
         fetched = joined(self._in_sight(), new)
         self._make_room(self.max_size, self._used(), new)
         for row, (at, valid) in enumerate(zip(self._tokens, self._valid(tokens), strict=True)):
@@ -215,7 +215,7 @@ class BatchSinkRing(Bounded, Batch):
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens of every row, or as many as the shortest has.
 
-        0 once a window is full: what the forgotten tokens overwrote is gone.
+        0 once a window is full: the tokens overwritten by the forgotten ones are gone.
         """
         if not self.is_trimmable():
             return 0
@@ -318,7 +318,7 @@ class BatchSinkRing(Bounded, Batch):
 
 
 class BatchSinkRotatingKVCache(BatchSinkRing):
-    """Bounded windows of a batch with `keep`; what merging `RotatingKVCache`s with keep gives."""
+    """Bounded windows of a batch with `keep`: the result of merging `RotatingKVCache`s."""
 
     row_classes = (SinkRotatingKVCache, RotatingKVCache)
     single_class = SinkRotatingKVCache
