@@ -59,7 +59,7 @@ class Blas:
     is_fast: bool
     """Whether a fast BLAS is in place, or none is needed on this machine."""
     name: str
-    """The library loaded, or what multiplies instead."""
+    """The library loaded, or the BLAS that multiplies instead."""
     why: str
     advice: str | None = None
     """One line for the user when something should be done about it."""
@@ -107,7 +107,7 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def _thread_calls() -> tuple[Callable[[], int], Callable[[int], object]] | None:
-    """Return what tells and sets the threads of the BLAS that MLX multiplies with, if it can."""
+    """Return the getter and the setter of the BLAS threads, if MLX's BLAS has them."""
     blas = load_blas()
     if sys.platform != "linux" or not blas.is_fast or uses_cuda():
         return None
@@ -186,7 +186,7 @@ def _in_wheel() -> list[str]:
 
 
 def _open(library: str) -> str | None:
-    """Load `library` with global symbols; return what was wrong, None if nothing.
+    """Load `library` with global symbols; return the fault, or None.
 
     It is looked at with local symbols first: a library without CBLAS must not stay in front
     of the symbols of others.

@@ -1,4 +1,4 @@
-"""The C heap on a Linux CPU: what MLX frees is kept for its next array.
+"""The C heap on a Linux CPU: memory that MLX frees is kept for its next array.
 
 MLX's CPU back end takes every array from malloc and gives it back. By default glibc returns
 memory to the system whenever the top of its heap is free, and takes arrays of some sizes from
@@ -25,14 +25,14 @@ _MMAP_BYTES = 32 * 2**20
 
 
 def keep_freed_memory(most_bytes: int = LEAST_KEPT_BYTES) -> bool:
-    """Let the heap keep what is freed, for the whole process; tell whether it will.
+    """Let the heap keep freed memory, for the whole process; tell whether it will.
 
     Arrays over 32 MiB still go back to the system at once. One arena for all threads: in those
     that glibc gives to other threads than the first, none of this holds.
 
     Args:
         most_bytes: free memory at the top of the heap that is not given back to the system;
-            64 MiB or more, and less than 2 GiB. What was asked for last holds.
+            64 MiB or more, and less than 2 GiB. The last call holds.
     """
     kept_bytes = max(LEAST_KEPT_BYTES, min(most_bytes, MOST_KEPT_BYTES))
     mallopt = _function("mallopt")

@@ -32,7 +32,7 @@ def unchanged_limit() -> Iterator[None]:
 
 
 def raise_limit() -> int:
-    """Raise the limit of open files to the hard one, and return what it is then."""
+    """Raise the limit of open files to the hard one, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = (hard,) if hard != resource.RLIM_INFINITY else ()
     for most in (*wanted, *ENOUGH):

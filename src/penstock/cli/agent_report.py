@@ -1,4 +1,4 @@
-"""What coding agents meet in a model: its parsers, and what its chat template does."""
+"""Report on a model for coding agents: its parsers and its chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.server.templates import TemplateTraits, TraitRow
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """How a model's answers are read, and what its chat template does with conversations."""
+    """Parsers of a model's answers, and effects of its chat template on conversations."""
 
     tool_parser: str
     reasoning_parser: str

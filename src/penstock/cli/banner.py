@@ -1,4 +1,4 @@
-"""What `penstock serve` says when it is there: where, inside which limits, and how to ask it."""
+"""Banner of `penstock serve`: its address, its limits, and a request to try."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def banner(
     weights: str | None = None,
     largest_request: int | None = None,
 ) -> list[str]:
-    """Say what is served where, inside which limits, and how to ask it.
+    """Return the lines of the banner: model, address, limits, and a request to try.
 
     Args:
         engine: the engine that answers.
@@ -91,7 +91,7 @@ def _tier_state(tier: TierStats) -> str:
 
 
 def _room(view: EngineView) -> list[str]:
-    """Say what the limits are and what fits in them; runs on the engine's thread."""
+    """Describe the limits and the requests that fit; runs on the engine's thread."""
     stats, limits = view.stats(), view.limits
     free = stats.limit_bytes - stats.used_bytes
 

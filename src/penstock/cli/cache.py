@@ -255,7 +255,7 @@ def import_command(
 
 @contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Tell what goes wrong with a folder as an error of one line."""
+    """Turn a fault of a folder into an error of one line."""
     try:
         yield
     except sqlite3.OperationalError as error:

@@ -31,7 +31,7 @@ class ChatPiece(Protocol):
 
     @property
     def text(self) -> str:
-        """What became readable."""
+        """Text that became readable."""
 
 
 class Partner(Protocol):
@@ -44,7 +44,7 @@ class Partner(Protocol):
         """Forget everything but the system prompt."""
 
     def stats(self) -> str:
-        """Say in one line what the last answer took."""
+        """Describe tokens, speeds and memory of the last answer in one line."""
 
 
 @with_settings
@@ -194,7 +194,7 @@ class Chat:
 
 
 def _is_readable(line: str) -> bool:
-    """Tell whether a line is text; say what is wrong with it if not."""
+    """Tell whether a line is text; print its fault if not."""
     try:
         options.check_text("this line", line)
     except SettingError as error:
@@ -204,7 +204,7 @@ def _is_readable(line: str) -> bool:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yield what is typed at the prompt, until Ctrl-D."""
+    """Yield the lines typed at the prompt, until Ctrl-D."""
     while True:
         try:
             yield input("> ")

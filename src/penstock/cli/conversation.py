@@ -20,7 +20,7 @@ from penstock.models.mlx_lm import Loaded, TextPiece, render, stream
 
 @dataclass(frozen=True, slots=True)
 class KVUse:
-    """What the caches of a sequence hold."""
+    """Content of a sequence's caches."""
 
     tokens: int
     """Tokens whose keys and values are held; 0 if all layers are recurrent."""
@@ -74,7 +74,7 @@ def _check_codec(loaded: Loaded, codec: str, max_kv_size: int) -> None:
 
 
 def kv_use(caches: Sequence[Any], seen_tokens: int) -> KVUse:
-    """Sum up what the caches hold; recurrent layers have bytes but no tokens and no capacity."""
+    """Sum up caches; recurrent layers have bytes but no tokens and no capacity."""
     parts = [part for cache in caches for part in getattr(cache, "caches", [cache])]
     by_token = [cache for cache in parts if hasattr(cache, "growths")]
     return KVUse(
@@ -141,11 +141,11 @@ class LocalChat:
         self.messages = [*said, {"role": "assistant", "content": reply}]
 
     def kv_use(self) -> KVUse:
-        """Sum up what the caches hold."""
+        """Sum up the caches."""
         return kv_use(self.caches, len(self.held))
 
     def stats(self) -> str:
-        """Say in one line what the last answer took, and what the caches hold."""
+        """Describe the last answer and the caches in one line."""
         use = self.kv_use()
         return kv_line(use) if self.last is None else figures_line(self.last, use)
 
@@ -167,7 +167,7 @@ class LocalChat:
 
 
 def figures_line(last: TextPiece, use: KVUse) -> str:
-    """Say in one line what an answer took: tokens, speeds, memory."""
+    """Describe an answer in one line: tokens, speeds, memory."""
     return (
         f"prompt {last.prompt_tokens:,} tokens, {last.prompt_tokens_per_second:,.0f} tokens/s; "
         f"answer {last.generated_tokens:,} tokens, "
@@ -184,7 +184,7 @@ def figures_record(answer: str, last: TextPiece, use: KVUse) -> dict[str, object
 
 
 def kv_line(use: KVUse) -> str:
-    """Say in one line what the caches hold."""
+    """Describe the content of the caches in one line."""
     if use.nbytes and not use.capacity:
         return f"recurrent states of {use.seen_tokens:,} tokens in {format_bytes(use.nbytes)}"
     dropped = f" of {use.seen_tokens:,}" if use.seen_tokens > use.tokens else ""

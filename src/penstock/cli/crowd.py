@@ -1,4 +1,4 @@
-"""Several conversations at once on one engine: what they say, what they get, what it takes.
+"""Several conversations at once on one engine: their text, answers and costs.
 
 system prompt   facts of a seeded dialogue, the same for all: read once, held once
 agent 1         tells a fact of its own, asks for a shared one, asks for its own; again
@@ -36,7 +36,7 @@ LEAST_TOKENS_A_FACT = 6
 
 @dataclass(frozen=True, slots=True)
 class AgentLine:
-    """What an agent says; nothing is asked where it tells a fact."""
+    """Turn of an agent: a fact that it tells, or a question."""
 
     text: str
     question: Question | None = None
@@ -46,7 +46,7 @@ class AgentLine:
 
 @dataclass(frozen=True, slots=True)
 class AgentAnswer:
-    """A question, what came back, and what is known to be true."""
+    """A question, its answer, and the right answer."""
 
     question: str
     answer: str
@@ -57,7 +57,7 @@ class AgentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What one agent took in all."""
+    """Totals of one agent."""
 
     agent: int
     answers: tuple[AgentAnswer, ...]
@@ -75,7 +75,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class AgentsReport:
-    """What all agents together took, and what they would have taken each for itself."""
+    """Totals of all agents, together and as if each had run alone."""
 
     model_type: str
     agents: tuple[Account, ...]
@@ -120,7 +120,7 @@ class Agent:
     conversation: tuple[int, ...] = ()
     """The last prompt that was answered, and the answer."""
     tokens: int = 0
-    """Read and generated so far: what a cache of its own would hold."""
+    """Tokens read and generated so far, which a cache of its own would hold."""
     prompt_tokens: int = 0
     hit_tokens: int = 0
     generated_tokens: int = 0
@@ -201,7 +201,7 @@ class Crowd:
         """Let all agents talk until they have said everything; show how it goes now and then.
 
         Raises:
-            PenstockError: what made a request fail; the engine is closed then.
+            PenstockError: a request failed; the engine is closed then.
         """
         self._started_seconds = time.perf_counter()
         with ThreadPoolExecutor(len(self.agents), "agent") as pool:

@@ -1,4 +1,4 @@
-"""`penstock doctor`: what this machine has, what it measures, and what is wrong with it.
+"""`penstock doctor`: the machine, its measured speed, and its faults.
 
 With a model, also how the engine would run it.
 """
@@ -47,7 +47,7 @@ class DoctorProblem:
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """What was found."""
+    """Findings about the machine."""
 
     back_end: str
     """MLX back end: `metal`, `cuda`, `cpu`, or `none` if MLX cannot be imported."""
@@ -128,7 +128,7 @@ def examine() -> MachineReport:
 
 
 def find_problems(machine: MachineReport) -> list[DoctorProblem]:
-    """List what is wrong, the gravest first. Pure: it only reads `machine`."""
+    """List the faults, the gravest first. Pure: it only reads `machine`."""
     problems = []
     versions = machine.versions
     cuda = [name for name in CUDA_PACKAGES if name in versions]
@@ -156,7 +156,7 @@ def find_problems(machine: MachineReport) -> list[DoctorProblem]:
 
 
 def find_misfits(fit: FitnessReport) -> list[DoctorProblem]:
-    """List what keeps the engine from running a model."""
+    """List the reasons why the engine cannot run a model."""
     if fit.way is not None:
         return []
     remedy = "use it with penstock generate or penstock chat; the engine needs another model"
@@ -241,7 +241,7 @@ def _show(
 
 
 def _add_fit(table: Table, fit: FitnessReport) -> None:
-    """Add a model's rows; what comes from outside is text, whatever brackets are in it."""
+    """Add a model's rows; text from outside is not markup, whatever brackets are in it."""
     table.add_row("model", Text(f"{fit.model} ({fit.model_type})"))
     table.add_row("  layers", ", ".join(map(str, fit.layers)))
     table.add_row("  KV", f"{fit.kv_bytes_per_token:,} bytes a token")

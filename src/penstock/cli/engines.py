@@ -43,7 +43,7 @@ def make_engine(loaded: Loaded, **settings: Any) -> Engine:
 
 
 def _needed(view: EngineView) -> tuple[str, int]:
-    """Return what is always held, in words, and the least limit with room for some KV."""
+    """Return the fixed memory, in words, and the least limit with room for some KV."""
     by_kind, sequence = view.stats().by_kind, view.sequence_bytes(USEFUL_TOKENS)
     fixed = {kind: by_kind[kind] for kind in ("weights", "tails", "buffers")}
     most = sum(fixed.values()) + sequence.own + sequence.shared

@@ -54,7 +54,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
     """Try a model on the engine's ways of reading KV.
 
     Raises:
-        ModelError: the engine cannot run it, and its config does not say what it holds.
+        ModelError: the engine cannot run it, and its config does not tell its layers.
     """
     model_type = str(loaded.config.get("model_type"))
     try:

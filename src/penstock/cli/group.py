@@ -70,7 +70,7 @@ def check_same(ranks: RankGroup, model: dict[str, Any], limits: dict[str, Any]) 
 
 
 def _is_single() -> bool:
-    """Tell whether `mlx.launch` was told to start one process: MLX cannot read what it says."""
+    """Tell whether `mlx.launch` starts one process: MLX cannot read its file then."""
     file = os.environ.get("MLX_HOSTFILE")
     return bool(file) and Path(file or "").is_file() and not Path(file or "").read_text().strip()
 

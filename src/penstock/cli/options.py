@@ -1,4 +1,4 @@
-"""Options that several commands share, and checks of what they say."""
+"""Options that several commands share, and checks of their values."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def engine_size(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_model(model: str, weights_dtype: config.WeightsDtype, memory_limit: Any = None) -> Loaded:
-    """Load a model, and say on standard error what became of its weights.
+    """Load a model, and note on standard error a change of its weights.
 
     Args:
         model: as a command's user named it.
@@ -191,7 +191,7 @@ def check_tiers(settings: config.EngineSettings) -> None:
     """Refuse settings of cold tiers that name none, before a model is loaded.
 
     Raises:
-        SettingError: says what they should be, and repeats nothing secret.
+        SettingError: names the right form, and repeats nothing secret.
     """
     if settings.cold_tiers:
         from penstock.engine.offload import tier_kinds

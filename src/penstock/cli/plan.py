@@ -1,4 +1,4 @@
-"""`penstock plan`: what fits in memory, before anything is loaded."""
+"""`penstock plan`: memory and requests that fit, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def _limit(text: str | None) -> int:
 
 
 def _default_limit() -> int:
-    """Give the limit `penstock doctor` shows: only MLX knows what the device recommends."""
+    """Return the limit `penstock doctor` shows: only MLX knows the device's recommendation."""
     try:
         import mlx.core as mx  # a plan can be made where MLX has no back end
     except ImportError:

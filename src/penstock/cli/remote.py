@@ -37,7 +37,7 @@ class RemotePiece:
 
 @dataclass(slots=True)
 class RemoteUsage:
-    """What answers took, as the server counts it, in tokens; and as the client times it."""
+    """Costs of answers: tokens by the server's count, seconds by the client's clock."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -71,7 +71,7 @@ class Remote:
     Args:
         url: `http://host:port`, with or without `/v1`.
         api_key: sent as a bearer token.
-        model: what the server calls the model; by default the first that it lists.
+        model: the server's name of it; by default the first that it lists.
         system: a system prompt before the conversation.
 
     Raises:
@@ -146,7 +146,7 @@ class Remote:
         self.turns += 1
 
     def stats(self) -> str:
-        """Say what the last answer took."""
+        """Describe tokens and times of the last answer."""
         if self.last is None:
             return f"{self.model} at {self.url}; nothing was asked yet"
         return self.last.line()
@@ -185,7 +185,7 @@ class Remote:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
-        """Turn what goes wrong on the way into one line."""
+        """Turn a fault of the connection into one line."""
         try:
             yield
         except httpx.ConnectError as error:

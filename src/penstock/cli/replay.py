@@ -1,4 +1,4 @@
-"""What `penstock verify` does: the same prompts on engines that know nothing, and much."""
+"""Work of `penstock verify`: the same prompts on an empty engine and on a warm one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOGPROBS = Sampling(logprobs=True)
 
 @dataclass(frozen=True, slots=True)
 class ReplayedAnswer:
-    """What came of a prompt one way."""
+    """Answer to a prompt from one source of KV."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -69,7 +69,7 @@ class ReplayVerdict:
         return "OTHER TOKENS" if not self.same_tokens else f"MORE THAN {tolerance:g}"
 
     def as_object(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the object that `--json` prints."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached,

@@ -96,7 +96,7 @@ def serve(
 
 
 def _silence_libraries() -> None:
-    """Hear errors alone of libraries that warn of what strangers send.
+    """Silence the warnings of libraries about malformed requests.
 
     Those are bytes that are no HTTP, and prompts that are too long; the client is told.
     """
@@ -105,7 +105,7 @@ def _silence_libraries() -> None:
 
 
 def _checked_limits(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's settings; refuse in the words of flags what it would refuse later.
+    """Return an engine's settings, checked in the words of flags.
 
     Raises:
         SettingError: says which flag.
@@ -123,7 +123,7 @@ def _checked_limits(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_alone(**flags: object) -> None:
-    """Refuse what only a model in one process can do."""
+    """Refuse settings that only a model in one process has."""
     for flag, wanted in flags.items():
         if wanted:
             raise SettingError(
@@ -163,15 +163,15 @@ def _load(
 
 
 def _name(model: str) -> str:
-    """Return what a model is called: its folder's name, or its name at the hub."""
+    """Return a model's name: that of its folder, or its name at the hub."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
 
 
 def _check_origins(origins: Sequence[str], api_key: str | None) -> None:
-    """Refuse what no browser sends: an origin is a scheme and a host, and a port if need be.
+    """Refuse an origin that no browser sends: it is a scheme and a host, and a port if need be.
 
-    Without a key, all pages are refused as well: each could read what is cached of others.
+    Without a key, all pages are refused as well: each could read cached prompts of others.
     """
     if "*" in origins and not api_key:
         raise SettingError(
@@ -196,7 +196,7 @@ def _check_reach(settings: config.ServerSettings) -> None:
 
 
 def _check_ray(settings: config.ServerSettings) -> None:
-    """Refuse what Ray would refuse later, or in other words."""
+    """Refuse settings that Ray would refuse later, or in other words."""
     if find_spec("ray") is None:
         raise SettingError("--ray needs Ray: pip install 'penstock[ray]'")
     if settings.port == 0:
@@ -228,7 +228,7 @@ def _run_in_ray(
 
 
 def _listening(settings: config.ServerSettings) -> socket.socket:
-    """Return a socket that listens; what arrives while the model is loaded waits for it."""
+    """Return a socket that listens; requests that arrive while the model is loaded wait."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     where = f"{settings.host} port {settings.port}"
     try:
@@ -250,7 +250,7 @@ def _run(
     *,
     preload: bool,
 ) -> None:
-    """Load, say what there is, and serve until told to stop, or until the engine dies."""
+    """Load, print the banner, and serve until told to stop, or until the engine dies."""
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.banner import banner
     from penstock.cli.engines import make_engine

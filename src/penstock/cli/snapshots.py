@@ -21,7 +21,7 @@ Snapshot: TypeAlias = dict[str, Any]
 
 
 def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
-    """Yield what the server tells, twice a second, for as long as it does.
+    """Yield the server's figures, twice a second, for as long as it sends them.
 
     Raises:
         SettingError: `url` is not one of HTTP.

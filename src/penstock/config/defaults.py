@@ -11,7 +11,7 @@ TEMP = 0.0
 MAX_BATCH_SIZE = 8
 """Sequences that the engine runs at the same time."""
 BLOCK_SIZE = 32
-"""Tokens of a block: what is shared, named and split as one."""
+"""Tokens of a block, which is shared, named and split as one."""
 PREFILL_CHUNK = 512
 """Tokens of prompts that the engine reads in one step."""
 MAX_STALL_MS = 200

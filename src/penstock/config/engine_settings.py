@@ -32,7 +32,7 @@ COLD_TIERS = ("ssd_cache_dir", "remote_cache")
 
 
 class EngineSettings(Settings):
-    """What an engine is made with."""
+    """Settings of an engine."""
 
     model_config = ConfigDict(strict=True)
 

@@ -24,7 +24,7 @@ def _fixed(help_text: str) -> Setting:
 
 
 class ServerSettings(Settings):
-    """What the HTTP server is made with, besides its engine."""
+    """Settings of the HTTP server, besides those of its engine."""
 
     host: Annotated[
         str,

@@ -18,7 +18,7 @@ class Setting:
     unit: str | None = None
     """Unit or kind of the value, as help shows it; `BYTES` may be written as 16GB."""
     unset: str | None = None
-    """Words for what happens without the flag, which then has no default."""
+    """Words for the effect of leaving the flag out, which then has no default."""
     flag: str | None = None
     """Name of the flag without dashes; None takes the field's, without `_seconds`."""
     is_flag: bool = True
