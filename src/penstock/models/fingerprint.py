@@ -25,7 +25,7 @@ def fingerprint(model: Any, **settings: object) -> str:
 
     Args:
         model: mlx-lm's, evaluated.
-        settings: what else KV depends on.
+        settings: other settings that KV depends on.
     """
     hashed = xxhash.xxh3_128()
     arguments = getattr(model, "args", None)
@@ -45,7 +45,7 @@ def fingerprint(model: Any, **settings: object) -> str:
 
 
 def with_settings(name: str, **settings: object) -> str:
-    """Name what depends on more settings than the fingerprint that is given."""
+    """Return a fingerprint with more settings in it than the given one."""
     hashed = xxhash.xxh3_128()
     _add(hashed, json.dumps([name, settings], sort_keys=True, default=repr).encode())
     return str(hashed.hexdigest())

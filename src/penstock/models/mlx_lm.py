@@ -1,6 +1,6 @@
 """The one place that knows mlx-lm: loading, chat templates, generation, layers' caches.
 
-What is leaned on here is named in `tests/test_contract_mlx_lm.py`.
+The assumptions made here are named in `tests/test_contract_mlx_lm.py`.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def is_stage(model: nn.Module) -> bool:
 
 
 def passes_on(model: nn.Module) -> bool:
-    """Tell whether what a model's last layer gives is the first layer's of another process."""
+    """Tell whether a model's last layer hands its output to another process."""
     return getattr(getattr(model, "model", None), "pipeline_rank", 0) > 0
 
 
@@ -261,7 +261,7 @@ def tool_parsers() -> list[str]:
 
 
 def tool_parser(name: str) -> tuple[Callable[..., Any], str, str]:
-    """Return a parser of mlx-lm's, and the marks in front of what it reads and behind it."""
+    """Return a parser of mlx-lm's, and the marks in front of a call and behind it."""
     module = import_module(f"mlx_lm.tool_parsers.{name}")
     return module.parse_tool_call, module.tool_call_start, module.tool_call_end or ""
 
@@ -354,7 +354,7 @@ def _checked_start(responses: Iterator[Any], quantized: bool) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """What a model keeps whose layers compress: see `kv.compressed`."""
+    """KV of a model whose layers compress: see `kv.compressed`."""
 
     rows: tuple[Rows, ...]
     """Rows of all layers, in the model's order."""
@@ -369,7 +369,7 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """What a model keeps of a sequence, and how its own caches are made of it.
+    """KV and states that a model keeps of a sequence, and its own caches made of them.
 
     A cache of mlx-lm's is one layer with keys and values, the states of one recurrent layer, or
     a list of such.
@@ -392,7 +392,7 @@ class ModelLayout:
     def caches(
         self, reads: Sequence[Any], states: States | None, position: int = 0
     ) -> tuple[list[Any], list[Any]]:
-        """Return what the model is handed, and which of it the recurrent layers write to.
+        """Return the caches for the model, and those of them that recurrent layers write to.
 
         Args:
             reads: one for each layer with keys and values.
@@ -414,7 +414,7 @@ class ModelLayout:
 
 
 def states_of(kept: Sequence[Any]) -> States:
-    """Return what recurrent layers have written to the caches that `ModelLayout.caches` made."""
+    """Return the states that recurrent layers have written to `ModelLayout.caches`."""
     return tuple(
         cache.leave() if isinstance(cache, CompressedReads) else tuple(cache.cache)
         for cache in kept
@@ -422,7 +422,7 @@ def states_of(kept: Sequence[Any]) -> States:
 
 
 def layout(model: nn.Module) -> ModelLayout:
-    """Return what a model keeps, from the caches mlx-lm would give it.
+    """Return the layout of a model, from the caches mlx-lm would give it.
 
     Raises:
         ModelError: a layer keeps something that is neither one key and value a token nor a state.
@@ -443,7 +443,7 @@ def _compresses(cache: Any) -> bool:
 
 
 def _opened(model: nn.Module, caches: list[Any]) -> tuple[list[Any], Compression]:
-    """Return the caches of a model that compresses as what they consist of.
+    """Return the caches of a model that compresses, opened into their parts.
 
     What a layer keeps is seen in what it would leave of as many tokens as fill every window and
     every group. They are never read: MLX knows the shapes.

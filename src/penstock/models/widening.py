@@ -47,7 +47,7 @@ class Widening:
 
     @property
     def note(self) -> str | None:
-        """Line that says what became of the weights; None where there is nothing to say."""
+        """Line about a change of the weights; None without one."""
         if self.wide_bytes == self.native_bytes:
             return None
         sizes = f"{format_bytes(self.native_bytes)} -> {format_bytes(self.wide_bytes)}"

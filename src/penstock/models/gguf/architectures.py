@@ -54,12 +54,12 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What mlx-lm must know of one architecture."""
+    """Config and tensor names of one architecture, as mlx-lm wants them."""
 
     model_type: str
     """The name of mlx-lm's module."""
     special: Callable[[Header, str], Config]
-    """Returns what this architecture's config has besides the common part."""
+    """Function of the header for the config's part of this architecture alone."""
     names: Mapping[str, str] = field(default_factory=lambda: _COMMON)
     """Names of mlx-lm's modules within a layer, by the file's."""
     interleaved: bool = False

@@ -25,7 +25,7 @@ MEASURED_TENSORS = 2
 
 
 def write_folder(header: Header, folder: Path, *, wide: bool) -> None:
-    """Write what mlx-lm's loaders read of a model folder, except for the weights.
+    """Write the files that mlx-lm's loaders read of a model folder, except for the weights.
 
     Args:
         header: of the model.
