@@ -38,7 +38,7 @@ class _Times:
 
 
 class ActiveRequest:
-    """A request that the engine works on. Leaving it early cancels what has not ended.
+    """A request that the engine works on. Leaving it early cancels its open answers.
 
     >>> async def texts(service, request):
     ...     async with await service.open(request, "/v1/completions") as answering:
@@ -117,7 +117,7 @@ class ActiveRequest:
             with_progress: yield an empty list, too, when more of the prompts has been read.
 
         Raises:
-            PenstockError: what made an answer fail: its timeout, the end of the engine, a reader
+            PenstockError: an answer failed: its timeout, the end of the engine, a reader
                 that is too slow.
         """
         shown_tokens = -1

@@ -22,7 +22,7 @@ MODES = ("auto", "required")
 
 
 class ToolPlan(NamedTuple):
-    """Tools of one request: those in its prompt, and what of them its answer may call."""
+    """Tools of one request: those in its prompt, and those that its answer may call."""
 
     prompt: list[Tool] | None
     """Tools that the prompt offers, in OpenAI's form."""

@@ -1,4 +1,4 @@
-"""What an answer's text is made of: text, reasoning, and calls of tools.
+"""Parts of an answer: text, reasoning, and calls of tools.
 
     text of the engine ──push──> [ text | reasoning | call ] ──> Delta
 
@@ -43,7 +43,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What has become certain of an answer."""
+    """Part of an answer that has become certain."""
 
     text: str = ""
     reasoning: str = ""
@@ -61,7 +61,7 @@ class Reader:
 
     Args:
         form: of the model's answers.
-        tools: what the request offers, in OpenAI's form; without any, calls are plain text.
+        tools: those that the request offers, in OpenAI's form; without any, calls are plain text.
         reasoning: whether the prompt ends inside the model's reasoning
             (`Prompts.starts_in_reasoning`).
         parallel: whether an answer may hold several calls; otherwise those after the first
@@ -105,7 +105,7 @@ class Reader:
         return "tool_calls" if self.calls else "stop"
 
     def push(self, text: str) -> Delta:
-        """Take in text of the engine; return what is certain with it."""
+        """Take in text of the engine; return the part that is certain with it."""
         return self._note(self._parser.feed(text))
 
     def end(self, finish: Finish) -> Delta:

@@ -256,7 +256,7 @@ def _deepest(marks: Sequence[_Mark]) -> _Mark:
 
 
 def _up_to(request: CountRequest, prompts: Prompts, mark: _Mark) -> tuple[int, ...]:
-    """Render the conversation up to a mark; what comes behind it differs from the prompt."""
+    """Render the conversation up to a mark; the text behind it differs from the prompt."""
     # A template may want a user's message, whatever it says: its text is where the two part.
     turns = mark.turns or [Turn(role="user", content=_other(request))]
     return _render(request, prompts, mark.system, turns, whole=False)

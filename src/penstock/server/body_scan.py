@@ -1,4 +1,4 @@
-"""What a JSON body costs to read, told while it arrives, part by part, before any of it is read."""
+"""Cost of reading a JSON body, counted while it arrives, before any of it is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BodyScan:
         self._open = 0
         self._in_text = False
         self._backslash = b""
-        """Backslash at the end of the last part, which says what the next character is."""
+        """Backslash at the end of the last part, which gives the next character its meaning."""
         self._objects = 0
         """Bytes of objects, entries and names."""
         self._width = 1
@@ -73,7 +73,7 @@ class BodyScan:
             self._width = 4 if _WIDE_ESCAPE.search(joined) else max(2, self._width)
 
     def _descend(self, part: bytes) -> None:
-        """Count the brackets outside texts. Behind what is no JSON any count will do."""
+        """Count the brackets outside texts. Behind a fault of the JSON any count will do."""
         part = self._backslash + part
         odd = (len(part) - len(part.rstrip(b"\\"))) % 2
         self._backslash = b"\\" if odd else b""

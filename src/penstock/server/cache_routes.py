@@ -1,4 +1,4 @@
-"""Routes of the prefix cache, `/v1/cache/...`: its content, and what it would match."""
+"""Routes of the prefix cache, `/v1/cache/...`: its content, and matches of prompts."""
 
 from __future__ import annotations
 

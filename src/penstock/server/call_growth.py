@@ -20,7 +20,7 @@ Growth: TypeAlias = CallStart | ArgumentsPart | CallEnd | CallBroken
 
 @dataclass(slots=True)
 class CallPart:
-    """What a delta adds to one call."""
+    """Addition of a delta to one call."""
 
     index: int
     """Number of the call in its answer."""
@@ -45,7 +45,7 @@ class CallParts:
     _arguments: list[str] = field(default_factory=list)
 
     def in_order(self, delta: Delta) -> Iterator[Delta | CallPart]:
-        """Yield what a delta adds, in the order in which the answer has it.
+        """Yield the additions of a delta, in the order of the answer.
 
         A delta that is yielded has text and reasoning alone.
         """

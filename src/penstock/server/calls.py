@@ -95,7 +95,7 @@ def call_grammar(
 
     Args:
         form: of the model's answers.
-        tools: what is offered, in OpenAI's form.
+        tools: those offered, in OpenAI's form.
         name: of the tool that is to be called; None is any of them.
 
     Raises:

@@ -57,7 +57,7 @@ class Connections:
             )
 
     def __call__(self, **given: Any) -> Connection:
-        """Make a connection with what uvicorn gives it."""
+        """Make a connection with uvicorn's arguments."""
         return Connection(self, **given)
 
     def opened(self, connection: Connection) -> bool:
@@ -156,7 +156,7 @@ class Connection(HttpToolsProtocol):
             self._wait(self._settings.keep_alive_seconds)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close, as soon as the client has read what was sent."""
+        """Close, as soon as the client has read everything sent."""
         super().timeout_keep_alive_handler()
         self._watch()
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def default_sampling(settings: ServerSettings, model: Mapping[str, float]) -> Sampling:
     """Return the sampling of a request that says none: the settings', then the model's own.
 
-    What the model asks for and the engine cannot do is passed over, with a line in the log.
+    Wishes of the model that the engine cannot fulfill are passed over, with a line in the log.
     """
     given = {name: getattr(settings, name) for name in SAMPLED}
     known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -17,7 +17,7 @@ async def until_gone(http: HttpRequest, doing: Awaitable[T]) -> T:
     """Await a result as long as the client waits; its body must have been read.
 
     Raises:
-        ClientGone: the client has closed the connection; what was done is cancelled.
+        ClientGone: the client has closed the connection; the work for it is cancelled.
     """
     task = asyncio.ensure_future(doing)
     gone = asyncio.ensure_future(_disconnected(http))

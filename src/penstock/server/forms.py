@@ -1,4 +1,4 @@
-"""OpenAI's wire format: what requests hold, checked once, and what it means to the engine.
+"""OpenAI's wire format: fields of requests, checked once, and their meaning for the engine.
 
 Fields that are not known are passed over, as OpenAI does; those that are known have their type.
 """
@@ -149,7 +149,7 @@ class Sampled(RequestForm):
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
     logit_bias: Biases | None = None
-    """Token ids and what is added to their logits, -100 to 100."""
+    """Additions to logits by token id, -100 to 100."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1_024)] | None = None
@@ -163,7 +163,7 @@ class Sampled(RequestForm):
         """Return the rules by which tokens are chosen.
 
         Args:
-            default: of the service, for what the request does not say.
+            default: of the service, for fields that the request leaves out.
             logprobs: whether tokens come with their log-probabilities.
             top_logprobs: likeliest tokens that are reported beside them.
 

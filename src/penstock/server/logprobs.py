@@ -19,7 +19,7 @@ class Logprobs:
         self._texts: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """Return what one token reads like, by itself."""
+        """Return the text of one token, by itself."""
         text = self._texts.get(token)
         if text is None:
             text = str(self._tokenizer.decode([token]))

@@ -1,4 +1,4 @@
-"""`/metrics`: the engine's figures and what clients wait for, as Prometheus reads them."""
+"""`/metrics`: the engine's figures and the waits of clients, as Prometheus reads them."""
 
 from __future__ import annotations
 
