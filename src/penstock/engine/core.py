@@ -5,8 +5,8 @@
                 output = run: decode rows, prefill chunks, sample
                 postprocess: commit, emit, requantize, offload
 
-A step that fails changes nothing that counts: what it wrote lies behind the visible ends.
-`parts` makes what a core is made of; `view` answers questions.
+A step that fails changes nothing that counts: its columns lie behind the visible ends.
+`parts` makes the parts of a core; `view` answers questions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Core(EngineParts):
         tokenizer: mlx-lm's wrapper; None gives answers without text, and no end of sequence.
         clock: seconds, for deadlines and recency.
         group: the processes that run the same engine over the other parts of a divided model.
-        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        fingerprint: identity of everything but the tokens that KV depends on.
         settings: see `config.EngineSettings`; `memory_limit` may be a text like "16GB".
 
     Raises:
@@ -85,7 +85,7 @@ class Core(EngineParts):
         return self.intake.enqueue(handle)
 
     def set_aside_prompts(self, nbytes: int) -> int:
-        """Set bytes aside for texts and tokens of prompts, half of what is free at most.
+        """Set bytes aside for texts and tokens of prompts, half of the free bytes at most.
 
         Returns:
             The bytes that were set aside.
@@ -94,7 +94,7 @@ class Core(EngineParts):
         return self.budget.set_aside_prompts(nbytes)
 
     def cancel(self, handle: Handle) -> None:
-        """End a request's answers that have not ended; what was computed stays in the tree."""
+        """End a request's answers that have not ended; their KV stays in the tree."""
         self._cancel([s.id for s in self.admission.sequences.values() if s.handle is handle])
 
     def _cancel(self, ids: Items[int]) -> None:
@@ -133,7 +133,7 @@ class Core(EngineParts):
         self.group.begin(self._settled, self._do)
 
     def _do(self, command: Command) -> None:
-        """Do here what rank 0 was asked for."""
+        """Do a command of rank 0 here as well."""
         given = command.arguments
         if command.name == "enqueue":
             with suppress(PenstockError):  # rank 0 has raised it to its caller
@@ -158,7 +158,7 @@ class Core(EngineParts):
         return self.tiers.preload(self.checkpoints)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the memory limit; what is over it goes at once: cold nodes, then preempted work.
+        """Change the memory limit; the excess goes at once: cold nodes, then preempted work.
 
         Raises:
             NeverFits: weights, tails and buffers alone are over it; nothing is changed then.
@@ -174,7 +174,7 @@ class Core(EngineParts):
         """Evict all prefixes that no sequence reads; their memory goes back to the system.
 
         Returns:
-            How much that was, and what each cold tier removes when its thread comes to it.
+            The nodes and bytes evicted, and the bytes that each cold tier will remove.
         """
         self.group.note("clear")
         tree = self.prefixes.tree
@@ -192,10 +192,10 @@ class Core(EngineParts):
         return self._closed
 
     def close(self, error: PenstockError | None = None) -> None:
-        """Cancel everything and let go of it; what stays counted are weights and empty index.
+        """Cancel everything and let go of it; weights and the empty index stay counted.
 
         Args:
-            error: what open answers end with, if they were not cancelled but lost.
+            error: the end of open answers, if they were not cancelled but lost.
         """
         if error is None and not self._closed:  # else the end of this process tells the others
             self.group.note("close")

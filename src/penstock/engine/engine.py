@@ -55,7 +55,7 @@ class Engine:
         model: mlx-lm's.
         tokenizer: mlx-lm's wrapper; None gives answers without text, and no end of sequence.
         memory_limit: bytes, or a text like "16GB", for all that is ever allocated, the weights
-            included; by default a share of what the device recommends.
+            included; by default a share of the device's recommendation.
         max_kv_size: tokens a sequence sees at most.
         keep: first tokens that it always sees; by default 4,096, or half a smaller window.
         max_batch_size: sequences that run at the same time.
@@ -72,8 +72,8 @@ class Engine:
         ssd_cache_dir, remote_cache: folder or URL of a cold tier; None is none.
         settings: all other fields of `config.EngineSettings`; sizes may be texts.
         group: the processes among which the model was divided; this one is the first.
-        fingerprint: what must be equal for KV to be reusable, besides the tokens; by default,
-            where there is a cold tier, a hash of the weights and of what else KV depends on.
+        fingerprint: identity of everything but the tokens that KV depends on; by default,
+            where there is a cold tier, a hash of the weights and of the settings.
 
     Raises:
         ModelError: the engine cannot run this model.
@@ -101,7 +101,7 @@ class Engine:
         atexit.register(self.close)
 
     def submit(self, request: Request) -> Handle:
-        """Take a request in and return what its events come through.
+        """Take a request in and return the handle of its events.
 
         Raises:
             NeverFits: prompt and answer would not fit, even if all else were evicted.
@@ -141,7 +141,7 @@ class Engine:
         In an event loop: `await asyncio.wrap_future(engine.ask(EngineView.stats))`.
 
         Returns:
-            What the question returns or raises; EngineStopped if the engine is gone before.
+            The answer, or the error raised; EngineStopped if the engine is gone before.
         """
         return self._later(lambda core: question(core.view))
 
@@ -171,7 +171,7 @@ class Engine:
         return self._wait(self.ask(lambda view: view.explain(tokens, salt, ask_tiers=True)))
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Change the memory limit; what is over it goes at once.
+        """Change the memory limit; the excess goes at once.
 
         Raises:
             NeverFits: weights, tails and buffers alone are over it.
@@ -212,7 +212,7 @@ class Engine:
         """Set bytes of the ledger aside for texts and tokens of prompts that a server holds.
 
         Returns:
-            The bytes that were set aside: half of what is free at most.
+            The bytes that were set aside: half of the free bytes at most.
         """
         return self._wait(self._later(lambda core: core.set_aside_prompts(nbytes)))
 
@@ -226,7 +226,7 @@ class Engine:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Cancel what is open, let go of everything, and end the thread. Again does nothing."""
+        """Cancel open requests, let go of everything, and end the thread. Again does nothing."""
         if self._closing:
             return
         self._closing = True
@@ -260,7 +260,7 @@ class Engine:
         return answer
 
     def _wait(self, answer: Future[T]) -> T:
-        """Wait for what the engine's thread was asked for."""
+        """Wait for an answer of the engine's thread."""
         try:
             return answer.result(ANSWER_SECONDS)
         except TimeoutError:
@@ -297,7 +297,7 @@ class Engine:
             mx.clear_streams()
 
     def _serve(self, *, wait: bool) -> None:
-        """Do what was asked for; when idle, wait a moment for it."""
+        """Do the calls that were asked for; when idle, wait a moment for one."""
         try:
             call, answer = self._calls.get(timeout=IDLE_SECONDS) if wait else self._calls.get(False)
             while True:

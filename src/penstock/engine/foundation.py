@@ -1,4 +1,4 @@
-"""Foundation of an engine: what takes memory before any KV is cached."""
+"""Foundation of an engine: the memory that is taken before any KV is cached."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Handle:
         Raises:
             TimeoutError: they did not end in time; the request goes on.
             EngineStopped: the engine is gone.
-            PenstockError: what made an answer fail.
+            PenstockError: the reason why an answer failed.
         """
         until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.done:
@@ -162,7 +162,7 @@ class Handle:
     def note_prompt(self, done_tokens: int, cached_tokens: int) -> None:
         """Note how many tokens of the prompt are read; the engine's thread calls this.
 
-        What is read again after a preemption is no progress.
+        Tokens read again after a preemption are no progress.
         """
         now, before = time.monotonic(), self._progress
         if self._read_since is None:

@@ -108,7 +108,7 @@ class Intake:
                 raise SettingError(f"the prompt has token {token}; the model knows {size} tokens")
 
     def constraint(self, request: Request) -> Rule | None:
-        """Return a new rule at the beginning of what an answer must follow; any thread may ask.
+        """Return a grammar's rule at the beginning of an answer; any thread may ask.
 
         Raises:
             SettingError: the grammar is invalid, there is no tokenizer to follow it with, or the

@@ -40,7 +40,7 @@ class MemoryPressure:
         self._looked_seconds = -PRESSURE_SECONDS
 
     def relieve(self, now_seconds: float) -> None:
-        """Look at the machine's memory, if the last look was long ago, and evict what is over."""
+        """Look at the machine's memory, if the last look was long ago, and evict the excess."""
         if now_seconds - self._looked_seconds < PRESSURE_SECONDS:
             return
         self._looked_seconds = now_seconds
@@ -72,7 +72,7 @@ def _warn_once(reason: str) -> None:
 
 
 def give_back() -> None:
-    """Let the system have what was freed, and what MLX and the heap keep for the next step."""
+    """Give freed memory back to the system, with the reserves of MLX and of the heap."""
     mx.clear_cache()
     give_back_freed_memory()
 
@@ -80,7 +80,7 @@ def give_back() -> None:
 def share_mlx_cache(owner: int, nbytes: int | None) -> None:
     """Let MLX keep as many freed bytes as a step of each open core takes; None closes one.
 
-    The limit is the process's: the first core notes what it was, and the last restores it.
+    The limit is the process's: the first core notes it, and the last restores it.
     """
     with _keeping:
         if nbytes is None:

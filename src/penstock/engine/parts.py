@@ -33,7 +33,7 @@ class EngineParts:
         tokenizer: mlx-lm's wrapper, or None.
         limits: settings, checked; those in `self.limits` are fitted to the model.
         group: the processes that run the same engine over the other parts of the model.
-        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        fingerprint: identity of everything but the tokens that KV depends on.
 
     Raises:
         ModelError: the engine cannot run this model.

@@ -1,4 +1,4 @@
-"""Last of the three calls of a step: what its passes have computed begins to count.
+"""Last of the three calls of a step: the results of its passes begin to count.
 
 decoded   ──> column visible, full blocks committed ──> token out, or the end of the answer
 prefilled ──> whole blocks committed, states captured

@@ -55,7 +55,7 @@ class Sampling(_Asked):
     """Settings of the choice of a token from the logits; the default takes the likeliest.
 
     In the order of mlx-lm: bias and penalties, then top-p, min-p, top-k, then temperature.
-    Before all of them a request's grammar takes out what it does not allow.
+    Before all of them a request's grammar takes out the tokens that it does not allow.
 
     >>> Sampling(temperature=0.7, top_p=1.5)
     Traceback (most recent call last):

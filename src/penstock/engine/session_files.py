@@ -1,6 +1,6 @@
 """Sessions: the keys and values of one prompt in a file, to go on with another day or elsewhere.
 
-    save   what is held of a prompt ──> the cold tier's folder ──> its blocks in one tar
+    save   a prompt's cached blocks ──> the cold tier's folder ──> its blocks in one tar
     load   tar ──> the folder, each block checked ──> found by the next request with that prompt
 
 A file is good for every engine of the same fingerprint. Any thread may call; neither waits for a

@@ -95,7 +95,7 @@ def identity(
         limits: fitted to the model.
         runner: of the model.
         group: each has a part of it.
-        fingerprint: what the caller says; empty to have it found.
+        fingerprint: the caller's; empty to have it found.
     """
     if limits.cold_tiers and not fingerprint:
         fingerprint = fingerprint_of(model, keep=limits.keep_tokens, window=limits.max_kv_size)

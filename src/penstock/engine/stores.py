@@ -1,4 +1,4 @@
-"""Construction of the stores of KV: the tree, what thins it, and the cold tiers below it."""
+"""Construction of the stores of KV: the tree, its retention, and the cold tiers below it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_stores(
     Args:
         base: ledger, runner and pool.
         model: its weights are read if a cold tier needs its name.
-        fingerprint: what must be equal for KV to be reusable; empty to have it found.
+        fingerprint: identity of everything but the tokens; empty to have it found.
         prefill_rate: measures how long a prompt takes.
 
     Raises:

@@ -56,7 +56,7 @@ class EngineView:
         scheduler: knows the state of each sequence.
         admission: has the open sequences.
         budget: the bytes that are set aside.
-        estimator: what sequences take.
+        estimator: bytes that sequences take.
         tokenizer: mlx-lm's wrapper, for the text of tokens; None gives none.
     """
 
@@ -122,7 +122,7 @@ class EngineView:
         return self._budget.most_tokens()
 
     def sequence_bytes(self, tokens: int) -> SequenceBytes:
-        """Return the memory that a sequence of `tokens` needs beside what is always held."""
+        """Return the memory that a sequence of `tokens` needs beside the fixed memory."""
         estimator = self._estimator
         index = self._prefixes.index_bytes(-(-tokens // self._prefixes.block_size) + 1)
         own = estimator.sequence_bytes(tokens) + estimator.decode_bytes(tokens) + index
@@ -268,7 +268,7 @@ class EngineView:
         block_hashes: Sequence[bytes],
         salt: str,
     ) -> Volatile | None:
-        """Name what differs between a prompt and the nearest cached one, if it is of known kind."""
+        """Name the difference between a prompt and the nearest cached one, if its kind is known."""
         at = explanation.diverges_at
         if at is None or self._tokenizer is None:
             return None

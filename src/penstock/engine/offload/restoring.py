@@ -1,7 +1,7 @@
 """Restores blocks of admitted sequences from cold tiers, instead of computing them.
 
     prefilling ──> begin: a tier has more of the chain, and reading it is quicker
-    restoring  ──> take: what has come hangs in the tree; what takes too long is computed
+    restoring  ──> take: blocks that have come join the tree; late ones are computed
                ──> all is there, or it takes too long: prefilling again
 
 With recurrent layers the blocks come first and the checkpoint behind them last. A sequence cannot

@@ -2,7 +2,7 @@
 
 A model may be divided among processes (`mlx_lm`'s `shard`), each with its part of every layer's
 weights, keys and values. Each, a *rank*, has a core of its own, with scheduler, tree, ledger and
-cold tier; they stay equal, because a core does nothing but what follows from the commands it is
+cold tier; they stay equal, because a core does nothing that does not follow from the commands it is
 given, the time it is told, and a few things that only one process knows, on which all agree:
 
     rank 0   enqueue, cancel, clear ──noted──┐
@@ -10,7 +10,7 @@ given, the time it is told, and a few things that only one process knows, on whi
     rank 1   ────────────────────────────────┴─> the same commands, the same time
     ...
     tokens                 rank 0 chooses, the others are told
-    what is restored       as soon as every rank has it, and as much as the one that has least
+    restored blocks        as soon as every rank has it, and as much as the one that has least
     memory                 the rank with the least room decides for all
 
 A rank that cannot compute a step ends, and with it the group: the others wait for it in the

@@ -4,7 +4,7 @@
                                       and takes the raw one's place
     active    commit    ──> committed: a whole block is encoded before it becomes part of a path
 
-The first tokens of prompts and unfinished blocks stay in full precision; what is coded is never
+The first tokens of prompts and unfinished blocks stay in full precision; coded blocks are never
 dequantized again.
 
 At rest a node is due once some path through it is `least_tokens` long, answers included: sequences
@@ -45,7 +45,7 @@ class Requantizer:
         limits: the engine's settings.
 
     Raises:
-        LedgerFull: there is no room for what is encoded meanwhile.
+        LedgerFull: there is no room for the codes that are made meanwhile.
         SettingError: the scheme cannot hold this model's heads, or is not read as it lies.
     """
 

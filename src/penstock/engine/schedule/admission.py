@@ -117,7 +117,7 @@ class Admission:
     def count_hit(self, sequence: Sequence, tokens: int, *, restored: bool = False) -> None:
         """Count prompt tokens that this answer did not have to compute.
 
-        What it finds again after it was preempted is its own work, and no hit.
+        Its own work, found again after it was preempted, is no hit.
         """
         if sequence.was_preempted:
             return
@@ -238,7 +238,7 @@ class Admission:
     def _outgrow(self, sequence: Sequence) -> None:
         """End an answer that has no more room alone; once, admit it again with all room its own.
 
-        The index, and a node that is longer than what the sequence reads of it, take room, too.
+        The index, and a node that is longer than the sequence's part of it, take room, too.
         """
         if sequence.stuck or not self._budget.fits_alone(sequence):
             self.finish(sequence, lambda s: s.end("length"))

@@ -45,7 +45,7 @@ POOL_TOKENS = 64
 
 
 class Copying(Protocol):
-    """A part of an engine that sets bytes aside for what it copies."""
+    """A part of an engine that sets bytes aside for its copies."""
 
     @property
     def nbytes(self) -> int:
@@ -167,9 +167,9 @@ class MemoryBudget:
             )
 
     def has_room(self, sequence: Sequence, placed: Iterable[Sequence]) -> bool:
-        """Tell whether what is expected of a sequence fits beside what is expected of others.
+        """Tell whether the expected bytes of a sequence fit beside those of the others.
 
-        Nothing is evicted for it yet: what can be evicted counts as free. Alone, a sequence may
+        Nothing is evicted for it yet: evictable bytes count as free. Alone, a sequence may
         grow to the end of the memory, and has room.
 
         Args:
@@ -220,7 +220,7 @@ class MemoryBudget:
             sequences: all that are open.
             tails: the pool.
             weights: bytes of the model's, counted again.
-            reading: bytes of what is being read from cold tiers.
+            reading: bytes of the blocks that are being read from cold tiers.
         """
         reserved = [(s.kv.reservation, s.step_reservation) for s in sequences]
         promised = sum(own.nbytes for own, _ in reserved if own is not None)

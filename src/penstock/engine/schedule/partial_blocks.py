@@ -1,6 +1,6 @@
 """The partial block at the end of a sequence, kept as a leaf of the tree.
 
-    end     ──> keep: what lies behind the last whole block, with the states at that place
+    end     ──> keep: the tokens behind the last whole block, with the states at that place
     attach  ──> find: a leaf whose tokens come next; the sequence reads it as its own span
     commit  ──> covered: the whole block is in the tree now, and its only reader drops the leaf
 
