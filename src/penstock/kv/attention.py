@@ -27,13 +27,13 @@ MASKED = -1e30
 
 
 class CodedReader(Protocol):
-    """What reads codes: the part of a codec that attention needs."""
+    """Reader of codes: the part of a codec that attention needs."""
 
     def transform_query(self, queries: mx.array, /) -> mx.array:
         """Return queries (heads, m, dim) as they meet the codes of keys."""
 
     def inverse_transform(self, mixed: mx.array, dim: int, /) -> mx.array:
-        """Return what was mixed of codes as values (heads, m, dim)."""
+        """Return a mix of codes as values (heads, m, dim)."""
 
     def score(self, transform_query: mx.array, coded: Any, /) -> mx.array:
         """Multiply transformed queries with keys: (heads, m, tokens)."""
@@ -47,7 +47,7 @@ class CodedSide(Protocol):
 
     @property
     def codec(self) -> CodedReader:
-        """What reads them."""
+        """Reader of the codes."""
 
     @property
     def dim(self) -> int:
@@ -98,7 +98,7 @@ class AttentionWindow:
         return AttentionWindow(window)
 
     def mask(self, queries: mx.array, columns: mx.array) -> mx.array:
-        """Return what is seen: positions (n,) and columns (m,) give (n, m) booleans."""
+        """Return the mask of positions (n,) over columns (m,): (n, m) booleans, true if seen."""
         q, c = queries[:, None], columns[None]
         seen = c <= q
         if self.window is not None:

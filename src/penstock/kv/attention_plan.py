@@ -34,7 +34,7 @@ class KVSpan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence of a decode step: what it reads, and where its new token goes.
+    """One sequence of a decode step: its spans, and the place of its new token.
 
     The parts cover the positions in front of the tail; the tail's `tail` tokens end in front of
     `position`, which is the new token's.
@@ -89,7 +89,7 @@ def in_order(rows: Sequence[DecodeRow]) -> list[int]:
 def plan_attention(
     rows: Sequence[DecodeRow], attention_window: AttentionWindow, width: int = 1
 ) -> AttentionPlan:
-    """Group what rows in order (see `in_order`) read, so that a shared part is read once.
+    """Group the parts of rows in order (see `in_order`), so that a shared one is read once.
 
     Args:
         rows: the sequences.
@@ -114,7 +114,7 @@ def _descend(
 ) -> None:
     """Lay out the rows first..last-1, which share their first `depth` parts, from `level` on.
 
-    Not a function within a function: one that calls itself keeps what it refers to, here the
+    Not a function within a function: one that calls itself keeps its references alive, here the
     segments, until the garbage collector comes by.
     """
     start = first
@@ -157,7 +157,7 @@ def _unit(
     attention_window: AttentionWindow,
     width: int,
 ) -> SharedRead | None:
-    """Return what these rows read of their parts depth..end-1; None if they see none of it."""
+    """Return the reads of these rows' parts depth..end-1; None if they see none of them."""
     members = rows[first:last]
     nearest = min(attention_window.starts_at(row.position) for row in members)
     pieces: list[ColumnRange] = []

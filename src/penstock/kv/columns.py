@@ -1,8 +1,8 @@
-"""The token axis of what a layer holds: allocate, write, take, join.
+"""The token axis of a layer's KV: allocate, write, take, join.
 
-A *side* is what a cache holds for its keys, or for its values: one array (batch, kv_heads,
+A *side* is the keys of a cache, or its values: one array (batch, kv_heads,
 columns, head_dim), the (codes, scales, biases) triple of `mx.quantize`, each with the same first
-three axes, or what a codec made of them (`Coded`, in segments only). A cache is written once for
+three axes, or a codec's form of them (`Coded`, in segments only). A cache is written once for
 all the ways of holding numbers.
 """
 
@@ -20,7 +20,7 @@ TOKEN_AXIS = 2
 
 
 def each(function: Callable[..., mx.array], *sides: Side) -> Side:
-    """Apply `function` to the array of each side, or part by part to what they consist of."""
+    """Apply `function` to the array of each side, or part by part to their arrays."""
     first = sides[0]
     if isinstance(first, mx.array):
         return function(*sides)

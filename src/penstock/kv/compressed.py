@@ -7,7 +7,7 @@ shares, so that segments, blocks, files and the ledger know tokens alone:
     columns  [   the first row ] [  the second row  ] [ nothing  ]      segments
     states                                              8, 9            a group that is open
 
-What is pooled while tokens are decoded lies in the states until the block is full: the columns of
+Rows pooled while tokens are decoded lie in the states until the block is full: the columns of
 its first tokens were handed on before the row was known.
 """
 
@@ -34,7 +34,7 @@ ROWS = ("compress_kv", "index_k")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a layer keeps for every `ratio` tokens, and where it is found."""
+    """Rows that a layer keeps for every `ratio` tokens, and their place."""
 
     name: str
     """Name of the rows in the model."""
@@ -173,7 +173,7 @@ class Compressed:
     caches: tuple[Any, ...]
 
     def rebuild(self, *inner: Any) -> CompressedReads:
-        """Return what the model is handed for one step."""
+        """Return the caches that the model is handed for one step."""
         return CompressedReads(self.window_tokens, *inner)
 
 

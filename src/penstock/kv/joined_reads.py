@@ -69,7 +69,7 @@ def join_parts(
     *,
     lazily: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Join what a query at `position` sees of the parts with `own` columns behind them.
+    """Join the columns of the parts that a query at `position` sees with `own` ones behind.
 
     Codes are dequantized some tokens at a time, evaluated, so that little more is taken than is
     made; or `lazily`, all at once if it is read at all.
@@ -167,7 +167,7 @@ class JoinedReads:
         """Drop nothing: columns that are not visible are not joined."""
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return what `update_and_fetch` returned; later layers of some models read it."""
+        """Return the last result of `update_and_fetch`; later layers of some models read it."""
         if self.tail is not None:
             tails, slot, used = self.tail
             own = tails.read_block(self.layer, slot, 1, used + 1)
@@ -187,7 +187,7 @@ class JoinedReads:
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return what the new tokens see of the columns that `update_and_fetch` will return."""
+        """Return the mask of the new tokens over the columns that `update_and_fetch` returns."""
         attention_window = self.attention_window.within(window_size)
         used = 0 if self.tail is None else self.tail[2]
         begins = self.offset - used

@@ -58,7 +58,7 @@ class QuantizationRule:
         skip_layers: Collection[int] = (),
         least_tokens: int = 0,
     ) -> QuantizationRule | None:
-        """Return what the settings ask for; None if all stays as it is.
+        """Return the rule of the settings; None if all stays as it is.
 
         Args:
             codec: the name of a scheme, or None.
@@ -108,7 +108,7 @@ class QuantizationRule:
 
     @property
     def identity(self) -> str:
-        """What is equal where prompts are held in the same bits."""
+        """Key that is equal where prompts are held in the same bits."""
         layers = ",".join(map(str, sorted(self.raw_layers)))
         scales = f":{digest(self.scheme.scales)}" if self.scheme.scales else ""
         tokens = f"{self.first_tokens}:{self.least_tokens}"
@@ -147,6 +147,6 @@ class QuantizationRule:
 
 
 def piece_bytes(shapes: Sequence[LayerShape]) -> int:
-    """Return what is taken, at most, while a piece of one side is encoded or dequantized."""
+    """Return the bytes taken, at most, while a piece of one side is encoded or dequantized."""
     numbers = max(shape.kv_heads * max(shape.key_dim, shape.value_dim) for shape in shapes)
     return backend.current().lanes * PIECE_TOKENS * numbers * mx.float32.size * PIECE_BUFFERS

@@ -290,7 +290,7 @@ def _if_any(missing: Sequence[int]) -> tuple[int, ...]:
 
 
 def _behind(side: Side, count: int) -> Side:
-    """Return a copy of what is behind the first columns."""
+    """Return a copy of the columns behind the first ones."""
     return col.copied(col.take(side, count, col.columns(side)))
 
 
@@ -314,7 +314,7 @@ class _Room:
         self.parts[number] = written
 
     def coded(self) -> Coded:
-        """Return what was put there."""
+        """Return the keys and values that were put there."""
         return Coded(self.codec, tuple(self.parts), self.dim)
 
 
@@ -452,5 +452,5 @@ def dequantized(
 
 
 def bytes_per_token(layers: Sequence[Layer]) -> int:
-    """Return what one token of these layers takes in a segment."""
+    """Return the bytes of one token of these layers in a segment."""
     return sum(part.nbytes // part.shape[2] for layer in layers for part in col.arrays(*layer))

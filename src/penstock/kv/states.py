@@ -1,4 +1,4 @@
-"""What recurrent layers keep of a sequence: a few arrays, which stand for all of its tokens.
+"""States of recurrent layers: a few arrays, which stand for all tokens of a sequence.
 
 A state is true at one position alone: after the tokens in front of it, and no others. It cannot
 be cut, joined or taken back, only kept beside the position at which it was captured.
@@ -81,7 +81,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """A running sequence's states: one row of what the last step left."""
+    """A running sequence's states: one row of those that the last step left."""
 
     states: States
     """States of all rows of that step."""
@@ -151,7 +151,7 @@ def is_finite(states: Sequence[State]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """What the states of one sequence look like: shape and dtype of each array, by its name."""
+    """Form of one sequence's states: shape and dtype of each array, by its name."""
 
     arrays: tuple[tuple[str, tuple[int, ...], mx.Dtype], ...]
     sizes: tuple[int, ...]

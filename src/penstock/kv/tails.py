@@ -20,7 +20,7 @@ from penstock.kv.segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one token takes in one layer."""
+    """Shape of one token in one layer."""
 
     kv_heads: int
     key_dim: int
@@ -64,7 +64,7 @@ class Tails:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of all memory, and of what is in it."""
+        """Let go of all memory and its content."""
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
 
@@ -92,7 +92,7 @@ class Tails:
 
     @property
     def lost(self) -> bool:
-        """Whether what was written is gone, memory and all."""
+        """Whether the columns written are gone, memory and all."""
         return bool(self.shapes) and not self._keys
 
     @property

@@ -1,4 +1,4 @@
-"""Codes as floats: what takes the place of MLX's own kernels for codes on the CPU.
+"""Codes as floats, in the place of MLX's own kernels for codes on the CPU.
 
 There MLX reads every code again for each row that is multiplied with it. Of several rows codes
 become floats once, which BLAS multiplies: 3 to 8 times quicker for 32 rows.

@@ -1,6 +1,6 @@
 """A codec holds one side of a layer, its keys or its values, in fewer bits than the model's.
 
-What is encoded is read as it lies: `score` and `mix` are the two products of attention, made of
+Codes are read as they lie: `score` and `mix` are the two products of attention, made of
 the codes by `mx.quantized_matmul` wherever the form allows it, so that no back end needs a kernel
 of its own. Scales are float16 whatever the model's type: they are most of what a float32 model
 would pay otherwise.
@@ -47,7 +47,7 @@ class Codec(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What it is called in settings; with the head size it is all of its identity."""
+        """Name in settings; with the head size it is all of its identity."""
 
     @abstractmethod
     def token_bits(self, dim: int) -> int:
@@ -67,7 +67,7 @@ class Codec(ABC):
         return self
 
     def of_heads(self, start: int, stop: int) -> Codec:
-        """Return what reads the heads start..stop-1."""
+        """Return the reader of the heads start..stop-1."""
         return self
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Codec(ABC):
         return queries
 
     def inverse_transform(self, mixed: mx.array, dim: int) -> mx.array:
-        """Return what was mixed of codes, or the sum of several, as values (heads, m, dim)."""
+        """Return a mix of codes, or the sum of several, as values (heads, m, dim)."""
         return mixed
 
     @abstractmethod
@@ -160,9 +160,9 @@ class Coded:
         return Coded(self.codec, (*mx.depends([codes], [earlier]), *others), self.dim)
 
     def is_finite(self) -> mx.array:
-        """Tell whether all scales are numbers, a boolean: what is too large for float16 is not.
+        """Tell whether all scales are finite, a boolean: one too large for float16 is not.
 
-        Nothing is allocated for it: read as integers, what is no number is beyond all others.
+        Nothing is allocated for it: read as integers, infinity and NaN are beyond all others.
         """
         finite = mx.array(True)
         for part in self.parts:
@@ -217,7 +217,7 @@ def _bytes(x: mx.array, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What makes codes of 8 bits of numbers (..., n) in groups: (..., n / group), float32 each."""
+    """Factor and offset of 8-bit codes of numbers (..., n): (..., n / group), float32 each."""
 
     per_step: mx.array
     zero: mx.array
@@ -225,7 +225,7 @@ class Grid:
 
     @classmethod
     def of(cls, x: mx.array, group_size: int) -> tuple[mx.array, mx.array, Grid]:
-        """Return scales and offsets, float16, and what makes the codes that count them.
+        """Return scales and offsets, float16, and the factors of the codes that count them.
 
         Offsets are rounded down and scales up, so that no code is out of its range and none need
         be cut to it.

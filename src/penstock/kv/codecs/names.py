@@ -1,4 +1,4 @@
-"""What a setting calls a codec: `affine4`, `k8v4`, `kivi4/turbo3.5`."""
+"""Names of codecs in settings: `affine4`, `k8v4`, `kivi4/turbo3.5`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Scheme:
         return replace(self, scales=scales if any(scales) else ())
 
     def of_layer(self, number: int) -> Scheme:
-        """Return what one layer is held in."""
+        """Return the codecs of one layer."""
         if self.keys is None or not self.scales:
             return self
         return replace(self, keys=self.keys.scaled(self.scales[number]), scales=())

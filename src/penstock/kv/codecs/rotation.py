@@ -1,4 +1,4 @@
-"""Random signs and a Hadamard transform: an orthonormal matrix that spreads what is large.
+"""Random signs and a Hadamard transform: an orthonormal matrix that spreads large numbers.
 
 Of a rotated vector every coordinate is a sum of all, and so about normally distributed, whatever
 the vector was; products of two rotated vectors are those of the vectors.

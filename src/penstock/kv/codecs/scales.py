@@ -34,7 +34,7 @@ LEAST = 1e-30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled(Codec):
-    """A codec whose keys may have scales; they are part of what makes two equal."""
+    """A codec whose keys may have scales; they are part of its identity."""
 
     scales: Scales = field(default=(), repr=False)
 
@@ -116,7 +116,7 @@ class Squares:
 
 
 def digest(layers: Sequence[Scales]) -> str:
-    """Return what is equal where all scales are."""
+    """Return a key that is equal where all scales are."""
     hashed = xxhash.xxh3_128()
     for scales in layers:
         for head in (len(scales).to_bytes(8, "little"), *scales):

@@ -161,7 +161,7 @@ def padded(dim: int) -> int:
 
 
 def fitted(z: mx.array, levels: mx.array, *, unbiased: bool) -> mx.array:
-    """Return what to multiply each vector's levels by, (...) float16.
+    """Return the factor of each vector's levels, (...) float16.
 
     Unbiased: <z, z'> = <z, z>, so |z|^2 / <z, levels>; else of least error, <z, levels> /
     |levels|^2. A vector of zeros has the scale 0.
