@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from text_segment import Text
 
 from penstock.errors import LedgerFull, NeverFits
 from penstock.kv.segment import Segment
@@ -34,36 +35,7 @@ from penstock.prefix.explanation import Eviction, EvictionLog, Why
 from penstock.prefix.tree import PrefixTree
 
 SIZE = 4
-TOKEN_BYTES = 100
-
-
-@dataclass(eq=False)
-class Text:
-    """A segment that holds its tokens themselves, so that none can be mixed up."""
-
-    content: tuple[int, ...]
-    form: ClassVar[str] = "whole"
-
-    @property
-    def tokens(self) -> int:
-        return len(self.content)
-
-    @property
-    def nbytes(self) -> int:
-        return TOKEN_BYTES * len(self.content)
-
-    @property
-    def checkpoint_nbytes(self) -> int:
-        return 0
-
-    def split(self, at_tokens: int) -> tuple[Self, Self]:
-        return type(self)(self.content[:at_tokens]), type(self)(self.content[at_tokens:])
-
-    def join(self, *others: Self) -> Self:
-        return type(self)(sum((other.content for other in others), self.content))
-
-    def joins(self, other: Self) -> bool:
-        return self.form == other.form
+TOKEN_BYTES = Text.token_bytes
 
 
 class Clock:

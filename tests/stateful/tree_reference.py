@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Self
+
+from text_segment import Text
 
 from penstock.prefix import PrefixTree
 
 BLOCK = 2
-BYTES_A_TOKEN = 3
+BYTES_A_TOKEN = Text.token_bytes
 HALF_LIFE = 10.0
 PAIR_COST = 0.25
 REMEMBERED = 3
 MOST_MERGED = 4 * BLOCK
 
 Prefix = tuple[int, ...]
-
-
-@dataclass(eq=False)
-class Text:
-    """A segment that holds its tokens themselves, so that none can be mixed up."""
-
-    content: Prefix
-
-    @property
-    def tokens(self) -> int:
-        return len(self.content)
-
-    @property
-    def nbytes(self) -> int:
-        return BYTES_A_TOKEN * len(self.content)
-
-    @property
-    def checkpoint_nbytes(self) -> int:
-        return 0
-
-    def split(self, at_tokens: int) -> tuple[Self, Self]:
-        return type(self)(self.content[:at_tokens]), type(self)(self.content[at_tokens:])
-
-    def join(self, *others: Self) -> Self:
-        return type(self)(sum((other.content for other in others), self.content))
-
-    def joins(self, _: Self) -> bool:
-        return True
 
 
 @dataclass
