@@ -78,9 +78,9 @@ class Times:
         return max(self.round_ms)
 
 
-def shapes(load: LookupLoad, seed: int = 0) -> list[LookupShape]:
+def shapes(load: LookupLoad) -> list[LookupShape]:
     """Make the shapes: prompts of random tokens, the same for every run."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
 
     def some(count: int) -> list[int]:
         return [draw.randrange(VOCABULARY) for _ in range(count)]

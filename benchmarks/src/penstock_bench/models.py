@@ -77,8 +77,8 @@ class BenchModel:
         }
 
 
-def bench_model(choice: ModelChoice, shape: LlamaShape | None = None, seed: int = 0) -> BenchModel:
-    """Load the embedded model, or make the random one of `shape` and `seed`."""
+def bench_model(choice: ModelChoice, shape: LlamaShape | None = None) -> BenchModel:
+    """Load the embedded model, or make the random one of `shape`."""
     embedded, tokenizer = load(MODEL_PATH)
     vocabulary_size = int(embedded.args.vocab_size)
 
@@ -100,7 +100,6 @@ def bench_model(choice: ModelChoice, shape: LlamaShape | None = None, seed: int 
         kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         vocabulary_size=vocabulary_size,
-        seed=seed,
     )
     return _described("random llama", model, tokenizer, config.BLOCK_SIZE, random_tokens)
 

@@ -154,7 +154,7 @@ def _described(path: Path, choice: ModelChoice, shape: LlamaShape | None) -> Ser
 # ---------------------------------------------------------------- what is said
 
 
-def system_prompt(tokens: int, seed: int = 0) -> str:
+def system_prompt(tokens: int) -> str:
     """Return facts of a seeded dialogue, at most so many tokens as a system message.
 
     >>> 980 < count_tokens([{"role": "system", "content": system_prompt(1_000)}]) <= 1_000
@@ -162,7 +162,7 @@ def system_prompt(tokens: int, seed: int = 0) -> str:
     """
     text = _SAID
     used = count_tokens([{"role": "system", "content": text}])
-    for fact in _lines(seed, tokens):
+    for fact in _lines(0, tokens):
         used += count_tokens([{"role": "", "content": fact}]) - 3  # no role, no end, one start
         if used > tokens:
             break
@@ -188,14 +188,14 @@ def _lines(seed: int, tokens: int) -> Iterator[str]:
     return (said["content"] for said in own.messages if said["role"] == "user")
 
 
-def poisson_times(rate: float, count: int, seed: int = 0) -> list[float]:
+def poisson_times(rate: float, count: int) -> list[float]:
     """Return when `count` requests arrive, in seconds, `rate` a second on average.
 
     >>> times = poisson_times(2.0, 1_000)
     >>> 400 < times[-1] < 600 and times == sorted(times)
     True
     """
-    pick = Random(seed)
+    pick = Random(0)
     times, now = [], 0.0
     for _ in range(count):
         now += pick.expovariate(rate)

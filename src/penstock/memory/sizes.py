@@ -29,19 +29,18 @@ def parse_bytes(text: str | int) -> int:
     return int(Decimal(match[1]) * unit)
 
 
-def format_bytes(count: int, *, binary: bool = False) -> str:
-    """Write a size with three or four digits: in powers of 1000, or of 1024 if `binary`.
+def format_bytes(count: int) -> str:
+    """Write a size with three or four digits, in powers of 1000.
 
-    >>> format_bytes(147_456), format_bytes(2**30, binary=True)
-    ('147.5 kB', '1.00 GiB')
+    >>> format_bytes(147_456)
+    '147.5 kB'
     """
-    base, suffix = (1024, "iB") if binary else (1000, "B")
-    if abs(count) < base:
+    if abs(count) < 1000:
         return f"{count} B"
     value = float(count)
-    for prefix in ("K" if binary else "k", "M", "G", "T"):
-        value /= base
+    for prefix in "kMGT":
+        value /= 1000
         digits = 1 if abs(value) >= 100 else 2
-        if abs(round(value, digits)) < base or prefix == "T":
+        if abs(round(value, digits)) < 1000 or prefix == "T":
             break
-    return f"{value:,.{digits}f} {prefix}{suffix}"
+    return f"{value:,.{digits}f} {prefix}B"

@@ -18,7 +18,7 @@ from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.parser import Tools, call_or_text, names_of
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 REASONING = (f"{CHANNEL}analysis{MESSAGE}", END)
 """Marks around the reasoning of an answer."""
 _LONGEST_HEADER = 512
