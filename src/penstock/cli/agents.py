@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -27,40 +27,45 @@ PLAIN_SECONDS = 1.0
 """Seconds between two printed lines where the terminal cannot redraw one."""
 
 
+AgentCount: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        "--agents",
+        help="Conversations at the same time.",
+        envvar="PENSTOCK_AGENTS",
+        metavar="NUMBER",
+        min=2,
+    ),
+]
+PromptTokens: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Length of the system prompt that all share, at most.",
+        envvar="PENSTOCK_TOKENS",
+        metavar="TOKENS",
+        min=32,
+    ),
+]
+Seed: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        help="Seed of the facts and of the questions.",
+        envvar="PENSTOCK_SEED",
+        metavar="NUMBER",
+        min=0,
+    ),
+]
+
+
 @with_settings
 def agents(
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
-    count: Annotated[
-        int,
-        typer.Option(
-            "--agents",
-            help="Conversations at the same time.",
-            envvar="PENSTOCK_AGENTS",
-            metavar="NUMBER",
-            min=2,
-        ),
-    ] = 8,
-    tokens: Annotated[
-        int,
-        typer.Option(
-            help="Length of the system prompt that all share, at most.",
-            envvar="PENSTOCK_TOKENS",
-            metavar="TOKENS",
-            min=32,
-        ),
-    ] = 4_000,
+    count: AgentCount = 8,
+    tokens: PromptTokens = 4_000,
     *,
     engine_size: options.EngineSize,
-    seed: Annotated[
-        int,
-        typer.Option(
-            help="Seed of the facts and of the questions.",
-            envvar="PENSTOCK_SEED",
-            metavar="NUMBER",
-            min=0,
-        ),
-    ] = 1,
+    seed: Seed = 1,
     as_json: options.Json = False,
 ) -> None:
     """Let several conversations share a long system prompt.

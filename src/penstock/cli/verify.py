@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -26,31 +26,36 @@ OWN_PROMPTS = 4
 OWN_TOKENS = 600
 
 
+Prompts: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        help='Prompts to replay: lines of JSON, {"messages": [...]} or {"prompt": "..."}.',
+        metavar="FILE.jsonl",
+        show_default="conversations of its own, for the embedded model",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+MaxTokens: TypeAlias = Annotated[
+    int, typer.Option(help="Tokens of each answer.", metavar="TOKENS", min=1)
+]
+Tolerance: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        help="How much a log-probability may differ. Other shapes of the same products are "
+        "rounded otherwise: about 1e-4 in float32, 0.1 in bfloat16.",
+        min=0.0,
+    ),
+]
+
+
 @with_settings
 def verify(
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='Prompts to replay: lines of JSON, {"messages": [...]} or {"prompt": "..."}.',
-            metavar="FILE.jsonl",
-            show_default="conversations of its own, for the embedded model",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens of each answer.", metavar="TOKENS", min=1)
-    ] = 32,
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            help="How much a log-probability may differ. Other shapes of the same products are "
-            "rounded otherwise: about 1e-4 in float32, 0.1 in bfloat16.",
-            min=0.0,
-        ),
-    ] = 0.05,
+    prompts: Prompts = None,
+    max_tokens: MaxTokens = 32,
+    tolerance: Tolerance = 0.05,
     *,
     engine_size: options.EngineSize,
     as_json: options.Json = False,
