@@ -130,19 +130,12 @@ def dialogue(
         ValueError: If `place` is not an interval within 0 and 1, or `tokens` cannot hold the
             facts.
     """
-    first, last = place
-    if not 0.0 <= first <= last <= 1.0:
-        raise ValueError(f"place must be two fractions 0 <= first <= last <= 1, not {place}")
-    if facts < 0:
-        raise ValueError(f"facts must not be negative, not {facts}")
-    if tokens < (needed := 1 + facts * _FACT_TOKENS):
-        raise ValueError(f"{facts} facts need {needed} tokens or more, not {tokens}")
-
+    needed = _needed_tokens(facts, tokens, place)
     writer = _Writer(Random(f"recall {seed}"))
     if writer.rng.random() < 0.25 and tokens - needed > 32:
         writer.add("system", SYSTEM)
     span = tokens - facts * _FACT_TOKENS
-    due = sorted(writer.rng.uniform(first, last) * span for _ in range(facts))
+    due = sorted(writer.rng.uniform(*place) * span for _ in range(facts))
     asked: list[tuple[Fact, int, int]] = []
     while True:
         filler = writer.filler(distractors, quiz, strangers)
@@ -161,6 +154,18 @@ def dialogue(
         for fact, message, token in asked
     )
     return Dialogue(tuple(writer.messages), questions, tuple(writer.facts), writer.tokens)
+
+
+def _needed_tokens(facts: int, tokens: int, place: tuple[float, float]) -> int:
+    """Return the tokens that the facts need; raises as `dialogue`."""
+    first, last = place
+    if not 0.0 <= first <= last <= 1.0:
+        raise ValueError(f"place must be two fractions 0 <= first <= last <= 1, not {place}")
+    if facts < 0:
+        raise ValueError(f"facts must not be negative, not {facts}")
+    if tokens < (needed := 1 + facts * _FACT_TOKENS):
+        raise ValueError(f"{facts} facts need {needed} tokens or more, not {tokens}")
+    return needed
 
 
 def without(dialogue: Dialogue, question: Question) -> Dialogue:

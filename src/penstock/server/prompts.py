@@ -130,18 +130,27 @@ class Prompts:
             _plain(message, f"messages.{i}", strict=i == asked)
             for i, message in enumerate(messages)
         ]
-        fitting = self.traits.fit(flat)
         for name in ("tokenize", "return_dict", "return_tensors", "add_generation_prompt"):
             template_args.pop(name, None)
         long = sum(len(message["content"]) for message in flat) > PIECE_CHARACTERS
+        template_args["tokenize"] = not long and self._answers is None
+        rendered = self._templated(flat, tools, add_generation_prompt=answer, **template_args)
+        if isinstance(rendered, str):
+            rendered = self._remembering(rendered, tools, salt)
+        return self._some(rendered, "messages")
+
+    def _templated(
+        self,
+        flat: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        **template_args: Any,
+    ) -> Any:
+        """Return the chat template's text of messages, or its tokens; raises as `render`."""
+        fitting = self.traits.fit(flat)
         with self._lock:
             try:
-                rendered = self.tokenizer.apply_chat_template(
-                    fitting,
-                    tools=list(tools) if tools else None,
-                    add_generation_prompt=answer,
-                    tokenize=not long and self._answers is None,
-                    **template_args,
+                return self.tokenizer.apply_chat_template(
+                    fitting, tools=list(tools) if tools else None, **template_args
                 )
             # A boundary: a template is a program of the model's makers, and raises anything.
             except Exception as error:
@@ -150,9 +159,6 @@ class Prompts:
                     param="messages",
                     code="invalid_value",
                 ) from error
-        if isinstance(rendered, str):
-            rendered = self._remembering(rendered, tools, salt)
-        return self._some(rendered, "messages")
 
     def _remembering(self, text: str, tools: Any, salt: str) -> list[int]:
         """Read the text of a conversation; tokens of remembered answers stay as they were."""
