@@ -9,18 +9,24 @@ from typing import Any
 
 import pytest
 from engine_faults import model_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.core import Core
-from penstock.engine.model import verification
+from penstock.engine.model import shared_text, verification
 from penstock.engine.model.proposals import (
+    FIRST_SHARE,
     LEAST_NGRAM,
+    LONG_AGREEMENT,
     LONGEST_NGRAM,
     NgramProposer,
+    PredictionProposer,
+    Proposal,
     Speculation,
-    StepCosts,
 )
+from penstock.engine.model.shared_text import PAGE_TOKENS, SharedProposer, SharedText
+from penstock.engine.model.step_costs import LEAST_SAMPLES, StepCosts
+from penstock.engine.model.tree_proposer import TreeProposer
 from penstock.engine.request import Request, Sampling
 from penstock.models.mlx_lm import load_all
 from penstock.recall import MODEL_PATH
@@ -56,7 +62,7 @@ REQUESTS = [
 # ---- proposals
 
 
-def longest(text: Sequence[int], most: int) -> list[int]:
+def longest(text: Sequence[int], most: int) -> Proposal:
     """Return what the proposer says, looked for place by place."""
     best, length = 0, 0
     for end in range(LEAST_NGRAM - 1, len(text) - 1):
@@ -66,8 +72,8 @@ def longest(text: Sequence[int], most: int) -> list[int]:
         if same >= max(LEAST_NGRAM, length):
             best, length = end + 1, same
     if not length or most < 1:
-        return []
-    return [text[best + i % (len(text) - best)] for i in range(most)]
+        return Proposal([])
+    return Proposal([text[best + i % (len(text) - best)] for i in range(most)], length)
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(0, 8), st.integers(0, 60))
@@ -79,22 +85,139 @@ def test_what_followed_the_longest_agreement_is_proposed(
     assert proposer.propose(text, most) == longest(text, most)
 
 
+def test_the_text_that_is_expected_is_proposed_where_the_answer_is_in_it() -> None:
+    expected = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    proposer, prompt = PredictionProposer(expected, 3), [1, 2, 3]
+    assert proposer.propose(prompt, 4) == ([5, 6, 7, 8], LONGEST_NGRAM), "before any answer"
+    assert proposer.propose([*prompt, 5, 6], 2).tokens == [7, 8]
+    changed = [*prompt, 5, 6, 40]
+    assert proposer.propose(changed, 4).tokens == [], "the answer has left it"
+    assert proposer.propose([*changed, 9, 10], 4).tokens == [], "two tokens are not enough"
+    assert proposer.propose([*changed, 9, 10, 11], 4) == ([12, 13], LEAST_NGRAM)
+    assert proposer.propose([*changed, 9, 10, 11, 12, 13], 4).tokens == [], "its end"
+
+
 def test_as_many_are_proposed_as_pay() -> None:
-    costs, repeating = StepCosts(), [1, 2, 3, 4, 5] * 10
-    free = Speculation()
-    assert len(free.propose(repeating, 16, 1, costs)) == 16, "a wider step is taken to cost nothing"
-    for width, seconds in ((1, 1.0), (2, 1.05), (3, 1.1), (5, 2.5)):
-        costs.add(1, width, seconds)
-    assert len(Speculation().propose(repeating, 16, 1, costs)) == 2, (
-        "wider costs more than it gains"
-    )
+    costs = StepCosts()
+    sure, unsure = (16, FIRST_SHARE), (16, 0.05)
+    assert costs.best_width([sure]) == 16, "a wider step is taken to cost nothing"
+    for proposed, seconds in ((0, 1.0), (1, 1.05), (2, 1.1), (4, 2.5)):
+        for _ in range(LEAST_SAMPLES):
+            costs.add(1, proposed, seconds)
+    assert costs.best_width([sure]) == 2, "wider costs more than it gains"
+    assert costs.best_width([unsure]) == 0
+    assert costs.best_width([(0, 1.0)]) == 0
+    assert costs.best_width([(1, 1.0)]) == 1
+    for proposed, seconds in ((0, 1.0), (1, 1.5)):
+        for _ in range(LEAST_SAMPLES):
+            costs.add(2, proposed, seconds)
+    assert costs.best_width([(1, 0.9), (0, 0.9)]) == 0, "all rows pay for one"
+    assert costs.best_width([(1, 0.9), (1, 0.9)]) == 1
+
+
+def test_one_slow_step_is_not_the_rule() -> None:
+    costs = StepCosts()
+    for seconds in (1.0,) * LEAST_SAMPLES:
+        costs.add(1, 0, seconds)
+    for seconds in (9.0, 1.1, 1.1):
+        costs.add(1, 16, seconds)
+    assert costs.ratio(1, 16) == pytest.approx(1.1)
+
+
+def test_wrong_proposals_lower_the_share_of_their_kind_alone_and_for_a_while() -> None:
     wrong = Speculation()
     for _ in range(20):
-        wrong.judged(2, 0)
-    assert wrong.propose(repeating, 16, 1, costs) == []
+        wrong.judged(2, 0, LEAST_NGRAM)
+    assert wrong.share(LEAST_NGRAM) < 0.01
+    assert wrong.share(LONG_AGREEMENT) == FIRST_SHARE
+    assert wrong.rejected_tokens == 40
     for _ in range(70):
-        proposal = wrong.propose(repeating, 16, 1, costs)
-    assert proposal, "tried again after a while"
+        wrong.judged(0, 0, 0)
+    assert wrong.share(LEAST_NGRAM) == FIRST_SHARE, "tried again after a while"
+
+
+def test_the_longest_agreement_counts() -> None:
+    class Fixed:
+        def __init__(self, proposal: Proposal) -> None:
+            self.proposal = proposal
+
+        def propose(self, tokens: Sequence[int], most: int) -> Proposal:
+            return self.proposal
+
+    first, second = Proposal([1], 4), Proposal([2], 5)
+    assert Speculation([Fixed(first), Fixed(second)]).propose([0], 4) == second
+    assert Speculation([Fixed(second), Fixed(first)]).propose([0], 4) == second
+
+
+# ---- text of other sequences
+
+
+def shared(text: SharedText, number: int, tenant: bytes = b"one") -> SharedProposer:
+    return SharedProposer(text, number, tenant.ljust(8))
+
+
+def test_what_another_sequence_went_on_with_is_proposed_to_the_same_tenant_alone() -> None:
+    text = SharedText()
+    shared(text, 0).propose([9, 1, 2, 3, 4, 5, 6, 7], 4)
+    assert shared(text, 1).propose([8, 1, 2, 3], 2) == ([4, 5], 3)
+    assert shared(text, 2).propose([8, 7, 2, 3], 2).tokens == [], "two tokens agree"
+    assert shared(text, 3, b"two").propose([9, 1, 2, 3], 2).tokens == []
+    own = SharedText()
+    assert shared(own, 0).propose([1, 2, 3, 4, 1, 2, 3], 2).tokens == [], "its own text"
+    text.clear()
+    assert shared(text, 4).propose([8, 1, 2, 3], 2).tokens == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), max_size=150)), max_size=12),
+    st.lists(st.integers(0, 2), min_size=3, max_size=20),
+)
+@settings(max_examples=150)
+def test_shared_text_is_that_of_a_plain_search(
+    parts: list[tuple[int, list[int]]], last: list[int]
+) -> None:
+    """Sequences take turns; pages are few, so that the oldest are filled anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_text, "PAGE_TOKENS", 8)
+        text = SharedText(8 * 6)
+        writers = [shared_text.TextWriter(number, 1) for number in range(4)]
+        texts: list[list[int]] = [[] for _ in writers]
+        for number, tokens in parts:
+            text.add(writers[number], tokens)
+            texts[number] += tokens
+        found, agreement = text.find(writers[3], last[-LONGEST_NGRAM:], 5)
+    places = [
+        (same, whole[end : end + 5])
+        for whole in texts[:3]
+        for end in range(1, len(whole))
+        if (same := agreeing(whole[:end], last))
+    ]
+    if found:
+        assert agreement >= LEAST_NGRAM
+        assert any(
+            same >= agreement and following[: len(found)] == found for same, following in places
+        )
+    elif sum(map(len, texts)) <= 8:  # nothing was filled anew
+        assert max((same for same, _ in places), default=0) < LEAST_NGRAM
+
+
+def agreeing(text: Sequence[int], last: Sequence[int]) -> int:
+    """Return how many last tokens are the same, at most `LONGEST_NGRAM`."""
+    count = 0
+    while count < min(len(text), len(last), LONGEST_NGRAM) and text[-1 - count] == last[-1 - count]:
+        count += 1
+    return count
+
+
+def test_shared_text_goes_on_from_page_to_page_and_takes_the_bytes_that_are_reserved() -> None:
+    text, long = SharedText(), list(range(3 * PAGE_TOKENS))
+    assert text.nbytes == SharedText.nbytes_of()
+    shared(text, 0).propose(long, 4)
+    for end in (PAGE_TOKENS - 3, PAGE_TOKENS, PAGE_TOKENS + 2):
+        last = [7, *long[end - LONGEST_NGRAM : end]]
+        found = shared(text, end).propose(last, 8)
+        assert found == (long[end : end + 8], LONGEST_NGRAM)
+    assert text.nbytes == SharedText.nbytes_of()
 
 
 # ---- the engine
@@ -126,11 +249,12 @@ def oracle(texts: Sequence[Sequence[int]], wrong: float, seed: int = 0) -> Any:
     """Return a proposer that knows the answers, and errs in a share of the tokens."""
     draw = random.Random(seed)
 
-    def propose(self: Speculation, tokens: Sequence[int], most: int, *_: Any) -> list[int]:
+    def propose(self: Speculation, tokens: Sequence[int], most: int) -> Proposal:
         count = len(tokens)
         known = [text for text in texts if list(text[:count]) == list(tokens)]
         following = known[draw.randrange(len(known))][count : count + max(0, most)] if known else ()
-        return [7 if draw.random() < wrong else token for token in following]
+        right = [7 if draw.random() < wrong else token for token in following]
+        return Proposal(right, LONGEST_NGRAM)
 
     return propose
 
@@ -189,7 +313,7 @@ def test_a_checker_that_accepts_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     with running("llama") as core:
         expected = answers(core, greedy)
     monkeypatch.setattr(verification, "_accepted", lambda chosen, proposal: list(chosen))
-    monkeypatch.setattr(Speculation, "propose", lambda self, tokens, most, *_: [7] * max(0, most))
+    monkeypatch.setattr(Speculation, "propose", lambda self, tokens, most: Proposal([7] * most, 16))
     with running("llama", speculative_tokens=4) as core:
         assert answers(core, greedy) != expected
 
@@ -198,11 +322,68 @@ def test_an_answer_that_ends_inside_a_proposal(monkeypatch: pytest.MonkeyPatch) 
     with running("llama") as core:
         (whole, _), *_ = answers(core, REQUESTS[:1])
     for stop in (whole[30], whole[41]):
-        request = Request(
-            prompt=PROMPT, max_tokens=90, ignore_eos=True, stop_tokens=frozenset({stop})
-        )
+        request = Request(prompt=PROMPT, max_tokens=90, ignore_eos=True, stop_tokens=(stop,))
         with running("llama") as core:
             expected = answers(core, [request])
         with running("llama", speculative_tokens=16) as core:
             assert answers(core, [request]) == expected
             assert answers(core, REQUESTS[:1])[0][0] == whole, "the tree holds right tokens"
+
+
+def test_what_an_earlier_answer_went_on_with_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled answers of a random model repeat nothing of themselves."""
+
+    def request(salt: str) -> Request:
+        sampling = Sampling(temperature=1.0, seed=4)
+        return Request(
+            prompt=PROMPT[:40], max_tokens=60, ignore_eos=True, sampling=sampling, salt=salt
+        )
+
+    def accepted(core: Core, salt: str) -> int:
+        before = core.counters.accepted_tokens
+        assert answers(core, [request(salt)]) == expected
+        return core.counters.accepted_tokens - before
+
+    with running("llama") as core:
+        expected = answers(core, [request("")])
+    for without in (TreeProposer, SharedProposer):
+        with monkeypatch.context() as patch, running("llama", speculative_tokens=8) as core:
+            patch.setattr(without, "propose", lambda self, tokens, most: Proposal([]))
+            assert accepted(core, "") < 10
+            assert accepted(core, "") > 30
+            assert accepted(core, "other") < 10, "another tenant's text"
+            core.clear()
+            assert accepted(core, "") < 10, "forgotten"
+
+
+@pytest.mark.parametrize(
+    ("faulty", "name"),
+    [
+        (NgramProposer, "propose"),
+        (StepCosts, "add"),
+        (StepCosts, "best_width"),
+        (Speculation, "judged"),
+    ],
+)
+def test_a_fault_in_a_proposal_is_a_missing_proposal(
+    faulty: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a fault")
+
+    with running("llama") as core:
+        expected = answers(core)
+    monkeypatch.setattr(faulty, name, fail)
+    with running("llama", speculative_tokens=4) as core:
+        assert answers(core) == expected
+        stats = core.view.stats()
+    assert stats.failed_proposals > 10
+    assert stats.failed == 0
+
+
+def test_more_tokens_than_were_asked_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running("llama") as core:
+        expected = answers(core)
+    monkeypatch.setattr(Speculation, "propose", lambda self, tokens, most: Proposal([7] * 50, 16))
+    with running("llama", speculative_tokens=4) as core:
+        assert answers(core) == expected

@@ -180,6 +180,7 @@ class Core(EngineParts):
         tree = self.prefixes.tree
         nodes, nbytes = len(tree), tree.nbytes
         self.prefixes.clear()
+        self.speculator.forget()
         removed = {} if self.tiers is None else self.tiers.clear()
         give_back()
         return Cleared(nodes - len(tree), nbytes - tree.nbytes), removed

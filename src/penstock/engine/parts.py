@@ -14,6 +14,7 @@ from penstock.engine.foundation import lay_foundation, too_small
 from penstock.engine.intake import Intake
 from penstock.engine.memory_pressure import MemoryPressure
 from penstock.engine.model.executor import ModelExecutor
+from penstock.engine.model.speculator import Speculator
 from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.planner import StepPlanner
 from penstock.engine.postprocess import Postprocessor
@@ -85,7 +86,8 @@ class EngineParts:
             prefill_rate=self.prefill_rate,
             max_stall_ms=self.limits.max_stall_ms,
         )
-        self.executor = ModelExecutor(self.stores, self.group, self.limits.speculative_tokens)
+        self.speculator = Speculator(self.stores, self.limits.speculative_tokens)
+        self.executor = ModelExecutor(self.stores, self.group, self.speculator)
         self.postprocessor = Postprocessor(
             self.stores,
             self.scheduler,

@@ -76,6 +76,8 @@ class Stats:
     """Tokens that were proposed and checked, see `--speculative-tokens`."""
     accepted_tokens: int
     """Proposed tokens that were the ones sampled."""
+    failed_proposals: int
+    """Times that proposing failed; the step then went on without."""
     nodes: int
     """Nodes of the prefix tree."""
     held_tokens: int
@@ -131,6 +133,7 @@ class Counters:
     generated_tokens: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    failed_proposals: int = 0
     preemptions: int = 0
     out_of_memory: int = 0
     decode_steps: int = 0

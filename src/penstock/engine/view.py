@@ -205,6 +205,7 @@ class EngineView:
             generated_tokens=counters.generated_tokens,
             proposed_tokens=counters.proposed_tokens,
             accepted_tokens=counters.accepted_tokens,
+            failed_proposals=counters.failed_proposals,
             nodes=len(tree),
             held_tokens=tree.tokens,
             evicted_nodes=counts.evicted_nodes,

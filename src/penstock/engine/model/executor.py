@@ -18,9 +18,15 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from penstock.blas import one_thread
-from penstock.engine.model.proposals import StepCosts
 from penstock.engine.model.runner import PrefillOutput
-from penstock.engine.model.sampling import SampledToken, greedy_only, likeliest, without_frames
+from penstock.engine.model.sampling import (
+    SampledToken,
+    TokenSampler,
+    greedy_only,
+    likeliest,
+    without_frames,
+)
+from penstock.engine.model.speculator import Speculator
 from penstock.engine.model.verification import verified, verified_greedy
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
@@ -72,17 +78,16 @@ class ModelExecutor:
     Args:
         stores: of keys and values; their cold nodes are evicted when MLX is out of memory.
         group: the processes that run the same passes over the other parts of the model.
-        speculative_tokens: most proposed tokens that a decode pass checks for a sequence.
+        speculator: proposes tokens that a decode pass checks.
     """
 
-    def __init__(self, stores: KVStores, group: ProcessGroup, speculative_tokens: int = 0) -> None:
+    def __init__(self, stores: KVStores, group: ProcessGroup, speculator: Speculator) -> None:
         self._stores = stores
         self._runner = stores.runner
         self._tails = stores.tails
         self._counters = stores.counters
         self._group = group
-        self._speculative_tokens = speculative_tokens
-        self._costs = StepCosts()
+        self._speculator = speculator
 
     def run(self, plan: StepPlan[Sequence]) -> StepOutput:
         """Yield the passes of a step; each is computed when the one before it was taken.
@@ -102,7 +107,8 @@ class ModelExecutor:
         rows = [sequence.row() for sequence in sequences]
         order = in_order(rows)
         sequences, rows = [sequences[i] for i in order], [rows[i] for i in order]
-        proposals = [self._proposal(s, len(sequences)) for s in sequences]
+        proposed = self._speculator.propose(sequences)
+        proposals = [proposal.tokens for proposal in proposed]
         width = 1 + max(map(len, proposals))
         started = time.perf_counter()
         try:
@@ -120,7 +126,7 @@ class ModelExecutor:
             samplers = [s.sampler for s in sequences]
             # Rows are computed on two streams; one multiplies better with all threads of BLAS.
             with one_thread() if len(rows) > 1 else nullcontext():
-                if greedy_only(samplers):
+                if greedy_only(samplers) and _unruled(samplers, proposals):
                     best = likeliest(logits.reshape(-1, logits.shape[-1]))
                     mx.eval(best.tokens, best.values, writes)
                     chosen = verified_greedy(best.read(), proposals)
@@ -134,8 +140,8 @@ class ModelExecutor:
         if width == 1:  # of several ranks it always is
             chosen = _listed(self._group.chosen(_alone(chosen)))
         seconds = time.perf_counter() - started
-        self._costs.add(len(sequences), width, seconds)
-        self._judge(sequences, proposals, chosen)
+        right = [None if isinstance(of, Exception) else len(of) - 1 for of in chosen]
+        self._speculator.judge(sequences, proposed, right, seconds)
         self._counters.decode_steps += 1
         self._counters.decode_seconds.append(seconds)
         self._counters.model_seconds += seconds
@@ -143,36 +149,6 @@ class ModelExecutor:
         if self._runner.is_recurrent:
             states = list(decoded.recurrent_states)
         return DecodePass(sequences, chosen, states)
-
-    def _proposal(self, sequence: Sequence, rows: int) -> list[int]:
-        """Return the tokens to check for a sequence; they end with its tail and with its block.
-
-        Nothing is proposed where the next tokens follow a rule, which the sampler keeps.
-        """
-        if not self._speculative_tokens or sequence.sampler.constraint is not None:
-            return []
-        kv, size = sequence.kv, self._stores.block_size
-        room = min(
-            self._tails.columns - kv.tail,
-            size - kv.position % size,
-            sequence.reserved_tokens - kv.position,
-        )
-        left = sequence.request.max_tokens - sequence.generated_tokens
-        most = min(self._speculative_tokens, room - 1, left - 1)
-        return sequence.speculation.propose(sequence.tokens, most, rows, self._costs)
-
-    def _judge(
-        self,
-        sequences: list[Sequence],
-        proposals: list[list[int]],
-        chosen: list[list[SampledToken] | Exception],
-    ) -> None:
-        """Count the proposals that were right, and let each sequence learn of it."""
-        for sequence, proposal, tokens in zip(sequences, proposals, chosen, strict=True):
-            if proposal and not isinstance(tokens, Exception):
-                sequence.speculation.judged(len(proposal), len(tokens) - 1)
-                self._counters.proposed_tokens += len(proposal)
-                self._counters.accepted_tokens += len(tokens) - 1
 
     def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
         """Return the states of recurrent layers of each sequence; nothing without such layers."""
@@ -233,6 +209,12 @@ class ModelExecutor:
     def _shrink_after(self, error: Exception) -> bool:
         """Make room for a second try after MLX ran out of memory; tell whether that was it."""
         return self._stores.shrink_after(error)
+
+
+def _unruled(samplers: list[TokenSampler], proposals: list[list[int]]) -> bool:
+    """Tell whether no row with a rule has a proposal, behind which the rule may forbid tokens."""
+    pairs = zip(samplers, proposals, strict=True)
+    return not any(proposal and sampler.constraint is not None for sampler, proposal in pairs)
 
 
 def _alone(chosen: list[list[SampledToken] | Exception]) -> list[SampledToken | Exception]:

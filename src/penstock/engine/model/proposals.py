@@ -1,18 +1,20 @@
-"""Speculation: tokens proposed for a sequence, and how many of them pay. Pure: no arrays of MLX.
+"""Proposed tokens of one sequence, and how many of them are right. Pure: no arrays of MLX.
 
-    propose ──> what followed the same tokens earlier ──> checked in one decode step
+    propose ──> what followed the same tokens elsewhere ──> checked in one decode step
     judged  ──> how many were right ──> how many are proposed next time
 
 A proposal is accepted where it is the token that the sampler chooses, so that an answer is the same
-with and without. It costs a wider step: as many tokens are proposed as are expected to pay.
+with and without.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.engine.offload.prefill_rate import RunningMean
 
@@ -20,12 +22,38 @@ LEAST_NGRAM = 3
 """Tokens that must have occurred before, in this order, for a proposal."""
 LONGEST_NGRAM = 16
 """Tokens after which a longer agreement counts no more."""
+LONG_AGREEMENT = 8
+"""Tokens from which an agreement counts as long: such proposals are more often right."""
 FIRST_SHARE = 0.6
 """Share of right proposals that is assumed of a sequence before the first."""
 RETRY_TOKENS = 64
 """Tokens without a proposal after which the assumption is made again."""
-WIDTHS = (1, 2, 4, 8, 16)
-"""Numbers of proposed tokens among which the best is chosen."""
+
+Tokens = npt.NDArray[np.intc]
+Places = npt.NDArray[np.intp]
+
+
+class Proposal(NamedTuple):
+    """Tokens that may follow, and how sure their place is."""
+
+    tokens: list[int]
+    agreement: int = 0
+    """Number of last tokens that were the same in front of them."""
+
+
+NOTHING = Proposal([])
+
+
+class Proposer(Protocol):
+    """A source of proposals for one sequence."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
+        """Return up to `most` tokens that may follow; none without an agreement.
+
+        Args:
+            tokens: prompt and answer so far; from call to call they only grow.
+            most: tokens to propose.
+        """
 
 
 class NgramProposer:
@@ -34,98 +62,123 @@ class NgramProposer:
     def __init__(self) -> None:
         self._text = array("i")
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         """Return up to `most` tokens that may follow; none if the end never occurred before.
 
         Of several places the one counts whose tokens agree longest, and of these the last.
-
-        Args:
-            tokens: prompt and answer so far; from call to call they only grow.
-            most: tokens to propose.
         """
         self._text.extend(tokens[len(self._text) :])
         count = len(self._text)
         if most < 1 or count <= LEAST_NGRAM:
-            return []
+            return NOTHING
         text = np.frombuffer(self._text, np.intc)
-        ends = _ends(text)
-        if not ends.size:
-            return []
+        ends, agreement = agreements(text[:-1], text[-LONGEST_NGRAM:])
+        if agreement < LEAST_NGRAM:
+            return NOTHING
         start = int(ends[-1]) + 1
         period = count - start
-        return [int(text[start + i % period]) for i in range(most)]
+        return Proposal([int(text[start + i % period]) for i in range(most)], agreement)
 
 
-def _ends(text: np.ndarray[tuple[int], np.dtype[np.intc]]) -> np.ndarray[tuple[int], np.dtype]:
-    """Return where the longest agreement with the end of a text ends, all such places."""
-    last = len(text) - 1
-    ends = np.flatnonzero(text[LEAST_NGRAM - 1 : last] == text[last]) + LEAST_NGRAM - 1
-    for back in range(1, LONGEST_NGRAM):
+class PredictionProposer:
+    """Proposes from a text that the caller expects as the answer.
+
+    Args:
+        prediction: the expected answer.
+        prompt_tokens: tokens in front of the answer.
+    """
+
+    def __init__(self, prediction: Sequence[int], prompt_tokens: int) -> None:
+        self._text = np.array(prediction, np.intc)
+        self._prompt_tokens = prompt_tokens
+        self._expected = 0
+        """Place of the next token, if the answer goes on as expected."""
+        self._seen = prompt_tokens
+
+    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
+        """Return up to `most` tokens that may follow: the text's first ones before any answer."""
+        new = tokens[self._seen :]
+        self._seen = len(tokens)
+        agreement = LONGEST_NGRAM
+        if not self._follows(new):
+            last = np.array(tokens[max(self._prompt_tokens, self._seen - LONGEST_NGRAM) :], np.intc)
+            ends, agreement = agreements(self._text, last)
+            if agreement < LEAST_NGRAM:
+                self._expected = len(self._text)
+                return NOTHING
+            # Of equal places the next one behind the last, as an edit leaves the order as it is.
+            later = ends[ends >= self._expected]
+            self._expected = int(later[0] if later.size else ends[-1]) + 1
+        return Proposal(
+            self._text[self._expected : self._expected + max(0, most)].tolist(), agreement
+        )
+
+    def _follows(self, new: Sequence[int]) -> bool:
+        """Move on by new tokens of the answer; tell whether they were the expected ones."""
+        start, end = self._expected, self._expected + len(new)
+        if end >= len(self._text) or self._text[start:end].tolist() != list(new):
+            return False
+        self._expected = end
+        return True
+
+
+def agreements(text: Tokens, last: Tokens) -> tuple[Places, int]:
+    """Return all places where the longest agreement with the end of `last` ends, and its length.
+
+    At least as long as `last`, or as the text in front of a place, it is not looked at further.
+    """
+    ends = np.flatnonzero(text == last[-1]) if len(last) else np.zeros(0, np.intp)
+    agreement = min(1, ends.size)
+    for back in range(1, len(last) if agreement else 0):
         reaching = ends[ends >= back]
-        agreeing = reaching[text[reaching - back] == text[last - back]]
+        agreeing = reaching[text[reaching - back] == last[-1 - back]]
         if not agreeing.size:
-            return ends if back >= LEAST_NGRAM else agreeing
-        ends = agreeing
-    return ends
-
-
-class StepCosts:
-    """Measured seconds of decode steps by the number of their rows and new tokens of each."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[tuple[int, int], RunningMean] = {}
-
-    def add(self, rows: int, width: int, seconds: float) -> None:
-        """Take in a step."""
-        self._seconds.setdefault((rows, width), RunningMean(seconds)).add(seconds)
-
-    def ratio(self, rows: int, width: int) -> float:
-        """Return how many times longer a step takes than one of a token a row.
-
-        A width that was never measured is taken to cost what the next narrower one does.
-        """
-        one = self._seconds.get((rows, 1))
-        known = [w for of, w in self._seconds if of == rows and w <= width]
-        if one is None or not known:
-            return 1.0
-        return self._seconds[rows, max(known)].value / one.value
+            break
+        ends, agreement = agreeing, back + 1
+    return ends, agreement
 
 
 class Speculation:
-    """The proposals of one sequence: the tokens, and how many of them pay."""
+    """The proposals of one sequence: the tokens, and how many of them were right.
 
-    def __init__(self) -> None:
-        self._proposer = NgramProposer()
-        self._share = RunningMean(FIRST_SHARE)
+    Args:
+        proposers: those of the sequence, in order; the longest agreement counts.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer] = ()) -> None:
+        self.accepted_tokens = 0
+        """Proposed tokens that are in the answer."""
+        self.rejected_tokens = 0
+        """Proposed tokens that are not."""
+        self.proposers = proposers
+        self._shares = {is_long: RunningMean(FIRST_SHARE) for is_long in (False, True)}
         self._without = 0
         """Tokens since the last proposal."""
 
-    def propose(self, tokens: Sequence[int], most: int, rows: int, costs: StepCosts) -> list[int]:
-        """Return the tokens to check in the next step, none if that does not pay.
+    def propose(self, tokens: Sequence[int], most: int) -> Proposal:
+        """Return the tokens that are most likely to follow; none if no proposer has any.
 
         Args:
             tokens: prompt and answer so far.
             most: tokens to propose; 0 is none.
-            rows: sequences of the step.
-            costs: of the engine's steps.
         """
-        proposal = self._proposer.propose(tokens, self._best(most, rows, costs))
-        self._without = 0 if proposal else self._without + 1
-        if self._without >= RETRY_TOKENS:
-            self._without, self._share = 0, RunningMean(max(self._share.value, FIRST_SHARE))
-        return proposal
+        proposals = [proposer.propose(tokens, most) for proposer in self.proposers]
+        return max(proposals, key=lambda proposal: proposal.agreement, default=NOTHING)
 
-    def judged(self, proposed: int, accepted: int) -> None:
-        """Take in how many first tokens of a proposal were right."""
+    def share(self, agreement: int) -> float:
+        """Return the share of proposals behind such an agreement that are expected to be right."""
+        return self._shares[agreement >= LONG_AGREEMENT].value
+
+    def judged(self, proposed: int, accepted: int, agreement: int) -> None:
+        """Take in how many first tokens of a checked proposal were right.
+
+        After a while without any, the share of the first one is assumed again.
+        """
+        self.rejected_tokens += proposed - accepted
         for right in [1.0] * accepted + [0.0] * (accepted < proposed):
-            self._share.add(right)
-
-    def _best(self, most: int, rows: int, costs: StepCosts) -> int:
-        """Return the number of proposed tokens with most expected tokens a second; 0 is none."""
-        best, speed = 0, 1.0
-        for count in sorted({min(width, most) for width in WIDTHS} - {0}):
-            expected = sum(self._share.value**i for i in range(count + 1))
-            gained = expected / costs.ratio(rows, count + 1)
-            if gained > speed:
-                best, speed = count, gained
-        return best
+            self._shares[agreement >= LONG_AGREEMENT].add(right)
+        self._without = 0 if proposed else self._without + 1
+        if self._without >= RETRY_TOKENS:
+            self._without = 0
+            for share in self._shares.values():
+                share.value = max(share.value, FIRST_SHARE)

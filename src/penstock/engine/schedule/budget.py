@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
+from penstock.engine.model.shared_text import SharedText
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.answer_lengths import AnswerLengths
 from penstock.engine.schedule.costs import MemoryEstimator
@@ -401,7 +402,10 @@ def reserve_fixed(
     check_largest_steps(ledger, limits, runner, group, columns + spare)
     pool = ledger.reserve(Kind.TAILS, slots * (columns + spare) * runner.token_bytes)
     tails = Tails(slots, columns, runner.shapes, spare)
-    step = ledger.reserve(Kind.BUFFERS, group.most(estimator.measure_step(tails)))
+    step_bytes = group.most(estimator.measure_step(tails)) + (
+        SharedText.nbytes_of() if spare else 0
+    )
+    step = ledger.reserve(Kind.BUFFERS, step_bytes)
     tails.drop()  # until a sequence decodes
     chunk = ledger.reserve(Kind.BUFFERS, 0)
     return FixedReservations(weights=weights, pool=pool, step=step, chunk=chunk), tails

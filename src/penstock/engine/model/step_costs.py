@@ -1,0 +1,86 @@
+"""Measured times of decode steps, and the number of proposed tokens that pays. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""Numbers of proposed tokens among which the best is chosen."""
+SAMPLES = 9
+"""Steps of a kind whose median time counts: one slow step is not the rule."""
+LEAST_SAMPLES = 3
+"""Steps of a kind after which its time is known."""
+FORGET_STEPS = 512
+"""Steps after which a kind that was not taken since is measured again: contexts grow."""
+
+
+@dataclass(slots=True)
+class _WidthTimes:
+    """Times of the last steps of one kind."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    last_step: int = 0
+
+
+class StepCosts:
+    """Measured seconds of decode steps by their number of rows and of proposed tokens."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int], _WidthTimes] = {}
+        self._steps = 0
+
+    def add(self, rows: int, proposed: int, seconds: float) -> None:
+        """Take in a step, in which the longest proposal had `proposed` tokens."""
+        self._steps += 1
+        times = self._times.setdefault((rows, _bucket(proposed)), _WidthTimes())
+        if self._steps - times.last_step > FORGET_STEPS:
+            times.seconds.clear()
+        times.seconds.append(seconds)
+        times.last_step = self._steps
+
+    def ratio(self, rows: int, proposed: int) -> float:
+        """Return how many times longer a step takes than one without proposals.
+
+        A width that is not known is taken to cost what the next narrower one does.
+        """
+        alone = self._seconds(rows, 0)
+        known = (self._seconds(rows, width) for width in reversed(WIDTHS) if width <= proposed)
+        wide = next((seconds for seconds in known if seconds is not None), None)
+        return 1.0 if alone is None or wide is None else wide / alone
+
+    def best_width(self, proposals: Sequence[tuple[int, float]]) -> int:
+        """Return the number of proposed tokens a row with most expected tokens a second.
+
+        All rows of a step are as wide as the widest; 0 where proposals do not pay.
+
+        Args:
+            proposals: length of each row's, and the share of it that is expected to be right.
+        """
+        rows, longest = len(proposals), max((length for length, _ in proposals), default=0)
+        best, speed = 0, 1.0
+        for width in sorted({min(width, longest) for width in WIDTHS} - {0}):
+            gained = sum(_expected(min(width, length), share) for length, share in proposals)
+            if gained / rows / self.ratio(rows, _bucket(width)) > speed:
+                best, speed = width, gained / rows / self.ratio(rows, _bucket(width))
+        return best
+
+    def _seconds(self, rows: int, width: int) -> float | None:
+        times = self._times.get((rows, width))
+        if times is None or len(times.seconds) < LEAST_SAMPLES:
+            return None
+        # Without any other step the first measurements may be old; a kind is tried again then.
+        stale = width > 0 and self._steps - times.last_step > FORGET_STEPS
+        return None if stale else median(times.seconds)
+
+
+def _expected(length: int, share: float) -> float:
+    """Return the expected tokens of a row: those accepted, and the choice behind them."""
+    return sum(share**i for i in range(length + 1))
+
+
+def _bucket(proposed: int) -> int:
+    """Return the width under which a step with such a proposal is measured."""
+    return next((width for width in WIDTHS if proposed <= width), WIDTHS[-1]) if proposed else 0
