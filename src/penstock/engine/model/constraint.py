@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -127,6 +127,14 @@ class Constraint:
     def copy(self) -> Constraint:
         """Return another answer's place, where this one is."""
         return Constraint(self._matcher.deep_copy())
+
+    def forced(self) -> list[int]:
+        """Return tokens that spell the only text with which the grammar goes on; perhaps none."""
+        return list(self._matcher.compute_ff_tokens())
+
+    def allowed_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many first ones of some tokens the grammar allows, one behind the other."""
+        return int(self._matcher.validate_tokens(list(tokens)))
 
     def allowed(self, size: int) -> npt.NDArray[np.bool_]:
         """Return which of the first `size` tokens may come next, (size,).

@@ -7,6 +7,7 @@ allowed:    anything ... </think> alone, then anything
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +35,26 @@ class ReasoningLimit:
         """Return which of the first `size` tokens may come next, (size,): the end mark's next."""
         if self.free:
             return np.ones(size, np.bool_)
-        end = self._budget.end
-        begun = next(n for n in range(len(end) - 1, -1, -1) if self._ends_with(end[:n]))
         allowed = np.zeros(size, np.bool_)
-        allowed[end[begun]] = True
+        allowed[self.forced()[0]] = True
         return allowed
+
+    def forced(self) -> list[int]:
+        """Return the rest of the end mark where only that may come; else none."""
+        end = self._budget.end
+        if self.free:
+            return []
+        begun = next(n for n in range(len(end) - 1, -1, -1) if self._ends_with(end[:n]))
+        return list(end[begun:])
+
+    def allowed_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many first ones of some tokens may come next, one behind the other."""
+        ahead = self.copy()
+        for count, token in enumerate(tokens):
+            if not ahead.free and token != ahead.forced()[0]:
+                return count
+            ahead.accept(token)
+        return len(tokens)
 
     def accept(self, token: int) -> bool:
         """Go on with a token; an answer never ends by this."""

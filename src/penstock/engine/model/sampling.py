@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Iterable, Sequence
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -63,6 +64,15 @@ class Rule(Protocol):
 
     def accept(self, token: int) -> bool:
         """Go on with a token; return whether the answer is complete with it."""
+
+    def forced(self) -> list[int]:
+        """Return tokens of which the rule expects that they come next; none where it has a choice.
+
+        They are a guess: other tokens may spell the same text.
+        """
+
+    def allowed_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many first ones of some tokens may come next, one behind the other."""
 
     def copy(self) -> Rule:
         """Return another answer's place, where this one is."""
@@ -120,6 +130,13 @@ class TokenSampler:
         draft = self._draft(logits, generated)
         mx.eval(draft.arrays)
         return self._read(draft, logits, generated)
+
+    def ahead(self) -> TokenSampler:
+        """Return a sampler at the same place, which may go on while this one stays."""
+        sampler = shallow_copy(self)
+        if self.constraint is not None:
+            sampler.constraint = self.constraint.copy()
+        return sampler
 
     def accept(self, token: int) -> bool:
         """Go on behind a token of the answer; return whether its grammar is complete with it.

@@ -14,11 +14,13 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 
 from penstock.engine.model.proposals import (
+    LONGEST_NGRAM,
     NOTHING,
     NgramProposer,
     Proposal,
     Proposer,
 )
+from penstock.engine.model.sampling import Rule
 from penstock.engine.model.shared_text import SharedProposer, SharedText
 from penstock.engine.model.step_costs import StepCosts
 from penstock.engine.model.tree_proposer import TreeProposer
@@ -95,14 +97,12 @@ class Speculator:
 
     def _proposal(self, sequence: Sequence) -> Proposal:
         """Return a sequence's proposal; none where it fails."""
-        if sequence.sampler.constraint is not None:  # the next tokens follow a rule
-            return NOTHING
         with self._guarded():
             most = self._room(sequence)
             if not sequence.speculation.proposers:
                 sequence.speculation.proposers = self._proposers(sequence)
             tokens, agreement = sequence.speculation.propose(sequence.tokens, most)
-            return Proposal(tokens[:most], agreement)
+            return _allowed(sequence.sampler.constraint, Proposal(tokens[:most], agreement), most)
         return NOTHING
 
     @contextmanager
@@ -134,3 +134,12 @@ class Speculator:
         proposers: list[Proposer] = [NgramProposer(), TreeProposer(kv)]
         proposers.append(SharedProposer(self._shared, sequence.id, root, kv.matched_tokens))
         return proposers
+
+
+def _allowed(rule: Rule | None, proposal: Proposal, most: int) -> Proposal:
+    """Return a proposal as far as the answer's rule allows it; tokens that it forces come first."""
+    if rule is None:
+        return proposal
+    if forced := rule.forced()[:most]:
+        return Proposal(forced, LONGEST_NGRAM)
+    return Proposal(proposal.tokens[: rule.allowed_tokens(proposal.tokens)], proposal.agreement)

@@ -76,12 +76,15 @@ def _go_on(
     generated: Sequence[int],
 ) -> list[SampledToken]:
     """Choose on behind a first token as long as the last one was proposed."""
+    ahead = sampler.ahead() if proposal else sampler
     for at, proposed in enumerate(proposal):
         if tokens[at].token != proposed:
             break
         before = [*generated, *(token.token for token in tokens)]
         try:
-            tokens.append(sampler.choose(logits[at + 1], before))
+            if ahead.accept(proposed):  # complete: nothing follows
+                break
+            tokens.append(ahead.choose(logits[at + 1], before))
         # A boundary: the next step meets the error again, as one of its own.
         except Exception as error:  # noqa: BLE001
             without_frames(error)
