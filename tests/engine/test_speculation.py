@@ -28,6 +28,7 @@ from penstock.engine.model.shared_text import PAGE_TOKENS, SharedProposer, Share
 from penstock.engine.model.step_costs import LEAST_SAMPLES, StepCosts
 from penstock.engine.model.tree_proposer import TreeProposer
 from penstock.engine.request import Request, Sampling
+from penstock.errors import SettingError
 from penstock.models.mlx_lm import load_all
 from penstock.recall import MODEL_PATH
 
@@ -387,3 +388,45 @@ def test_more_tokens_than_were_asked_for_are_left_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Speculation, "propose", lambda self, tokens, most: Proposal([7] * 50, 16))
     with running("llama", speculative_tokens=4) as core:
         assert answers(core) == expected
+
+
+def test_the_expected_answer_of_a_request_is_proposed_and_usage_counts_it() -> None:
+    sampling = Sampling(temperature=1.0, seed=4)
+    with running("llama") as core:
+        plain = Request(prompt=PROMPT[:40], max_tokens=60, ignore_eos=True, sampling=sampling)
+        ((expected, reason),) = answers(core, [plain])
+    for prediction, least in ((expected, 40), (expected[:9] + expected[12:], 30), ([7] * 60, 0)):
+        request = plain.model_copy(update={"prediction": tuple(prediction)})
+        with running("llama", speculative_tokens=8) as core:
+            handle = core.submit(request)
+            while core.step():
+                core.view.check()
+            (choice,) = handle.result(0.0)
+            assert choice.finish is not None
+            assert (choice.tokens, choice.finish.reason) == (expected, reason)
+            usage, stats = choice.finish.usage, core.view.stats()
+        assert least <= usage.accepted_tokens <= usage.completion_tokens
+        assert usage.accepted_tokens <= stats.accepted_tokens
+        assert usage.rejected_tokens == stats.proposed_tokens - stats.accepted_tokens
+    with running("llama") as core, pytest.raises(SettingError, match="knows"):
+        core.submit(plain.model_copy(update={"prediction": (10**6,)}))
+
+
+def test_a_proposal_behind_the_end_of_an_answer_is_not_in_its_usage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running("llama") as core:
+        (whole, _), *_ = answers(core, REQUESTS[:1])
+    request = Request(prompt=PROMPT, max_tokens=90, ignore_eos=True, stop_tokens=(whole[5],))
+    end = whole.index(whole[5])
+    monkeypatch.setattr(Speculation, "propose", oracle([[*PROMPT, *whole]], 0.0))
+    with running("llama", speculative_tokens=16) as core:
+        handle = core.submit(request)
+        while core.step():
+            pass
+        (choice,) = handle.result(0.0)
+        assert choice.tokens == whole[:end]
+        assert choice.finish is not None
+        usage = choice.finish.usage
+        assert usage.accepted_tokens <= usage.completion_tokens == end + 1
+        assert usage.accepted_tokens < core.view.stats().accepted_tokens

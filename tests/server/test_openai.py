@@ -246,6 +246,34 @@ def test_cached_tokens_are_those_really_served(fresh: Running, told: Dialogue) -
     assert cached(second) + computed in (second.usage.prompt_tokens - 1, second.usage.prompt_tokens)
 
 
+def test_a_prediction_is_proposed_and_counted(told: Dialogue) -> None:
+    messages: Any = told.ask(told.questions[0])
+    engine = {"speculative_tokens": 8}
+    with serving(engine=engine) as running, client(running) as api:
+        create = functools.partial(api.chat.completions.create, model="any", temperature=0)
+        plain = create(messages=messages)
+        running.service.engine.clear()
+        text = plain.choices[0].message.content
+        # Its words have their space in front, which an answer's first one is written without.
+        parts: Any = [{"type": "text", "text": part} for part in (f" {text[:2]}", text[2:])]
+        predicted = create(messages=messages, prediction={"type": "content", "content": parts})
+        running.service.engine.clear()
+        wrong = create(messages=messages, prediction={"type": "content", "content": "Not at all"})
+        with pytest.raises(openai.BadRequestError, match="prediction"):
+            create(messages=messages, prediction={"type": "other", "content": "a"})
+    accepted = []
+    for answer in (plain, predicted, wrong):
+        assert answer.choices[0].message.content == text
+        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+        details = answer.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens is not None
+        assert details.rejected_prediction_tokens is not None
+        accepted.append((details.accepted_prediction_tokens, details.rejected_prediction_tokens))
+    assert accepted[1][0] > accepted[0][0]
+    assert accepted[2][0] == accepted[0][0]
+    assert accepted[2][1] > 0
+
+
 def test_several_answers_claim_no_hits_of_their_own(fresh: Running, told: Dialogue) -> None:
     """What the second answer finds, the first has just computed."""
     messages: Any = told.ask(told.questions[0])

@@ -81,6 +81,7 @@ class Intake:
             raise EngineStopped("the engine is shutting down and takes no more requests")
         request = handle.request
         self.check_tokens(request.prompt)
+        self.check_tokens(request.prediction)
         samplers = self._samplers(handle)
         first = self._sequence(handle, 0, samplers[0], list(request.prompt), [])
         first.kv.hash_blocks()

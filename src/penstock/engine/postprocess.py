@@ -93,6 +93,7 @@ class Postprocessor:
                     raise choice
                 for number, token in enumerate(choice):
                     written = len(choice) - number
+                    sequence.speculation.accepted_tokens += written > 1
                     sequence.kv.append_tokens(written, accepted=1, recurrent_state=state)
                     self._emit(sequence, token)
                     if sequence.state is not State.RUNNING:  # its answer ended with this one

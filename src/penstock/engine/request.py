@@ -171,6 +171,8 @@ class Request(_Asked):
     An answer that completes it ends with "stop", also with `ignore_eos`."""
     reasoning: ReasoningBudget | None = None
     """Bounds the reasoning; not beside a grammar, which leaves no room for any."""
+    prediction: tuple[TokenId, ...] = ()
+    """Tokens that are expected as the answer: proposals, as far as the engine speculates."""
     hold_seconds: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Seconds after this request in which its prefix is evicted last.
 
@@ -218,6 +220,10 @@ class Usage:
     cached_tokens: int
     """Prompt tokens whose KV was in the cache."""
     completion_tokens: int
+    accepted_tokens: int = 0
+    """Completion tokens that were proposed, see `--speculative-tokens`."""
+    rejected_tokens: int = 0
+    """Proposed tokens that were not the ones chosen."""
 
 
 Reason: TypeAlias = Literal["stop", "length", "cancelled", "timeout", "error"]

@@ -108,6 +108,8 @@ class ActiveRequest:
             prompt_tokens=sum(usage.prompt_tokens for usage in totals),
             cached_tokens=sum(usage.cached_tokens for usage in totals),
             completion_tokens=sum(usage.completion_tokens for usage in totals),
+            accepted_tokens=sum(usage.accepted_tokens for usage in totals),
+            rejected_tokens=sum(usage.rejected_tokens for usage in totals),
         )
 
     async def batches(self, *, with_progress: bool = False) -> AsyncIterator[list[Event]]:

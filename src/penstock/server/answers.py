@@ -180,4 +180,6 @@ def total_usage(finishes: Sequence[Finish]) -> Usage:
         prompt_tokens=max((usage.prompt_tokens for usage in usages), default=0),
         cached_tokens=min((usage.cached_tokens for usage in usages), default=0),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
+        accepted_tokens=sum(usage.accepted_tokens for usage in usages),
+        rejected_tokens=sum(usage.rejected_tokens for usage in usages),
     )

@@ -198,6 +198,7 @@ class Sampled(RequestForm):
         n: int = 1,
         grammar: str | None = None,
         goes_on: bool = False,
+        prediction: Sequence[int] = (),
     ) -> Request:
         """Return the engine's request."""
         settings = service.settings
@@ -214,8 +215,24 @@ class Sampled(RequestForm):
             salt=self.cache_salt or "",
             grammar=grammar,
             goes_on=goes_on,
+            prediction=tuple(prediction),
             hold_seconds=settings.hold_seconds if self.prompt_cache_key else 0.0,
         )
+
+
+class Prediction(RequestForm):
+    """A text that is expected as the answer."""
+
+    type: Literal["content"]
+    content: str | Each[dict[str, Any]]
+    """A text, or parts of which each is a text."""
+
+    @property
+    def text(self) -> str:
+        """The text, of all parts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(str(part.get("text") or "") for part in self.content)
 
 
 class ChatMessage(RequestForm):
@@ -251,6 +268,8 @@ class ChatRequest(Sampled):
     tools: Each[Tool] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
     modalities: Each[Name] | None = Field(None, max_length=8)
+    prediction: Prediction | None = None
+    """Text that is expected as the answer; its tokens are proposed."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments for the model's chat template."""
 

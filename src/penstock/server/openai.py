@@ -134,6 +134,8 @@ class _Chat:
         self.readers: list[Reader] = []
         self.in_reasoning = False
         """Whether the prompt ends inside the model's reasoning."""
+        self.prediction: tuple[int, ...] = ()
+        """Tokens of the text that is expected as the answer."""
         self.free = False
         """Whether the grammar leaves room for any text."""
 
@@ -169,6 +171,7 @@ class _Chat:
             stop_token_ids=body.stop_token_ids or (),
             n=body.n or 1,
             grammar=grammar,
+            prediction=self.prediction,
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
         open_text = grammar is None or self.free
@@ -188,6 +191,9 @@ class _Chat:
     def _read(self, plan: ToolPlan) -> tuple[tuple[int, ...], str | None]:
         """Return the prompt's tokens and the answer's grammar; in a worker thread."""
         prompt = self.body.render(self.service.prompts, plan)
+        if self.body.prediction is not None:
+            text = self.body.prediction.text
+            self.prediction = self.service.prompts.encode_answer(text, "prediction")
         call = plan.grammar(self.service.prompts.format)
         if call is not None:
             self.headers = unenforced_headers(call.unenforced)

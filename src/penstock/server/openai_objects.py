@@ -42,7 +42,11 @@ class PromptDetails(BaseModel):
 class CompletionDetails(BaseModel):
     """Details of the answers' tokens."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int = 0
+    """Tokens of the answers that were proposed."""
+    rejected_prediction_tokens: int = 0
+    """Proposed tokens that were not the ones chosen."""
 
 
 class OpenAIUsage(BaseModel):
@@ -162,6 +166,10 @@ def usage_object(
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": details,
     }
-    if reasoning_tokens is not None:
-        usage_fields["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    proposed = usage.accepted_tokens + usage.rejected_tokens
+    if reasoning_tokens is not None or proposed:
+        answers = {"reasoning_tokens": reasoning_tokens} if reasoning_tokens is not None else {}
+        answers["accepted_prediction_tokens"] = usage.accepted_tokens
+        answers["rejected_prediction_tokens"] = usage.rejected_tokens
+        usage_fields["completion_tokens_details"] = answers
     return usage_fields

@@ -180,6 +180,17 @@ class Prompts:
         check_text(text, param)
         return self._some(self._tokens(text, param, special=True), param)
 
+    def encode_answer(self, text: str, param: str) -> tuple[int, ...]:
+        """Turn a text into tokens as an answer has them, without special ones; perhaps none.
+
+        Raises:
+            BadRequest: the text is not Unicode.
+        """
+        if not text:
+            return ()
+        check_text(text, param)
+        return self._some(self._tokens(text, param, special=False), param)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Turn tokens into text."""
         with self._lock:

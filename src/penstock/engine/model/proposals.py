@@ -29,6 +29,9 @@ FIRST_SHARE = 0.6
 RETRY_TOKENS = 64
 """Tokens without a proposal after which the assumption is made again."""
 
+LEAST_PREDICTION = 1_024
+"""Tokens that an expected answer may have however short the prompt is."""
+
 Tokens = npt.NDArray[np.intc]
 Places = npt.NDArray[np.intp]
 
@@ -83,13 +86,16 @@ class NgramProposer:
 class PredictionProposer:
     """Proposes from a text that the caller expects as the answer.
 
+    A text longer than the prompt, and than `LEAST_PREDICTION`, counts up to there.
+
     Args:
         prediction: the expected answer.
         prompt_tokens: tokens in front of the answer.
     """
 
     def __init__(self, prediction: Sequence[int], prompt_tokens: int) -> None:
-        self._text = np.array(prediction, np.intc)
+        most = max(prompt_tokens, LEAST_PREDICTION)
+        self._text = np.array(prediction[:most], np.intc)
         self._prompt_tokens = prompt_tokens
         self._expected = 0
         """Place of the next token, if the answer goes on as expected."""

@@ -17,6 +17,7 @@ from penstock.engine.model.proposals import (
     LONGEST_NGRAM,
     NOTHING,
     NgramProposer,
+    PredictionProposer,
     Proposal,
     Proposer,
 )
@@ -131,8 +132,10 @@ class Speculator:
         assert self._shared is not None
         kv, request = sequence.kv, sequence.request
         root = self._stores.prefixes.root(request.salt)
-        proposers: list[Proposer] = [NgramProposer(), TreeProposer(kv)]
-        proposers.append(SharedProposer(self._shared, sequence.id, root, kv.matched_tokens))
+        shared = SharedProposer(self._shared, sequence.id, root, kv.matched_tokens)
+        proposers: list[Proposer] = [NgramProposer(), TreeProposer(kv), shared]
+        if request.prediction:
+            proposers.insert(0, PredictionProposer(request.prediction, sequence.prompt_tokens))
         return proposers
 
 

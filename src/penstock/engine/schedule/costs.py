@@ -8,6 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from penstock.config import EngineSettings
+from penstock.engine.model.proposals import LEAST_PREDICTION
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.request import Sampling
@@ -31,7 +32,7 @@ that are ever picked for a token."""
 MASK_BYTES = 5
 """Bytes of a grammar's mask and of its masked logits, for each token of the vocabulary."""
 PROPOSER_BYTES = 4
-"""Bytes that a proposer of tokens keeps of each token of a sequence."""
+"""Bytes that a proposer of tokens keeps of each token of its text."""
 ROUNDS = 3
 """Most measurements of a step; the largest counts."""
 ROUNDS_SECONDS = 0.1
@@ -116,7 +117,8 @@ class MemoryEstimator:
         if self._compresses:
             return self._runner.state_bytes
         width = self._limits.speculative_tokens + 1
-        copy = PROPOSER_BYTES * tokens if width > 1 else 0
+        # Its own text, and one as long that is expected.
+        copy = PROPOSER_BYTES * (tokens + max(tokens, LEAST_PREDICTION)) if width > 1 else 0
         return width * self._seen(tokens) * self._runner.heads * self._score_bytes + copy
 
     def prefill_bytes(self, tokens: int) -> int:

@@ -143,7 +143,13 @@ class Sequence:
 
     def usage(self) -> Usage:
         """Return the token counts so far."""
-        return Usage(self.prompt_tokens, self.cached_tokens, self.generated_tokens)
+        return Usage(
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.generated_tokens,
+            self.speculation.accepted_tokens,
+            self.speculation.rejected_tokens,
+        )
 
     def emit(self, chosen: SampledToken) -> None:
         """Add a token to the answer and post it; the handle is notified after the step."""

@@ -69,7 +69,7 @@ function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, 
   meter("hit-meter", hitRate);
   say(byId("hit-note"), `${rough(stats.hit_tokens)} of ${rough(stats.prompt_tokens)} prompt tokens`);
   say(byId("speed"), `${speed(generated)} tokens/s`);
-  say(byId("speed-note"), `${speed(prefilled)} prompt tokens/s read`);
+  say(byId("speed-note"), speedNote(prefilled, stats));
   speeds.push(generated);
   while (speeds.length > SPARK_POINTS) speeds.shift();
   spark();
@@ -78,6 +78,11 @@ function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, 
   say(byId("waiting"), `${many(stats.waiting, "answer")} waiting, `);
   say(preempted, `${stats.preempted} preempted`);
   showSlots(stats, slots);
+}
+
+function speedNote(prefilled, { proposed_tokens: proposed, accepted_tokens: accepted }) {
+  const read = `${speed(prefilled)} prompt tokens/s read`;
+  return proposed ? `${read}, ${rough(accepted)} of ${rough(proposed)} guessed tokens right` : read;
 }
 
 function meter(id, share) {

@@ -283,6 +283,11 @@ function cost({ first, last, usage, finish }, started) {
   if (usage?.completion_tokens >= LEAST_TOKENS && last > first) {
     said.push(`${speed((usage.completion_tokens - 1) / ((last - first) / 1000))} tokens/s`);
   }
+  const guessed = usage?.completion_tokens_details;
+  if (guessed?.accepted_prediction_tokens || guessed?.rejected_prediction_tokens) {
+    const { accepted_prediction_tokens: right, rejected_prediction_tokens: wrong } = guessed;
+    said.push(`${count(right)} of ${count(right + wrong)} guessed tokens right`);
+  }
   if (finish === "length") said.push("cut at its length");
   return said.join(" · ");
 }
