@@ -12,7 +12,7 @@ from parrot import parrot
 from servers import Running, serving
 
 from penstock.engine.model.constraint import json_schema_grammar
-from penstock.server.tool_schemas import CallSchema
+from penstock.server.tool_schemas import CallSchema, closed
 
 SECONDS = 60.0
 PLACE = {
@@ -132,3 +132,54 @@ def test_many_large_tools_are_not_too_much_together() -> None:
     made, unenforced = CallSchema.of(tools)
     assert unenforced == ("f30000:size",)
     json_schema_grammar(made)
+
+
+@pytest.mark.parametrize("space", [" ", "\n"])
+def test_a_call_does_not_go_on_in_spaces(running: Running, space: str) -> None:
+    """A weak model that likes them best would write nothing else until its tokens end."""
+    (token,) = running.service.tokenizer.encode(space, add_special_tokens=False)
+    body = {
+        "messages": [{"role": "user", "content": "look"}],
+        "tools": [{"type": "function", "function": {"name": "travel", "parameters": NESTED}}],
+        "tool_choice": "required",
+        "max_tokens": 200,
+        "logit_bias": {str(token): 100},
+    }
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=SECONDS)
+    assert set(arguments("/v1/chat/completions", answer)) == {"to", "back"}
+
+
+OPEN = {"type": "object", "properties": {"city": {"enum": ["Bern"]}}, "required": ["city"]}
+"""As most clients write it: without `additionalProperties`."""
+
+
+def test_objects_have_the_properties_that_they_name(running: Running) -> None:
+    """A weak model that likes commas best would add one property after the other."""
+    (comma,) = running.service.tokenizer.encode(",", add_special_tokens=False)
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "look"}],
+        "max_tokens": 200,
+        "logit_bias": {str(comma): 100},
+    }
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": OPEN}}
+    format_only = {**body, "response_format": schema}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=format_only, timeout=SECONDS)
+    assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"city": "Bern"}
+    tool = {"type": "function", "function": {"name": "go", "parameters": OPEN}}
+    demanded = {**body, "tools": [tool], "tool_choice": "required"}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=demanded, timeout=SECONDS)
+    assert arguments("/v1/chat/completions", answer) == {"city": "Bern"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**OPEN, "additionalProperties": True},
+        {**OPEN, "additionalProperties": {"type": "string"}},
+        {**OPEN, "anyOf": [OPEN, {"type": "object"}]},
+        {"allOf": [OPEN, {"type": "object", "properties": {"b": {}}, "required": ["b"]}]},
+        {"type": "object"},
+    ],
+)
+def test_objects_that_say_otherwise_stay_open(schema: dict[str, Any]) -> None:
+    assert closed(schema) == schema

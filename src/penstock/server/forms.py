@@ -28,6 +28,7 @@ from penstock.errors import SettingError
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import check_text
 from penstock.server.service import Service
+from penstock.server.tool_schemas import closed
 
 LEAST_TOP_P = 1e-6
 """Smallest `top_p` of the engine; OpenAI allows 0, which means the likeliest token."""
@@ -303,7 +304,7 @@ def grammar_for(schema: dict[str, Any] | bool | None, param: str) -> str:
     if isinstance(schema, bool):
         raise BadRequest(f"{param} must be an object", param=param)
     try:
-        return json_schema_grammar(schema)
+        return json_schema_grammar(schema if schema is None else closed(schema))
     except SettingError as error:
         raise BadRequest(str(error), param=param, code="invalid_schema") from error
 

@@ -12,15 +12,24 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from penstock.engine.model.constraint import GRAMMAR_BYTES, json_schema_grammar
+from penstock.engine.model.constraint import GRAMMAR_BYTES, WHITESPACE, json_schema_grammar
 from penstock.errors import SettingError
 
 VALUES = frozenset({"const", "default", "enum", "example", "examples"})
 """Keys with values that are data, not schemas."""
 NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 """Keys with values that are objects of schemas by names."""
+COMPOSING = frozenset(
+    {
+        *("$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf"),
+        *("patternProperties", "then", "unevaluatedProperties"),
+    }
+)
+"""Keys beside `properties` that add properties to an object."""
 FOREIGN = frozenset({"$anchor", "$id", "$schema"})
 """Keys that give a schema's place, which is another one here."""
+LITTLE_SPACE = {"whitespace_pattern": WHITESPACE}
+"""Bound of the space within a call: a model could write spaces until its tokens end."""
 ATTEMPTS = 8
 """Parts that are left out of one schema, one by one, before all of it is."""
 ROOM = GRAMMAR_BYTES - 4_096
@@ -40,7 +49,8 @@ class CallSchema(NamedTuple):
     @classmethod
     def of(cls, functions: Sequence[Mapping[str, Any]]) -> CallSchema:
         """Make the schema of functions in OpenAI's form. Slow: not in an event loop."""
-        eased = [_eased(function.get("parameters") or {"type": "object"}) for function in functions]
+        given = [function.get("parameters") or {"type": "object"} for function in functions]
+        eased = [_eased(closed(parameters)) for parameters in given]
         schemas, rules = [schema for schema, _ in eased], [list(names) for _, names in eased]
         sizes = [len(json.dumps(schema)) for schema in schemas]
         while sum(sizes) > ROOM:  # the largest ones go first
@@ -59,7 +69,8 @@ class CallSchema(NamedTuple):
             for function, names in zip(functions, rules, strict=True)
             for rule in names
         ]
-        return cls({"anyOf": calls, "$defs": definitions}, tuple(unenforced))
+        schema = {"anyOf": calls, "$defs": definitions, "x-guidance": LITTLE_SPACE}
+        return cls(schema, tuple(unenforced))
 
 
 def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +96,34 @@ def _eased(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         else:
             return eased, list(dict.fromkeys(left_out))
     return {"type": "object"}, ["parameters"]
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects hold the properties that they name, and no others.
+
+    Few clients write `additionalProperties`, and a weak model would add one after the other. A
+    schema that puts objects together of several parts stays open: no part names all properties.
+
+    >>> closed({"properties": {"a": {}}})
+    {'additionalProperties': False, 'properties': {'a': {}}}
+    >>> closed({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]})
+    {'allOf': [{'properties': {'a': {}}}, {'properties': {'b': {}}}]}
+    """
+    composed = False
+
+    def close(part: dict[str, Any]) -> dict[str, Any]:
+        nonlocal composed
+        composed = composed or _is_composed(part)
+        return {"additionalProperties": False, **part} if "properties" in part else part
+
+    whole: dict[str, Any] = _mapped(schema, lambda key, value: (key, value), close)
+    return dict(schema) if composed else whole
+
+
+def _is_composed(part: Mapping[str, Any]) -> bool:
+    """Tell whether objects of a schema have properties that stand in several places of it."""
+    several = isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1
+    return several or ("properties" in part and bool(COMPOSING & part.keys()))
 
 
 def _alone(schema: dict[str, Any]) -> dict[str, Any]:
@@ -129,10 +168,20 @@ def _moved(schema: Any, place: str) -> Any:
     return _mapped(schema, moved)
 
 
-def _mapped(schema: Any, change: Callable[[str, Any], tuple[str, Any] | None]) -> Any:
-    """Return a schema with each key and value of it, and of the schemas in it, changed."""
+def _mapped(
+    schema: Any,
+    change: Callable[[str, Any], tuple[str, Any] | None],
+    finish: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> Any:
+    """Return a schema with each key and value of it, and of the schemas in it, changed.
+
+    Args:
+        schema: or a list of them.
+        change: returns a key and a value, or None to drop them.
+        finish: changes a whole schema, after those in it.
+    """
     if isinstance(schema, list):
-        return [_mapped(part, change) for part in schema]
+        return [_mapped(part, change, finish) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
     mapped = {}
@@ -144,7 +193,7 @@ def _mapped(schema: Any, change: Callable[[str, Any], tuple[str, Any] | None]) -
         if key in VALUES:
             mapped[key] = value
         elif key in NAMED and isinstance(value, Mapping):
-            mapped[key] = {name: _mapped(part, change) for name, part in value.items()}
+            mapped[key] = {name: _mapped(part, change, finish) for name, part in value.items()}
         else:
-            mapped[key] = _mapped(value, change)
-    return mapped
+            mapped[key] = _mapped(value, change, finish)
+    return finish(mapped)
