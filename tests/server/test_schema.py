@@ -47,6 +47,7 @@ OPERATIONS = (
     "GET /v1/models",
     "GET /v1/responses/{response_id}",
     "GET /v1/responses/{response_id}/input_items",
+    "POST /v1/responses/compact",
     "POST /v1/responses/input_tokens",
     "DELETE /v1/responses/{response_id}",
     "GET /v1/models/{model_id}",

@@ -1,6 +1,6 @@
 """The application: its routes, the middlewares in front of them, and the process that serves it.
 
-socket ─> request id ─> last resort ─> CORS ─> host ─> key ─> body ─> routes ─> Service
+socket ─> request id ─> last resort ─> path ─> CORS ─> host ─> key ─> body ─> routes ─> Service
 
 Streams pass through all of it as they come: no middleware here holds a response back.
 """
@@ -46,7 +46,9 @@ from penstock.server import (
     sessions,
 )
 from penstock.server.connections import Connections
+from penstock.server.paths import Paths, unserved
 from penstock.server.problems import (
+    FROM_ANTHROPIC,
     REQUEST_ID,
     ServerError,
     Unauthorized,
@@ -111,7 +113,9 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _respond(http: HttpRequest, error: Exception) -> Response:
-    """Tell the client of an error that a route has raised."""
+    """Tell the client of an error that a route has raised, or that there is no such route."""
+    if isinstance(error, HTTPException):
+        error = unserved(http, error, http.app.openapi()["paths"])
     problem = problem_of(error)
     if problem.status >= 500 and problem.status != 503:  # a refusal is no fault
         logger.error("%s failed: %s", http.url.path, type(error).__name__)
@@ -161,6 +165,7 @@ def _guard(app: FastAPI, settings: ServerSettings, memory: PromptMemory) -> None
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    app.add_middleware(Paths)
     app.add_middleware(LastResort)
     app.add_middleware(RequestId)
 
@@ -180,6 +185,7 @@ class RequestId:
         name = given if self.PLAIN.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = name
         REQUEST_ID.set(name)
+        FROM_ANTHROPIC.set("anthropic-version" in Headers(scope=scope))
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

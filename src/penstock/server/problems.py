@@ -38,6 +38,8 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the request served here, as the headers `x-request-id` and `request-id` have it."""
 SHOWN_CHARACTERS = 80
 """Limit of a wrong value's characters in a message."""
+FROM_ANTHROPIC: ContextVar[bool] = ContextVar("from_anthropic", default=False)
+"""Whether a client of Anthropic's sent the request served here, whatever its path is."""
 
 
 class ServerError(PenstockError):
@@ -53,6 +55,8 @@ class ServerError(PenstockError):
     status = 500
 
     def __init__(
+    headers: Mapping[str, str] = {}
+    """Headers of its response."""
         self,
         message: str,
         *,
@@ -147,7 +151,8 @@ class Problem:
 def problem_of(error: BaseException) -> Problem:
     """Return the client's view of any exception, without the text of an internal one."""
     if isinstance(error, ServerError):
-        return Problem(error.status, str(error), error.code, error.param, _retry(error.status))
+        headers = {**_retry(error.status), **error.headers}
+        return Problem(error.status, str(error), error.code, error.param, headers)
     if isinstance(error, NeverFits):
         return Problem(400, str(error), "context_length_exceeded")
     if isinstance(error, QueueFull):
@@ -161,8 +166,7 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, RequestValidationError | ValidationError):
         return _validation(error.errors())
     if isinstance(error, HTTPException):
-        message = _ROUTING.get(error.status_code, str(error.detail))
-        return Problem(error.status_code, message, headers=dict(error.headers or {}))
+        return Problem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     if isinstance(error, TimeoutError):
         return Problem(504, "this took too long", "timeout")
     return Problem(500, "something went wrong inside the server; its log says more")
@@ -212,10 +216,6 @@ def _code(kind: str) -> str:
     return "invalid_type" if is_type else "invalid_value"
 
 
-_ROUTING = {
-    404: "there is nothing at this path; /openapi.json lists the paths",
-    405: "this path is not asked with this method; the Allow header names those that it is",
-}
 _TYPES = frozenset({"bool", "dict", "float", "int", "list", "str"})
 
 # ---- the wire form
@@ -271,7 +271,8 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
 def body_for(path: str, problem: Problem) -> dict[str, Any]:
     """Return the error object in the form that clients of a path expect, with the request's id."""
     of_anthropic = path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/")
-    body = anthropic_body(problem) if of_anthropic else openai_body(problem)
+    is_anthropic = of_anthropic or FROM_ANTHROPIC.get()
+    body = anthropic_body(problem) if is_anthropic else openai_body(problem)
     name = REQUEST_ID.get()
     return body if name is None else {**body, "request_id": name}
 

@@ -30,8 +30,8 @@ from penstock.server.disconnect import until_gone
 from penstock.server.forms import grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import Json
-from penstock.server.openai_objects import ERRORS, STREAMED
-from penstock.server.problems import BadRequest, problem_of
+from penstock.server.openai_objects import ERRORS, STREAMED, OpenAIError
+from penstock.server.problems import BadRequest, NotFound, problem_of
 from penstock.server.prompts import Prompts
 from penstock.server.request_body import reading_aside
 from penstock.server.response_forms import (
@@ -79,6 +79,14 @@ def router(service: Service) -> APIRouter:
         return Json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     @routes.get(f"{PATH}/{{response_id}}/input_items", response_model=InputItems)
+    @routes.post(f"{PATH}/compact", response_model=None, responses={404: {"model": OpenAIError}})
+    async def compact() -> Response:
+        """Refuse: this server writes no summaries of conversations."""
+        raise NotFound(
+            "conversations are not compacted here; send the whole input, or a summary of it",
+            code="unsupported_endpoint",
+        )
+
     async def input_items(
         response_id: str,
         cache_salt: str = "",

@@ -1,0 +1,116 @@
+"""Paths as clients write them: slashes too many, `/v1` twice or not at all, methods not served.
+
+A base URL is typed by hand. Slashes too many change nothing; where `/v1` is wrong, the error says
+how the base URL should end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.server.problems import NotFound, ServerError
+
+API = "/v1"
+"""Beginning of the paths of all interfaces."""
+ENDLESS = f"{API}/live"
+"""Path of a stream that does not end: nothing would end a HEAD of it."""
+SHOWN_CHARACTERS = 80
+BASE_URLS = (
+    f"a base URL of OpenAI's clients ends in {API}, one of Anthropic's in the port (without {API})"
+)
+
+
+class Paths:
+    """Middleware that takes slashes out of paths, and answers HEAD wherever GET is answered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": plain(scope["path"])}
+            if scope["method"] == "HEAD" and scope["path"] != ENDLESS:
+                scope["method"] = "GET"  # uvicorn, which has the other scope, sends no body
+        return await self.app(scope, receive, send)
+
+
+def plain(path: str) -> str:
+    """Return a path without slashes too many.
+
+    A page's own is left at its end: its links are relative to it.
+
+    >>> plain("//v1//models/"), plain("/docs/")
+    ('/v1/models', '/docs/')
+    """
+    path = re.sub("//+", "/", path)
+    return path.rstrip("/") if path.startswith(f"{API}/") else path
+
+
+def unserved(
+    http: HttpRequest, error: HTTPException, served: Mapping[str, Iterable[str]]
+) -> Exception:
+    """Say what is served instead of a path or method that is not; other errors stay.
+
+    Args:
+        http: the request.
+        error: from the routes.
+        served: methods of every path, as the OpenAPI document has them.
+    """
+    path = http.url.path
+    if error.status_code == 405:
+        own = (error.headers or {}).get("Allow", "").split(", ")
+        methods = {*own, *methods_of(path, served)} - {""}
+        return WrongMethod(path, http.method, ", ".join(sorted(methods)))
+    if error.status_code != 404:
+        return error
+    message = f"there is nothing at {path[:SHOWN_CHARACTERS]}"
+    near = nearest(path, served)
+    if near is None:
+        return NotFound(f"{message}; /openapi.json lists the paths")
+    return NotFound(f"{message}, but at {near}: {BASE_URLS}")
+
+
+class WrongMethod(ServerError):
+    """A path is asked with a method that is not served there."""
+
+    status = 405
+
+    def __init__(self, path: str, method: str, allowed: str) -> None:
+        super().__init__(
+            f"{path[:SHOWN_CHARACTERS]} is served with {allowed}, "
+            f"not with {method[:SHOWN_CHARACTERS]}"
+        )
+        self.headers = {"Allow": allowed}
+
+
+def methods_of(path: str, served: Mapping[str, Iterable[str]]) -> set[str]:
+    """Return the methods with which a path is served, of all templates that it matches.
+
+    >>> sorted(methods_of("/v1/a/b", {"/v1/a/{id}": ("get", "delete"), "/v1/a": ("post",)}))
+    ['DELETE', 'GET']
+    """
+    methods = set[str]()
+    for template, names in served.items():
+        if re.fullmatch(_PARAMETER.sub("[^/]+", template), path):
+            methods.update(name.upper() for name in names)
+    return methods
+
+
+_PARAMETER = re.compile(r"\{[^}]*\}")
+
+
+def nearest(path: str, served: Iterable[str]) -> str | None:
+    """Return the longest served path that a path ends with, perhaps without its `/v1`.
+
+    >>> served = ("/v1/messages", "/v1/models", "/health")
+    >>> [nearest(path, served) for path in ("/v1/v1/messages", "/models", "/api/x", "/health")]
+    ['/v1/messages', '/v1/models', None, None]
+    """
+    of_interfaces = [one for one in served if one.startswith(f"{API}/") and "{" not in one]
+    ends = [one for one in of_interfaces if path.endswith(one.removeprefix(API))]
+    return max(ends, key=len, default=None)
