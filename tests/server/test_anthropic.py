@@ -580,3 +580,32 @@ def test_the_models_of_the_parrot_are_on_disk(tmp_path: Path) -> None:
     _, tokenizer = parrot(tmp_path, "Hello")
     assert tokenizer.has_tool_calling
     assert tokenizer.tool_parser(CALL) == json.loads(CALL)
+
+
+def test_a_conversation_that_the_server_is_to_keep_is_refused(recall_server: Running) -> None:
+    """By the code on which Anthropic's client sends all of it: its runner of tools asks first."""
+    api = client(recall_server)
+
+    def greet() -> str:
+        """Greet."""
+        return "Hello"
+
+    tools = [anthropic.beta_tool(greet)]
+    runner = api.beta.messages.tool_runner(**weather(messages=[user("Hi")], tools=tools))
+    assert runner.until_done().content
+    body = {"model": "any", "max_tokens": 4, "messages": [user("Hi")]}
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        answer = httpx.post(f"{recall_server.url}/v1/messages", json={**body, "thread": thread})
+        assert answer.status_code == 400 and "all messages" in answer.json()["error"]["message"]
+        details = answer.json()["error"]["details"]
+        assert details == {"error_code": "thread_unsupported_request"}
+
+
+def test_a_message_has_all_fields_of_its_form(recall_server: Running) -> None:
+    body = {"model": "any", "max_tokens": 4, "messages": [user("Hi")]}
+    whole = httpx.post(f"{recall_server.url}/v1/messages", json=body).json()
+    assert {whole[name] for name in ("stop_details", "container")} == {None}
+    assert whole["content"][0]["citations"] == []
+    usage = whole["usage"]
+    assert usage["output_tokens_details"] == {"thinking_tokens": 0}
+    assert {"cache_creation", "inference_geo", "server_tool_use", "service_tier"} <= set(usage)

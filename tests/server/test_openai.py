@@ -900,7 +900,8 @@ def test_a_kept_response_is_returned_and_forgotten(recall_server: Running) -> No
 
 
 def test_an_error_in_a_stream_of_responses_is_one_of_its_events() -> None:
-    """With a number as all of them have; the SDK reads it as an event."""
+    """With a number as all of them have; the SDK reads it as an event. The failed response is last,
+    where clients look for the end."""
     with serving(request_timeout_seconds=0.5) as running, client(running) as api:
         stream = api.responses.create(
             model="any",
@@ -910,9 +911,30 @@ def test_an_error_in_a_stream_of_responses_is_one_of_its_events() -> None:
             extra_body={"logit_bias": {"2": -100}},
         )
         events: list[Any] = list(stream)
-    error = events[-1]
-    assert error.type == "error" and error.sequence_number == len(events) - 1
+    error, last = events[-2:]
+    assert error.type == "error" and error.sequence_number == len(events) - 2
     assert error.code == "timeout" and "--request-timeout" in error.message
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert (last.response.error.code, last.response.error.message) == (error.code, error.message)
+
+
+def test_a_response_says_the_settings_that_were_used(recall_server: Running) -> None:
+    """Clients read them without a look whether they are there."""
+    flat = {"type": "function", "name": "f"}
+    with client(recall_server) as api:
+        plain = api.responses.create(model="any", input="hi", max_output_tokens=1).to_dict()
+        body: Any = {"temperature": 0.5, "top_p": 0.9, "prompt_cache_key": "k", "tools": [flat]}
+        given_back = api.responses.create(model="any", input="hi", **body).to_dict()
+    assert (plain["temperature"], plain["top_p"], plain["truncation"]) == (0.0, 1.0, "disabled")
+    assert (plain["presence_penalty"], plain["frequency_penalty"]) == (0.0, 0.0)
+    assert (plain["status"], plain["completed_at"]) == ("incomplete", None)
+    nothing = ("error", "max_tool_calls", "prompt_cache_key", "safety_identifier")
+    assert {plain[name] for name in nothing} == {None}
+    assert given_back["completed_at"] >= given_back["created_at"]
+    assert (given_back["temperature"], given_back["top_p"]) == (0.5, 0.9)
+    assert given_back["prompt_cache_key"] == "k"
+    unsaid = {"description": None, "parameters": None, "strict": None}
+    assert given_back["tools"] == [{**unsaid, **flat}]
 
 
 def test_broken_arguments_in_history_are_passed_on(recall_server: Running) -> None:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -41,7 +41,7 @@ from penstock.server.calls import (
 )
 from penstock.server.disconnect import until_gone
 from penstock.server.forms import grammar_for
-from penstock.server.problems import BadRequest, dumps
+from penstock.server.problems import UNTHREADED, BadRequest, dumps
 from penstock.server.prompt_progress import ping_event
 from penstock.server.prompts import check_text
 from penstock.server.request_body import reading_aside
@@ -64,6 +64,8 @@ class MessagesBody(MessagesRequest):
     """A request for a message."""
 
     tool_choice: Choosing | None = None
+    thread: dict[str, Any] | Literal[False] | None = None
+    """Conversation that the server is to keep, which is refused: clients then send all of it."""
 
 
 # ---- what is answered, for the OpenAPI document
@@ -74,6 +76,8 @@ class TextOut(BaseModel):
 
     type: Literal["text"]
     text: str
+    citations: list[Any]
+    """Empty list: nothing is cited here, and not all clients take null or a missing field."""
 
 
 class ThinkingOut(BaseModel):
@@ -92,6 +96,15 @@ class ToolUseOut(BaseModel):
     id: str
     name: str
     input: dict[str, Any]
+    caller: dict[str, Any]
+    """Caller of the tool: the model itself, `direct`."""
+
+
+class ThinkingTokens(BaseModel):
+    """Part of the answer's tokens."""
+
+    thinking_tokens: int
+    """Tokens of reasoning, shown or not."""
 
 
 class UsageOut(BaseModel):
@@ -104,6 +117,11 @@ class UsageOut(BaseModel):
     cache_read_input_tokens: int | None
     """Prompt tokens that were read from the cache."""
     output_tokens: int
+    output_tokens_details: ThinkingTokens | None = None
+    cache_creation: None = None
+    inference_geo: None = None
+    server_tool_use: None = None
+    service_tier: Literal["standard"] = "standard"
 
 
 class MessageOut(BaseModel):
@@ -116,6 +134,8 @@ class MessageOut(BaseModel):
     content: list[Annotated[TextOut | ThinkingOut | ToolUseOut, Field(discriminator="type")]]
     stop_reason: StopReason | None
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: UsageOut
 
 
@@ -174,10 +194,11 @@ def router(service: Service) -> APIRouter:
     )
     async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
-        request, reader, more = await until_gone(http, service.work(_prepare, service, body))
-        answering = await service.open(request, LABEL)
-        telling = _Telling(service, answering, reader, Blocks(thinking=body.thinks))
-        headers = left_out_headers(body.left_out) | more
+        ready = await until_gone(http, service.work(_prepare, service, body))
+        answering = await service.open(ready.request, LABEL)
+        blocks = Blocks(thinking=body.thinks)
+        telling = _Telling(service, answering, ready.reader, blocks, ready.in_reasoning)
+        headers = left_out_headers(body.left_out) | ready.headers
         if body.stream:
             events = telling.events()
             return Stream(service, LABEL, answering, events, headers, ping=ping_event)
@@ -194,7 +215,18 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dict[str, str]]:
+class _Prepared(NamedTuple):
+    """A request that has been read."""
+
+    request: Request
+    reader: Reader
+    headers: dict[str, str]
+    """Headers of the response."""
+    in_reasoning: bool
+    """Whether the prompt ends inside the model's reasoning."""
+
+
+def _prepare(service: Service, body: MessagesBody) -> _Prepared:
     """Make the engine's request, the reader of its answer, and headers; in a worker thread.
 
     Raises:
@@ -202,6 +234,12 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dic
         SettingError: a number is out of its range.
     """
     check_text(body.cache_salt, "cache_salt")
+    if body.thread:
+        raise BadRequest(
+            "thread: conversations are not kept here; send all messages, without thread",
+            param="thread",
+            code=UNTHREADED,
+        )
     prompt = prompt_of(body, service.prompts)
     chosen: dict[str, Any] = service.sampling.model_dump(include=set(SAMPLED))
     chosen |= body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
@@ -223,7 +261,8 @@ def _prepare(service: Service, body: MessagesBody) -> tuple[Request, Reader, dic
     reasoning = prompt.in_reasoning and not body.constrained
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
     reader = Reader(service.prompts.format, tools_of(body), reasoning=reasoning, parallel=parallel)
-    return request, reader, unenforced_headers(call.unenforced if call is not None else ())
+    headers = unenforced_headers(call.unenforced if call is not None else ())
+    return _Prepared(request, reader, headers, reasoning)
 
 
 def _budget(
@@ -287,7 +326,7 @@ class Blocks:
             self.content[-1]["thinking"] += delta.reasoning
             yield self._more({"type": "thinking_delta", "thinking": delta.reasoning})
         if delta.text:
-            yield from self._begin({"type": "text", "text": ""})
+            yield from self._begin({"type": "text", "text": "", "citations": []})
             self.content[-1]["text"] += delta.text
             yield self._more({"type": "text_delta", "text": delta.text})
 
@@ -303,6 +342,7 @@ class Blocks:
             yield from self.end()
             call_id = f"toolu_{call.id.removeprefix('call_')}"
             block = {"type": "tool_use", "id": call_id, "name": call.name, "input": {}}
+            block["caller"] = {"type": "direct"}
             yield from self._begin(block)
         if part.grown:
             yield self._more({"type": "input_json_delta", "partial_json": part.grown})
@@ -343,6 +383,8 @@ class _Telling:
     answering: ActiveRequest
     reader: Reader
     blocks: Blocks
+    in_reasoning: bool
+    """Whether the prompt ended inside the model's reasoning."""
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex[:24]}")
 
     async def message(self, http: HttpRequest) -> dict[str, Any]:
@@ -380,6 +422,7 @@ class _Telling:
             "role": "assistant",
             "model": self.service.model_name,
             "content": self.blocks.content,
+            "container": None,
         }
 
     def _start(self) -> dict[str, Any]:
@@ -391,18 +434,21 @@ class _Telling:
             cache_read_input_tokens=None,
             output_tokens=0,
         )
-        nothing = {"stop_reason": None, "stop_sequence": None}
+        nothing = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
         return {**self._head(), "content": [], **nothing, "usage": usage.model_dump()}
 
     async def _usage(self) -> dict[str, Any]:
         """Return the usage: tokens read from the cache, tokens written to it, and the rest."""
         used = self.answering.usage()
         created = await self.service.created_tokens(self.answering)
+        (choice,) = self.answering.handles[0].choices
+        thought = self.service.prompts.reasoning_tokens(choice.tokens, inside=self.in_reasoning)
         usage = UsageOut(
             input_tokens=used.prompt_tokens - used.cached_tokens - created,
             cache_creation_input_tokens=created,
             cache_read_input_tokens=used.cached_tokens,
             output_tokens=used.completion_tokens,
+            output_tokens_details=ThinkingTokens(thinking_tokens=thought),
         )
         return usage.model_dump()
 
@@ -418,7 +464,7 @@ def _ended(reader: Reader) -> dict[str, Any]:
     elif isinstance(stop, str):
         reason = "stop_sequence"
     sequence = stop if reason == "stop_sequence" else None
-    return {"stop_reason": reason, "stop_sequence": sequence}
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
 
 def _event(content: dict[str, Any]) -> bytes:

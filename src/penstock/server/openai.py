@@ -290,7 +290,8 @@ def _read_all(
 
 
 def _message(reader: Reader) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reader.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": reader.text}
+    message |= {"refusal": None, "annotations": []}
     if reader.calls:
         message["content"] = reader.text or None
         message["tool_calls"] = [_call(call) for call in reader.calls]

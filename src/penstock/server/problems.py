@@ -33,13 +33,15 @@ RETRY_SECONDS = 2
 """Seconds of `Retry-After` when there is no room at the moment."""
 ANTHROPIC_PATHS = "/v1/messages"
 """Path under which errors have Anthropic's form; elsewhere they have OpenAI's."""
+UNTHREADED = "thread_unsupported_request"
+"""Code by which Anthropic's clients know that they have to send the whole conversation."""
 STOPPED = "the engine has stopped, or takes no more requests in; try again later"
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the request served here, as the headers `x-request-id` and `request-id` have it."""
-SHOWN_CHARACTERS = 80
-"""Limit of a wrong value's characters in a message."""
 FROM_ANTHROPIC: ContextVar[bool] = ContextVar("from_anthropic", default=False)
 """Whether a client of Anthropic's sent the request served here, whatever its path is."""
+SHOWN_CHARACTERS = 80
+"""Limit of a wrong value's characters in a message."""
 
 
 class ServerError(PenstockError):
@@ -53,10 +55,10 @@ class ServerError(PenstockError):
     """
 
     status = 500
-
-    def __init__(
     headers: Mapping[str, str] = {}
     """Headers of its response."""
+
+    def __init__(
         self,
         message: str,
         *,
@@ -265,7 +267,10 @@ def anthropic_body(problem: Problem) -> dict[str, Any]:
     """
     kind = "invalid_request_error" if problem.status < 500 else "api_error"
     kind = _ANTHROPIC_KINDS.get(problem.status, kind)
-    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+    error: dict[str, Any] = {"type": kind, "message": problem.message}
+    if problem.code == UNTHREADED:
+        error["details"] = {"error_code": UNTHREADED}
+    return {"type": "error", "error": error}
 
 
 def body_for(path: str, problem: Problem) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 response.created, in_progress
   output_item.added ─ content_part.added ─ output_text.delta ... done ─ ... done
   output_item.added ─ function_call_arguments.delta, done ─ output_item.done
-response.completed | response.incomplete
+response.completed | response.incomplete | error ─ response.failed
 
 `response_tools` has the tools, `response_items` the input, `response_store` the kept responses.
 """
@@ -31,7 +31,7 @@ from penstock.server.forms import grammar_for
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai import Json
 from penstock.server.openai_objects import ERRORS, STREAMED, OpenAIError
-from penstock.server.problems import BadRequest, NotFound, problem_of
+from penstock.server.problems import BadRequest, NotFound, Problem, problem_of
 from penstock.server.prompts import Prompts
 from penstock.server.request_body import reading_aside
 from penstock.server.response_forms import (
@@ -44,6 +44,7 @@ from penstock.server.response_forms import (
 )
 from penstock.server.response_items import Conversation, items_of, page_of, resolved
 from penstock.server.response_output import ResponseOutput
+from penstock.server.response_settings import response_error, settings_object
 from penstock.server.response_store import ResponseStore
 from penstock.server.response_tools import Tools, flat_name
 from penstock.server.service import Service
@@ -78,7 +79,6 @@ def router(service: Service) -> APIRouter:
         tokens = await until_gone(http, service.work(_tokens, service, body))
         return Json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
-    @routes.get(f"{PATH}/{{response_id}}/input_items", response_model=InputItems)
     @routes.post(f"{PATH}/compact", response_model=None, responses={404: {"model": OpenAIError}})
     async def compact() -> Response:
         """Refuse: this server writes no summaries of conversations."""
@@ -87,6 +87,7 @@ def router(service: Service) -> APIRouter:
             code="unsupported_endpoint",
         )
 
+    @routes.get(f"{PATH}/{{response_id}}/input_items", response_model=InputItems)
     async def input_items(
         response_id: str,
         cache_salt: str = "",
@@ -186,6 +187,7 @@ class _Responses:
         self.parallel = body.parallel_tool_calls is not False
         self.wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
         self.asked = Asked([], [], Tools(), [])
+        self.sampling = service.sampling
         self.headers: dict[str, str] = {}
         """Headers of the response, beside the one for left-out items and tools."""
         self.custom: str | None = None
@@ -205,8 +207,9 @@ class _Responses:
             output.add(Delta(reasoning=reader.reasoning))
             output.new_logprobs = self._logprobs(choice.logprobs)
             output.add(Delta(reader.text, calls=tuple(reader.calls)))
-            output.end(incomplete=reader.reason == "length")
-            whole = self._object(output.items, reader, await self._usage(answering))
+            status = _status(reader)
+            output.end(incomplete=status == "incomplete")
+            whole = self._object(output.items, status, await self._usage(answering))
             self._keep(output, whole)
             return Json(whole, headers=headers)
 
@@ -230,14 +233,15 @@ class _Responses:
                     code="unsupported_parameter",
                 )
         prompt, grammar = await until_gone(http, service.work(self._read))
+        self.sampling = body.sampling(
+            service.sampling,
+            logprobs=self.wants_logprobs,
+            top_logprobs=body.top_logprobs or 0,
+        )
         request = body.request(
             service,
             prompt,
-            sampling=body.sampling(
-                service.sampling,
-                logprobs=self.wants_logprobs,
-                top_logprobs=body.top_logprobs or 0,
-            ),
+            sampling=self.sampling,
             max_tokens=body.max_output_tokens,
             grammar=grammar,
         )
@@ -312,40 +316,25 @@ class _Responses:
     def _object(
         self,
         items: list[dict[str, Any]],
-        reader: Reader | None = None,
+        status: str = "in_progress",
         usage: dict[str, Any] | None = None,
+        error: Problem | None = None,
     ) -> dict[str, Any]:
-        body = self.body
-        form = {"type": "text"}
-        if body.text is not None and body.text.format is not None:
-            form = body.text.format.model_dump(by_alias=True, exclude_unset=True)
-        status = "in_progress"
-        if reader is not None:
-            status = "incomplete" if reader.reason == "length" else "completed"
+        """Return the response, with the settings that it was made with."""
+        cut_off = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "error": None,
-            "incomplete_details": (
-                {"reason": "max_output_tokens"} if status == "incomplete" else None
-            ),
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
+            "error": None if error is None else response_error(error),
+            "incomplete_details": cut_off,
             "model": self.service.model_name,
             "output": items,
-            "parallel_tool_calls": self.parallel,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
-            "store": body.store is not False,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "text": {"format": form},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
             "usage": usage,
+            "parallel_tool_calls": self.parallel,
+            **settings_object(self.body, self.sampling),
         }
 
     def _event(self, kind: str, content: dict[str, Any]) -> bytes:
@@ -366,6 +355,8 @@ class _Responses:
                 "error",
                 {"code": problem.code, "message": problem.message, "param": problem.param},
             )
+            whole = self._object([], "failed", error=problem)
+            yield self._event("response.failed", {"response": whole})
 
     async def _events(self, answering: ActiveRequest, reader: Reader) -> AsyncIterator[bytes]:
         event = self._event
@@ -382,10 +373,14 @@ class _Responses:
                     delta = reader.push(one.text)
                 for kind, content in output.add(delta):
                     yield event(kind, content)
-        incomplete = reader.reason == "length"
-        for kind, content in output.end(incomplete=incomplete):
+        status = _status(reader)
+        for kind, content in output.end(incomplete=status == "incomplete"):
             yield event(kind, content)
-        whole = self._object(output.items, reader, await self._usage(answering))
+        whole = self._object(output.items, status, await self._usage(answering))
         self._keep(output, whole)
-        kind = "response.incomplete" if incomplete else "response.completed"
-        yield event(kind, {"response": whole})
+        yield event(f"response.{status}", {"response": whole})
+
+
+def _status(reader: Reader) -> str:
+    """Return the state of an answer that has ended."""
+    return "incomplete" if reader.reason == "length" else "completed"
