@@ -1,0 +1,1 @@
+"""Decode attention in kernels of our own: one text for Metal, CUDA and the C++ of the tests."""

@@ -1,0 +1,253 @@
+"""A layer of a decode step by kernels: partial attention over spans, then the merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+
+from penstock.kv import attention
+from penstock.kv import columns as col
+from penstock.kv.attention import MASKED, Partial
+from penstock.kv.attention_plan import AttentionPlan
+from penstock.kv.backend import Backend
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.columns import Side
+from penstock.kv.kernels import text
+from penstock.kv.kernels.forms import form_of
+from penstock.kv.kernels.plan import THREADGROUPS, Dispatch, Reading, dispatches, signature
+from penstock.kv.kernels.text import KernelText
+
+Sides: TypeAlias = tuple[Side, Side]
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One dispatch of one kernel."""
+
+    text: KernelText
+    inputs: list[mx.array]
+    template: tuple[tuple[str, Any], ...]
+    threadgroups: tuple[int, int, int]
+    threads: int
+    """Threads of a threadgroup."""
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[mx.Dtype, ...]
+
+
+class UnknownKernel(Exception):
+    """A kernel that was not tried."""
+
+
+Run: TypeAlias = Callable[[KernelCall], Sequence[mx.array]]
+
+
+class DeviceKernels:
+    """Kernels compiled by MLX for the GPU that it computes on, each when it is first called."""
+
+    def __init__(self) -> None:
+        self.target = "metal" if mx.metal.is_available() else "cuda"
+        self._made: dict[str, Any] = {}
+
+    def __call__(self, call: KernelCall) -> Sequence[mx.array]:
+        """Put a dispatch into the graph."""
+        made = self._made.get(call.text.name)
+        if made is None:
+            make: Any = mx.fast.metal_kernel if self.target == "metal" else mx.fast.cuda_kernel
+            made = self._made[call.text.name] = make(
+                name=call.text.name,
+                input_names=list(call.text.inputs),
+                output_names=list(call.text.outputs),
+                source=call.text.source,
+                header=call.text.header,
+            )
+        x, y, z = call.threadgroups
+        outputs: Sequence[mx.array] = made(
+            inputs=call.inputs,
+            template=list(call.template),
+            grid=(x * call.threads, y, z),
+            threadgroup=(call.threads, 1, 1),
+            output_shapes=list(call.shapes),
+            output_dtypes=list(call.dtypes),
+        )
+        return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """One layer of a decode step."""
+
+    queries: mx.array
+    """(b, heads, width, d), as the model has them."""
+    reading: Reading
+    layout: AttentionPlan
+    layer: int
+    tails: Sides
+    """Buffers of all slots, (slots, kv_heads, columns, dim), the new tokens written."""
+    scale: float
+    """Factor of the model's scores."""
+    sinks: mx.array | None
+    """(heads,) float32, in base 2."""
+
+
+def device_kernels(device: Backend) -> KernelAttention | None:
+    """Return the kernels of a back end's device; None where none are compiled."""
+    call = getattr(device, "call_kernel", None)
+    if call is not None:
+        return KernelAttention(call, call.target)
+    if not getattr(device, "has_device", False):
+        return None
+    kernels = DeviceKernels()
+    return KernelAttention(kernels, kernels.target)
+
+
+class KernelAttention:
+    """Attention of decode steps by kernels.
+
+    Args:
+        run: what calls them.
+        target: the language of their text: "metal", "cuda", or "lockstep" in tests.
+    """
+
+    def __init__(self, run: Run, target: str) -> None:
+        self._call = run
+        self._target = target
+        self.known: set[Hashable] = set()
+        """Kernels that were called."""
+        self.threadgroups = THREADGROUPS
+        """Threadgroups that keep the device busy."""
+        self.only_known = False
+        """Whether no other is called: one that does not compile would end the step it is in."""
+
+    def attend(self, of: LayerStep, plans: dict[Hashable, list[Dispatch]]) -> mx.array | None:
+        """Attend as `Reads.attend` does; None where no kernel reads a part, or one is unknown.
+
+        Args:
+            of: the layer and what it reads.
+            plans: plans of the step that were made for other layers.
+        """
+        keys, values = of.tails
+        assert isinstance(keys, mx.array) and isinstance(values, mx.array)
+        own = form_of(of.tails, keys.dtype)
+        kinds = signature(of.layout, of.layer, keys.dtype)
+        if own is None or kinds is None:
+            return None
+        key = of.reading.window, of.reading.kv_heads, own, keys.shape[2], kinds
+        if key not in plans:
+            tails = own, keys.shape[2]
+            plans[key] = dispatches(of.reading, of.layout, of.layer, tails, self.threadgroups)
+        planned = plans[key]
+        try:
+            if len(planned) == 1 and planned[0].form == own:
+                return self._finished(of, planned[0])
+            return self._merged(of, planned)
+        except UnknownKernel:
+            return None
+
+    def _run(self, call: KernelCall) -> Sequence[mx.array]:
+        kinds = tuple(array.dtype for array in call.inputs)
+        key = call.text.name, call.template, kinds, call.dtypes
+        if self.only_known and key not in self.known:
+            raise UnknownKernel(call.text.name)
+        self.known.add(key)
+        return self._call(call)
+
+    def _finished(self, of: LayerStep, planned: Dispatch) -> mx.array:
+        """Read one form, and merge its partial results into the attention's."""
+        b, heads, width, _ = of.queries.shape
+        partials = self._partials(of, planned, of.queries)
+        shape = b, heads, width, planned.form.values.dim
+        (result,) = self._merge(
+            of, planned, partials, of.sinks, (shape,), (of.queries.dtype,), finished=True
+        )
+        return result
+
+    def _merged(self, of: LayerStep, planned: Sequence[Dispatch]) -> mx.array:
+        """Read several forms, and merge by plain operations what is read of each."""
+        parts = [self._part(of, one) for one in planned]
+        b, heads, width, _ = of.queries.shape
+        sunk = None
+        if of.sinks is not None:
+            by_head = of.sinks.reshape(of.reading.kv_heads, 1, -1, 1)
+            wide = mx.broadcast_to(by_head, (by_head.shape[0], b, by_head.shape[2], width))
+            sunk = wide.reshape(by_head.shape[0], -1, 1)
+        result = attention.ungrouped(attention.merged(parts, sunk), b, heads)
+        return result.astype(of.queries.dtype)
+
+    def _part(self, of: LayerStep, planned: Dispatch) -> Partial:
+        """Return what the rows read of one form, (kv_heads, b * repeats * width, ...)."""
+        keys, values = planned.sides(of.layer, of.tails)[0]
+        b, heads = of.queries.shape[:2]
+        queries, kv_heads = of.queries, of.reading.kv_heads
+        if isinstance(keys, Coded):
+            turned = keys.codec.transform_query(attention.grouped(queries, kv_heads))
+            queries = attention.ungrouped(turned, b, heads)
+        partials = self._partials(of, planned, queries)
+        rows, dim = b * of.reading.per_row, planned.form.values.dim
+        shapes = tuple((kv_heads, rows, last) for last in (1, 1, dim))
+        top, total, mixed = self._merge(
+            of, planned, partials, None, shapes, (mx.float32,) * 3, finished=False
+        )
+        if isinstance(values, Coded):
+            mixed = values.codec.inverse_transform(mixed, values.dim)
+        return Partial(top, total, mixed)
+
+    def _partials(self, of: LayerStep, planned: Dispatch, queries: mx.array) -> Sequence[mx.array]:
+        form, geometry = planned.form, planned.geometry
+        sides = planned.sides(of.layer, of.tails)
+        spans = text.padded_spans(form, len(sides))
+        padded = [*sides, *[sides[0]] * (spans - len(sides))]
+        arrays = [array for pair in padded for array in col.arrays(*pair)]
+        numbers = [of.scale * attention.LOG2_E, form.keys.step, form.values.step]
+        staged = geometry.simdgroups > 1
+        step = text.tile_step(geometry.lanes)
+        tile = text.tile_columns(form, form.dtype.size, step) if staged else step
+        template = (
+            *(("T", form.dtype), ("Q", queries.dtype)),
+            *(("KEY_DIM", form.keys.dim), ("VALUE_DIM", form.values.dim)),
+            *(("ROWS", geometry.rows), ("LANES", geometry.lanes)),
+            *(("SIMDGROUPS", geometry.simdgroups), ("TILE", tile)),
+        )
+        count = of.reading.kv_heads, planned.partials
+        return self._run(
+            KernelCall(
+                text.partial_text(self._target, form, spans, staged=staged),
+                [queries, planned.plan, mx.array(numbers), *arrays],
+                template,
+                (planned.tasks, of.reading.kv_heads, planned.tiles),
+                32 * geometry.simdgroups,
+                (count, count, (*count, form.values.dim)),
+                (mx.float32,) * 3,
+            )
+        )
+
+    def _merge(
+        self,
+        of: LayerStep,
+        planned: Dispatch,
+        partials: Sequence[mx.array],
+        sinks: mx.array | None,
+        shapes: tuple[Shape, ...],
+        dtypes: tuple[mx.Dtype, ...],
+        *,
+        finished: bool,
+    ) -> Sequence[mx.array]:
+        template = (
+            *(("T", dtypes[0]), ("VALUE_DIM", planned.form.values.dim)),
+            *(("SINKS", sinks is not None), ("SIMDGROUPS", 1)),
+        )
+        none = mx.array([MASKED])
+        return self._run(
+            KernelCall(
+                text.merge_text(self._target, finished=finished),
+                [*partials, planned.plan, planned.lists, none if sinks is None else sinks],
+                template,
+                (len(of.reading.rows) * of.reading.per_row, of.reading.kv_heads, 1),
+                32,
+                shapes,
+                dtypes,
+            )
+        )

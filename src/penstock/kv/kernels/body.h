@@ -1,0 +1,148 @@
+// Attention of a group of rows over a span of columns: what all targets compile.
+//
+// Written for one lane. VF, VI and VB are a lane's float, int and bool; plain types are the same in
+// all lanes of a simdgroup. The names in capitals are the macros of metal.h, cuda.h and, for tests,
+// lockstep.h.
+
+FN int smaller(int a, int b) { return a < b ? a : b; }
+
+// Numbers as the model has them: columns of DIM, from column 0 of a head on.
+template <class P, int DIM>
+struct Numbers {
+  P numbers;
+
+  FN void load(THREAD float* to, int column, int chunk) const {
+    load_numbers(to, numbers + (column * DIM + chunk * CHUNK));
+  }
+};
+
+// Codes of BITS, one stream of little-endian bits a column. GROUP neighbors share a scale and an
+// offset; with GROUP 0 a column has one scale, and its levels are `step` apart around zero.
+template <class P, class S, int DIM, int BITS, int GROUP>
+struct Codes {
+  P codes;
+  S scales;
+  S offsets;
+  float step;
+
+  FN void load(THREAD float* to, int column, int chunk) const {
+    const int groups = GROUP == 0 ? 1 : DIM / (GROUP == 0 ? 1 : GROUP);
+    const int group = column * groups + (GROUP == 0 ? 0 : chunk * CHUNK / (GROUP == 0 ? 1 : GROUP));
+    float scale = float(scales[group]), offset;
+    if (GROUP == 0) {
+      scale *= step;
+      offset = scale * (-0.5f * float((1 << BITS) - 1));
+    } else {
+      offset = float(offsets[group]);
+    }
+    const uint32_t first = uint32_t(chunk) * (CHUNK * BITS);
+    const uint32_t at = uint32_t(column) * (DIM * BITS / 32) + first / 32, low = first % 32;
+    UNROLL
+    for (int e = 0; e < CHUNK; ++e) {
+      const uint32_t bit = low + e * BITS, shift = bit % 32;
+      uint32_t code = codes[at + bit / 32] >> shift;
+      if (32 % BITS != 0 && shift + BITS > 32) code |= codes[at + bit / 32 + 1] << (32 - shift);
+      to[e] = scale * float(code & ((1u << BITS) - 1u)) + offset;
+    }
+  }
+};
+
+// Let the ROWS rows of a simdgroup read the columns first..stop-1. LANES lanes share a column; the
+// others read the next ones. The source's column 0 is `origin`. Each of a lane's rows has four
+// limits: it sees a column c < end that is < last and either < keep or >= low.
+template <int ROWS, int LANES, int KEY_DIM, int VALUE_DIM, class K, class V>
+FN void attend(
+    K keys, V values, int origin, int first, int stop, VI lane, THREAD const int* limits,
+    THREAD const VF* query, THREAD VF* top, THREAD VF* total, THREAD VF* mixed) {
+  const int key_chunks = (KEY_DIM / CHUNK + LANES - 1) / LANES;
+  const int value_chunks = (VALUE_DIM / CHUNK + LANES - 1) / LANES;
+  const int wide = 32 / LANES;
+  const VI part = lane % LANES, own = lane / LANES;
+  for (int block = first; block < stop; block += COLUMNS * wide) {
+    VF weight[COLUMNS * ROWS];
+    UNROLL
+    for (int u = 0; u < COLUMNS; ++u) {
+      const VI column = own + (block + u * wide);
+      UNROLL
+      for (int i = 0; i < ROWS; ++i) weight[u * ROWS + i] = 0.0f;
+      UNROLL
+      for (int c = 0; c < key_chunks; ++c) {
+        const VI chunk = part + c * LANES;
+        VF key[CHUNK];
+        load_if((column < stop) && (chunk < KEY_DIM / CHUNK), keys, key, column - origin, chunk);
+        UNROLL
+        for (int i = 0; i < ROWS; ++i) {
+          UNROLL
+          for (int e = 0; e < CHUNK; ++e) {
+            weight[u * ROWS + i] += query[(i * key_chunks + c) * CHUNK + e] * key[e];
+          }
+        }
+      }
+    }
+    UNROLL
+    for (int m = LANES / 2; m > 0; m /= 2) {
+      UNROLL
+      for (int s = 0; s < COLUMNS * ROWS; ++s) weight[s] += XOR_SHUFFLE(weight[s], m);
+    }
+    UNROLL
+    for (int i = 0; i < ROWS; ++i) {
+      THREAD const int* limit = limits + 4 * i;
+      VF best = top[i];
+      UNROLL
+      for (int u = 0; u < COLUMNS; ++u) {
+        const VI column = own + (block + u * wide);
+        const VB seen = (column < stop) && (column < limit[0]) && (column < limit[1]) &&
+            ((column < limit[3]) || (column >= limit[2]));
+        weight[u * ROWS + i] = SELECT(seen, weight[u * ROWS + i], VF(MASKED));
+        best = MAX(best, weight[u * ROWS + i]);
+      }
+      const VF fade = EXP2(top[i] - best);
+      top[i] = best;
+      total[i] *= fade;
+      UNROLL
+      for (int e = 0; e < value_chunks * CHUNK; ++e) mixed[i * value_chunks * CHUNK + e] *= fade;
+      UNROLL
+      for (int u = 0; u < COLUMNS; ++u) {
+        const VF score = weight[u * ROWS + i];
+        weight[u * ROWS + i] = SELECT(score <= MASKED, VF(0.0f), EXP2(score - best));
+        total[i] += weight[u * ROWS + i];
+      }
+    }
+    UNROLL
+    for (int u = 0; u < COLUMNS; ++u) {
+      const VI column = own + (block + u * wide);
+      UNROLL
+      for (int c = 0; c < value_chunks; ++c) {
+        const VI chunk = part + c * LANES;
+        VF value[CHUNK];
+        load_if(
+            (column < stop) && (chunk < VALUE_DIM / CHUNK), values, value, column - origin, chunk);
+        UNROLL
+        for (int i = 0; i < ROWS; ++i) {
+          UNROLL
+          for (int e = 0; e < CHUNK; ++e) {
+            mixed[(i * value_chunks + c) * CHUNK + e] += weight[u * ROWS + i] * value[e];
+          }
+        }
+      }
+    }
+  }
+}
+
+// Merge what the lanes read that had other columns: all of them have all of it then.
+template <int LANES, int NUMBERS>
+FN void merge_lanes(THREAD VF* top, THREAD VF* total, THREAD VF* mixed) {
+  UNROLL
+  for (int m = 16; m >= LANES; m /= 2) {
+    const VF best = MAX(*top, XOR_SHUFFLE(*top, m));
+    const VF fade = EXP2(*top - best);
+    *top = best;
+    *total *= fade;
+    *total += XOR_SHUFFLE(*total, m);
+    UNROLL
+    for (int e = 0; e < NUMBERS; ++e) {
+      mixed[e] *= fade;
+      mixed[e] += XOR_SHUFFLE(mixed[e], m);
+    }
+  }
+}

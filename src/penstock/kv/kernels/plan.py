@@ -1,0 +1,291 @@
+"""What a decode step reads, as the integers that a kernel takes, and the arrays beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.kv import columns as col
+from penstock.kv.attention import AttentionWindow
+from penstock.kv.attention_plan import AttentionPlan, DecodeRow, SharedRead
+from penstock.kv.codecs.turbo import padded
+from penstock.kv.columns import Side
+from penstock.kv.kernels.forms import Form, form_of
+from penstock.kv.kernels.text import most_spans
+from penstock.kv.segment import Segment
+
+FAR = 2**30
+"""A limit that no column reaches."""
+SPLITS = (32, 64, 128, 256, 512, 1_024)
+"""Columns of a task."""
+THREADGROUPS = 512
+"""Threadgroups that keep a GPU busy; columns are split until there are as many, if they can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How the rows of a task are divided between lanes and simdgroups."""
+
+    rows: int
+    """Rows of a simdgroup; their queries and results are in its registers."""
+    lanes: int
+    """Lanes that share a column."""
+    simdgroups: int
+    """Simdgroups of a threadgroup; with more than one, columns are staged."""
+
+    @classmethod
+    def of(cls, form: Form, stacked: int) -> Geometry:
+        """Return that for tasks of up to `stacked` rows."""
+        dim = max(form.keys.dim, form.values.dim)
+        lanes = min(32, _power_of_two(dim // 8))
+        rows = min(4 if dim <= 8 * lanes else 2, _power_of_two(stacked))
+        return cls(rows, lanes, min(16, _power_of_two(-(-stacked // rows))))
+
+    @property
+    def at_once(self) -> int:
+        """Rows of a threadgroup."""
+        return self.rows * self.simdgroups
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Columns c of a span that a row's first new token sees.
+
+    They are < end and < last, and < keep or >= low. `last` and `low` are one more for each
+    token behind it.
+    """
+
+    end: int
+    last: int
+    low: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Columns first..stop-1 of a span that rows from `row` on read, each by its limits."""
+
+    span: int
+    base: int
+    """Column 0 of head 0 in the arrays, counted in columns."""
+    head_stride: int
+    """Columns from a head to the next."""
+    first: int
+    stop: int
+    row: int
+    limits: tuple[Limits, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One kernel call over spans of one form, and the merge behind it."""
+
+    form: Form
+    segments: tuple[Segment | None, ...]
+    """What the spans are; None is the tails."""
+    geometry: Geometry
+    plan: mx.array
+    lists: mx.array
+    tasks: int
+    partials: int
+    """Rows of all tasks together: the partial results of a key head."""
+    most_stacked: int
+
+    @property
+    def tiles(self) -> int:
+        """Threadgroups that the rows of a task are divided between."""
+        return -(-self.most_stacked // self.geometry.at_once)
+
+    def sides(self, layer: int, tails: tuple[Side, Side]) -> list[tuple[Side, Side]]:
+        """Return keys and values of each span in a layer."""
+        return [tails if one is None else one.layers[layer] for one in self.segments]
+
+    def nbytes(self, kv_heads: int) -> int:
+        """Bytes of the partial results."""
+        return self.partials * kv_heads * (self.form.values.dim + 2) * mx.float32.size
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Heads and rows of a step."""
+
+    rows: Sequence[DecodeRow]
+    window: AttentionWindow
+    width: int
+    kv_heads: int
+    repeats: int
+    """Query heads that share a key head."""
+
+    @property
+    def per_row(self) -> int:
+        """Stacked rows of a sequence."""
+        return self.repeats * self.width
+
+
+def partial_bytes(heads: int, dim: int, width: int, tokens: int, parts: int) -> int:
+    """Return an upper bound of the bytes that a row of a step adds: results, partial and merged.
+
+    Args:
+        heads: query heads.
+        dim: numbers of a head's value.
+        width: new tokens of a row.
+        tokens: columns that it reads.
+        parts: spans that they lie in; each ends with a task of its own.
+    """
+    tasks = -(-tokens // SPLITS[0]) + 2 * parts
+    return heads * width * (tasks + parts) * (padded(dim) + 2) * mx.float32.size
+
+
+def limits_of(row: DecodeRow, start: int, end: int, window: AttentionWindow) -> Limits:
+    """Return what a row sees of a span that begins at position `start` and has `end` columns."""
+    low = -FAR if window.window is None else row.position - window.window + 1 - start
+    keep = window.keep - start if window.window is not None else 0
+    return Limits(end, row.position + 1 - start, max(low, -FAR), keep)
+
+
+def signature(layout: AttentionPlan, layer: int, dtype: mx.Dtype) -> Hashable:
+    """Return what is equal for two layers that one plan serves; None if no kernel reads it all."""
+    parts = []
+    for segment in _segments(layout):
+        form = form_of(segment.layers[layer], dtype)
+        if form is None:
+            return None
+        keys = segment.layers[layer][0]
+        parts.append((form, col.columns(keys), segment.missing[layer] if segment.missing else 0))
+    return tuple(parts)
+
+
+def _segments(layout: AttentionPlan) -> Iterator[Segment]:
+    for level in layout.levels:
+        for unit in level:
+            for segment, _, _ in unit.pieces:
+                yield segment
+
+
+def dispatches(
+    reading: Reading,
+    layout: AttentionPlan,
+    layer: int,
+    tails: tuple[Form, int],
+    threadgroups: int = THREADGROUPS,
+) -> list[Dispatch]:
+    """Plan the kernel calls of a layer: one for each form, or each dozen of its spans.
+
+    Args:
+        reading: the step.
+        layout: which rows read which columns together.
+        layer: whose arrays are read.
+        tails: their form, and the columns of a slot.
+        threadgroups: as many as keep the device busy.
+    """
+    by_form: dict[Form, dict[int, list[Range]]] = {}
+    segments: dict[int, Segment] = {}
+    for level in layout.levels:
+        for unit in level:
+            for segment, ranged in _ranges(reading, unit, layer):
+                form = form_of(segment.layers[layer], tails[0].dtype)
+                assert form is not None
+                segments[id(segment)] = segment
+                by_form.setdefault(form, {}).setdefault(id(segment), []).append(ranged)
+    own = [_tail_range(reading, i, tails[1]) for i in range(len(reading.rows))]
+    by_form.setdefault(tails[0], {})[0] = own
+    made = []
+    for form, spans in by_form.items():
+        most, names = most_spans(form), list(spans)
+        for first in range(0, len(names), most):
+            chosen = names[first : first + most]
+            ranges = [
+                (number, ranged) for number, name in enumerate(chosen) for ranged in spans[name]
+            ]
+            held = [segments.get(name) for name in chosen]
+            made.append(_dispatch(reading, form, held, ranges, threadgroups))
+    return made
+
+
+def _ranges(reading: Reading, unit: SharedRead, layer: int) -> Iterator[tuple[Segment, Range]]:
+    members = reading.rows[unit.first : unit.last]
+    for segment, start, stop in unit.pieces:
+        parts = [next(part for part in row.parts if part.segment is segment) for row in members]
+        gone = segment.missing[layer] if segment.missing else 0
+        limits = tuple(
+            limits_of(row, part.start + gone, part.columns - gone, reading.window)
+            for row, part in zip(members, parts, strict=True)
+        )
+        held = col.columns(segment.layers[layer][0])
+        first, stop = segment.columns(layer, start, stop)
+        yield segment, Range(0, 0, held, first, stop, unit.first, limits)
+
+
+def _tail_range(reading: Reading, number: int, columns: int) -> Range:
+    row = reading.rows[number]
+    stop = row.tail + reading.width
+    limits = limits_of(row, row.position - row.tail, stop, reading.window)
+    base = row.slot * reading.kv_heads * columns
+    return Range(0, base, columns, 0, stop, number, (limits,))
+
+
+def _dispatch(
+    reading: Reading,
+    form: Form,
+    segments: Sequence[Segment | None],
+    ranges: Sequence[tuple[int, Range]],
+    threadgroups: int,
+) -> Dispatch:
+    """Cut ranges into tasks and number their results."""
+    stacked = [len(ranged.limits) * reading.per_row for _, ranged in ranges]
+    geometry = Geometry.of(form, max(stacked))
+    split = _split(ranges, reading.kv_heads, threadgroups)
+    tasks: list[int] = []
+    limits: list[int] = []
+    lists: list[list[int]] = [[] for _ in reading.rows]
+    out = count = 0
+    for (span, ranged), rows in zip(ranges, stacked, strict=True):
+        at = len(limits)
+        for one in ranged.limits:
+            limits += [one.end, one.last, one.low, one.keep]
+        for first in range(ranged.first, ranged.stop, split):
+            columns = min(split, ranged.stop - first)
+            tasks += [span, ranged.base, ranged.head_stride, first, columns]
+            tasks += [ranged.row, len(ranged.limits), out, at]
+            for i in range(len(ranged.limits)):
+                lists[ranged.row + i].append(out + i * reading.per_row)
+            out += rows
+            count += 1
+    header = [reading.repeats, reading.width, reading.kv_heads, out]
+    header.append(len(reading.rows) * reading.per_row)
+    places = np.array([*header, *tasks, *limits], np.int32)
+    places[len(header) + 8 : len(header) + len(tasks) : 9] += len(header) + len(tasks)
+    return Dispatch(
+        form,
+        tuple(segments),
+        geometry,
+        mx.array(places),
+        mx.array(_flat(lists)),
+        count,
+        out,
+        max(stacked),
+    )
+
+
+def _split(ranges: Sequence[tuple[int, Range]], kv_heads: int, threadgroups: int) -> int:
+    """Return the columns of a task: the most that make enough threadgroups."""
+    for split in reversed(SPLITS):
+        count = sum(-(-(ranged.stop - ranged.first) // split) for _, ranged in ranges)
+        if count * kv_heads >= threadgroups:
+            return split
+    return SPLITS[0]
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Return where each row's list begins, where the last ends, and the lists."""
+    ends = len(lists) + 1 + np.cumsum([0, *map(len, lists)])
+    items = [item for one in lists for item in one]
+    padding = [0] * 8  # MLX has arrays of fewer numbers in another address space
+    return np.array([*ends, *items, *padding], np.int32)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()

@@ -1,0 +1,21 @@
+  // Several simdgroups have other rows and read the same columns: TILE of them at a time are copied
+  // to threadgroup memory, as they lie, so that each is loaded once.
+  TILES
+  for (int start = first; start < first + count; start += TILE) {
+    const int stop = smaller(start + TILE, first + count);
+    FOR_SIMDGROUPS {
+      FOR_LANES(l) {
+        const int own = int(SIMDGROUP) * 32 + l, threads = 32 * SIMDGROUPS;
+        STAGE
+      }
+    }
+    BARRIER;
+    FOR_SIMDGROUPS {
+      if (tile_first + int(SIMDGROUP) * ROWS < stacked) {
+        attend<ROWS, LANES, KEY_DIM, VALUE_DIM>(
+            KEY_TILE, VALUE_TILE, start, start, stop, LANE, MY(limits), MY(query), MY(top),
+            MY(total), MY(mixed));
+      }
+    }
+    BARRIER;
+  }

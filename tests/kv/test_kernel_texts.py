@@ -1,0 +1,129 @@
+"""The kernels' text as MLX hands it on: to Metal's compiler, and to NVIDIA's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import mlx.core as mx
+import pytest
+from kernel_steps import Shape, Step
+from kernel_texts import clang_errors, cuda_text, gnu_errors, metal_text, nvrtc, ptx, shimmed
+from lockstep import COMPILER
+
+from penstock.kv.kernels.attend import KernelCall
+
+HALF, BRAIN = mx.float16, mx.bfloat16
+SHAPES = (
+    Shape(HALF, 128, rows=1, repeats=4, sinks=True),
+    Shape(BRAIN, 64, rows=5, repeats=4, scheme="affine4/turbo3"),
+    Shape(dim=512, rows=1, repeats=2, scheme="turbo4/affine8"),
+    Shape(dim=80, rows=9, shared=(64,) * 9),
+)
+ALL = tuple(
+    Shape(dtype, dim, rows=rows, repeats=4, scheme=scheme)
+    for dtype in (mx.float32, HALF, BRAIN)
+    for dim, scheme in (
+        (64, "raw"),
+        (112, "turbo2"),
+        (192, "affine8"),
+        (256, "affine4g128"),
+        (512, "raw"),
+    )
+    for rows in (1, 8)
+)
+"""Every type and loading, of one row and staged."""
+
+
+def calls(shapes: Sequence[Shape], target: str) -> list[KernelCall]:
+    """Return each different kernel that the steps call."""
+    found: dict[object, KernelCall] = {}
+
+    def note(call: KernelCall) -> list[mx.array]:
+        found.setdefault((call.text.name, call.template), call)
+        return [mx.zeros(s, d) for s, d in zip(call.shapes, call.dtypes, strict=True)]
+
+    for shape in shapes:
+        Step.random(shape).attend(note, target)
+    return list(found.values())
+
+
+def text_for_metal(shapes: Sequence[Shape] = SHAPES) -> str:
+    return shimmed([metal_text(call) for call in calls(shapes, "metal")])
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
+def test_metal_text_is_cpp() -> None:
+    """Names, types and templates; `thread` and other words of Metal's are keywords in the shim."""
+    assert gnu_errors(text_for_metal()) == ""
+
+
+def test_address_spaces_of_metal_are_kept_apart() -> None:
+    errors = clang_errors(text_for_metal())
+    if errors is None:
+        pytest.skip("pip install libclang, and clang looks at the address spaces")
+    assert errors == []
+
+
+def test_clang_sees_a_pointer_into_another_address_space() -> None:
+    broken = text_for_metal().replace("DEVICE const Q*", "const Q*")
+    errors = clang_errors(broken)
+    if errors is None:
+        pytest.skip("pip install libclang, and clang looks at the address spaces")
+    assert errors
+
+
+def test_metal_gets_its_own_names_and_31_buffers_at_most() -> None:
+    for call in calls(SHAPES, "metal"):
+        text = metal_text(call)
+        assert "threadgroup_position_in_grid [[threadgroup_position_in_grid]]" in text
+        assert "simdgroup_index_in_threadgroup [[" in text
+        assert len(re.findall(r"\[\[buffer\(", text)) <= 31
+        for name in ("atomic", "_shape", "_strides", "_ndim"):
+            assert name not in text
+        spans = re.findall(r"const (\w+) \w+\* ([kv][so]?\d+) \[\[", text)
+        assert all(space == "device" for space, _ in spans)
+
+
+def test_threadgroup_memory_is_what_an_apple_gpu_has() -> None:
+    for call in calls((*SHAPES, *ALL), "metal"):
+        sizes = {"T": dict(call.template)["T"].size, "uint32_t": 4, "float16_t": 2}
+        tiles = re.findall(r"SHARED\((\w+), \w+, TILE \* (\d+)\)", call.text.source)
+        held = sum(sizes[kind] * int(each) for kind, each in tiles)
+        assert held * dict(call.template).get("TILE", 0) <= 32_768 // 2 + 4_096
+        assert call.threads <= 512
+
+
+@pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
+def test_nvidia_compiles_it(architecture: str) -> None:
+    """And keeps all arrays of a lane in registers: memory of its own would be `.local`."""
+    if nvrtc() is None:
+        pytest.skip("pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl")
+    for call in calls(SHAPES, "cuda"):
+        code = ptx(cuda_text(call), architecture)
+        assert f"sm_{architecture[-2:]}" in code
+        assert ".local" not in code, call.text.name
+
+
+@pytest.mark.slow
+def test_nvidia_compiles_every_type_and_loading() -> None:
+    if nvrtc() is None:
+        pytest.skip("pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl")
+    for call in calls(ALL, "cuda"):
+        assert ".local" not in ptx(cuda_text(call), "compute_80"), call.text.name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
+def test_metal_text_of_every_type_and_loading() -> None:
+    text = text_for_metal(ALL)
+    assert gnu_errors(text) == ""
+    assert not clang_errors(text)
+
+
+def test_nvidia_refuses_another_text() -> None:
+    if nvrtc() is None:
+        pytest.skip("pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl")
+    text = cuda_text(calls(SHAPES[:1], "cuda")[0])
+    with pytest.raises(AssertionError, match="identifier"):
+        ptx(text.replace("tile_first + ", "tile_frist + "), "compute_80")
