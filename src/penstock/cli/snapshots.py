@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 import httpx
 
-from penstock.cli.remote import RemoteError
-from penstock.errors import SettingError
+from penstock.cli.remote import RemoteError, base_url
 from penstock.memory import format_bytes
 
 CONNECT_SECONDS = 5.0
@@ -27,7 +26,7 @@ def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
         SettingError: `url` is not one of HTTP.
         RemoteError: there is no server, it wants a key, or it is gone.
     """
-    address = _address(url)
+    address = base_url(url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
     try:
@@ -80,17 +79,6 @@ def _parsed(address: str, answer: httpx.Response) -> Iterator[Snapshot]:
         if error:
             raise RemoteError(f"{address} has stopped: {error.get('message', error)}")
         yield snapshot
-
-
-def _address(url: str) -> str:
-    """Return the URL without a slash or `/v1` at its end."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise SettingError(f"--url {url}: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise SettingError(f"--url {url} is not a URL like http://127.0.0.1:8080")
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def _refusal(address: str, answer: httpx.Response) -> str:
