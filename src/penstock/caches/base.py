@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
@@ -287,6 +287,34 @@ class Batch(LayerCache):
         if lengths is None:
             raise ValueError("right_padding needs the lengths of the prompts")
         return [at + length for at, length in zip(self._tokens, ints(lengths), strict=True)]
+
+    def _pick(self, rows: list[int], start: int, stop: int) -> None:
+        """Keep the columns start..stop-1 of the given rows, in buffers of their own."""
+        if self.keys is not None and self.values is not None:
+            self.keys = col.picked(self.keys, rows, start, stop)
+            self.values = col.picked(self.values, rows, start, stop)
+
+    def _join(
+        self, other: Any, end: int, pieces: Callable[[Any, Side], Iterable[tuple[int, Side]]]
+    ) -> None:
+        """Lay the rows of another batch behind the own ones, in buffers of `end` columns.
+
+        Args:
+            other: batch of the same class and settings.
+            end: columns of the new buffers.
+            pieces: gives the columns of a batch's side, each run with its first column.
+        """
+        for name in ("keys", "values"):
+            parts = [
+                (row, column, part)
+                for row, batch in ((0, self), (len(self._tokens), other))
+                if (side := getattr(batch, name)) is not None
+                for column, part in pieces(batch, side)
+            ]
+            if parts:
+                setattr(self, name, col.laid(parts, len(self._tokens) + len(other._tokens), end))
+        self._tokens = self._tokens + other._tokens
+        self._widen(other)
 
 
 class Padded(Batch):

@@ -197,9 +197,7 @@ class BatchGrowing(Padded):
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._choose(rows)
         spare = max(0, min(self._pads))
-        if self.keys is not None and self.values is not None:
-            self.keys = col.picked(self.keys, rows, spare, self._idx)
-            self.values = col.picked(self.values, rows, spare, self._idx)
+        self._pick(rows, spare, self._idx)
         self._idx -= spare
         self._pads = [pad - spare for pad in self._pads]
 
@@ -210,18 +208,11 @@ class BatchGrowing(Padded):
             ValueError: the two differ in class, settings or shapes.
         """
         agree("extend", [self, other])
-        end, rows = max(self._idx, other._idx), len(self._tokens) + len(other._tokens)
-        for name in ("keys", "values"):
-            parts = [
-                (row, end - batch._idx, col.take(side, 0, batch._idx))
-                for row, batch in ((0, self), (len(self._tokens), other))
-                if (side := getattr(batch, name)) is not None
-            ]
-            if parts:
-                setattr(self, name, col.laid(parts, rows, end))
+        end = max(self._idx, other._idx)
+        self._join(
+            other, end, lambda batch, side: [(end - batch._idx, col.take(side, 0, batch._idx))]
+        )
         self._pads = [pad + end - batch._idx for batch in (self, other) for pad in batch._pads]
-        self._tokens = self._tokens + other._tokens
-        self._widen(other)
         self._idx = end
         self._repacked()
 

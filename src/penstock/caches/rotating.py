@@ -391,9 +391,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         """Keep the given rows, in the given order, in buffers of the columns in use."""
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._choose(rows)
-        if self.keys is not None and self.values is not None:
-            self.keys = col.picked(self.keys, rows, 0, self._used())
-            self.values = col.picked(self.values, rows, 0, self._used())
+        self._pick(rows, 0, self._used())
 
     def extend(self, other: Any) -> None:
         """Append the rows of `other`; the shorter side is padded on the left.
@@ -402,19 +400,14 @@ class BatchRotatingKVCache(Bounded, Padded):
             ValueError: the two differ in class, settings or shapes.
         """
         agree("extend", [self, other])
-        end, rows = max(self._used(), other._used()), len(self._tokens) + len(other._tokens)
-        for name in ("keys", "values"):
-            parts = [
-                (row, column, part)
-                for row, batch in ((0, self), (len(self._tokens), other))
-                if (side := getattr(batch, name)) is not None
-                for column, part in col.spread(end - batch._used(), batch._in_order(side))
-            ]
-            if parts:
-                setattr(self, name, col.laid(parts, rows, end))
-        self._pads = [pad + end - batch._used() for batch in (self, other) for pad in batch._pads]
-        self._tokens = self._tokens + other._tokens
-        self._widen(other)
+        end = max(self._used(), other._used())
+        pads = [pad + end - batch._used() for batch in (self, other) for pad in batch._pads]
+        self._join(
+            other,
+            end,
+            lambda batch, side: col.spread(end - batch._used(), batch._in_order(side)),
+        )
+        self._pads = pads
         self._idx, self.rotated = end, False
         self._offset = max(self._offset, other._offset)
         self._repacked()

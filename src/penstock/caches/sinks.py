@@ -238,9 +238,7 @@ class BatchSinkRing(Bounded, Batch):
         rows = chosen_rows(batch_indices, len(self._tokens))
         self._tokens = [self._tokens[row] for row in rows]
         self._repacked()
-        if self.keys is not None and self.values is not None:
-            self.keys = col.picked(self.keys, rows, 0, self._used())
-            self.values = col.picked(self.values, rows, 0, self._used())
+        self._pick(rows, 0, self._used())
 
     def extend(self, other: Any) -> None:
         """Append the rows of `other`.
@@ -249,17 +247,8 @@ class BatchSinkRing(Bounded, Batch):
             ValueError: the two differ in class, settings or shapes.
         """
         agree("extend", [self, other])
-        end, rows = max(self._used(), other._used()), len(self._tokens) + len(other._tokens)
-        for name in ("keys", "values"):
-            parts = [
-                (row, 0, col.take(side, 0, batch._used()))
-                for row, batch in ((0, self), (len(self._tokens), other))
-                if (side := getattr(batch, name)) is not None
-            ]
-            if parts:
-                setattr(self, name, col.laid(parts, rows, end))
-        self._tokens = self._tokens + other._tokens
-        self._widen(other)
+        end = max(self._used(), other._used())
+        self._join(other, end, lambda batch, side: [(0, col.take(side, 0, batch._used()))])
         self._repacked()
 
     def extract(self, idx: int) -> Ring:
