@@ -58,7 +58,7 @@ class Store(ABC):
     the last of them.
 
     Args:
-        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        fingerprint: identity of everything but the tokens that KV depends on.
         name: of the threads that read.
         spans: which blocks make a record together.
     """
@@ -199,7 +199,7 @@ class Store(ABC):
         """Read a block to where it belongs; return the bytes of its file. Any thread may.
 
         Raises:
-            Damaged: it is not what was written.
+            Damaged: it differs from the record written.
             FileNotFoundError: it is not there.
             OSError: the store fails.
         """

@@ -147,7 +147,7 @@ class ColdTier:
         """Have the thread ask the store something, before all writes.
 
         Args:
-            run: what is asked. A fault of the store switches the tier off.
+            run: the call. A fault of the store switches the tier off.
             otherwise: the answer while the store is off.
             prepare: may run in the thread before its turn.
         """
@@ -226,7 +226,7 @@ class ColdTier:
     # ---- the thread
 
     def _clear(self, store: Store) -> int:
-        """Remove what is to be removed, and note that it is."""
+        """Remove the blocks that are to be removed, and note it."""
         with self._changed:
             all_models = self._to_clear
         if all_models is None:  # done when the store came back
@@ -243,7 +243,7 @@ class ColdTier:
         return removed
 
     def _remember(self) -> None:
-        """Write down what is to be removed, and answer those who wait for that."""
+        """Write down the blocks to be removed, and answer the calls that wait for that."""
         with self._changed:
             all_models, unnoted = self._to_clear, self._unnoted
             self._unnoted = []

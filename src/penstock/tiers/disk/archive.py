@@ -107,7 +107,7 @@ def export_blocks(
 
     With `keys` those blocks alone.
 
-    It is written aside, and only its owner may read it. What is being written to the folder
+    It is written aside, and only its owner may read it. A block that is being written to the folder
     meanwhile may be missing.
 
     Raises:
@@ -151,7 +151,7 @@ def import_blocks(
     Raises:
         SettingError: the folder is none, or holds more than the limit already.
         CacheFileError: the file is no tar.
-        OSError: a disk fails; what is in the folder by then stays there.
+        OSError: a disk fails; blocks that are in the folder by then stay there.
         sqlite3.OperationalError: another process holds the index for too long.
     """
     if not path.is_dir() or any(path.iterdir()):

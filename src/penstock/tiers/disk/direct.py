@@ -1,8 +1,8 @@
 """Writing a file past the pages in which the system keeps files, where that can be done.
 
-What is written here is read again after it has left memory, if at all: to keep it in the system's
-pages as well takes them from others, and, where a page has to be found first, most of the time of a
-write (12 ms of processor time for 4 MB on a virtual machine, 2 ms past them).
+Blocks written here are read again after they have left memory, if at all. The system's pages for
+them would be taken from other files. Finding the pages takes most of the time of a write: 12 ms of
+processor time for 4 MB on a virtual machine, 2 ms past them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Writer:
         """Write a file that is not there yet, for its owner alone, and sync it.
 
         Raises:
-            OSError: there is such a file, or the disk fails; what was written is left.
+            OSError: there is such a file, or the disk fails; the part that was written is left.
         """
         if self._direct:
             try:

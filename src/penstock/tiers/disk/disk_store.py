@@ -77,7 +77,7 @@ class SSDStore(Store):
     Args:
         folder: made if it is not there; only its owner may look into it.
         limit_bytes: for everything in it, files that are being written and the index included.
-        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        fingerprint: identity of everything but the tokens that KV depends on.
         floor_bytes: free bytes of the disk that are never gone below.
         budget_bytes: bytes that all processes may write to the folder in a day; None is no limit.
         spans: which blocks make a record together.
@@ -195,7 +195,7 @@ class SSDStore(Store):
         """Keep a block's file as it is, of whatever model, unless it is there; as `write`.
 
         Args:
-            record: what the file holds; that it does was checked.
+            record: the content of the file, which was checked.
             raw: the file.
             fingerprint: as the file tells it.
 
@@ -453,7 +453,7 @@ def _opened(path: Path) -> Iterator[int]:
 
     Raises:
         FileNotFoundError: there is none.
-        Damaged: what stands there is no file; it is not waited for either, as for a pipe.
+        Damaged: the entry is no file; it is not waited for either, as for a pipe.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -479,7 +479,7 @@ def _size(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a superfluous file, if it can be: what cannot is not ours."""
+    """Remove a superfluous file, if it can be: any other is not ours."""
     with suppress(OSError):
         path.unlink()
 

@@ -141,7 +141,7 @@ class Index:
 
     @property
     def is_current(self) -> bool:
-        """Whether others who open the index get this one: it was not removed or made anew."""
+        """Whether the file of the index is still this one: not removed or made anew."""
         return _identity(self._file) == self._same
 
     @property
@@ -168,7 +168,7 @@ class Index:
         return (Entry(*row) for row in self._db.execute(query).fetchall())
 
     def pages(self) -> Iterator[list[Entry]]:
-        """Yield all entries by key, some at a time; what changes meanwhile may be missed."""
+        """Yield all entries by key, some at a time; changes made meanwhile may be missed."""
         after = b""
         query = f"SELECT {_COLUMNS} FROM blocks WHERE key > ? ORDER BY key LIMIT {PAGE_ENTRIES}"
         while page := [Entry(*row) for row in self._db.execute(query, (after,))]:
@@ -215,7 +215,7 @@ class Index:
             entry: of the block; its bytes count as written on its day.
             limit_bytes: for all files together.
             unlink: removes the files of evicted blocks.
-            budget_bytes: what all processes together may write in a day.
+            budget_bytes: bytes that all processes together may write in a day.
         """
         day = int(entry.written_seconds // DAY_SECONDS)
         with suppress(_Full), self._writing():
@@ -297,7 +297,7 @@ class Index:
         Args:
             block_hashes: of blocks; those that are not there are passed over.
             is_wanted: called while nothing can change, so that files and index agree.
-            unlink: what removes a file.
+            unlink: removes a file.
         """
         with self._writing():
             entries = [entry for key in block_hashes if (entry := self.get(key)) is not None]
@@ -410,7 +410,7 @@ def end_writer(name: str) -> None:
 
 
 def is_alive(owner: str) -> bool:
-    """Tell whether the writer that an entry names is alive; False for what is no name."""
+    """Tell whether the writer that an entry names is alive; False without a name."""
     process, _, _ = owner.partition("+")
     if process == this_process():
         return owner in _writers

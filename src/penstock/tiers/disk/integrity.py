@@ -77,7 +77,7 @@ def check_block(raw: bytes) -> Checked:
     computes from the tokens.
 
     Raises:
-        Damaged: says what is wrong.
+        Damaged: names the fault.
     """
     try:
         record, fingerprint = decode(raw), header(raw)["fingerprint"]
@@ -102,7 +102,7 @@ def verify(folder: Folder, *, repair: bool, progress: Progress) -> IntegrityRepo
 
     Args:
         folder: opened.
-        repair: remove what is damaged, missing or left over; take in whole blocks that the index
+        repair: remove damaged, missing and superfluous entries; take in whole blocks that the index
             does not know, and remove other files from among the blocks.
         progress: of the bytes of files.
 

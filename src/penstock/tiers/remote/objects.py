@@ -86,7 +86,7 @@ def check_url(url: str) -> None:
     """Refuse a URL that names no store, in words that repeat nothing of it that may be secret.
 
     Raises:
-        SettingError: says what it should be.
+        SettingError: names the right form.
     """
     problem = _problem(url)
     if problem is not None:

@@ -65,7 +65,7 @@ class RemoteStore(Store):
 
     Args:
         objects: the store; closed with this.
-        fingerprint: what must be equal for KV to be reusable, besides the tokens.
+        fingerprint: identity of everything but the tokens that KV depends on.
         piece_bytes: read at once of a value.
         timeout_seconds: after which an answer is too late.
         ttl_seconds: for which a value is kept after its last use.
