@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from penstock.engine.model.prompt_logprobs import PromptLogprobs
 from penstock.engine.model.sampling import Rule
 from penstock.engine.request import Event, Finish, Request, Token
 from penstock.errors import EngineStopped
@@ -72,6 +73,8 @@ class Handle:
         self.constraint = constraint
         """Compiled grammar of the request; None if it is not compiled yet."""
         self.choices = [Choice() for _ in range(request.n)]
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """Log-probabilities of the prompt, complete with the first event; None if not asked for."""
         self._cancel = cancel
         self._alive = alive
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.engine.handle import Handle
 from penstock.engine.model.constraint import Grammars
+from penstock.engine.model.prompt_logprobs import PromptLogprobs
 from penstock.engine.model.reasoning import ReasoningLimit
 from penstock.engine.model.sampling import Rule, TokenSampler
 from penstock.engine.model.text import Detokenizer, TextStream
@@ -85,6 +86,8 @@ class Intake:
         samplers = self._samplers(handle)
         first = self._sequence(handle, 0, samplers[0], list(request.prompt), [])
         first.kv.hash_blocks()
+        # One answer's sequence reads the logits of the prompt that all of them have.
+        first.kv.prompt_logprobs = handle.prompt_logprobs = self._prompt_logprobs(request)
         self._budget.check_fits(first)
         self._scheduler.check_room(request.n)
         # They share tokens and hashes until they are admitted.
@@ -97,7 +100,8 @@ class Intake:
         if self._stores.tiers is not None and first.block_hashes:
             lookup = self._stores.tiers.ask(first.block_hashes)
             for sequence in sequences:
-                sequence.tier_lookup = lookup
+                # A tier has no logits: where they are read, tokens are computed.
+                sequence.tier_lookup = None if sequence.reads_logits else lookup
         self._stores.counters.requests += len(sequences)
         return first.block_hashes
 
@@ -127,6 +131,12 @@ class Intake:
         return self.grammars.constraint(request.grammar)
 
     # ---- parts
+
+    def _prompt_logprobs(self, request: Request) -> PromptLogprobs | None:
+        """Return the place of a prompt's log-probabilities; None if they are not asked for."""
+        if request.prompt_logprobs is None:
+            return None
+        return PromptLogprobs(request.prompt, min(request.prompt_logprobs, self.vocabulary_size))
 
     def _samplers(self, handle: Handle) -> list[TokenSampler]:
         """Return a sampler for each answer of a request."""

@@ -87,7 +87,12 @@ class EngineParts:
             max_stall_ms=self.limits.max_stall_ms,
         )
         self.speculator = Speculator(self.stores, self.limits.speculative_tokens)
-        self.executor = ModelExecutor(self.stores, self.group, self.speculator)
+        self.executor = ModelExecutor(
+            self.stores,
+            self.group,
+            self.speculator,
+            logits_tokens=self.estimator.logits_tokens,
+        )
         self.postprocessor = Postprocessor(
             self.stores,
             self.scheduler,

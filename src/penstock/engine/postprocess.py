@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from penstock.engine.handle import notify
 from penstock.engine.model.executor import DecodePass, PrefillPass, StepOutput, step_error
+from penstock.engine.model.prompt_logprobs import Scores
 from penstock.engine.model.sampling import SampledToken
 from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.ranks.process_group import ProcessGroup
@@ -152,6 +153,8 @@ class Postprocessor:
                     f"{start + computed.tokens} of the prompt, as weights that overflow in "
                     f"float16 do"
                 )
+            if computed.scores is not None:
+                self._keep_scores(sequence, start, computed.scores)
             states = chunk.states if self._stores.runner.is_recurrent else None
             sequence.kv.append_chunk(chunk.segment, states)
             del chunk, states
@@ -160,8 +163,15 @@ class Postprocessor:
             sequence.kv.end_prompt()
             self._count(computed)
             sequence.served_tokens += computed.tokens
-            self._admission.advance(sequence)
             sequence.note_prompt()
+            self._admission.advance(sequence)
+
+    def _keep_scores(self, sequence: Sequence, start: int, scores: Scores) -> None:
+        """Give scores of a prompt to its request, and remember them for others."""
+        logprobs = sequence.kv.prompt_logprobs
+        assert logprobs is not None
+        logprobs.add(start, scores)
+        self._stores.scored.remember(logprobs, start, scores, sequence.block_hashes)
 
     def _count(self, computed: PrefillPass) -> None:
         """Count a chunk and its time, the commit included."""

@@ -145,8 +145,8 @@ class Request(_Asked):
     """
 
     prompt: tuple[TokenId, ...] = Field(min_length=1)
-    max_tokens: int = Field(default=MAX_TOKENS, ge=1)
-    """Tokens of each answer, at most."""
+    max_tokens: int = Field(default=MAX_TOKENS, ge=0)
+    """Tokens of each answer, at most; 0 reads the prompt and no more."""
     sampling: Sampling = Sampling()
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end an answer; they are not part of it."""
@@ -163,6 +163,9 @@ class Request(_Asked):
     """Priority in the queue; higher goes first."""
     timeout_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Seconds from `submit` to the last token; None waits forever."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Likeliest tokens that are reported beside each token of the prompt, with log-probabilities
+    under the model's own distribution (`Handle.prompt_logprobs`); None reports nothing."""
     salt: str = ""
     """Tenant: only requests of the same salt share prefixes."""
     grammar: str | None = Field(default=None, min_length=1)

@@ -44,6 +44,7 @@ def open_stores(
     windows = windows_of(runner.attention_windows, limits.max_kv_size)
     return KVStores(
         prefixes=prefixes,
+        limit_bytes=base.group.least(base.ledger.limit_bytes),
         checkpoints=_checkpoints(base, prefixes) if runner.is_recurrent else None,
         windows=Windows(prefixes, windows, runner.shapes) if windows else None,
         requantizer=None if rule is None else Requantizer(rule, prefixes, runner.shapes, limits),

@@ -45,6 +45,20 @@ class PrefixCounts:
     """KV copied by splits and merges."""
 
 
+class Spare(Protocol):
+    """Bytes beside the tree that are given back after all of its nodes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    def shrink(self, nbytes: int) -> int:
+        """Free as many bytes, or all, and return the bytes freed."""
+
+    def recount(self) -> int:
+        """Return the bytes held, counted again."""
+
+
 class Relief(Protocol[S]):
     """Frees bytes of nodes that stay."""
 
@@ -88,6 +102,8 @@ class BoundedTree(Generic[S]):
         self.counts = PrefixCounts()
         self.relief: Relief[S] | None = None
         """Asked for bytes before a node is evicted."""
+        self.spare: Spare | None = None
+        """Asked for bytes when no node is left to evict."""
         self.evictions = EvictionLog(remembered)
         self._matches: dict[bytes, Match[S]] = {}  # by the last hash of their chain
         self._matches_version = self.tree.version
@@ -109,8 +125,9 @@ class BoundedTree(Generic[S]):
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes that evicting all unpinned nodes would free."""
-        return self.tree.nbytes + self.tree.index_bytes - self.tree.pinned_bytes
+        """Bytes that evicting all unpinned nodes would free, and those that are spare."""
+        spare = 0 if self.spare is None else self.spare.nbytes
+        return self.tree.nbytes + self.tree.index_bytes - self.tree.pinned_bytes + spare
 
     def index_bytes(self, blocks: int) -> int:
         """Return the index bytes of a node of so many blocks."""
@@ -168,12 +185,16 @@ class BoundedTree(Generic[S]):
                     if not self.relief.is_useless(above):
                         break
                     freed += self._evict(above, why)
+        if self.spare is not None and freed < nbytes:
+            freed += self.spare.shrink(nbytes - freed)
         return freed
 
     def clear(self) -> None:
-        """Evict all unpinned nodes."""
+        """Evict all unpinned nodes, and what is spare."""
         while (node := self.tree.victim()) is not None:
             self._evict(node, "cleared")
+        if self.spare is not None:
+            self.spare.shrink(self.spare.nbytes)
 
     def no_room(self, nbytes: int) -> str:
         """Return the message for a failed `make_room`."""

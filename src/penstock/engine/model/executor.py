@@ -18,6 +18,7 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from penstock.blas import one_thread
+from penstock.engine.model.prompt_logprobs import Scores, score
 from penstock.engine.model.runner import PrefillOutput
 from penstock.engine.model.sampling import (
     SampledToken,
@@ -60,6 +61,8 @@ class PrefillPass:
     captures: bool = False
     """Whether the states behind the tokens are kept."""
     chunk: PrefillOutput | None = None
+    scores: Scores | None = None
+    """Scores of the prompt's tokens behind those of the pass, if they are asked for."""
     error: Exception | None = None
 
     def take(self) -> PrefillOutput:
@@ -79,9 +82,18 @@ class ModelExecutor:
         stores: of keys and values; their cold nodes are evicted when MLX is out of memory.
         group: the processes that run the same passes over the other parts of the model.
         speculator: proposes tokens that a decode pass checks.
+        logits_tokens: most tokens of a prompt whose logits are computed together.
     """
 
-    def __init__(self, stores: KVStores, group: ProcessGroup, speculator: Speculator) -> None:
+    def __init__(
+        self,
+        stores: KVStores,
+        group: ProcessGroup,
+        speculator: Speculator,
+        *,
+        logits_tokens: int,
+    ) -> None:
+        self._logits_tokens = logits_tokens
         self._stores = stores
         self._runner = stores.runner
         self._tails = stores.tails
@@ -161,13 +173,20 @@ class ModelExecutor:
 
         A model that takes a prompt as mlx-lm cuts it reads up to the next cut.
         """
-        size, by_block = self._stores.block_size, self._stores.by_block
         for stop in self._stops(sequence, tokens):
             # A decode pass that ran out of memory preempts, and a chunk that fails ends it.
             while sequence.state is State.PREFILLING and sequence.position < stop:
-                start = sequence.position
-                end = min(stop, start // size * size + size) if by_block else stop
-                yield self._read(sequence, end - start, captures=end == stop)
+                end = min(stop, self._pass_end(sequence, stop))
+                yield self._read(sequence, end - sequence.position, captures=end == stop)
+
+    def _pass_end(self, sequence: Sequence, stop: int) -> int:
+        """Return the position at which a pass over a prompt ends that may go on up to `stop`."""
+        size, start, most = self._stores.block_size, sequence.position, stop
+        if self._stores.by_block:
+            most = size
+        elif sequence.reads_logits and not self._runner.fitness.whole:
+            most = self._logits_tokens
+        return min(stop, start // size * size + most)
 
     def _stops(self, sequence: Sequence, tokens: int) -> list[int]:
         """Return the positions, in order, at which a pass over a prompt must end."""
@@ -195,9 +214,9 @@ class ModelExecutor:
         for attempt in (1, 2):
             try:
                 called = time.perf_counter()
-                chunk = self._runner.prefill(tokens, sequence.kv.spans(), start, state)
+                chunk, scores = self._compute(sequence, tokens, start, state)
                 self._counters.model_seconds += time.perf_counter() - called
-                return PrefillPass(sequence, count, started, captures, chunk)
+                return PrefillPass(sequence, count, started, captures, chunk, scores)
             # A boundary, as in `_decode`.
             except Exception as error:  # noqa: BLE001
                 self._group.fault("reading a prompt", error)
@@ -205,6 +224,17 @@ class ModelExecutor:
             if not (attempt == 1 and self._shrink_after(failed)):
                 break
         return PrefillPass(sequence, count, started, error=failed)
+
+    def _compute(
+        self, sequence: Sequence, tokens: list[int], start: int, state: RecurrentState | None
+    ) -> tuple[PrefillOutput, Scores | None]:
+        """Compute tokens of a prompt, and the scores of those behind them if they are wanted."""
+        spans, logprobs = sequence.kv.spans(), sequence.kv.prompt_logprobs
+        end = start + len(tokens)
+        if logprobs is None or end <= logprobs.read_positions:
+            return self._runner.prefill(tokens, spans, start, state), None
+        logits, chunk = self._runner.read(tokens, spans, start, state)
+        return chunk, score(logits, logprobs.targets(start, end), logprobs.top)
 
     def _shrink_after(self, error: Exception) -> bool:
         """Make room for a second try after MLX ran out of memory; tell whether that was it."""

@@ -262,7 +262,7 @@ class Runner:
         recurrent_state: RecurrentState | None = None,
     ) -> tuple[mx.array, PrefillOutput]:
         """Read as `prefill` does; also return the logits after each token, (n, vocabulary)."""
-        reads = self._chunk_reads(parts, position, self.fitness.way)
+        reads = self._chunk_reads(parts, position, self.fitness.way, read_whole=True)
         caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
         mx.eval(logits)
@@ -305,12 +305,14 @@ class Runner:
         return _left(reads, kept, len(tokens))
 
     def _chunk_reads(
-        self, parts: Sequence[KVSpan], position: int, way: Way
+        self, parts: Sequence[KVSpan], position: int, way: Way, *, read_whole: bool = False
     ) -> Sequence[ChunkReads | JoinedReads | RowReads]:
+        """Return one reader a layer; `read_whole` where the logits are read, too."""
         if way == "joined":
             return self._joined_reads(parts, position, None)
         # What the last layer attends to is read by the logits alone, or by states behind it.
-        last = -1 if self.is_recurrent or self._passes_on else len(self.attention_windows) - 1
+        eager = read_whole or self.is_recurrent or self._passes_on
+        last = -1 if eager else len(self.attention_windows) - 1
         return [
             ChunkReads(i, s, parts, position, last=i == last)
             for i, s in enumerate(self.attention_windows)

@@ -127,9 +127,16 @@ class Admission:
         sequence.note_prompt()
 
     def advance(self, sequence: Sequence) -> None:
-        """Let a sequence decode from the next step on if nothing of it is left to prefill."""
-        if not sequence.remaining_tokens and sequence.state is State.PREFILLING:
+        """Let a sequence decode from the next step on if nothing of it is left to prefill.
+
+        One that is to generate nothing ends.
+        """
+        if sequence.remaining_tokens or sequence.state is not State.PREFILLING:
+            return
+        if sequence.request.max_tokens:
             self._scheduler.act(sequence, "prefilled")
+        else:
+            self.finish(sequence, lambda s: s.end("length"))
 
     # ---- going
 

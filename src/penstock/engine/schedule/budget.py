@@ -122,15 +122,17 @@ class MemoryBudget:
         if self.fits_alone(sequence):
             return
         fixed, limit, tokens = self.fixed_bytes, self._ledger.limit_bytes, len(sequence.tokens)
-        needed = self._needed_bytes(tokens)
-        room, most = max(0, limit - fixed), self.most_tokens()
+        logits = self._logits_bytes(sequence)
+        needed = self._needed_bytes(tokens) + logits
+        room, most = max(0, limit - fixed), self.most_tokens(logits)
+        beside = f" with {format_bytes(logits)} of logits for its tokens" if logits else ""
         # Clients look for these words, and for numbers without commas.
         raise NeverFits(
             f"prompt is too long: {tokens} tokens > {max(0, most - 1)} maximum. "
             f"This model's maximum context length is {most} tokens in this memory; "
             f"{tokens + 1} were asked for ({tokens} in the prompt, 1 in the answer). "
             f"KV for {tokens + 1:,} tokens needs "
-            f"{format_bytes(needed)}; the limit of {format_bytes(limit)} leaves "
+            f"{format_bytes(needed)}{beside}; the limit of {format_bytes(limit)} leaves "
             f"{format_bytes(room)} beside weights, tails and buffers of {format_bytes(fixed)}. "
             f"Lower max_kv_size, shorten the prompt, or raise memory_limit",
             needed,
@@ -141,11 +143,15 @@ class MemoryBudget:
     def fits_alone(self, sequence: Sequence) -> bool:
         """Tell whether a sequence could get one more token if it were alone."""
         room = self._ledger.limit_bytes - self.fixed_bytes
-        return self._needed_bytes(len(sequence.tokens)) <= room
+        return self._needed_bytes(len(sequence.tokens)) + self._logits_bytes(sequence) <= room
 
-    def most_tokens(self) -> int:
-        """Return how many tokens a prompt and its answer can have together, alone; up to 2**31."""
-        room = self._ledger.limit_bytes - self.fixed_bytes
+    def most_tokens(self, logits_bytes: int = 0) -> int:
+        """Return how many tokens a prompt and its answer can have together, alone; up to 2**31.
+
+        Args:
+            logits_bytes: bytes that the logits of the prompt's tokens take besides.
+        """
+        room = self._ledger.limit_bytes - self.fixed_bytes - logits_bytes
         fits, over = 0, 2**31
         while over - fits > 1:
             tokens = (fits + over) // 2
@@ -210,7 +216,8 @@ class MemoryBudget:
         if staying:
             return self._expected_bytes(sequence, num_cached_tokens, staying) <= freed
         tokens, cached = len(sequence.tokens), num_cached_tokens * self.token_bytes
-        return self._alone_bytes(tokens) - self._aside.chunk.nbytes - cached <= freed
+        needed = self._alone_bytes(tokens) + self._logits_bytes(sequence)
+        return needed - self._aside.chunk.nbytes - cached <= freed
 
     def check(
         self, sequences: Iterable[Sequence], tails: Tails, *, weights: int, reading: int
@@ -227,13 +234,14 @@ class MemoryBudget:
         promised = sum(own.nbytes for own, _ in reserved if own is not None)
         steps = sum(step.nbytes for _, step in reserved if step is not None)
         buffers = self._aside.step.nbytes + steps + self._aside.chunk.nbytes
+        spare = self._prefixes.spare
         self._ledger.check(
             {
                 **self._prefixes.recount(),
                 Kind.WEIGHTS: weights,
                 Kind.TAILS: self._aside.pool.nbytes + promised + reading,
                 Kind.BUFFERS: buffers + self._copies_bytes,
-                Kind.PROMPTS: self._prompts.nbytes,
+                Kind.PROMPTS: self._prompts.nbytes + (0 if spare is None else spare.recount()),
             }
         )
         pool = self._aside.pool.nbytes
@@ -281,7 +289,8 @@ class MemoryBudget:
         tokens, most = len(sequence.tokens), sequence.max_kv_tokens
         ahead = [min(tokens - 1 + more, most) for more in (GROWTH_TOKENS, 1)]
         if sequence.stuck:
-            ahead = [max(tokens, min(most, self.most_tokens() - 1))]
+            alone = self.most_tokens(self._logits_bytes(sequence))
+            ahead = [max(tokens, min(most, alone - 1))]
         return any(self._reserve_up_to(sequence, end) for end in ahead)
 
     def reserve_anew(self, sequence: Sequence) -> bool:
@@ -312,7 +321,7 @@ class MemoryBudget:
         sequence.kv.reservation = sequence.step_reservation = None
         sequence.reserved_tokens = 0
         admitted = [other for other in sequences if other.kv.reservation is not None]
-        chunks = (self._estimator.prefill_bytes(other.reserved_tokens) for other in admitted)
+        chunks = (self._chunk_bytes(other, other.reserved_tokens) for other in admitted)
         self._aside.chunk.resize(max(chunks, default=0))
 
     def close(self) -> None:
@@ -332,7 +341,7 @@ class MemoryBudget:
         kv = estimator.sequence_bytes(tokens, cached)
         kv -= estimator.sequence_bytes(before, cached) if before else 0
         scores = estimator.decode_bytes(tokens) - step.nbytes
-        reading = max(0, estimator.prefill_bytes(tokens) - chunk.nbytes)
+        reading = max(0, self._chunk_bytes(sequence, tokens) - chunk.nbytes)
         if not self._prefixes.make_room(kv + scores + reading):
             return False
         own.resize(own.nbytes + kv)
@@ -354,13 +363,21 @@ class MemoryBudget:
         estimator, tokens = self._estimator, self._expected_tokens(sequence)
         needed = estimator.sequence_bytes(tokens, num_cached_tokens)
         needed += estimator.decode_bytes(tokens)
-        chunk = estimator.prefill_bytes(tokens)
+        chunk = self._chunk_bytes(sequence, tokens)
         for other in placed:
             expected, reserved = self._expected_tokens(other), other.reserved_tokens
             needed += estimator.sequence_bytes(expected) - estimator.sequence_bytes(reserved)
             needed += estimator.decode_bytes(expected) - estimator.decode_bytes(reserved)
-            chunk = max(chunk, estimator.prefill_bytes(expected))
+            chunk = max(chunk, self._chunk_bytes(other, expected))
         return needed + max(0, chunk - self._aside.chunk.nbytes)
+
+    def _logits_bytes(self, sequence: Sequence) -> int:
+        """Return the bytes that the logits of a prompt's tokens take, where they are read."""
+        return self._estimator.logits_bytes if sequence.reads_logits else 0
+
+    def _chunk_bytes(self, sequence: Sequence, tokens: int) -> int:
+        """Return the bytes that a sequence of so many tokens adds to a step that prefills it."""
+        return self._estimator.prefill_bytes(tokens) + self._logits_bytes(sequence)
 
     def _needed_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence of so many KV tokens takes alone, the index included."""

@@ -10,6 +10,7 @@ Blocks that are new in the tree are announced to the tiers here.
 
 from __future__ import annotations
 
+from penstock.engine.model.prompt_logprobs import PromptLogprobs
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.kv.attention_plan import KVSpan
 from penstock.kv.segment import Segment
@@ -48,8 +49,10 @@ class CachedPath:
         self.num_cached_tokens = 0
         self.matched_tokens = 0
         """Tokens that the tree held at admission: other sequences may branch there, too."""
-        self._matched_version: int | None = None
-        """Version of the tree in which its path was looked up; None if it was not."""
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """Log-probabilities of the prompt, whose logits are read; None if they are not."""
+        self._matched_version: tuple[int, int] | None = None
+        """Version of the tree, and of scored blocks, in which its path was looked up; or None."""
         self._stores = stores
         self._size = stores.block_size
         self._salt = salt
@@ -73,8 +76,16 @@ class CachedPath:
         """Most tokens of a path that the sequence reads.
 
         The last token is always computed, for its logits; read block by block, so is its block.
+        Where the logits of the prompt are read, it is the tokens whose logits were.
         """
-        return self.last_boundary if self._stores.by_block else len(self.tokens) - 1
+        most = self.last_boundary if self._stores.by_block else len(self.tokens) - 1
+        logprobs = self.prompt_logprobs
+        if logprobs is None:
+            return most
+        self._stores.scored.fill(logprobs, self.block_hashes)
+        if logprobs.done:
+            return most
+        return min(most, logprobs.read_positions // self._size * self._size)
 
     @property
     def reachable_tokens(self) -> int:
@@ -82,6 +93,12 @@ class CachedPath:
         match = self._stores.prefixes.match(self.block_hashes)
         resumed, _ = self._stores.resume(match.path, min(match.tokens, self.readable_tokens))
         return resumed
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        """Version of all that decides how much of the path is read."""
+        scored = 0 if self.prompt_logprobs is None else self._stores.scored.version
+        return self._stores.prefixes.tree.version, scored
 
     def cached_spans(self) -> list[KVSpan]:
         """Return the spans of the path that the sequence reads, in order."""
@@ -136,7 +153,7 @@ class CachedPath:
         self.pin = self._stores.prefixes.pin(match)
         self.num_cached_tokens = cached_tokens
         self.matched_tokens = match.tokens
-        self._matched_version = self._stores.prefixes.tree.version if whole else None
+        self._matched_version = self._version if whole else None
 
     def _release(self) -> None:
         """Let go of the path."""
@@ -154,7 +171,7 @@ class CachedPath:
         Looks nothing up while the tree is as it was.
         """
         blocks_done = self.num_cached_tokens // self._size
-        version = self._stores.prefixes.tree.version
+        version = self._version
         if self.pin is None or version == self._matched_version:
             return blocks_done
         if blocks_done >= len(self.block_hashes):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from penstock.config import EngineSettings
+from penstock.engine.model.prompt_logprobs import PIECE_BYTES, PIECE_LOGITS
 from penstock.engine.model.proposals import LEAST_PREDICTION
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import TokenSampler, sample_all
@@ -33,6 +34,10 @@ MASK_BYTES = 5
 """Bytes of a grammar's mask and of its masked logits, for each token of the vocabulary."""
 PROPOSER_BYTES = 4
 """Bytes that a proposer of tokens keeps of each token of its text."""
+LOGITS_BYTES = 32_000_000
+"""Bytes that the logits of a prompt take together, unless those of one block take more."""
+LOGIT_BYTES = 12
+"""Bytes of one logit of a prompt: as the model makes it, and as float32."""
 ROUNDS = 3
 """Most measurements of a step; the largest counts."""
 ROUNDS_SECONDS = 0.1
@@ -148,6 +153,21 @@ class MemoryEstimator:
             layer += whole if self._alone else piece_bytes(self._runner.shapes)
             layer = max(layer, self._device.code_bytes(numbers * seen))  # while it decodes
         return layer + beyond * self._score_bytes
+
+    @property
+    def logits_tokens(self) -> int:
+        """Most tokens of a prompt whose logits are computed together: whole blocks."""
+        size, most = self._limits.block_size, self._limits.step_tokens
+        if self._runner.fitness.whole:
+            return most
+        fitting = LOGITS_BYTES // (LOGIT_BYTES * self._runner.vocabulary_size)
+        return max(size, min(most, fitting) // size * size)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes that a sequence adds to a step that reads logits of its prompt."""
+        size = self._runner.vocabulary_size
+        return LOGIT_BYTES * self.logits_tokens * size + PIECE_BYTES * max(size, PIECE_LOGITS)
 
     def measure_step(self, tails: Tails) -> int:
         """Measure the largest steps and return the bytes that they take beside their result.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 
+from penstock.engine.model.prompt_logprobs import ScoredBlocks
 from penstock.engine.model.runner import Runner
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.requantize import Requantizer
@@ -28,12 +29,21 @@ class KVStores:
     windows: Windows | None
     requantizer: Requantizer | None
     tiers: TierGroup | None
+    scored: ScoredBlocks = field(init=False)
+    """Scores of the tokens of prompts, by block."""
+    limit_bytes: InitVar[int]
+    """Memory limit of the rank that has least."""
     tails: Tails
     runner: Runner
     counters: Counters
     shared_tokens: int
     """Position up to which KV depends on the tokens alone, not on the window; a multiple of the
     block size."""
+
+    def __post_init__(self, limit_bytes: int) -> None:
+        scored = ScoredBlocks(self.prefixes, limit_bytes)
+        object.__setattr__(self, "scored", scored)
+        self.prefixes.spare = scored
 
     @property
     def block_size(self) -> int:

@@ -81,6 +81,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def reads_logits(self) -> bool:
+        """Whether the logits of its prompt are read, not those of its last token alone."""
+        return self.kv.prompt_logprobs is not None
+
+    @property
     def max_kv_tokens(self) -> int:
         """Most tokens with KV that it can ever read; the last token's KV is never needed."""
         return self.prompt_tokens + self.request.max_tokens - 1

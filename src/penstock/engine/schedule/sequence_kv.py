@@ -124,10 +124,11 @@ class SequenceKV(CachedPath):
         """
         stores = self._stores
         match = stores.prefixes.match(self.block_hashes if block_hashes is None else block_hashes)
-        limit = min(match.tokens, self.readable_tokens)
+        readable = self.readable_tokens
+        limit = min(match.tokens, readable)
         resumed, self.recurrent_state = stores.resume(match.path, limit)
         self._pin(match, resumed, whole=block_hashes is None)
-        if block_hashes is None:
+        if block_hashes is None and readable > match.tokens:
             self._resume_partial(match)
         return self.position
 

@@ -1,0 +1,243 @@
+"""Log-probabilities of a prompt's tokens: computed chunk by chunk, remembered block by block.
+
+    logits of a chunk ──score──> values, ranks, likeliest tokens ──> PromptLogprobs of the request
+                                                             └──> ScoredBlocks, by block hash
+
+Requests with the same first blocks compute them once: the KV of a block is in the tree, and the
+log-probabilities of its tokens are here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kv.segment import Segment
+from penstock.ledger import Kind
+from penstock.prefix.prefixes import Prefixes
+
+__all__ = ["PromptLogprobs", "PromptToken", "ScoredBlocks", "Scores", "score"]
+
+PIECE_LOGITS = 2**18
+"""Logits that are turned into log-probabilities at a time, if a token has no more."""
+PIECE_BYTES = 24
+"""Bytes of working memory for one logit of a piece."""
+ENTRY_BYTES = 700
+"""Bytes of Python for the scores of one block, beside their numbers."""
+SHARE = 128
+"""Part of the memory limit that remembered scores may take: one of so many."""
+MOST_BYTES = 32_000_000
+"""Most bytes of remembered scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of tokens, one row each; row i is for the token behind position i of a chunk."""
+
+    values: npt.NDArray[np.float32]
+    """Log-probabilities (n, 1 + top): of the token, then of the likeliest ones in order."""
+    numbers: npt.NDArray[np.int32]
+    """Rank of the token among all, from 1, then the likeliest tokens, (n, 1 + top)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both arrays."""
+        return self.values.nbytes + self.numbers.nbytes
+
+    def part(self, start: int, end: int, top: int) -> Scores:
+        """Return a copy of some rows, with so many likeliest tokens."""
+        rows, columns = slice(start, end), slice(1 + top)
+        return Scores(self.values[rows, columns].copy(), self.numbers[rows, columns].copy())
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """One token of a prompt."""
+
+    token: int
+    logprob: float | None
+    """Natural logarithm of its probability behind the tokens before it; None for the first."""
+    rank: int
+    """Number of tokens that are likelier, plus 1; 0 for the first."""
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and their log-probabilities, likeliest first."""
+
+
+class PromptLogprobs:
+    """Log-probabilities of one prompt's tokens, filled while the prompt is read.
+
+    Complete before the first token of an answer comes, or its end. Iterate for `PromptToken`s.
+
+    Args:
+        tokens: the prompt.
+        top: likeliest tokens beside each.
+    """
+
+    def __init__(self, tokens: Sequence[int], top: int) -> None:
+        self.tokens = tokens
+        self.top = top
+        self.read_positions = 0
+        """First positions of the prompt whose logits were seen."""
+        shape = (len(tokens), 1 + top)
+        self._values = np.full(shape, np.nan, np.float32)
+        self._numbers = np.zeros(shape, np.int32)
+
+    @property
+    def done(self) -> bool:
+        """Whether every token has its log-probability."""
+        return self.read_positions >= len(self.tokens) - 1
+
+    def targets(self, start: int, end: int) -> Sequence[int]:
+        """Return the tokens behind the positions from `start` to `end`, as far as there are."""
+        return self.tokens[start + 1 : end + 1]
+
+    def add(self, start: int, scores: Scores) -> None:
+        """Take the scores of the tokens behind the positions from `start` on."""
+        end = start + len(scores.values)
+        if start > self.read_positions:
+            raise AssertionError(f"no logits of positions {self.read_positions} to {start}")
+        rows = slice(start + 1, end + 1)
+        self._values[rows], self._numbers[rows] = scores.values, scores.numbers
+        self.read_positions = max(self.read_positions, end)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[PromptToken]:
+        for at, token in enumerate(self.tokens):
+            values, numbers = self._values[at].tolist(), self._numbers[at].tolist()
+            if at == 0 or values[0] != values[0]:
+                yield PromptToken(token, None, 0, ())
+                continue
+            top = tuple(zip(numbers[1:], values[1:], strict=True))
+            yield PromptToken(token, values[0], numbers[0], top)
+
+
+class ScoredBlocks:
+    """Scores of blocks that were read, by block hash and next token; the oldest go first.
+
+    The next token is part of the name because the last row of a block is its score. Not
+    thread-safe: the engine's thread.
+
+    Args:
+        prefixes: the tree, which makes room, and takes these bytes back where room is short.
+        limit_bytes: the memory limit.
+    """
+
+    def __init__(self, prefixes: Prefixes[Segment], limit_bytes: int) -> None:
+        self.version = 0
+        """Number of blocks remembered since the start."""
+        self._prefixes = prefixes
+        self._most_bytes = min(limit_bytes // SHARE, MOST_BYTES)
+        self._blocks: OrderedDict[tuple[bytes, int], Scores] = OrderedDict()
+        self._reserved = prefixes.ledger.reserve(Kind.PROMPTS, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._reserved.nbytes
+
+    def fill(self, logprobs: PromptLogprobs, block_hashes: Sequence[bytes]) -> None:
+        """Take the scores of the next blocks of a prompt, as far as they are remembered."""
+        size, tokens = self._prefixes.block_size, logprobs.tokens
+        while not logprobs.done:
+            start = logprobs.read_positions
+            block = start // size
+            if start % size or block >= len(block_hashes) or start + size >= len(tokens):
+                return
+            name = (block_hashes[block], tokens[start + size])
+            scores = self._blocks.get(name)
+            if scores is None or scores.values.shape[1] <= logprobs.top:
+                return
+            self._blocks.move_to_end(name)
+            logprobs.add(start, scores.part(0, size, logprobs.top))
+
+    def remember(
+        self, logprobs: PromptLogprobs, start: int, scores: Scores, block_hashes: Sequence[bytes]
+    ) -> None:
+        """Remember the whole blocks of a chunk that begins at a position, if there is room."""
+        size, tokens, top = self._prefixes.block_size, logprobs.tokens, logprobs.top
+        end = start + len(scores.values)
+        for block in range(-(-start // size), min(end // size, len(block_hashes))):
+            first = block * size
+            if first + size >= len(tokens):
+                return
+            part = scores.part(first - start, first - start + size, top)
+            self._put((block_hashes[block], tokens[first + size]), part)
+
+    def shrink(self, nbytes: int) -> int:
+        """Forget the oldest, until so many bytes are free or none is left; return the bytes."""
+        before = self.nbytes
+        while self._blocks and before - self.nbytes < nbytes:
+            self._forget(next(iter(self._blocks)))
+        return before - self.nbytes
+
+    def recount(self) -> int:
+        """Return the bytes held, counted again."""
+        return sum(scores.nbytes + ENTRY_BYTES for scores in self._blocks.values())
+
+    def _put(self, name: tuple[bytes, int], scores: Scores) -> None:
+        known = self._blocks.get(name)
+        if known is not None:
+            if known.values.shape[1] >= scores.values.shape[1]:
+                return
+            self._forget(name)
+        nbytes = scores.nbytes + ENTRY_BYTES
+        if nbytes > self._most_bytes:
+            return
+        self.shrink(self.nbytes + nbytes - self._most_bytes)
+        if self._prefixes.make_room(nbytes):
+            self._reserved.resize(self.nbytes + nbytes)
+            self._blocks[name] = scores
+            self.version += 1
+
+    def _forget(self, name: tuple[bytes, int]) -> None:
+        scores = self._blocks.pop(name)
+        self._reserved.resize(self.nbytes - scores.nbytes - ENTRY_BYTES)
+
+
+def score(logits: mx.array, targets: Sequence[int], top: int) -> Scores:
+    """Return the scores of tokens under the model's own distribution.
+
+    Args:
+        logits: (n or more, vocabulary), computed; row i is the distribution of target i.
+        targets: n tokens.
+        top: likeliest tokens beside each.
+    """
+    count, size = len(targets), logits.shape[-1]
+    top = min(top, size)
+    values = np.empty((count, 1 + top), np.float32)
+    numbers = np.empty((count, 1 + top), np.int32)
+    rows = max(1, PIECE_LOGITS // size)
+    for start in range(0, count, rows):
+        end = min(count, start + rows)
+        values[start:end], numbers[start:end] = _score_piece(
+            logits[start:end], targets[start:end], top
+        )
+    return Scores(values, numbers)
+
+
+def _score_piece(
+    logits: mx.array, targets: Sequence[int], top: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    own = logits.astype(mx.float32)
+    logprobs = own - mx.logsumexp(own, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, mx.array(list(targets), mx.uint32)[:, None], axis=-1)
+    ranks = (logprobs > chosen).astype(mx.int32).sum(axis=-1, keepdims=True) + 1
+    mx.eval(chosen, ranks)
+    if not top:
+        return np.array(chosen), np.array(ranks, np.int32)
+    likeliest = mx.argpartition(-logprobs, kth=top - 1, axis=-1)[:, :top]
+    best = mx.take_along_axis(logprobs, likeliest, axis=-1)
+    mx.eval(likeliest, best)
+    tokens, values = np.array(likeliest).astype(np.int32), np.array(best)
+    order = np.lexsort((tokens, -values), axis=-1)
+    return (
+        np.hstack((np.array(chosen), np.take_along_axis(values, order, axis=-1))),
+        np.hstack((np.array(ranks, np.int32), np.take_along_axis(tokens, order, axis=-1))),
+    )
