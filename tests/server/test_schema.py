@@ -78,6 +78,9 @@ BODIES: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "Hello!"}],
     },
     "/v1/cache/explain": {"prompt": "Hello"},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [7, 8]},
+    "/apply-template": {"messages": [{"role": "user", "content": "Hello!"}]},
 }
 """A right body for each route that takes one."""
 FIELDS = (

@@ -44,6 +44,7 @@ from penstock.server import (
     reference,
     responses,
     sessions,
+    tokenize_routes,
 )
 from penstock.server.connections import Connections
 from penstock.server.paths import Paths, unserved
@@ -105,7 +106,10 @@ def create_app(service: Service) -> FastAPI:
     for error in (HTTPException, RequestValidationError, PenstockError):
         app.add_exception_handler(error, _respond)
     app.include_router(_health(service))
-    for module in (openai, responses, anthropic, cache_routes, sessions, metrics, live):
+    for module in (
+        *(openai, responses, anthropic, tokenize_routes),
+        *(cache_routes, sessions, metrics, live),
+    ):
         app.include_router(module.router(service))
     reference.add_reference(app)
     _guard(app, service.settings, service.memory)

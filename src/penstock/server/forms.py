@@ -153,6 +153,9 @@ class Sampled(RequestForm):
     """Additions to logits by token id, -100 to 100."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    """Number of likeliest tokens that are reported beside each token of the prompt, as vLLM does;
+    chat and completions alone."""
     prompt_cache_key: Annotated[str, Field(max_length=1_024)] | None = None
     """Cache key; prefixes of requests with a key are kept longer than others."""
     cache_salt: Annotated[str, Field(max_length=1_024)] | None = None
@@ -200,6 +203,7 @@ class Sampled(RequestForm):
         grammar: str | None = None,
         goes_on: bool = False,
         prediction: Sequence[int] = (),
+        prompt_logprobs: int | None = None,
     ) -> Request:
         """Return the engine's request."""
         settings = service.settings
@@ -217,6 +221,7 @@ class Sampled(RequestForm):
             grammar=grammar,
             goes_on=goes_on,
             prediction=tuple(prediction),
+            prompt_logprobs=prompt_logprobs,
             hold_seconds=settings.hold_seconds if self.prompt_cache_key else 0.0,
         )
 
@@ -280,7 +285,8 @@ class CompletionRequest(Sampled):
 
     prompt: Prompt
     """A text or its tokens, or several of them."""
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    """Most tokens of an answer; 0 reads the prompt and generates nothing."""
     stop: str | Each[str] | None = None
     stop_token_ids: Each[Id] | None = Field(None, max_length=MOST_STOP_TOKENS)
     """Tokens that end an answer, as vLLM names them."""
@@ -289,6 +295,7 @@ class CompletionRequest(Sampled):
     logprobs: int | None = Field(None, ge=0, le=20)
     """Number of likeliest tokens that are reported beside each chosen one."""
     echo: bool | None = None
+    """Whether the text begins with the prompt, and `logprobs` with those of its tokens."""
     suffix: str | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None

@@ -1,12 +1,10 @@
-"""OpenAI's wire format: chat, completions and models; `/v1/responses` has its own file.
+"""OpenAI's wire format: chat and models; completions and `/v1/responses` have their own files.
 
 body ──Form──> Request ──Service──> events ──Reader──> deltas ──> one object, or chunks
 """
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,58 +12,50 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from penstock.engine.handle import Choice
-from penstock.engine.request import Event, Finish, Token, Usage
+from penstock.engine.request import Event, Finish, Token
 from penstock.server.active_request import ActiveRequest
 from penstock.server.allowed_tools import ToolPlan
 from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.call_growth import CallPart, CallParts
 from penstock.server.calls import unenforced_headers
 from penstock.server.chat_body import ChatBody
+from penstock.server.completions import COMPLETIONS, Completions
 from penstock.server.disconnect import until_gone
-from penstock.server.forms import (
-    MOST_PROMPTS,
-    CompletionRequest,
-    grammar_of,
-)
+from penstock.server.forms import CompletionRequest, grammar_of
 from penstock.server.legacy_calls import as_function
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai_objects import (
+    DONE,
     ERRORS,
     STREAMED,
     ChatCompletion,
     Completion,
+    Json,
     Model,
     Models,
     OpenAIError,
+    head_of,
+    prompt_progress,
     usage_object,
 )
-from penstock.server.problems import BadRequest, NotFound, dumps
-from penstock.server.prompt_progress import progress_object
+from penstock.server.problems import BadRequest, NotFound
+from penstock.server.prompt_scores import check_scores, hold_scores
 from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 from penstock.server.sse import Stream, data
 
 CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-DONE = b"data: [DONE]\n\n"
 FIRST_DELTA = {"role": "assistant", "content": ""}
 """First part of an answer in a stream."""
-
-
-class Json(JSONResponse):
-    """JSON in which any text and any number has a form."""
-
-    def render(self, content: Any) -> bytes:
-        return dumps(content)
 
 
 def router(service: Service) -> APIRouter:
     """Return the routes of chat, completions and models."""
     routes = APIRouter(tags=["openai"], responses=ERRORS, route_class=reading_aside(service))
-    logprobs = Logprobs(service.tokenizer)
+    logprobs = Logprobs(service.prompts)
 
     @routes.post(CHAT, response_model=ChatCompletion, responses=STREAMED)
     async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
@@ -75,7 +65,7 @@ def router(service: Service) -> APIRouter:
     @routes.post(COMPLETIONS, response_model=Completion, responses=STREAMED)
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """Continue a text as it is, without a chat template."""
-        return await _Completions(service, logprobs, body).respond(http)
+        return await Completions(service, logprobs, body).respond(http)
 
     @routes.post("/v1/embeddings", response_model=None, responses={404: {"model": OpenAIError}})
     async def embeddings() -> Response:
@@ -128,7 +118,7 @@ class _Chat:
         self.service = service
         self.logprobs = logprobs
         self.body = body
-        self.head = _head(service, "chatcmpl")
+        self.head = head_of(service, "chatcmpl")
         self.headers: dict[str, str] = {}
         """Headers of the response."""
         self.readers: list[Reader] = []
@@ -147,7 +137,11 @@ class _Chat:
         async with answering:
             choices = await answering.result(http)
             usage = await self._usage(answering)
-            return Json(self._whole(choices, usage), headers=self.headers)
+            whole = self._whole(choices, usage)
+            scores = answering.handles[0].prompt_logprobs
+            if scores is not None:
+                whole["prompt_logprobs"] = await self.service.work(self.logprobs.prompt, scores)
+            return Json(whole, headers=self.headers)
 
     async def _open(self, http: HttpRequest) -> ActiveRequest:
         body, service = self.body, self.service
@@ -155,6 +149,7 @@ class _Chat:
             raise BadRequest("modalities: this server answers with text only", param="modalities")
         if body.top_logprobs is not None and not body.logprobs:
             raise BadRequest("top_logprobs needs logprobs", param="top_logprobs")
+        check_scores(body.prompt_logprobs, stream=bool(body.stream))
         plan = body.plan(service.prompts.format)
         prompt, grammar = await until_gone(http, service.work(self._read, plan))
         most = body.max_completion_tokens
@@ -172,6 +167,7 @@ class _Chat:
             n=body.n or 1,
             grammar=grammar,
             prediction=self.prediction,
+            prompt_logprobs=body.prompt_logprobs,
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
         open_text = grammar is None or self.free
@@ -194,6 +190,8 @@ class _Chat:
         if self.body.prediction is not None:
             text = self.body.prediction.text
             self.prediction = self.service.prompts.encode_answer(text, "prediction")
+        if self.body.prompt_logprobs is not None:
+            hold_scores([prompt], self.body.prompt_logprobs)
         call = plan.grammar(self.service.prompts.format)
         if call is not None:
             self.headers = unenforced_headers(call.unenforced)
@@ -242,7 +240,7 @@ class _Chat:
             if not events:
                 choice = self._choice(0, {} if 0 in started else dict(FIRST_DELTA), [], None)
                 started.add(0)
-                yield data({**head, "choices": [choice], **_prompt_progress(answering)})
+                yield data({**head, "choices": [choice], **prompt_progress(answering)})
             for index, (delta, tokens, finish) in _read_all(events, self.readers).items():
                 content = _delta(delta, calls[index])
                 if index not in started:
@@ -325,155 +323,4 @@ def _call(call: ToolCall) -> dict[str, Any]:
         "id": call.id,
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
-    }
-
-
-class _Completions:
-    """One request for continuations, of one prompt or several."""
-
-    def __init__(self, service: Service, logprobs: Logprobs, body: CompletionRequest) -> None:
-        self.service = service
-        self.logprobs = logprobs
-        self.body = body
-        self.head = {**_head(service, "cmpl"), "object": "text_completion"}
-        self.n = body.n or 1
-        self.echoes: list[str] = []
-        """Text in front of the continuations, one for each prompt."""
-
-    async def respond(self, http: HttpRequest) -> Response:
-        """Hand the request in, and answer whole or in chunks."""
-        answering = await self._open(http)
-        if self.body.stream:
-            return Stream(self.service, COMPLETIONS, answering, self._chunks(answering))
-        async with answering:
-            choices = await answering.result(http)
-            return Json(self._whole(choices, answering.usage()))
-
-    async def _open(self, http: HttpRequest) -> ActiveRequest:
-        body = self.body
-        if body.suffix:
-            raise BadRequest("suffix: text is continued at its end only", param="suffix")
-        if body.best_of is not None and body.best_of != self.n:
-            raise BadRequest("best_of must be n: all that is generated is told", param="best_of")
-        if body.echo and body.logprobs is not None:
-            raise BadRequest("echo and logprobs do not go together", param="echo")
-        prompts = await until_gone(http, self.service.work(self._read))
-        sampling = body.sampling(
-            self.service.sampling,
-            logprobs=body.logprobs is not None,
-            top_logprobs=body.logprobs or 0,
-        )
-        requests = [
-            body.request(
-                self.service,
-                prompt,
-                sampling=sampling,
-                max_tokens=body.max_tokens,
-                stop=body.stop,
-                stop_token_ids=body.stop_token_ids or (),
-                n=self.n,
-                goes_on=True,
-            )
-            for prompt in prompts
-        ]
-        return await self.service.open_all(requests, COMPLETIONS)
-
-    def _read(self) -> list[tuple[int, ...]]:
-        """Return the tokens of the prompts; in a worker thread."""
-        given = self.body.prompt
-        texts_or_tokens: list[Any] = [given] if isinstance(given, str) else list(given)
-        if texts_or_tokens and isinstance(texts_or_tokens[0], int):
-            texts_or_tokens = [texts_or_tokens]
-        if not 0 < len(texts_or_tokens) <= MOST_PROMPTS:
-            raise BadRequest(f"prompt: 1 to {MOST_PROMPTS} prompts", param="prompt")
-        prompts = self.service.prompts
-        read = [
-            prompts.encode(one) if isinstance(one, str) else tuple(one) for one in texts_or_tokens
-        ]
-        for tokens in read:
-            if not tokens:
-                raise BadRequest("prompt has no tokens", param="prompt")
-            self.service.check_tokens(tokens)
-        if self.body.echo:
-            self.echoes = [
-                one if isinstance(one, str) else prompts.decode(one) for one in texts_or_tokens
-            ]
-        else:
-            self.echoes = [""] * len(read)
-        return read
-
-    def _whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        text_choices = []
-        for index, choice in enumerate(choices):
-            assert choice.finish is not None
-            text_choices.append(
-                {
-                    "index": index,
-                    "text": self.echoes[index // self.n] + choice.text,
-                    "logprobs": self._logprobs(choice.logprobs, 0),
-                    "finish_reason": choice.finish.reason,
-                }
-            )
-        return {**self.head, "choices": text_choices, "usage": usage_object(usage)}
-
-    def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
-        if self.body.logprobs is None:
-            return None
-        return self.logprobs.completion(tokens, offset)
-
-    async def _chunks(self, answering: ActiveRequest) -> AsyncIterator[bytes]:
-        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
-        head = {**self.head, "usage": None} if with_usage else self.head
-        offsets: dict[int, int] = {}
-        async for events in answering.batches(with_progress=bool(self.body.return_progress)):
-            if not events:
-                choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
-                yield data({**head, "choices": [choice], **_prompt_progress(answering)})
-            for index, (text, tokens, reason) in _sum_up(events).items():
-                if index not in offsets:
-                    text = self.echoes[index // self.n] + text
-                    offsets[index] = 0
-                if not (text or tokens or reason):
-                    continue
-                choice = {
-                    "index": index,
-                    "text": text,
-                    "logprobs": self._logprobs(tokens, offsets[index]),
-                    "finish_reason": reason,
-                }
-                offsets[index] += len(text)
-                yield data({**head, "choices": [choice]})
-        if with_usage:
-            yield data({**head, "choices": [], "usage": usage_object(answering.usage())})
-        yield DONE
-
-
-def _sum_up(events: Iterable[Event]) -> dict[int, tuple[str, list[Token], str | None]]:
-    """Sum up events by answer: text, tokens with a log-probability, the reason of the end."""
-    texts: dict[int, list[str]] = {}
-    tokens: dict[int, list[Token]] = {}
-    ends: dict[int, str] = {}
-    for event in events:
-        texts.setdefault(event.choice, []).append(event.text)
-        if isinstance(event, Finish):
-            ends[event.choice] = event.reason
-        elif event.logprob is not None:
-            tokens.setdefault(event.choice, []).append(event)
-    return {
-        index: ("".join(parts), tokens.get(index, []), ends.get(index))
-        for index, parts in texts.items()
-    }
-
-
-def _prompt_progress(answering: ActiveRequest) -> dict[str, Any]:
-    """Return the part of a chunk that says how much of the prompt is read."""
-    progress = answering.progress
-    return {} if progress is None else {"prompt_progress": progress_object(progress)}
-
-
-def _head(service: Service, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"{kind}-{uuid.uuid4().hex}",
-        "created": int(time.time()),
-        "model": service.model_name,
     }

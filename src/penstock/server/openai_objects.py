@@ -5,11 +5,18 @@ The routes write them by hand.
 
 from __future__ import annotations
 
+import time
+import uuid
 from typing import Any
 
 from pydantic import BaseModel
+from starlette.responses import JSONResponse
 
 from penstock.engine.request import Usage
+from penstock.server.active_request import ActiveRequest
+from penstock.server.problems import dumps
+from penstock.server.prompt_progress import progress_object
+from penstock.server.service import Service
 from penstock.server.sse import EVENT
 
 
@@ -77,6 +84,8 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: OpenAIUsage
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    """Log-probabilities of the prompt's tokens, if `prompt_logprobs` asked for them."""
 
 
 class TextChoice(BaseModel):
@@ -86,6 +95,8 @@ class TextChoice(BaseModel):
     text: str
     finish_reason: str
     logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    """Log-probabilities of the prompt's tokens, if `prompt_logprobs` asked for them."""
 
 
 class Completion(BaseModel):
@@ -148,9 +159,33 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 """Errors of any route, for the OpenAPI document."""
+DONE = b"data: [DONE]\n\n"
+"""Last line of a stream."""
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": EVENT}}}
 }
+
+
+class Json(JSONResponse):
+    """JSON in which any text and any number has a form."""
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+def head_of(service: Service, kind: str) -> dict[str, Any]:
+    """Return the first fields of a response: its id, time and model."""
+    return {
+        "id": f"{kind}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": service.model_name,
+    }
+
+
+def prompt_progress(answering: ActiveRequest) -> dict[str, Any]:
+    """Return the part of a chunk that says how much of the prompt is read."""
+    progress = answering.progress
+    return {} if progress is None else {"prompt_progress": progress_object(progress)}
 
 
 def usage_object(

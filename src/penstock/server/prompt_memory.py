@@ -131,6 +131,7 @@ class PromptHold:
         self.kept_bytes = 0
         """Bytes of the body, read, that stay until the answer's end."""
         self.token_bytes = 0
+        """Bytes of the prompt's tokens, and of their scores, that stay until the answer's end."""
 
     def resize(self, nbytes: int) -> None:
         """Hold so many bytes from now on.
@@ -155,8 +156,12 @@ class PromptHold:
 
     def add_tokens(self, count: int) -> None:
         """Hold so many tokens of a prompt as well; raises as `resize`."""
-        self.resize(self.nbytes + TOKEN_BYTES * count)
-        self.token_bytes += TOKEN_BYTES * count
+        self.keep(TOKEN_BYTES * count)
+
+    def keep(self, nbytes: int) -> None:
+        """Hold so many bytes more until the answer's end; raises as `resize`."""
+        self.resize(self.nbytes + nbytes)
+        self.token_bytes += nbytes
 
     def settle(self) -> None:
         """Hold what stays of a request that was read: its body, and its tokens."""

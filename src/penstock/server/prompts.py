@@ -10,6 +10,7 @@ from functools import cached_property
 from threading import Event
 from typing import Any, TypeAlias
 
+from penstock.engine.model.text import TextStream
 from penstock.errors import PenstockError
 from penstock.server.parsing import answer_format
 from penstock.server.parsing.formats import HARMONY
@@ -27,6 +28,8 @@ REWRITTEN: ContextVar[str | None] = ContextVar("rewritten", default=None)
 """First difference between the history rendered last here and the answers generated; or None."""
 TAIL_TOKENS = 64
 """Tokens at a prompt's end that are read for an open mark of reasoning."""
+TEXT_BYTES = 200
+"""Bytes of one token's text, in a list and in a response."""
 FAR_TOO_LONG = 2
 """Multiple of the longest possible prompt beyond which a text is not read to its end."""
 
@@ -119,6 +122,28 @@ class Prompts:
         Raises:
             BadRequest: naming the message that cannot be rendered.
         """
+        flat = self._flat(messages)
+        long = sum(len(message["content"]) for message in flat) > PIECE_CHARACTERS
+        template_args["tokenize"] = not long and self._answers is None
+        rendered = self._templated(flat, tools, answer, template_args)
+        if isinstance(rendered, str):
+            rendered = self._remembering(rendered, tools, salt)
+        return self._some(rendered, "messages")
+
+    def template_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        answer: bool = True,
+        **template_args: Any,
+    ) -> str:
+        """Return the text of a conversation by the model's chat template; raises as `render`."""
+        template_args["tokenize"] = False
+        return str(self._templated(self._flat(messages), tools, answer, template_args))
+
+    def _flat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages as templates expect them; raises as `render`."""
         if not messages:
             raise BadRequest("messages must not be empty", param="messages", code="invalid_value")
         if not self.tokenizer.has_chat_template:
@@ -126,31 +151,29 @@ class Prompts:
                 "this model has no chat template; use /v1/completions", param="messages"
             )
         asked = last_user(messages)
-        flat = [
+        return [
             _plain(message, f"messages.{i}", strict=i == asked)
             for i, message in enumerate(messages)
         ]
-        for name in ("tokenize", "return_dict", "return_tensors", "add_generation_prompt"):
-            template_args.pop(name, None)
-        long = sum(len(message["content"]) for message in flat) > PIECE_CHARACTERS
-        template_args["tokenize"] = not long and self._answers is None
-        rendered = self._templated(flat, tools, add_generation_prompt=answer, **template_args)
-        if isinstance(rendered, str):
-            rendered = self._remembering(rendered, tools, salt)
-        return self._some(rendered, "messages")
 
     def _templated(
         self,
         flat: list[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        **template_args: Any,
+        answer: bool,
+        template_args: dict[str, Any],
     ) -> Any:
         """Return the chat template's text of messages, or its tokens; raises as `render`."""
+        for name in ("return_dict", "return_tensors", "add_generation_prompt"):
+            template_args.pop(name, None)
         fitting = self.traits.fit(flat)
         with self._lock:
             try:
                 return self.tokenizer.apply_chat_template(
-                    fitting, tools=list(tools) if tools else None, **template_args
+                    fitting,
+                    tools=list(tools) if tools else None,
+                    add_generation_prompt=answer,
+                    **template_args,
                 )
             # A boundary: a template is a program of the model's makers, and raises anything.
             except Exception as error:
@@ -186,15 +209,37 @@ class Prompts:
         Raises:
             BadRequest: the text is not Unicode.
         """
-        if not text:
-            return ()
+        return self.tokens(text, param, special=False)
+
+    def tokens(self, text: str, param: str, *, special: bool) -> tuple[int, ...]:
+        """Turn raw text into tokens, perhaps none, with or without the tokenizer's special ones.
+
+        Raises:
+            BadRequest: the text is not Unicode.
+        """
         check_text(text, param)
-        return self._some(self._tokens(text, param, special=False), param)
+        return self._counted(self._tokens(text, param, special=special))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Turn tokens into text."""
         with self._lock:
             return str(self.tokenizer.decode(list(tokens)))
+
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text that becomes certain with each token; joined, that of all.
+
+        Raises:
+            TooLarge, Unavailable: there is no memory for so many texts.
+        """
+        hold = HOLD.get()
+        if hold is not None:
+            hold.keep(TEXT_BYTES * len(tokens))
+        with self._lock:
+            stream = TextStream(self.tokenizer.detokenizer)
+            texts = [stream.push(token) for token in tokens]
+            if texts:
+                texts[-1] += stream.finish()
+        return texts
 
     def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Tell whether the template has opened the model's reasoning at the prompt's end."""
@@ -246,6 +291,10 @@ class Prompts:
     def _some(self, tokens: Any, param: str) -> tuple[int, ...]:
         if len(tokens) == 0:
             raise BadRequest(f"{param} has no tokens", param=param, code="invalid_value")
+        return self._counted(tokens)
+
+    def _counted(self, tokens: Any) -> tuple[int, ...]:
+        """Return tokens whose memory is held."""
         hold = HOLD.get()
         if hold is not None:
             hold.add_tokens(len(tokens))

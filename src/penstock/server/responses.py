@@ -29,8 +29,7 @@ from penstock.server.calls import left_out_headers, unenforced_headers
 from penstock.server.disconnect import until_gone
 from penstock.server.forms import grammar_for
 from penstock.server.logprobs import Logprobs
-from penstock.server.openai import Json
-from penstock.server.openai_objects import ERRORS, STREAMED, OpenAIError
+from penstock.server.openai_objects import ERRORS, STREAMED, Json, OpenAIError
 from penstock.server.problems import BadRequest, NotFound, Problem, problem_of
 from penstock.server.prompts import Prompts
 from penstock.server.request_body import reading_aside
@@ -66,7 +65,7 @@ EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 def router(service: Service) -> APIRouter:
     """Return the routes of responses."""
     routes = APIRouter(tags=["openai"], responses=ERRORS, route_class=reading_aside(service))
-    logprobs = Logprobs(service.tokenizer)
+    logprobs = Logprobs(service.prompts)
 
     @routes.post(PATH, response_model=ResponseObject, responses=STREAMED)
     async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:

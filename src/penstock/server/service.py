@@ -209,14 +209,14 @@ class Service:
             return 0  # the last token was computed for its logits alone; its KV was there
         return max(0, held_tokens - used.cached_tokens)
 
-    def check_tokens(self, prompt: Sequence[int]) -> None:
+    def check_tokens(self, prompt: Sequence[int], param: str = "prompt") -> None:
         """Raise BadRequest if a prompt has a token that the model does not know."""
         for token in prompt:
             if not 0 <= token < self.vocabulary_size:
                 raise BadRequest(
-                    f"prompt: there is no token {token}; the model knows "
+                    f"{param}: there is no token {token}; the model knows "
                     f"{self.vocabulary_size:,} tokens, 0 to {self.vocabulary_size - 1}",
-                    param="prompt",
+                    param=param,
                 )
 
     async def ask(self, question: Callable[[EngineView], T]) -> T:

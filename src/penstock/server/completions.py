@@ -1,0 +1,185 @@
+"""OpenAI's completions: texts that go on, with the log-probabilities of prompts if asked for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.engine.handle import Choice
+from penstock.engine.request import Event, Finish, Token
+from penstock.server.active_request import ActiveRequest
+from penstock.server.disconnect import until_gone
+from penstock.server.forms import MOST_PROMPTS, CompletionRequest
+from penstock.server.logprobs import Logprobs
+from penstock.server.openai_objects import DONE, Json, head_of, prompt_progress, usage_object
+from penstock.server.problems import BadRequest
+from penstock.server.prompt_scores import check_scores, hold_scores
+from penstock.server.service import Service
+from penstock.server.sse import Stream, data
+
+COMPLETIONS = "/v1/completions"
+
+
+class Completions:
+    """One request for continuations, of one prompt or several."""
+
+    def __init__(self, service: Service, logprobs: Logprobs, body: CompletionRequest) -> None:
+        self.service = service
+        self.logprobs = logprobs
+        self.body = body
+        self.head = {**head_of(service, "cmpl"), "object": "text_completion"}
+        self.n = body.n or 1
+        self.echoes: list[str] = []
+        """Text in front of the continuations, one for each prompt."""
+        self.top = body.prompt_logprobs
+        """Likeliest tokens that the engine reports beside each of the prompts' tokens, or None."""
+        if body.echo and body.logprobs is not None:
+            self.top = max(body.logprobs, body.prompt_logprobs or 0)
+
+    async def respond(self, http: HttpRequest) -> Response:
+        """Hand the request in, and answer whole or in chunks."""
+        answering = await self._open(http)
+        if self.body.stream:
+            return Stream(self.service, COMPLETIONS, answering, self._chunks(answering))
+        async with answering:
+            choices = await answering.result(http)
+            write = partial(self._whole, answering, choices)
+            whole = write() if self.top is None else await self.service.work(write)
+            return Json(whole)
+
+    async def _open(self, http: HttpRequest) -> ActiveRequest:
+        body = self.body
+        if body.suffix:
+            raise BadRequest("suffix: text is continued at its end only", param="suffix")
+        if body.best_of is not None and body.best_of != self.n:
+            raise BadRequest("best_of must be n: all that is generated is told", param="best_of")
+        check_scores(body.prompt_logprobs, stream=bool(body.stream))
+        prompts = await until_gone(http, self.service.work(self._read))
+        sampling = body.sampling(
+            self.service.sampling,
+            logprobs=body.logprobs is not None,
+            top_logprobs=body.logprobs or 0,
+        )
+        requests = [
+            body.request(
+                self.service,
+                prompt,
+                sampling=sampling,
+                max_tokens=body.max_tokens,
+                stop=body.stop,
+                stop_token_ids=body.stop_token_ids or (),
+                n=self.n,
+                goes_on=True,
+                prompt_logprobs=self.top,
+            )
+            for prompt in prompts
+        ]
+        return await self.service.open_all(requests, COMPLETIONS)
+
+    def _read(self) -> list[tuple[int, ...]]:
+        """Return the tokens of the prompts; in a worker thread."""
+        given = self.body.prompt
+        texts_or_tokens: list[Any] = [given] if isinstance(given, str) else list(given)
+        if texts_or_tokens and isinstance(texts_or_tokens[0], int):
+            texts_or_tokens = [texts_or_tokens]
+        if not 0 < len(texts_or_tokens) <= MOST_PROMPTS:
+            raise BadRequest(f"prompt: 1 to {MOST_PROMPTS} prompts", param="prompt")
+        prompts = self.service.prompts
+        read = [
+            prompts.encode(one) if isinstance(one, str) else tuple(one) for one in texts_or_tokens
+        ]
+        for tokens in read:
+            if not tokens:
+                raise BadRequest("prompt has no tokens", param="prompt")
+            self.service.check_tokens(tokens)
+        if self.top is not None:
+            hold_scores(read, self.top, self.n)
+        if self.body.echo:
+            self.echoes = [
+                one if isinstance(one, str) else prompts.decode(one) for one in texts_or_tokens
+            ]
+        else:
+            self.echoes = [""] * len(read)
+        return read
+
+    def _whole(self, answering: ActiveRequest, choices: Sequence[Choice]) -> dict[str, Any]:
+        text_choices: list[dict[str, Any]] = []
+        for index, choice in enumerate(choices):
+            assert choice.finish is not None
+            tokens = [*self._echoed(answering, index), *choice.logprobs]
+            text_choices.append(
+                {
+                    "index": index,
+                    "text": self.echoes[index // self.n] + choice.text,
+                    "logprobs": self._logprobs(tokens, 0),
+                    "finish_reason": choice.finish.reason,
+                }
+            )
+            scores = answering.handles[index // self.n].prompt_logprobs
+            if scores is not None and self.body.prompt_logprobs is not None:
+                written = self.logprobs.prompt(scores, self.body.prompt_logprobs)
+                text_choices[-1]["prompt_logprobs"] = written
+        usage = usage_object(answering.usage())
+        return {**self.head, "choices": text_choices, "usage": usage}
+
+    def _echoed(self, answering: ActiveRequest, index: int) -> list[Token]:
+        """Return the tokens of an answer's prompt, if they are part of its log-probabilities."""
+        scores = answering.handles[index // self.n].prompt_logprobs
+        if scores is None or not self.body.echo or self.body.logprobs is None:
+            return []
+        return self.logprobs.echoed(scores, self.body.logprobs)
+
+    def _logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        return self.logprobs.completion(tokens, offset)
+
+    async def _chunks(self, answering: ActiveRequest) -> AsyncIterator[bytes]:
+        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        head = {**self.head, "usage": None} if with_usage else self.head
+        offsets: dict[int, int] = {}
+        async for events in answering.batches(with_progress=bool(self.body.return_progress)):
+            if not events:
+                choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
+                yield data({**head, "choices": [choice], **prompt_progress(answering)})
+            for index, (text, tokens, reason) in _sum_up(events).items():
+                if index not in offsets:
+                    text = self.echoes[index // self.n] + text
+                    echoed = partial(self._echoed, answering, index)
+                    echo = [] if self.top is None else await self.service.work(echoed)
+                    tokens = [*echo, *tokens]
+                    offsets[index] = 0
+                if not (text or tokens or reason):
+                    continue
+                choice = {
+                    "index": index,
+                    "text": text,
+                    "logprobs": self._logprobs(tokens, offsets[index]),
+                    "finish_reason": reason,
+                }
+                offsets[index] += len(text)
+                yield data({**head, "choices": [choice]})
+        if with_usage:
+            yield data({**head, "choices": [], "usage": usage_object(answering.usage())})
+        yield DONE
+
+
+def _sum_up(events: Iterable[Event]) -> dict[int, tuple[str, list[Token], str | None]]:
+    """Sum up events by answer: text, tokens with a log-probability, the reason of the end."""
+    texts: dict[int, list[str]] = {}
+    tokens: dict[int, list[Token]] = {}
+    ends: dict[int, str] = {}
+    for event in events:
+        texts.setdefault(event.choice, []).append(event.text)
+        if isinstance(event, Finish):
+            ends[event.choice] = event.reason
+        elif event.logprob is not None:
+            tokens.setdefault(event.choice, []).append(event)
+    return {
+        index: ("".join(parts), tokens.get(index, []), ends.get(index))
+        for index, parts in texts.items()
+    }

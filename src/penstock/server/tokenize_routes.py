@@ -1,0 +1,156 @@
+"""Texts to tokens and back, as the server itself reads them: the routes of vLLM and llama.cpp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, model_validator
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.server.disconnect import until_gone
+from penstock.server.forms import ChatMessage, Each, Id, Name, RequestForm, Tool
+from penstock.server.legacy_calls import with_tool_calls
+from penstock.server.openai_objects import ERRORS, Json
+from penstock.server.prompts import Prompts, client_arguments
+from penstock.server.request_body import reading_aside
+from penstock.server.service import Service
+
+MOST_DECODED = 2**20
+"""Most tokens of one text."""
+
+
+class TemplateRequest(RequestForm):
+    """Messages that the model's chat template makes a prompt of."""
+
+    model: Name | None = None
+    messages: Each[ChatMessage] = Field(min_length=1, max_length=16_384)
+    tools: Each[Tool] | None = Field(None, max_length=512)
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends where the model's answer begins; by default it does."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments for the model's chat template."""
+
+    def render(self, prompts: Prompts) -> tuple[int, ...]:
+        """Return the prompt's tokens, as chat reads them. Slow: not for an event loop."""
+        messages, tools, arguments = self._given()
+        return prompts.render(messages, tools, answer=self._opens, **arguments)
+
+    def text(self, prompts: Prompts) -> str:
+        """Return the prompt's text. Slow: not for an event loop."""
+        messages, tools, arguments = self._given()
+        return prompts.template_text(messages, tools, answer=self._opens, **arguments)
+
+    @property
+    def _opens(self) -> bool:
+        return self.add_generation_prompt is not False
+
+    def _given(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return with_tool_calls(messages), tools, client_arguments(self.chat_template_kwargs)
+
+
+class TokenizeRequest(RequestForm):
+    """The body of `POST /tokenize`: `prompt` or `messages` as for vLLM, `content` for llama.cpp."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Each[ChatMessage] | None = Field(None, min_length=1, max_length=16_384)
+    tools: Each[Tool] | None = Field(None, max_length=512)
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens to `prompt`; by default it does."""
+    add_special: bool | None = None
+    """Whether the tokenizer adds its special tokens to `content`; by default it does not."""
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    """Whether the text of each token comes as well, as `token_strs`."""
+    with_pieces: bool | None = None
+    """Whether each token is an object with its text, as for llama.cpp."""
+
+    @model_validator(mode="after")
+    def _one_text(self) -> TokenizeRequest:
+        if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
+            raise ValueError("give one of prompt, messages and content")
+        return self
+
+    def read(self, prompts: Prompts) -> tuple[int, ...]:
+        """Return the tokens. Slow: not for an event loop."""
+        if self.messages is not None:
+            return TemplateRequest.model_validate(self, from_attributes=True).render(prompts)
+        if self.content is not None:
+            return prompts.tokens(self.content, "content", special=bool(self.add_special))
+        special = self.add_special_tokens is not False
+        return prompts.tokens(self.prompt or "", "prompt", special=special)
+
+
+class DetokenizeRequest(RequestForm):
+    """The body of `POST /detokenize`."""
+
+    model: Name | None = None
+    tokens: Each[Id] = Field(max_length=MOST_DECODED)
+
+
+class Tokenized(BaseModel):
+    """Tokens of a text."""
+
+    tokens: list[int] | list[dict[str, Any]]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    """Text of tokens, under vLLM's name and llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class TemplateText(BaseModel):
+    """Text of a conversation, as the model reads it."""
+
+    prompt: str
+
+
+def router(service: Service) -> APIRouter:
+    """Return the routes of texts and tokens."""
+    routes = APIRouter(tags=["tokens"], responses=ERRORS, route_class=reading_aside(service))
+    prompts = service.prompts
+
+    @routes.post("/tokenize", response_model=Tokenized)
+    async def tokenize(body: TokenizeRequest, http: HttpRequest) -> Response:
+        """Return the tokens of a text or a conversation, as a prompt has them."""
+        return Json(await until_gone(http, service.work(_tokenized, service, body)))
+
+    @routes.post("/detokenize", response_model=Detokenized)
+    async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> Response:
+        """Return the text of tokens."""
+        service.check_tokens(body.tokens, "tokens")
+        text = await until_gone(http, service.work(prompts.decode, body.tokens))
+        return Json({"prompt": text, "content": text})
+
+    @routes.post("/apply-template", response_model=TemplateText)
+    async def apply_template(body: TemplateRequest, http: HttpRequest) -> Response:
+        """Return the text that the chat template makes of a conversation."""
+        return Json({"prompt": await until_gone(http, service.work(body.text, prompts))})
+
+    return routes
+
+
+def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    tokens = body.read(service.prompts)
+    written: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context_tokens}
+    texts = None
+    if body.return_token_strs or body.with_pieces:
+        texts = service.prompts.token_texts(tokens)
+    written["tokens"] = list(tokens)
+    if body.with_pieces and texts is not None:
+        pairs = zip(tokens, texts, strict=True)
+        written["tokens"] = [{"id": token, "piece": text} for token, text in pairs]
+    if body.return_token_strs:
+        written["token_strs"] = texts
+    return written
