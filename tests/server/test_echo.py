@@ -107,6 +107,27 @@ def test_an_answer_behind_an_echo_goes_on_in_the_same_lists(server: Running) -> 
     assert [at for part in joined for at in part["text_offset"]] == logprobs["text_offset"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_that_ends_an_answer_has_its_log_probability(
+    server: Running, stream: bool
+) -> None:
+    """Evaluations take the last number of the list for that of the one token generated."""
+    prompt = prompts_of(server)[0]
+    body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1}
+    (plain,) = complete(server, prompt, max_tokens=1, logprobs=1)
+    first = plain["logprobs"]["tokens"][-1]
+    (token,) = server.service.tokenizer.encode(first, add_special_tokens=False)
+    body |= {"stop_token_ids": [token], "stream": stream}
+    answer = post(server, "/v1/completions", **body)
+    lines = answer.text.replace("data: [DONE]", "").split("data: ")
+    parts = [httpx.Response(200, text=line).json() for line in lines if line.strip()]
+    lists = [part["choices"][0]["logprobs"] for part in parts]
+    values = [value for one in lists if one for value in one["token_logprobs"]]
+    assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+    assert len(values) == len(prompt) + 1
+    assert values[-1] == pytest.approx(plain["logprobs"]["token_logprobs"][-1], abs=NEAR)
+
+
 def test_prompt_logprobs_have_vllms_form(server: Running, model: Any) -> None:
     (prompt, *_) = prompts_of(server)
     (choice,) = complete(server, prompt, echo=False, logprobs=None, max_tokens=1, prompt_logprobs=2)

@@ -91,3 +91,8 @@ def test_what_is_wrong_is_named(
     )
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
+
+
+def test_the_tokenizers_own_tokens_are_named(recall_server: Running) -> None:
+    found = httpx.get(f"{recall_server.url}/tokenizer_info", timeout=60).json()
+    assert found["eos_token"] == recall_server.service.tokenizer.eos_token

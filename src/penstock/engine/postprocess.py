@@ -109,7 +109,7 @@ class Postprocessor:
         ends = chosen.token in self._ends and not goes_on
         if ends or chosen.token in request.stop_tokens:
             sequence.tokens.append(chosen.token)
-            self._admission.finish(sequence, lambda s: s.end("stop", stop=chosen.token))
+            self._admission.finish(sequence, lambda s: s.end("stop", stop=chosen))
             return
         complete = sequence.sampler.accept(chosen.token)
         sequence.emit(chosen)

@@ -244,6 +244,8 @@ class Finish:
     """The text or the token that ended it."""
     usage: Usage
     error: PenstockError | None = None
+    end_token: Token | None = None
+    """Token that ended it, with its log-probability; None if that is not asked for."""
 
 
 Event: TypeAlias = Token | Finish

@@ -111,6 +111,8 @@ class Completions:
         for index, choice in enumerate(choices):
             assert choice.finish is not None
             tokens = [*self._echoed(answering, index), *choice.logprobs]
+            if choice.finish.end_token is not None:  # as vLLM counts it
+                tokens.append(choice.finish.end_token)
             text_choices.append(
                 {
                     "index": index,
@@ -177,6 +179,8 @@ def _sum_up(events: Iterable[Event]) -> dict[int, tuple[str, list[Token], str | 
         texts.setdefault(event.choice, []).append(event.text)
         if isinstance(event, Finish):
             ends[event.choice] = event.reason
+            if event.end_token is not None:  # as vLLM counts it
+                tokens.setdefault(event.choice, []).append(event.end_token)
         elif event.logprob is not None:
             tokens.setdefault(event.choice, []).append(event)
     return {

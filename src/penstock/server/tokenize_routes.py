@@ -103,6 +103,15 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(BaseModel):
+    """Special tokens of the tokenizer, as it writes them."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+
+
 class Detokenized(BaseModel):
     """Text of tokens, under vLLM's name and llama.cpp's."""
 
@@ -125,6 +134,13 @@ def router(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest, http: HttpRequest) -> Response:
         """Return the tokens of a text or a conversation, as a prompt has them."""
         return Json(await until_gone(http, service.work(_tokenized, service, body)))
+
+    @routes.get("/tokenizer_info", response_model=TokenizerInfo)
+    async def tokenizer_info() -> Response:
+        """Name the tokenizer's special tokens; lm-eval then tokenizes here."""
+        tokenizer = service.tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return Json({name: getattr(tokenizer, name, None) for name in names})
 
     @routes.post("/detokenize", response_model=Detokenized)
     async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> Response:

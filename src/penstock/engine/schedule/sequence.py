@@ -166,19 +166,25 @@ class Sequence:
         self,
         reason: Reason,
         *,
-        stop: str | int | None = None,
+        stop: str | SampledToken | None = None,
         error: PenstockError | None = None,
     ) -> None:
-        """Tell the handle that the answer has ended."""
-        text = ""
+        """Tell the handle that the answer has ended, at a stop string or a token."""
+        text, end_token = "", None
+        if isinstance(stop, SampledToken):
+            if stop.logprob is not None:
+                end_token = Token(self.choice, stop.token, "", stop.logprob, stop.top)
+            stop_at: str | int | None = stop.token
+        else:
+            stop_at = stop
         if self.text is not None and error is None:
             try:
                 text = self.text.finish()
             # A boundary: a detokenizer's fault is this answer's, and the engine goes on.
             except Exception as fault:  # noqa: BLE001
                 error = StepFailed(f"the end of the text failed: {type(fault).__name__}: {fault}")
-                reason, stop = "error", None
+                reason, stop_at = "error", None
             if self.text.stopped is not None:
-                reason, stop = "stop", self.text.stopped
-        self.handle.post(Finish(self.choice, reason, text, stop, self.usage(), error))
+                reason, stop_at = "stop", self.text.stopped
+        self.handle.post(Finish(self.choice, reason, text, stop_at, self.usage(), error, end_token))
         notify([self.handle])
