@@ -51,7 +51,7 @@ def serve_in_thread(service: Service) -> Iterator[Running]:
 
 
 def settings(**changed: Any) -> ServerSettings:
-    return ServerSettings(**{"port": 0, **changed})
+    return ServerSettings(**{"port": 0, "max_tokens": 512, **changed})
 
 
 @contextmanager

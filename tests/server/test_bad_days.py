@@ -125,12 +125,27 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(busy: Running) -> None:
     assert waiting.result(SOON).status_code == 200  # its turn came when the stream was left
 
 
+def test_a_cancelled_request_keeps_the_count_of_its_cached_tokens() -> None:
+    prompt = "The code of the amber falcon is seven. " * 20
+    with serving() as running:
+        post(running, "/v1/completions", prompt=prompt)
+        with stream(running, prompt=prompt):
+            pass
+        wait_until(lambda: at_rest(running), SOON)
+        first, second = list(running.service.recent)
+        assert (first.state, second.state) == ("done", "cancelled")
+        assert first.cached_tokens == 0
+        assert second.cached_tokens >= first.prompt_tokens // 64 * 64 > 0
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_never_fits_is_400_with_numbers(
     recall_server: Running, path: str, streamed: bool
 ) -> None:
-    refused = post(recall_server, path, max_tokens=2_000_000, stream=streamed)
+    text = "7 " * 40_000
+    prompts = {"prompt": text, "messages": [{"role": "user", "content": text}]}
+    refused = post(recall_server, path, **prompts, max_tokens=2_000_000, stream=streamed)
     assert (refused.status_code, kind(refused)) == (400, "invalid_request_error")
     assert "maximum context length is 32768 tokens" in refused.text
     if path != "/v1/messages":

@@ -1015,10 +1015,9 @@ def test_unknown_fields_and_parts_of_text_pass(recall_server: Running, told: Dia
 
 
 def test_a_context_that_is_too_long_says_by_how_much(recall_server: Running) -> None:
+    messages: Any = [{"role": "user", "content": "7 " * 40_000}]
     with client(recall_server) as api, pytest.raises(openai.BadRequestError) as refused:
-        api.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": "a"}], max_tokens=10_000_000
-        )
+        api.chat.completions.create(model="any", messages=messages, max_tokens=10_000_000)
     assert refused.value.code == "context_length_exceeded"
     assert "maximum context length is 32768 tokens" in refused.value.message
 

@@ -191,11 +191,32 @@ def test_an_answer_ends_with_the_context(tmp_path: Path) -> None:
     model, tokenizer = parrot(tmp_path, "hello", context=64)
     with serving(model, tokenizer) as running:
         answer = post(running, {"prompt": [5] * 60, "max_tokens": 40, "logit_bias": {"5": 100}})
-        refused = post(running, {"prompt": [5], "max_tokens": 65})
-    assert answer.status_code == 200
-    assert answer.json()["usage"]["total_tokens"] == 64
-    assert refused.status_code == 400
-    assert "maximum context length is 64 tokens; 66 were asked for" in refused.text
+        clamped = post(running, {"prompt": [5], "max_tokens": 32_000, "logit_bias": {"5": 100}})
+    for one in (answer, clamped):
+        assert one.status_code == 200
+        assert one.json()["usage"]["total_tokens"] == 64
+        assert one.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("context", "engine", "max_tokens", "total"),
+    [
+        (64, {}, None, 64),
+        (64, {}, 20, 24),
+        (1_000_000, {"max_kv_size": 640}, None, 640),
+    ],
+)
+def test_an_answer_of_no_given_length_goes_to_the_end(
+    tmp_path: Path, context: int, engine: dict[str, Any], max_tokens: int | None, total: int
+) -> None:
+    """Of the model's context or the window; `--max-tokens` is less."""
+    model, tokenizer = parrot(tmp_path, "hello", context=context)
+    with serving(model, tokenizer, engine=engine, max_tokens=max_tokens) as running:
+        for prompt in (4, 60):
+            body = {"prompt": [5] * prompt, "logit_bias": {"5": 100}}
+            answer = post(running, body)
+            most = total if max_tokens is None else min(context, prompt + max_tokens)
+            assert answer.json()["usage"]["total_tokens"] == most
 
 
 def test_what_memory_leaves_of_the_context(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from penstock.config.defaults import HOST, MAX_TOKENS, PORT
+from penstock.config.defaults import HOST, PORT
 from penstock.config.setting import Setting, Settings
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -62,10 +62,14 @@ class ServerSettings(Settings):
     ] = 1_000
     """Fewer where the limit of open files is less."""
     max_tokens: Annotated[
-        int,
+        int | None,
         Field(ge=1),
-        Setting("Tokens of an answer whose request does not say how many.", "TOKENS"),
-    ] = MAX_TOKENS
+        Setting(
+            "Tokens of an answer whose request does not say how many.",
+            "TOKENS",
+            unset="to the end of the model's context",
+        ),
+    ] = None
     temperature: Annotated[
         float | None,
         Field(ge=0.0, le=100.0, allow_inf_nan=False),

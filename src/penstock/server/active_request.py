@@ -289,6 +289,8 @@ class ActiveRequest:
             usage = self.usage()
             recent.cached_tokens = usage.cached_tokens
             recent.completion_tokens = max(recent.completion_tokens, usage.completion_tokens)
+        if not self.done and (progress := self.progress) is not None:
+            recent.cached_tokens = max(recent.cached_tokens, progress.cached_tokens)
         if self._error is not None:
             recent.state, recent.finish = "failed", type(self._error).__name__
         elif not self.done:

@@ -153,6 +153,8 @@ class Sampled(RequestForm):
     """Additions to logits by token id, -100 to 100."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = None
+    ignore_eos: bool | None = None
+    """Whether an answer goes on after the end of sequence, as at vLLM; chat and completions."""
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     """Number of likeliest tokens that are reported beside each token of the prompt, as vLLM does;
     chat and completions alone."""
@@ -203,15 +205,18 @@ class Sampled(RequestForm):
         grammar: str | None = None,
         goes_on: bool = False,
         prediction: Sequence[int] = (),
+        ignore_eos: bool = False,
         prompt_logprobs: int | None = None,
     ) -> Request:
         """Return the engine's request."""
         settings = service.settings
+        if max_tokens is None:
+            max_tokens = service.rest_tokens(len(prompt))
         if self.cache_salt is not None:
             check_text(self.cache_salt, "cache_salt")
         return Request(
             prompt=tuple(prompt),
-            max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,
             sampling=sampling,
             stop=_stops(stop),
             stop_tokens=_stop_tokens(service, stop_token_ids),
@@ -221,6 +226,7 @@ class Sampled(RequestForm):
             grammar=grammar,
             goes_on=goes_on,
             prediction=tuple(prediction),
+            ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
             hold_seconds=settings.hold_seconds if self.prompt_cache_key else 0.0,
         )

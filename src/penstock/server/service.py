@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from penstock.config import ServerSettings
+from penstock.config import MAX_TOKENS, ServerSettings
 from penstock.engine.engine import Engine
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
@@ -78,6 +78,8 @@ class Service:
         context = (self.model_context, fitting_tokens, self.memory.pool_bytes // TOKEN_BYTES)
         self.context_tokens = min(tokens for tokens in context if tokens is not None)
         """Tokens that a prompt and its answer can have together."""
+        self.window_tokens = engine.ask(lambda view: view.limits.max_kv_size).result()
+        """Tokens that a sequence sees at most."""
         self.answers = RememberedAnswers(self.memory, tokenizer)
         """Tokens of answers, for the prompts of later turns."""
         self.prompts = Prompts(
@@ -169,25 +171,32 @@ class Service:
             handle.listen(answering.told)
         return answering
 
+    def rest_tokens(self, prompt_tokens: int) -> int:
+        """Return the tokens of an answer whose request does not say how many.
+
+        They are those of `--max-tokens`, or all to the end of the context and of the window. An
+        answer that begins near the window's end, where the window only moves on, gets a few more.
+        """
+        if self.settings.max_tokens is not None:
+            return self.settings.max_tokens
+        end = self.window_tokens
+        if self.model_context is not None:
+            end = min(end, self.model_context)
+        return max(end - prompt_tokens, MAX_TOKENS)
+
     def _in_context(self, request: Request) -> Request:
         """Leave an answer the tokens that the prompt leaves of the model's context.
 
+        Clients ask for 32,000 tokens whatever the model is: that is a limit, and no error.
+
         Raises:
-            BadRequest: the prompt leaves none, or the answer alone is longer than the context.
+            BadRequest: the prompt leaves none.
         """
         prompt, most = len(request.prompt), self.model_context
         if most is None or prompt + request.max_tokens <= most:
             return request
         if prompt >= most:
             raise PromptTooLong(prompt, most)
-        if request.max_tokens > most:
-            raise BadRequest(
-                f"This model's maximum context length is {most} tokens; "
-                f"{prompt + request.max_tokens} were asked for ({prompt} in the prompt, "
-                f"{request.max_tokens} in the answer). Lower max_tokens",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
         return request.model_copy(update={"max_tokens": most - prompt})
 
     async def _handle(self, request: Request) -> Handle:
