@@ -7,13 +7,15 @@ from typing import Any
 from pydantic import Field
 
 from penstock.server.allowed_tools import ToolPlan
-from penstock.server.forms import ChatRequest, Each, FunctionTool
+from penstock.server.forms import ChatRequest, Each, FunctionTool, Name
 from penstock.server.legacy_calls import choice_of, tools_of, with_tool_calls
 from penstock.server.parsing import AnswerFormat
 from penstock.server.prompts import Prompts, client_arguments
+from penstock.server.reasoning_effort import effort_switches
+from penstock.server.structured import Structured
 
 
-class ChatBody(ChatRequest):
+class ChatBody(ChatRequest, Structured):
     """The body of `POST /v1/chat/completions`."""
 
     parallel_tool_calls: bool | None = None
@@ -21,6 +23,8 @@ class ChatBody(ChatRequest):
     functions: Each[FunctionTool] | None = Field(None, max_length=512)
     """Functions in OpenAI's first form; `tools` go before them."""
     function_call: str | dict[str, Any] | None = None
+    reasoning_effort: Name | None = None
+    """How much the model reasons, where its template has a switch for it."""
 
     @property
     def legacy(self) -> bool:
@@ -42,6 +46,7 @@ class ChatBody(ChatRequest):
     def render(self, prompts: Prompts, plan: ToolPlan) -> tuple[int, ...]:
         """Return the prompt's tokens. Slow: not for an event loop."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        arguments = client_arguments(self.chat_template_kwargs)
+        arguments = effort_switches(self.reasoning_effort, prompts)
+        arguments |= client_arguments(self.chat_template_kwargs)
         salt = self.cache_salt or ""
         return prompts.render(with_tool_calls(messages), plan.prompt, salt=salt, **arguments)

@@ -20,14 +20,19 @@ from penstock.server.problems import BadRequest
 from penstock.server.prompt_scores import check_scores, hold_scores
 from penstock.server.service import Service
 from penstock.server.sse import Stream, data
+from penstock.server.structured import Structured
 
 COMPLETIONS = "/v1/completions"
+
+
+class CompletionBody(CompletionRequest, Structured):
+    """The body of `POST /v1/completions`, with vLLM's fields for structured answers."""
 
 
 class Completions:
     """One request for continuations, of one prompt or several."""
 
-    def __init__(self, service: Service, logprobs: Logprobs, body: CompletionRequest) -> None:
+    def __init__(self, service: Service, logprobs: Logprobs, body: CompletionBody) -> None:
         self.service = service
         self.logprobs = logprobs
         self.body = body
@@ -35,6 +40,8 @@ class Completions:
         self.n = body.n or 1
         self.echoes: list[str] = []
         """Text in front of the continuations, one for each prompt."""
+        self.grammar: str | None = None
+        """Grammar of the continuations."""
         self.top = body.prompt_logprobs
         """Likeliest tokens that the engine reports beside each of the prompts' tokens, or None."""
         if body.echo and body.logprobs is not None:
@@ -74,6 +81,8 @@ class Completions:
                 stop_token_ids=body.stop_token_ids or (),
                 n=self.n,
                 goes_on=True,
+                grammar=self.grammar,
+                ignore_eos=bool(body.ignore_eos),
                 prompt_logprobs=self.top,
             )
             for prompt in prompts
@@ -98,6 +107,7 @@ class Completions:
             self.service.check_tokens(tokens)
         if self.top is not None:
             hold_scores(read, self.top, self.n)
+        self.grammar = self.body.structure()
         if self.body.echo:
             self.echoes = [
                 one if isinstance(one, str) else prompts.decode(one) for one in texts_or_tokens

@@ -22,9 +22,9 @@ from penstock.server.answers import Delta, Reader, ToolCall, join
 from penstock.server.call_growth import CallPart, CallParts
 from penstock.server.calls import unenforced_headers
 from penstock.server.chat_body import ChatBody
-from penstock.server.completions import COMPLETIONS, Completions
+from penstock.server.completions import COMPLETIONS, CompletionBody, Completions
 from penstock.server.disconnect import until_gone
-from penstock.server.forms import CompletionRequest, grammar_of
+from penstock.server.forms import grammar_of
 from penstock.server.legacy_calls import as_function
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai_objects import (
@@ -46,6 +46,7 @@ from penstock.server.prompt_scores import check_scores, hold_scores
 from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 from penstock.server.sse import Stream, data
+from penstock.server.structured import one_grammar
 
 CHAT = "/v1/chat/completions"
 FIRST_DELTA = {"role": "assistant", "content": ""}
@@ -63,7 +64,7 @@ def router(service: Service) -> APIRouter:
         return await _Chat(service, logprobs, body).respond(http)
 
     @routes.post(COMPLETIONS, response_model=Completion, responses=STREAMED)
-    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+    async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a text as it is, without a chat template."""
         return await Completions(service, logprobs, body).respond(http)
 
@@ -167,6 +168,7 @@ class _Chat:
             n=body.n or 1,
             grammar=grammar,
             prediction=self.prediction,
+            ignore_eos=bool(body.ignore_eos),
             prompt_logprobs=body.prompt_logprobs,
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
@@ -196,8 +198,8 @@ class _Chat:
         if call is not None:
             self.headers = unenforced_headers(call.unenforced)
             self.free = call.free
-            return prompt, call.grammar
-        return prompt, grammar_of(self.body.response_format)
+            return prompt, one_grammar(call.grammar, self.body.structure())
+        return prompt, one_grammar(grammar_of(self.body.response_format), self.body.structure())
 
     async def _usage(self, answering: ActiveRequest) -> dict[str, Any]:
         """Return the usage of all answers, which have ended."""

@@ -182,7 +182,12 @@ def _grammar(wanted: Mapping[str, Any], place: str) -> str:
         )
     if syntax == "lark":
         return definition
-    return f"start: INPUT\nINPUT: /{_slashes(definition)}/\n"
+    return regex_grammar(definition)
+
+
+def regex_grammar(regex: str) -> str:
+    """Return the grammar of a regular expression."""
+    return f"start: INPUT\nINPUT: /{_slashes(regex)}/\n"
 
 
 def _slashes(regex: str) -> str:

@@ -32,6 +32,7 @@ from penstock.server.logprobs import Logprobs
 from penstock.server.openai_objects import ERRORS, STREAMED, Json, OpenAIError
 from penstock.server.problems import BadRequest, NotFound, Problem, problem_of
 from penstock.server.prompts import Prompts
+from penstock.server.reasoning_effort import effort_switches
 from penstock.server.request_body import reading_aside
 from penstock.server.response_forms import (
     DeletedResponse,
@@ -56,10 +57,6 @@ LOGPROBS = "message.output_text.logprobs"
 """Name in `include` that asks for log-probabilities."""
 SEALED_REASONING = "reasoning.encrypted_content"
 """Name in `include` that asks for sealed reasoning, which clients send back unread."""
-LEAST_EFFORTS = ("none", "minimal")
-"""Efforts that turn reasoning off where the template can."""
-EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts as templates know them: low, medium, high."""
 
 
 def router(service: Service) -> APIRouter:
@@ -155,18 +152,9 @@ class Asked:
         """Turn it into the tokens of the prompt. Slow: not for a loop."""
         plan = ToolPlan.of(prompts.format, self.tools.chat, body.tool_choice)
         salt = body.cache_salt or ""
-        return prompts.render(self.messages, plan.prompt, salt=salt, **_effort(body, prompts))
-
-
-def _effort(body: ResponsesRequest, prompts: Prompts) -> dict[str, Any]:
-    """Return the template's own switches for how much the model reasons."""
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    switches: dict[str, Any] = {}
-    if effort is not None and prompts.reasoning_marks is not None:
-        switches["enable_thinking"] = effort not in LEAST_EFFORTS
-    if effort is not None and prompts.traits.reasoning_effort:
-        switches["reasoning_effort"] = EFFORTS.get(effort, effort)
-    return switches
+        effort = body.reasoning.effort if body.reasoning is not None else None
+        switches = effort_switches(effort, prompts)
+        return prompts.render(self.messages, plan.prompt, salt=salt, **switches)
 
 
 class _Responses:

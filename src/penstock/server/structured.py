@@ -1,0 +1,106 @@
+"""Structured answers in vLLM's fields: a JSON schema, a regular expression, choices, a grammar.
+
+guided_json, guided_regex, guided_choice, guided_grammar ──┐
+structured_outputs: {json, regex, choice, grammar, ...} ───┴──> one grammar, kept to token by token
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from penstock.server.forms import Each, RequestForm, grammar_for
+from penstock.server.problems import BadRequest
+from penstock.server.response_tools import regex_grammar
+
+MOST_CHOICES = 1_024
+MOST_CHARACTERS = 65_536
+
+Text = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
+Choices = Annotated[Each[Text], Field(min_length=1, max_length=MOST_CHOICES)]
+
+
+class StructuredOutputs(RequestForm):
+    """The form of an answer; one of its fields."""
+
+    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    """JSON schema, as an object or its text."""
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    """Grammar in Lark's form."""
+    json_object: bool | None = None
+
+
+class Structured(RequestForm):
+    """Fields of vLLM for structured answers; older clients send the first four."""
+
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def structure(self) -> str | None:
+        """Return the grammar of the answer; None without one. Slow: not for an event loop.
+
+        Raises:
+            BadRequest: several are asked for, or the schema cannot be kept to.
+        """
+        asked = {
+            name: getattr(self, name)
+            for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        }
+        newer = self.structured_outputs
+        if newer is not None:
+            for name in ("json_", "regex", "choice", "grammar", "json_object"):
+                asked[f"structured_outputs.{name.rstrip('_')}"] = getattr(newer, name)
+        given = {name: value for name, value in asked.items() if value not in (None, False)}
+        if len(given) > 1:
+            names = " and ".join(given)
+            raise BadRequest(f"{names} do not go together", param=next(iter(given)))
+        return next((_grammar(name, value) for name, value in given.items()), None)
+
+
+def one_grammar(given: str | None, structure: str | None) -> str | None:
+    """Return the one grammar of an answer.
+
+    Raises:
+        BadRequest: a demanded call, or `response_format`, stands beside a structure.
+    """
+    if given is not None and structure is not None:
+        raise BadRequest(
+            "structured_outputs, and guided_json and its like, do not go together with "
+            "response_format or a demanded call of a tool",
+            param="structured_outputs",
+        )
+    return given or structure
+
+
+def _grammar(name: str, value: Any) -> str:
+    match name.removeprefix("guided_").removeprefix("structured_outputs."):
+        case "json":
+            return grammar_for(_schema(name, value), name)
+        case "json_object":
+            return grammar_for(None, name)
+        case "regex":
+            return regex_grammar(value)
+        case "choice":
+            # A text in JSON is one in Lark.
+            return "start: " + " | ".join(json.dumps(choice) for choice in value) + "\n"
+        case _:
+            return str(value)
+
+
+def _schema(name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        schema = json.loads(value)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise BadRequest(f"{name} must be a JSON schema, or its text", param=name)
+    return schema

@@ -1,0 +1,114 @@
+"""Fields of vLLM: structured answers, and how much a model reasons."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from servers import Running
+
+from penstock.server.reasoning_effort import effort_switches
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"code": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["code"],
+    "additionalProperties": False,
+}
+MESSAGES = [{"role": "user", "content": "What is the code of the amber falcon?"}]
+CHOICES = ["seven/eight", 'the "amber" falcon', "nine"]
+LARK = 'start: "falcon " NUMBER\nNUMBER: /[0-9]{3}/\n'
+FORMS: list[tuple[dict[str, Any], Any]] = [
+    ({"guided_json": SCHEMA}, lambda text: 0 <= json.loads(text)["code"] <= 99),
+    ({"guided_json": json.dumps(SCHEMA)}, lambda text: 0 <= json.loads(text)["code"] <= 99),
+    ({"guided_regex": "[ab]{3}/[0-9]"}, re.compile("[ab]{3}/[0-9]").fullmatch),
+    ({"guided_choice": CHOICES}, CHOICES.__contains__),
+    ({"guided_grammar": LARK}, re.compile("falcon [0-9]{3}").fullmatch),
+    ({"structured_outputs": {"json": SCHEMA}}, lambda text: 0 <= json.loads(text)["code"] <= 99),
+    ({"structured_outputs": {"regex": "[ab]{3}"}}, re.compile("[ab]{3}").fullmatch),
+    ({"structured_outputs": {"choice": CHOICES}}, CHOICES.__contains__),
+    ({"structured_outputs": {"grammar": LARK}}, re.compile("falcon [0-9]{3}").fullmatch),
+    (
+        {"structured_outputs": {"json_object": True}},
+        lambda text: isinstance(json.loads(text), dict),
+    ),
+]
+
+
+def post(server: Running, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json={"max_tokens": 200, **body}, timeout=60)
+
+
+@pytest.mark.parametrize(("form", "fits"), FORMS, ids=lambda case: str(case)[:40])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_answer_has_the_form_that_is_asked_for(
+    recall_server: Running, path: str, form: dict[str, Any], fits: Any
+) -> None:
+    """Sampled hot, so that the form is the grammar's and not the model's."""
+    prompt = {"messages": MESSAGES} if "chat" in path else {"prompt": "The code is"}
+    for seed in range(3):
+        sampling = {"temperature": 3.0, "seed": seed}
+        if "object" in str(form):  # objects of any form may go on for long
+            sampling = {"temperature": 0.0}
+        answer = post(recall_server, path, **prompt, **form, **sampling)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        text = choice["message"]["content"] if "chat" in path else choice["text"]
+        if choice["finish_reason"] == "length":
+            assert "json_object" in str(form)
+            continue
+        assert fits(text), text
+    free = post(recall_server, path, **prompt, temperature=3.0, seed=0).json()["choices"][0]
+    text = free["message"]["content"] if "chat" in path else free["text"]
+    with pytest.raises((ValueError, TypeError, AssertionError)):  # the control: without, it has not
+        assert fits(text)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"guided_json": "no schema"}, "guided_json"),
+        ({"guided_json": {"type": 7}}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [1]}, "guided_choice.0"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.json"),
+        (
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused_by_name(
+    recall_server: Running, body: dict[str, Any], param: str
+) -> None:
+    answer = post(recall_server, "/v1/chat/completions", messages=MESSAGES, **body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("form", [{"guided_regex": "("}, {"guided_grammar": "start: ("}])
+def test_a_broken_grammar_is_400(recall_server: Running, form: dict[str, Any]) -> None:
+    answer = post(recall_server, "/v1/completions", prompt="a", **form)
+    assert answer.status_code == 400 and "grammar" in answer.json()["error"]["message"]
+
+
+def test_an_answer_goes_on_after_the_end_of_sequence_if_asked(recall_server: Running) -> None:
+    end = min(recall_server.service.tokenizer.eos_token_ids)
+    body = {"prompt": "a", "max_tokens": 5, "logit_bias": {str(end): 100}}
+    plain = post(recall_server, "/v1/completions", **body).json()
+    going_on = post(recall_server, "/v1/completions", **body, ignore_eos=True).json()
+    assert plain["usage"]["completion_tokens"] <= 1
+    assert going_on["usage"]["completion_tokens"] == 5
+
+
+def test_reasoning_effort_is_the_templates_own_switch(recall_server: Running) -> None:
+    """The embedded model has none; one with marks and a switch gets both."""
+    prompts = recall_server.service.prompts
+    assert effort_switches("high", prompts) == {}
+    assert effort_switches(None, prompts) == {}
+    answer = post(recall_server, "/v1/chat/completions", messages=MESSAGES, reasoning_effort="low")
+    assert answer.status_code == 200
