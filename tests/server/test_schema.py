@@ -68,6 +68,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello!"}]},
     "/v1/completions": {"prompt": "Hello"},
     "/v1/responses": {"input": "Hello"},
+    "/v1/responses/input_tokens": {"input": "Hello"},
     "/v1/messages": {
         "model": "any",
         "max_tokens": MOST_TOKENS,
@@ -90,6 +91,8 @@ FIELDS = (
     *("repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "stream_options", "tools"),
     *("tool_choice", "response_format", "text", "instructions", "chat_template_kwargs", "salt"),
     *("prompt_cache_key", "cache_salt", "cache_control", "thinking", "output_config", "suffix"),
+    *("thread", "previous_response_id", "store", "include", "reasoning", "metadata", "functions"),
+    *("function_call", "parallel_tool_calls", "stop_token_ids", "prediction", "return_progress"),
 )
 
 
@@ -140,6 +143,7 @@ CASES = [
     # What takes nothing but a name, or nothing at all, cannot be asked wrongly.
     *((f"POST {path}", GenerationMode.NEGATIVE) for path in BODIES),
     ("GET /v1/cache/tree", GenerationMode.NEGATIVE),
+    ("GET /v1/responses/{response_id}/input_items", GenerationMode.NEGATIVE),
 ]
 
 
