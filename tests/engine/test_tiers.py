@@ -149,7 +149,7 @@ def test_files_of_what_is_in_ram_are_not_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead: list[int] = []
-    monkeypatch.setattr(store_module, "_read_ahead", ahead.append)
+    monkeypatch.setattr(store_module, "read_ahead", ahead.append)
     asked = prompt(160)
     with running(tmp_path) as core:
         ask(core, asked[:80])

@@ -16,7 +16,8 @@ from penstock.engine.offload import restoring as restoring_module
 from penstock.engine.session_files import load_session, save_session
 from penstock.kv.states import StateForm
 from penstock.prefix.block_hashes import checkpoint_hash
-from penstock.tiers.disk.disk_store import BLOCKS_NAME, block_file
+from penstock.tiers.disk.block_files import block_file
+from penstock.tiers.disk.disk_store import BLOCKS_NAME
 from penstock.tiers.record import FORMAT
 
 FAMILY = "falcon_h1"

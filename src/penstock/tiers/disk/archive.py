@@ -24,7 +24,8 @@ from typing import BinaryIO
 from penstock.errors import CacheFileError, SettingError
 from penstock.memory import format_bytes
 from penstock.prefix.block_hashes import checkpoint_hash
-from penstock.tiers.disk.disk_store import FLOOR_BYTES, SUFFIX, SSDStore
+from penstock.tiers.disk.block_files import SUFFIX
+from penstock.tiers.disk.disk_store import FLOOR_BYTES, SSDStore
 from penstock.tiers.disk.folder import Folder, Progress, check_is_ours
 from penstock.tiers.disk.index import Entry
 from penstock.tiers.disk.integrity import NO_MODEL, check_block

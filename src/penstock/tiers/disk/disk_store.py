@@ -9,13 +9,11 @@ A fault of a record is a miss, and the record is gone afterwards. A fault of the
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
 import shutil
 import sqlite3
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +23,17 @@ from typing import Literal, TypeAlias
 from penstock.kv.block_spans import Spans
 from penstock.memory import format_bytes
 from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, is_hash_of
+from penstock.tiers.disk.block_files import (
+    SUFFIX,
+    block_file,
+    file_size,
+    listed,
+    opened,
+    read_ahead,
+    read_entries,
+    remove_file,
+    sync_folder,
+)
 from penstock.tiers.disk.direct import Writer
 from penstock.tiers.disk.index import (
     BUSY_SECONDS,
@@ -40,13 +49,10 @@ from penstock.tiers.disk.index import (
 from penstock.tiers.disk.limits import payload_bytes
 from penstock.tiers.record import (
     FORMAT,
-    MOST_DEPTH,
-    MOST_HEAD_BYTES,
     Damaged,
     Record,
     Target,
     encode,
-    header,
     read_into,
     read_tokens,
 )
@@ -62,7 +68,6 @@ FLOOR_BYTES = 1_000_000_000
 """Free bytes of the disk that are never gone below."""
 READ_SECONDS = 10.0
 """Seconds that `close` waits for files that are being read."""
-SUFFIX = ".safetensors"
 LOCK_LOOK_SECONDS = 0.02
 
 Written: TypeAlias = Claim | Literal["disk"]
@@ -165,7 +170,7 @@ class SSDStore(Store):
         block_hashes: list[bytes] = []
         for entry in chain:
             try:
-                with _opened(self._path(entry.key)) as file:
+                with opened(self._path(entry.key)) as file:
                     tokens, blocks = read_tokens(file)
             except (FileNotFoundError, Damaged):
                 break
@@ -270,8 +275,8 @@ class SSDStore(Store):
             ahead.append(checkpoint_hash(block_hashes[count - 1]))
             self._used.append(ahead[-1])
         for key in ahead:
-            with suppress(OSError, Damaged), _opened(self._path(key)) as file:
-                _read_ahead(file)
+            with suppress(OSError, Damaged), opened(self._path(key)) as file:
+                read_ahead(file)
         return count
 
     def note_uses(self) -> None:
@@ -315,7 +320,7 @@ class SSDStore(Store):
         if entry.owner is not None:
             gone = not is_alive(entry.owner)
         else:  # unless another process has just removed both, or written it again
-            size = _size(self._path(entry.key))
+            size = file_size(self._path(entry.key))
             gone = size != entry.nbytes and self.index.get(entry.key) == entry
             self.counts.missing_blocks += gone and size is None
             self.counts.damaged_blocks += gone and size is not None
@@ -326,11 +331,13 @@ class SSDStore(Store):
         """Remove a dead writer's remains; take in a block that the index lacks, or remove it."""
         if path.parent == self._aside:
             if not is_alive(path.name.partition(".")[2]):
-                _remove(path)
+                remove_file(path)
         elif self._entry_of(path) is None:
-            self.index.adopt(entry for entry in _entries([path]) if path == self._path(entry.key))
+            self.index.adopt(
+                entry for entry in read_entries([path]) if path == self._path(entry.key)
+            )
             if self._entry_of(path) is None:
-                _remove(path)
+                remove_file(path)
 
     def close(self) -> None:
         """Close the index."""
@@ -379,7 +386,7 @@ class SSDStore(Store):
                     self._remove_index(error)
                     index = Index(file)
                 if not len(index):
-                    index.adopt(_entries(self._blocks.rglob(f"*{SUFFIX}")))
+                    index.adopt(read_entries(self._blocks.rglob(f"*{SUFFIX}")))
                 return index
         finally:
             os.umask(old_mask)
@@ -393,8 +400,8 @@ class SSDStore(Store):
         return block_file(self._blocks, key)
 
     def _files(self) -> Iterator[Path]:
-        for folder in (self._aside, self._blocks, *_listed(self._blocks)):
-            yield from (path for path in _listed(folder) if path.is_file())
+        for folder in (self._aside, self._blocks, *listed(self._blocks)):
+            yield from (path for path in listed(folder) if path.is_file())
 
     def _entry_of(self, path: Path) -> Entry | None:
         """Return the entry whose file this is."""
@@ -428,76 +435,17 @@ class SSDStore(Store):
             aside.rename(path)
         finally:
             aside.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def _read_into(self, key: bytes, targets: Mapping[str, Target]) -> int:
         """Read a block into its buffers; return the bytes of its file.
 
         Any thread may call it. It touches the file alone.
         """
-        with _opened(self._path(key)) as file:
+        with opened(self._path(key)) as file:
             words = read_into(file, targets)
             self._check_is(words, key)
             return os.fstat(file).st_size
-
-
-def block_file(blocks: Path, key: bytes) -> Path:
-    """Return where the file of a block lies in the folder of blocks."""
-    name = key.hex()
-    return blocks / name[:2] / (name + SUFFIX)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Open a file for reading.
-
-    Raises:
-        FileNotFoundError: there is none.
-        Damaged: the entry is no file; it is not waited for either, as for a pipe.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except NotADirectoryError as error:
-        raise FileNotFoundError(*error.args) from None
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise Damaged(str(error)) from None
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Damaged("it is no file")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _size(path: Path) -> int | None:
-    """Return the bytes of a file; None if there is none."""
-    with suppress(FileNotFoundError, Damaged), _opened(path) as file:
-        return os.fstat(file).st_size
-    return None
-
-
-def _remove(path: Path) -> None:
-    """Remove a superfluous file, if it can be: any other is not ours."""
-    with suppress(OSError):
-        path.unlink()
-
-
-def _read_ahead(descriptor: int) -> None:
-    """Have the system read a file into its own memory, where it can be told to."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-
-
-def _listed(folder: Path) -> list[Path]:
-    """List a folder; one that is none, or is gone by now, is empty."""
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        return []
 
 
 @contextmanager
@@ -514,38 +462,3 @@ def _alone(lock: Path) -> Iterator[None]:
                     raise sqlite3.OperationalError("another process opens the index") from None
                 time.sleep(LOCK_LOOK_SECONDS)
         yield
-
-
-def _entries(paths: Iterable[Path]) -> Iterator[Entry]:
-    """Read the headers of files; files that are no blocks are passed over."""
-    for path in paths:
-        try:
-            with _opened(path) as file:
-                status = os.fstat(file)
-                size = int.from_bytes(os.pread(file, 8, 0), "little")
-                words = header(os.pread(file, 8 + min(size, MOST_HEAD_BYTES), 0))
-            depth = int(words["depth"])
-            if not 0 <= depth < MOST_DEPTH:
-                raise ValueError(f"no block is {depth} deep")
-            yield Entry(
-                key=bytes.fromhex(words["key"]),
-                fingerprint=words["fingerprint"],
-                parent=bytes.fromhex(words["parent"]),
-                depth=depth,
-                nbytes=status.st_size,
-                hits=0,
-                used=0,
-                written_seconds=status.st_mtime,
-                owner=None,
-            )
-        except (OSError, KeyError, ValueError):
-            continue
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last, where folders can be synced."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

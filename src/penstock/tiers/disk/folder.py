@@ -17,13 +17,8 @@ from types import TracebackType
 from typing import TypeAlias
 
 from penstock.errors import CacheFileError, SettingError
-from penstock.tiers.disk.disk_store import (
-    ASIDE_NAME,
-    BLOCKS_NAME,
-    INDEX_NAME,
-    LOCK_NAME,
-    block_file,
-)
+from penstock.tiers.disk.block_files import block_file, listed
+from penstock.tiers.disk.disk_store import ASIDE_NAME, BLOCKS_NAME, INDEX_NAME, LOCK_NAME
 from penstock.tiers.disk.index import DAY_SECONDS, PAGE_ENTRIES, Entry, Index, is_alive, is_damage
 from penstock.tiers.disk.tombstone import PREFIX
 from penstock.tiers.record import FORMAT
@@ -136,12 +131,12 @@ class Folder:
 
     def files(self) -> Iterator[Path]:
         """Yield every file in the folders of the blocks, whatever it is."""
-        for folder in _listed(self.blocks):
-            yield from (path for path in _listed(folder) if path.is_file())
+        for folder in sorted(listed(self.blocks)):
+            yield from (path for path in sorted(listed(folder)) if path.is_file())
 
     def files_aside(self) -> Iterator[tuple[Path, bool]]:
         """Yield the files that are being written, and whether their writers live."""
-        for path in _listed(self.aside):
+        for path in sorted(listed(self.aside)):
             yield path, is_alive(path.name.partition(".")[2])
 
     def entries(self, fingerprint: str | None = None) -> list[Entry]:
@@ -233,12 +228,12 @@ class Folder:
 
     def _others(self) -> tuple[list[Path], int]:
         """Return the folders of other formats, and how much else is not ours."""
-        beside = [path for path in _listed(self.path) if path.name != FORMAT]
+        beside = [path for path in sorted(listed(self.path)) if path.name != FORMAT]
         others = [path for path in beside if path.name.startswith(FORMATS) and path.is_dir()]
         ours = {BLOCKS_NAME, ASIDE_NAME, LOCK_NAME}
         inside = [
             path
-            for path in _listed(self.path / FORMAT)
+            for path in sorted(listed(self.path / FORMAT))
             if path.name not in ours and not path.name.startswith((INDEX_NAME, PREFIX))
         ]
         return others, len(beside) - len(others) + len(inside)
@@ -295,10 +290,3 @@ def _sizes(paths: Iterable[Path]) -> int:
         with suppress(FileNotFoundError):
             total += path.lstat().st_size if path.is_file() else 0
     return total
-
-
-def _listed(folder: Path) -> list[Path]:
-    """List a folder; one that is none, or is gone by now, is empty."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        return sorted(folder.iterdir())
-    return []

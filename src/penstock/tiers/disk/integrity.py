@@ -11,7 +11,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from penstock.prefix.block_hashes import KEY_BYTES, checkpoint_hash, is_hash_of
-from penstock.tiers.disk.disk_store import SUFFIX, SSDStore
+from penstock.tiers.disk.block_files import SUFFIX
+from penstock.tiers.disk.disk_store import SSDStore
 from penstock.tiers.disk.folder import Folder, Progress
 from penstock.tiers.disk.index import Entry, is_alive
 from penstock.tiers.record import (

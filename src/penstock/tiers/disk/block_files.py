@@ -1,0 +1,109 @@
+"""Files of blocks in a folder: their names, and reading them although others remove them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from penstock.tiers.disk.index import Entry
+from penstock.tiers.record import MOST_DEPTH, MOST_HEAD_BYTES, Damaged, header
+
+SUFFIX = ".safetensors"
+
+
+def block_file(blocks: Path, key: bytes) -> Path:
+    """Return where the file of a block lies in the folder of blocks."""
+    name = key.hex()
+    return blocks / name[:2] / (name + SUFFIX)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a file for reading.
+
+    Raises:
+        FileNotFoundError: there is none.
+        Damaged: the entry is no file; it is not waited for either, as for a pipe.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise Damaged(str(error)) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Damaged("it is no file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def file_size(path: Path) -> int | None:
+    """Return the bytes of a file; None if there is none."""
+    with suppress(FileNotFoundError, Damaged), opened(path) as file:
+        return os.fstat(file).st_size
+    return None
+
+
+def remove_file(path: Path) -> None:
+    """Remove a superfluous file, if it can be: any other is not ours."""
+    with suppress(OSError):
+        path.unlink()
+
+
+def read_ahead(descriptor: int) -> None:
+    """Have the system read a file into its own memory, where it can be told to."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def listed(folder: Path) -> list[Path]:
+    """List a folder; one that is none, or is gone by now, is empty."""
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return []
+
+
+def read_entries(paths: Iterable[Path]) -> Iterator[Entry]:
+    """Read the headers of files; files that are no blocks are passed over."""
+    for path in paths:
+        try:
+            with opened(path) as file:
+                status = os.fstat(file)
+                size = int.from_bytes(os.pread(file, 8, 0), "little")
+                words = header(os.pread(file, 8 + min(size, MOST_HEAD_BYTES), 0))
+            depth = int(words["depth"])
+            if not 0 <= depth < MOST_DEPTH:
+                raise ValueError(f"no block is {depth} deep")
+            yield Entry(
+                key=bytes.fromhex(words["key"]),
+                fingerprint=words["fingerprint"],
+                parent=bytes.fromhex(words["parent"]),
+                depth=depth,
+                nbytes=status.st_size,
+                hits=0,
+                used=0,
+                written_seconds=status.st_mtime,
+                owner=None,
+            )
+        except (OSError, KeyError, ValueError):
+            continue
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename last, where folders can be synced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
