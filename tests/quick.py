@@ -52,7 +52,7 @@ SLOW = (
     *("test_idle_connections_leave_the_engine_alive_and_a_place_for_health",),
     *("test_no_connection_stays_open_for_a_request_that_does_not_come",),
     *("test_the_default_bounds_hold_in_a_process", "test_every_byte_comes_back"),
-    *("test_what_was_deleted_stays_deleted_after_a_restart",),
+    *("test_families_of_other_kinds", "test_what_was_deleted_stays_deleted_after_a_restart"),
     *("test_eight_answers_that_ask_for_32_000_tokens_run_together",),
     *("test_a_preempted_answer_goes_on_as_if_it_was_alone",),
     *("test_storing_takes_little_more_than_what_is_stored",),
