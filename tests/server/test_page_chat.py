@@ -170,3 +170,25 @@ def _luminance(page: Any, element: str) -> float:
     shares = [int(part) / 255 for part in re.findall(r"\d+", text)[:3]]
     red, green, blue = (s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_a_long_prompt_says_how_much_of_it_is_read(browser: Any) -> None:
+    """Then nothing of it is left: the line says what the answer took."""
+    watch = """() => {
+      window.costs = [];
+      const look = () => document.querySelectorAll(".cost").forEach((one) =>
+        window.costs.push(one.textContent));
+      new MutationObserver(look).observe(document.getElementById("log"),
+        { childList: true, subtree: true, characterData: true });
+    }"""
+    with serving(engine={"prefill_chunk": 64}) as running, opened(browser, running.url) as page:
+        page.evaluate(watch)
+        answer = say(page, "The code of the amber falcon is seven. " * 60 + "What is it?")
+        expect(answer.locator(".cost")).to_contain_text("prompt tokens from the cache")
+        costs = page.evaluate("window.costs")
+    read = [re.match(r"reading the prompt: ([\d,]+) of ([\d,]+) tokens", one) for one in costs]
+    shown = [[int(number.replace(",", "")) for number in one.groups()] for one in read if one]
+    assert len(shown) >= 3
+    assert all(0 <= done < total for done, total in shown)
+    assert [done for done, _ in shown] == sorted(done for done, _ in shown)
+    assert "reading" not in costs[-1]

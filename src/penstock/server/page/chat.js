@@ -125,7 +125,9 @@ export class Chat {
         told.usage = chunk.usage ?? told.usage;
         const [choice] = chunk.choices ?? [];
         told.finish = choice?.finish_reason ?? told.finish;
+        if (chunk.prompt_progress) say(bubble.cost, reading(chunk.prompt_progress));
         if (!bubble.add(choice?.delta ?? {})) continue;
+        if (told.first === null) say(bubble.cost, ""); // the prompt is read
         told.last = performance.now();
         told.first ??= told.last;
         this.follow();
@@ -181,6 +183,7 @@ export class Chat {
       max_tokens: Number(byId("max-tokens").value) || 256,
       stream: true,
       stream_options: { include_usage: true },
+      return_progress: true,
     };
   }
 
@@ -271,6 +274,13 @@ function suggestion(text, act) {
 /** Say why a turn failed; a browser has no words of its own for a server that is away. */
 function reason(error) {
   return error instanceof TypeError ? "The server is not reachable." : error.message;
+}
+
+/** Write how much of a prompt is read; nothing once it is. */
+function reading({ total, processed, left_ms: left }) {
+  if (processed >= total) return "";
+  const said = `reading the prompt: ${count(processed)} of ${count(total)} tokens`;
+  return left === null ? said : `${said}, about ${duration(left / 1000)} left`;
 }
 
 function cost({ first, last, usage, finish }, started) {
