@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-cpus test-scale test-agents real mutants lint docs bench peers soak hostile clean
+.PHONY: help run test test-all test-cpus test-scale test-agents test-clients real mutants lint docs bench peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -18,6 +18,7 @@ help:
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
 	@echo 'make mutants [CODE=...] [SAMPLE=40] [SEED=0]   small changes of the code: which go unnoticed?'
 	@echo 'make test-agents   Claude Code, Codex, opencode and pi from npm do ten turns of work each; needs Node 20'
+	@echo 'make test-clients   clients of PyPI and npm, and llm-comply, once each against the server'
 	@echo 'make real    a real model (98 MB, fetched once): the same text as mlx-lm, cold, warm, restored'
 	@echo 'make bench   the claims, measured on this machine'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
@@ -81,6 +82,10 @@ test-scale: $(VENV)/.scale
 # The real programs, in a network namespace that has loopback and nothing else.
 test-agents: $(VENV)/.dev
 	$(BIN)/python tests/agents/run_agents.py $(VENV)/agents
+
+# Clients of other projects, each in an environment of its own; what cannot be installed is skipped.
+test-clients: $(VENV)/.dev
+	$(BIN)/python tests/clients/run_clients.py $(VENV)/clients
 
 # Real weights and real text; skipped with a line where the model cannot be fetched. With
 # PENSTOCK_REAL=all prompts are long, and chats pass the whole context: an hour.

@@ -1,0 +1,102 @@
+"""`langchain-openai` (chat, responses) and `langchain-anthropic`, as the argument says."""
+
+from __future__ import annotations
+
+import sys
+from functools import reduce
+from operator import add
+from typing import Any
+
+from asked import (
+    CODE,
+    KEY,
+    MODEL,
+    QUESTION,
+    SAID,
+    SCRIPTED_URL,
+    TASK,
+    URL,
+    Animal,
+    look_up,
+    report,
+    was_called,
+)
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+
+KIND = sys.argv[1]
+TOOL = tool(look_up)
+
+
+def model(url: str = URL) -> Any:
+    if KIND == "messages":
+        from langchain_anthropic import ChatAnthropic
+
+        return ChatAnthropic(model=MODEL, base_url=url, api_key=KEY, max_tokens=200, max_retries=0)
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(
+        model=MODEL,
+        base_url=f"{url}/v1",
+        api_key=KEY,
+        max_retries=0,
+        use_responses_api=KIND == "responses",
+        stream_usage=True,
+    )
+
+
+def chat() -> None:
+    answer = model().invoke(QUESTION)
+    assert CODE in answer.text, answer
+    assert answer.usage_metadata["output_tokens"] > 0, answer
+
+
+def stream() -> None:
+    whole = reduce(add, model().stream(QUESTION))
+    assert CODE in whole.text, whole
+    assert whole.usage_metadata["output_tokens"] > 0, whole
+
+
+def loop(ask: Any) -> None:
+    messages: list[Any] = [HumanMessage(TASK)]
+    for _ in range(3):
+        answer = ask(messages)
+        messages.append(answer)
+        for call in answer.tool_calls:
+            result = TOOL.invoke(call["args"])
+            messages.append(ToolMessage(result, tool_call_id=call["id"]))
+        if not answer.tool_calls:
+            break
+    was_called()
+    assert answer.text == SAID, answer
+
+
+def tools() -> None:
+    loop(model(SCRIPTED_URL).bind_tools([TOOL]).invoke)
+
+
+def streamed_tools() -> None:
+    bound = model(SCRIPTED_URL).bind_tools([TOOL])
+    loop(lambda messages: reduce(add, bound.stream(messages)))
+
+
+def demanded() -> None:
+    asked = model().with_structured_output(Animal, method="function_calling")
+    animal = asked.invoke("What have you seen?")
+    assert isinstance(animal, Animal), animal
+
+
+def structured() -> None:
+    asked = model().with_structured_output(Animal, method="json_schema")
+    animal = asked.invoke("What have you seen?")
+    assert isinstance(animal, Animal), animal
+
+
+report(
+    chat=chat,
+    stream=stream,
+    tools=tools,
+    streamed_tools=streamed_tools,
+    demanded=demanded,
+    structured=structured,
+)
