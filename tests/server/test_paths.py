@@ -9,6 +9,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 from servers import Running
 
 CHAT = "/v1/chat/completions"
@@ -74,3 +75,15 @@ def test_all_methods_of_a_path_are_named(recall_server: Running) -> None:
 def test_compaction_is_refused_as_what_is_not_there(recall_server: Running) -> None:
     refused = httpx.post(f"{recall_server.url}/v1/responses/compact", json={"input": "hi"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unsupported_endpoint")
+
+
+def test_a_path_that_is_not_there_makes_no_document(recall_server: Running) -> None:
+    """The OpenAPI document takes as long as a hundred requests, which would all wait for it."""
+    app = recall_server.server.config.app
+    assert isinstance(app, FastAPI)
+    app.openapi_schema = None
+    assert httpx.get(f"{recall_server.url}/v1/v1/models").status_code == 404
+    assert httpx.delete(f"{recall_server.url}/v1/models").status_code == 405
+    assert app.openapi_schema is None
+    assert httpx.get(f"{recall_server.url}/openapi.json").status_code == 200
+    assert app.openapi_schema is not None

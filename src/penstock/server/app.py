@@ -47,7 +47,7 @@ from penstock.server import (
     tokenize_routes,
 )
 from penstock.server.connections import Connections
-from penstock.server.paths import Paths, unserved
+from penstock.server.paths import Paths, served_methods, unserved
 from penstock.server.problems import (
     FROM_ANTHROPIC,
     REQUEST_ID,
@@ -105,12 +105,14 @@ def create_app(service: Service) -> FastAPI:
     )
     for error in (HTTPException, RequestValidationError, PenstockError):
         app.add_exception_handler(error, _respond)
-    app.include_router(_health(service))
-    for module in (
+    modules = (
         *(openai, responses, anthropic, tokenize_routes),
         *(cache_routes, sessions, metrics, live),
-    ):
-        app.include_router(module.router(service))
+    )
+    routers = [_health(service), *(module.router(service) for module in modules)]
+    for router in routers:
+        app.include_router(router)
+    app.state.served = served_methods(routers)
     reference.add_reference(app)
     _guard(app, service.settings, service.memory)
     return app
@@ -119,7 +121,7 @@ def create_app(service: Service) -> FastAPI:
 def _respond(http: HttpRequest, error: Exception) -> Response:
     """Tell the client of an error that a route has raised, or that there is no such route."""
     if isinstance(error, HTTPException):
-        error = unserved(http, error, http.app.openapi()["paths"])
+        error = unserved(http, error, http.app.state.served)
     problem = problem_of(error)
     if problem.status >= 500 and problem.status != 503:  # a refusal is no fault
         logger.error("%s failed: %s", http.url.path, type(error).__name__)

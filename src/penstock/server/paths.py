@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -51,6 +53,16 @@ def plain(path: str) -> str:
     return path.rstrip("/") if path.startswith(f"{API}/") else path
 
 
+def served_methods(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
+    """Return the methods of every path of some routers."""
+    served: dict[str, set[str]] = {}
+    for router in routers:
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                served.setdefault(route.path, set()).update(route.methods)
+    return served
+
+
 def unserved(
     http: HttpRequest, error: HTTPException, served: Mapping[str, Iterable[str]]
 ) -> Exception:
@@ -59,7 +71,7 @@ def unserved(
     Args:
         http: the request.
         error: from the routes.
-        served: methods of every path, as the OpenAPI document has them.
+        served: methods of every path (`served_methods`).
     """
     path = http.url.path
     if error.status_code == 405:
@@ -91,13 +103,13 @@ class WrongMethod(ServerError):
 def methods_of(path: str, served: Mapping[str, Iterable[str]]) -> set[str]:
     """Return the methods with which a path is served, of all templates that it matches.
 
-    >>> sorted(methods_of("/v1/a/b", {"/v1/a/{id}": ("get", "delete"), "/v1/a": ("post",)}))
+    >>> sorted(methods_of("/v1/a/b", {"/v1/a/{id}": ("GET", "DELETE"), "/v1/a": ("POST",)}))
     ['DELETE', 'GET']
     """
     methods = set[str]()
     for template, names in served.items():
         if re.fullmatch(_PARAMETER.sub("[^/]+", template), path):
-            methods.update(name.upper() for name in names)
+            methods.update(names)
     return methods
 
 
