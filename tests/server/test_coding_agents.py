@@ -63,7 +63,7 @@ def usage_of(answer: httpx.Response) -> dict[str, int]:
 
 
 def total(usage: dict[str, int]) -> int:
-    return sum(value for name, value in usage.items() if name != "output_tokens")
+    return sum(value for name, value in usage.items() if name.endswith("input_tokens"))
 
 
 # ---- whole requests
