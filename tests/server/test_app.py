@@ -277,6 +277,26 @@ def test_a_wrong_type_is_told_from_a_wrong_value(
     assert (error["code"], error["param"]) == (code, next(iter(changed)))
 
 
+@pytest.mark.parametrize(
+    ("path", "changed", "words"),
+    [
+        (CHAT, {"tools": [5]}, "tools.0: Input should be an object"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "content: Input should be a valid"),
+        (CHAT, {"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice: no tool is offered"),
+        ("/v1/responses", {"input": ["a"]}, "input.0: Input should be a valid dict"),
+        ("/v1/responses", {"input": 5}, "input: Input should be a valid string"),
+        ("/v1/responses", {"input": "a", "background": True}, "background is not served; leave"),
+    ],
+)
+def test_what_is_wrong_is_said_where_it_stands(
+    recall_server: Running, path: str, changed: dict[str, Any], words: str
+) -> None:
+    error = httpx.post(f"{recall_server.url}{path}", json={**LONG, **changed}).json()["error"]
+    assert words in error["message"]
+    assert error["code"] in ("invalid_type", "invalid_value", "unsupported_parameter")
+
+
 def test_the_interfaces_page_needs_no_other_host(recall_server: Running) -> None:
     page = httpx.get(f"{recall_server.url}/docs")
     assert page.headers["content-type"].startswith("text/html")

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.forms import MOST_STOP_CHARACTERS, MOST_STOPS, Each, Name, RequestForm
+from penstock.server.forms import (
+    MOST_STOP_CHARACTERS,
+    MOST_STOPS,
+    Each,
+    Name,
+    RequestForm,
+    TextOrList,
+)
 from penstock.server.prompts import left_out
 
 Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
@@ -29,15 +36,6 @@ class Marked(RequestForm):
     """Base of all that may carry a `cache_control`."""
 
     cache_control: CacheControl | None = None
-
-
-def _text_or_list(content: Any) -> str:
-    return "[list]" if isinstance(content, list) else "[text]"
-
-
-TextOrList = Discriminator(_text_or_list)
-"""Discriminator of the two forms, so that an error names one of them alone. An error's place
-leaves out names in brackets."""
 
 
 class TextBlock(Marked):

@@ -12,7 +12,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
@@ -43,6 +45,15 @@ T = TypeVar("T")
 Each: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
 """List whose validation stops at the first wrong element: a body may hold millions, and pydantic
 would keep an error for every one."""
+
+
+def _text_or_list(content: Any) -> str:
+    return "[list]" if isinstance(content, list) else "[text]"
+
+
+TextOrList = Discriminator(_text_or_list)
+"""Discriminator of the two forms, so that an error names one of them alone. An error's place
+leaves out names in brackets."""
 Name = Annotated[str, Field(max_length=256)]
 Id = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 """Number of a token; the service, which knows the vocabulary, refuses unknown ones."""
@@ -253,7 +264,13 @@ class ChatMessage(RequestForm):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | Each[dict[str, Any] | str] | None = None
+    content: (
+        Annotated[
+            Annotated[str, Tag("[text]")] | Annotated[Each[dict[str, Any] | str], Tag("[list]")],
+            TextOrList,
+        ]
+        | None
+    ) = None
     """A text, or parts of which each is a text."""
     name: str | None = None
     tool_calls: Each[dict[str, Any]] | None = None

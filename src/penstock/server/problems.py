@@ -154,7 +154,9 @@ def problem_of(error: BaseException) -> Problem:
     """Return the client's view of any exception, without the text of an internal one."""
     if isinstance(error, ServerError):
         headers = {**_retry(error.status), **error.headers}
-        return Problem(error.status, str(error), error.code, error.param, headers)
+        of_field = isinstance(error, BadRequest) and error.param is not None
+        code = error.code or ("invalid_value" if of_field else None)
+        return Problem(error.status, str(error), code, error.param, headers)
     if isinstance(error, NeverFits):
         return Problem(400, str(error), "context_length_exceeded")
     if isinstance(error, QueueFull):
@@ -170,7 +172,7 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, HTTPException):
         return Problem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     if isinstance(error, TimeoutError):
-        return Problem(504, "this took too long", "timeout")
+        return Problem(504, "this took too long", "timeout", headers=_retry(504))
     return Problem(500, "something went wrong inside the server; its log says more")
 
 
@@ -185,6 +187,13 @@ def _own(error: PenstockError) -> Problem:
 
 
 def _retry(status: int) -> dict[str, str]:
+    """Return the headers that tell clients when to ask again, or not to.
+
+    >>> _retry(429), _retry(504), _retry(400)
+    ({'Retry-After': '2'}, {'x-should-retry': 'false'}, {})
+    """
+    if status == 504:  # it would take as long again, and clients ask twice more by themselves
+        return {"x-should-retry": "false"}
     return {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
 
 
@@ -194,6 +203,8 @@ def _validation(errors: Sequence[Any]) -> Problem:
     where = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
     message = str(first.get("msg", "the request has the wrong form"))
     message = message.removeprefix("Value error, ")
+    if first.get("type") == "model_attributes_type":
+        message = "Input should be an object"
     if first.get("type") == "json_invalid":
         message = f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
         return Problem(400, message, "invalid_json")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, Tag
 
-from penstock.server.forms import Each, Metadata, Name, RequestForm, Sampled
+from penstock.server.forms import Each, Metadata, Name, RequestForm, Sampled, TextOrList
+
+Input: TypeAlias = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[Each[dict[str, Any]], Tag("[list]")], TextOrList
+]
+"""A text, or messages, calls and their outputs."""
 
 
 class TextFormat(RequestForm):
@@ -35,8 +40,7 @@ class ReasoningSettings(RequestForm):
 class ResponsesRequest(Sampled):
     """The body of `POST /v1/responses`."""
 
-    input: str | Each[dict[str, Any]]
-    """A text, or messages, calls and their outputs."""
+    input: Input
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextSettings | None = None
@@ -58,7 +62,7 @@ class ResponsesRequest(Sampled):
 class InputTokensRequest(ResponsesRequest):
     """The body of `POST /v1/responses/input_tokens`: a response's, and `input` may be left out."""
 
-    input: str | Each[dict[str, Any]] = Field(default_factory=list)
+    input: Input = Field(default_factory=list)
 
 
 class InputTokens(BaseModel):

@@ -57,6 +57,11 @@ LOGPROBS = "message.output_text.logprobs"
 """Name in `include` that asks for log-probabilities."""
 SEALED_REASONING = "reasoning.encrypted_content"
 """Name in `include` that asks for sealed reasoning, which clients send back unread."""
+UNSERVED = {
+    "conversation": "send the whole input, or previous_response_id",
+    "background": "leave it out, and stream the answer if it takes long",
+}
+"""Fields that are refused, and the remedy."""
 
 
 def router(service: Service) -> APIRouter:
@@ -212,12 +217,10 @@ class _Responses:
 
     async def _open(self, http: HttpRequest) -> tuple[ActiveRequest, Reader]:
         body, service = self.body, self.service
-        for name in ("conversation", "background"):
+        for name, instead in UNSERVED.items():
             if getattr(body, name):
                 raise BadRequest(
-                    f"{name} is not served; send the whole input, or previous_response_id",
-                    param=name,
-                    code="unsupported_parameter",
+                    f"{name} is not served; {instead}", param=name, code="unsupported_parameter"
                 )
         prompt, grammar = await until_gone(http, service.work(self._read))
         self.sampling = body.sampling(
