@@ -11,9 +11,11 @@ import pytest
 from engine_faults import model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_families import build
 
 from penstock.engine.core import Core
 from penstock.engine.model import shared_text, verification
+from penstock.engine.model.executor import ModelExecutor
 from penstock.engine.model.proposals import (
     FIRST_SHARE,
     LEAST_NGRAM,
@@ -271,6 +273,7 @@ def oracle(texts: Sequence[Sequence[int]], wrong: float, seed: int = 0) -> Any:
         ("llama", CODED),
         ("gemma2", {}),
         ("falcon_h1", {}),
+        ("falcon_h1", {"max_batch_size": 1}),
     ],
 )
 def test_answers_are_the_same_with_and_without(
@@ -291,6 +294,46 @@ def test_answers_are_the_same_with_and_without(
             assert core.counters.decode_steps < 1.7 * steps
         else:
             assert stats.proposed_tokens == 0
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "lfm2", "nemotron_h", "rwkv7"])
+def test_states_are_those_behind_the_accepted_tokens(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(family)
+    prompt = (*range(1, 30), *range(5, 20))
+    requests = [
+        Request(prompt=prompt[:length], max_tokens=40, ignore_eos=True) for length in (44, 31)
+    ]
+    told = []
+    for width in (0, 4):
+        core = Core(model, **SMALL, speculative_tokens=width)
+        try:
+            # The second time from the states that were kept of the first.
+            told.append(answers(core, requests) + answers(core, requests))
+            if width:
+                assert core.counters.accepted_tokens > 20
+                assert core.counters.proposed_tokens > core.counters.accepted_tokens
+        finally:
+            core.close()
+        pairs = zip(requests, told[0], strict=False)
+        texts = [[*request.prompt, *answer] for request, (answer, _) in pairs]
+        monkeypatch.setattr(Speculation, "propose", oracle(texts, 0.1))
+    assert told[0] == told[1]
+
+
+def test_states_that_have_seen_rejected_tokens_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+
+    def kept(self: ModelExecutor, decoded: Any, *_: Any) -> list[Any]:
+        return list(decoded.recurrent_states)
+
+    with running("falcon_h1") as core:
+        expected = answers(core)
+    monkeypatch.setattr(ModelExecutor, "_states_behind", kept)
+    monkeypatch.setattr(Speculation, "propose", lambda self, tokens, most: Proposal([7] * most, 16))
+    with running("falcon_h1", speculative_tokens=4) as core:
+        assert answers(core) != expected
 
 
 def test_text_that_repeats_takes_fewer_steps() -> None:

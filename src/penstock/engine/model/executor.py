@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from penstock.blas import one_thread
 from penstock.engine.model.prompt_logprobs import Scores, score
-from penstock.engine.model.runner import PrefillOutput
+from penstock.engine.model.runner import DecodeOutput, PrefillOutput
 from penstock.engine.model.sampling import (
     SampledToken,
     TokenSampler,
@@ -34,7 +34,7 @@ from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
 from penstock.engine.schedule.scheduler import State, StepPlan
 from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import PenstockError, StepFailed
-from penstock.kv.attention_plan import in_order
+from penstock.kv.attention_plan import DecodeRow, in_order
 from penstock.kv.states import RecurrentState
 
 
@@ -122,18 +122,15 @@ class ModelExecutor:
         proposed = self._speculator.propose(sequences)
         proposals = [proposal.tokens for proposal in proposed]
         width = 1 + max(map(len, proposals))
+        # What stands behind a proposal is written behind what is ever read.
+        new = [
+            [s.tokens[-1], *proposal, *[0] * (width - 1 - len(proposal))]
+            for s, proposal in zip(sequences, proposals, strict=True)
+        ]
+        before = self._recurrent_states(sequences)
         started = time.perf_counter()
         try:
-            decoded = self._runner.decode(
-                # What stands behind a proposal is written behind what is ever read.
-                [
-                    [s.tokens[-1], *proposal, *[0] * (width - 1 - len(proposal))]
-                    for s, proposal in zip(sequences, proposals, strict=True)
-                ],
-                rows,
-                self._tails,
-                self._recurrent_states(sequences),
-            )
+            decoded = self._runner.decode(new, rows, self._tails, before)
             logits, writes = decoded.logits, [*self._tails.buffers(), *decoded.arrays()]
             samplers = [s.sampler for s in sequences]
             # Rows are computed on two streams; one multiplies better with all threads of BLAS.
@@ -145,6 +142,9 @@ class ModelExecutor:
                 else:
                     mx.eval(logits, writes)
                     chosen = verified(logits, proposals, samplers, [s.generated for s in sequences])
+            states: list[RecurrentState | None] = [None] * len(sequences)
+            if before:
+                states = self._states_behind(decoded, chosen, new, rows, before)
         # A boundary: a model's code may raise anything, and none of it may end the engine.
         except Exception as error:  # noqa: BLE001
             self._group.fault("decoding", error)
@@ -157,14 +157,41 @@ class ModelExecutor:
         self._counters.decode_steps += 1
         self._counters.decode_seconds.append(seconds)
         self._counters.model_seconds += seconds
-        states: list[RecurrentState | None] = [None] * len(sequences)
-        if self._runner.is_recurrent:
-            states = list(decoded.recurrent_states)
         return DecodePass(sequences, chosen, states)
 
     def _recurrent_states(self, sequences: list[Sequence]) -> list[RecurrentState | None]:
         """Return the states of recurrent layers of each sequence; nothing without such layers."""
         return [s.kv.recurrent_state for s in sequences] if self._runner.is_recurrent else []
+
+    def _states_behind(
+        self,
+        decoded: DecodeOutput,
+        chosen: list[list[SampledToken] | Exception],
+        new: list[list[int]],
+        rows: list[DecodeRow],
+        before: list[RecurrentState | None],
+    ) -> list[RecurrentState | None]:
+        """Return each row's states of recurrent layers behind its accepted tokens.
+
+        A state that has seen more cannot be taken back: those tokens are read again, from the
+        state before the step.
+        """
+        states: list[RecurrentState | None] = list(decoded.recurrent_states)
+        rejected: dict[int, list[int]] = {}
+        for row, tokens in enumerate(chosen):
+            if not isinstance(tokens, Exception) and len(tokens) < len(new[row]):
+                rejected.setdefault(len(tokens), []).append(row)
+        for count, members in rejected.items():
+            again = self._runner.decode(
+                [new[row][:count] for row in members],
+                [rows[row] for row in members],
+                self._tails,
+                [before[row] for row in members],
+            )
+            mx.eval(again.arrays(), self._tails.buffers())
+            for row, state in zip(members, again.recurrent_states, strict=True):
+                states[row] = state
+        return states
 
     # ---- prefilling
 

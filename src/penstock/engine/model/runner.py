@@ -160,9 +160,9 @@ class Runner:
     def takes_several(self) -> bool:
         """Whether a decode step can read several tokens of a row.
 
-        A state is true at one position alone, and joined keys are masked for one token.
+        Joined keys are masked for one token.
         """
-        return self.fitness.way == "shared" and not self.is_recurrent
+        return self.fitness.way == "shared"
 
     @property
     def keeps(self) -> list[str]:

@@ -122,9 +122,12 @@ class MemoryEstimator:
         if self._compresses:
             return self._runner.state_bytes
         width = self._limits.speculative_tokens + 1
+        # States behind all proposed tokens beside those behind the accepted ones.
+        states = self._runner.state_bytes if width > 1 else 0
         # Its own text, and one as long that is expected.
         copy = PROPOSER_BYTES * (tokens + max(tokens, LEAST_PREDICTION)) if width > 1 else 0
-        return width * self._seen(tokens) * self._runner.heads * self._score_bytes + copy
+        scores = width * self._seen(tokens) * self._runner.heads * self._score_bytes
+        return scores + copy + states
 
     def prefill_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence adds to a step that prefills it.
