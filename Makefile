@@ -104,6 +104,7 @@ bench: $(VENV)/.dev
 	$(BIN)/penstock bench hit --rounds 2 --save benchmarks/results
 	$(BIN)/penstock bench hybrid --save benchmarks/results
 	$(BIN)/penstock bench single --save benchmarks/results --plot docs/single.png
+	$(BIN)/penstock bench speculate --save benchmarks/results
 	$(BIN)/penstock bench ragged --save benchmarks/results
 	for data in gauss outliers biased; do \
 		$(BIN)/penstock bench-kv-cache --layers 8 --data $$data --save benchmarks/results || exit 1; done

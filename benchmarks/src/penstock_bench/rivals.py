@@ -8,14 +8,14 @@ on here is named in `tests/bench/test_engine_benches.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import falcon_h1, llama, qwen3_next
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from mlx_lm.models.cache import (
@@ -36,10 +36,14 @@ __all__ = [
     "LRUPromptCache",
     "QuantizedSides",
     "RotatingKVCache",
+    "ScriptedCaches",
     "Solo",
+    "make_caches",
+    "plain_tokens",
     "random_falcon",
     "random_hybrid",
     "random_llama",
+    "speculative_tokens",
 ]
 
 PREFILL_STEP_TOKENS = 2_048
@@ -349,6 +353,56 @@ class Solo(_Rival):
     def close(self) -> None:
         """Stop generating."""
         self.give_up()
+
+
+class ScriptedCaches:
+    """Caches of one conversation of mlx-lm, of a model and perhaps of a draft model."""
+
+    def __init__(self, caches: list[Any]) -> None:
+        self.caches = caches
+
+    def rest(self, prompt: Sequence[int]) -> mx.array:
+        """Cut the caches back to a prompt without its end; return the tokens that they lack."""
+        known = min(len(prompt) - 1, *(int(cache.offset) for cache in self.caches))
+        for cache in self.caches:
+            cache.trim(int(cache.offset) - known)
+        return mx.array(list(prompt[known:]))
+
+
+def make_caches(model: nn.Module, draft: nn.Module | None = None) -> ScriptedCaches:
+    """Make empty caches; those of a draft model behind the model's."""
+    drafts = [] if draft is None else make_prompt_cache(draft)
+    return ScriptedCaches([*make_prompt_cache(model), *drafts])
+
+
+def plain_tokens(
+    rest: mx.array, model: nn.Module, caches: list[Any], max_tokens: int
+) -> Generator[int, None, None]:
+    """Yield the tokens that mlx-lm generates behind what is cached and some more."""
+    steps: Any = generate_step(rest, model, max_tokens=max_tokens, prompt_cache=caches)
+    for token, _ in steps:
+        yield int(token)
+
+
+def speculative_tokens(
+    rest: mx.array,
+    model: nn.Module,
+    draft: nn.Module,
+    caches: list[Any],
+    max_tokens: int,
+    proposed: int,
+) -> Generator[int, None, None]:
+    """Yield as `plain_tokens` does, with so many tokens of a draft model a step."""
+    steps: Any = speculative_generate_step(
+        rest,
+        model,
+        draft,
+        num_draft_tokens=proposed,
+        max_tokens=max_tokens,
+        prompt_cache=caches,
+    )
+    for token, *_ in steps:
+        yield int(token)
 
 
 class QuantizedSides:

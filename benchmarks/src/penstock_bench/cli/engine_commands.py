@@ -237,3 +237,30 @@ def hybrid(
 
     report = measure(HybridLoad(engine=engine_shape(codec), known_tokens=known, rounds=rounds))
     finish(report, as_json=as_json, save=save)
+
+
+def speculate(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="random: a llama of 21 million parameters; embedded; or a model with real "
+            "weights: a folder, a .gguf file, or smollm2.",
+            metavar="MODEL",
+        ),
+    ] = "random",
+    tokens: Annotated[
+        int, typer.Option(help="Most proposed tokens of a step.", metavar="TOKENS", min=1, max=16)
+    ] = 16,
+    rounds: Rounds = 5,
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """Decode answers that repeat text, and one that does not, several tokens a step.
+
+    The answers follow a script. The other sides are our engine without proposals, mlx-lm, and
+    mlx-lm with a draft model that always guesses right. Exits with 1 if a goal is not met.
+    """
+    from penstock_bench.speculate import SpeculateLoad, measure
+
+    report = measure(SpeculateLoad(model, proposed=tokens, rounds=rounds))
+    finish(report, as_json=as_json, save=save)

@@ -1,0 +1,418 @@
+"""`penstock bench speculate`: several tokens a step, on text that repeats and text that does not.
+
+The answers are written beforehand (`script`), so that all sides say the same, whatever the model.
+mlx-lm's draft model has an eighth of the layers and always guesses right: its best case.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import psutil
+from mlx.utils import tree_flatten
+
+from penstock.engine.core import Core
+from penstock.engine.request import Request
+from penstock.models.mlx_lm import encode, load
+from penstock_bench.engine_sides import MEMORY_SHARE, RIVAL
+from penstock_bench.models import LlamaShape, ModelChoice, bench_model
+from penstock_bench.report import Line, Report
+from penstock_bench.rivals import (
+    Batched,
+    make_caches,
+    plain_tokens,
+    random_llama,
+    speculative_tokens,
+)
+from penstock_bench.script import Script, scripted
+from penstock_bench.serve_model import real_folder
+from penstock_bench.serve_words import words_of
+
+CLAIM = "Checking proposed tokens pays where text repeats, and costs nothing where it does not"
+ON, OFF, DRAFT = "speculating", "one token a step", "mlx-lm with a draft model"
+CHANGE_EVERY = 48
+"""Tokens of a repeated text of which one is another."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculateLoad:
+    """Sizes, in tokens where nothing else is said."""
+
+    model: str = "random"
+    """`random`, `embedded`, or a model with real weights as `real_folder` takes it."""
+    llama: LlamaShape = field(default_factory=LlamaShape)
+    proposed: int = 16
+    """Most proposed tokens of a step."""
+    draft_proposed: int = 4
+    file: int = 1_500
+    """Text in the prompt that the answer repeats."""
+    answer: int = 384
+    batch: int = 4
+    """Sequences of the task with several."""
+    steps: int = 40
+    """Requests of the agent."""
+    call: int = 32
+    """Call of a tool, of which three tokens change from step to step."""
+    result: int = 64
+    rounds: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedTask:
+    """What all sides are given: a text, and which parts of it are answers."""
+
+    name: str
+    text: Sequence[int]
+    answers: Sequence[tuple[int, int]]
+    """Start and end of each answer, in order; what is in front of it is its prompt."""
+    batch: int = 1
+    goal: float | None = None
+    """Speed with proposals over that without."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens that are timed: all of the answers but the first ones."""
+        return self.batch * sum(end - start - 1 for start, end in self.answers)
+
+
+def tasks(
+    load: SpeculateLoad, draw: Callable[[int, int], Sequence[int]], size: int
+) -> list[ScriptedTask]:
+    """Make the texts.
+
+    Args:
+        load: their sizes.
+        draw: returns text by a seed and a length.
+        size: tokens that the model has.
+    """
+    pick = Random(0)
+    file = list(draw(1, load.file))
+    repeated = [
+        pick.randrange(size) if place % CHANGE_EVERY == CHANGE_EVERY - 1 else token
+        for place, token in enumerate(file[: load.answer])
+    ]
+    asked = [*file, *draw(2, 16)]
+    quoting = [*asked, *repeated]
+    spans = [(len(asked), len(quoting))]
+    new = [*draw(3, 512), *draw(4, load.answer)]
+    return [
+        ScriptedTask("repeats its prompt", quoting, spans, goal=2.5),
+        ScriptedTask(f"{load.batch} x repeats its prompt", quoting, spans, load.batch, 1.8),
+        _agent(load, draw, pick, size),
+        ScriptedTask("without repetition", new, [(512, len(new))], goal=0.97),
+    ]
+
+
+def _agent(
+    load: SpeculateLoad, draw: Callable[[int, int], Sequence[int]], pick: Random, size: int
+) -> ScriptedTask:
+    """Return an agent's conversation: its answers are calls, of which few tokens change."""
+    text, call = list(draw(5, 600)), list(draw(6, load.call))
+    answers = []
+    for step in range(load.steps):
+        start = len(text)
+        text += call
+        for place in pick.sample(range(len(call)), min(3, len(call))):
+            text[start + place] = pick.randrange(size)
+        answers.append((start, len(text)))
+        text += draw(100 + step, load.result)
+    return ScriptedTask(f"agent of {load.steps} steps", text, answers, goal=1.8)
+
+
+# ---------------------------------------------------------------- sides
+
+
+class OurSide:
+    """Penstock's engine; each sequence of a batch is a tenant of its own, so that none shares."""
+
+    def __init__(self, model: Any, tokenizer: Any, proposed: int, batch: int) -> None:
+        limit = int(MEMORY_SHARE * psutil.virtual_memory().total)
+        self._core = Core(
+            model,
+            tokenizer,
+            memory_limit=limit,
+            max_batch_size=batch,
+            speculative_tokens=proposed,
+            max_stall_ms=0,
+        )
+        self._batch = batch
+
+    def run(self, task: ScriptedTask) -> float:
+        """Return the seconds of all tokens but the first ones.
+
+        Raises:
+            AssertionError: an answer is not what the script says.
+        """
+        seconds = 0.0
+        for start, end in task.answers:
+            handles = [
+                self._core.submit(
+                    Request(
+                        prompt=tuple(task.text[:start]),
+                        max_tokens=end - start,
+                        ignore_eos=True,
+                        salt=str(number),
+                    )
+                )
+                for number in range(self._batch)
+            ]
+            while any(not handle.choices[0].tokens for handle in handles):
+                self._core.step()
+                _take(handles)
+            extra = sum(len(handle.choices[0].tokens) - 1 for handle in handles)
+            began, whole = time.perf_counter(), self._batch * (end - start - 1)
+            while self._core.step():
+                pass
+            # The first answers went on while the others' prompts were read.
+            seconds += (time.perf_counter() - began) * whole / max(1, whole - extra)
+            _take(handles)
+            for handle in handles:
+                check(handle.choices[0].tokens, task.text[start:end])
+        return seconds
+
+    def figures(self) -> dict[str, int]:
+        """Return what was proposed since the start."""
+        stats = self._core.view.stats()
+        return {
+            "proposed_tokens": stats.proposed_tokens,
+            "accepted_tokens": stats.accepted_tokens,
+            "decode_steps": stats.decode.count,
+        }
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._core.close()
+
+
+def _take(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.events()
+
+
+def check(got: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise AssertionError unless an answer is what the script says."""
+    if list(got) != list(wanted):
+        at = next(
+            i for i, (one, other) in enumerate(zip(got, wanted, strict=False)) if one != other
+        )
+        raise AssertionError(f"token {at}: {got[at]} was generated, the script has {wanted[at]}")
+
+
+def rival_seconds(model: Any, task: ScriptedTask, draft: Any = None, proposed: int = 0) -> float:
+    """Return the seconds of mlx-lm's tokens but the first ones, alone, with or without a draft."""
+    caches, seconds = make_caches(model, draft), 0.0
+    for start, end in task.answers:
+        rest = caches.rest(task.text[:start])
+        if draft is None:
+            tokens = plain_tokens(rest, model, caches.caches, end - start)
+        else:
+            tokens = speculative_tokens(rest, model, draft, caches.caches, end - start, proposed)
+        first = next(tokens)
+        began = time.perf_counter()
+        answer = [first, *islice(tokens, end - start - 1)]
+        seconds += time.perf_counter() - began
+        check(answer, task.text[start:end])
+        tokens.close()
+    return seconds
+
+
+def rival_batch_seconds(model: Any, task: ScriptedTask) -> float:
+    """Return the seconds of mlx-lm's batch, all sequences generating."""
+    ((start, end),) = task.answers
+    side, answers = Batched(model, task.batch), [list[int]() for _ in range(task.batch)]
+    try:
+        side.submit([task.text[:start]] * task.batch, end - start)
+        began = 0.0
+        while any(len(answer) < end - start for answer in answers):
+            for place, token in side.step():
+                answers[place].append(token)
+            if not began and all(answers):
+                side.settle()
+                began, extra = time.perf_counter(), sum(map(len, answers)) - task.batch
+        side.settle()
+        whole = task.answer_tokens
+        seconds = (time.perf_counter() - began) * whole / max(1, whole - extra)
+    finally:
+        side.close()
+    for answer in answers:
+        check(answer, task.text[start:end])
+    return seconds
+
+
+# ---------------------------------------------------------------- the bench
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of every round, by side, and what was proposed in the last one."""
+
+    task: ScriptedTask
+    seconds: Mapping[str, Sequence[float]]
+    proposals: Mapping[str, int]
+
+    def speed(self, who: str) -> float:
+        """Return the median tokens a second of a side."""
+        return self.task.answer_tokens / statistics.median(self.seconds[who])
+
+    def ratio(self, who: str, other: str) -> float:
+        """Return the median over the rounds of a side's speed over another's."""
+        pairs = zip(self.seconds[who], self.seconds[other], strict=True)
+        return round(statistics.median(theirs / ours for ours, theirs in pairs), 3)
+
+    def ratios(self) -> dict[str, float]:
+        """Return our speed with proposals over each other side's."""
+        return {who: self.ratio(ON, who) for who in self.seconds if who != ON}
+
+
+@contextmanager
+def scripted_models(load_of: SpeculateLoad) -> Iterator[tuple[Any, Any, Any, Script, Any, str]]:
+    """Yield model, tokenizer, draft model, their script, a drawer of text, and the model's name."""
+    if load_of.model in ("random", "embedded"):
+        made = bench_model(ModelChoice(load_of.model), load_of.llama)
+        model, tokenizer, name = made.model, made.tokenizer, made.name
+        draw: Callable[[int, int], Sequence[int]] = made.draw
+    else:
+        with real_folder(load_of.model) as served:
+            model, tokenizer = load(served.path)
+            name, draw = served.name, _text_of(tokenizer, words_of(served.path, ()))
+    script, heads = Script(), load_of.llama.kv_heads
+    draft = random_llama(
+        layers=max(1, load_of.llama.layers // 8),
+        hidden_size=load_of.llama.hidden_size // 2,
+        intermediate_size=load_of.llama.intermediate_size // 2,
+        query_heads=heads,
+        kv_heads=heads,
+        head_dim=load_of.llama.head_dim,
+        vocabulary_size=int(model.args.vocab_size),
+    )
+    with scripted(model, script), scripted(draft, script):
+        yield model, tokenizer, draft, script, draw, name
+
+
+def _text_of(tokenizer: Any, words: Any) -> Callable[[int, int], Sequence[int]]:
+    """Return a drawer of a real text: another place for every seed."""
+    whole = list(encode(tokenizer, words.system(20_000)))
+
+    def draw(seed: int, tokens: int) -> Sequence[int]:
+        start = Random(seed).randrange(max(1, len(whole) - tokens))
+        return whole[start : start + tokens]
+
+    return draw
+
+
+def measure(load_of: SpeculateLoad) -> Report:
+    """Run every task on all sides, turn by turn."""
+    with scripted_models(load_of) as (model, tokenizer, draft, script, draw, name):
+        size = int(model.args.vocab_size)
+        measured = [
+            _measure_one(load_of, task, model, tokenizer, draft, script)
+            for task in tasks(load_of, draw, size)
+        ]
+        weights: Any = tree_flatten(model.parameters())
+        described = {"name": name, "parameters": sum(array.size for _, array in weights)}
+        dtype = str(weights[0][1].dtype).rpartition(".")[2]
+    return report(load_of, measured, described, dtype)
+
+
+def _measure_one(
+    load_of: SpeculateLoad,
+    task: ScriptedTask,
+    model: Any,
+    tokenizer: Any,
+    draft: Any,
+    script: Script,
+) -> Measured:
+    proposals: dict[str, int] = {}
+
+    def ours(proposed: int) -> float:
+        script.set(None)  # the engine tries the model
+        side = OurSide(model, tokenizer, proposed, task.batch)
+        try:
+            script.set(task.text)
+            seconds = side.run(task)
+            if proposed:
+                proposals.update(side.figures())
+            return seconds
+        finally:
+            side.close()
+            mx.clear_cache()
+
+    sides: dict[str, Callable[[], float]] = {
+        ON: lambda: ours(load_of.proposed),
+        OFF: lambda: ours(0),
+    }
+    if task.batch > 1:
+        sides[RIVAL] = lambda: rival_batch_seconds(model, task)
+    else:
+        sides[RIVAL] = lambda: rival_seconds(model, task)
+        sides[DRAFT] = lambda: rival_seconds(model, task, draft, load_of.draft_proposed)
+    seconds: dict[str, list[float]] = {who: [] for who in sides}
+    for turn in range(load_of.rounds):
+        for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+            script.set(task.text)
+            seconds[who].append(sides[who]())
+    script.set(None)
+    return Measured(task, seconds, proposals)
+
+
+def report(
+    load_of: SpeculateLoad, measured: Sequence[Measured], model: dict[str, Any], dtype: str
+) -> Report:
+    """Lay out the speeds, each beside ours."""
+    lines = [line for one in measured for line in _lines(one)]
+    ours = {
+        one.task.name: {
+            "tokens_per_second": round(one.speed(ON), 2),
+            "without_proposals": round(one.speed(OFF), 2),
+            **one.proposals,
+        }
+        for one in measured
+    }
+    rival = {
+        one.task.name: {
+            who: round(one.speed(who), 2) for who in (RIVAL, DRAFT) if who in one.seconds
+        }
+        for one in measured
+    }
+    return Report(
+        name="speculate",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock={"model": model, **ours},
+        rival_figures=rival,
+        ratio={
+            f"{one.task.name}: {who}": ratio
+            for one in measured
+            for who, ratio in one.ratios().items()
+        },
+        goal={one.task.name: one.task.goal for one in measured},
+        met=all(line.met is not False for line in lines),
+        lines=lines,
+        raw={"load": asdict(load_of), "seconds": {one.task.name: one.seconds for one in measured}},
+        dtype=dtype,
+    )
+
+
+def _lines(one: Measured) -> list[Line]:
+    """Return a line for each other side; the goal is for proposals alone."""
+    lines = []
+    for who, ratio in one.ratios().items():
+        goal = one.task.goal if who == OFF else None
+        lines.append(
+            Line(
+                f"{one.task.name}, beside {who} ({ratio:.2f}x)",
+                f"{one.speed(ON):,.1f} tokens/s",
+                f"{one.speed(who):,.1f} tokens/s",
+                "" if goal is None else f">= {goal:g}x",
+                None if goal is None else ratio >= goal,
+            )
+        )
+    return lines
