@@ -27,7 +27,7 @@ from penstock.engine.model.proposals import (
     Speculation,
 )
 from penstock.engine.model.shared_text import PAGE_TOKENS, SharedProposer, SharedText
-from penstock.engine.model.step_costs import LEAST_SAMPLES, StepCosts
+from penstock.engine.model.step_costs import FORGET_STEPS, LEAST_SAMPLES, StepCosts
 from penstock.engine.model.tree_proposer import TreeProposer
 from penstock.engine.request import Request, Sampling
 from penstock.errors import SettingError
@@ -103,8 +103,11 @@ def test_the_text_that_is_expected_is_proposed_where_the_answer_is_in_it() -> No
 def test_as_many_are_proposed_as_pay() -> None:
     costs = StepCosts()
     sure, unsure = (16, FIRST_SHARE), (16, 0.05)
+    assert costs.best_width([sure]) == 0, "a step without any is measured first"
+    for _ in range(LEAST_SAMPLES):
+        costs.add(1, 0, 1.0)
     assert costs.best_width([sure]) == 16, "a wider step is taken to cost nothing"
-    for proposed, seconds in ((0, 1.0), (1, 1.05), (2, 1.1), (4, 2.5)):
+    for proposed, seconds in ((1, 1.05), (2, 1.1), (4, 2.5)):
         for _ in range(LEAST_SAMPLES):
             costs.add(1, proposed, seconds)
     assert costs.best_width([sure]) == 2, "wider costs more than it gains"
@@ -116,6 +119,22 @@ def test_as_many_are_proposed_as_pay() -> None:
             costs.add(2, proposed, seconds)
     assert costs.best_width([(1, 0.9), (0, 0.9)]) == 0, "all rows pay for one"
     assert costs.best_width([(1, 0.9), (1, 0.9)]) == 1
+
+
+def test_a_kind_of_step_that_was_not_taken_for_long_is_measured_again() -> None:
+    costs, sure = StepCosts(), (16, FIRST_SHARE)
+    for proposed, seconds in ((0, 1.0), (16, 9.0)):
+        for _ in range(LEAST_SAMPLES):
+            costs.add(1, proposed, seconds)
+    assert costs.best_width([sure]) == 8, "as wide a step is too slow"
+    for _ in range(FORGET_STEPS):
+        costs.add(1, 0, 1.0)
+    assert costs.best_width([sure]) == 8
+    costs.add(1, 0, 1.0)
+    assert costs.best_width([sure]) == 16
+    for _ in range(FORGET_STEPS + 1):
+        costs.add(1, 16, 1.0)
+    assert costs.best_width([sure]) == 0, "contexts grow"
 
 
 def test_one_slow_step_is_not_the_rule() -> None:

@@ -54,13 +54,16 @@ class StepCosts:
     def best_width(self, proposals: Sequence[tuple[int, float]]) -> int:
         """Return the number of proposed tokens a row with most expected tokens a second.
 
-        All rows of a step are as wide as the widest; 0 where proposals do not pay.
+        All rows of a step are as wide as the widest; 0 where proposals do not pay, and until it is
+        known how long a step of so many rows takes without any.
 
         Args:
             proposals: length of each row's, and the share of it that is expected to be right.
         """
         rows, longest = len(proposals), max((length for length, _ in proposals), default=0)
         best, speed = 0, 1.0
+        if self._seconds(rows, 0) is None:
+            return best
         for width in sorted({min(width, longest) for width in WIDTHS} - {0}):
             gained = sum(_expected(min(width, length), share) for length, share in proposals)
             if gained / rows / self.ratio(rows, _bucket(width)) > speed:
@@ -71,9 +74,7 @@ class StepCosts:
         times = self._times.get((rows, width))
         if times is None or len(times.seconds) < LEAST_SAMPLES:
             return None
-        # Without any other step the first measurements may be old; a kind is tried again then.
-        stale = width > 0 and self._steps - times.last_step > FORGET_STEPS
-        return None if stale else median(times.seconds)
+        return None if self._steps - times.last_step > FORGET_STEPS else median(times.seconds)
 
 
 def _expected(length: int, share: float) -> float:
