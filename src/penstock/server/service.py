@@ -82,15 +82,7 @@ class Service:
         """Tokens that a sequence sees at most."""
         self.answers = RememberedAnswers(self.memory, tokenizer)
         """Tokens of answers, for the prompts of later turns."""
-        self.prompts = Prompts(
-            tokenizer,
-            keep_billing_header=settings.keep_billing_header,
-            most_tokens=self.context_tokens,
-            answers=self.answers,
-            tool_parser=settings.tool_parser,
-            reasoning_parser=settings.reasoning_parser,
-        )
-        _ = self.prompts.traits  # probed now, so that no request waits for it
+        self.prompts = self._make_prompts()
         self.stored = ResponseStore(self.memory, settings.stored_response_bytes)
         self.recent: deque[Recent] = deque(maxlen=settings.recent)
         """Figures of the last requests, the newest last."""
@@ -105,10 +97,25 @@ class Service:
         """Number of tokens in the model's vocabulary."""
         self._open: set[ActiveRequest] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._told = False
+        self._wakes = False
         self.workers = Workers(self.max_queue)
         self.work = self.workers.read
+        """Worker threads of functions that read prompts."""
         self.aside = self.workers.use_disk
+        """Worker threads of functions that wait for a disk."""
+
+    def _make_prompts(self) -> Prompts:
+        """Make the renderer of prompts; its template is probed now, so that no request waits."""
+        prompts = Prompts(
+            self.tokenizer,
+            keep_billing_header=self.settings.keep_billing_header,
+            most_tokens=self.context_tokens,
+            answers=self.answers,
+            tool_parser=self.settings.tool_parser,
+            reasoning_parser=self.settings.reasoning_parser,
+        )
+        _ = prompts.traits
+        return prompts
 
     @property
     def alive(self) -> bool:
@@ -264,14 +271,14 @@ class Service:
 
     def wake_soon(self) -> None:
         """Have the readers look for events, each at most once; from any thread."""
-        if self._told or self._loop is None:
+        if self._wakes or self._loop is None:
             return
-        self._told = True
+        self._wakes = True
         with suppress(RuntimeError):  # the loop is closed, and its readers are gone
             self._loop.call_soon_threadsafe(self._wake_readers)
 
     def _wake_readers(self) -> None:
-        self._told = False  # before events are looked for: none is missed
+        self._wakes = False  # before events are looked for: none is missed
         for answering in self._open:
             answering.look()
 
