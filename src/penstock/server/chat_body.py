@@ -24,7 +24,7 @@ class ChatBody(ChatRequest, Structured):
     """Functions in OpenAI's first form; `tools` go before them."""
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: Name | None = None
-    """How much the model reasons, where its template has a switch for it."""
+    """Effort of the reasoning, where the model's template has a switch for it."""
 
     @property
     def legacy(self) -> bool:
