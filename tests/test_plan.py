@@ -14,13 +14,17 @@ import mlx.core as mx
 import pytest
 from small_models import BASE, build
 
-from penstock import memory
+from penstock import Engine, Request, load, memory
 from penstock.caches import make_kv_cache
 from penstock.cli import main
 from penstock.cli.doctor import examine
 from penstock.cli.plan import make_plan
-from penstock.errors import ModelError, SettingError
+from penstock.config import ServerSettings
+from penstock.errors import ModelError, NeverFits, SettingError
 from penstock.memory import machine
+from penstock.recall import MODEL_PATH
+from penstock.server.prompt_memory import TOKEN_BYTES
+from penstock.server.service import Service
 
 SIZES = {
     **BASE,
@@ -370,3 +374,25 @@ def test_a_latent_head_is_on_every_host() -> None:
     }
     spec = memory.read_model_spec(latent)
     assert memory.divided(spec, 4).layers == spec.layers
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_kv_size": 256}])
+@pytest.mark.parametrize("memory_limit", ["36MB", "80MB"])
+def test_the_measured_request_is_the_largest_that_is_admitted(
+    memory_limit: str, settings: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plan, `/v1/models` and admission have one number; one token more is refused."""
+    flags = [f"--max-kv-size={size}" for size in settings.values()]
+    main(["plan", str(MODEL_PATH), "--measure", "--memory", memory_limit, "--json", *flags])
+    tokens = json.loads(capsys.readouterr().out)["largest_request_tokens"]
+    model, tokenizer = load(MODEL_PATH)
+    with Engine(model, tokenizer, memory_limit=memory_limit, **settings) as engine:
+        service = Service(engine, tokenizer, ServerSettings(), "recall")
+        service.close()
+        assert tokens == service.context_tokens > 1
+        fits = engine.ask(lambda view: view.fitting_tokens).result()
+        assert tokens == min(fits, 32_768, service.memory.pool_bytes // TOKEN_BYTES)
+        if tokens == fits:
+            engine.submit(Request(prompt=(7,) * (tokens - 1), max_tokens=1)).cancel()
+            with pytest.raises(NeverFits):
+                engine.submit(Request(prompt=(7,) * tokens, max_tokens=1))

@@ -50,7 +50,7 @@ def banner(
         *([] if ranks is None else [_ranks(ranks)]),
         *([] if weights is None else [f"weights  {weights}"]),
         *room,
-        *([] if largest_request is None else [_largest(largest_request)]),
+        *([] if largest_request is None else [largest_line(largest_request)]),
         "key      "
         + ("none: programs on this machine only" if settings.api_key is None else "needed"),
         f"page     {url}/   (interfaces: {url}/docs, figures: {url}/metrics)",
@@ -59,7 +59,8 @@ def banner(
     ]
 
 
-def _largest(tokens: int) -> str:
+def largest_line(tokens: int) -> str:
+    """Write the size of the largest request."""
     return f"largest  request: prompt and answer of {tokens:,} tokens together"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -13,6 +13,8 @@ from rich.table import Table
 
 from penstock import config, memory
 from penstock.cli import options
+from penstock.cli.banner import largest_line
+from penstock.cli.largest_request import largest_request
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
@@ -62,6 +64,8 @@ class MemoryPlan:
     fits: bool
     advice: str | None
     notes: tuple[str, ...]
+    largest_request_tokens: int | None = None
+    """Tokens of the largest request that the server admits; None if they were not measured."""
 
 
 PlannedModel: TypeAlias = Annotated[
@@ -103,6 +107,12 @@ Hosts: TypeAlias = Annotated[
         min=1,
     ),
 ]
+Measure: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        help="Load the model, and measure the largest request that penstock serve admits."
+    ),
+]
 Pipeline: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -122,13 +132,16 @@ def plan(
     batch: Batch = 1,
     hosts: Hosts = 1,
     pipeline: Pipeline = False,
+    measure: Measure = False,
     as_json: options.Json = False,
 ) -> None:
     """Show the memory that a model needs, and the requests that fit.
 
-    Reads the config, and the headers of the weights if they are there; loads nothing.
-    Exit code 0 if the batch fits, 1 if it does not.
+    Reads the config, and the headers of the weights if they are there; loads nothing, unless it is
+    to measure. Exit code 0 if the batch fits, 1 if it does not.
     """
+    if measure and (hosts > 1 or kv.get("kv_bits") is not None):
+        raise SettingError("--measure is for one machine, and without --kv-bits")
     limit_bytes = _limit(memory_limit)
     spec = _read_spec(_find(model), weights_dtype, limit_bytes)
     memory_plan = make_plan(
@@ -138,6 +151,11 @@ def plan(
         batch=batch,
         **kv,
     )
+    if measure:
+        window = {"max_kv_size": max_kv_size, "keep": kv.get("keep_kv_size")}
+        given = {name: value for name, value in window.items() if value is not None}
+        tokens = largest_request(model, weights_dtype, limit_bytes, **given)
+        memory_plan = replace(memory_plan, largest_request_tokens=tokens)
     if as_json:
         print(json.dumps(asdict(memory_plan)))
     else:
@@ -351,6 +369,8 @@ def _show(plan: MemoryPlan, console: Console) -> None:
     for note in plan.notes:
         say(f"note: {note}")
     say(plan.advice or "fits; a prompt's own working memory comes on top")
+    if plan.largest_request_tokens is not None:
+        say(largest_line(plan.largest_request_tokens))
 
 
 def _default_keep(window: int) -> int:
