@@ -63,6 +63,10 @@ OPERATIONS = (
     "POST /v1/sessions/{name}/save",
     "POST /v1/sessions/{name}/load",
     "DELETE /v1/sessions/{name}",
+    "GET /tokenizer_info",
+    "POST /apply-template",
+    "POST /detokenize",
+    "POST /tokenize",
 )
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello!"}]},
@@ -93,6 +97,8 @@ FIELDS = (
     *("prompt_cache_key", "cache_salt", "cache_control", "thinking", "output_config", "suffix"),
     *("thread", "previous_response_id", "store", "include", "reasoning", "metadata", "functions"),
     *("function_call", "parallel_tool_calls", "stop_token_ids", "prediction", "return_progress"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("prompt_logprobs", "reasoning_effort", "tokens", "content", "add_special_tokens"),
 )
 
 
