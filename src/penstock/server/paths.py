@@ -59,7 +59,7 @@ def served_methods(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
     for router in routers:
         for route in router.routes:
             if isinstance(route, APIRoute):
-                served.setdefault(route.path, set()).update(route.methods)
+                served.setdefault(route.path, set()).update(route.methods or ())
     return served
 
 
