@@ -81,8 +81,8 @@ class EngineSettings(Settings):
         int,
         Field(ge=0, le=16),
         Setting(
-            "Propose up to this many tokens a step from the sequence's own text and check them "
-            "together, where that is faster; 0 is off.",
+            "Propose up to this many tokens a step, from text that followed the same tokens "
+            "before, and check them together where that is faster; 0 is off.",
             "TOKENS",
         ),
     ] = 0
