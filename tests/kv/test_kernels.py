@@ -16,8 +16,8 @@ from lockstep import COMPILER, Program, Recorder
 
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import KVSpan
-from penstock.kv.kernels.forms import HEAD_SIZES
-from penstock.kv.kernels.plan import partial_bytes
+from penstock.kv.kernels.dispatches import partial_bytes
+from penstock.kv.kernels.span_forms import HEAD_SIZES
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
 HALF, BRAIN = mx.float16, mx.bfloat16

@@ -14,7 +14,7 @@ from penstock.kv.attention_plan import DecodeRow, KVSpan, in_order, plan_attenti
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.columns import Side
 from penstock.kv.kernels.attend import KernelAttention, LayerStep, Run
-from penstock.kv.kernels.plan import Dispatch, Reading
+from penstock.kv.kernels.dispatches import Dispatch, StepReading
 from penstock.kv.segment import Segment
 
 EPS = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
@@ -118,7 +118,7 @@ class Step:
     def attend(self, run: Run, target: str = "lockstep") -> mx.array:
         shape = self.shape
         layout = plan_attention(self.rows, shape.window, shape.width)
-        reading = Reading(self.rows, shape.window, shape.width, shape.kv_heads, shape.repeats)
+        reading = StepReading(self.rows, shape.window, shape.width, shape.kv_heads, shape.repeats)
         sinks = None if self.sinks is None else self.sinks * LOG2_E
         plans: dict[object, list[Dispatch]] = {}
         of = LayerStep(self.queries, reading, layout, 0, self.tails, self.scale, sinks)

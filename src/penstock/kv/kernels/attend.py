@@ -15,10 +15,16 @@ from penstock.kv.attention_plan import AttentionPlan
 from penstock.kv.backend import Backend
 from penstock.kv.codecs.coded import Coded
 from penstock.kv.columns import Side
-from penstock.kv.kernels import text
-from penstock.kv.kernels.forms import form_of
-from penstock.kv.kernels.plan import THREADGROUPS, Dispatch, Reading, dispatches, signature
-from penstock.kv.kernels.text import KernelText
+from penstock.kv.kernels import kernel_text
+from penstock.kv.kernels.dispatches import (
+    THREADGROUPS,
+    Dispatch,
+    StepReading,
+    dispatches,
+    signature,
+)
+from penstock.kv.kernels.kernel_text import KernelText
+from penstock.kv.kernels.span_forms import form_of
 
 Sides: TypeAlias = tuple[Side, Side]
 Shape: TypeAlias = tuple[int, ...]
@@ -48,16 +54,16 @@ Run: TypeAlias = Callable[[KernelCall], Sequence[mx.array]]
 class DeviceKernels:
     """Kernels compiled by MLX for the GPU that it computes on, each when it is first called."""
 
-    def __init__(self) -> None:
-        self.target = "metal" if mx.metal.is_available() else "cuda"
+    def __init__(self, language: str) -> None:
+        self._language = language
         self._made: dict[str, Any] = {}
 
     def __call__(self, call: KernelCall) -> Sequence[mx.array]:
         """Put a dispatch into the graph."""
-        made = self._made.get(call.text.name)
-        if made is None:
-            make: Any = mx.fast.metal_kernel if self.target == "metal" else mx.fast.cuda_kernel
-            made = self._made[call.text.name] = make(
+        kernel = self._made.get(call.text.name)
+        if kernel is None:
+            make: Any = mx.fast.metal_kernel if self._language == "metal" else mx.fast.cuda_kernel
+            kernel = self._made[call.text.name] = make(
                 name=call.text.name,
                 input_names=list(call.text.inputs),
                 output_names=list(call.text.outputs),
@@ -65,7 +71,7 @@ class DeviceKernels:
                 header=call.text.header,
             )
         x, y, z = call.threadgroups
-        outputs: Sequence[mx.array] = made(
+        outputs: Sequence[mx.array] = kernel(
             inputs=call.inputs,
             template=list(call.template),
             grid=(x * call.threads, y, z),
@@ -82,7 +88,7 @@ class LayerStep:
 
     queries: mx.array
     """(b, heads, width, d), as the model has them."""
-    reading: Reading
+    reading: StepReading
     layout: AttentionPlan
     layer: int
     tails: Sides
@@ -98,10 +104,8 @@ def device_kernels(device: Backend) -> KernelAttention | None:
     call = getattr(device, "call_kernel", None)
     if call is not None:
         return KernelAttention(call, call.target)
-    if not getattr(device, "has_device", False):
-        return None
-    kernels = DeviceKernels()
-    return KernelAttention(kernels, kernels.target)
+    language = getattr(device, "kernel_language", None)
+    return None if language is None else KernelAttention(DeviceKernels(language), language)
 
 
 class KernelAttention:
@@ -198,13 +202,13 @@ class KernelAttention:
     def _partials(self, of: LayerStep, planned: Dispatch, queries: mx.array) -> Sequence[mx.array]:
         form, geometry = planned.form, planned.geometry
         sides = planned.sides(of.layer, of.tails)
-        spans = text.padded_spans(form, len(sides))
+        spans = kernel_text.padded_spans(form, len(sides))
         padded = [*sides, *[sides[0]] * (spans - len(sides))]
         arrays = [array for pair in padded for array in col.arrays(*pair)]
         numbers = [of.scale * attention.LOG2_E, form.keys.step, form.values.step]
         staged = geometry.simdgroups > 1
-        step = text.tile_step(geometry.lanes)
-        tile = text.tile_columns(form, form.dtype.size, step) if staged else step
+        step = kernel_text.tile_step(geometry.lanes)
+        tile = kernel_text.tile_columns(form, form.dtype.size, step) if staged else step
         template = (
             *(("T", form.dtype), ("Q", queries.dtype)),
             *(("KEY_DIM", form.keys.dim), ("VALUE_DIM", form.values.dim)),
@@ -214,7 +218,7 @@ class KernelAttention:
         count = of.reading.kv_heads, planned.partials
         return self._run(
             KernelCall(
-                text.partial_text(self._target, form, spans, staged=staged),
+                kernel_text.partial_text(self._target, form, spans, staged=staged),
                 [queries, planned.plan, mx.array(numbers), *arrays],
                 template,
                 (planned.tasks, of.reading.kv_heads, planned.tiles),
@@ -242,7 +246,7 @@ class KernelAttention:
         none = mx.array([MASKED])
         return self._run(
             KernelCall(
-                text.merge_text(self._target, finished=finished),
+                kernel_text.merge_text(self._target, finished=finished),
                 [*partials, planned.plan, planned.lists, none if sinks is None else sinks],
                 template,
                 (len(of.reading.rows) * of.reading.per_row, of.reading.kv_heads, 1),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from penstock.kv.kernels.forms import Form, SideForm
+from penstock.kv.kernels.span_forms import SideForm, SpanForm
 
 FOLDER = Path(__file__).parent
 MOST_BUFFERS = 24
@@ -39,18 +39,18 @@ class KernelText:
     outputs: tuple[str, ...]
 
 
-def most_spans(form: Form) -> int:
+def most_spans(form: SpanForm) -> int:
     """Return how many spans of this form a dispatch reads."""
     return min(SPANS[-1], MOST_BUFFERS // form.arrays)
 
 
-def padded_spans(form: Form, spans: int) -> int:
+def padded_spans(form: SpanForm, spans: int) -> int:
     """Return how many spans the kernel for so many takes: few kernels are compiled."""
     return next(count for count in (*SPANS[:-1], most_spans(form)) if count >= spans)
 
 
 @cache
-def partial_text(target: str, form: Form, spans: int, *, staged: bool) -> KernelText:
+def partial_text(target: str, form: SpanForm, spans: int, *, staged: bool) -> KernelText:
     """Return the kernel that lets rows read up to `spans` spans of a form."""
     sides = (("k", "KEY", form.keys), ("v", "VALUE", form.values))
     pick = "".join(_pick(letter, side, spans, target) for letter, _, side in sides)
@@ -98,14 +98,14 @@ def tile_step(lanes: int) -> int:
     return COLUMNS * 32 // lanes
 
 
-def tile_columns(form: Form, number_bytes: int, step: int) -> int:
+def tile_columns(form: SpanForm, number_bytes: int, step: int) -> int:
     """Return how many columns are staged at a time: a power of two, at least `step`."""
-    each = sum(
+    per_column = sum(
         side.dim * side.bits // 8 if side.bits else side.dim * number_bytes
         for side in (form.keys, form.values)
     )
     columns = step
-    while columns < 64 and 2 * columns * each <= TILE_BYTES:
+    while columns < 64 and 2 * columns * per_column <= TILE_BYTES:
         columns *= 2
     return columns
 
@@ -147,7 +147,7 @@ def _pick(letter: str, side: SideForm, spans: int, target: str) -> str:
             chosen = " ".join(f"{name}_at = {name}{i};" for name, _, _ in arrays)
             lines.append(f"    case {i}: {chosen} break;\n")
         lines.append("    default: break;\n  }\n")
-    lines += [f"  {name}_at += column_0 * {each};\n" for name, _, each in arrays]
+    lines += [f"  {name}_at += column_0 * {per_column};\n" for name, _, per_column in arrays]
     return "".join(lines)
 
 
@@ -170,11 +170,11 @@ def _read(path: Path, sides: Sequence[tuple[str, str, SideForm]], target: str) -
     tiles, stage = [], []
     for letter, _, side in sides:
         parts = zip(_names(letter, side), _types(side, target), _columns(side), strict=True)
-        for name, kind, each in parts:
-            tiles.append(f"  SHARED({kind}, {name}_tile, TILE * {each});\n")
+        for name, kind, per_column in parts:
+            tiles.append(f"  SHARED({kind}, {name}_tile, TILE * {per_column});\n")
             stage.append(
-                f"        for (int i = own; i < (stop - start) * {each}; i += threads) "
-                f"{name}_tile[i] = {name}_at[start * {each} + i];\n"
+                f"        for (int i = own; i < (stop - start) * {per_column}; i += threads) "
+                f"{name}_tile[i] = {name}_at[start * {per_column} + i];\n"
             )
     return (
         text.replace("  TILES\n", "".join(tiles))

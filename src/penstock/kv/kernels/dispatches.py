@@ -13,8 +13,8 @@ from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import AttentionPlan, DecodeRow, SharedRead
 from penstock.kv.codecs.turbo import padded
 from penstock.kv.columns import Side
-from penstock.kv.kernels.forms import Form, form_of
-from penstock.kv.kernels.text import most_spans
+from penstock.kv.kernels.kernel_text import most_spans
+from penstock.kv.kernels.span_forms import SpanForm, form_of
 from penstock.kv.segment import Segment
 
 FAR = 2**30
@@ -37,7 +37,7 @@ class Geometry:
     """Simdgroups of a threadgroup; with more than one, columns are staged."""
 
     @classmethod
-    def of(cls, form: Form, stacked: int) -> Geometry:
+    def of(cls, form: SpanForm, stacked: int) -> Geometry:
         """Return that for tasks of up to `stacked` rows."""
         dim = max(form.keys.dim, form.values.dim)
         lanes = min(32, _power_of_two(dim // 8))
@@ -83,9 +83,9 @@ class Range:
 class Dispatch:
     """One kernel call over spans of one form, and the merge behind it."""
 
-    form: Form
+    form: SpanForm
     segments: tuple[Segment | None, ...]
-    """What the spans are; None is the tails."""
+    """Segments of the spans; None is the tails."""
     geometry: Geometry
     plan: mx.array
     lists: mx.array
@@ -109,7 +109,7 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class StepReading:
     """Heads and rows of a step."""
 
     rows: Sequence[DecodeRow]
@@ -166,10 +166,10 @@ def _segments(layout: AttentionPlan) -> Iterator[Segment]:
 
 
 def dispatches(
-    reading: Reading,
+    reading: StepReading,
     layout: AttentionPlan,
     layer: int,
-    tails: tuple[Form, int],
+    tails: tuple[SpanForm, int],
     threadgroups: int = THREADGROUPS,
 ) -> list[Dispatch]:
     """Plan the kernel calls of a layer: one for each form, or each dozen of its spans.
@@ -181,7 +181,7 @@ def dispatches(
         tails: their form, and the columns of a slot.
         threadgroups: as many as keep the device busy.
     """
-    by_form: dict[Form, dict[int, list[Range]]] = {}
+    by_form: dict[SpanForm, dict[int, list[Range]]] = {}
     segments: dict[int, Segment] = {}
     for level in layout.levels:
         for unit in level:
@@ -192,7 +192,7 @@ def dispatches(
                 by_form.setdefault(form, {}).setdefault(id(segment), []).append(ranged)
     own = [_tail_range(reading, i, tails[1]) for i in range(len(reading.rows))]
     by_form.setdefault(tails[0], {})[0] = own
-    made = []
+    calls = []
     for form, spans in by_form.items():
         most, names = most_spans(form), list(spans)
         for first in range(0, len(names), most):
@@ -201,11 +201,11 @@ def dispatches(
                 (number, ranged) for number, name in enumerate(chosen) for ranged in spans[name]
             ]
             held = [segments.get(name) for name in chosen]
-            made.append(_dispatch(reading, form, held, ranges, threadgroups))
-    return made
+            calls.append(_dispatch(reading, form, held, ranges, threadgroups))
+    return calls
 
 
-def _ranges(reading: Reading, unit: SharedRead, layer: int) -> Iterator[tuple[Segment, Range]]:
+def _ranges(reading: StepReading, unit: SharedRead, layer: int) -> Iterator[tuple[Segment, Range]]:
     members = reading.rows[unit.first : unit.last]
     for segment, start, stop in unit.pieces:
         parts = [next(part for part in row.parts if part.segment is segment) for row in members]
@@ -219,7 +219,7 @@ def _ranges(reading: Reading, unit: SharedRead, layer: int) -> Iterator[tuple[Se
         yield segment, Range(0, 0, held, first, stop, unit.first, limits)
 
 
-def _tail_range(reading: Reading, number: int, columns: int) -> Range:
+def _tail_range(reading: StepReading, number: int, columns: int) -> Range:
     row = reading.rows[number]
     stop = row.tail + reading.width
     limits = limits_of(row, row.position - row.tail, stop, reading.window)
@@ -228,8 +228,8 @@ def _tail_range(reading: Reading, number: int, columns: int) -> Range:
 
 
 def _dispatch(
-    reading: Reading,
-    form: Form,
+    reading: StepReading,
+    form: SpanForm,
     segments: Sequence[Segment | None],
     ranges: Sequence[tuple[int, Range]],
     threadgroups: int,

@@ -67,7 +67,7 @@ class SideForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SpanForm:
     """Keys and values of a span."""
 
     keys: SideForm
@@ -86,14 +86,14 @@ class Form:
         return f"{self.keys.name}_{self.values.name}"
 
 
-def form_of(sides: Sequence[Side], dtype: mx.Dtype) -> Form | None:
+def form_of(sides: Sequence[Side], dtype: mx.Dtype) -> SpanForm | None:
     """Return the form of keys and values; None if no kernel reads it."""
     keys, values = map(SideForm.of, sides)
     if keys is None or values is None:
         return None
     if any(isinstance(side, mx.array) and side.dtype != dtype for side in sides):
         return None
-    return Form(keys, values, dtype)
+    return SpanForm(keys, values, dtype)
 
 
 def _coded(side: Coded) -> SideForm | None:
