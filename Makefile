@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-cpus test-scale test-agents test-clients real mutants lint docs bench peers soak hostile clean
+.PHONY: help run test test-all test-cpus test-scale test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
@@ -21,6 +21,7 @@ help:
 	@echo 'make test-clients   clients of PyPI and npm, and llm-comply, once each against the server'
 	@echo 'make real    a real model (98 MB, fetched once): the same text as mlx-lm, cold, warm, restored'
 	@echo 'make bench   the claims, measured on this machine'
+	@echo 'make kernels   the attention kernels through nvrtc and clang too (90 MB, fetched once)'
 	@echo 'make peers MLX_LM=FOLDER   the tests of mlx-lm (a checkout), on our classes'
 	@echo 'make peers TEMPLATES=FOLDER   and the chat templates there (*.jinja), through the probe'
 	@echo 'make lint    ruff and mypy alone'
@@ -114,6 +115,11 @@ bench: $(VENV)/.dev
 peers: $(VENV)/.dev
 	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)") \
 		$(if $(TEMPLATES),--templates "$(TEMPLATES)")
+
+# The compilers that need no GPU: NVIDIA's to PTX, and clang for the address spaces of Metal.
+kernels: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet libclang nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl
+	$(BIN)/pytest tests/kv/test_kernels.py tests/kv/test_kernel_texts.py
 
 soak: $(VENV)/.dev
 	$(BIN)/python tools/soak.py

@@ -17,12 +17,16 @@ import tiny_families
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import QuantizedKVCache
+from rich.console import Console
+from rich.table import Table
 from small_models import BASE, build
 
 from penstock.blas import Blas
 from penstock.cli import doctor, main
-from penstock.cli.doctor import MachineReport, find_misfits, find_problems
-from penstock.cli.fitness import Layers, try_model
+from penstock.cli.doctor import MachineReport, _add_fit, find_misfits, find_problems
+from penstock.cli.fitness import AttentionTiming, Layers, try_model
+from penstock.kv.kernels.selftest import Timing, WayChoice
+from penstock.kv.kernels.ways import AttentionForm, AttentionWay, Situation, Ways
 from penstock.memory import MachineMemory
 from penstock.models.mlx_lm import Loaded, load_all
 from penstock.recall import MODEL_PATH
@@ -235,6 +239,26 @@ def test_a_model_the_engine_cannot_run_exits_with_1(
     shown = capsys.readouterr().out
     assert "cannot run it" in shown
     assert "remedy: use it with penstock generate" in shown
+
+
+def test_the_doctor_shows_the_ways_to_attend(capsys: pytest.CaptureFixture[str]) -> None:
+    fit = try_model(str(MODEL_PATH), load_all(str(MODEL_PATH)))
+    assert fit.attention == () and fit.kernels_off is None, "a CPU has one way"
+    times = {AttentionWay.PLAIN: 2.0, AttentionWay.KERNEL: 1.25}
+    form = AttentionForm(32, 8, 128, 128, mx.float16)
+    timing = Timing(form, Situation.SHARED, times, AttentionWay.KERNEL)
+    attention = AttentionTiming.all_of(WayChoice(Ways(), [timing]))
+    table = Table(box=None)
+    table.add_column()
+    table.add_column()
+    _add_fit(table, replace(fit, attention=attention, kernels_off="a result is off by 1"))
+    Console(width=200).print(table)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "kernels off: a result is off by 1" in shown
+    assert (
+        "attention 32 heads on 8 of 128, float16, shared prefix: kernel "
+        "(plain 2.000 ms, kernel 1.250 ms)" in shown
+    )
 
 
 def test_the_doctor_says_what_agents_meet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,3 +255,8 @@ def _add_fit(table: Table, fit: FitnessReport) -> None:
     table.add_row("  because", Text(fit.why))
     if fit.modules:
         table.add_row("  through", ", ".join(fit.modules))
+    if fit.kernels_off is not None:
+        table.add_row("  kernels", Text(f"off: {fit.kernels_off}"))
+    for one in fit.attention:
+        times = ", ".join(f"{way} {ms:.3f} ms" for way, ms in one.milliseconds.items())
+        table.add_row("  attention", f"{one.layer}, {one.situation}: {one.chosen} ({times})")

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock import config, memory
+from penstock.engine.model.attention_ways import try_ways
 from penstock.engine.model.runner import Runner, Way
 from penstock.errors import ModelError
+from penstock.kv.kernels.selftest import SECONDS, WayChoice
 from penstock.memory import LayerKind
 from penstock.models import mlx_lm as seam
 from penstock.models.gguf.header import is_gguf, read_header
@@ -33,6 +35,29 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionTiming:
+    """Milliseconds of a layer's attention in a decode step, by way, and the way that is taken."""
+
+    layer: str
+    situation: str
+    milliseconds: dict[str, float]
+    chosen: str
+
+    @classmethod
+    def all_of(cls, choice: WayChoice | None) -> tuple[AttentionTiming, ...]:
+        """Return those of a self-test."""
+        return tuple(
+            cls(
+                str(one.layer),
+                one.situation.value,
+                {way.value: round(ms, 3) for way, ms in one.milliseconds.items()},
+                one.chosen.value,
+            )
+            for one in (() if choice is None else choice.timings)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FitnessReport:
     """A model, and which way the engine reads its KV."""
 
@@ -48,6 +73,10 @@ class FitnessReport:
     """Modules of mlx-lm in which the name of its attention is bound to the engine's."""
     codes_errors: dict[str, float] = field(default_factory=dict)
     """Relative error of the weights' codes, by form of the GGUF file that MLX does not have."""
+    attention: tuple[AttentionTiming, ...] = ()
+    """Times of the ways to attend in a decode step; empty where there is but one."""
+    kernels_off: str | None = None
+    """Why the attention kernels are off, where they were tried."""
 
 
 def try_model(name: str, loaded: Loaded) -> FitnessReport:
@@ -76,6 +105,7 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
             codes_errors=_codes_errors(name, loaded),
         )
     fitness = runner.fitness
+    choice = try_ways(runner, config.MAX_BATCH_SIZE, None, SECONDS)
     return FitnessReport(
         model=name,
         model_type=model_type,
@@ -85,6 +115,8 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         why=_one_line(fitness.why),
         modules=fitness.modules,
         codes_errors=_codes_errors(name, loaded),
+        attention=AttentionTiming.all_of(choice),
+        kernels_off=None if choice is None else choice.why_off,
     )
 
 

@@ -86,6 +86,13 @@ class EngineSettings(Settings):
             "TOKENS",
         ),
     ] = 0
+    kernels: Annotated[
+        Literal["auto", "off"],
+        Setting(
+            "Attention kernels of decode steps on a GPU. auto: taken where a self-test finds "
+            "their numbers right and them quickest; off: MLX's operations alone."
+        ),
+    ] = "auto"
     block_size: Annotated[
         int,
         Field(ge=1),

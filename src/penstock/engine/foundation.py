@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import EngineSettings
+from penstock.engine.model.attention_ways import chosen_ways
 from penstock.engine.model.runner import Runner
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.budget import FixedReservations, reserve_fixed, weight_bytes
@@ -55,6 +56,7 @@ def lay_foundation(
     )
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, ranks=group.size)
+    runner.ways = chosen_ways(runner, limits, ledger)
     estimator = MemoryEstimator(runner, limits)
     fixed, tails = reserve_fixed(reserved, ledger, limits, runner, estimator, group)
     return Foundation(

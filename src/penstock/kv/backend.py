@@ -11,9 +11,10 @@ import os
 import platform
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -23,8 +24,7 @@ from penstock.kv.attention import LOG2_E, MASKED, AttentionWindow, KVData, Parti
 SCORE_BUFFERS = 8
 """Arrays of float32 that are alive together while scores become weights: 7.7 at most, measured."""
 HALF_SCORE_BUFFERS = 10
-"""The same where keys are of half precision, which is dequantized and narrowed again: 9.5 at
-most."""
+"""The same where keys are of half precision, dequantized and narrowed again: 9.5 at most."""
 FUSED_DIMS = (64, 80, 128)
 """Sizes of a head for which MLX's attention to a chunk is one kernel on a GPU. For others it
 holds all scores (MLX 0.32, Metal)."""
@@ -181,6 +181,10 @@ class GPUBackend(Backend):
     """Metal and CUDA: MLX's own kernels, which fuse attention and read codes as they lie."""
 
     own_memory: bool = False
+    kernel_language: str | None = None
+    """Language of kernels on this device, "metal" or "cuda"; None where none are compiled."""
+    call_kernel: Callable[..., Any] | None = None
+    """Takes calls of our own kernels in place of the GPU, in tests."""
 
     def attend_prefill(
         self,
@@ -251,10 +255,7 @@ def _cores() -> int:
 
 @dataclass(frozen=True)
 class CPUBackend(Backend):
-    """MLX's CPU back end, whose kernels for softmax and codes are slow: BLAS does most instead.
-
-    Two of its streams run on two cores, the lanes.
-    """
+    """MLX's CPU back end on two cores, the lanes: BLAS does what its own kernels do slowly."""
 
     lanes: int = field(default_factory=lambda: min(2, _cores()))
     on_heap = True
@@ -413,10 +414,9 @@ class CPUBackend(Backend):
     def extremes(self, groups: mx.array) -> tuple[mx.array, mx.array]:
         """Find extremes by the bits, read as integers; see `Backend`.
 
-        MLX finds the extremes of integers four times as quickly.
-
-        They are in the order of the numbers as long as those are positive, and in the opposite
-        one if they are negative, behind all others where no sign is looked at.
+        MLX finds the extremes of integers four times as quickly. They are in the order of the
+        numbers as long as those are positive, and in the opposite one if they are negative, behind
+        all others where no sign is looked at.
         """
         if groups.dtype.size not in INTEGERS:
             return Backend.extremes(self, groups)
@@ -431,9 +431,8 @@ class CPUBackend(Backend):
     def as_float32(self, x: mx.array) -> mx.array:
         """Convert float16 by its bits; see `Backend`.
 
-        A processor without float16 does so three times as quickly as MLX.
-
-        Sign and exponent move to where float32 has them, which counts exponents from 112 more.
+        A processor without float16 does so three times as quickly as MLX. Sign and exponent move
+        to where float32 has them, which counts exponents from 112 more.
         """
         if x.dtype != mx.float16 or HAS_FLOAT16:
             return x.astype(mx.float32)
@@ -459,7 +458,7 @@ class CPUBackend(Backend):
             _second.taken = False
 
     def computes_ahead(self, rows: int) -> bool:
-        """Run several rows in lanes; see `Backend`.
+        """See `Backend`: several rows run in lanes.
 
         One row would wait for Python in a third of its step. Several rows keep both cores busy;
         BLAS must be on one thread first.
@@ -479,8 +478,9 @@ def current() -> Backend:
     """Return the back end of this process: that of MLX's device when it is first asked for."""
     global _chosen
     if _chosen is None:
-        on_cpu = mx.default_device() == mx.cpu
-        _chosen = CPUBackend() if on_cpu else GPUBackend(not mx.metal.is_available())
+        language = "metal" if mx.metal.is_available() else "cuda"
+        gpu = GPUBackend(language == "cuda", language)
+        _chosen = CPUBackend() if mx.default_device() == mx.cpu else gpu
     return _chosen
 
 

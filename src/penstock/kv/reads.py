@@ -7,9 +7,9 @@ returns are the new tokens' keys and values alone, and `attend` reads all others
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -25,6 +25,10 @@ from penstock.kv.attention_plan import (
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.joined_reads import join_parts, read_sides
 from penstock.kv.tails import Tails
+
+if TYPE_CHECKING:
+    from penstock.kv.kernels.dispatches import Dispatch
+    from penstock.kv.kernels.ways import Ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,14 @@ class DecodeStep:
     ahead: bool
     """Whether a layer is computed while Python still builds the next ones."""
     layouts: dict[AttentionWindow, AttentionPlan]
+    ways: Ways | None
+    """Choice between kernels, fused attention and plain operations; None: the last alone."""
+    kernel_plans: dict[Hashable, list[Dispatch]]
 
     @classmethod
-    def of(cls, rows: Sequence[DecodeRow], tails: Tails, width: int = 1) -> DecodeStep:
+    def of(
+        cls, rows: Sequence[DecodeRow], tails: Tails, width: int = 1, ways: Ways | None = None
+    ) -> DecodeStep:
         """Prepare a step of `width` new tokens a row; nothing is computed yet."""
         positions = [row.position for row in rows]
         neighbors = all(row.slot == rows[0].slot + i for i, row in enumerate(rows))
@@ -72,6 +81,8 @@ class DecodeStep:
             neighbors and all(row.tail == rows[0].tail for row in rows),
             neighbors,
             backend.current().computes_ahead(len(rows)),
+            {},
+            ways,
             {},
         )
 
@@ -166,7 +177,12 @@ class DecodeReads(Reads):
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim)."""
-        layout = self.step.layout(self.check_given(keys, values, mask))
+        window = self.check_given(keys, values, mask)
+        if self.step.ways is not None:
+            done = self.step.ways.attend(self.step, self.layer, window, queries, scale, sinks)
+            if done is not None:
+                return done
+        layout = self.step.layout(window)
         queries = attention.in_base_2(queries, scale)
         if sinks is not None:
             sinks = sinks.astype(mx.float32) * attention.LOG2_E

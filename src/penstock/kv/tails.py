@@ -163,6 +163,10 @@ class Tails:
         """Return copies of the slots' first columns, (b, kv_heads, columns, dim)."""
         return self._keys[layer][slots, :, :columns], self._values[layer][slots, :, :columns]
 
+    def layer(self, layer: int) -> tuple[mx.array, mx.array]:
+        """Return the buffers of all slots, (slots, kv_heads, columns, dim)."""
+        return self._keys[layer], self._values[layer]
+
     def read_block(
         self, layer: int, slot: int, count: int, columns: int
     ) -> tuple[mx.array, mx.array]:

@@ -9,6 +9,7 @@ from penstock_bench.cli import (
     cache_commands,
     engine_commands,
     index_commands,
+    kernels_command,
     serve_command,
 )
 
@@ -18,6 +19,7 @@ app.command()(engine_commands.hit)
 app.command()(engine_commands.ragged)
 app.command()(engine_commands.single)
 app.command()(engine_commands.speculate)
+app.command()(kernels_command.kernels)
 app.command()(engine_commands.quantized)
 app.command()(engine_commands.hybrid)
 app.command()(engine_commands.restore)

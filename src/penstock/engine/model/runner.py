@@ -19,6 +19,7 @@ from penstock.kv.codecs import Scales
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.compressed import RowReads
 from penstock.kv.joined_reads import JoinedReads
+from penstock.kv.kernels.ways import Ways
 from penstock.kv.reads import ChunkReads, DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.states import (
@@ -108,6 +109,9 @@ class Runner:
         ModelError: the model has layers that are not made of keys and values, or computes
             something else on parts than on its own caches.
     """
+
+    ways: Ways | None = None
+    """Ways to attend in decode steps; None: by plain operations."""
 
     def __init__(self, model: Any, *, max_kv_size: int, keep: int, ranks: int = 1) -> None:
         self.model = model
@@ -233,7 +237,7 @@ class Runner:
                 mx.concatenate([logits for logits, _ in outputs])[:, None],
                 [RecurrentState(states, own=own) for _, states in outputs],
             )
-        step = DecodeStep.of(rows, tails, len(tokens[0]))
+        step = DecodeStep.of(rows, tails, len(tokens[0]), self.ways)
         states = (
             stacked([recurrent_state or self._fresh() for recurrent_state in recurrent_states])
             if recurrent_states

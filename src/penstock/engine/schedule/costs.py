@@ -126,8 +126,9 @@ class MemoryEstimator:
         states = self._runner.state_bytes if width > 1 else 0
         # Its own text, and one as long that is expected.
         copy = PROPOSER_BYTES * (tokens + max(tokens, LEAST_PREDICTION)) if width > 1 else 0
-        scores = width * self._seen(tokens) * self._runner.heads * self._score_bytes
-        return scores + copy + states
+        seen, ways = self._seen(tokens), self._runner.ways
+        scores = width * seen * self._runner.heads * self._score_bytes
+        return max(scores, 0 if ways is None else ways.nbytes(seen, width)) + copy + states
 
     def prefill_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence adds to a step that prefills it.
@@ -182,7 +183,7 @@ class MemoryEstimator:
         run_as = (
             *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
             *(tails.columns, limits.speculative_tokens, type(self._device), runner.divided),
-            self._compresses,
+            *(self._compresses, runner.ways is not None and bool(runner.ways.table)),
         )
         peaks = measured_once(runner.model, run_as, lambda: self._run_steps(tails))
         self._measured_scores = runner.heads * limits.step_tokens**2

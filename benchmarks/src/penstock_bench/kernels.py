@@ -1,0 +1,107 @@
+"""`penstock bench kernels`: a layer's attention in a decode step, each way to compute it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.kv import backend
+from penstock.kv.codecs import parse_scheme
+from penstock.kv.codecs.names import RAW
+from penstock.kv.kernels.attend import device_kernels
+from penstock.kv.kernels.selftest import Timing, WayChoice, choose
+from penstock.kv.kernels.ways import AttentionForm, AttentionWay
+from penstock_bench.report import Line, Report
+
+CLAIM = "The way that an engine takes for a decode step's attention is the quickest of three"
+RIVAL = "plain operations"
+HOURS = 3_600.0
+"""Seconds that all measurements of one size may take: all of them are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsLoad:
+    """Layers and steps."""
+
+    layers: tuple[AttentionForm, ...]
+    rows: tuple[int, ...] = (2, 8)
+    tokens: tuple[int, ...] = (512, 2_048, 8_192)
+    codec: str = RAW
+
+
+def measure(load: KernelsLoad) -> Report:
+    """Measure every layer, number of rows and length."""
+    scheme = None if load.codec == RAW else parse_scheme(load.codec)
+    choices = {
+        (rows, tokens): choose(
+            load.layers,
+            device_kernels(backend.current()),
+            rows=rows,
+            scheme=scheme,
+            seconds=HOURS,
+            tokens=tokens,
+        )
+        for rows in load.rows
+        for tokens in load.tokens
+    }
+    return report(load, choices)
+
+
+def report(load: KernelsLoad, choices: dict[tuple[int, int], WayChoice]) -> Report:
+    """Set the way that is taken against plain operations."""
+    timings = [
+        (f"{one.layer}, {tokens:,} tokens, {one.situation.value} ({rows})", one)
+        for (rows, tokens), choice in choices.items()
+        for one in choice.timings
+    ]
+    off = next((choice.why_off for choice in choices.values() if choice.why_off), None)
+    gains = [_plain(one) / one.milliseconds[one.chosen] for _, one in timings]
+    return Report(
+        name="kernels",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock={name: one.milliseconds[one.chosen] for name, one in timings},
+        rival_figures={name: _plain(one) for name, one in timings},
+        ratio={"least": round(min(gains), 2), "median": round(statistics.median(gains), 2)},
+        goal={"least": 1.0},
+        met=min(gains) >= 1.0,
+        lines=_lines(timings, off),
+        raw={
+            "kernels_off": off,
+            "codec": load.codec,
+            "ways": {name: _raw(one) for name, one in timings},
+        },
+        dtype=", ".join(sorted({str(layer.dtype) for layer in load.layers})),
+    )
+
+
+def _plain(one: Timing) -> float:
+    return one.milliseconds[AttentionWay.PLAIN]
+
+
+def _raw(one: Timing) -> dict[str, Any]:
+    times = {way.value: round(ms, 4) for way, ms in one.milliseconds.items()}
+    return {"milliseconds": times, "chosen": one.chosen.value}
+
+
+def _lines(timings: Sequence[tuple[str, Timing]], off: str | None) -> list[Line]:
+    lines = [
+        Line(
+            name,
+            f"{one.milliseconds[one.chosen]:.3f} ms, {one.chosen.value}",
+            f"{_plain(one):.3f} ms",
+        )
+        for name, one in timings
+    ]
+    if off is not None:
+        lines.append(Line("kernels", f"off: {off}", ""))
+    return lines
+
+
+def layer_form(heads: int, kv_heads: int, dim: int, dtype: str) -> AttentionForm:
+    """Return a layer's form by the words of the command line."""
+    return AttentionForm(heads, kv_heads, dim, dim, getattr(mx, dtype))

@@ -1,0 +1,305 @@
+"""The self-test of the kernels on a device: numbers first, then which way is quickest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TypeAlias
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kv import columns as col
+from penstock.kv.attention import AttentionWindow
+from penstock.kv.attention_plan import DecodeRow, KVSpan, in_order
+from penstock.kv.codecs import Coded, Scheme
+from penstock.kv.kernels.attend import KernelAttention
+from penstock.kv.kernels.ways import AttentionForm, AttentionWay, Situation, Ways
+from penstock.kv.reads import DecodeStep
+from penstock.kv.segment import Segment
+from penstock.kv.tails import LayerShape, Tails
+
+Numbers: TypeAlias = npt.NDArray[np.float32]
+SECONDS = 0.3
+"""Time for all measurements; what it compiles, once for each kernel, comes on top."""
+TOKENS = 2_048
+"""Tokens of the longest sequence that is measured."""
+CHECKED_TOKENS = 192
+"""Tokens of a sequence whose numbers are compared."""
+BLOCK = 64
+"""A multiple of what any codec takes together."""
+PARTS = 8
+"""Parts of a sequence that is measured with many."""
+TAIL = 6
+"""Tokens in a row's tail."""
+AT_ONCE = 4
+"""Layers of a measured step: one by one, waiting for the device would be most of the time."""
+SHARE = 0.9
+"""A way is taken in place of plain operations if it needs at most so much of their time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds of a layer's attention, by way; a way that failed has none."""
+
+    layer: AttentionForm
+    situation: Situation
+    milliseconds: dict[AttentionWay, float]
+    chosen: AttentionWay
+
+
+@dataclass(slots=True)
+class WayChoice:
+    """What was found out, and the ways that follow."""
+
+    ways: Ways
+    timings: list[Timing] = field(default_factory=list)
+    why_off: str | None = None
+    """Why the kernels are not used; None if they are."""
+
+
+def choose(
+    layers: Sequence[AttentionForm],
+    kernels: KernelAttention | None,
+    *,
+    rows: int,
+    scheme: Scheme | None = None,
+    seconds: float = SECONDS,
+    tokens: int = TOKENS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> WayChoice:
+    """Compare the ways on random steps, and take the quickest of those whose numbers are right.
+
+    Args:
+        layers: forms of a model's layers.
+        kernels: are tried, and take no kernel afterwards that was not; None on other devices.
+        rows: most sequences of a step.
+        scheme: the codec of the keys and values that are read, beside numbers as the model has.
+        seconds: time for all measurements.
+        tokens: of the longest measured sequence.
+        clock: seconds, from any start.
+    """
+    choice = WayChoice(Ways(kernels))
+    if kernels is None:
+        choice.why_off = "this device has none"
+    try:
+        if kernels is not None:
+            for layer in dict.fromkeys(layers):
+                _compare(layer, kernels, rows, scheme)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
+        choice.why_off = " ".join(str(error).split())[:200] or type(error).__name__
+        choice.ways.kernels = None
+    if kernels is not None:
+        kernels.only_known = True
+    table = {}
+    end = clock() + seconds
+    for layer in dict.fromkeys(layers):
+        for situation in Situation:
+            if clock() >= end:
+                break
+            timing = _time(layer, situation, choice, rows, scheme, tokens, clock)
+            choice.timings.append(timing)
+            if timing.chosen is not AttentionWay.PLAIN:
+                table[layer, situation] = timing.chosen
+    choice.ways.table = table
+    mx.clear_cache()
+    return choice
+
+
+def nbytes(layers: Sequence[AttentionForm], rows: int, tokens: int = TOKENS) -> int:
+    """Return an upper bound of the bytes that `choose` takes at a time."""
+    most, tokens = 0, max(tokens, CHECKED_TOKENS, PARTS * BLOCK) + 2 * BLOCK
+    for one in layers:
+        dims = one.key_dim + one.value_dim
+        held = tokens * rows * (2 + AT_ONCE) * one.kv_heads * dims  # joined parts among them
+        compared = 2 * tokens * one.heads * dims
+        scores = 10 * AT_ONCE * rows * one.heads * (tokens + dims)
+        most = max(most, mx.float32.size * (held + compared + scores))
+    return most
+
+
+def _compare(
+    layer: AttentionForm, kernels: KernelAttention, rows: int, scheme: Scheme | None
+) -> None:
+    """Raise ValueError unless the kernels' numbers are right, for every number of rows."""
+    counts = sorted({1, *(2**i for i in range(1, rows.bit_length())), rows})
+    windows = (AttentionWindow(), AttentionWindow(CHECKED_TOKENS // 2, 8))
+    forms = [None] if scheme is None else [None, scheme]
+    cases = product(counts, forms, (False, True))
+    for number, (count, form, sinks) in enumerate(cases):
+        for situation in Situation:
+            if situation.is_alone == (count == 1):
+                trial = TrialStep.random(layer, situation, count, CHECKED_TOKENS, form, seed=number)
+                _check(trial, kernels, windows[number // 2 % 2], sinks=sinks)
+
+
+def _check(
+    trial: TrialStep, kernels: KernelAttention, window: AttentionWindow, *, sinks: bool
+) -> None:
+    results = trial.run(Ways(kernels, always=AttentionWay.KERNEL), window, sinks=sinks)
+    if results is None:
+        raise ValueError(f"none reads {trial.layer}")
+    off, allowed = trial.error(results, window, sinks=sinks)
+    if not off <= allowed:
+        raise ValueError(f"a result is off by {off:.2g}, more than {allowed:.2g}: {trial.layer}")
+
+
+def _time(
+    layer: AttentionForm,
+    situation: Situation,
+    choice: WayChoice,
+    rows: int,
+    scheme: Scheme | None,
+    tokens: int,
+    clock: Callable[[], float],
+) -> Timing:
+    count = 1 if situation.is_alone else max(2, rows)
+    trial = TrialStep.random(layer, situation, count, tokens, scheme, seed=1)
+    candidates = {AttentionWay.PLAIN: Ways(), AttentionWay.FUSED: Ways(always=AttentionWay.FUSED)}
+    if choice.ways.kernels is not None:
+        candidates[AttentionWay.KERNEL] = Ways(choice.ways.kernels, always=AttentionWay.KERNEL)
+    milliseconds: dict[AttentionWay, float] = {}
+    for way in [*candidates, *candidates, *candidates]:  # in turn: the first runs warm it up
+        try:
+            spent = _seconds(trial, candidates[way], clock)
+        except Exception:  # noqa: BLE001 - a way that fails is not taken
+            milliseconds[way] = float("inf")
+            continue
+        milliseconds[way] = min(milliseconds.get(way, float("inf")), 1e3 * spent / AT_ONCE)
+    finite = {way: ms for way, ms in milliseconds.items() if ms < float("inf")}
+    chosen = min(finite, key=finite.__getitem__, default=AttentionWay.PLAIN)
+    if finite.get(chosen, 0.0) > SHARE * finite.get(AttentionWay.PLAIN, float("inf")):
+        chosen = AttentionWay.PLAIN
+    return Timing(layer, situation, finite, chosen)
+
+
+def _seconds(trial: TrialStep, ways: Ways, clock: Callable[[], float]) -> float:
+    began = clock()
+    results = [trial.run(ways, AttentionWindow(), sinks=False) for _ in range(AT_ONCE)]
+    if any(one is None for one in results):
+        raise ValueError("this way does not serve the step")
+    mx.eval(results)
+    return clock() - began
+
+
+@dataclass(frozen=True, slots=True)
+class TrialStep:
+    """A random decode step of one layer."""
+
+    layer: AttentionForm
+    rows: list[DecodeRow]
+    tails: Tails
+    queries: mx.array
+    new: tuple[mx.array, mx.array]
+    sinks: mx.array
+
+    @classmethod
+    def random(
+        cls,
+        layer: AttentionForm,
+        situation: Situation,
+        rows: int,
+        tokens: int,
+        scheme: Scheme | None,
+        seed: int,
+    ) -> TrialStep:
+        """Make sequences of up to `tokens` tokens; ragged ones have a fraction each."""
+        keys = iter(mx.random.split(mx.random.key(seed), 8 + 2 * 16 * (rows + 2)))
+
+        def normal(*shape: int) -> mx.array:
+            return mx.random.normal(shape, key=next(keys)).astype(layer.dtype)
+
+        def segment(count: int) -> Segment:
+            count = max(BLOCK, count // BLOCK * BLOCK)
+            sides = (
+                normal(1, layer.kv_heads, count, dim) for dim in (layer.key_dim, layer.value_dim)
+            )
+            random_segment = Segment((tuple(sides),))  # type: ignore[arg-type]
+            mx.eval([col.arrays(*one) for one in random_segment.layers])
+            return random_segment if scheme is None else random_segment.encoded(scheme)
+
+        common = [segment(tokens)] if situation in (Situation.ONE_PART, Situation.SHARED) else []
+        shape = LayerShape(layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype)
+        tails = Tails(rows, TAIL + 2, [shape])
+        tails.ready()
+        decode_rows = []
+        for slot in range(rows):
+            own = []
+            if situation is Situation.PARTS:
+                own = [segment(tokens // PARTS) for _ in range(PARTS)]
+            elif situation is Situation.SHARED:
+                own = [segment(BLOCK)]
+            elif situation is Situation.RAGGED:
+                own = [segment(tokens // (1 + slot))]
+            spans: list[KVSpan] = []
+            for one in (*common, *own):
+                spans.append(KVSpan(one, spans[-1].end if spans else 0, one.tokens))
+            used = slot % TAIL
+            for column in range(used):
+                new = (normal(1, layer.kv_heads, 1, d) for d in (layer.key_dim, layer.value_dim))
+                tails.write_block(0, slot, column, *new)
+            decode_rows.append(DecodeRow(tuple(spans), spans[-1].end + used, slot, used))
+        mx.eval(tails.buffers())
+        decode_rows = [decode_rows[i] for i in in_order(decode_rows)]
+        new_sides = [normal(rows, layer.kv_heads, 1, d) for d in (layer.key_dim, layer.value_dim)]
+        queries, sinks = normal(rows, layer.heads, 1, layer.key_dim), normal(layer.heads)
+        mx.eval(queries, sinks, new_sides)
+        return cls(layer, decode_rows, tails, queries, (new_sides[0], new_sides[1]), sinks)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return float(self.layer.key_dim**-0.5)
+
+    def run(self, ways: Ways, window: AttentionWindow, *, sinks: bool) -> mx.array | None:
+        """Return the step's attention, not computed yet; None if the way does not serve it."""
+        step = DecodeStep.of(self.rows, self.tails, ways=ways)
+        (reads,) = step.caches([window])
+        given = reads.update_and_fetch(*self.new)
+        own = self.sinks if sinks else None
+        if ways.always is not None:
+            return ways.attend(step, 0, window, self.queries, self.scale, own)
+        return reads.attend(self.queries, *given, self.scale, reads.make_mask(1), own)
+
+    def error(
+        self, result: mx.array, window: AttentionWindow, *, sinks: bool
+    ) -> tuple[float, float]:
+        """Return how far a result is from that of the host, and how far rounding may bring it."""
+        largest = off = 0.0
+        answers = _host(result)
+        for i, row in enumerate(self.rows):
+            expected, top = self._expected(i, row, window, sinks=sinks)
+            difference = float(np.abs(answers[i, :, 0] - expected).max())
+            off = max(off, difference if np.isfinite(difference) else np.inf)
+            largest = max(largest, top)
+        return off, (2 * float(mx.finfo(self.layer.dtype).eps) + 1e-4) * largest
+
+    def _expected(
+        self, i: int, row: DecodeRow, window: AttentionWindow, *, sinks: bool
+    ) -> tuple[Numbers, float]:
+        """Return a row's attention, (heads, dim), and its largest value."""
+        sides: list[Numbers] = []
+        for number in (0, 1):
+            held = [part.segment.layers[0][number] for part in row.parts]
+            wide = [one.dequantize() if isinstance(one, Coded) else one for one in held]
+            wide.append(self.tails.read_block(0, row.slot, 1, row.tail + 1)[number])
+            joined = np.concatenate([_host(one)[0] for one in wide], axis=1)  # type: ignore[arg-type]
+            sides.append(np.repeat(joined, self.layer.heads // self.layer.kv_heads, axis=0))
+        keys, values = sides
+        scores = self.scale * np.einsum("hd,hnd->hn", _host(self.queries)[i, :, 0], keys)
+        seen = np.array(window.mask(mx.array([row.position]), mx.arange(scores.shape[1])))
+        scores = np.where(seen, scores, -np.inf)
+        if sinks:
+            scores = np.concatenate([scores, _host(self.sinks)[:, None]], axis=1)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        mixed = np.einsum("hn,hnd->hd", weights[:, : values.shape[1]], values)
+        return mixed, float(np.abs(values).max())
+
+
+def _host(array: mx.array) -> Numbers:
+    """Return an array's numbers, to compute with beside the device."""
+    return np.array(array.astype(mx.float32), np.float32)

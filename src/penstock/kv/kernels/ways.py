@@ -1,0 +1,178 @@
+"""Ways to attend in a decode step of a GPU, and which of them a layer's step takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from penstock.kv import backend
+from penstock.kv.attention import LOG2_E, AttentionWindow
+from penstock.kv.attention_plan import AttentionPlan, DecodeRow
+from penstock.kv.joined_reads import join_parts
+from penstock.kv.kernels.attend import KernelAttention, LayerStep
+from penstock.kv.kernels.dispatches import StepReading, partial_bytes
+
+if TYPE_CHECKING:
+    from penstock.kv.reads import DecodeStep
+
+LEAST_PART = 256
+"""Tokens that a part has on average, at least: the tree merges small neighbors."""
+JOINED = 2
+"""Copies of a layer's keys and values that joining them holds: in their type, and dequantized."""
+logger = logging.getLogger(__name__)
+
+
+class AttentionWay(Enum):
+    """How the attention of a decode step is computed."""
+
+    PLAIN = "plain"
+    """MLX's operations on the parts as they lie."""
+    KERNEL = "kernel"
+    """The kernels of this package."""
+    FUSED = "fused"
+    """MLX's fused attention, over parts that are joined for it."""
+
+
+class Situation(Enum):
+    """What a step reads, as far as it decides which way is quickest."""
+
+    ONE_PART = "one row, one part"
+    PARTS = "one row, many parts"
+    SHARED = "shared prefix"
+    RAGGED = "rows of their own"
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the step has one row."""
+        return self in (Situation.ONE_PART, Situation.PARTS)
+
+    @classmethod
+    def of(cls, rows: int, layout: AttentionPlan) -> Situation:
+        """Return that of a step."""
+        units = [unit for level in layout.levels for unit in level]
+        if rows == 1:
+            return cls.ONE_PART if sum(len(unit.pieces) for unit in units) < 2 else cls.PARTS
+        return cls.SHARED if any(unit.last - unit.first > 1 for unit in units) else cls.RAGGED
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """What a layer's attention is made of."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+
+    def __str__(self) -> str:
+        sizes = f"{self.key_dim}"
+        if self.key_dim != self.value_dim:
+            sizes += f"/{self.value_dim}"
+        dtype = str(self.dtype).rpartition(".")[2]
+        return f"{self.heads} heads on {self.kv_heads} of {sizes}, {dtype}"
+
+
+@dataclass(slots=True)
+class Ways:
+    """The way of each layer and situation; plain where nothing else was found quicker."""
+
+    kernels: KernelAttention | None = None
+    table: Mapping[tuple[AttentionForm, Situation], AttentionWay] = field(default_factory=dict)
+    always: AttentionWay | None = None
+    """A way for everything, while it is tried."""
+
+    def nbytes(self, tokens: int, width: int) -> int:
+        """Return an upper bound of the bytes that a sequence adds to a step, whatever its way.
+
+        Args:
+            tokens: columns that it reads.
+            width: new tokens of a row.
+        """
+        most = 0
+        for (layer, _), way in self.table.items():
+            dim = max(layer.key_dim, layer.value_dim)
+            if way is AttentionWay.KERNEL:
+                parts = -(-tokens // LEAST_PART) + 1
+                needed = partial_bytes(layer.heads, dim, width, tokens, parts)
+            else:
+                columns = layer.kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.size
+                needed = JOINED * (tokens + width) * columns
+            most = max(most, needed)
+        return most
+
+    def attend(
+        self,
+        step: DecodeStep,
+        layer: int,
+        window: AttentionWindow,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attend as `Reads.attend` does; None where plain operations are to do it."""
+        if not self.table and self.always is None:
+            return None
+        keys, values = step.tails.layer(layer)
+        form = AttentionForm(
+            queries.shape[1], keys.shape[1], keys.shape[3], values.shape[3], queries.dtype
+        )
+        layout = step.layout(window)
+        way = self.always or self.table.get((form, Situation.of(len(step.rows), layout)))
+        if way is AttentionWay.FUSED:
+            return _fused(step, layer, window, queries, scale, sinks)
+        if way is not AttentionWay.KERNEL or self.kernels is None:
+            return None
+        repeats = form.heads // form.kv_heads
+        reading = StepReading(step.rows, window, step.width, form.kv_heads, repeats)
+        if sinks is not None:
+            sinks = sinks.astype(mx.float32) * LOG2_E
+        try:
+            of = LayerStep(queries, reading, layout, layer, (keys, values), scale, sinks)
+            return self.kernels.attend(of, step.kernel_plans)
+        except Exception as error:
+            if self.always is not None:
+                raise
+            logger.warning("attention kernels are off: %s", error)
+            self.kernels = None
+            return None
+
+
+def _fused(
+    step: DecodeStep,
+    layer: int,
+    window: AttentionWindow,
+    queries: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Join what each row sees, and let MLX's own attention read it."""
+    device = backend.current()
+    done = []
+    for i, row in enumerate(step.rows):
+        keys, values, columns = join_parts(
+            row.parts, layer, window, row.position, _tail(step, layer, row), lazily=True
+        )
+        done.append(
+            device.attend_prefill(
+                queries[i : i + 1],
+                keys,
+                values,
+                columns=columns,
+                start=row.position,
+                scale=scale,
+                attention_window=window,
+                sinks=sinks,
+            )
+        )
+    return (done[0] if len(done) == 1 else mx.concatenate(done)).astype(queries.dtype)
+
+
+def _tail(step: DecodeStep, layer: int, row: DecodeRow) -> tuple[mx.array, mx.array]:
+    """Return a row's tail with its new tokens, (1, kv_heads, columns, dim)."""
+    return step.tails.read_block(layer, row.slot, 1, row.tail + step.width)

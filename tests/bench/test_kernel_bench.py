@@ -1,0 +1,60 @@
+"""`penstock bench kernels` compares the ways to attend, and says what a machine does not have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from lockstep import COMPILER, Lockstep
+
+from penstock.cli import main
+from penstock.kv import backend
+from penstock.kv.backend import GPUBackend
+from penstock.kv.kernels.selftest import Timing, WayChoice
+from penstock.kv.kernels.ways import AttentionForm, AttentionWay, Situation, Ways
+from penstock_bench.kernels import KernelsLoad, layer_form, measure, report
+
+SIZES = ["--heads", "4", "--kv-heads", "2", "--head-size", "64", "--tokens", "128", "--rows", "2"]
+LAYER = layer_form(4, 2, 64, "float32")
+
+
+def test_a_cpu_measures_what_it_has(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "kernels", *SIZES, "--json", "--save", str(tmp_path)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert len(shown["penstock"]) == len(Situation)
+    (record,) = tmp_path.glob("kernels-*.json")
+    raw = json.loads(record.read_text())["raw"]
+    assert raw["kernels_off"] == "this device has none"
+    assert all(set(one["milliseconds"]) == {"plain", "fused"} for one in raw["ways"].values())
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
+def test_all_three_ways_are_measured(tmp_path: Path) -> None:
+    with backend.using(GPUBackend(call_kernel=Lockstep(folder=tmp_path))):
+        found = measure(KernelsLoad((LAYER,), (2,), (128,)))
+    assert found.raw["kernels_off"] is None
+    ways = found.raw["ways"].values()
+    assert all(set(one["milliseconds"]) == {"plain", "fused", "kernel"} for one in ways)
+    assert found.met
+
+
+def timed(chosen: AttentionWay) -> WayChoice:
+    times = {AttentionWay.PLAIN: 2.0, AttentionWay.KERNEL: 1.0, AttentionWay.FUSED: 4.0}
+    form = AttentionForm(4, 2, 64, 64, mx.float32)
+    return WayChoice(Ways(), [Timing(form, Situation.RAGGED, times, chosen)])
+
+
+def test_a_way_that_is_slower_than_plain_operations_is_no_goal_met() -> None:
+    load = KernelsLoad((LAYER,))
+    good, bad = (
+        report(load, {(2, 128): timed(way)}) for way in (AttentionWay.KERNEL, AttentionWay.FUSED)
+    )
+    assert good.met and good.ratio["least"] == 2.0
+    assert not bad.met and bad.ratio["least"] == 0.5
+
+
+def test_heads_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "--heads", "5", "--kv-heads", "2"]) != 0
+    assert "--heads 5 is no multiple of --kv-heads 2" in capsys.readouterr().err

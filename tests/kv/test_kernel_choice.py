@@ -1,0 +1,208 @@
+"""A way to attend is chosen by numbers first, then by time; where a kernel fails, it is off."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+from lockstep import COMPILER, Lockstep
+
+from penstock.kv import backend
+from penstock.kv.attention import AttentionWindow
+from penstock.kv.attention_plan import plan_attention
+from penstock.kv.backend import GPUBackend
+from penstock.kv.codecs import parse_scheme
+from penstock.kv.joined_reads import join_parts
+from penstock.kv.kernels import selftest
+from penstock.kv.kernels.attend import KernelAttention, KernelCall, device_kernels
+from penstock.kv.kernels.dispatches import StepReading, dispatches
+from penstock.kv.kernels.selftest import TrialStep, WayChoice, choose
+from penstock.kv.kernels.span_forms import form_of
+from penstock.kv.kernels.ways import AttentionForm, AttentionWay, Situation, Ways
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
+LAYER = AttentionForm(4, 2, 64, 64, mx.float32)
+ROWS, TOKENS = 2, 128
+
+
+@pytest.fixture(scope="module")
+def cpp(tmp_path_factory: pytest.TempPathFactory) -> Lockstep:
+    return Lockstep(folder=tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu() -> Iterator[None]:
+    with backend.using(GPUBackend()):
+        yield
+
+
+class Clock:
+    """Time that passes by what is called: so much for each call of a kernel, and for a look."""
+
+    def __init__(self, run: Lockstep, call: float, look: float) -> None:
+        self.run, self.call, self.look, self.looks = run, call, look, 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return self.looks * self.look + self.run.calls * self.call
+
+
+def tried(run: Lockstep, *, call: float, look: float, seconds: float = 1e9) -> WayChoice:
+    kernels = KernelAttention(run, run.target)
+    clock = Clock(run, call, look)
+    return choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=seconds, clock=clock)
+
+
+def test_the_quickest_is_taken(cpp: Lockstep) -> None:
+    """A clock that stands still while kernels run, and goes on for everything else."""
+    choice = tried(cpp, call=-0.1, look=1.0)
+    assert choice.why_off is None
+    assert set(choice.ways.table.values()) == {AttentionWay.KERNEL}
+    assert {situation for _, situation in choice.ways.table} == set(Situation)
+
+
+def test_plain_operations_stay_where_kernels_are_slower(cpp: Lockstep) -> None:
+    choice = tried(cpp, call=1.0, look=1.0)
+    assert choice.why_off is None
+    assert AttentionWay.KERNEL not in choice.ways.table.values()
+    assert {set(one.milliseconds) == set(AttentionWay) for one in choice.timings} == {True}
+
+
+def test_little_is_not_enough(cpp: Lockstep) -> None:
+    """Equal times leave plain operations."""
+    assert not tried(cpp, call=0.0, look=1.0).ways.table
+
+
+def test_time_that_is_over_leaves_plain_operations(cpp: Lockstep) -> None:
+    choice = tried(cpp, call=0.0, look=1.0, seconds=0.5)
+    assert not choice.timings
+    assert not choice.ways.table
+
+
+class Wrong(Lockstep):
+    """Answers a bit off, in the last row alone."""
+
+    share = 1.01
+
+    def __call__(self, call: KernelCall) -> list[mx.array]:
+        answers = super().__call__(call)
+        if call.text.name == "penstock_merge":
+            last = mx.arange(answers[0].shape[0]) == answers[0].shape[0] - 1
+            factor = mx.where(last, self.share, 1.0).reshape(-1, 1, 1, 1)
+            answers = [answers[0] * factor]
+        return answers
+
+
+class NotANumber(Wrong):
+    share = float("nan")
+
+
+class Raises(Lockstep):
+    """Fails as a compiler does: when it is called, or when its results are."""
+
+    def __call__(self, call: KernelCall) -> list[mx.array]:
+        raise RuntimeError("[metal::Device] Unable to build metal library from source\nerror: x")
+
+
+@pytest.mark.parametrize("kind", [Wrong, NotANumber, Raises])
+def test_wrong_numbers_and_exceptions_turn_it_off(cpp: Lockstep, kind: type[Lockstep]) -> None:
+    run = kind(folder=cpp.folder, libraries=cpp.libraries)
+    choice = tried(run, call=0.0, look=1.0)
+    assert choice.why_off is not None
+    assert "\n" not in choice.why_off
+    assert choice.ways.kernels is None
+    assert AttentionWay.KERNEL not in choice.ways.table.values()
+    assert all(AttentionWay.KERNEL not in one.milliseconds for one in choice.timings)
+
+
+def test_a_kernel_that_was_not_tried_is_not_called(cpp: Lockstep) -> None:
+    choice = tried(cpp, call=-0.1, look=1.0)
+    before, known = cpp.calls, set(choice.ways.kernels.known)  # type: ignore[union-attr]
+    more = TrialStep.random(LAYER, Situation.SHARED, 16, TOKENS, None, seed=1)
+    ways = Ways(choice.ways.kernels, choice.ways.table)
+    coded = TrialStep.random(LAYER, Situation.PARTS, 1, TOKENS, parse_scheme("affine8"), seed=1)
+    for trial in (more, coded):
+        found = trial.run(ways, AttentionWindow(), sinks=False)
+        assert found is not None
+        off, allowed = trial.error(found, AttentionWindow(), sinks=False)
+        assert off <= allowed
+    assert cpp.calls == before
+    assert choice.ways.kernels is not None and choice.ways.kernels.known == known
+
+
+@pytest.mark.parametrize("way", [AttentionWay.FUSED, AttentionWay.KERNEL])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("situation", Situation)
+def test_every_way_gives_the_same_numbers(
+    cpp: Lockstep, way: AttentionWay, window: int | None, situation: Situation
+) -> None:
+    rows = 1 if situation.is_alone else ROWS
+    trial = TrialStep.random(LAYER, situation, rows, TOKENS, None, seed=5)
+    seen = AttentionWindow(window, 4)
+    ways = Ways(KernelAttention(cpp, cpp.target), always=way)
+    for sinks in (False, True):
+        found = trial.run(ways, seen, sinks=sinks)
+        assert found is not None
+        off, allowed = trial.error(found, seen, sinks=sinks)
+        assert off <= allowed
+
+
+def test_a_kernel_that_fails_later_leaves_plain_operations(
+    cpp: Lockstep, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice = tried(cpp, call=-0.1, look=1.0)
+    run = Raises(folder=cpp.folder)
+    ways = Ways(KernelAttention(run, run.target), choice.ways.table)
+    trial = TrialStep.random(LAYER, Situation.SHARED, ROWS, TOKENS, None, seed=1)
+    with caplog.at_level(logging.WARNING):
+        found = trial.run(ways, AttentionWindow(), sinks=False)
+        trial.run(ways, AttentionWindow(), sinks=False)
+    assert found is not None
+    off, allowed = trial.error(found, AttentionWindow(), sinks=False)
+    assert off <= allowed
+    assert len(caplog.records) == 1
+
+
+def test_a_cpu_has_none() -> None:
+    assert device_kernels(backend.CPUBackend()) is None
+    assert device_kernels(GPUBackend()) is None
+
+
+def test_bytes_of_the_test_are_an_upper_bound(cpp: Lockstep) -> None:
+    kernels = KernelAttention(cpp, cpp.target)
+    kept = mx.set_cache_limit(0)
+    try:
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        choose([LAYER], kernels, rows=ROWS, tokens=TOKENS, seconds=1e9)
+        taken = mx.get_peak_memory() - before
+    finally:
+        mx.set_cache_limit(kept)
+    assert 0 < taken <= selftest.nbytes([LAYER], ROWS, TOKENS)
+
+
+@pytest.mark.parametrize("tokens", [64, 700, 5_000])
+def test_the_ledger_counts_what_each_way_needs(tokens: int) -> None:
+    """Partial results of a step as it is planned, and the joined keys and values of a row."""
+    ways = {
+        way: Ways(None, {(LAYER, Situation.ONE_PART): way})
+        for way in (AttentionWay.KERNEL, AttentionWay.FUSED)
+    }
+    trial = TrialStep.random(LAYER, Situation.ONE_PART, 1, tokens, None, seed=1)
+    (row,) = trial.rows
+    reading = StepReading(trial.rows, AttentionWindow(), 1, LAYER.kv_heads, 2)
+    layout = plan_attention(trial.rows, AttentionWindow(), 1)
+    form = form_of(trial.tails.layer(0), mx.float32)
+    assert form is not None
+    (planned,) = dispatches(reading, layout, 0, (form, trial.tails.columns))
+    results = LAYER.heads * LAYER.value_dim * 4
+    counted = ways[AttentionWay.KERNEL].nbytes(row.position + 1, 1)
+    assert planned.nbytes(LAYER.kv_heads) + results <= counted < 300 * (tokens + 1_000)
+    joined = join_parts(
+        row.parts, 0, AttentionWindow(), row.position, trial.tails.read_block(0, 0, 1, row.tail + 1)
+    )
+    held = sum(side.nbytes for side in joined[:2])
+    assert held <= ways[AttentionWay.FUSED].nbytes(row.position + 1, 1) <= 2 * held + 8_000
+    assert Ways().nbytes(tokens, 1) == 0

@@ -1,0 +1,113 @@
+"""An engine whose decode steps attend by kernels gives the text of one that has none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asking import answer, ask, drain
+from lockstep import COMPILER, Lockstep
+
+from penstock.engine.core import Core
+from penstock.engine.model.attention_ways import layer_forms
+from penstock.kv import backend
+from penstock.kv.backend import GPUBackend
+from penstock.kv.kernels.ways import AttentionWay, Situation
+from penstock.models.mlx_lm import load
+from penstock.recall import MODEL_PATH, dialogue
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is neither g++ nor clang++")
+SETTINGS: dict[str, Any] = {"memory_limit": "400MB", "max_batch_size": 3, "prefill_chunk": 128}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    tokenizer, told = load(MODEL_PATH)[1], dialogue(1, tokens=400, facts=6)
+    asked = [told.ask(question) for question in told.questions[:3]]
+    return [
+        tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        for messages in asked
+    ]
+
+
+def texts(
+    run: Lockstep | None,
+    prompts: list[tuple[int, ...]],
+    way: AttentionWay | None = None,
+    **settings: Any,
+) -> list[tuple[int, ...]]:
+    """Answer one question alone and then three at once, on a GPU's back end."""
+    with backend.using(GPUBackend(call_kernel=run)):
+        core = Core(load(MODEL_PATH)[0], **{**SETTINGS, **settings})
+        try:
+            if way is not None:
+                assert core.runner.ways is not None
+                forms = layer_forms(core.runner)
+                core.runner.ways.table = {(f, s): way for f in forms for s in Situation}
+            handles = [ask(core, prompts[0], 8)]
+            drain(core)
+            handles += [ask(core, prompt, 8) for prompt in prompts]
+            drain(core)
+            return [tuple(answer(handle)) for handle in handles]
+        finally:
+            core.close()
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    yield texts(None, prompts)
+
+
+@pytest.mark.parametrize("way", [AttentionWay.KERNEL, AttentionWay.FUSED])
+def test_every_way_gives_the_same_text(
+    folder: Path, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]], way: AttentionWay
+) -> None:
+    run = Lockstep(folder=folder)
+    assert texts(run, prompts, way) == plain
+    assert way is AttentionWay.FUSED or run.calls > 100
+
+
+def test_kernels_read_codes_as_they_lie(folder: Path, prompts: list[tuple[int, ...]]) -> None:
+    codec = {
+        "kv_cache_quantization": "8",
+        "kv_cache_quantize_when": "active",
+        "kv_cache_min_quantize_tokens": 0,
+        "block_size": 64,
+    }
+    run = Lockstep(folder=folder)
+    assert texts(run, prompts, AttentionWay.KERNEL, **codec) == texts(None, prompts, **codec)
+    assert any("8g" in text.name for text, *_ in run.libraries)
+
+
+def test_off_calls_none(
+    folder: Path, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
+) -> None:
+    run = Lockstep(folder=folder)
+    assert texts(run, prompts, kernels="off") == plain
+    assert run.calls == 0
+
+
+class Broken(Lockstep):
+    def __call__(self, call: Any) -> Any:
+        return [2.0 * one for one in super().__call__(call)]
+
+
+def test_wrong_kernels_cost_one_line_and_nothing_else(
+    folder: Path,
+    prompts: list[tuple[int, ...]],
+    plain: list[tuple[int, ...]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert texts(Broken(folder=folder), prompts) == plain
+    (line,) = [one.getMessage() for one in caplog.records if "kernels" in one.getMessage()]
+    assert line.startswith("attention kernels are off: a result is off by")
+    assert "\n" not in line
