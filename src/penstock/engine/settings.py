@@ -19,6 +19,12 @@ from penstock.memory.machine import read_machine_memory
 from penstock.models.fingerprint import fingerprint as fingerprint_of
 from penstock.models.fingerprint import with_settings
 
+LONG_CHUNK = 2_048
+"""Tokens of a prefill chunk on a GPU: each chunk joins the parts of every layer anew, so that a
+quarter of the chunks copies a quarter of the bytes."""
+LONG_CHUNK_FROM = 16 * 10**9
+"""Bytes of a memory limit under which the buffers of such a chunk are little."""
+
 
 def checked(settings: dict[str, Any]) -> config.EngineSettings:
     """Check an engine's settings, as its constructor takes them.
@@ -33,6 +39,8 @@ def checked(settings: dict[str, Any]) -> config.EngineSettings:
         machine = read_machine_memory(mx.device_info())
         given.setdefault("memory_limit", machine.default_limit_bytes)
         given.setdefault("memory_threshold", machine.default_threshold)
+    if backend.current().fuses_attention and given["memory_limit"] >= LONG_CHUNK_FROM:
+        given.setdefault("prefill_chunk", LONG_CHUNK)
     return config.parse(config.EngineSettings, flags=False, **given)
 
 
