@@ -198,7 +198,7 @@ def test_every_head_size_and_dispatch_is_tried() -> None:
     partial = [one for one in recorder.variants if one[0].name.startswith("penstock_partial")]
     given = [dict(template) for _, template, _, _ in partial]
     assert {one["T"] for one in given} == {mx.float16, mx.bfloat16, mx.float32}
-    assert {one["SIMDGROUPS"] for one in given} >= {1, 2, 16}
+    assert {one["SIMDGROUPS"] for one in given} >= {1, 2, 8}
     assert {one["ROWS"] for one in given} == {1, 2, 4}
 
 

@@ -159,24 +159,31 @@ def nvrtc() -> tuple[Any, list[str]] | None:
 
 def ptx(text: str, architecture: str) -> str:
     """Compile CUDA text to PTX; raises AssertionError with the compiler's words."""
+    return _compiled(text, architecture, "PTX").rstrip(b"\0").decode()
+
+
+def registers(text: str, architecture: str) -> int:
+    """Return the registers of a thread of the one kernel in a CUDA text."""
+    code = _compiled(text, architecture, "CUBIN")
+    count = code.index(b"\x04\x2f\x08\x00") + 8  # EIATTR_REGCOUNT: a symbol and a number
+    return int.from_bytes(code[count : count + 4], "little")
+
+
+def _compiled(text: str, architecture: str, form: str) -> bytes:
     found = nvrtc()
     assert found is not None
     library, headers = found
-    program = ctypes.c_void_p()
-    assert not library.nvrtcCreateProgram(
-        ctypes.byref(program), text.encode(), b"k.cu", 0, None, None
-    )
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    own = ctypes.byref(program)
+    assert not library.nvrtcCreateProgram(own, text.encode(), b"kernel.cu", 0, None, None)
     flags = [f"--gpu-architecture={architecture}", "--device-as-default-execution-space", *headers]
     options = (ctypes.c_char_p * len(flags))(*[flag.encode() for flag in flags])
     failed = library.nvrtcCompileProgram(program, len(flags), options)
-    size = ctypes.c_size_t()
+    wanted = "ProgramLog" if failed else form
+    getattr(library, f"nvrtcGet{wanted}Size")(program, ctypes.byref(size))
+    data = ctypes.create_string_buffer(size.value)
+    getattr(library, f"nvrtcGet{wanted}")(program, data)
+    library.nvrtcDestroyProgram(own)
     if failed:
-        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetProgramLog(program, log)
-        raise AssertionError(log.value.decode())
-    library.nvrtcGetPTXSize(program, ctypes.byref(size))
-    code = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetPTX(program, code)
-    library.nvrtcDestroyProgram(ctypes.byref(program))
-    return code.value.decode()
+        raise AssertionError(data.value.decode())
+    return data.raw

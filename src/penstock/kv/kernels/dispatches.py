@@ -21,6 +21,9 @@ FAR = 2**30
 """A limit that no column reaches."""
 SPLITS = (32, 64, 128, 256, 512, 1_024)
 """Columns of a task."""
+SIMDGROUPS = 8
+"""Most simdgroups of a threadgroup: a lane has up to 168 registers on an H100, as nvrtc compiles
+it, and a multiprocessor 65,536."""
 THREADGROUPS = 512
 """Threadgroups that keep a GPU busy; columns are split until there are as many, if they can be."""
 
@@ -42,7 +45,7 @@ class Geometry:
         dim = max(form.keys.dim, form.values.dim)
         lanes = min(32, _power_of_two(dim // 8))
         rows = min(4 if dim <= 8 * lanes else 2, _power_of_two(stacked))
-        return cls(rows, lanes, min(16, _power_of_two(-(-stacked // rows))))
+        return cls(rows, lanes, min(SIMDGROUPS, _power_of_two(-(-stacked // rows))))
 
     @property
     def at_once(self) -> int:
