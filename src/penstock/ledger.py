@@ -19,6 +19,8 @@ class Kind(Enum):
 
     WEIGHTS = "weights"
     NODES = "nodes"
+    KEY_INDEX = "key_index"
+    """Index of the nodes' keys, by which the tokens worth reading are found."""
     TAILS = "tails"
     CHECKPOINTS = "checkpoints"
     BUFFERS = "buffers"

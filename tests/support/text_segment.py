@@ -26,6 +26,10 @@ class Text:
     def checkpoint_nbytes(self) -> int:
         return 0
 
+    @property
+    def key_index_nbytes(self) -> int:
+        return 0
+
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         return type(self)(self.content[:at_tokens]), type(self)(self.content[at_tokens:])
 

@@ -26,6 +26,11 @@ class Blank:
         """It has none."""
         return 0
 
+    @property
+    def key_index_nbytes(self) -> int:
+        """It has none."""
+        return 0
+
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         """Return two blanks of the parts' lengths."""
         return type(self)(at_tokens), type(self)(self.tokens - at_tokens)

@@ -27,6 +27,7 @@ COLORS = {
     "index": "bright_magenta",
     "checkpoints": "green",
     "tails": "yellow",
+    "key_index": "blue",
     "nodes": "cyan",
 }
 """Colors of the memory bar, from the most lasting kind of memory to the least."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from penstock.kv import attention, wide_codes
 from penstock.kv.attention import LOG2_E, MASKED, AttentionWindow, KVData, Partial
@@ -28,6 +29,8 @@ HALF_SCORE_BUFFERS = 10
 FUSED_DIMS = (64, 80, 128)
 """Sizes of a head for which MLX's attention to a chunk is one kernel on a GPU. For others it
 holds all scores (MLX 0.32, Metal)."""
+SIGNS_AT_ONCE = 2**18
+"""Codes of one bit that become floats together: 1 MiB."""
 LANES_FROM = 2**16
 """Scores from which it pays to divide them between two streams."""
 CODED_LANES_FROM = 2**12
@@ -41,6 +44,8 @@ HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
 
 # 2^f for f in -0.5..0.5, the minimax polynomial of degree 5 with 2^0 = 1: relative error 1.1e-7.
 _EXP2 = (1.0, 0.69314685, 0.240222347, 0.0555088523, 0.00967192603, 0.00132244622)
+_SIGNS = (np.arange(256)[:, None] >> np.arange(8) & 1) * np.float32(2) - np.float32(1)
+"""Signs that the bits of each byte stand for."""
 _ROUND = 1.5 * 2**23  # adding it leaves the nearest integer in the low bits of a float32
 
 
@@ -123,6 +128,21 @@ class Backend(ABC):
     ) -> mx.array:
         """Multiply by codes as `mx.quantized_matmul` does, in a precision that is quick."""
 
+    def multiply_signs(self, x: mx.array, codes: mx.array, levels: mx.array) -> mx.array:
+        """Multiply by signs, of which each row has a size of its own; MLX has no kernel for them.
+
+        Args:
+            x: (heads, m, n).
+            codes: (heads, rows, n / 32), a bit a number; 1 is plus.
+            levels: (heads, rows), float32.
+
+        Returns:
+            (heads, m, rows), float32.
+        """
+        steps, x = 2 * mx.expand_dims(levels, -1), x.astype(mx.float32)
+        parts = x, codes, steps, -steps / 2
+        return wide_codes.multiply(*parts, transpose=True, bits=1, at_once=SIGNS_AT_ONCE)
+
     def dequantize_codes(
         self, codes: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int
     ) -> mx.array:
@@ -159,6 +179,11 @@ class Backend(ABC):
         return False
 
     # ---- the bytes of it
+
+    @property
+    def sign_bytes(self) -> int:
+        """Bytes that `multiply_signs` takes beside its result, at most."""
+        return mx.float32.size * self.lanes * wide_codes.BUFFERS * SIGNS_AT_ONCE
 
     def score_bytes(self, dtype: mx.Dtype) -> int:
         """Return the working memory of one score, in bytes, for keys of this type."""
@@ -393,6 +418,23 @@ class CPUBackend(Backend):
         """See `Backend`."""
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         return wide_codes.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
+
+    def multiply_signs(self, x: mx.array, codes: mx.array, levels: mx.array) -> mx.array:
+        """See `Backend`: from tables of all 256 sums of eight numbers; computed at once.
+
+        A row is then read as n / 8 bytes, not n floats. On a busy machine 3 to 12 times quicker
+        than a product with float32 rows, where signs that become floats take twice as long.
+        """
+        heads, m, n = x.shape
+        groups = np.array(x.astype(mx.float32)).reshape(heads, m, n // 8, 8)
+        sums = np.einsum("pk,hmbk->hbpm", _SIGNS, groups)
+        octets = np.array(codes.view(mx.uint8))
+        products = np.empty((heads, octets.shape[1], m), np.float32)
+        for head in range(heads):
+            products[head] = sums[head, 0].take(octets[head, :, 0], axis=0)
+            for octet in range(1, n // 8):
+                products[head] += sums[head, octet].take(octets[head, :, octet], axis=0)
+        return mx.array(products).swapaxes(-1, -2) * mx.expand_dims(levels, 1)
 
     def exp2(self, x: mx.array) -> mx.array:
         """Compute 2 ** x by a polynomial; see `Backend`.

@@ -44,6 +44,9 @@ class Segment:
     missing: tuple[int, ...] = ()
     """Number of first tokens that each layer lacks; empty if every layer is complete, as in most
     segments."""
+    index: tuple[Coded | None, ...] = ()
+    """Index of each layer's keys, see `key_index`; None for a layer without one. Empty if no layer
+    has one."""
 
     @classmethod
     def cut(cls, layers: Sequence[Layer], start: int, stop: int) -> Segment:
@@ -70,12 +73,13 @@ class Segment:
         def own(side: Side) -> Side:
             return side if isinstance(side, Coded) and not coded else col.copied(side)
 
-        return self._with((own(keys), own(values)) for keys, values in self.layers)
+        layers = ((own(keys), own(values)) for keys, values in self.layers)
+        return self._with(layers, map(_copied, self.index))
 
-    def _with(self, layers: Iterable[Layer]) -> Segment:
+    def _with(self, layers: Iterable[Layer], index: Iterable[Coded | None] = ()) -> Segment:
         """Return it with other arrays, evaluated."""
-        segment = replace(self, layers=tuple(layers))
-        mx.eval([col.arrays(*layer) for layer in segment.layers])
+        segment = replace(self, layers=tuple(layers), index=_if_some(index))
+        mx.eval([col.arrays(*layer) for layer in segment.layers], col.arrays(*segment.index))
         return segment
 
     @property
@@ -99,12 +103,17 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes it holds, those of the checkpoints included."""
-        return self.kv_nbytes + self.checkpoint_nbytes
+        return self.kv_nbytes + self.key_index_nbytes + self.checkpoint_nbytes
 
     @property
     def kv_nbytes(self) -> int:
         """Bytes of its keys and values."""
         return sum(col.nbytes(*layer) for layer in self.layers)
+
+    @property
+    def key_index_nbytes(self) -> int:
+        """Bytes of the index of its keys."""
+        return col.nbytes(*self.index)
 
     @property
     def checkpoint_nbytes(self) -> int:
@@ -189,14 +198,15 @@ class Segment:
 
     def part(self, start: int, stop: int) -> Segment:
         """Return views of the tokens start..stop-1, without checkpoints; own them at once."""
+        index = tuple(one and one.take(start, stop) for one in self.index)
         if not self.missing:
-            return Segment.views(self.layers, start, stop)
+            return replace(Segment.views(self.layers, start, stop), index=index)
         layers = []
         for (keys, values), gone in zip(self.layers, self.missing, strict=True):
             first, last = max(0, start - gone), max(0, stop - gone)
             layers.append((col.take(keys, first, last), col.take(values, first, last)))
         missing = [min(max(0, gone - start), stop - start) for gone in self.missing]
-        return Segment(tuple(layers), length=stop - start, missing=_if_any(missing))
+        return Segment(tuple(layers), length=stop - start, missing=_if_any(missing), index=index)
 
     def _copy(self, start: int, stop: int) -> Segment:
         inside = (checkpoint for checkpoint in self.checkpoints if start < checkpoint.at <= stop)
@@ -220,7 +230,7 @@ class Segment:
                 missing[layer] = count
                 keys, values = layers[layer]
                 layers[layer] = (_behind(keys, drop), _behind(values, drop))
-        return replace(self, missing=_if_any(missing))._with(layers)
+        return replace(self, missing=_if_any(missing))._with(layers, self.index)
 
     def filled(self, source: Segment, at: int) -> Segment:
         """Return the segment with its incomplete layers filled in from `source`.
@@ -242,7 +252,7 @@ class Segment:
             (col.copied(new[0]), col.copied(new[1])) if gone else old
             for old, new, gone in zip(self.layers, complete.layers, missing, strict=True)
         ]
-        return replace(self, missing=())._with(layers)
+        return replace(self, missing=())._with(layers, self.index)
 
     def joins(self, other: Segment) -> bool:
         """Tell whether both have equal formats on every side, and joining leaves no hole.
@@ -257,8 +267,9 @@ class Segment:
 
     def _forms(self) -> list[object]:
         """Return how each side is held: by which codec, as numbers, or as MLX's triple."""
-        sides = (side for layer in self.layers for side in layer)
-        return [side.codec if isinstance(side, Coded) else type(side) for side in sides]
+        sides = [side for layer in self.layers for side in layer]
+        held = (*sides, *self.index)
+        return [side.codec if isinstance(side, Coded) else type(side) for side in held]
 
     def join(self, *others: Segment) -> Segment:
         """Return one segment of copies of this one's tokens and then the others'; evaluated.
@@ -279,14 +290,34 @@ class Segment:
             checkpoints += [counts.moved(length) for counts in segment.checkpoints]
             length += segment.tokens
         joined = Segment((), tuple(checkpoints), length, _if_any(missing))
-        return joined._with(
+        layers = (
             (col.join(*(keys for keys, _ in layer)), col.join(*(values for _, values in layer)))
             for layer in zip(*(segment.layers for segment in segments), strict=True)
         )
+        indexed = all(segment.index for segment in segments)
+        parts = zip(*(segment.index for segment in segments), strict=True) if indexed else ()
+        return joined._with(layers, map(_joined, parts))
 
 
 def _if_any(missing: Sequence[int]) -> tuple[int, ...]:
     return tuple(missing) if any(missing) else ()
+
+
+def _if_some(index: Iterable[Coded | None]) -> tuple[Coded | None, ...]:
+    every = tuple(index)
+    return every if any(one is not None for one in every) else ()
+
+
+def _copied(index: Coded | None) -> Coded | None:
+    copy = None if index is None else col.copied(index)
+    assert copy is None or isinstance(copy, Coded)
+    return copy
+
+
+def _joined(parts: Sequence[Coded | None]) -> Coded | None:
+    """Return the index of consecutive keys; None if some of them have none."""
+    held = [part for part in parts if part is not None]
+    return held[0].join(*held[1:]) if len(held) == len(parts) else None
 
 
 def _behind(side: Side, count: int) -> Side:

@@ -108,6 +108,7 @@ class BoundedTree(Generic[S]):
         self._matches: dict[bytes, Match[S]] = {}  # by the last hash of their chain
         self._matches_version = self.tree.version
         self._nodes = ledger.reserve(Kind.NODES, 0)
+        self._key_index = ledger.reserve(Kind.KEY_INDEX, 0)
         self._checkpoints = ledger.reserve(Kind.CHECKPOINTS, 0)
         self._index = ledger.reserve(Kind.INDEX, self.fixed_bytes)
 
@@ -121,7 +122,8 @@ class BoundedTree(Generic[S]):
     @property
     def nbytes(self) -> int:
         """Bytes held, the index included."""
-        return self._nodes.nbytes + self._checkpoints.nbytes + self._index.nbytes
+        kinds = (self._nodes, self._key_index, self._checkpoints, self._index)
+        return sum(kind.nbytes for kind in kinds)
 
     @property
     def evictable_bytes(self) -> int:
@@ -208,8 +210,10 @@ class BoundedTree(Generic[S]):
     def recount(self) -> dict[Kind, int]:
         """Recount the tree's bytes, for `Ledger.check`."""
         checkpoints = sum(node.segment.checkpoint_nbytes for node in self.tree)
+        key_index = sum(node.segment.key_index_nbytes for node in self.tree)
         return {
-            Kind.NODES: sum(node.segment.nbytes for node in self.tree) - checkpoints,
+            Kind.NODES: sum(node.segment.nbytes for node in self.tree) - checkpoints - key_index,
+            Kind.KEY_INDEX: key_index,
             Kind.CHECKPOINTS: checkpoints,
             Kind.INDEX: sum(node.index_bytes for node in self.tree) + self.fixed_bytes,
         }
@@ -219,6 +223,7 @@ class BoundedTree(Generic[S]):
         self.tree.check()
         counted = {
             Kind.NODES: self._nodes.nbytes,
+            Kind.KEY_INDEX: self._key_index.nbytes,
             Kind.CHECKPOINTS: self._checkpoints.nbytes,
             Kind.INDEX: self._index.nbytes,
         }
@@ -250,8 +255,10 @@ class BoundedTree(Generic[S]):
     def _settle(self) -> None:
         """Set the ledger to the tree's bytes."""
         self._forget_matches()
-        self._nodes.resize(self.tree.nbytes - self.tree.checkpoint_bytes)
-        self._checkpoints.resize(self.tree.checkpoint_bytes)
+        totals = self.tree.totals
+        self._nodes.resize(totals.nbytes - totals.checkpoint_bytes - totals.key_index_bytes)
+        self._key_index.resize(totals.key_index_bytes)
+        self._checkpoints.resize(totals.checkpoint_bytes)
         self._index.resize(self.tree.index_bytes + self.fixed_bytes)
 
     def _forget_matches(self) -> None:

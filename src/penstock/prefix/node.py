@@ -28,6 +28,10 @@ class TreeSegment(Protocol):
     def checkpoint_nbytes(self) -> int:
         """Of these, bytes of checkpoints, which have a line of their own in the ledger."""
 
+    @property
+    def key_index_nbytes(self) -> int:
+        """Of these, bytes of the index of its keys, with a line of their own as well."""
+
     def split(self, at_tokens: int) -> tuple[Self, Self]:
         """Return the first `at_tokens` tokens, and the others."""
 

@@ -18,6 +18,8 @@ class TreeTotals:
     """Bytes of all segments."""
     checkpoint_bytes: int = 0
     """Bytes of checkpoints, which `nbytes` counts as well."""
+    key_index_bytes: int = 0
+    """Bytes of the index of keys, which `nbytes` counts as well."""
     index_bytes: int = 0
     """Bytes of Python that the nodes cost beside their segments; see also `policy.nbytes`."""
     pinned_bytes: int = 0
@@ -32,6 +34,7 @@ class TreeTotals:
         self.tokens += sign * len(node.tokens)
         self.nbytes += sign * nbytes
         self.checkpoint_bytes += sign * node.segment.checkpoint_nbytes
+        self.key_index_bytes += sign * node.segment.key_index_nbytes
         self.index_bytes += sign * index_bytes
         if node.pins:
             self.pinned_bytes += sign * node.held_bytes
@@ -49,6 +52,7 @@ class TreeTotals:
             recounted.tokens += len(node.tokens)
             recounted.nbytes += node.segment.nbytes
             recounted.checkpoint_bytes += node.segment.checkpoint_nbytes
+            recounted.key_index_bytes += node.segment.key_index_nbytes
             recounted.index_bytes += node.index_bytes
             if node.pins:
                 recounted.pinned_bytes += node.segment.nbytes + node.index_bytes

@@ -108,7 +108,7 @@ def _side(word: str, text: str, *, keys: bool) -> Codec | None:
     if match := _TURBO.fullmatch(word):
         bits = int(match[1])
         half = match[2] is not None
-        if bits in turbo.STEPS and (not half or bits + 1 in turbo.STEPS):
+        if 1 < bits in turbo.STEPS and (not half or bits + 1 in turbo.STEPS):
             return Turbo(bits, half, unbiased=keys)
     if (match := _KIVI.fullmatch(word)) and int(match[1]) in affine.BITS:
         return Kivi(int(match[1]))

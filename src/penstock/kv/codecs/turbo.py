@@ -24,8 +24,8 @@ from penstock.kv.codecs.coded import (
 from penstock.kv.codecs.rotation import rotate, rotate_back
 from penstock.kv.codecs.scales import Scaled, divided, multiplied
 
-STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
-"""Distance between two levels, in standard deviations, by bits."""
+STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
+"""Distance between two levels, in standard deviations, by bits; at 1 bit it is the sign alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,10 @@ class Turbo(Scaled):
 
     def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
         """See `Codec`."""
+        if self._each == (1,):
+            codes, scales = (part.squeeze(0) for part in coded.parts)
+            levels = scales.astype(mx.float32) * (STEPS[1] / 2)
+            return backend.current().multiply_signs(transform_query, codes, levels)
         total, start = None, 0
         for codes, offsets, scales, width, bits in self._readable(coded):
             product = backend.current().multiply_codes(

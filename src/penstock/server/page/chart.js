@@ -11,6 +11,7 @@ export const KINDS = [
   ["index", "Index"],
   ["checkpoints", "Checkpoints"],
   ["tails", "Tails"],
+  ["key_index", "Key index"],
   ["nodes", "Nodes"],
 ];
 /** Share of the limit from which the limit is drawn in any case. */
