@@ -21,7 +21,8 @@ THINNED = (
     *("test_machines.py", "test_engine_machine.py", "test_tree_machine.py"),
     *("test_cold_machine.py", "test_schema.py", "test_coded_reads.py", "test_engine.py"),
     *("test_requantize.py", "test_segment.py", "test_memory.py", "test_plan.py"),
-    *("test_parsing.py", "test_kernels.py"),
+    *("test_parsing.py", "test_speculation.py", "test_kernels.py"),
+    "test_attend.py",
 )
 """Files whose cases take longest."""
 SLOW = (

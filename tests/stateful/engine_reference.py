@@ -62,6 +62,8 @@ class Kind:
     """Milliseconds of prompts between two decode steps: at 1 they are read block by block."""
     speculative_tokens: int = 0
     """Proposed tokens that a step checks at most: prompts repeat, so some are right."""
+    attend_tokens: int | None = None
+    """Tokens that a decode step reads; then the text is judged as far as it reads all."""
 
     @property
     def model(self) -> Any:
@@ -80,6 +82,7 @@ class Kind:
             "prefill_chunk": self.prefill_chunk,
             "max_stall_ms": self.max_stall_ms,
             "speculative_tokens": self.speculative_tokens,
+            "attend_tokens": self.attend_tokens,
             "max_kv_size": self.max_kv_size,
             "keep": self.keep,
             "max_batch_size": self.places,
@@ -117,6 +120,8 @@ KINDS = [
     Kind("joined", "gemma2", 8, 16),
     Kind("blocks of one", "llama", 1, 4),
     Kind("proposed", "llama", 16, 24, speculative_tokens=4),
+    Kind("indexed", "llama", 16, 24, attend_tokens=256),
+    Kind("choosing", "llama", 16, 24, attend_tokens=128, most_prompt=200),
     Kind("window", "llama", 8, 16, max_kv_size=48, keep=12),
     Kind("recurrent", "falcon_h1", 16, 24),
     Kind("coded", "llama", 16, 24, codec="turbo4", least_blocks=3, raw_blocks=0),
@@ -131,7 +136,8 @@ def possible(kind: Kind) -> bool:
         QuantizationRule.of(kind.codec, block_size=kind.block_size, first_tokens=0)
     except (ValueError, SettingError):
         return False
-    return settings.keep_tokens < settings.max_kv_size
+    chooses_joined = kind.attend_tokens is not None and kind.family == "gemma2"
+    return settings.keep_tokens < settings.max_kv_size and not chooses_joined
 
 
 drawn_kinds = st.builds(
@@ -142,6 +148,7 @@ drawn_kinds = st.builds(
     prefill_chunk=st.sampled_from([1, 8, 24, 64, 128]),
     max_stall_ms=st.sampled_from([0, 1, 200]),
     speculative_tokens=st.sampled_from([0, 0, 2, 16]),
+    attend_tokens=st.sampled_from([None, None, 128, 256]),
     max_kv_size=st.sampled_from([8, 16, 48, 100, 256]),
     keep=st.sampled_from([None, 0, 4, 12, 40]),
     codec=st.sampled_from([None, None, "turbo4", "turbo8"]),
@@ -210,6 +217,8 @@ def answer(kind: Kind, request: Request, choice: int) -> Answer:
     sure = next((i for i, step in enumerate(steps) if step.gap < TIE), len(steps))
     if kind.codec is not None:
         sure = 0
+    if kind.attend_tokens is not None:
+        sure = min(sure, max(0, kind.attend_tokens - len(request.prompt)))
     tokens: list[int] = []
     for drawn, step in enumerate(steps[: request.max_tokens], 1):
         ends = step.token in ENDS and not request.ignore_eos

@@ -11,6 +11,7 @@ from penstock.config.defaults import (
     BLOCK_SIZE,
     EMBEDDED_LIMIT,
     KEEP,
+    LEAST_ATTEND_TOKENS,
     MAX_BATCH_SIZE,
     MAX_KV_SIZE,
     MAX_QUEUE,
@@ -93,6 +94,26 @@ class EngineSettings(Settings):
             "their numbers right and them quickest; off: MLX's operations alone."
         ),
     ] = "auto"
+    attend_tokens: Annotated[
+        int | None,
+        Field(ge=LEAST_ATTEND_TOKENS),
+        Setting(
+            "Let a decode step read at most this many tokens of a sequence with each key head: "
+            "the first, the recent ones, and those that an index of the keys finds best "
+            "(docs/remembering.md).",
+            "TOKENS",
+            unset="all are read",
+        ),
+    ] = None
+    attend_full_layers: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Numbers of layers that read all tokens whatever --attend-tokens says, with commas "
+            "between; recurrent ones are not counted.",
+            "LAYERS",
+            unset="none",
+        ),
+    ] = ()
     block_size: Annotated[
         int,
         Field(ge=1),
@@ -199,6 +220,22 @@ class EngineSettings(Settings):
             raise ValueError(
                 f"hot_cache_only (--hot-cache-only) leaves nothing to do for {name} "
                 f"(--{flag_of(EngineSettings, name)}); name one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _attends_one_way(self) -> EngineSettings:
+        if self.attend_tokens is None:
+            if self.attend_full_layers:
+                raise ValueError(
+                    "attend_full_layers (--attend-full-layers) says which layers read more than "
+                    "attend_tokens (--attend-tokens), which is not set; set both or neither"
+                )
+        elif self.speculative_tokens:
+            raise ValueError(
+                "attend_tokens (--attend-tokens) does not work with speculative_tokens "
+                "(--speculative-tokens): tokens that are checked together would share a choice, "
+                "and the text would depend on them; leave one of the two out"
             )
         return self
 

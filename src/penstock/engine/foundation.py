@@ -56,6 +56,8 @@ def lay_foundation(
     )
     group.check_equal("what the layers of a part keep of a token", runner.keeps)
     limits = fitting(limits, runner, ranks=group.size)
+    if limits.attend_tokens is not None:
+        runner.select(limits.attend_tokens, limits.attend_full_layers)
     runner.ways = chosen_ways(runner, limits, ledger)
     estimator = MemoryEstimator(runner, limits)
     fixed, tails = reserve_fixed(reserved, ledger, limits, runner, estimator, group)

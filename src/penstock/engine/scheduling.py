@@ -34,7 +34,7 @@ def make_scheduling(base: Foundation, stores: KVStores) -> Scheduling:
         base.estimator,
         prefixes,
         copying=[part for part in copying if part is not None],
-        token_bytes=base.runner.token_bytes,
+        token_bytes=base.runner.held_token_bytes,
     )
     scheduler: Scheduler[Sequence] = Scheduler(
         limits.max_batch_size, limits.step_tokens, limits.block_size, limits.max_queue

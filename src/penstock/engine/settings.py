@@ -69,6 +69,7 @@ def fitting(limits: config.EngineSettings, runner: Runner, ranks: int = 1) -> co
         limits = limits.model_copy(update={"prefill_chunk": WHOLE_CHUNK})
     if not runner.takes_several or ranks > 1:  # ranks would not measure the same
         limits = limits.model_copy(update={"speculative_tokens": 0})
+    _check_attends(limits, runner)
     compression = runner.layout.compression
     if "block_size" not in limits.model_fields_set:
         every = 1 if compression is None else compression.every
@@ -86,6 +87,28 @@ def fitting(limits: config.EngineSettings, runner: Runner, ranks: int = 1) -> co
             "kv_cache_quantization: the model's layers compress what they keep by themselves"
         )
     return limits
+
+
+def _check_attends(limits: config.EngineSettings, runner: Runner) -> None:
+    """Raise SettingError if decode steps of a model cannot choose what they read."""
+    if limits.attend_tokens is None:
+        return
+    if runner.fitness.way == "joined":
+        raise SettingError(
+            f"attend_tokens (--attend-tokens) does not work with this model: {runner.fitness.why}, "
+            f"so it reads contiguous keys and values; leave it out"
+        )
+    if runner.divided and limits.attend_full_layers:
+        raise SettingError(
+            "attend_full_layers does not work with whole layers for each rank, which would count "
+            "them anew; leave it out, or divide the model by heads"
+        )
+    layers = runner.selectable_layers
+    if unknown := sorted(set(limits.attend_full_layers) - layers):
+        raise SettingError(
+            f"attend_full_layers {unknown}: the layers that read all tokens are {sorted(layers)}, "
+            f"counted without recurrent ones"
+        )
 
 
 def identity(
@@ -110,6 +133,10 @@ def identity(
         if group.size > 1:
             part = f"{group.rank} of {group.size}{runner.divided}"
             fingerprint = with_settings(fingerprint, part=part)
+    if limits.attend_tokens is not None:
+        # What a token is computed from is part of its keys and values.
+        chosen = f"{limits.attend_tokens}:{limits.attend_full_layers}"
+        fingerprint = with_settings(fingerprint, attend=chosen)
     rule = QuantizationRule.of(
         limits.kv_cache_quantization,
         block_size=limits.block_size,

@@ -67,7 +67,7 @@ def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
         # Ranks whose weights differ have limits that do.
         remembered=remembered_nodes(base.group.least(base.ledger.limit_bytes)),
         # Coded nodes may be longer: time goes by the number of parts that are read.
-        max_merge_bytes=MAX_MERGE_TOKENS * base.runner.token_bytes if coded else 0,
+        max_merge_bytes=MAX_MERGE_TOKENS * base.runner.held_token_bytes if coded else 0,
         span_tokens=span_tokens(size),
     )
 

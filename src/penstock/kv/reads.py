@@ -23,7 +23,8 @@ from penstock.kv.attention_plan import (
     plan_attention,
 )
 from penstock.kv.codecs.scales import Squares
-from penstock.kv.joined_reads import join_parts, read_sides
+from penstock.kv.joined_reads import KVData, join_parts, read_sides
+from penstock.kv.selection import SelectedKV, Selection, choose
 from penstock.kv.tails import Tails
 
 if TYPE_CHECKING:
@@ -63,10 +64,17 @@ class DecodeStep:
     ways: Ways | None
     """Choice between kernels, fused attention and plain operations; None: the last alone."""
     kernel_plans: dict[Hashable, list[Dispatch]]
+    selection: Selection | None
+    """Choice of what long rows read; None to read all."""
 
     @classmethod
     def of(
-        cls, rows: Sequence[DecodeRow], tails: Tails, width: int = 1, ways: Ways | None = None
+        cls,
+        rows: Sequence[DecodeRow],
+        tails: Tails,
+        width: int = 1,
+        ways: Ways | None = None,
+        selection: Selection | None = None,
     ) -> DecodeStep:
         """Prepare a step of `width` new tokens a row; nothing is computed yet."""
         positions = [row.position for row in rows]
@@ -84,6 +92,7 @@ class DecodeStep:
             {},
             ways,
             {},
+            selection,
         )
 
     def layout(self, attention_window: AttentionWindow) -> AttentionPlan:
@@ -92,6 +101,17 @@ class DecodeStep:
             plan = plan_attention(self.rows, attention_window, self.width)
             self.layouts[attention_window] = plan
         return self.layouts[attention_window]
+
+    def choosing(self, layer: int, attention_window: AttentionWindow) -> list[int]:
+        """Return the rows that read a choice of their tokens in a layer."""
+        selection = self.selection
+        return [
+            number
+            for number, row in enumerate(self.rows)
+            if selection is not None
+            and attention_window.sees_all(row.position)
+            and selection.applies(row, layer)
+        ]
 
     def caches(self, attention_windows: Sequence[AttentionWindow]) -> list[DecodeReads]:
         """Return what the model is handed, one a layer."""
@@ -178,35 +198,90 @@ class DecodeReads(Reads):
     ) -> mx.array:
         """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim)."""
         window = self.check_given(keys, values, mask)
-        if self.step.ways is not None:
+        choices = self._choices(window, queries, keys.shape[1], scale)
+        if self.step.ways is not None and not choices:
             done = self.step.ways.attend(self.step, self.layer, window, queries, scale, sinks)
             if done is not None:
                 return done
-        layout = self.step.layout(window)
         queries = attention.in_base_2(queries, scale)
         if sinks is not None:
             sinks = sinks.astype(mx.float32) * attention.LOG2_E
-        attend = self._attend_alone if len(self.step.rows) == 1 else self._attend_together
-        result = attend(queries, layout, sinks)
+        if choices:
+            result = self._attend_choices(queries, choices, window, sinks)
+        elif len(self.step.rows) == 1:
+            result = self._attend_alone(queries, self.step.rows[0], self.step.layout(window), sinks)
+        else:
+            result = self._attend_together(queries, self.step.layout(window), sinks)
         if result.dtype != queries.dtype:
             result = result.astype(queries.dtype)
         if self.step.ahead:
             mx.async_eval(result)  # type: ignore[no-untyped-call]
         return result
 
-    def _attend_alone(
-        self, queries: mx.array, layout: AttentionPlan, sinks: mx.array | None
+    def _choices(
+        self, window: AttentionWindow, queries: mx.array, kv_heads: int, scale: float
+    ) -> dict[int, SelectedKV]:
+        """Return what the rows read that choose, by their number."""
+        numbers, selection = self.step.choosing(self.layer, window), self.step.selection
+        if not numbers or selection is None:
+            return {}
+        rows = [self.step.rows[number] for number in numbers]
+        stacked = [attention.grouped(queries[n : n + 1] * scale, kv_heads) for n in numbers]
+        return dict(zip(numbers, choose(selection, rows, stacked, self.layer), strict=True))
+
+    def _attend_choices(
+        self,
+        queries: mx.array,
+        choices: dict[int, SelectedKV],
+        window: AttentionWindow,
+        sinks: mx.array | None,
     ) -> mx.array:
-        """Read all parts and the tail under one softmax."""
-        row = self.step.rows[0]
-        heads = queries.shape[1]
+        """Let each row read by itself: its choice, or all of its parts."""
+        results = []
+        for number, row in enumerate(self.step.rows):
+            own = queries[number : number + 1]
+            choice = choices.get(number)
+            if choice is None:
+                layout = plan_attention([row], window, self.step.width)
+                results.append(self._attend_alone(own, row, layout, sinks))
+                continue
+            first, recent = (read_sides(p, self.layer) for p in (choice.first, choice.recent))
+            keys, values = (
+                [*first[side], chosen, *recent[side]]
+                for side, chosen in enumerate((choice.keys, choice.values))
+            )
+            results.append(self._attend_parts(own, row, (keys, values), row.tail + 1, None, sinks))
+        return results[0] if len(results) == 1 else mx.concatenate(results)
+
+    def _attend_alone(
+        self,
+        queries: mx.array,
+        row: DecodeRow,
+        layout: AttentionPlan,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Read all parts of a row and its tail."""
         columns = layout.tail_columns
-        tail = self.step.tails.read_block(self.layer, row.slot, 1, columns)
         units = [unit for level in layout.levels for unit in level]
         pieces = [piece for unit in units for piece in unit.pieces]
-        keys, values = read_sides(pieces, self.layer)
-        stacked = attention.grouped(queries, tail[0].shape[1])
         seen = _seen_alone(units, layout, columns, self.step.width)
+        sides = read_sides(pieces, self.layer)
+        return self._attend_parts(queries, row, sides, columns, seen, sinks)
+
+    def _attend_parts(
+        self,
+        queries: mx.array,
+        row: DecodeRow,
+        sides: tuple[list[KVData], list[KVData]],
+        columns: int,
+        seen: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Read parts and the tail of a row under one softmax."""
+        keys, values = sides
+        heads = queries.shape[1]
+        tail = self.step.tails.read_block(self.layer, row.slot, 1, columns)
+        stacked = attention.grouped(queries, tail[0].shape[1])
         if seen is not None and self.step.width > 1:
             seen = mx.tile(seen, (stacked.shape[1] // self.step.width, 1))
         # One row multiplies better with all threads of BLAS, which codes are not multiplied by.

@@ -85,8 +85,8 @@ class BoundedTree(Generic[S]):
     """A prefix tree inside a ledger that it may share with others.
 
     Args:
-        ledger: the account; the tree has its lines `NODES`, `CHECKPOINTS` and `INDEX`, and
-            copies made while it is cut and joined count as `BUFFERS`.
+        ledger: the account; the tree has its lines `NODES`, `KEY_INDEX`, `CHECKPOINTS` and
+            `INDEX`, and copies made while it is cut and joined count as `BUFFERS`.
         tree: empty; its policy orders evictions.
         remembered: how many evicted blocks are remembered.
         clock: seconds, for recency.

@@ -6,7 +6,7 @@ Lives in the thread that owns the arrays; nothing here knows requests, trees or 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,8 +20,10 @@ from penstock.kv.codecs.scales import Squares
 from penstock.kv.compressed import RowReads
 from penstock.kv.joined_reads import JoinedReads
 from penstock.kv.kernels.ways import Ways
+from penstock.kv.key_index import KeyIndex
 from penstock.kv.reads import ChunkReads, DecodeStep
 from penstock.kv.segment import Segment
+from penstock.kv.selection import Selection
 from penstock.kv.states import (
     RecurrentState,
     StateForm,
@@ -128,6 +130,8 @@ class Runner:
         self._state_bytes = 0
         self.state_form = StateForm.of(())
         """Form of one sequence's states."""
+        self.selection: Selection | None = None
+        """Choice of what decode steps read of long sequences; None to read all."""
         self.fitness = self._try(modules)
         if self.layout.compression is not None:  # the probe is shorter than windows and groups
             self._state_bytes = self.layout.compression.state_bytes
@@ -144,6 +148,16 @@ class Runner:
     def token_bytes(self) -> int:
         """Bytes of one token's KV in all layers."""
         return token_bytes(self.shapes)
+
+    @property
+    def index_token_bytes(self) -> int:
+        """Bytes of the index of one token's keys in all layers."""
+        return 0 if self.selection is None else self.selection.index.token_bytes(self.shapes)
+
+    @property
+    def held_token_bytes(self) -> int:
+        """Bytes of one token's KV in all layers, and of the index of its keys."""
+        return self.token_bytes + self.index_token_bytes
 
     @property
     def layer_bytes(self) -> int:
@@ -200,6 +214,26 @@ class Runner:
         """Bytes of one sequence's states, at most; loose rows are not among them."""
         return self._state_bytes
 
+    @property
+    def selectable_layers(self) -> frozenset[int]:
+        """Numbers of the layers that can read a choice of their tokens: those that see all."""
+        windows = enumerate(self.layout.attention_windows)
+        return frozenset(number for number, window in windows if window.window is None)
+
+    def select(self, tokens: int, full_layers: Collection[int] = ()) -> None:
+        """Let decode steps read so many tokens of a sequence, and index its keys, from now on.
+
+        Args:
+            tokens: see `Selection`.
+            full_layers: numbers of the layers that go on reading all.
+        """
+        index = KeyIndex(self.selectable_layers - set(full_layers))
+        self.selection = Selection(tokens, index)
+
+    def indexed(self, segment: Segment) -> Segment:
+        """Return a segment with the index of its keys, if decode steps choose by one."""
+        return segment if self.selection is None else self.selection.index.indexed(segment)
+
     def nearest(self, position: int) -> int:
         """Return the first position beyond the kept ones that any layer sees from `position`."""
         return min(
@@ -237,7 +271,7 @@ class Runner:
                 mx.concatenate([logits for logits, _ in outputs])[:, None],
                 [RecurrentState(states, own=own) for _, states in outputs],
             )
-        step = DecodeStep.of(rows, tails, len(tokens[0]), self.ways)
+        step = DecodeStep.of(rows, tails, len(tokens[0]), self.ways, self.selection)
         states = (
             stacked([recurrent_state or self._fresh() for recurrent_state in recurrent_states])
             if recurrent_states
@@ -270,7 +304,7 @@ class Runner:
         caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
         mx.eval(logits)
-        return logits, _left(reads, kept, len(tokens))
+        return logits, self._left(reads, kept, len(tokens))
 
     def key_scales(self) -> tuple[Scales, ...]:
         """Return the best scales for the channels of each layer's keys (`codecs.scales`).
@@ -291,7 +325,7 @@ class Runner:
                 cache.squares = into
             caches, kept = self.layout.caches(reads, None)
             self.model(mx.array([tokens]), cache=caches)
-            _left(reads, kept, len(tokens))  # also what goes to another process
+            self._left(reads, kept, len(tokens))  # also what goes to another process
         return tuple(layer_squares.scales() for layer_squares in squares)
 
     def _chunk(
@@ -306,7 +340,7 @@ class Runner:
         caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
         # Its logits are not kept, which would keep all that they are computed from.
         self.model(mx.array([list(tokens)]), cache=caches)
-        return _left(reads, kept, len(tokens))
+        return self._left(reads, kept, len(tokens))
 
     def _chunk_reads(
         self, parts: Sequence[KVSpan], position: int, way: Way, *, read_whole: bool = False
@@ -321,6 +355,22 @@ class Runner:
             ChunkReads(i, s, parts, position, last=i == last)
             for i, s in enumerate(self.attention_windows)
         ]
+
+    def _left(
+        self, reads: Sequence[ChunkReads | JoinedReads | RowReads], kept: Sequence[Any], tokens: int
+    ) -> PrefillOutput:
+        """Return the KV and the states that a chunk of so many tokens has left, evaluated."""
+        layers, states = [], seam.states_of(kept)
+        for cache in reads:
+            if isinstance(cache, RowReads):
+                layers.append(cache.columns(tokens))
+                continue
+            if cache.keys is None or cache.values is None:
+                raise ModelError(f"layer {cache.layer} did not cache anything")
+            layers.append((cache.keys, cache.values))
+        mx.eval(layers)
+        segment = self.indexed(Segment(tuple(layers), length=tokens))
+        return PrefillOutput(segment, copied(states))
 
     def _joined_reads(
         self, parts: Sequence[KVSpan], position: int, tail: tuple[Tails, int, int] | None
@@ -469,19 +519,3 @@ class Runner:
 
 def _row(recurrent_state: RecurrentState | None) -> States | None:
     return None if recurrent_state is None else recurrent_state.row_states()
-
-
-def _left(
-    reads: Sequence[ChunkReads | JoinedReads | RowReads], kept: Sequence[Any], tokens: int
-) -> PrefillOutput:
-    """Return the KV and the states that a chunk of so many tokens has left, evaluated."""
-    layers, states = [], seam.states_of(kept)
-    for cache in reads:
-        if isinstance(cache, RowReads):
-            layers.append(cache.columns(tokens))
-            continue
-        if cache.keys is None or cache.values is None:
-            raise ModelError(f"layer {cache.layer} did not cache anything")
-        layers.append((cache.keys, cache.values))
-    mx.eval(layers)
-    return PrefillOutput(Segment(tuple(layers), length=tokens), copied(states))

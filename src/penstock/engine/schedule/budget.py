@@ -76,7 +76,7 @@ class MemoryBudget:
         prefixes: the tree; its unpinned nodes are evicted to make room for sequences.
         copying: parts that set bytes aside for blocks that are written or encoded, and for windows
             that are copied.
-        token_bytes: bytes of one token's KV in all layers.
+        token_bytes: bytes of one token's KV in all layers, and of the index of its keys.
     """
 
     def __init__(

@@ -151,9 +151,15 @@ class CachedPath:
             whole: whether it is the match of all blocks of the sequence.
         """
         self.pin = self._stores.prefixes.pin(match)
+        self._index_path()
         self.num_cached_tokens = cached_tokens
         self.matched_tokens = match.tokens
         self._matched_version = self._version if whole else None
+
+    def _index_path(self) -> None:
+        """Index the keys of nodes that came without an index."""
+        if self.pin is not None:
+            self._stores.index(self.pin.path)
 
     def _release(self) -> None:
         """Let go of the path."""

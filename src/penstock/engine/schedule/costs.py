@@ -38,6 +38,10 @@ LOGITS_BYTES = 32_000_000
 """Bytes that the logits of a prompt take together, unless those of one block take more."""
 LOGIT_BYTES = 12
 """Bytes of one logit of a prompt: as the model makes it, and as float32."""
+CHOICE_COPIES = 3
+"""Copies of what is chosen that are alive together: gathered, in order, and read."""
+CODE_SPANS = 4
+"""Tokens that a codec encodes together, at most, in blocks that are chosen."""
 ROUNDS = 3
 """Most measurements of a step; the largest counts."""
 ROUNDS_SECONDS = 0.1
@@ -97,7 +101,7 @@ class MemoryEstimator:
             # Rows that are loose, until they are in the columns of an unfinished block.
             loose = self._limits.block_size if self._compresses else 0
             own = max(0, tokens - num_cached_tokens) + loose
-            return own * self._runner.token_bytes + self._runner.state_bytes
+            return own * self._runner.held_token_bytes + self._runner.state_bytes
         window = self._limits.max_kv_size
         own = max(0, min(tokens, window) - num_cached_tokens)
         if tokens > window:
@@ -107,7 +111,7 @@ class MemoryEstimator:
                 (attention_window.window or 0 for attention_window in attention_windows), default=0
             )
             own += min(tokens - window, ring + 2 * self._limits.step_tokens)
-        return own * self._runner.token_bytes + self._runner.state_bytes
+        return own * self._runner.held_token_bytes + self._runner.state_bytes
 
     def shared_tokens(self, tokens: int) -> int:
         """Return how many first tokens of a sequence may come to lie in the tree."""
@@ -115,6 +119,8 @@ class MemoryEstimator:
 
     def decode_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence adds to every step in which it decodes: its scores.
+
+        Where it reads a choice of its tokens, it adds their copies.
 
         Where layers compress, it adds its new states. Sequences are then computed one after the
         other, each in fewer bytes than a chunk of it takes.
@@ -128,7 +134,8 @@ class MemoryEstimator:
         copy = PROPOSER_BYTES * (tokens + max(tokens, LEAST_PREDICTION)) if width > 1 else 0
         seen, ways = self._seen(tokens), self._runner.ways
         scores = width * seen * self._runner.heads * self._score_bytes
-        return max(scores, 0 if ways is None else ways.nbytes(seen, width)) + copy + states
+        needed = max(scores, 0 if ways is None else ways.nbytes(seen, width))
+        return needed + copy + states + self._choice_bytes(tokens)
 
     def prefill_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence adds to a step that prefills it.
@@ -183,7 +190,8 @@ class MemoryEstimator:
         run_as = (
             *(limits.step_tokens, limits.max_batch_size, limits.max_kv_size, limits.keep_tokens),
             *(tails.columns, limits.speculative_tokens, type(self._device), runner.divided),
-            *(self._compresses, runner.ways is not None and bool(runner.ways.table)),
+            *(self._compresses, limits.attend_tokens, limits.attend_full_layers),
+            runner.ways is not None and bool(runner.ways.table),
         )
         peaks = measured_once(runner.model, run_as, lambda: self._run_steps(tails))
         self._measured_scores = runner.heads * limits.step_tokens**2
@@ -198,7 +206,10 @@ class MemoryEstimator:
         seen = limits.max_kv_size + limits.step_tokens
         most = min(self._device.scores_at_once, runner.heads * limits.step_tokens * seen)
         measured = min(most, self._measured_scores)
-        folding = 2 * span_tokens(limits.block_size) * runner.token_bytes
+        folding = 2 * span_tokens(limits.block_size) * runner.held_token_bytes
+        if runner.selection is not None:
+            folding += runner.selection.index.piece_bytes(runner.shapes)
+            folding += self._device.sign_bytes
         return int(taken * SLACK) + self._score_bytes * (most - measured) + folding
 
     def _run_steps(self, tails: Tails) -> StepPeaks:
@@ -234,6 +245,18 @@ class MemoryEstimator:
             FAR_TOKENS,
             RecurrentState(states.states(nothing)),
         )
+
+    def _choice_bytes(self, tokens: int) -> int:
+        """Return the most bytes of the copies of what a sequence chooses to read in a layer."""
+        selection, shapes = self._runner.selection, self._runner.shapes
+        if selection is None or tokens <= selection.tokens:
+            return 0
+        copies = CHOICE_COPIES * selection.tokens * self._runner.layer_bytes
+        if self._coded:
+            numbers = max(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes)
+            # Codes that are encoded together are dequantized together.
+            copies += CHOICE_COPIES * CODE_SPANS * selection.tokens * mx.float32.size * numbers
+        return copies
 
     @property
     def _compresses(self) -> bool:

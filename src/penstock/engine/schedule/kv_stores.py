@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import InitVar, dataclass, field
+from contextlib import suppress
+from dataclasses import InitVar, dataclass, field, replace
 
 from penstock.engine.model.prompt_logprobs import ScoredBlocks
 from penstock.engine.model.runner import Runner
@@ -139,10 +140,37 @@ class KVStores:
         if self.requantizer is None:
             return segment
         try:
-            return self.requantizer.committed(segment, start)
+            coded = self.requantizer.committed(segment, start)
+            if coded is segment:
+                return segment
+            # The index is that of the codes, as it is where they were read from a tier.
+            return self.runner.indexed(replace(coded, index=()))
         except (MemoryError, RuntimeError):
             self.counters.out_of_memory += 1
             return segment
+
+    def cut_tail(self, slot: int, stop: int, behind: Segment | None = None) -> Segment:
+        """Copy the first columns of a slot of the pool, behind a segment if there is one."""
+        if self.runner.selection is None:
+            return self.tails.cut(slot, stop, behind)
+        tail = self.runner.indexed(self.tails.cut(slot, stop))
+        return tail if behind is None else self.runner.indexed(behind).join(tail)
+
+    def index(self, path: Path) -> None:
+        """Index the keys of nodes that came without: from a tier, or before there was an index.
+
+        A node for whose index there is no room is read whole.
+        """
+        selection, runner = self.runner.selection, self.runner
+        if selection is None:
+            return
+        for node in path:
+            if selection.index.complete(node.segment):
+                continue
+            nbytes = len(node.tokens) * runner.index_token_bytes
+            with suppress(MemoryError, RuntimeError):
+                if self.prefixes.make_room(nbytes):
+                    self.prefixes.exchange(node, runner.indexed, nbytes)
 
     def tidy(self, node: Node[Segment] | None) -> None:
         """Merge small nodes of a path that a sequence has left; a failure loses nothing."""

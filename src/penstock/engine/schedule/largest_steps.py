@@ -58,7 +58,7 @@ def check_largest_steps(
             _check("max_batch_size", sequences, beside + int(SLACK * step), ledger)
     if tokens > PREFILL_CHUNK and not runner.fitness.whole:
         setting = "prefill_chunk" if tokens == limits.prefill_chunk else "block_size"
-        _check(setting, tokens, tokens * runner.token_bytes, ledger)
+        _check(setting, tokens, tokens * runner.held_token_bytes, ledger)
         # From a usual chunk on, back ends that bound their scores have as many as they ever do.
         step = _needed(partial(_prefill, runner), PREFILL_CHUNK, tokens, group, free)
         _check(setting, tokens, int(SLACK * step), ledger)

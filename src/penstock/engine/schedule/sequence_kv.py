@@ -247,7 +247,8 @@ class SequenceKV(CachedPath):
         # What the tree has taken over is off already; what others had committed is not needed.
         moved = before - self.reservation.nbytes
         restored = self.num_cached_tokens - start
-        self.spare(restored * self._stores.runner.token_bytes - moved)
+        self.spare(restored * self._stores.runner.held_token_bytes - moved)
+        self._index_path()
         return True
 
     def resume(self) -> int:
@@ -305,7 +306,7 @@ class SequenceKV(CachedPath):
         if not self._partial_block.enabled or tokens == self._partial_block.tokens:
             return
         self.hash_blocks()
-        nbytes = 2 * tokens * stores.runner.token_bytes
+        nbytes = 2 * tokens * stores.runner.held_token_bytes
         if not stores.prefixes.make_room(nbytes):
             return
         # Without room in MLX for the copies, the tokens will be computed again.
@@ -338,7 +339,7 @@ class SequenceKV(CachedPath):
         segment = self.own_spans[0].segment if self.own_spans else None
         if self.tail:
             assert self.slot is not None
-            segment = self._stores.tails.cut(self.slot, self.tail, segment)
+            segment = self._stores.cut_tail(self.slot, self.tail, segment)
         assert segment is not None and self.pin is not None and self.reservation is not None
         whole = tokens // self._size * self._size
         if whole:
@@ -389,11 +390,11 @@ class SequenceKV(CachedPath):
     def _fold(self) -> None:
         """Copy a full tail behind the own spans, and commit the blocks that it ends."""
         assert self.slot is not None
-        tails, start, last = self._stores.tails, self.committed_end, None
+        start, last = self.committed_end, None
         if self.own_spans and not self._is_span_end(start):  # an unfinished one goes on growing
             last = self.own_spans.pop()
             start = last.start
-        grown = tails.cut(self.slot, self.tail, last.segment if last else None)
+        grown = self._stores.cut_tail(self.slot, self.tail, last.segment if last else None)
         self.own_spans.append(KVSpan(grown, start, grown.tokens))
         self.tail = 0
         if self._is_span_end(self.position):

@@ -1,0 +1,228 @@
+"""Choice of what a decode step reads of a long sequence: first tokens, recent ones, best blocks.
+
+Each key head reads its own blocks. An index of the keys (`key_index`) scores every token between
+the first and the recent ones. A block counts as its best token, after a softmax over the blocks,
+for that query of the key head that wants it most. The blocks chosen are copied together and read
+exactly, beside the first and the recent tokens, which are read where they lie.
+
+The choice is a function of the tokens and the position alone: it does not depend on where
+segments begin, on what is cached, or on the other rows of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kv.attention_plan import ColumnRange, DecodeRow, KVSpan
+from penstock.kv.codecs import Coded
+from penstock.kv.columns import Side
+from penstock.kv.key_index import KeyIndex
+
+BLOCK_TOKENS = 16
+"""Tokens that are chosen together."""
+FIRST_TOKENS = BLOCK_TOKENS
+"""First tokens, which are always read: many heads rest on them."""
+LEAST_TOKENS = 128
+"""Fewest tokens to read: the first, the recent ones, and a few blocks."""
+LEAST_RECENT_TOKENS = 33
+"""Fewest recent tokens, which are always read: the longest tail and the new token."""
+RECENT_SHARE = 4
+"""The recent tokens are this part of all that are read."""
+CHOSEN = 1e30
+"""Score of a block with a key too large for the index: above all others."""
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How many tokens a decode step reads, and in which layers."""
+
+    tokens: int
+    """Tokens that each key head reads, all parts together; at least `LEAST_TOKENS`."""
+    index: KeyIndex
+    """Rule of the index; its layers are those that read a choice."""
+
+    def recent_start(self, position: int) -> int:
+        """Return the first of the recent tokens of a query at `position`."""
+        recent = max(LEAST_RECENT_TOKENS, self.tokens // RECENT_SHARE)
+        return max(0, position + 1 - recent) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def blocks(self, position: int) -> int:
+        """Return how many blocks are chosen for a query at `position`."""
+        recent = position + 1 - self.recent_start(position)
+        return (self.tokens - FIRST_TOKENS - recent) // BLOCK_TOKENS
+
+    def applies(self, row: DecodeRow, layer: int) -> bool:
+        """Tell whether a row reads a choice of its tokens in a layer, not all of them.
+
+        It reads all if they are no more than `tokens`, or if some have no index.
+        """
+        if layer not in self.index.layers or row.position < self.tokens:
+            return False
+        stop = self.recent_start(row.position)
+        spans = [span for span in row.parts if span.start < stop]
+        return bool(spans) and spans[-1].end >= stop and all(map(self._is_whole, spans))
+
+    def score(
+        self, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
+    ) -> list[mx.array]:
+        """Return each row's scores of the tokens to choose from, (kv_heads, m, tokens).
+
+        An index that several rows read meets all of their queries in one product.
+        """
+        m = queries[0].shape[1]
+        readers: dict[int, list[int]] = {}
+        parts: list[list[ColumnRange]] = []
+        for number, row in enumerate(rows):
+            parts.append(pieces(row.parts, FIRST_TOKENS, self.recent_start(row.position)))
+            for segment, _, _ in parts[-1]:
+                readers.setdefault(id(segment), []).append(number)
+        products: dict[int, mx.array] = {}
+        by_row: list[list[mx.array]] = [[] for _ in rows]
+        for number in range(len(rows)):
+            for segment, start, stop in parts[number]:
+                of = readers[id(segment)]
+                if id(segment) not in products:
+                    index = segment.index[layer]
+                    assert index is not None
+                    together = [queries[reader] for reader in of]
+                    stacked = together[0] if len(of) == 1 else mx.concatenate(together, axis=1)
+                    products[id(segment)] = index.score(stacked)
+                at = of.index(number) * m
+                by_row[number].append(products[id(segment)][:, at : at + m, start:stop])
+        return [runs[0] if len(runs) == 1 else mx.concatenate(runs, axis=-1) for runs in by_row]
+
+    def _is_whole(self, span: KVSpan) -> bool:
+        return not span.segment.missing and self.index.complete(span.segment)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedKV:
+    """What one row reads in one layer."""
+
+    first: list[ColumnRange]
+    """Pieces of the first tokens."""
+    recent: list[ColumnRange]
+    """Pieces of the recent tokens in front of the tail."""
+    keys: mx.array
+    """Keys of the blocks chosen, (kv_heads, tokens, dim)."""
+    values: mx.array
+
+
+def pieces(parts: Sequence[KVSpan], start: int, stop: int) -> list[ColumnRange]:
+    """Return the columns of the positions start..stop-1."""
+    cuts = ((part, max(start, part.start), min(stop, part.end)) for part in parts)
+    return [(p.segment, a - p.start, b - p.start) for p, a, b in cuts if a < b]
+
+
+def choose(
+    selection: Selection, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
+) -> list[SelectedKV]:
+    """Choose what rows read in a layer; the choice is computed, what it gathers is not yet.
+
+    Args:
+        selection: how much is read.
+        rows: those to which it applies.
+        queries: of each row, (kv_heads, m, dim), scaled so that e^score is a weight.
+        layer: number of the layer.
+    """
+    blocks = _best_blocks(selection, rows, queries, layer)
+    return [
+        _gathered(selection, row, chosen, layer) for row, chosen in zip(rows, blocks, strict=True)
+    ]
+
+
+def _best_blocks(
+    selection: Selection, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
+) -> list[Numbers]:
+    """Return the numbers of each row's best blocks, in order, (kv_heads, blocks)."""
+    scores = selection.score(rows, queries, layer)
+    wanted = [_wanted(score) for score in scores]
+    mx.eval(wanted)
+    first, best = FIRST_TOKENS // BLOCK_TOKENS, []
+    for row, want in zip(rows, wanted, strict=True):
+        worth, count = np.array(want), selection.blocks(row.position)
+        order = np.argpartition(-worth, count - 1, axis=-1)[:, :count]
+        best.append(np.sort(order, axis=-1).astype(np.int64) + first)
+    return best
+
+
+def _wanted(scores: mx.array) -> mx.array:
+    """Return how much each block is wanted, (kv_heads, blocks), of scores (kv_heads, m, tokens)."""
+    heads, m, tokens = scores.shape
+    best = scores.reshape(heads, m, tokens // BLOCK_TOKENS, BLOCK_TOKENS).max(axis=-1)
+    best = mx.where(mx.isfinite(best), best, CHOSEN)
+    return (best - mx.logsumexp(best, axis=-1, keepdims=True)).max(axis=1)
+
+
+def _gathered(selection: Selection, row: DecodeRow, blocks: Numbers, layer: int) -> SelectedKV:
+    stop = selection.recent_start(row.position)
+    first = pieces(row.parts, 0, FIRST_TOKENS)
+    recent = pieces(row.parts, stop, row.position - row.tail)
+    spans = [span for span in row.parts if span.start < stop]
+    keys, values = (
+        _gather([(span, span.segment.layers[layer][side]) for span in spans], blocks)
+        for side in (0, 1)
+    )
+    return SelectedKV(first, recent, keys, values)
+
+
+def _gather(sides: Sequence[tuple[KVSpan, Side]], blocks: Numbers) -> mx.array:
+    """Copy each key head's blocks together, (kv_heads, tokens, dim).
+
+    Rows are as many tokens as divide the blocks, and the places at which segments begin.
+    """
+    heads = blocks.shape[0]
+    grain = gcd(BLOCK_TOKENS, *(span.start for span, _ in sides))
+    per_block = BLOCK_TOKENS // grain
+    grains = (blocks[..., None] * per_block + np.arange(per_block)).reshape(heads, -1)
+    gathered, places = [], []
+    for span, side in sides:
+        inside = (grains >= span.start // grain) & (grains < span.end // grain)
+        if inside.any():
+            gathered.append(_rows(side, grains, inside, span.start, grain))
+            places.append(np.flatnonzero(inside))
+    rows = gathered[0] if len(gathered) == 1 else _in_order(gathered, places)
+    return rows.reshape(heads, grains.shape[1] * grain, -1)
+
+
+def _in_order(gathered: Sequence[mx.array], places: Sequence[Numbers]) -> mx.array:
+    order = np.argsort(np.concatenate(places), kind="stable")
+    return mx.concatenate(list(gathered))[mx.array(order)]
+
+
+def _rows(
+    side: Side, grains: Numbers, inside: npt.NDArray[np.bool_], start: int, grain: int
+) -> mx.array:
+    """Return the grains of one segment that are wanted, head by head, (rows, grain * dim)."""
+    if isinstance(side, Coded):
+        return mx.concatenate(list(_dequantized(side, grains, inside, start, grain)))
+    assert isinstance(side, mx.array)
+    _, heads, tokens, dim = side.shape
+    per_head = tokens // grain
+    numbers = grains - start // grain + np.arange(heads)[:, None] * per_head
+    whole = side if tokens % grain == 0 else side[:, :, : per_head * grain]
+    return whole.reshape(heads * per_head, grain * dim)[mx.array(numbers[inside])]
+
+
+def _dequantized(
+    side: Coded, grains: Numbers, inside: npt.NDArray[np.bool_], start: int, grain: int
+) -> Iterator[mx.array]:
+    """Yield the wanted grains of each head, dequantized."""
+    span = side.codec.span
+    for head in range(grains.shape[0]):
+        wanted = (grains[head, inside[head]] * grain - start)[:, None] + np.arange(grain)
+        if not wanted.size:
+            continue
+        runs, at = np.unique(wanted // span, return_inverse=True)
+        parts = tuple(part[:, head : head + 1][:, :, mx.array(runs)] for part in side.parts)
+        codec = side.codec.of_heads(head, head + 1)
+        wide = Coded(codec, parts, side.dim).dequantize().reshape(len(runs) * span, side.dim)
+        columns = at.reshape(wanted.shape) * span + wanted % span
+        yield wide[mx.array(columns.reshape(-1))].reshape(wanted.shape[0], -1)

@@ -1,0 +1,231 @@
+"""Decode steps that read a choice of a long sequence: the same text however it is served."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cold_engine
+import mlx.core as mx
+import pytest
+from engine_faults import model_of
+
+from penstock.engine.core import Core
+from penstock.engine.request import Request
+from penstock.errors import SettingError
+from penstock.kv import selection as module
+from penstock.ledger import Kind
+from penstock.models.mlx_lm import load, render
+from penstock.recall import MODEL_PATH, dialogue
+
+SMALL: dict[str, Any] = {
+    "memory_limit": "120MB",
+    "block_size": 16,
+    "prefill_chunk": 64,
+    "max_batch_size": 3,
+    "max_kv_size": 1_024,
+}
+LEAST = 128
+ACTIVE = {
+    "kv_cache_quantization": "turbo8",
+    "kv_cache_quantize_when": "active",
+    "kv_cache_min_quantize_tokens": 0,
+}
+AT_REST = {"kv_cache_quantization": "turbo8", "kv_cache_min_quantize_tokens": 0}
+
+
+def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(1, 500) for _ in range(tokens))
+
+
+LONG, OTHER, SHORT = prompt(260), prompt(200, 1), prompt(40, 2)
+
+
+@contextmanager
+def running(family: str = "llama", **settings: Any) -> Iterator[Core]:
+    core = Core(model_of(family), **{**SMALL, **settings})
+    try:
+        yield core
+        core.view.check()
+    finally:
+        core.close()
+        core.view.check()
+
+
+def answers(core: Core, *prompts: Sequence[int], tokens: int = 12, **more: Any) -> list[list[int]]:
+    """Return the answers to prompts that are asked together."""
+    asked = [Request(prompt=tuple(p), max_tokens=tokens, ignore_eos=True, **more) for p in prompts]
+    handles = [core.submit(request) for request in asked]
+    while core.step():
+        pass
+    core.view.check()
+    return [list(choice.tokens) for handle in handles for choice in handle.result(0.0)]
+
+
+def alone(core: Core, *prompts: Sequence[int], tokens: int = 12) -> list[list[int]]:
+    return [answers(core, one, tokens=tokens)[0] for one in prompts]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"block_size": 8}),
+        ("llama", {"max_kv_size": 160, "keep": 16}),
+        ("llama", ACTIVE),
+        ("llama", AT_REST),
+        ("falcon_h1", {}),
+    ],
+)
+def test_with_as_many_tokens_as_there_are_the_text_is_that_of_today(
+    family: str, more: dict[str, Any]
+) -> None:
+    prompts = LONG, SHORT
+    with running(family, **more) as core:
+        expected = answers(core, *prompts)
+        again = answers(core, *prompts)
+        chosen = core.ledger.by_class()[Kind.KEY_INDEX]
+    assert chosen == 0, "off by default"
+    with running(family, **more, attend_tokens=512) as core:
+        assert answers(core, *prompts) == expected
+        assert answers(core, *prompts) == again
+        assert core.ledger.by_class()[Kind.KEY_INDEX] > 0
+    with running(family, **more, attend_tokens=LEAST) as core:
+        assert core.runner.selection is not None
+        differs = answers(core, *prompts) != expected
+    beyond = "max_kv_size" in more
+    assert differs is not beyond, "fewer change the text, but not behind a window"
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("llama", {}), ("llama", {"block_size": 24}), ("llama", ACTIVE), ("falcon_h1", {})],
+)
+def test_the_text_does_not_depend_on_what_is_cached_or_runs_beside_it(
+    family: str, more: dict[str, Any]
+) -> None:
+    prompts = LONG, OTHER, SHORT
+    with running(family, **more, attend_tokens=LEAST) as core:
+        expected = alone(core, *prompts, tokens=40)
+        hit = alone(core, *prompts, tokens=40)
+    with running(family, **more, attend_tokens=LEAST) as core:
+        together = answers(core, *prompts, tokens=40)
+    assert hit == expected
+    assert together == expected
+
+
+def test_several_answers_to_one_prompt_are_those_of_one() -> None:
+    with running(attend_tokens=LEAST) as core:
+        one = alone(core, LONG)[0]
+        assert answers(core, LONG, n=3) == [one] * 3
+
+
+def test_a_sequence_that_was_preempted_goes_on_with_the_same_text() -> None:
+    with running(attend_tokens=LEAST) as core:
+        expected = alone(core, LONG, OTHER, tokens=40)
+    with running(attend_tokens=LEAST, max_batch_size=1) as core:
+        asked = [Request(prompt=p, max_tokens=40, ignore_eos=True) for p in (LONG, OTHER)]
+        first = core.submit(asked[0])
+        while core.counters.generated_tokens < 20:
+            core.step()
+        second = core.submit(asked[1].model_copy(update={"priority": 1}))
+        while core.step():
+            core.view.check()
+        assert core.counters.preemptions == 1
+        found = [list(handle.result(0.0)[0].tokens) for handle in (first, second)]
+    assert found == expected
+
+
+def test_what_a_tier_gives_back_has_an_index_again(tmp_path: Path) -> None:
+    settings = {"attend_tokens": LEAST}
+    with cold_engine.running(tmp_path, **settings) as core:
+        expected = alone(core, LONG)
+        cold_engine.settle(core)
+    with cold_engine.running(tmp_path, **settings) as core:
+        assert alone(core, LONG) == expected
+        assert core.counters.restored_tokens >= 192
+        indexed = core.ledger.by_class()[Kind.KEY_INDEX]
+        held = sum(node.end - node.start for node in core.prefixes.tree)
+        assert indexed == held * core.runner.index_token_bytes
+
+
+def test_layers_can_be_left_whole() -> None:
+    with running() as core:
+        whole = alone(core, LONG)
+    with running(attend_tokens=LEAST, attend_full_layers=(0, 1)) as core:
+        assert alone(core, LONG) == whole
+        assert core.ledger.by_class()[Kind.KEY_INDEX] == 0
+    with running(attend_tokens=LEAST, attend_full_layers=(1,)) as core:
+        first = alone(core, LONG)
+        assert core.runner.index_token_bytes == 2 * (32 // 8 + 2), "16 numbers take a word of 32"
+    assert first != whole
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "says"),
+    [
+        ("llama", {"attend_tokens": 127}, "attend_tokens 127: .*greater than or equal to 128"),
+        ("llama", {"attend_tokens": 128, "speculative_tokens": 2}, "speculative_tokens"),
+        ("llama", {"attend_full_layers": (0,)}, "set both or neither"),
+        ("llama", {"attend_tokens": 128, "attend_full_layers": (7,)}, r"\[7\]: .* are \[0, 1\]"),
+        ("gemma2", {"attend_tokens": 128}, "contiguous keys and values"),
+    ],
+)
+def test_what_does_not_work_is_refused_at_the_start(
+    family: str, settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SettingError, match=says):
+        Core(model_of(family), **SMALL, **settings)
+
+
+def test_all_bytes_are_counted_before_they_exist() -> None:
+    """What MLX holds at its peak beside what it held before fits into the ledger's account."""
+    with running(attend_tokens=LEAST, max_kv_size=2_048) as core:
+        handle = core.submit(Request(prompt=prompt(1_200, 3), max_tokens=40, ignore_eos=True))
+        core.step()
+        mx.clear_cache()
+        others = mx.get_active_memory() - (core.ledger.used_bytes - core.budget.fixed_bytes)
+        while core.step():
+            mx.reset_peak_memory()
+            fixed = core.budget.weights_bytes
+            counted = core.ledger.used_bytes
+            assert mx.get_peak_memory() <= others + counted + fixed
+            core.view.check()
+        assert len(handle.result(0.0)[0].tokens) == 40
+        kinds = core.ledger.by_class()
+        tokens = sum(node.end - node.start for node in core.prefixes.tree)
+        assert kinds[Kind.KEY_INDEX] == tokens * core.runner.index_token_bytes
+        index = sum(node.segment.key_index_nbytes for node in core.prefixes.tree)
+        assert kinds[Kind.KEY_INDEX] == index
+
+
+def known(settings: dict[str, Any], tokens: int = 2_000, facts: int = 6) -> int:
+    """Return how many facts of a dialogue the embedded model knows."""
+    model, tokenizer = load(MODEL_PATH)
+    talk = dialogue(3, tokens=tokens, facts=facts)
+    core = Core(model, memory_limit="200MB", max_batch_size=1, **settings)
+    right = 0
+    try:
+        for question in talk.questions:
+            asked = render(tokenizer, talk.ask(question))
+            (said,) = answers(core, asked, tokens=8)
+            ends = [n for n, token in enumerate(said) if token in tokenizer.eos_token_ids]
+            text = tokenizer.decode(said[: ends[0]] if ends else said)
+            right += text.strip() == question.answer
+    finally:
+        core.close()
+    return right
+
+
+def test_the_needles_are_found_and_a_window_of_the_size_loses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert known({"attend_tokens": LEAST}) == 6
+    assert known({"max_kv_size": LEAST, "keep": 16}) <= 1
+    wanted = module._wanted
+    monkeypatch.setattr(module, "_wanted", lambda scores: -wanted(scores))
+    assert known({"attend_tokens": LEAST}) <= 1, "it is the choice that finds them"

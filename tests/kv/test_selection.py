@@ -1,0 +1,250 @@
+"""What a decode step chooses to read of long rows, against a plain choice token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kv import selection as module
+from penstock.kv.attention import AttentionWindow
+from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.codecs import Coded, parse_scheme
+from penstock.kv.key_index import KeyIndex
+from penstock.kv.reads import DecodeReads, DecodeStep
+from penstock.kv.segment import Segment
+from penstock.kv.selection import BLOCK_TOKENS, FIRST_TOKENS, Selection
+from penstock.kv.tails import LayerShape, Tails
+
+HEADS, KV_HEADS, DIM, VALUE_DIM, TAIL = 4, 2, 32, 24, 8
+SCALE = DIM**-0.5
+INDEX = KeyIndex(frozenset({0}))
+FAR = AttentionWindow()
+
+
+class Row:
+    """One sequence: all of its keys and values, and how they are cut into segments."""
+
+    def __init__(self, seed: int, cuts: list[int], tail: int, codec: str | None = None) -> None:
+        draw = np.random.default_rng(seed)
+        self.cuts, self.tail, self.position = cuts, tail, cuts[-1] + tail
+        count = self.position + 1
+        self.keys = draw.normal(size=(KV_HEADS, count, DIM)).astype(np.float32)
+        self.values = draw.normal(size=(KV_HEADS, count, VALUE_DIM)).astype(np.float32)
+        self.queries = draw.normal(size=(HEADS, DIM)).astype(np.float32) * 3
+        self.spans: list[KVSpan] = []
+        for start, stop in zip([0, *cuts], cuts, strict=False):
+            segment = self.segment(start, stop)
+            if codec is not None and start:
+                segment = segment.encoded(parse_scheme(codec))
+                for side, held in zip(self.sides, segment.layers[0], strict=True):
+                    assert isinstance(held, Coded)
+                    side[:, start:stop] = np.array(held.dequantize().squeeze(0))
+            self.spans.append(KVSpan(segment, start, stop - start))
+
+    @property
+    def sides(self) -> tuple[Any, Any]:
+        return self.keys, self.values
+
+    def segment(self, start: int, stop: int) -> Segment:
+        keys, values = (mx.array(side[None, :, start:stop]) for side in self.sides)
+        return INDEX.indexed(Segment(((keys, values),)))
+
+    def decode_row(self, slot: int) -> DecodeRow:
+        return DecodeRow(tuple(self.spans), self.position, slot, self.tail)
+
+    def exact(self, chosen: list[set[int]]) -> np.ndarray[Any, Any]:
+        """Return attention over the chosen positions of each key head, (heads, value_dim)."""
+        out = []
+        for head in range(HEADS):
+            kv = head * KV_HEADS // HEADS
+            at = sorted(chosen[kv])
+            scores = self.keys[kv, at] @ self.queries[head] * SCALE
+            weights = np.exp(scores - scores.max())
+            out.append(weights @ self.values[kv, at] / weights.sum())
+        return np.array(out)
+
+    def choice(self, tokens: int) -> list[set[int]]:
+        """Return the positions that each key head is to read, worked out token by token."""
+        count = self.position + 1
+        if self.position < tokens:
+            return [set(range(count))] * KV_HEADS
+        recent = (count - max(33, tokens // 4)) // BLOCK_TOKENS * BLOCK_TOKENS
+        rest = (tokens - FIRST_TOKENS - (count - recent)) // BLOCK_TOKENS
+        chosen = []
+        for kv in range(KV_HEADS):
+            wanted: dict[int, float] = {}
+            for head in range(kv * HEADS // KV_HEADS, (kv + 1) * HEADS // KV_HEADS):
+                best = self.block_scores(kv, head, recent)
+                top = max(best.values())
+                total = top + np.log(sum(np.exp(score - top) for score in best.values()))
+                for block, score in best.items():
+                    wanted[block] = max(wanted.get(block, -np.inf), score - total)
+            best_blocks = sorted(wanted, key=lambda block: -wanted[block])[:rest]
+            positions = set(range(FIRST_TOKENS)) | set(range(recent, count))
+            for block in best_blocks:
+                positions |= set(range(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS))
+            chosen.append(positions)
+        return chosen
+
+    def block_scores(self, kv: int, head: int, recent: int) -> dict[int, float]:
+        """Return the largest score of each block by the index."""
+        best: dict[int, float] = {}
+        for span in self.spans:
+            index = span.segment.index[0]
+            assert index is not None
+            query = mx.broadcast_to(mx.array(self.queries[head]) * SCALE, (KV_HEADS, 1, DIM))
+            scores = np.array(index.score(query))[kv, 0]
+            for column, score in enumerate(scores[: span.columns]):
+                at = span.start + column
+                if FIRST_TOKENS <= at < recent:
+                    block = at // BLOCK_TOKENS
+                    best[block] = max(best.get(block, -np.inf), float(score))
+        return best
+
+
+def attend(rows: list[Row], tokens: int | None) -> np.ndarray[Any, Any]:
+    """Return what the rows read together, (rows, heads, value_dim)."""
+    shape = LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32)
+    tails = Tails(len(rows), TAIL, [shape])
+    tails.ready()
+    for slot, row in enumerate(rows):
+        start = row.cuts[-1]
+        for column in range(row.tail):
+            sides = (mx.array(s[None, :, start + column : start + column + 1]) for s in row.sides)
+            tails.write_block(0, slot, column, *sides)
+    selection = None if tokens is None else Selection(tokens, INDEX)
+    own = [row.decode_row(slot) for slot, row in enumerate(rows)]
+    step = DecodeStep.of(own, tails, selection=selection)
+    reads = DecodeReads(step, 0, FAR)
+    keys, values = (mx.array(np.stack([row.sides[n][:, -1:] for row in rows])) for n in (0, 1))
+    reads.update_and_fetch(keys, values)
+    queries = mx.array(np.stack([row.queries[:, None] for row in rows]))
+    out = reads.attend(queries, keys, values, SCALE, reads.make_mask(1))
+    return np.array(out)[:, :, 0]
+
+
+def test_it_reads_the_best_blocks_exactly() -> None:
+    row = Row(1, [96, 160, 640, 700], 3)
+    out = attend([row], 256)[0]
+    assert np.allclose(out, row.exact(row.choice(256)), atol=1e-4)
+    everything = row.exact([set(range(row.position + 1))] * KV_HEADS)
+    assert not np.allclose(out, everything, atol=1e-3), "it reads a part"
+    assert all(len(of_head) <= 256 for of_head in row.choice(256))
+    assert row.choice(256)[0] != row.choice(256)[1], "each key head its own"
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 99),
+            st.lists(st.integers(1, 90), min_size=1, max_size=6),
+            st.integers(0, TAIL - 1),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([1, 4, 16, 32]),
+    st.sampled_from([128, 160, 256]),
+)
+def test_rows_cut_anywhere_read_what_they_would_alone(
+    drawn: list[tuple[int, list[int], int]], unit: int, tokens: int
+) -> None:
+    """Segments begin at multiples of any block size, and rows are longer or shorter."""
+    rows = []
+    for seed, lengths, tail in drawn:
+        cuts = np.cumsum([length * unit % 400 + unit for length in lengths]).tolist()
+        rows.append(Row(seed, [cut // unit * unit for cut in cuts], tail))
+    out = attend(rows, tokens)
+    for row, own in zip(rows, out, strict=True):
+        assert np.allclose(own, row.exact(row.choice(tokens)), atol=2e-4)
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "kivi4/turbo4", "affine8g32/turbo3"])
+def test_codes_are_read_for_what_they_stand_for(codec: str) -> None:
+    row = Row(3, [128, 512, 768], 5, codec)
+    assert np.allclose(attend([row], 256)[0], row.exact(row.choice(256)), atol=1e-3)
+
+
+def test_a_shared_segment_is_chosen_from_by_each_row() -> None:
+    rows = [Row(5, [512], tail) for tail in (2, 7)]
+    rows[1].spans = rows[0].spans
+    rows[1].keys[:, :512], rows[1].values[:, :512] = rows[0].keys[:, :512], rows[0].values[:, :512]
+    rows[1].queries = np.random.default_rng(8).normal(size=(HEADS, DIM)).astype(np.float32) * 3
+    out = attend(rows, 160)
+    for row, own in zip(rows, out, strict=True):
+        assert np.allclose(own, row.exact(row.choice(160)), atol=2e-4)
+    assert rows[0].choice(160) != rows[1].choice(160)
+
+
+def test_with_as_many_tokens_as_there_are_it_computes_what_it_does_today() -> None:
+    for lengths in ([[300]], [[300], [96, 200]]):
+        rows = [Row(seed, cuts, 3) for seed, cuts in enumerate(lengths)]
+        whole = attend(rows, None)
+        assert np.array_equal(attend(rows, 304), whole), "to the bit"
+        assert not np.array_equal(attend(rows, 303), whole)
+
+
+def test_what_has_no_index_is_read_whole() -> None:
+    row = Row(2, [256, 512], 3)
+    whole = attend([row], None)
+    span = row.spans[0]
+    row.spans[0] = KVSpan(Segment(span.segment.layers), 0, 256)
+    assert np.array_equal(attend([row], 128), whole)
+
+
+def test_a_planted_key_is_found_and_a_window_does_not_find_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One token in the middle that a query asks for; others of the same size do not matter."""
+    found = dict.fromkeys(("chosen", "worst", "window"), 0)
+    for seed in range(10):
+        row = Row(seed, [1_024, 2_048], 3)
+        at = 100 + 173 * seed
+        row.queries /= 3
+        for head in range(HEADS):
+            kv = head * KV_HEADS // HEADS
+            row.keys[kv, at] = row.queries[kv * HEADS // KV_HEADS] * 3
+        row.values[:, at] = 10.0
+        row.spans = [
+            KVSpan(row.segment(start, start + 1_024), start, 1_024) for start in (0, 1_024)
+        ]
+        whole = [set(range(row.position + 1))] * KV_HEADS
+        expected = row.exact(whole)[0]
+        found["chosen"] += bool(np.abs(attend([row], 128)[0, 0] - expected).max() < 0.1)
+        window = [set(range(row.position - 127, row.position + 1))] * KV_HEADS
+        found["window"] += bool(np.abs(row.exact(window)[0] - expected).max() < 0.1)
+        with monkeypatch.context() as patched:
+            wanted = module._wanted
+            patched.setattr(module, "_wanted", lambda scores, wanted=wanted: -wanted(scores))
+            found["worst"] += bool(np.abs(attend([row], 128)[0, 0] - expected).max() < 0.1)
+    assert found == {"chosen": 10, "worst": 0, "window": 0}
+
+
+def test_a_score_beyond_all_numbers_is_read() -> None:
+    """A key too long for the index's scale, along the queries, is the best there is."""
+    row = Row(4, [512], 3)
+    for kv in range(KV_HEADS):
+        row.keys[kv, 200] = row.queries[kv * HEADS // KV_HEADS] * 1e6
+    row.spans = [KVSpan(row.segment(0, 512), 0, 512)]
+    selection = Selection(128, INDEX)
+    queries = mx.array(row.queries).reshape(KV_HEADS, HEADS // KV_HEADS, DIM)
+    blocks = module._best_blocks(selection, [row.decode_row(0)], [queries], 0)[0]
+    assert all(200 // BLOCK_TOKENS in of_head for of_head in blocks)
+
+
+@pytest.mark.parametrize("tokens", [128, 160, 512, 1_000])
+def test_no_more_is_read_than_asked_for(tokens: int) -> None:
+    selection = Selection(tokens, INDEX)
+    for position in range(tokens, tokens + 200):
+        start, blocks = selection.recent_start(position), selection.blocks(position)
+        assert blocks >= 1 and start % BLOCK_TOKENS == 0
+        assert tokens - BLOCK_TOKENS < FIRST_TOKENS + blocks * BLOCK_TOKENS + position + 1 - start
+        assert FIRST_TOKENS + blocks * BLOCK_TOKENS + position + 1 - start <= tokens
+        assert position - start >= 32, "the longest tail is recent"
+        assert start - FIRST_TOKENS >= blocks * BLOCK_TOKENS, "there are as many to choose from"
