@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache as TheirRotatingKVCache
 
 from penstock import caches
-from penstock_bench import growth
+from penstock_bench import growth, remember
 from penstock_bench import window_recall as recall
 from penstock_bench.report import publish
 
@@ -101,3 +101,22 @@ def test_recall_writes_its_page(asked: Any, tmp_path: Path) -> None:
     recall.write_page(asked, tmp_path)
     assert (tmp_path / "recall.png").stat().st_size > 1_000
     assert "256 tokens, keep 128" in (tmp_path / "recall.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def remembered() -> Any:
+    load = remember.RememberLoad(dialogues=1, facts=6, lengths=(1_200,), attend=(128,))
+    return remember.measure(load)
+
+
+def test_a_choice_remembers_what_a_window_of_as_many_bytes_forgets(remembered: Any) -> None:
+    shares = {outcome["side"]: sum(outcome["known"]) for outcome in remembered.raw["outcomes"]}
+    assert shares["all"] == shares["index"] == 6
+    assert shares["window"] <= 2
+    read = {outcome["side"]: outcome["step_bytes"] for outcome in remembered.raw["outcomes"]}
+    assert 0.98 * read["index"] < read["window"] <= read["index"] < read["quest"] < read["all"] / 5
+
+
+def test_remember_draws_its_picture(remembered: Any, tmp_path: Path) -> None:
+    remember.draw(remembered, tmp_path / "remember.png")
+    assert (tmp_path / "remember.png").stat().st_size > 1_000

@@ -29,6 +29,7 @@ app.command()(index_commands.trace)
 app.command()(index_commands.cluster)
 app.command()(cache_commands.growth)
 app.command()(cache_commands.recall)
+app.command()(cache_commands.remember)
 app.command()(cache_commands.store)
 
 SUMMARY_COLUMNS = 80

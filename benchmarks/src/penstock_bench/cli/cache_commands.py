@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import options
-from penstock_bench.cli.bench_options import Docs, Rounds, Save, finish
+from penstock_bench.cli.bench_options import Docs, Plot, Rounds, Save, finish, progress_bar
 
 
 def growth(
@@ -52,6 +52,49 @@ def recall(
 
     report = measure(RecallLoad(dialogues=dialogues, tokens=tokens))
     finish(report, as_json=as_json, save=save, plot=docs, draw=write_page)
+
+
+def remember(
+    dialogues: Annotated[int, typer.Option(help="Dialogues of each length.", min=1)] = 2,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Length of a dialogue; may be given several times.",
+            metavar="TOKENS",
+            show_default="2,000, 4,000 and 8,000",
+            min=1_000,
+        ),
+    ] = None,
+    attend: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--attend-tokens",
+            help="Tokens that a step reads; may be given several times.",
+            metavar="TOKENS",
+            show_default="128 and 512",
+            min=128,
+        ),
+    ] = None,
+    plot: Plot = None,
+    as_json: options.Json = False,
+    save: Save = None,
+) -> None:
+    """Ask for facts in long dialogues while a step reads a part of them.
+
+    The other sides are a window of as many bytes, Quest's bound, and all tokens. Exits with 1 if a
+    goal is not met.
+    """
+    from penstock_bench.remember import RememberLoad, draw, measure
+
+    default = RememberLoad()
+    load = RememberLoad(
+        dialogues=dialogues,
+        lengths=tuple(sorted(tokens)) if tokens else default.lengths,
+        attend=tuple(sorted(attend)) if attend else default.attend,
+    )
+    with progress_bar("reading") as say:
+        measured = measure(load, say)
+    finish(measured, as_json=as_json, save=save, plot=plot, draw=draw)
 
 
 def store(

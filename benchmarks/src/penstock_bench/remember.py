@@ -1,0 +1,243 @@
+"""`penstock bench remember`: facts known in long dialogues while a step reads a part of them.
+
+The embedded model is asked for facts anywhere in a dialogue. Its steps read all tokens, a choice by
+the index of the keys, a choice of as many tokens by Quest's bound, or a window. The window reads as
+many bytes a step as the choice and its index together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from penstock.engine.core import Core
+from penstock.engine.request import Request
+from penstock.kv.attention_plan import ColumnRange, DecodeRow
+from penstock.kv.selection import BLOCK_TOKENS, FIRST_TOKENS, Selection, pieces
+from penstock.models.mlx_lm import load, render
+from penstock.recall import MODEL_PATH, Question, dialogue
+from penstock_bench.report import Line, Report
+from penstock_bench.window_recall import ANSWER_TOKENS, Share
+
+CLAIM = "Facts anywhere in a dialogue are known, though a step reads a part of it"
+RIVAL = "window"
+SIDES = ("all", "index", "quest", RIVAL)
+LEAST_OF_ALL = 0.99
+"""Goal: facts known with a choice by the index, as a share of those known with all tokens."""
+MEMORY = "400MB"
+Say = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RememberLoad:
+    """How much is read and asked."""
+
+    dialogues: int = 2
+    facts: int = 24
+    lengths: tuple[int, ...] = (2_000, 4_000, 8_000)
+    """Tokens of a dialogue."""
+    attend: tuple[int, ...] = (128, 512)
+    """Tokens that a step reads."""
+    batch: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Quest(Selection):
+    """A choice by Quest's bound: the largest product that a block's extremes allow.
+
+    Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference". Each
+    number of a query meets the least or the largest of that channel in the block, whichever is
+    more. In float16 the extremes of blocks of 16 take a sixteenth of keys and values.
+    """
+
+    def score(
+        self, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
+    ) -> list[mx.array]:
+        """See `Selection`: all tokens of a block have its bound."""
+        return [self._bounds(row, query, layer) for row, query in zip(rows, queries, strict=True)]
+
+    def _bounds(self, row: DecodeRow, query: mx.array, layer: int) -> mx.array:
+        runs = pieces(row.parts, FIRST_TOKENS, self.recent_start(row.position))
+        keys = mx.concatenate([_keys(run, layer) for run in runs], axis=1)
+        heads, tokens, dim = keys.shape
+        blocks = keys.reshape(heads, tokens // BLOCK_TOKENS, BLOCK_TOKENS, dim)
+        least, most = blocks.min(axis=2), blocks.max(axis=2)
+        plus, minus = mx.maximum(query, 0), mx.minimum(query, 0)
+        bound = plus @ most.swapaxes(-1, -2) + minus @ least.swapaxes(-1, -2)
+        return mx.repeat(bound, BLOCK_TOKENS, axis=-1)
+
+
+def _keys(run: ColumnRange, layer: int) -> mx.array:
+    segment, start, stop = run
+    keys = segment.layers[layer][0]
+    assert isinstance(keys, mx.array)
+    return keys[0, :, start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class RecallOutcome:
+    """Answers of one side to the questions about one dialogue."""
+
+    side: str
+    attend: int
+    """Tokens that a step reads of the choice; 0 where all are read."""
+    window: int
+    """Tokens of the window; 0 without one."""
+    length: int
+    known: list[bool]
+    step_bytes: int
+    """Bytes of keys, values and index that a step reads at the end of the dialogue."""
+
+
+def measure(load_: RememberLoad, say: Say = lambda what, done, of: None) -> Report:
+    """Ask every side for every fact."""
+    model, tokenizer = load(MODEL_PATH)
+    runs = [
+        (length, side, attend)
+        for length in load_.lengths
+        for side in SIDES
+        for attend in (load_.attend if side != "all" else (0,))
+    ]
+    outcomes: list[RecallOutcome] = []
+    for number, (length, side, attend) in enumerate(runs):
+        say(f"{length:,} tokens, {side}", number, len(runs))
+        outcomes += _asked(load_, model, tokenizer, length, side, attend)
+    return report(load_, outcomes)
+
+
+def _asked(
+    load_: RememberLoad, model: Any, tokenizer: Any, length: int, side: str, attend: int
+) -> Iterator[RecallOutcome]:
+    """Yield the outcome of one side for each dialogue of a length."""
+    for seed in range(load_.dialogues):
+        talk = dialogue(seed, tokens=length, facts=load_.facts)
+        prompts = [tuple(render(tokenizer, talk.ask(question))) for question in talk.questions]
+        tokens = max(map(len, prompts))
+        window = _window_tokens(model, attend, tokens) if side == RIVAL else 0
+        core = _engine(load_, model, tokenizer, side, attend, window)
+        try:
+            known = _known(core, tokenizer, prompts, talk.questions)
+            read = window or attend or tokens
+            nbytes = read * core.runner.token_bytes
+            nbytes += tokens * _index_token_bytes(core, side)
+        finally:
+            core.close()
+        yield RecallOutcome(side, attend, window, length, known, nbytes)
+
+
+def _engine(
+    load_: RememberLoad, model: Any, tokenizer: Any, side: str, attend: int, window: int
+) -> Core:
+    settings: dict[str, Any] = {}
+    if side == RIVAL:
+        settings = {"max_kv_size": window, "keep": FIRST_TOKENS}
+    elif side != "all":
+        settings = {"attend_tokens": attend}
+    core = Core(model, tokenizer, memory_limit=MEMORY, max_batch_size=load_.batch, **settings)
+    if side == "quest":
+        assert core.runner.selection is not None
+        core.runner.selection = Quest(attend, core.runner.selection.index)
+    return core
+
+
+def _index_token_bytes(core: Core, side: str) -> int:
+    """Return the bytes of the index, or of Quest's extremes in float16, of one token."""
+    if side == "quest":
+        numbers = sum(shape.kv_heads * shape.key_dim for shape in core.runner.shapes)
+        return 2 * mx.float16.size * numbers // BLOCK_TOKENS
+    return core.runner.index_token_bytes if side == "index" else 0
+
+
+def _window_tokens(model: Any, attend: int, tokens: int) -> int:
+    """Return the tokens of a window that takes the bytes of a choice and of its index."""
+    core = Core(model, memory_limit=MEMORY, max_batch_size=1, attend_tokens=attend)
+    try:
+        index, own = core.runner.index_token_bytes, core.runner.token_bytes
+    finally:
+        core.close()
+    return attend + tokens * index // own
+
+
+def _known(
+    core: Core, tokenizer: Any, prompts: Sequence[tuple[int, ...]], questions: Sequence[Question]
+) -> list[bool]:
+    """Ask all questions, the first alone, so that the others find the dialogue read."""
+    said: list[str] = []
+    for batch in (prompts[:1], prompts[1:]):
+        asked = [Request(prompt=prompt, max_tokens=ANSWER_TOKENS) for prompt in batch]
+        handles = [core.submit(request) for request in asked]
+        while core.step():
+            pass
+        said += [_text(tokenizer, handle.result(0.0)[0].tokens) for handle in handles]
+    return [text == question.answer for text, question in zip(said, questions, strict=True)]
+
+
+def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    written = [token for token in tokens if token not in tokenizer.eos_token_ids]
+    return str(tokenizer.decode(written)).strip()
+
+
+def shares(outcomes: Sequence[RecallOutcome]) -> dict[tuple[int, int, str], Share]:
+    """Count by the tokens that a step reads, the length, and the side."""
+    counted: dict[tuple[int, int, str], Share] = {}
+    for outcome in outcomes:
+        key = outcome.attend, outcome.length, outcome.side
+        before = counted.get(key, Share(0, 0))
+        asked = before.asked + len(outcome.known)
+        counted[key] = Share(asked, before.known + sum(outcome.known))
+    return counted
+
+
+def report(load_: RememberLoad, outcomes: Sequence[RecallOutcome]) -> Report:
+    """Lay out the shares, and judge those of the index."""
+    counted = shares(outcomes)
+    lines: list[Line] = []
+    met = True
+    for attend in load_.attend:
+        for length in load_.lengths:
+            whole, ours = counted[0, length, "all"], counted[attend, length, "index"]
+            window, quest = counted[attend, length, RIVAL], counted[attend, length, "quest"]
+            reached = ours.known >= LEAST_OF_ALL * whole.known
+            met = met and reached
+            name = f"{length:,} tokens, {attend} read"
+            lines.append(
+                Line(name, str(ours), str(window), f">= 99 % of {whole.known} known", reached)
+            )
+            lines.append(Line(f"{name}: all / Quest's bound", str(whole), str(quest)))
+    named = {
+        side: {
+            f"{n:,} of {length:,}": share.as_object()
+            for (n, length, s), share in counted.items()
+            if s == side
+        }
+        for side in SIDES
+    }
+    return Report(
+        name="remember",
+        claim=CLAIM,
+        rival=RIVAL,
+        penstock=named["index"],
+        rival_figures=named[RIVAL],
+        ratio={},
+        goal={"known_of_all": LEAST_OF_ALL},
+        met=met,
+        lines=lines,
+        raw={
+            "load": asdict(load_),
+            "all": named["all"],
+            "quest": named["quest"],
+            "outcomes": [asdict(outcome) for outcome in outcomes],
+        },
+        dtype="float32",
+    )
+
+
+def draw(report_: Report, file: Path) -> None:
+    """Draw recall over length, one pane for each number of tokens that a step reads."""
+    from penstock_bench.remember_picture import draw as drawn
+
+    drawn(report_, file)
