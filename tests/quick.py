@@ -22,7 +22,7 @@ THINNED = (
     *("test_cold_machine.py", "test_schema.py", "test_coded_reads.py", "test_engine.py"),
     *("test_requantize.py", "test_segment.py", "test_memory.py", "test_plan.py"),
     *("test_parsing.py", "test_speculation.py", "test_kernels.py"),
-    "test_attend.py",
+    *("test_attend.py", "test_conversation_ends.py"),
 )
 """Files whose cases take longest."""
 SLOW = (
@@ -65,6 +65,8 @@ SLOW = (
     *("test_however_it_is_fed_what_is_short_is_raw_and_what_is_long_is_not",),
     *("test_arrays_that_somebody_keeps_are_seen",),
     *("test_tasks_on_a_real_text_and_what_the_layers_lose",),
+    *("test_ends_that_do_not_linger_would_be_more",),
+    *("test_records_of_no_more_than_a_large_block_would_be_more",),
     *("test_engine_does_so_whatever_its_settings_are_together",),
 )
 """Tests that take long, most of them because they start processes or look for planted faults."""

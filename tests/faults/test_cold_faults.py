@@ -40,7 +40,7 @@ from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload import restoring
-from penstock.kv.block_spans import SPAN_TOKENS
+from penstock.kv.block_spans import RECORD_TOKENS
 from penstock.tiers import record
 from penstock.tiers.disk import index
 from penstock.tiers.disk.index import Entry, Index
@@ -213,13 +213,13 @@ def test_damage_costs_as_much_of_records_of_several_blocks(
     seed: int, tmp_path: Path, patient: None
 ) -> None:
     """They are as an engine makes them by default."""
-    blocks = SPAN_TOKENS // BLOCK
-    asked = prompt_of(3 * SPAN_TOKENS + 10)
-    with running(tmp_path, record_tokens=SPAN_TOKENS) as core:
+    blocks = RECORD_TOKENS // BLOCK
+    asked = prompt_of(3 * RECORD_TOKENS + 10)
+    with running(tmp_path, record_tokens=RECORD_TOKENS) as core:
         assert assert_right(core, asked) == 0
     assert len(files(tmp_path)) == 4, "the answer ends a block more"
-    with running(tmp_path, record_tokens=SPAN_TOKENS) as core:
-        assert assert_right(core, asked) == 3 * SPAN_TOKENS
+    with running(tmp_path, record_tokens=RECORD_TOKENS) as core:
+        assert assert_right(core, asked) == 3 * RECORD_TOKENS
         damage_records(core, seed, tmp_path, asked, blocks)
     assert_in_order(tmp_path, 10**9)
 

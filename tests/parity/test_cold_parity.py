@@ -15,8 +15,8 @@ from parity_models import model_of, prompt_of
 from test_engine import BASE, SMALL, answer, ask, check, drain, engine, every_family
 
 from penstock.engine.core import Core
+from penstock.engine.offload import conversation_ends, restoring
 from penstock.engine.offload import engine_tier as tier_module
-from penstock.engine.offload import restoring
 from penstock.kv import block_spans
 
 SOON = 20.0
@@ -31,6 +31,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for a disk that others use as well: what is on it is read, not computed."""
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
     monkeypatch.setattr(restoring, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(
+        conversation_ends, "LINGER_SECONDS", 0.0
+    )  # what is evicted is there at once
 
 
 @contextmanager
@@ -39,11 +42,11 @@ def with_disk(
     folder: Path,
     settings: Mapping[str, Any] = SMALL,
     *,
-    record_tokens: int = block_spans.SPAN_TOKENS,
+    record_tokens: int = block_spans.RECORD_TOKENS,
 ) -> Iterator[Core]:
     """Run an engine for which everything is worth the disk, however small the model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_spans, "SPAN_TOKENS", record_tokens)
+        patch.setattr(block_spans, "RECORD_TOKENS", record_tokens)
         with engine(model, **settings, ssd_cache_dir=folder, ssd_cache_limit="1GB") as made:
             made.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
             yield made
@@ -79,7 +82,7 @@ def test_computed_from_memory_from_the_disk_and_after_a_restart(
 
 
 @every_family
-@pytest.mark.parametrize("record_tokens", [16, block_spans.SPAN_TOKENS])
+@pytest.mark.parametrize("record_tokens", [16, block_spans.RECORD_TOKENS])
 def test_several_at_once_of_which_the_disk_has_a_part(
     record_tokens: int, family: str, tmp_path: Path
 ) -> None:
@@ -117,7 +120,7 @@ def test_turns_after_restarts_as_an_engine_is_shipped(family: str, tmp_path: Pat
             check(family, handle)
             assert restored(core) == (len(said) - 81) // size * size * (turn > 0)
         held = (len(said) + 23) // size * size
-        assert len(files(tmp_path)) == math.ceil(held / block_spans.SPAN_TOKENS)
+        assert len(files(tmp_path)) == math.ceil(held / block_spans.RECORD_TOKENS)
         said = (*said, *answer(handle), *prompt_of(80, turn))
     with with_disk(model, tmp_path, {}) as core:
         handle = ask(core, fork, 24)

@@ -21,6 +21,7 @@ from penstock.tiers import record
 def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a record hold a block: prompts are too short for records of 256 tokens."""
     monkeypatch.setattr(block_spans, "SPAN_TOKENS", 16)
+    monkeypatch.setattr(block_spans, "RECORD_TOKENS", 16)
 
 
 def run(kind: Kind, how: settings) -> None:

@@ -47,6 +47,7 @@ def running(
     model = model_of(family) if model is None else model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_spans, "SPAN_TOKENS", record_tokens)
+        patch.setattr(block_spans, "RECORD_TOKENS", record_tokens)
         core = Core(model, ssd_cache_dir=folder, **{**SETTINGS, **settings})
     if core.tiers is not None:
         core.prefill_rate.prefill_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]

@@ -144,6 +144,7 @@ def _have_written(core: Core, tokens: Sequence[int], salt: str) -> list[bytes]:
     root = core.prefixes.root(salt)
     _disk(core).writer.note(block_hashes[:held], root, 0, seen=True, ended=True)
     _note_checkpoints(core, block_hashes[:held], root)
+    _disk(core).writer.release_ends()
     return block_hashes
 
 
@@ -155,6 +156,7 @@ def _note_checkpoints(core: Core, block_hashes: Sequence[bytes], root: bytes) ->
             blocks = (node.start + checkpoint.at) // core.limits.block_size
             if core.tiers.has_states and blocks <= len(block_hashes):
                 core.tiers.note_checkpoint(block_hashes[:blocks], root, seen=True)
+                _disk(core).writer.release_ends()  # the next one would take its place
 
 
 def _is_written(core: Core) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from penstock.kv.block_spans import Spans, span_blocks
+from penstock.kv.block_spans import Spans, record_blocks
 from penstock.kv.codecs import Codec, Coded, Scheme
 from penstock.kv.columns import Side
 from penstock.kv.quantization import QuantizationRule
@@ -157,7 +157,7 @@ class BlockFormats:
     @property
     def spans(self) -> Spans:
         """Which blocks make a record of a cold tier together: all of one form."""
-        return Spans(span_blocks(self.block_size), self._first)
+        return Spans(record_blocks(self.block_size), self._first)
 
     @property
     def most_record_bytes(self) -> int:

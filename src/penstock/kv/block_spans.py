@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SPAN_TOKENS = 256
-"""Tokens that small blocks make together where each of them has a price of its own: in a record of
-a cold tier, in a node, between two checkpoints."""
+"""Tokens that small blocks make together where each of them has a price of its own: in a node,
+between two checkpoints."""
+RECORD_TOKENS = 320
+"""Tokens of a record of a cold tier, which small blocks make together. A conversation of 1,280
+tokens or more then has no more records, its short last one included, than blocks of 256 make."""
 
 
 def span_blocks(block_size: int) -> int:
@@ -16,6 +19,15 @@ def span_blocks(block_size: int) -> int:
     (8, 5, 1)
     """
     return max(1, SPAN_TOKENS // block_size)
+
+
+def record_blocks(block_size: int) -> int:
+    """Return how many blocks make `RECORD_TOKENS`; one that is longer makes a record by itself.
+
+    >>> record_blocks(32), record_blocks(48), record_blocks(1024)
+    (10, 6, 1)
+    """
+    return max(1, RECORD_TOKENS // block_size)
 
 
 def span_tokens(block_size: int) -> int:

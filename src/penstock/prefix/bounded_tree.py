@@ -104,6 +104,8 @@ class BoundedTree(Generic[S]):
         """Asked for bytes before a node is evicted."""
         self.spare: Spare | None = None
         """Asked for bytes when no node is left to evict."""
+        self.evicting: Callable[[Node[S]], object] | None = None
+        """Called with a node before it is evicted; changes nothing in the tree."""
         self.evictions = EvictionLog(remembered)
         self._matches: dict[bytes, Match[S]] = {}  # by the last hash of their chain
         self._matches_version = self.tree.version
@@ -244,6 +246,8 @@ class BoundedTree(Generic[S]):
 
     def _evict(self, node: Node[S], why: Why) -> int:
         """Evict a node and return the bytes freed."""
+        if self.evicting is not None:
+            self.evicting(node)
         before = self.nbytes
         logger.debug("a node of %d tokens is evicted (%s)", len(node.tokens), why)
         self.evictions.note(node.block_hashes, self.clock(), why)

@@ -316,13 +316,18 @@ class EngineTier:
             self._left.remove(restore)
             restore.paid.release()
 
-    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write pending records as long as there is time, and close the tier."""
-        until = time.monotonic() + timeout_seconds
-        while self.writer.has_pending and time.monotonic() < until:
+    def write_all(self, until_seconds: float) -> None:
+        """Offer all that was noted, as long as there is time, by the monotonic clock."""
+        self.writer.release_ends()
+        while self.writer.has_pending and time.monotonic() < until_seconds:
             self.sweep()
             if not self.writer.offer_next():
                 self.tier.wait(LOOK_SECONDS)
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Write pending records as long as there is time, and close the tier."""
+        until = time.monotonic() + timeout_seconds
+        self.write_all(until)
         self.writer.forget()
         self.tier.close(max(1.0, until - time.monotonic()))
         for restore in list(self._restores):

@@ -39,6 +39,7 @@ from penstock.kv.segment import Segment
 from penstock.kv.states import StateForm
 from penstock.ledger import Reservation
 from penstock.prefix.checkpoints import Checkpoints
+from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.worker import ColdTier, TierStats
 
@@ -229,11 +230,21 @@ class TierGroup:
             self._late.append((late, block_hashes, root, cached_blocks))
 
     def note_checkpoint(
-        self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False
+        self,
+        block_hashes: Sequence[bytes],
+        root: bytes,
+        *,
+        seen: bool = False,
+        answered: bool = False,
     ) -> None:
         """Take note of a checkpoint behind the last block of a chain."""
         for tier in self:
-            tier.writer.note_checkpoint(block_hashes, root, seen=seen)
+            tier.writer.note_checkpoint(block_hashes, root, seen=seen, answered=answered)
+
+    def save(self, node: Node[Segment]) -> None:
+        """Have the ends of conversations written that need a node about to be evicted."""
+        for tier in self:
+            tier.writer.save(node)
 
     def work(self, *, busy: bool) -> bool:
         """Offer one record to each tier that has room, or wait a moment for the tiers.
@@ -269,8 +280,10 @@ class TierGroup:
         return {name: tier.tier.clear(all_models=False) for name, tier in self.tiers.items()}
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all offered records are written or dropped; return whether they are."""
+        """Wait until all that was noted is written or dropped; return whether it is."""
         until = time.monotonic() + timeout_seconds
+        for tier in self:
+            tier.write_all(until)
         return all(tier.tier.flush(max(0.0, until - time.monotonic())) for tier in self)
 
     def waiting_nodes(self) -> set[int]:
@@ -329,7 +342,11 @@ def open_tiers(
         for opened in tiers.values():
             opened.close()
         raise
-    return TierGroup(tiers, prefixes, group.clock) if tiers else None
+    if not tiers:
+        return None
+    opened_tiers = TierGroup(tiers, prefixes, group.clock)
+    prefixes.evicting = opened_tiers.save
+    return opened_tiers
 
 
 def _tier_of(store: StoreOpener) -> Callable[[int], ColdTier]:

@@ -1,12 +1,14 @@
 """What a cold tier is still to write: noted blocks, copied and offered between two steps.
 
-    note ──> these blocks are new ──> those of one record are copied ──> ColdTier.offer
+    note     ──> these blocks are new ──> those of one record are copied ──> ColdTier.offer
+    note_end ──> a conversation may go on here ──> it lingers ──> its last blocks, its states
 
 Nothing here waits for the store. `engine_tier` reads.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,10 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.engine.offload.conversation_ends import ConversationEnd, ConversationEnds
 from penstock.kv.block_format import BlockFormats
 from penstock.kv.segment import Segment
 from penstock.kv.states import StateForm
 from penstock.prefix.block_hashes import checkpoint_hash
+from penstock.prefix.node import Node
 from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.host import host_block, host_states
 from penstock.tiers.record import HostArray, Record
@@ -26,11 +30,13 @@ from penstock.tiers.worker import ColdTier
 PENDING_KEYS = 16_384
 """Blocks, at most, that are worth writing and wait for their turn."""
 PENDING_TURNS = 64
-"""Checkpoints, at most, that wait for their turn; the oldest are left out."""
+"""Checkpoints, at most, that wait for their turn; the oldest are left out. As many ends linger."""
 KEY_BYTES = 80
 """Python overhead of one pending block hash."""
-PENDING_BYTES = PENDING_KEYS * KEY_BYTES
-"""Bytes of the list of pending blocks."""
+LINGERING_KEY_BYTES = 8
+"""Bytes of a block hash in the chain of an end that lingers: the tree has the hash itself."""
+PENDING_BYTES = PENDING_KEYS * (KEY_BYTES + LINGERING_KEY_BYTES)
+"""Bytes of the lists of pending blocks, and of ends."""
 
 
 @dataclass(slots=True)
@@ -64,6 +70,7 @@ class TierWriter:
         record_bytes: of the largest record.
         is_dear: tells whether computing a record takes so long that it is written after its first
             use.
+        clock: seconds, for ends that linger.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class TierWriter:
         state_form: StateForm | None,
         record_bytes: int,
         is_dear: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
         self._prefixes = prefixes
@@ -85,12 +93,15 @@ class TierWriter:
         self._pending: deque[_Pending] = deque()
         self._pending_keys = 0
         self._turns: deque[tuple[bytes, ...]] = deque(maxlen=PENDING_TURNS)
+        self._ends = ConversationEnds(
+            prefixes.block_size, PENDING_TURNS, clock, most_blocks=PENDING_KEYS
+        )
         self.dropped_blocks = 0
         """Blocks that were evicted before they were written."""
 
     @property
     def has_pending(self) -> bool:
-        """Whether blocks or checkpoints wait to be offered to the tier."""
+        """Whether blocks or checkpoints wait to be offered to the tier, besides lingering ends."""
         return bool(self._pending or self._turns)
 
     def note(
@@ -114,46 +125,47 @@ class TierWriter:
             ended: whether a conversation ended there: its last blocks are written even if they
                 make no whole record, until there is more of the chain.
         """
-        if self._is_short(block_hashes):
+        if self._is_short(block_hashes) or not (seen or self._is_dear()):
             return
+        if self._state_form is None:  # the record of the whole span has their blocks
+            self._ends.drop_passed(block_hashes[: self._whole(block_hashes)])
         if first < self._forms.least_blocks:  # it was too short when those were noted
             first = 0
-        whole = len(block_hashes) >= self._spans.end(first)
-        if first >= len(block_hashes) or not (whole or ended) or not (seen or self._is_dear()):
-            return
-        first = self._spans.start(first)
-        for pending in [entry for entry in self._pending if entry.goes_on(block_hashes, first)]:
-            if not (
-                self._state_form is not None and pending.ended
-            ):  # a checkpoint lies behind that record
-                first = pending.first
-                self._drop(pending)
-        self._pending.append(_Pending(tuple(block_hashes), root, first, ended))
-        self._pending_keys += len(block_hashes)
-        while self._pending_keys > PENDING_KEYS:
-            self._abandon(self._pending[0])
+        if first < self._whole(block_hashes):
+            self._wait(block_hashes, root, first)
+        if ended and self._state_form is None:
+            self._linger(block_hashes, root, asked=seen)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False) -> None:
         """Take note of the end of a conversation behind a chain that was noted.
 
-        Its last blocks are written even if they make no whole record.
+        Its last blocks are written even if they make no whole record, unless it goes on soon.
         """
-        if block_hashes and self._spans.end(len(block_hashes) - 1) > len(block_hashes):
-            self.note(block_hashes, root, len(block_hashes) - 1, seen=seen, ended=True)
+        if not self._is_short(block_hashes) and (seen or self._is_dear()):
+            self._linger(block_hashes, root)
 
     def note_checkpoint(
-        self, block_hashes: Sequence[bytes], root: bytes, *, seen: bool = False
+        self,
+        block_hashes: Sequence[bytes],
+        root: bytes,
+        *,
+        seen: bool = False,
+        answered: bool = False,
     ) -> None:
         """Take note of a checkpoint behind a chain, at which a conversation resumes.
 
-        It is written after the blocks.
+        It is written after the blocks, unless the conversation goes on soon.
+
+        Args:
+            block_hashes: the chain.
+            root: hash before the first block.
+            seen: whether it was asked for before.
+            answered: whether it lies behind an answer, and not in front of one.
         """
-        turn = tuple(block_hashes)
-        if self._is_short(turn):
+        if self._is_short(block_hashes) or not block_hashes or not (seen or self._is_dear()):
             return
-        if block_hashes and turn not in self._turns and (seen or self._is_dear()):
-            self.note_end(block_hashes, root, seen=True)
-            self._turns.append(turn)
+        for end in self._ends.add(block_hashes, root, answered=answered):
+            self._release(end)
 
     def offer_next(self) -> bool:
         """Offer a copy of the next record or checkpoint to the tier, if it has room.
@@ -163,6 +175,8 @@ class TierWriter:
         """
         if self._tier.is_off:
             self.forget()
+        for end in self._ends.take_due():
+            self._release(end)
         if self._pending and self._tier.has_room(self._record_bytes):
             self._offer(self._pending[0])
             return True
@@ -175,24 +189,85 @@ class TierWriter:
     def waiting_nodes(self) -> set[int]:
         """Return the ids of nodes with blocks that wait to be written."""
         size = self._prefixes.block_size
+        waiting = [(pending.block_hashes, pending.first) for pending in self._pending]
+        waiting += [(end.block_hashes, self._whole(end.block_hashes)) for end in self._ends]
         return {
             node.id
-            for pending in self._pending
-            for node in self._prefixes.match(pending.block_hashes).path
-            if node.end > pending.first * size
+            for block_hashes, first in waiting
+            for node in self._prefixes.match(block_hashes).path
+            if node.end > first * size
         }
+
+    def release_ends(self) -> None:
+        """Let no end linger: what is noted is written as soon as the tier has room."""
+        for end in self._ends.take_all():
+            self._release(end)
+
+    def save(self, node: Node[Segment]) -> None:
+        """Offer the ends whose chains need a node that is about to be evicted."""
+        for end in self._ends.take_needing(node):
+            self._release(end, urgent=True)
+            while self._pending and self._pending[0].block_hashes == end.block_hashes:
+                if not self._tier.has_room(self._record_bytes):
+                    break
+                self._offer(self._pending[0])
+            if self._state_form is not None and self._tier.has_room(self._state_form.nbytes):
+                self._offer_states(end.block_hashes)
 
     def forget(self) -> None:
         """Drop all pending blocks and checkpoints."""
         while self._pending:
             self._abandon(self._pending[0])
         self._turns.clear()
+        self._ends.take_all()
 
     # ---- parts
 
     def _is_short(self, block_hashes: Sequence[bytes]) -> bool:
         """Tell whether a chain is raw in memory, though tiers hold its blocks coded."""
         return len(block_hashes) < self._forms.least_blocks
+
+    def _whole(self, block_hashes: Sequence[bytes]) -> int:
+        """Return how many first blocks of a chain make whole records."""
+        return self._spans.start(len(block_hashes))
+
+    def _linger(self, block_hashes: Sequence[bytes], root: bytes, *, asked: bool = False) -> None:
+        """Let the last blocks of a chain wait, if they make no whole record."""
+        if self._whole(block_hashes) < len(block_hashes):
+            for end in self._ends.add(block_hashes, root, asked=asked):
+                self._release(end)
+
+    def _release(self, end: ConversationEnd, *, urgent: bool = False) -> None:
+        """Have an end written that has lingered."""
+        block_hashes = end.block_hashes
+        whole = self._whole(block_hashes)
+        if whole < len(block_hashes):
+            self._wait(block_hashes, end.root, whole, ended=True, urgent=urgent)
+        if self._state_form is not None and block_hashes not in self._turns:
+            self._turns.append(block_hashes)
+
+    def _wait(
+        self,
+        block_hashes: Sequence[bytes],
+        root: bytes,
+        first: int,
+        *,
+        ended: bool = False,
+        urgent: bool = False,
+    ) -> None:
+        """Put blocks into the queue, behind those of the same chain that wait there."""
+        first = self._spans.start(first)
+        for pending in [entry for entry in self._pending if entry.goes_on(block_hashes, first)]:
+            if not (
+                self._state_form is not None and pending.ended
+            ):  # a checkpoint lies behind that record
+                first = pending.first
+                self._drop(pending)
+        entry = _Pending(tuple(block_hashes), root, first, ended)
+        self._pending.appendleft(entry) if urgent else self._pending.append(entry)
+        self._pending_keys += len(block_hashes)
+        while self._pending_keys > PENDING_KEYS:
+            self._abandon(self._pending[0])
 
     def _offer(self, pending: _Pending) -> None:
         """Offer the next record, if its blocks are still in the tree."""

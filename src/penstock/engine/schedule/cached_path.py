@@ -259,12 +259,13 @@ class CachedPath:
             block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
             stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first)
 
-    def _note_checkpoint(self, at: int) -> None:
+    def _note_checkpoint(self, at: int, *, answered: bool = False) -> None:
         """Have the states that were captured under a boundary written to the tiers."""
         stores = self._stores
         if stores.tiers is not None:
             root = stores.prefixes.root(self._salt)
-            stores.tiers.note_checkpoint(self.block_hashes[: at // self._size], root)
+            block_hashes = self.block_hashes[: at // self._size]
+            stores.tiers.note_checkpoint(block_hashes, root, answered=answered)
 
     def end_turn(self, known_tokens: int) -> None:
         """Retain the states with which a conversation goes on behind this answer.
@@ -275,7 +276,7 @@ class CachedPath:
         stores = self._stores
         if stores.checkpoints is not None and self.pin is not None:
             at = stores.checkpoints.end_turn(self.pin.path, self.num_cached_tokens)
-            self._note_checkpoint(at)
+            self._note_checkpoint(at, answered=True)
         elif stores.tiers is not None and self.num_cached_tokens - known_tokens >= self._size:
             block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
             stores.tiers.note_end(block_hashes, stores.prefixes.root(self._salt))

@@ -1,0 +1,241 @@
+"""Ends of conversations linger on their way to a tier: few records, and nothing lost for that."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cold_engine import SAID, SOON, files, running, said, settle, submit
+from combinations import pairs
+from engine_faults import model_of
+from safetensors import SafetensorError, safe_open
+from tiny_families import VOCABULARY_TOKENS, build
+
+from penstock.engine.core import Core
+from penstock.engine.engine import Engine
+from penstock.engine.offload import conversation_ends as ends_module
+from penstock.engine.offload import engine_tier as tier_module
+from penstock.engine.offload import restoring as restoring_module
+from penstock.engine.offload.conversation_ends import ConversationEnds
+from penstock.engine.request import Request
+from penstock.kv import block_spans
+from penstock.tiers.record import TOKENS
+
+SCALE = 4
+"""Everything is a fourth as long as it is by default."""
+LARGE = 256 // SCALE
+RECORD = block_spans.RECORD_TOKENS // SCALE
+HYBRIDS = ("falcon_h1", "mamba2")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring_module, "ASK_SECONDS", SOON)
+    monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", SOON)
+    monkeypatch.setattr(ends_module, "LINGER_SECONDS", 1e9)
+    monkeypatch.setattr(ends_module, "LAPSE_TOKENS", ends_module.LAPSE_TOKENS // SCALE)
+
+
+@functools.cache
+def model(family: str) -> Any:
+    return build(family) if family == "mamba2" else model_of(family)
+
+
+def engine(folder: Path, family: str, block: int, record_tokens: int = RECORD) -> Any:
+    settings = {"block_size": block, "prefill_chunk": 512 // SCALE, "max_kv_size": 2_048}
+    return running(folder, family, model(family), record_tokens=record_tokens, **settings)
+
+
+def tokens(count: int, seed: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(VOCABULARY_TOKENS) for _ in range(count))
+
+
+def ask(core: Core, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the answer when all that the tier was offered is written; ends go on lingering."""
+    handle = submit(core, prompt)
+    assert core.tiers is not None
+    while core.step() or core.tiers.tiers["disk"].tier.is_busy:
+        core.view.check()
+    return said(handle)
+
+
+def agents(core: Core, turns: int = 3) -> list[tuple[int, ...]]:
+    """Run four conversations in turn that begin alike; return them."""
+    shared = tokens(375, 0)
+    talks = [(*shared, *tokens(25, 1 + number)) for number in range(4)]
+    for turn in range(turns):
+        for number, talk in enumerate(talks):
+            talks[number] = (*talk, *ask(core, talk), *tokens(50, 10 * turn + number + 10))
+    return [talk[:-50] for talk in talks]
+
+
+def alone(core: Core) -> list[tuple[int, ...]]:
+    """Run one conversation of four turns; return it."""
+    talk = tokens(375, 0)
+    for turn in range(4):
+        talk = (*talk, *ask(core, talk), *tokens(150, turn + 1))
+    return [talk[:-150]]
+
+
+def written(core: Core) -> int:
+    return core.view.stats().tiers["disk"].counts.written_blocks
+
+
+def stored_tokens(folder: Path) -> int:
+    """Return the tokens of all records in a folder."""
+    count = 0
+    for path in files(folder):
+        with safe_open(path, "numpy") as record, suppress(SafetensorError):  # states have none
+            count += len(record.get_tensor(TOKENS))
+    return count
+
+
+def measured(folder: Path, family: str, block: int, record_tokens: int = RECORD) -> float:
+    """Return what the worse of two workloads writes, in records of blocks of `LARGE` tokens.
+
+    Of those there is one for every `LARGE` tokens, and of a hybrid one for every turn's states.
+    """
+    shares = []
+    for work, turns in ((alone, 4), (agents, 12)):
+        place = folder / work.__name__
+        with engine(place, family, block, record_tokens) as core:
+            work(core)
+            settle(core)
+            records = written(core)
+        most = stored_tokens(place) / LARGE + turns * (family in HYBRIDS)
+        assert len(files(place)) <= records
+        shares.append(records / most)
+    return max(shares)
+
+
+@pytest.mark.parametrize(
+    "family, block", pairs(["llama", "gemma2", "falcon_h1", "mamba2"], [4, 8, 16])
+)
+def test_small_blocks_make_no_more_records_a_token_than_large_ones(
+    family: str, block: int, tmp_path: Path
+) -> None:
+    assert measured(tmp_path, family, block) <= 1.0
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_ends_that_do_not_linger_would_be_more(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends_module, "LINGER_SECONDS", 0.0)
+    assert measured(tmp_path, family, 8) > 1.0
+
+
+def test_records_of_no_more_than_a_large_block_would_be_more(tmp_path: Path) -> None:
+    assert measured(tmp_path, "llama", 8, LARGE) > 1.0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "falcon_h1", "mamba2"])
+def test_every_conversation_goes_on_behind_its_last_block_after_a_restart(
+    family: str, tmp_path: Path
+) -> None:
+    with engine(tmp_path, family, 8) as core:
+        talks = agents(core)
+    with engine(tmp_path, family, 8) as core:
+        for number, talk in enumerate(talks):
+            before = core.view.stats().prefilled_tokens
+            ask(core, (*talk, *tokens(20, 90 + number)))
+            computed = core.view.stats().prefilled_tokens - before
+            answer = SAID if family in HYBRIDS else 0  # its states are those in front of it
+            assert computed <= 20 + 8 + answer
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_is_evicted_is_written_first(family: str, saved: bool, tmp_path: Path) -> None:
+    talk = tokens(150, 3)
+    with engine(tmp_path, family, 8) as core:
+        if not saved:
+            core.prefixes.evicting = None
+        turn = (*talk, *ask(core, talk), *tokens(9, 4))
+        before = written(core)
+        core.prefixes.clear()
+        settle(core)
+        assert written(core) - before == saved * (4 if family in HYBRIDS else 1)
+    with engine(tmp_path, family, 8) as core:
+        ask(core, turn)
+        assert (core.view.stats().restored_tokens >= 144) == saved
+
+
+def test_an_idle_engine_writes_ends_that_have_lingered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends_module, "LINGER_SECONDS", 1.0)
+    settings = {"memory_limit": "200MB", "block_size": 8, "max_kv_size": 1_024}
+    with Engine(model("llama"), ssd_cache_dir=tmp_path, ssd_cache_limit="1GB", **settings) as made:
+        made.ask(lambda view: None).result(SOON)
+        made._core.prefill_rate.prefill_seconds = lambda count: 1.0 * count  # type: ignore[method-assign]
+        made.submit(Request(prompt=tokens(150, 3), max_tokens=2)).result(SOON)
+        until = time.monotonic() + 20.0
+        while not files(tmp_path) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert len(files(tmp_path)) == 1
+
+
+# ---- the list of ends alone
+
+
+def ends(most: int = 10) -> tuple[ConversationEnds, list[float]]:
+    now = [0.0]
+    return ConversationEnds(8, most, lambda: now[0]), now
+
+
+def chain(blocks: int, first: bytes = b"") -> list[bytes]:
+    return [first + bytes([number]) for number in range(blocks)]
+
+
+def test_an_end_takes_the_place_of_those_it_passes() -> None:
+    lingering, _ = ends()
+    assert not lingering.add(chain(3), b"") and not lingering.add(chain(3), b"")
+    assert not lingering.add(chain(4), b"", answered=True), "of one turn both stay"
+    assert not lingering.add(chain(4, b"other"), b"")
+    assert [len(end.block_hashes) for end in lingering] == [3, 4, 4]
+    assert not lingering.add(chain(6), b"")
+    assert [len(end.block_hashes) for end in lingering] == [4, 6]
+
+
+def test_where_a_prompt_has_parted_others_may() -> None:
+    lingering, _ = ends()
+    lingering.add(chain(3), b"", asked=True)
+    lingering.add(chain(5), b"")
+    assert [len(end.block_hashes) for end in lingering.take_all()] == [5, 3], "the longest first"
+    lingering.add(chain(3), b"", asked=True)
+    lingering.drop_passed(chain(4))
+    assert not list(lingering)
+
+
+def test_far_behind_the_last_one_an_end_is_written_though_it_is_passed() -> None:
+    lingering, _ = ends()
+    far = ends_module.LAPSE_TOKENS // 8
+    lengths = [10, 12, 10 + far, 13 + far, 9 + 2 * far, 13 + 2 * far]
+    due = [lingering.add(chain_of(blocks), b"") for blocks in lengths]
+    assert [[len(end.block_hashes) for end in some] for some in due] == [
+        [], [], [], [10 + far], [], [9 + 2 * far]
+    ]  # fmt: skip
+
+
+def chain_of(blocks: int) -> list[bytes]:
+    return [number.to_bytes(2, "big") for number in range(blocks)]
+
+
+def test_ends_are_due_in_time_and_when_there_are_too_many() -> None:
+    lingering, now = ends(most=2)
+    assert not lingering.add(chain(1), b"")
+    now[0] = 5.0
+    assert not lingering.add(chain(1, b"b"), b"")
+    (oldest,) = lingering.add(chain(1, b"c"), b"")
+    assert oldest.block_hashes == tuple(chain(1))
+    few = ConversationEnds(8, 10, lambda: 0.0, most_blocks=5)
+    assert not few.add(chain(3), b"") and len(few.add(chain(3, b"b"), b"")) == 1
+    now[0] += ends_module.LINGER_SECONDS
+    assert len(lingering.take_due()) == 2 and not list(lingering)
