@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from engine_faults import model_of
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from penstock.engine.model.proposals import (
     Proposal,
     Speculation,
 )
+from penstock.engine.model.sampling import SampledToken
 from penstock.engine.model.shared_text import PAGE_TOKENS, SharedProposer, SharedText
 from penstock.engine.model.step_costs import FORGET_STEPS, LEAST_SAMPLES, StepCosts
 from penstock.engine.model.tree_proposer import TreeProposer
@@ -492,3 +494,25 @@ def test_a_proposal_behind_the_end_of_an_answer_is_not_in_its_usage(
         usage = choice.finish.usage
         assert usage.accepted_tokens <= usage.completion_tokens == end + 1
         assert usage.accepted_tokens < core.view.stats().accepted_tokens
+
+
+def test_an_error_behind_accepted_tokens_keeps_nothing_of_the_step() -> None:
+    """A grammar may raise one error again and again; its frames would keep the step's logits."""
+    kept = ValueError("no token fits")
+
+    class Refusing:
+        """Sampler that chooses one token, and then none."""
+
+        def ahead(self) -> Refusing:
+            return self
+
+        def accept(self, token: int) -> bool:
+            return False
+
+        def choose(self, logits: mx.array, generated: Sequence[int]) -> SampledToken:
+            raise kept
+
+    accepted = [SampledToken(7, 0.0)]
+    found = verification._go_on(accepted, mx.zeros((3, 9)), [7, 8], Refusing(), [])  # type: ignore[arg-type]
+    assert [token.token for token in found] == [7]
+    assert kept.__traceback__ is None and "no token fits" in kept.__notes__[0]

@@ -12,7 +12,7 @@ from attention_reference import Numbers, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv import backend
+from penstock.kv import attention, backend
 from penstock.kv.attention import (
     LOG2_E,
     MASKED,
@@ -110,8 +110,19 @@ def test_what_a_slot_held_before_is_of_no_account(stale: float) -> None:
     assert all_finite(decode(rows, tails, AttentionWindow(), mx.float32))
 
 
-# ---- sight
+@pytest.mark.parametrize(
+    ("slots", "neighbors"), [((0, 1), True), ((1, 2), True), ((1, 0), False), ((0, 2), False)]
+)
+def test_slots_are_read_as_one_slice_where_they_ascend(
+    slots: tuple[int, int], neighbors: bool
+) -> None:
+    """Read as one slice, descending slots would be those behind the first one."""
+    tails = Tails(3, 4, [LayerShape(1, WIDTH, WIDTH, mx.float32)])
+    rows = [DecodeRow((), 2, slot, 2) for slot in slots]
+    assert DecodeStep.of(rows, tails).neighbors == neighbors
 
+
+# ---- sight
 
 attention_windows = st.builds(AttentionWindow, st.none() | st.integers(1, 12), st.integers(0, 6))
 
@@ -387,3 +398,12 @@ def test_the_comparison_sees_parts_that_are_not_weighed_against_each_other() -> 
     assert mx.allclose(merged(parts), whole, atol=1e-6)
     alike = [Partial(mx.zeros_like(part.top), part.total, part.mixed) for part in parts]
     assert not mx.allclose(merged(alike), whole, atol=1e-2)
+
+
+@pytest.mark.parametrize("columns", [1, 64, 1023, 1024, 1040, 1088, 2080, 4160])
+def test_the_largest_score_is_found_wherever_it_lies(columns: int) -> None:
+    """From 1,024 columns on it is looked for down columns of 64, where they come out even."""
+    scores = normal(2, 3, columns, seed=columns)
+    for at in {0, columns // 2, columns - 1}:
+        marked = scores.at[:, :, at].add(100.0)
+        assert attention._largest(marked).tolist() == marked[:, :, at : at + 1].tolist()
