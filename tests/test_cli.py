@@ -385,7 +385,10 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
     [
         (["nosuch"], "No such command 'nosuch'"),
         (["cache"], "Missing command"),
-        (["bench", "nosuch"], "No such command 'nosuch'"),
+        (
+            ["bench", "nosuch"],
+            "No such command 'nosuch'. penstock bench --help lists the commands.",
+        ),
         (["generate"], "Missing argument"),
         (["generate", "x", "--bogus"], "No such option"),
         (["generate", ""], "the prompt is empty"),

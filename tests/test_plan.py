@@ -176,6 +176,24 @@ def test_the_table_shows_the_arithmetic_and_it_is_right(
         assert eval(terms.replace(",", "").replace("x", "*")) == int(total.replace(",", ""))
 
 
+@pytest.mark.parametrize("columns", [50, 80])
+@pytest.mark.parametrize("batch", ["1", "4"])
+def test_no_figure_is_cut_however_narrow_the_terminal(
+    columns: int,
+    batch: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = run(capsys, "--memory", "4GB", "--batch", batch)
+    table = out.partition("full layers x")[0]
+    assert code == 0 and "…" not in table
+    rows = [line for line in table.splitlines() if "kB" in line or "B  " in line]
+    assert rows and all(len(line) <= columns for line in rows)
+    if (columns, batch) == (50, "1"):
+        assert "1,949,690" in table and "67.11 MB" in table
+
+
 def test_windows_stand_apart_from_full_layers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from difflib import get_close_matches
 from typing import Annotated
@@ -110,7 +111,10 @@ def _refusal(error: typer.TyperException) -> str:
     """
     wrong, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
     if not wrong:
-        return error.format_message()
+        message, context = error.format_message(), getattr(error, "ctx", None)
+        if context is not None and re.fullmatch(r"No such command '.*'\.", message):
+            message += f" {context.command_path} --help lists the commands."
+        return message
     near = get_close_matches(wrong, known or [], 1, 0.7)
     return f"No such option {wrong!r}." + (f" Did you mean {near[0]!r}?" if near else "")
 

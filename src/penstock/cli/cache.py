@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli import options
+from penstock.cli.help_groups import ListedCommands
 from penstock.cli.settings_options import Fields, size_bytes, with_settings
 from penstock.config import EngineSettings
 from penstock.errors import CacheFileError, SettingError
@@ -40,6 +41,7 @@ REASONS = {
 """Why members of a tar are refused."""
 
 app = typer.Typer(
+    cls=ListedCommands,
     help="Look into a folder of the cold tier, check it, shrink it, carry it elsewhere.",
     rich_markup_mode=None,
     no_args_is_help=True,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from typer.core import TyperGroup
 from typer.main import get_command
 
+from penstock.cli.help_groups import ListedCommands
 from penstock.errors import SettingError
 
 ENTRY_POINTS = "penstock.commands"
@@ -16,7 +16,7 @@ BENCH_COMMANDS = ("bench", "bench-kv-cache", "eval")
 """Commands of the distribution `penstock-bench`."""
 
 
-class CommandGroup(TyperGroup):
+class CommandGroup(ListedCommands):
     """Commands of penstock first, then those of entry points.
 
     Entry points are looked up only where a command is not one of penstock's own, or where all are

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 GROUPS = {
     "Model": "config model model-name weights-dtype system raw ignore-model-context "
@@ -21,6 +21,11 @@ GROUPS = {
     "Scale": "pipeline ray replicas max-replicas replica-cpus replica-gpus routing",
 }
 """Flags, without their dashes, by the group that shows them."""
+NARROW_COLUMNS = 72
+"""Columns of a terminal below which the help of a flag takes two thirds of a line."""
+MOST_FLAG_COLUMNS = 30
+LONGEST_SUMMARY = 200
+"""Characters of a command's summary, at most."""
 GROUP_OF = {f"--{flag}": group for group, flags in GROUPS.items() for flag in flags.split()}
 
 
@@ -40,4 +45,29 @@ class GroupedCommand(TyperCommand):
         for name in ("Arguments", *GROUPS, "Other"):
             if name in sections:
                 with formatter.section(name):
-                    formatter.write_dl(sections[name])
+                    formatter.write_dl(sections[name], col_max=flag_columns(formatter.width))
+
+
+class ListedCommands(TyperGroup):
+    """Group whose help shows the whole summary of each command, on several lines if need be."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the names and the summaries of the commands."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, command.get_short_help_str(LONGEST_SUMMARY))
+            for name, command in commands
+            if command is not None and not command.hidden
+        ]
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
+
+def flag_columns(width: int) -> int:
+    """Return the columns up to which flags stand beside their help, and not above it.
+
+    >>> flag_columns(80), flag_columns(50)
+    (30, 16)
+    """
+    return MOST_FLAG_COLUMNS if width >= NARROW_COLUMNS else width // 3

@@ -21,6 +21,9 @@ from penstock.memory import ModelSpec, format_bytes
 from penstock.models import named
 from penstock.recall import MODEL_PATH
 
+NARROW_COLUMNS = 76
+"""Columns of a terminal below which the table has no lines and no column too many."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
@@ -341,12 +344,25 @@ def _show(plan: MemoryPlan, console: Console) -> None:
         f"window   {plan.max_kv_size:,} tokens a sequence, of them {plan.keep_kv_size:,} kept; "
         f"batch {plan.batch}"
     )
-    windows = plan.layers["window"] > 0
-    table = Table()
-    for title in ("KV bits", "a token", *(["window layers"] if windows else [])):
-        table.add_column(title, justify="right")
-    for title in ("a sequence", "batch", "sequences fit", "window fits"):
-        table.add_column(title, justify="right")
+    console.print(_table(plan, narrow=console.width < NARROW_COLUMNS))
+    for line in plan.arithmetic:
+        say(f"  {line}")
+    for reason in sorted({row.impossible for row in plan.rows if row.impossible}):
+        say(f"note: {reason}")
+    for note in plan.notes:
+        say(f"note: {note}")
+    say(plan.advice or "fits; a prompt's own working memory comes on top")
+    if plan.largest_request_tokens is not None:
+        say(largest_line(plan.largest_request_tokens))
+
+
+def _table(plan: MemoryPlan, *, narrow: bool) -> Table:
+    """Return the rows of a plan; narrow without lines, and without what the other columns say."""
+    windows, batches = plan.layers["window"] > 0, plan.batch > 1 or not narrow
+    table = Table(box=None, pad_edge=False) if narrow else Table()
+    titles = ("KV bits", "a token", *(["window layers"] if windows else []), "a sequence")
+    for title in (*titles, *(["batch"] if batches else []), "sequences fit", "window fits"):
+        table.add_column(title, justify="right", overflow="fold")
     for row in plan.rows:
         mark = "*" if row is plan.chosen else ""
         if row.impossible:
@@ -357,20 +373,11 @@ def _show(plan: MemoryPlan, console: Console) -> None:
             format_bytes(row.full_bytes_per_token),
             *([format_bytes(row.window_bytes_per_token)] if windows else []),
             format_bytes(row.bytes_per_sequence),
-            format_bytes(row.bytes_of_batch),
+            *([format_bytes(row.bytes_of_batch)] if batches else []),
             f"{row.sequences:,}",
             "any" if row.largest_window_tokens is None else f"{row.largest_window_tokens:,}",
         )
-    console.print(table)
-    for line in plan.arithmetic:
-        say(f"  {line}")
-    for reason in sorted({row.impossible for row in plan.rows if row.impossible}):
-        say(f"note: {reason}")
-    for note in plan.notes:
-        say(f"note: {note}")
-    say(plan.advice or "fits; a prompt's own working memory comes on top")
-    if plan.largest_request_tokens is not None:
-        say(largest_line(plan.largest_request_tokens))
+    return table
 
 
 def _default_keep(window: int) -> int:

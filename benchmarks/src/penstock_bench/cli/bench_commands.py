@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 from typer.core import TyperGroup
 
+from penstock.cli.help_groups import ListedCommands
 from penstock_bench.cli import (
     cache_commands,
     engine_commands,
@@ -13,7 +14,7 @@ from penstock_bench.cli import (
     serve_command,
 )
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(cls=ListedCommands, add_completion=False, rich_markup_mode=None)
 app.command("shared-prefix")(engine_commands.shared_prefix)
 app.command()(engine_commands.hit)
 app.command()(engine_commands.ragged)
