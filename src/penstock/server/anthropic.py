@@ -150,6 +150,8 @@ class AnthropicErrorDetail(BaseModel):
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
+    """Code on which Anthropic's clients send the request in another way."""
 
 
 class ErrorOut(BaseModel):

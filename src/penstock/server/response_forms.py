@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, Tag
 
@@ -108,15 +108,25 @@ class ResponsesUsage(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """An answer."""
+    """An answer, with the settings that it was made with; not all of them stand here."""
 
     id: str
     object: str
     created_at: int
+    completed_at: int | None
     status: str
+    """State: `completed`, `incomplete` where its tokens ended, or `failed`."""
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
     model: str
     output: list[dict[str, Any]]
     usage: ResponsesUsage | None
+    temperature: float
+    """Temperature that was used, given or not."""
+    top_p: float
+    truncation: Literal["disabled"]
+    """Whether an input that is too long is cut: it is refused."""
+    tools: list[dict[str, Any]]
 
 
 class DeletedResponse(BaseModel):
