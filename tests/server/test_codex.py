@@ -135,6 +135,27 @@ def test_a_demanded_custom_call_follows_its_grammar(tmp_path: Path) -> None:
         assert item.input[:3].isdigit() and item.input[3:] == "/x"
 
 
+def test_a_custom_call_of_the_models_own_follows_its_grammar(tmp_path: Path) -> None:
+    """Where the client demands nothing: of a model that would break the grammar."""
+    head = '{"name": "number", "arguments": {"input": "'
+    said = ("I count. ", "<tool_call>", head, "abc", '"}}', "</tool_call>")
+    definition = 'start: DIGIT{3} "\\n"\n%import common.DIGIT'
+    number: Any = {"type": "custom", "name": "number"}
+    form = {"type": "grammar", "syntax": "lark", "definition": definition}
+    with serving(*parrot(tmp_path, *said)) as running, client(running) as api:
+        ask: Any = {"model": "any", "input": "look", "max_output_tokens": 60}
+        free = api.responses.create(**ask, tools=[number])
+        assert free.output[-1].input == "abc"  # type: ignore[union-attr]
+        made = api.responses.create(**ask, tools=[{**number, "format": form}])
+        text, call, *_ = made.output
+        assert text.type == "message" and made.output_text.startswith("I count. ")
+        assert call.type == "custom_tool_call" and call.name == "number"
+        assert call.input[:3].isdigit() and call.input[3:] == "\n"
+        nested = {**form, "definition": 'start: "(" start? ")"'}
+        answer = api.responses.with_raw_response.create(**ask, tools=[{**number, "format": nested}])
+        assert answer.headers["x-penstock-unenforced"] == "number:grammar"
+
+
 def test_effort_is_the_templates_own_switch(tmp_path: Path) -> None:
     template = "{{ reasoning_effort }}{{ enable_thinking }}" + TEMPLATE
     marks = ("<think>", "</think>")

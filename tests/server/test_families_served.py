@@ -55,6 +55,30 @@ def test_reasoning_and_a_call_reach_all_clients(name: str, tmp_path: Path) -> No
             assert (block.name, block.input) == ("look_up", ARGUMENTS)
 
 
+@pytest.mark.parametrize("shown", ["<|channel|> <|message|>", "<｜tool▁calls▁begin｜> ```json"])
+def test_a_call_is_demanded_in_the_models_own_form(shown: str, tmp_path: Path) -> None:
+    """Of a model that by itself says something else."""
+    things = {**TOOL, "properties": {"thing": {"enum": ["otter"]}}, "required": ["thing"]}
+    things["additionalProperties"] = False
+    function: Any = {"name": "look_up", "parameters": things}
+    asked: Any = {"model": "any", "messages": [{"role": "user", "content": "look"}]}
+    asked["tools"] = [{"type": "function", "function": function}]
+    marks = ("｜", "▁")  # which the letters of the model lack
+    model = parrot(tmp_path, "Hello", marks=marks, template=f"{{# {shown} #}}{TEMPLATE}")
+    with serving(*model) as running:
+        url = f"{running.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as api:
+            plain = api.chat.completions.create(**asked).choices[0]
+            made = api.chat.completions.create(
+                **asked, tool_choice="required", max_tokens=200
+            ).choices[0]
+    (call,) = made.message.tool_calls or ()
+    assert plain.message.content == "Hello" and not plain.message.tool_calls
+    assert call.function.name == "look_up"  # type: ignore[union-attr]
+    assert json.loads(call.function.arguments) == ARGUMENTS  # type: ignore[union-attr]
+    assert made.finish_reason == "tool_calls" and not made.message.content
+
+
 def test_reasoning_of_harmony_is_counted(tmp_path: Path) -> None:
     shown = "{# <|channel|> <|message|> #}"
     prompts = Prompts(parrot(tmp_path, *HARMONY[:2], template=shown + TEMPLATE)[1])

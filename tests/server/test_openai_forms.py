@@ -43,6 +43,20 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The same in smaller tokens, so that a grammar can change the argument alone."""
+    head, *rest = CALL.partition("falcon")
+    pieces = ("<think>", "I wonder. ", "</think>", "I look it up. ", "<tool_call>")
+    model, tokenizer = parrot(
+        tmp_path_factory.mktemp("calling"),
+        *(*pieces, head.removeprefix("<tool_call>"), *rest),
+        marks=("<think>", "</think>"),
+    )
+    with serving(model, tokenizer, engine={"memory_limit": "400MB"}) as running:
+        yield running
+
+
 # ---- usage
 
 
@@ -154,6 +168,40 @@ def test_text_goes_before_calls_that_are_allowed(thinking: Running) -> None:
     others = answers["forget"].message.tool_calls or []
     assert all(call.type == "function" and call.function.name == "forget" for call in others)
     assert (answers["forget"].message.content or "").startswith("I look it up. ")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_calls_of_strict_functions_follow_their_schemas(calling: Running, strict: bool) -> None:
+    """Also where none is demanded. The model would call with falcon, which is not among these."""
+    limit = 64
+    schema: Any = {**PARAMETERS, "properties": {"thing": {"enum": ["otter", "owl"]}}}
+    function: Any = {"name": "look_up", "parameters": schema, "strict": strict}
+    wanted = {"otter", "owl"} if strict else {"falcon"}
+    with client(calling) as api:
+        tool: Any = {"type": "function", "function": function}
+        chat = api.chat.completions.create(
+            model="any", messages=MESSAGES, tools=[tool], max_tokens=limit
+        )
+        (call,) = chat.choices[0].message.tool_calls or ()
+        assert call.type == "function" and json.loads(call.function.arguments)["thing"] in wanted
+        assert (chat.choices[0].message.content or "").startswith("I look it up. ")
+        assert chat.choices[0].message.model_extra == {"reasoning_content": "I wonder. "}
+        flat: Any = {"type": "function", **function}
+        output = api.responses.create(
+            model="any", input="look", tools=[flat], max_output_tokens=limit
+        ).output
+        (item,) = [one for one in output if one.type == "function_call"]
+        assert json.loads(item.arguments)["thing"] in wanted
+    with anthropic.Anthropic(base_url=calling.url, api_key="none", max_retries=0) as messages:
+        named: Any = {"name": "look_up", "input_schema": schema, "strict": strict}
+        ask: Any = {"model": "any", "messages": MESSAGES, "tools": [named], "max_tokens": limit}
+        content = messages.messages.create(**ask).content
+        (block,) = [one for one in content if one.type == "tool_use"]
+        assert block.input["thing"] in wanted
+        budget: Any = {"type": "enabled", "budget_tokens": 1024}
+        ask |= {"max_tokens": 2048, "thinking": budget}
+        answer = messages.messages.with_raw_response.create(**ask)
+        assert answer.headers.get("x-penstock-unenforced") == ("look_up:strict" if strict else None)
 
 
 STOCKS: dict[str, Any] = {"type": "function", "function": {"name": "stocks"}}

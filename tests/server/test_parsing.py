@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
 from written_answers import FAMILIES, TOOLS, Written, form_of, written
 
 from penstock.server.calls import call_grammar
@@ -204,24 +203,7 @@ def test_llama_calls_a_tool_of_its_own() -> None:
     assert heard.calls == [("brave_search", {"query": "a)b"})]
 
 
-DEMANDED = ("hermes", "nemotron", "granite", "phi", "llama", "json_tools")
-
-
-@pytest.mark.parametrize("family", DEMANDED)
-def test_a_demanded_call_is_one_that_is_read(family: str) -> None:
-    """The grammar is one, and what it leaves the model to write is a call."""
-    form = form_of(family)
-    grammar = call_grammar(form, TOOLS, "look_up").grammar
-    assert not LLMatcher.validate_grammar(grammar)
-    assert form.json_marks is not None
-    start, end = form.json_marks
-    text = f'{start}{{"name": "look_up", "arguments": {{"text": "x"}}}}{end}'
-    assert read(parse([text], form)).calls == [("look_up", {"text": "x"})]
-
-
-@pytest.mark.parametrize(
-    "family", ["harmony", "deepseek", "deepseek, V3.2", "qwen3_coder", "mistral"]
-)
+@pytest.mark.parametrize("family", ["deepseek, V3.2", "qwen3_coder", "mistral"])
 def test_what_is_no_json_between_marks_cannot_be_demanded(family: str) -> None:
     with pytest.raises(BadRequest, match="auto or none"):
         call_grammar(form_of(family), TOOLS)

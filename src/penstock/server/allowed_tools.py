@@ -2,20 +2,19 @@
 
 The prompt offers all tools, so that its prefix stays the same from turn to turn. A grammar keeps
 the calls to those that are allowed: any text, and between the model's marks only such a call.
-Where the model writes its calls in another way than JSON, the prompt offers the allowed ones alone.
+Where no mark tells a call from text, or its arguments are no JSON, the prompt offers the allowed
+ones alone.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from penstock.server.calls import CallGrammar, demanded, offered
+from penstock.server.calls import CallGrammar, demanded, free_call_grammar, offered
 from penstock.server.parsing import AnswerFormat
 from penstock.server.problems import BadRequest
 from penstock.server.response_tools import flat_name
-from penstock.server.tool_schemas import CallSchema
 
 Tool = dict[str, Any]
 MODES = ("auto", "required")
@@ -32,6 +31,8 @@ class ToolPlan(NamedTuple):
     """Tools that the answer may call."""
     narrow: bool = False
     """Whether free text may hold calls of the callable tools alone, by a grammar."""
+    strict: frozenset[str] = frozenset()
+    """Names of more tools whose calls follow their schemas; others say so by `strict`."""
 
     @classmethod
     def of(
@@ -54,19 +55,44 @@ class ToolPlan(NamedTuple):
                 code="unsupported_value",
             )
         allowed = _allowed(list(tools or ()), inner.get("tools"))
-        narrow = mode == "auto" and bool(form.json_marks and form.json_marks[0])
+        narrow = mode == "auto" and form.free_shape is not None
         kept = allowed if mode == "auto" and not narrow else list(tools or ())
         return cls(kept, mode, allowed, narrow)
 
-    def grammar(self, form: AnswerFormat) -> CallGrammar | None:
+    def keeping(self, strict: Iterable[str]) -> ToolPlan:
+        """Return the same, with calls of these tools that follow their schemas."""
+        return self._replace(strict=frozenset(strict))
+
+    def grammar(
+        self,
+        form: AnswerFormat,
+        inputs: Mapping[str, str] | None = None,
+        *,
+        inside: bool = False,
+    ) -> CallGrammar | None:
         """Return the grammar of the answer's calls; None where any text will do. Slow.
+
+        Args:
+            form: of the model's answers.
+            inputs: grammars of the inputs of custom tools, by name.
+            inside: whether the answer begins inside the model's reasoning.
 
         Raises:
             BadRequest: as `demanded`.
         """
-        if self.narrow and self.callable:
-            return _free_grammar(form, self.callable)
-        return demanded(form, self.callable, self.choice)
+        if self.choice not in (None, "auto"):
+            return demanded(form, self.callable, self.choice, inputs)
+        functions = [tool["function"] for tool in self.callable or ()]
+        kept = {one["name"] for one in functions if self._keeps(one)}
+        given = {one["name"] for one in functions}
+        inputs = {name: text for name, text in (inputs or {}).items() if name in given}
+        if not kept and not inputs:
+            return None
+        return free_call_grammar(form, self.callable or (), kept, inputs, inside=inside)
+
+    def _keeps(self, function: Mapping[str, Any]) -> bool:
+        """Tell whether free text may hold calls of this function by its schema alone."""
+        return self.narrow or bool(function.get("strict")) or function["name"] in self.strict
 
 
 def _allowed(tools: list[Tool], named: Any) -> list[Tool]:
@@ -89,18 +115,3 @@ def _name(named: Any) -> str:
     if named.get("type") == "local_shell":
         name = "local_shell"
     return flat_name(name, named.get("namespace")) if isinstance(name, str) else ""
-
-
-def _free_grammar(form: AnswerFormat, tools: Sequence[Tool]) -> CallGrammar:
-    """Return the grammar of any text with calls of these tools, as many as there may be."""
-    schema, unenforced = CallSchema.of([tool["function"] for tool in tools])
-    assert form.json_marks is not None
-    start, end = map(json.dumps, form.json_marks)
-    grammar = (
-        "start: (begin call)* TEXT\n"
-        "TEXT: /(?s:.*)/\n"
-        f"begin[lazy]: TEXT {start}\n"
-        f'call: "\\n"? body "\\n"? {end}\n'
-        f"body: %json {json.dumps(schema)}\n"
-    )
-    return CallGrammar(grammar, unenforced, free=True)

@@ -36,6 +36,7 @@ from penstock.server.call_growth import CallPart, CallParts
 from penstock.server.calls import (
     CallGrammar,
     call_grammar,
+    free_call_grammar,
     left_out_headers,
     unenforced_headers,
 )
@@ -245,7 +246,7 @@ def _prepare(service: Service, body: MessagesBody) -> _Prepared:
     prompt = prompt_of(body, service.prompts)
     chosen: dict[str, Any] = service.sampling.model_dump(include=set(SAMPLED))
     chosen |= body.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
-    call = _grammar(service, body)
+    call = _grammar(service, body, prompt)
     grammar = call.grammar if call is not None else None
     request = Request(
         prompt=prompt.tokens,
@@ -279,17 +280,26 @@ def _budget(
     return ReasoningBudget(max_tokens=tokens, start=start, end=end, inside=prompt.in_reasoning)
 
 
-def _grammar(service: Service, body: MessagesRequest) -> CallGrammar | None:
-    """Return the grammar of a demanded call or of a schema; None if any text will do."""
+def _grammar(
+    service: Service, body: MessagesRequest, prompt: AnthropicPrompt
+) -> CallGrammar | None:
+    """Return the grammar of calls or of a schema; None if any text will do."""
     choice, schema = body.tool_choice, schema_of(body)
     if choice is not None and choice.type in ("any", "tool"):
         if choice.type == "tool" and choice.name is None:
             raise BadRequest("tool_choice.name is missing", param="tool_choice.name")
         name = choice.name if choice.type == "tool" else None
         return call_grammar(service.prompts.format, tools_of(body), name)
-    if schema is None:
+    if schema is not None:
+        return CallGrammar(grammar_for(schema, "output_config.format.schema"))
+    tools = tools_of(body)
+    strict = {tool.name for tool in body.tools or () if tool.strict and tool.name}
+    if not strict or not tools:
         return None
-    return CallGrammar(grammar_for(schema, "output_config.format.schema"))
+    if _budget(service, body, prompt) is not None:  # a request has one rule of its tokens
+        return CallGrammar(None, tuple(f"{name}:strict" for name in sorted(strict)))
+    inside = prompt.in_reasoning
+    return free_call_grammar(service.prompts.format, tools, strict, inside=inside)
 
 
 # ---- the answer

@@ -175,6 +175,8 @@ class AnthropicTool(Marked):
     description: str = ""
     input_schema: dict[str, Any] | None = None
     type: str | None = None
+    strict: bool | None = None
+    """Whether its calls follow its schema."""
 
     @property
     def is_function(self) -> bool:

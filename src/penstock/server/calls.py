@@ -1,19 +1,24 @@
 """Calls that a client demands: a grammar that lets the model say nothing else.
 
-Possible where a model writes its calls as JSON, as most do; which tool it calls, and with what,
-stays its own choice.
+Possible where a model writes the arguments of its calls as JSON, as most do; which tool it calls,
+and with what, stays its own choice.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from penstock.server.call_rules import (
+    ANY_ARGUMENTS,
+    CallRule,
+    call_rules,
+    demanded_grammar,
+    free_grammar,
+)
 from penstock.server.parsing import AnswerFormat
 from penstock.server.problems import BadRequest
-from penstock.server.tool_schemas import CallSchema
 
 LEFT_OUT = "x-penstock-left-out"
 """Header with the names of tools that were left out of the prompt."""
@@ -23,9 +28,10 @@ MOST_HEADER_CHARACTERS = 2_000
 
 
 class CallGrammar(NamedTuple):
-    """Grammar of a demanded call."""
+    """Grammar of the calls of an answer."""
 
-    grammar: str
+    grammar: str | None
+    """None where any text will do."""
     unenforced: tuple[str, ...] = ()
     """Rules of the tools' schemas that are not kept to, as "search:uniqueItems"."""
     free: bool = False
@@ -66,8 +72,11 @@ def demanded(
     form: AnswerFormat,
     tools: Sequence[dict[str, Any]] | None,
     tool_choice: str | dict[str, Any] | None,
+    inputs: Mapping[str, str] | None = None,
 ) -> CallGrammar | None:
     """Return the grammar of the call that OpenAI's `tool_choice` demands; None if it does not.
+
+    `inputs` has the grammars of the inputs of custom tools, by name.
 
     Raises:
         BadRequest: it is of no known form, or as `call_grammar`.
@@ -75,12 +84,12 @@ def demanded(
     if tool_choice in (None, "auto", "none"):
         return None
     if tool_choice == "required":
-        return call_grammar(form, tools)
+        return call_grammar(form, tools, inputs=inputs)
     if isinstance(tool_choice, dict) and tool_choice.get("type") == "function":
         function = tool_choice.get("function", tool_choice)  # of responses: without the layer
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str):
-            return call_grammar(form, tools, name)
+            return call_grammar(form, tools, name, inputs)
     raise BadRequest(
         'tool_choice can be "auto", "none", "required" or a function with its name',
         param="tool_choice",
@@ -89,7 +98,10 @@ def demanded(
 
 
 def call_grammar(
-    form: AnswerFormat, tools: Sequence[Mapping[str, Any]] | None, name: str | None = None
+    form: AnswerFormat,
+    tools: Sequence[Mapping[str, Any]] | None,
+    name: str | None = None,
+    inputs: Mapping[str, str] | None = None,
 ) -> CallGrammar:
     """Return the grammar of one call. Slow: not in an event loop.
 
@@ -97,6 +109,7 @@ def call_grammar(
         form: of the model's answers.
         tools: those offered, in OpenAI's form.
         name: of the tool that is to be called; None is any of them.
+        inputs: grammars of the inputs of custom tools, by name.
 
     Raises:
         BadRequest: there is no such tool, or this model writes its calls in another way.
@@ -106,17 +119,62 @@ def call_grammar(
     if not wanted:
         what = "no tool" if name is None else f"no tool named {name[:80]!r}"
         raise BadRequest(f"tool_choice: {what} is offered", param="tool_choice")
-    if form.json_marks is None:
+    if (shape := form.shape) is None:
         raise BadRequest(
             "tool_choice can be auto or none with this model: how it writes its calls cannot be "
             "kept to",
             param="tool_choice",
             code="unsupported_value",
         )
-    schema, unenforced = CallSchema.of(wanted)
-    call = json.dumps(schema)
-    if form.json_marks == ("", ""):
-        return CallGrammar(f"start: call\ncall: %json {call}\n", unenforced)
-    start, end = map(json.dumps, form.json_marks)
-    grammar = f'start: {start} "\\n"? call "\\n"? {end}\ncall: %json {call}\n'
-    return CallGrammar(grammar, unenforced)
+    rules = call_rules(shape, form.marks, rules_of(wanted, inputs))
+    return CallGrammar(demanded_grammar(shape, form.marks, rules), rules.unenforced)
+
+
+def free_call_grammar(
+    form: AnswerFormat,
+    tools: Sequence[Mapping[str, Any]],
+    kept: Collection[str],
+    inputs: Mapping[str, str] | None = None,
+    *,
+    inside: bool = False,
+) -> CallGrammar:
+    """Return the grammar of any text, whose calls of some tools are kept to. Slow.
+
+    Args:
+        form: of the model's answers.
+        tools: those that may be called, in OpenAI's form.
+        kept: names of those whose calls follow their schemas.
+        inputs: grammars of the inputs of custom tools, by name, which are kept to as well.
+        inside: whether the answer begins inside the model's reasoning.
+    """
+    inputs = inputs or {}
+    functions = [tool["function"] for tool in tools]
+    if (shape := form.free_shape) is None:
+        unenforced = [f"{name}:strict" for name in kept] + [f"{name}:grammar" for name in inputs]
+        return CallGrammar(None, tuple(unenforced))
+    wanted = [
+        rule if rule.name in kept or rule.input_grammar else CallRule(rule.name)
+        for rule in rules_of(functions, inputs)
+    ]
+    rules = call_rules(shape, form.marks, wanted)
+    grammar = free_grammar(shape, form.marks, rules, form.reasoning, inside=inside)
+    return CallGrammar(grammar, rules.unenforced, free=True)
+
+
+def rules_of(
+    functions: Iterable[Mapping[str, Any]], inputs: Mapping[str, str] | None = None
+) -> list[CallRule]:
+    """Return what the calls of functions are kept to.
+
+    Args:
+        functions: in OpenAI's form.
+        inputs: grammars of the inputs of custom tools, by name.
+    """
+    return [
+        CallRule(
+            function["name"],
+            function.get("parameters") or ANY_ARGUMENTS,
+            (inputs or {}).get(function["name"]),
+        )
+        for function in functions
+    ]

@@ -194,12 +194,17 @@ class _Chat:
             self.prediction = self.service.prompts.encode_answer(text, "prediction")
         if self.body.prompt_logprobs is not None:
             hold_scores([prompt], self.body.prompt_logprobs)
-        call = plan.grammar(self.service.prompts.format)
+        prompts, structure = self.service.prompts, self.body.structure()
+        call = plan.grammar(prompts.format, inside=prompts.starts_in_reasoning(prompt))
         if call is not None:
             self.headers = unenforced_headers(call.unenforced)
-            self.free = call.free
-            return prompt, one_grammar(call.grammar, self.body.structure())
-        return prompt, one_grammar(grammar_of(self.body.response_format), self.body.structure())
+        if call is not None and call.grammar and not call.free:
+            return prompt, one_grammar(call.grammar, structure)
+        wanted = one_grammar(grammar_of(self.body.response_format), structure)
+        if call is None or wanted is not None:
+            return prompt, wanted
+        self.free = call.free
+        return prompt, call.grammar
 
     async def _usage(self, answering: ActiveRequest) -> dict[str, Any]:
         """Return the usage of all answers, which have ended."""

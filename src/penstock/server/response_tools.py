@@ -50,6 +50,8 @@ class Offered:
     namespace: str | None = None
     grammar: str | None = None
     """Grammar of a `custom` tool's input, in llguidance's form."""
+    strict: bool = False
+    """Whether a function's calls follow its schema."""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,17 @@ class Tools:
         for index, tool in enumerate(given or ()):
             tools._read(tool, f"tools.{index}", None)
         return tools
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Grammars of the inputs of custom tools, by the names that the model knows."""
+        tools = self.offered.items()
+        return {name: tool.grammar for name, tool in tools if tool.grammar is not None}
+
+    @property
+    def strict(self) -> frozenset[str]:
+        """Names of functions whose calls follow their schemas."""
+        return frozenset(name for name, tool in self.offered.items() if tool.strict)
 
     def is_function(self, name: str) -> bool:
         """Tell whether a call of this name goes to the client as a function's."""
@@ -120,7 +133,9 @@ class Tools:
         description = str(tool.get("description") or "")
         if kind == "function":
             function = self._add(
-                Offered(kind, name, namespace), tool.get("parameters"), description
+                Offered(kind, name, namespace, strict=tool.get("strict") is True),
+                tool.get("parameters"),
+                description,
             )
             if "description" not in tool:
                 del function["description"]

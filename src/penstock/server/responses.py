@@ -248,11 +248,14 @@ class _Responses:
         """Return the prompt's tokens and the answer's grammar; in a worker thread."""
         self.asked = Asked.of(self.body, self.service.stored)
         prompt = self.asked.render(self.body, self.service.prompts)
-        return prompt, self._demanded() or self._grammar()
+        calls = self._calls(prompt)
+        wanted = self._grammar() if calls is None or self.free else None
+        self.free = self.free and wanted is None
+        return prompt, wanted or calls
 
-    def _demanded(self) -> str | None:
-        """Return the grammar of a demanded call; a custom tool's is its input's grammar."""
-        choice = self.body.tool_choice
+    def _calls(self, prompt: tuple[int, ...]) -> str | None:
+        """Return the grammar of the calls; a demanded custom tool's is its input's grammar."""
+        choice, prompts = self.body.tool_choice, self.service.prompts
         if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
             name = flat_name(str(choice.get("name")), choice.get("namespace"))
             tool = self.asked.tools.offered.get(name)
@@ -260,7 +263,8 @@ class _Responses:
                 self.custom = name
                 return tool.grammar
             choice = {"type": "function", "name": name}
-        call = self._plan(choice).grammar(self.service.prompts.format)
+        inside = prompts.starts_in_reasoning(prompt)
+        call = self._plan(choice).grammar(prompts.format, self.asked.tools.inputs, inside=inside)
         if call is None:
             return None
         self.headers = unenforced_headers(call.unenforced)
@@ -269,7 +273,8 @@ class _Responses:
 
     def _plan(self, choice: str | dict[str, Any] | None) -> ToolPlan:
         """Return the tools of the prompt, and those that may be called."""
-        return ToolPlan.of(self.service.prompts.format, self.asked.tools.chat, choice)
+        plan = ToolPlan.of(self.service.prompts.format, self.asked.tools.chat, choice)
+        return plan.keeping(self.asked.tools.strict)
 
     def _grammar(self) -> str | None:
         wanted = self.body.text.format if self.body.text is not None else None

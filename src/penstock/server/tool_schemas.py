@@ -1,7 +1,5 @@
 """Schemas of tools' arguments, as a grammar can follow them.
 
-    parameters ──eased──> what can be followed ──moved──> $defs/N of one schema, with its references
-
 A rule that cannot be followed token by token is left out, and named.
 """
 
@@ -39,56 +37,42 @@ _KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
 _FORMAT = re.compile(r"Unknown format: (\S+)")
 
 
-class CallSchema(NamedTuple):
-    """The schema of a call of one of several functions."""
+class Arguments(NamedTuple):
+    """Schemas of the arguments of several functions."""
 
-    schema: dict[str, Any]
+    schemas: tuple[dict[str, Any], ...]
     unenforced: tuple[str, ...]
     """Rules that are not enforced: a tool's name, a colon, and the rule."""
 
     @classmethod
-    def of(cls, functions: Sequence[Mapping[str, Any]]) -> CallSchema:
-        """Make the schema of functions in OpenAI's form. Slow: not in an event loop."""
-        given = [function.get("parameters") or {"type": "object"} for function in functions]
-        eased = [_eased(closed(parameters)) for parameters in given]
-        schemas, rules = [schema for schema, _ in eased], [list(names) for _, names in eased]
+    def of(cls, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> Arguments:
+        """Return what can be followed of functions' parameters. Slow: not in an event loop.
+
+        Args:
+            functions: their names and parameters.
+        """
+        parts = [_eased(closed(parameters)) for _, parameters in functions]
+        schemas, rules = [schema for schema, _ in parts], [list(names) for _, names in parts]
         sizes = [len(json.dumps(schema)) for schema in schemas]
         while sum(sizes) > ROOM:  # the largest ones go first
             largest = max(range(len(sizes)), key=sizes.__getitem__)
             schemas[largest], rules[largest] = {"type": "object"}, ["size"]
             sizes[largest] = 0
-        definitions = {
-            str(at): _moved(schema, f"#/$defs/{at}") for at, schema in enumerate(schemas)
-        }
-        calls = [
-            _call(function["name"], {"$ref": f"#/$defs/{at}"})
-            for at, function in enumerate(functions)
-        ]
         unenforced = [
-            f"{function['name']}:{rule}"
-            for function, names in zip(functions, rules, strict=True)
+            f"{name}:{rule}"
+            for (name, _), names in zip(functions, rules, strict=True)
             for rule in names
         ]
-        schema = {"anyOf": calls, "$defs": definitions, "x-guidance": LITTLE_SPACE}
-        return cls(schema, tuple(unenforced))
-
-
-def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call of one function."""
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+        spaced = tuple({**schema, "x-guidance": LITTLE_SPACE} for schema in schemas)
+        return cls(spaced, tuple(unenforced))
 
 
 def _eased(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return a schema without the rules that cannot be followed, and those rules."""
-    eased, left_out = dict(schema), list[str]()
+    eased, left_out = _local(schema), list[str]()
     for _ in range(ATTEMPTS):
         try:
-            json_schema_grammar(_alone(eased))
+            json_schema_grammar(eased)
         except SettingError as error:
             names, drop = _wrong(str(error))
             left_out += names
@@ -126,14 +110,6 @@ def _is_composed(part: Mapping[str, Any]) -> bool:
     return several or ("properties" in part and bool(COMPOSING & part.keys()))
 
 
-def _alone(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call of a function with these parameters, and no other."""
-    return {
-        **_call("f", {"$ref": "#/$defs/0"}),
-        "$defs": {"0": _moved(schema, "#/$defs/0")},
-    }
-
-
 def _wrong(message: str) -> tuple[list[str], Callable[[str, Any], bool]]:
     """Return the rules that an error names, and the test for keys and values to drop."""
     if keys := _KEYS.search(message):
@@ -151,21 +127,9 @@ def _without(schema: Any, drop: Callable[[str, Any], bool]) -> Any:
     return _mapped(schema, lambda key, value: None if drop(key, value) else (key, value))
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema that lies at another place, its references with it.
-
-    >>> _moved({"$ref": "#/$defs/A", "properties": {"$ref": {"$ref": "#"}}}, "#/$defs/0")
-    {'$ref': '#/$defs/0/$defs/A', 'properties': {'$ref': {'$ref': '#/$defs/0'}}}
-    """
-
-    def moved(key: str, value: Any) -> tuple[str, Any] | None:
-        if key in FOREIGN:
-            return None
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            return key, place + value[1:]
-        return key, value
-
-    return _mapped(schema, moved)
+def _local(schema: Any) -> Any:
+    """Return a schema without the keys that give its place."""
+    return _mapped(schema, lambda key, value: None if key in FOREIGN else (key, value))
 
 
 def _mapped(

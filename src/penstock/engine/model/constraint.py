@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from penstock.errors import GrammarFailed, SettingError
 
-__all__ = ["Constraint", "Grammars", "json_schema_grammar"]
+__all__ = ["Constraint", "Grammars", "check_grammar", "json_schema_grammar"]
 
 COMPILED_GRAMMARS = 16
 """Grammars that are kept compiled, those used last."""
@@ -54,9 +54,20 @@ def json_schema_grammar(schema: Mapping[str, Any] | None) -> str:
         )
     except (ValueError, TypeError) as error:
         raise SettingError(f"the JSON schema cannot be read: {error}") from None
-    _check_size(grammar, "the JSON schema")
-    _check(grammar, "the JSON schema cannot be followed")
+    check_grammar(grammar, "the JSON schema")
     return grammar
+
+
+def check_grammar(grammar: str, what: str) -> None:
+    """Check that a grammar is one, and not too long.
+
+    Raises:
+        SettingError: it is not; `what` is its name there.
+    """
+    _check_size(grammar, what)
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if wrong:
+        raise SettingError(f"{what} cannot be followed: {_line(messages[0])}")
 
 
 class Grammars:
@@ -255,12 +266,6 @@ def _check_size(grammar: str, what: str) -> None:
             f"{what} cannot be followed: as a grammar it has {len(grammar):,} characters; at most "
             f"{GRAMMAR_BYTES:,} are compiled. Name fewer properties or alternatives"
         )
-
-
-def _check(grammar: str, what: str) -> None:
-    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    if wrong:
-        raise SettingError(f"{what}: {_line(messages[0])}")
 
 
 def _line(message: str) -> str:

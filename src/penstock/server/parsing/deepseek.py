@@ -19,6 +19,7 @@ from penstock.server.parsing.answer_text import (
 )
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.parser import Tools
+from penstock.server.parsing.shapes import CallShape
 
 BEGIN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -36,7 +37,16 @@ class DeepSeekCalls:
 
     openings: tuple[str, ...] = (BEGIN, CALL)
     bare: str = ""
-    json_marks: tuple[str, str] | None = None
+    fenced: bool = True
+    """Whether the model fences the arguments, as V3 and R1 do."""
+
+    @property
+    def shape(self) -> CallShape:
+        """Text around its calls, as the templates of V3 and R1, or of V3.1, write it."""
+        if self.fenced:
+            between, end = "\n```json\n", f"\n```{END}"
+            return CallShape(BEGIN, f"{CALL}function{SEP}", between, end, CLOSE, "\n")
+        return CallShape(BEGIN, CALL, SEP, END, CLOSE)
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read all calls, and the mark that closes them, if it is there."""
@@ -71,7 +81,7 @@ class DeepSeekTags:
 
     openings: tuple[str, ...] = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
     bare: str = ""
-    json_marks: tuple[str, str] | None = None
+    shape: CallShape | None = None
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read all calls, and the tag that closes them, if it is there."""

@@ -18,6 +18,7 @@ from penstock.server.parsing.mlx_lm_calls import MlxLmCalls
 from penstock.server.parsing.nemotron import NEMOTRON
 from penstock.server.parsing.parser import CallFormat, Parser, ReasoningMarks, Tools, marked_answer
 from penstock.server.parsing.phi import PHI
+from penstock.server.parsing.shapes import NO_MARKS, CallShape, Marks, marks_of
 
 NONE, HARMONY = "none", "harmony"
 CALL_FORMATS: Mapping[str, CallFormat] = {
@@ -54,10 +55,22 @@ class AnswerFormat:
     calls: CallFormat | None = None
     reasoning: ReasoningMarks | None = None
 
+    marks: Marks = NO_MARKS
+    """Special tokens of the model's tokenizer."""
+
     @property
-    def json_marks(self) -> tuple[str, str] | None:
-        """Text around one call that is a JSON object; None where calls are written otherwise."""
-        return None if self.calls is None else self.calls.json_marks
+    def shape(self) -> CallShape | None:
+        """Text around the parts of calls; None where their arguments are no JSON."""
+        if self.call_name == HARMONY:
+            return harmony.SHAPE
+        return None if self.calls is None else self.calls.shape
+
+    @property
+    def free_shape(self) -> CallShape | None:
+        """The same, where a call is told from text by one mark; None elsewhere."""
+        shape = self.shape
+        marked = shape is not None and shape.opening and self.call_name != HARMONY
+        return shape if marked else None
 
     def parser(self, tools: Tools | None, *, inside: bool = False) -> Parser:
         """Make the parser of one answer.
@@ -97,7 +110,7 @@ def answer_format(
     template = _template(tokenizer)
     call_name, calls = _calls(tokenizer, template, tool_parser)
     reasoning_name, reasoning = _reasoning(tokenizer, template, reasoning_parser, call_name)
-    return AnswerFormat(call_name, reasoning_name, calls, reasoning)
+    return AnswerFormat(call_name, reasoning_name, calls, reasoning, marks_of(tokenizer))
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
@@ -178,6 +191,8 @@ def _calls(tokenizer: Any, template: str, name: str | None) -> tuple[str, CallFo
         return parse.__module__.rpartition(".")[2], MlxLmCalls(parse, start, end)
     if name in (NONE, HARMONY):
         return name, None
+    if name == "deepseek":
+        return name, DeepSeekCalls(fenced="```json" in template or not template)
     if name in CALL_FORMATS:
         return name, CALL_FORMATS[name]
     return name, MlxLmCalls(*tool_parser(name))

@@ -16,11 +16,20 @@ from penstock.server.parsing import json_text
 from penstock.server.parsing.answer_text import AnswerText, Reading, blanks, until
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.parser import Tools, call_or_text, names_of
+from penstock.server.parsing.shapes import CallShape
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN = "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 REASONING = (f"{CHANNEL}analysis{MESSAGE}", END)
 """Marks around the reasoning of an answer."""
+SHAPE = CallShape(
+    opening=CHANNEL,
+    before="commentary to=functions.",
+    between=f" {CONSTRAIN}json{MESSAGE}",
+    after="",  # behind the arguments stands the mark that ends the answer
+    separator=None,
+)
 _LONGEST_HEADER = 512
 _OVER = (END, CALL, RETURN, START, CHANNEL)
 _HEADER = re.compile(

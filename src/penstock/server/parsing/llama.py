@@ -15,7 +15,9 @@ from penstock.server.parsing.answer_text import AnswerText, Reading, accept, bla
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.parser import Tools, names_of
 from penstock.server.parsing.python_calls import closed, emit_calls
+from penstock.server.parsing.shapes import CallShape
 
+SHAPE = CallShape("", '{"name": "', '", "parameters": ', "}", json=True)
 _LONGEST_NAME = 128
 
 
@@ -25,7 +27,7 @@ class LlamaCalls:
 
     openings: tuple[str, ...] = ("<|python_tag|>", "<|python_start|>")
     bare: str = "{["
-    json_marks: tuple[str, str] | None = ("", "")
+    shape: CallShape | None = SHAPE
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read the calls behind a mark, or those that a text begins with."""

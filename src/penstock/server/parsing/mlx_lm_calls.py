@@ -11,6 +11,7 @@ from penstock.server.parsing.answer_text import AnswerText, Reading, until
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.json_text import arguments_text
 from penstock.server.parsing.parser import Tools
+from penstock.server.parsing.shapes import CallShape, json_shape
 
 _PROBE = {"name": "probe", "arguments": {"n": 1}}
 
@@ -31,8 +32,8 @@ class MlxLmCalls:
         return (self.start,)
 
     @property
-    def json_marks(self) -> tuple[str, str] | None:
-        """Its marks, if its parser reads JSON between them."""
+    def shape(self) -> CallShape | None:
+        """Its marks around JSON, if its parser reads that between them."""
         if not self.end:
             return None
         try:
@@ -40,7 +41,7 @@ class MlxLmCalls:
         # A boundary: a parser of another way of writing may raise anything.
         except Exception:  # noqa: BLE001
             return None
-        return (self.start, self.end) if read == _PROBE else None
+        return json_shape(self.start, self.end) if read == _PROBE else None
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read the calls between a start and its end."""

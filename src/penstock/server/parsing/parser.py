@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 from penstock.server.parsing.answer_text import AnswerText, Reading, blanks, until
 from penstock.server.parsing.events import BrokenCall, Events, ParsedEvent
+from penstock.server.parsing.shapes import CallShape
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Tools that a request offers, in OpenAI's form."""
@@ -32,8 +33,8 @@ class CallFormat(Protocol):
         """Signs that may begin calls without a mark, where a text begins."""
 
     @property
-    def json_marks(self) -> tuple[str, str] | None:
-        """What stands around one call that is a JSON object; None if calls are none."""
+    def shape(self) -> CallShape | None:
+        """Text around names and arguments that are JSON; None if they are written otherwise."""
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read what follows an opening; a bare sign has not been read.

@@ -8,6 +8,7 @@ from penstock.server.parsing import json_text
 from penstock.server.parsing.answer_text import AnswerText, Reading
 from penstock.server.parsing.events import Events
 from penstock.server.parsing.parser import Tools
+from penstock.server.parsing.shapes import CallShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class TaggedJson:
     lists: tuple[str, ...] = ()
     """Openings that end with a list's bracket."""
     bare: str = ""
-    json_marks: tuple[str, str] | None = None
+    shape: CallShape | None = None
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read the calls behind a mark, and the mark that closes them, if it is there."""
