@@ -13,6 +13,7 @@ from servers import Running, serving
 
 from penstock.errors import PenstockError
 from penstock.server.prompt_memory import PromptMemory
+from penstock.server.prompts import REWRITTEN, Prompts
 from penstock.server.remembered_answers import RememberedAnswers, opening_of
 
 SAID = ("Hel", "lo", ", wor", "ld")
@@ -182,3 +183,31 @@ def test_it_takes_no_more_than_its_share_and_makes_room(tmp_path: Path) -> None:
 
 def test_the_opening_of_an_answer_is_found(tmp_path: Path) -> None:
     assert opening_of(parrot(tmp_path, "a")[1]) == ASK
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "left out"])
+def test_an_opening_that_begins_the_reasoning_is_known_in_history(
+    kept: bool, tmp_path: Path
+) -> None:
+    """Where history keeps the reasoning its tokens stay; where it does not, that is said."""
+    thought = "<think>" if kept else ""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        f"{ASK}{thought}{{{{ message.content }}}}<|end|>"
+        "{% else %}<|user|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{ASK}<think>{{% endif %}}"
+    )
+    marks = ("<think>", "</think>", "Hm</think>")
+    tokenizer = parrot(tmp_path, "Hm", "</think>", "Yes", marks=marks, template=template)[1]
+    answers = RememberedAnswers(PromptMemory(1_000_000), tokenizer)
+    prompts = Prompts(tokenizer, answers=answers, reasoning_parser="think")
+    asked = [{"role": "user", "content": "a"}]
+    before = prompts.render(asked)
+    generated = [tokenizer.convert_tokens_to_ids(text) for text in ("Hm", "</think>", "Yes")]
+    answers.remember("", before, generated)
+    content = "Hm</think>Yes" if kept else "Yes"
+    later = [*asked, {"role": "assistant", "content": content}, *asked]
+    prompt = prompts.render(later)
+    assert (prompt[: len(before) + 3] == (*before, *generated)) is kept
+    said = REWRITTEN.get()
+    assert (said is None) if kept else f"behind token {len(before)}: " in str(said)

@@ -126,7 +126,8 @@ class RememberedAnswers:
             tools: those that are offered, in OpenAI's form.
         """
         rewritten = None
-        for at, digest in reversed(list(_openings(text, opening))):
+        start = form.reasoning.start if form.reasoning is not None else ""
+        for at, digest, left_out in reversed(list(_openings(text, opening, start))):
             with self._lock:
                 entry = self._entries.get((salt, digest))
                 answers = [] if entry is None else [list(answer) for answer in entry.answers]
@@ -134,12 +135,12 @@ class RememberedAnswers:
                     continue
                 self._entries.move_to_end((salt, digest))
             end = self._end_of_answer(text, at)
-            for answer in answers if end is not None else ():
+            for answer in answers if end is not None and not left_out else ():
                 if end is not None and self._same(text[at:end], answer, form, tools):
                     return Splice([*entry.prompt, *answer], end, rewritten)
             if answers:
                 written = text[at : len(text) if end is None else end]
-                rewritten = self._difference(len(entry.prompt), written, answers[0])
+                rewritten = self._difference(len(entry.prompt), written, answers[0], left_out)
         return Splice([], 0, rewritten)
 
     # ---- parts
@@ -158,13 +159,17 @@ class RememberedAnswers:
             return False
         return _read(written, form, tools) == _read(generated, form, tools)
 
-    def _difference(self, prompt_tokens: int, written: str, answer: Sequence[int]) -> str:
+    def _difference(
+        self, prompt_tokens: int, written: str, answer: Sequence[int], left_out: str
+    ) -> str:
         """Say how history rewrites an answer, and where."""
         generated, end = str(self._tokenizer.decode(list(answer))), None
         if getattr(self._tokenizer, "has_thinking", False):
             end = self._tokenizer.think_end
         if end and end in generated and end not in written:
             what = "its reasoning is left out, as templates do with earlier turns"
+        elif left_out:
+            what = f"{left_out!r} is left out, with which the template had begun its reasoning"
         else:
             pairs = enumerate(zip(generated, written, strict=False))
             shorter = min(len(generated), len(written))
@@ -200,16 +205,29 @@ def opening_of(tokenizer: Any) -> str:
     return ""
 
 
-def _openings(text: str, opening: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the ends of all openings but the last one of a text, and the hash up to each."""
+def _openings(text: str, opening: str, start: str) -> Iterator[tuple[int, bytes, str]]:
+    """Yield the end of each opening but the last, the hash of its prompt, and what it lacks.
+
+    Where an opening begins the reasoning, history may have it without that mark.
+
+    Args:
+        text: the whole prompt.
+        opening: text with which the template opens an answer.
+        start: mark with which reasoning begins; empty if there is none.
+    """
+    bare = opening.partition(start)[0] if start else opening
     hasher, seen = blake2b(digest_size=16), 0
-    at = text.find(opening) if opening else -1
+    at = text.find(bare) if bare else -1
     while at >= 0 and at + len(opening) < len(text):
-        end = at + len(opening)
+        end = at + len(bare)
         hasher.update(text[seen:end].encode())
         seen = end
-        yield end, hasher.copy().digest()
-        at = text.find(opening, end)
+        prompt = hasher.copy()
+        prompt.update(opening[len(bare) :].encode())
+        whole = text.startswith(opening, at)
+        left_out = "" if whole else opening[len(bare) :]
+        yield at + len(opening) if whole else end, prompt.digest(), left_out
+        at = text.find(bare, end)
 
 
 def _hasher(text: str) -> Any:
