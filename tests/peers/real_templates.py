@@ -5,7 +5,8 @@
 A folder is searched for files that end with `.jinja`. None of them is part of this project. Exit
 code 0: whatever a template does with later system messages, what `fit` makes of a conversation is
 rendered with every message in its place, where the template renders it without them. 1: not so.
-2: there are fewer than 40 templates.
+2: there are fewer than 40 templates. Conversations of three turns show what history does to the
+tokens of earlier turns (`real_histories.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import load
+from real_histories import Outcome, histories
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -85,10 +88,12 @@ def outcome(text: str) -> str:
 
 def run(files: list[Path]) -> dict[str, Any]:
     """Probe templates; return the table, its counts, and what `fit` does not mend."""
-    table, wrong = {}, {}
+    table, wrong, turns = {}, {}, {}
     for file in files:
         with tempfile.TemporaryDirectory() as folder:
-            made = tokenizer(file.read_text(encoding="utf-8"), Path(folder))
+            text = file.read_text(encoding="utf-8")
+            made = tokenizer(text, Path(folder))
+            turns[file.stem] = histories(text, Path(folder))
         table[file.stem] = AgentReport.of(made).as_json()
         if faults := misplaced(made):
             wrong[file.stem] = faults
@@ -98,7 +103,25 @@ def run(files: list[Path]) -> dict[str, Any]:
             counts.setdefault(what, Counter())[report[what]] += 1
         for what, text in report["template"].items():
             counts.setdefault(what, Counter())[outcome(text)] += 1
+    for name, outcomes in turns.items():
+        for what, found in outcomes.items():
+            counts.setdefault(f"three turns: {what}", Counter())[kind_of(found)] += 1
+            table[name].setdefault("histories", {})[what] = told(found)
     return {"templates": len(files), "counts": counts, "table": table, "not_rendered": wrong}
+
+
+def kind_of(found: Outcome | str) -> str:
+    """Return what became of a conversation's turns, without what is a template's own."""
+    if isinstance(found, str):
+        return "not held"
+    if found.silent:
+        return "something in front of an answer changes"
+    return "an answer is rewritten, as explain says" if found.said else "new tokens alone"
+
+
+def told(found: Outcome | str) -> Any:
+    """Return what became of a conversation's turns, as JSON."""
+    return found if isinstance(found, str) else asdict(found)
 
 
 def main() -> int:
