@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from scenarios import AGENTS, BEFORE, NOTES, SUBAGENT, TEXT, TURNS, Turn, script_of
-from scripted_model import CONTEXT, write_model
+from scenarios import AGENTS, BEFORE, LONG, NOTES, SUBAGENT, TEXT, TURNS, Turn, script_of
+from scripted_model import CONTEXT, PAGES, write_model
 
-from penstock.cli.launch_setups import PROGRAMS, Endpoint
+from penstock.cli.launch_setups import PROGRAMS, Endpoint, Setup
 
 PORT = 8089
 URL = f"http://127.0.0.1:{PORT}"
@@ -34,7 +35,19 @@ LEAST_SHARE = 0.9
 """Of every prompt from the second turn on, that must have been cached."""
 MODEL_CONTEXT = 100_000
 """Context size that the programs are told of, in tokens."""
+BLOCK = 32
+"""Tokens of a block of the cache."""
 TURN_SECONDS = 300
+LONG_CHARACTERS, LINE = 30_000, 100
+"""Size of the file that makes a conversation long, and of its lines."""
+CROWD, CROWD_TOKENS = 4, 16_000
+"""Programs that start at once, and the least tokens of the prompt that they share."""
+CROWD_CHARACTERS = 72_000
+"""Size of the instructions that make their prompts so long."""
+CROWD_SHARE = 0.75
+"""Least size of theirs, as a share of the largest."""
+ONCE = 1.25
+"""Multiple of that prompt's tokens that may be computed for all of them together."""
 ABORT_TOKENS = 40
 """Tokens of an answer after which a program is interrupted."""
 SCRIPTS = ("@anthropic-ai/claude-code/install.cjs", "opencode-ai/postinstall.mjs")
@@ -85,13 +98,13 @@ class Run:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.agent = name, AGENTS[name]
         self._program = folder.resolve() / "node_modules" / ".bin" / name
-        self._setup = PROGRAMS[name].setup(Endpoint(URL, "made-up", "scripted", MODEL_CONTEXT))
+        self._setup = self._setup_for(MODEL_CONTEXT)
         self._seen: set[str] = set()
         self._largest = 0
 
     def all(self) -> list[str]:
         """Run the turns and print a line of each; return what is wrong."""
-        wrong = []
+        wrong: list[str] = []
         with tempfile.TemporaryDirectory() as name:
             home, model = Path(name) / "home", Path(name) / "scripted"
             work = home / "work"
@@ -101,23 +114,39 @@ class Run:
             for file, text in self._setup.files.items():
                 (Path(name) / file).write_text(text)
             (work / NOTES).write_text(TEXT.format(BEFORE))
+            (work / LONG).write_text(_pages(LONG_CHARACTERS))
             script = script_of(self.agent.tools, work)
             write_model(model, script)
             with _server(model):
                 for number, turn in enumerate(TURNS[: max(script.keys() - {SUBAGENT})], 1):
                     wrong += self._turn(number, turn, home, script[number][-1])
+            with _server(model):
+                wrong += self._crowd(home)
         return [f"{self.name}: {line}" for line in wrong]
 
     def _turn(self, number: int, turn: Turn, home: Path, last: str) -> Iterator[str]:
         first = number == 1
         arguments = self.agent.first if first else self.agent.later
-        said = self._say(home, (*arguments, f"{turn.prompt} (task {number})"), turn.aborted)
-        records = self._new()
+        setup, prompt = self._setup, turn.prompt
+        if turn.compacts and (compact := self.agent.compact) is not None:
+            arguments = (*compact.arguments, *arguments)
+            prompt = compact.command or prompt
+            if compact.context_tokens:
+                setup = self._setup_for(compact.context_tokens)
+        process = self._start(home / "work", setup, (*arguments, f"{prompt} (task {number})"))
+        if turn.aborted:
+            self._interrupt(process)
+        said = _end(process)
+        records = self._new(all_of=turn.compacts)
+        if turn.compacts:
+            self._largest = 0
         share = self._print(number, turn, records)
         if not first and share < LEAST_SHARE:
             reasons = {one["explanation"]["reason"] for one in records}
             yield f"turn {number}: {share:.1%} cached: {'; '.join(sorted(reasons))}"
-        if not turn.aborted and last not in said:
+        if turn.compacts and self.agent.compact is None:
+            return
+        if not turn.aborted and last not in said and not (turn.compacts and not said.strip()):
             yield f"turn {number}: did not say {last!r} but {said[-300:]!r}"
         if turn.aborted and records[-1]["state"] != "cancelled":
             yield f"turn {number}: its request is {records[-1]['state']}, not cancelled"
@@ -126,48 +155,75 @@ class Run:
             if not path.exists() or path.read_text() != text:
                 yield f"turn {number}: {file} is not {text!r}"
 
-    def _say(self, home: Path, arguments: Sequence[str], aborted: bool) -> str:
-        """Start the program, and return what it says."""
+    def _crowd(self, home: Path) -> Iterator[str]:
+        """Start several programs at once on one long prompt, which is computed once."""
+        work, before = home / "crowd", _computed_tokens()
+        work.mkdir()
+        for name in ("AGENTS.md", "CLAUDE.md"):
+            (work / name).write_text(_pages(CROWD_CHARACTERS))
+        self._largest = 0
+        words = (*self.agent.first, f"{TURNS[0].prompt} (task 1)")
+        ends = [_end(one) for one in [self._start(work, self._setup, words) for _ in range(CROWD)]]
+        given, computed = self._new(all_of=True), _computed_tokens() - before
+        prompt = max(one["prompt_tokens"] for one in given)
+        records = [one for one in given if one["prompt_tokens"] > CROWD_SHARE * prompt]
+        others = [one for one in given if one not in records]  # for titles, memories and the like
+        computed -= sum(one["prompt_tokens"] - _cached(one) for one in others)
+        print(
+            f"{self.name:<10}{'':>5} {f'{CROWD} at once':<15}{len(records):>10}{prompt:>15,}",
+            end="",
+        )
+        print(f"{computed:>10,} computed", flush=True)
+        if len(records) < CROWD or prompt < CROWD_TOKENS:
+            yield f"{len(records)} prompts of {prompt:,} tokens at once; {ends[-1][-300:]!r}"
+        if computed > ONCE * prompt:
+            yield f"{computed:,} tokens were computed for {CROWD} prompts of {prompt:,}"
+
+    def _setup_for(self, context_tokens: int) -> Setup:
+        return PROGRAMS[self.name].setup(Endpoint(URL, "made-up", "scripted", context_tokens))
+
+    def _start(self, work: Path, setup: Setup, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        """Start the program in a folder, as the leader of a group of processes."""
         environment = {
-            **{"HOME": str(home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"},
-            **self._setup.environment,
+            **{"HOME": str(work.parent), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"},
+            **setup.environment,
             **dict(self.agent.environment),
         }
-        process = subprocess.Popen(
-            [str(self._program), *self._setup.arguments, *arguments],
-            cwd=home / "work",
+        return subprocess.Popen(
+            [str(self._program), *setup.arguments, *arguments],
+            cwd=work,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
-        if aborted:
-            self._interrupt(process)
-        try:
-            return process.communicate(timeout=TURN_SECONDS)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return f"{process.communicate()[0]} ... and no end after {TURN_SECONDS} s"
 
     def _interrupt(self, process: subprocess.Popen[str]) -> None:
-        """Interrupt the program when the model has begun its answer."""
+        """Interrupt the program when the model has begun its answer.
+
+        Its whole group, as a terminal does: Qwen Code works in a child of the process started.
+        """
         until = time.monotonic() + TURN_SECONDS
         while time.monotonic() < until and process.poll() is None:
-            newest = [one for one in self._whole(_records()) if one["id"] not in self._seen]
+            newest = self._whole(self._unseen())
             if any(one["completion_tokens"] >= ABORT_TOKENS for one in newest):
-                process.send_signal(signal.SIGINT)
+                os.killpg(process.pid, signal.SIGINT)
                 return
             time.sleep(0.1)
 
-    def _new(self) -> list[Record]:
+    def _new(self, *, all_of: bool = False) -> list[Record]:
         """Return what the server says of the requests since the last turn."""
         until = time.monotonic() + 10
         while any(one["finish"] is None for one in _records()) and time.monotonic() < until:
             time.sleep(0.1)
-        records = [one for one in self._whole(_records()) if one["id"] not in self._seen]
-        self._seen |= {one["id"] for one in records}
-        return records
+        given = self._unseen()
+        self._seen |= {one["id"] for one in given}
+        return given if all_of else self._whole(given)
+
+    def _unseen(self) -> list[Record]:
+        return [one for one in _records() if one["id"] not in self._seen]
 
     def _whole(self, records: list[Record]) -> list[Record]:
         """Leave out the requests for titles and the like: they are shorter, and offer no tools."""
@@ -178,13 +234,27 @@ class Run:
         if not records:
             raise SystemExit(f"{self.name}: turn {number} reached no server")
         by_size = sorted(records, key=lambda one: one["prompt_tokens"])
-        shown, share = by_size[-1], min(map(_share, records))
-        if turn.delegated:
-            shown = by_size[0]
-            share = min(map(_share_of_shared, records))
+        shown = by_size[0] if turn.delegated else records[0] if turn.compacts else by_size[-1]
+        share = min(map(_share_of_shared if turn.renewed else _share, records))
         figures = f"{len(records):>10}{shown['prompt_tokens']:>15,}{_cached(shown):>10,}"
         print(f"{self.name:<10}{number:>5} {turn.name:<15}{figures}{share:>13.1%}", flush=True)
         return share
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Return what a program has said when it has ended."""
+    try:
+        return process.communicate(timeout=TURN_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return f"{process.communicate()[0]} ... and no end after {TURN_SECONDS} s"
+
+
+def _pages(characters: int) -> str:
+    """Return so much text of our own pages, in short lines."""
+    text = "".join(page.read_text() for page in sorted(PAGES.glob("*.md")))
+    words = " ".join(text.split())[:characters]
+    return "\n".join(textwrap.wrap(words, LINE)) + "\n"
 
 
 @contextmanager
@@ -221,14 +291,28 @@ def _records() -> list[Record]:
     return []
 
 
+def _computed_tokens() -> int:
+    """Return how many tokens of prompts the engine has computed, by its own counter."""
+    for line in httpx.get(f"{URL}/metrics").text.splitlines():
+        if line.startswith("penstock_prefilled_tokens_total "):
+            return int(float(line.split()[1]))
+    raise SystemExit("the server does not count the tokens that it computes")
+
+
 def _share(record: Record) -> float:
     return _cached(record) / int(record["prompt_tokens"])
 
 
 def _share_of_shared(record: Record) -> float:
-    """Return the cached share of what a prompt has in common with the nearest one before."""
-    differs_at = record["explanation"]["diverges_at"]
-    return _cached(record) / int(differs_at or record["prompt_tokens"])
+    """Return the cached share of what a prompt has in common with the nearest one before.
+
+    All of it where that is less than a block, which is the least that is shared.
+    """
+    explanation = record["explanation"]
+    differs_at = explanation["diverges_at"]
+    if differs_at is None:  # the nearest one ends where this one goes on
+        return _cached(record) / int(explanation["held_tokens"] or record["prompt_tokens"])
+    return _cached(record) / int(differs_at) if differs_at >= BLOCK else 1.0
 
 
 def _cached(record: Record) -> int:

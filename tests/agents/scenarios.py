@@ -1,4 +1,4 @@
-"""Ten turns of a coding agent: what is asked, what the scripted model answers, what it leaves.
+"""Turns of a coding agent: what is asked, what the scripted model answers, what it leaves.
 
 Every program has tools of its own; the answers call them by their names.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripted_model import ENDLESS, Script, call
 
-NOTES, COPY, COUNT = "notes.txt", "copy.txt", "count.txt"
+NOTES, COPY, COUNT, LONG = "notes.txt", "copy.txt", "count.txt", "long.txt"
 BEFORE, AFTER, LAST = "4821", "1793", "2048"
 TEXT = "The code is {}.\n"
 
@@ -27,6 +27,10 @@ class Turn:
     """Whether the program is interrupted while the model answers."""
     delegated: bool = False
     """Whether a subagent does it, which begins with a prompt of its own."""
+    compacts: bool = False
+    """Whether the program first has its conversation summed up, and goes on from the summary."""
+    renewed: bool = False
+    """Whether much of its prompts is new, so that their share is of what was there before."""
 
 
 _EDITED = (NOTES, TEXT.format(AFTER))
@@ -41,7 +45,10 @@ TURNS = (
     Turn("read a file", f"What does {COPY} say?"),
     Turn("edit it", f"Change that code to {LAST}.", ((COPY, TEXT.format(LAST)), _EDITED)),
     Turn("sum up", "Sum up."),
-    Turn("subagent", "Have another one greet me.", delegated=True),
+    Turn("subagent", "Have another one greet me.", delegated=True, renewed=True),
+    Turn("read a long one", f"Read {LONG}.", renewed=True),
+    Turn("compaction", "What are you about to do?", compacts=True, renewed=True),
+    Turn("go on", "And then?", renewed=True),
 )
 SUBAGENT = 15
 """Task of the subagent, whose conversation is its own."""
@@ -55,7 +62,21 @@ class Tools:
     edit: Callable[[str, str, str], str]
     run: Callable[[str], str]
     delegate: Callable[[str], str] | None = None
-    """Call that has a subagent do a task; None where it takes a name that no script can know."""
+    """Call that has a subagent do a task; None where there is none."""
+    wait: str | None = None
+    """Call that waits for the subagent; None where the first call does."""
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """Way in which a program is brought to compact its conversation."""
+
+    arguments: Sequence[str] = ()
+    """Arguments in front of the turn's own."""
+    command: str | None = None
+    """Words in place of the turn's own."""
+    context_tokens: int | None = None
+    """Size of a context that the conversation no longer fits in."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +87,8 @@ class Agent:
     later: Sequence[str]
     tools: Tools
     environment: tuple[tuple[str, str], ...] = ()
+    compact: Compaction | None = None
+    """Way in which the program is brought to compact; None where it is not."""
 
 
 def _patch(path: str, old: str, new: str) -> str:
@@ -89,6 +112,7 @@ AGENTS = {
             lambda task: call("Agent", description="Greeting", prompt=task),
         ),
         (("IS_SANDBOX", "1"),),  # it refuses to skip permissions as root otherwise
+        Compaction(command="/compact Keep the codes."),
     ),
     "codex": Agent(
         _CODEX,
@@ -97,7 +121,11 @@ AGENTS = {
             lambda path: call("exec_command", cmd=f"cat {path}"),
             _patch,
             lambda command: call("exec_command", cmd=command),
+            lambda task: call("multi_agent_v1__spawn_agent", message=task),
+            # Waiting for a subagent takes its name, a random number that no script can know.
+            call("exec_command", cmd="sleep 9.5", yield_time_ms=20_000),
         ),
+        compact=Compaction(("-c", "model_auto_compact_token_limit=2000")),
     ),
     "opencode": Agent(
         ("run",),
@@ -108,6 +136,7 @@ AGENTS = {
             lambda command: call("bash", command=command),
             lambda task: call("task", description="Greeting", prompt=task, subagent_type="general"),
         ),
+        compact=Compaction(context_tokens=30_000),
     ),
     "pi": Agent(
         ("-p",),
@@ -120,12 +149,21 @@ AGENTS = {
             lambda command: call("bash", command=command),
         ),
     ),
+    "qwen": Agent(
+        ("--yolo", "-p"),
+        ("--yolo", "--continue", "-p"),
+        Tools(
+            lambda path: call("read_file", file_path=path),
+            lambda path, old, new: call("edit", file_path=path, old_string=old, new_string=new),
+            lambda command: call("run_shell_command", command=command, is_background=False),
+        ),
+    ),
 }
 
 
 def script_of(tools: Tools, work: Path) -> Script:
     """Return the answers of every turn, the last of which is said to the user."""
-    notes, copy, count = (str(work / name) for name in (NOTES, COPY, COUNT))
+    notes, copy, count, long = (str(work / name) for name in (NOTES, COPY, COUNT, LONG))
     delegated = f"Greet the user. (task {SUBAGENT})"
     script = {
         1: ["Good morning, what shall I do?"],
@@ -144,6 +182,10 @@ def script_of(tools: Tools, work: Path) -> Script:
         10: ["All ten are through; goodbye."],
     }
     if tools.delegate is not None:
-        script[11] = [tools.delegate(delegated), "My colleague has greeted you."]
+        wait = [tools.wait] if tools.wait else []
+        script[11] = [tools.delegate(delegated), *wait, "My colleague has greeted you."]
         script[SUBAGENT] = ["A fine evening to you."]
+        script[12] = [tools.read(long), "That was a long text about caches."]
+        script[13] = ["The codes are known, and I carry on from here."]
+        script[14] = ["Afterwards there is nothing left."]
     return script

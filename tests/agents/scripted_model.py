@@ -65,7 +65,7 @@ def call(name: str, **arguments: object) -> str:
     return f"{CALL}{json.dumps({'name': name, 'arguments': arguments})}{CALL_END}"
 
 
-def write_model(folder: Path, script: Script, aside: str = "A title.") -> None:
+def write_model(folder: Path, script: Script, aside: str = "What we did, in short.") -> None:
     """Write a folder that mlx-lm loads: tokenizer, template and weights that follow a script."""
     answers = _answers(script, aside)
     words = Words(answers)

@@ -38,7 +38,7 @@ def test_every_turn_of_the_script_is_answered_from_what_is_cached(scripted: Any)
     *_, script = scripted
     messages = [{"role": "system", "content": "You are a coding agent. " * 100}]
     shares = []
-    for number, answers in script.items():
+    for number, answers in sorted(script.items()):  # a later task outdoes those before
         messages.append({"role": "user", "content": f"Do it. (task {number})"})
         for answer in answers:
             said, share = ask(scripted, messages)
@@ -61,7 +61,7 @@ def said_and_done(answer: str) -> list[dict[str, Any]]:
 
 def test_a_request_without_tools_is_none_of_the_turns(scripted: Any) -> None:
     asked = [{"role": "user", "content": "Name this talk: Say hello. (task 1)"}]
-    assert ask(scripted, asked, tools=None)[0] == "A title."
+    assert ask(scripted, asked, tools=None)[0] == "What we did, in short."
 
 
 def test_a_program_that_goes_on_behind_its_script_is_told_that_a_task_is_over(
