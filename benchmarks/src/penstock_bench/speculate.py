@@ -276,9 +276,9 @@ class Measured:
 def scripted_models(load_of: SpeculateLoad) -> Iterator[tuple[Any, Any, Any, Script, Any, str]]:
     """Yield model, tokenizer, draft model, their script, a drawer of text, and the model's name."""
     if load_of.model in ("random", "embedded"):
-        made = bench_model(ModelChoice(load_of.model), load_of.llama)
-        model, tokenizer, name = made.model, made.tokenizer, made.name
-        draw: Callable[[int, int], Sequence[int]] = made.draw
+        chosen = bench_model(ModelChoice(load_of.model), load_of.llama)
+        model, tokenizer, name = chosen.model, chosen.tokenizer, chosen.name
+        draw: Callable[[int, int], Sequence[int]] = chosen.draw
     else:
         with real_folder(load_of.model) as served:
             model, tokenizer = load(served.path)
