@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -53,7 +54,8 @@ def run(*arguments: str, packages: list[Path]) -> subprocess.CompletedProcess[st
 def listed(printed: str) -> set[str]:
     """Return the names of the commands in a help text."""
     _, _, commands = printed.partition("Commands:\n")
-    return {line.split()[0] for line in commands.splitlines() if line.startswith("  ")}
+    names = (re.match(r"  (\S+)", line) for line in commands.splitlines())  # a summary has lines
+    return {name[1] for name in names if name}
 
 
 @pytest.mark.parametrize("command", BENCH_COMMANDS)
