@@ -97,20 +97,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py
 
 bench: $(VENV)/.dev
-	$(BIN)/penstock bench growth --save benchmarks/results --docs docs
-	$(BIN)/penstock bench recall --save benchmarks/results --docs docs
-	$(BIN)/penstock bench recall
-	$(BIN)/penstock bench lookup --save benchmarks/results
-	$(BIN)/penstock bench shared-prefix --cold-rounds 0 --save benchmarks/results
-	$(BIN)/penstock bench hit --rounds 2 --save benchmarks/results
-	$(BIN)/penstock bench hybrid --save benchmarks/results
-	$(BIN)/penstock bench single --save benchmarks/results --plot docs/single.png
-	$(BIN)/penstock bench speculate --save benchmarks/results
-	$(BIN)/penstock bench ragged --save benchmarks/results
-	for data in gauss outliers biased; do \
-		$(BIN)/penstock bench-kv-cache --layers 8 --data $$data --save benchmarks/results || exit 1; done
-	$(BIN)/penstock bench quantized --codec kivi8 --longest 4096 --save benchmarks/results \
-		--plot docs/quantized.png
+	$(BIN)/penstock bench all --save benchmarks/results --docs docs
 
 peers: $(VENV)/.dev
 	$(BIN)/python tests/peers/run_peers.py $(if $(MLX_LM),--mlx-lm "$(MLX_LM)") \

@@ -7,6 +7,7 @@ from typer.core import TyperGroup
 
 from penstock.cli.help_groups import ListedCommands
 from penstock_bench.cli import (
+    all_command,
     cache_commands,
     engine_commands,
     index_commands,
@@ -15,6 +16,7 @@ from penstock_bench.cli import (
 )
 
 app = typer.Typer(cls=ListedCommands, add_completion=False, rich_markup_mode=None)
+app.command("all")(all_command.all_benches)
 app.command("shared-prefix")(engine_commands.shared_prefix)
 app.command()(engine_commands.hit)
 app.command()(engine_commands.ragged)

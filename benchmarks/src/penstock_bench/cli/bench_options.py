@@ -52,6 +52,16 @@ Save: TypeAlias = Annotated[
         callback=_check_save,
     ),
 ]
+Records: TypeAlias = Annotated[
+    Path,
+    typer.Option(
+        "--save",
+        help="Store a JSON file of each bench in this folder.",
+        metavar="FOLDER",
+        file_okay=False,
+        callback=_check_save,
+    ),
+]
 Plot: TypeAlias = Annotated[
     Path | None,
     typer.Option(

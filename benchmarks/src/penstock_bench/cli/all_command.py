@@ -1,0 +1,105 @@
+"""`penstock bench all`: one bench behind the other, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import typer
+
+from penstock_bench.cli.bench_options import Docs, Records
+
+Command: TypeAlias = tuple[str, ...]
+
+BENCHES: tuple[Command, ...] = (
+    ("bench", "kernels"),
+    ("bench", "growth"),
+    ("bench", "recall"),
+    ("bench", "lookup"),
+    ("bench", "shared-prefix", "--cold-rounds", "0"),
+    ("bench", "hit", "--rounds", "2"),
+    ("bench", "hybrid"),
+    ("bench", "single"),
+    ("bench", "speculate"),
+    ("bench", "ragged"),
+    *(("bench-kv-cache", "--layers", "8", "--data", d) for d in ("gauss", "outliers", "biased")),
+    ("bench", "quantized", "--codec", "kivi8", "--longest", "4096"),
+)
+"""Benches that need nothing but the machine, with their settings."""
+LEFT_OUT = {
+    "trace": "needs a file of requests",
+    "cluster": "needs a file of requests",
+    "serve": "takes longer than all others",
+    "restore": "times the disk",
+    "remember": "counts right answers, and times nothing",
+    "store": "compares with vllm-mlx, where that is installed",
+}
+"""Benches that are left out, and why."""
+PAGES = ("growth", "recall")
+"""Benches that write pages of the docs."""
+PICTURES = ("single", "quantized")
+"""Benches whose picture is in the docs."""
+ENDS = {0: "goals met", 1: "a goal was not met"}
+"""Meaning of a bench's exit status; any other is an error."""
+
+
+@dataclass(frozen=True)
+class BenchEnd:
+    """The end of one bench."""
+
+    command: Command
+    status: int
+    records: tuple[str, ...]
+    """Names of the files that it stored."""
+
+    def __str__(self) -> str:
+        end = ENDS.get(self.status, f"error (exit status {self.status})")
+        return f"{' '.join(self.command)}: {end}; {', '.join(self.records) or 'no record'}"
+
+
+def run_all(commands: Sequence[Command], folder: Path, docs: Path | None = None) -> list[BenchEnd]:
+    """Run benches one after the other, whatever their ends; print how far it is."""
+    ends = []
+    for number, command in enumerate(commands, 1):
+        print(f"[{number} of {len(commands)}] penstock {' '.join(command)}", flush=True)
+        ends.append(_run(command, folder, docs))
+        print(flush=True)
+    return ends
+
+
+def _run(command: Command, folder: Path, docs: Path | None) -> BenchEnd:
+    """Run a bench in a process of its own: a peak of memory is that bench's alone."""
+    before = set(_records(folder))
+    drawn = () if docs is None else drawing(command, docs)
+    line = (sys.executable, "-m", "penstock", *command, "--save", str(folder), *drawn)
+    status = subprocess.run(line, check=False).returncode
+    return BenchEnd(command, status, tuple(n for n in _records(folder) if n not in before))
+
+
+def drawing(command: Command, docs: Path) -> Command:
+    """Return the flags with which a bench writes what the docs show of it."""
+    name = command[1]
+    if name in PAGES:
+        return ("--docs", str(docs))
+    return ("--plot", str(docs / f"{name}.png")) if name in PICTURES else ()
+
+
+def _records(folder: Path) -> Iterator[str]:
+    return (file.name for file in sorted(folder.glob("*.json")))
+
+
+def all_benches(save: Records, docs: Docs = None) -> None:
+    """Run the benches that need nothing but this machine, one after the other.
+
+    Asks for nothing and sends nothing. Goes on behind a goal that is not met, and lists the
+    records at the end. Exits with 1 if a goal is not met or a bench fails.
+    """
+    ends = run_all(BENCHES, save, docs)
+    print(f"Records in {save.absolute()}:")
+    for end in ends:
+        print(f"  {end}")
+    raise typer.Exit(0 if all(end.status == 0 for end in ends) else 1)

@@ -1,0 +1,71 @@
+"""`penstock bench all`: its list fits the benches there are, and one failure stops nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from penstock.cli import main
+from penstock_bench.cli import bench_commands, kv_cache_command
+from penstock_bench.cli.all_command import BENCHES, LEFT_OUT, PAGES, PICTURES, drawing, run_all
+
+KERNELS = ("bench", "kernels", "--heads", "4", "--head-size", "64", "--kv-heads", "2")
+SMALL = (*KERNELS, "--tokens", "128", "--rows", "2")
+
+
+def commands() -> dict[str, Any]:
+    """Return the commands by the words that call them."""
+    group = get_command(bench_commands.app)
+    assert isinstance(group, TyperGroup)
+    benches = {f"bench {name}": command for name, command in group.commands.items()}
+    return {**benches, "bench-kv-cache": get_command(kv_cache_command.app)}
+
+
+def split(command: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Return the words of a command, and its flags."""
+    words = 2 if command[0] == "bench" else 1
+    return " ".join(command[:words]), list(command[words:])
+
+
+def test_every_bench_is_run_or_left_out_with_a_reason() -> None:
+    run = {split(command)[0] for command in BENCHES}
+    left_out = {f"bench {name}" for name in LEFT_OUT}
+    assert run | left_out | {"bench all"} == set(commands())
+    assert not run & left_out and all(LEFT_OUT.values())
+    assert {f"bench {name}" for name in (*PAGES, *PICTURES)} <= run
+
+
+@pytest.mark.parametrize("command", BENCHES, ids=" ".join)
+def test_the_benches_know_their_flags(command: tuple[str, ...], tmp_path: Path) -> None:
+    words, flags = split(command)
+    more = ["--save", str(tmp_path), *drawing(command, tmp_path)]
+    parsed = commands()[words].make_context(words, [*flags, *more])
+    assert parsed.params["save"] == tmp_path
+    with pytest.raises(Exception, match="No such option"):  # the list's flags are looked at
+        commands()[words].make_context(words, ["--nosuch"])
+
+
+def test_a_failure_stops_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A bench, one whose settings are refused, and another bench."""
+    wrong = ("bench", "growth", "--window", "1")
+    ends = run_all((SMALL, wrong, SMALL), tmp_path / "records")
+    assert [len(end.records) for end in ends] == [1, 0, 1]
+    assert ends[0].status in (0, 1) and ends[1].status == 2
+    for end in (ends[0], ends[2]):
+        (name,) = end.records
+        assert json.loads((tmp_path / "records" / name).read_text())["environment"]
+        assert name in str(end) and "goal" in str(end)
+    assert "error (exit status 2); no record" in str(ends[1])
+    shown = capfd.readouterr().out
+    assert all(f"[{number} of 3]" in shown for number in (1, 2, 3))
+
+
+def test_the_folder_is_asked_for_and_checked_first(tmp_path: Path) -> None:
+    assert main(["bench", "all"]) == 2
+    (tmp_path / "file").write_text("")
+    assert main(["bench", "all", "--save", str(tmp_path / "file" / "below")]) == 2
