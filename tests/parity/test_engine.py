@@ -706,11 +706,11 @@ def a_window_too_long_by_one(patch: pytest.MonkeyPatch) -> None:
 def the_tail_dropped(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
-    def of(rows: Any, tails: Any, width: int = 1) -> DecodeStep:
+    def of(rows: Any, tails: Any, *settings: Any) -> DecodeStep:
         for row in rows:
             if row.tail:
                 tails.wipe(row.slot)
-        return real(rows, tails, width)
+        return real(rows, tails, *settings)
 
     patch.setattr(DecodeStep, "of", of)
 
@@ -735,8 +735,8 @@ def a_part_one_token_short(patch: pytest.MonkeyPatch) -> None:
 def slots_mixed_up(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
-    def of(rows: Any, tails: Any, width: int = 1) -> DecodeStep:
-        step = real(rows, tails, width)
+    def of(rows: Any, tails: Any, *settings: Any) -> DecodeStep:
+        step = real(rows, tails, *settings)
         step.slots = step.slots[::-1]
         return step
 
@@ -746,8 +746,8 @@ def slots_mixed_up(patch: pytest.MonkeyPatch) -> None:
 def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     real = DecodeStep.of
 
-    def of(rows: Any, tails: Any, width: int = 1) -> DecodeStep:
-        step = real(rows, tails, width)
+    def of(rows: Any, tails: Any, *settings: Any) -> DecodeStep:
+        step = real(rows, tails, *settings)
         step.offset = step.offset + 1
         return step
 

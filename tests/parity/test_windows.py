@@ -36,6 +36,7 @@ from test_engine import (
 from whole_blocks import drop_partial_blocks
 
 from penstock.engine.core import Core
+from penstock.engine.offload import conversation_ends
 from penstock.engine.offload import engine_tier as tier_module
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.windows import Windows, resume, windows_of
@@ -435,6 +436,7 @@ def test_what_waits_to_be_written_is_dropped_last(
 ) -> None:
     """Though it is unused for longest; negative control: else it is dropped, and not written."""
     monkeypatch.setattr(tier_module, "LEAST_PATIENCE_SECONDS", 20.0)
+    monkeypatch.setattr(conversation_ends, "LINGER_SECONDS", 0.0)
     if not waits:
         monkeypatch.setattr(TierGroup, "waiting_nodes", lambda self: set())
     model, other = model_of("gemma3"), tuple(reversed(BASE))

@@ -35,7 +35,11 @@ SHOWN = {
 
 def tokenizer(template: Any) -> Any:
     return SimpleNamespace(
-        chat_template=template, has_thinking=False, has_tool_calling=False, get_vocab=dict
+        chat_template=template,
+        has_thinking=False,
+        has_tool_calling=False,
+        get_vocab=dict,
+        eos_token_ids=[],
     )
 
 

@@ -96,10 +96,18 @@ class ColdMachine(EngineMachine):
             self.ask(Request(prompt=text[: len(text) - over] or text, max_tokens=6))
 
     @rule(
-        pick=picks, how=st.sampled_from(["flip", "signs", "cut", "gone"]), seed=st.integers(0, 99)
+        pick=picks,
+        how=st.sampled_from(["flip", "signs", "cut", "gone"]),
+        seed=st.integers(0, 99),
+        asked=st.none() | picks,
     )
-    def damage(self, pick: int, how: str, seed: int) -> None:
-        """Damage a file that is there, whoever may be about to read it."""
+    def damage(self, pick: int, how: str, seed: int, asked: int | None) -> None:
+        """Damage a file that is there, whoever may be about to read it, and perhaps ask for it."""
+        self._damage(pick, how, seed)
+        if asked is not None:
+            self.forget_and_ask_again(asked, 0)
+
+    def _damage(self, pick: int, how: str, seed: int) -> None:
         files = sorted((self.folder / FORMAT / "blocks").rglob("*.safetensors"))
         if not files:
             return

@@ -12,6 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_engine_machine import examples
 from test_machines import causes
 
+from penstock.engine.offload import conversation_ends
 from penstock.engine.offload.engine_tier import EngineTier, Restore
 from penstock.kv import block_spans
 from penstock.tiers import record
@@ -19,7 +20,7 @@ from penstock.tiers import record
 
 @pytest.fixture(autouse=True)
 def small_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a record hold a block: prompts are too short for records of 256 tokens."""
+    """Let a record hold a block: prompts are too short for records of 320 tokens."""
     monkeypatch.setattr(block_spans, "SPAN_TOKENS", 16)
     monkeypatch.setattr(block_spans, "RECORD_TOKENS", 16)
 
@@ -65,6 +66,7 @@ def test_machine_notices(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
+    monkeypatch.setattr(conversation_ends, "LINGER_SECONDS", 0.0)  # more lies on the disk
     with pytest.raises((AssertionError, BaseExceptionGroup)) as caught:
         run(KINDS[0], HUNT)
     assert {type(cause) for cause in causes(caught.value)} <= {AssertionError}
