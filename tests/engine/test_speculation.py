@@ -383,15 +383,23 @@ def test_a_checker_that_accepts_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         assert answers(core, greedy) != expected
 
 
-def test_an_answer_that_ends_inside_a_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running("llama") as core:
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_an_answer_that_ends_inside_a_proposal(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversation goes on behind it, from the states of recurrent layers at its end."""
+    with running(family) as core:
         (whole, _), *_ = answers(core, REQUESTS[:1])
-    for stop in (whole[30], whole[41]):
-        request = Request(prompt=PROMPT, max_tokens=90, ignore_eos=True, stop_tokens=(stop,))
-        with running("llama") as core:
-            expected = answers(core, [request])
-        with running("llama", speculative_tokens=16) as core:
-            assert answers(core, [request]) == expected
+    monkeypatch.setattr(Speculation, "propose", oracle([[*PROMPT, *whole]], 0.0))
+    for end in (30, 41):
+        request = Request(prompt=PROMPT, max_tokens=90, ignore_eos=True, stop_tokens=(whole[end],))
+        talk = (*PROMPT, *whole[: whole.index(whole[end]) + 1], 2, 3)
+        further = Request(prompt=talk, max_tokens=20, ignore_eos=True)
+        with running(family) as core:
+            expected = answers(core, [request]) + answers(core, [further])
+        with running(family, speculative_tokens=16) as core:
+            assert answers(core, [request]) + answers(core, [further]) == expected
+            assert core.counters.accepted_tokens > 0
             assert answers(core, REQUESTS[:1])[0][0] == whole, "the tree holds right tokens"
 
 

@@ -95,7 +95,8 @@ class Postprocessor:
                 for number, token in enumerate(choice):
                     written = len(choice) - number
                     sequence.speculation.accepted_tokens += written > 1
-                    sequence.kv.append_tokens(written, accepted=1, recurrent_state=state)
+                    behind = state if written == 1 else None  # it has seen all of them
+                    sequence.kv.append_tokens(written, accepted=1, recurrent_state=behind)
                     self._emit(sequence, token)
                     if sequence.state is not State.RUNNING:  # its answer ended with this one
                         break

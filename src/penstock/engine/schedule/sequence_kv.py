@@ -208,12 +208,12 @@ class SequenceKV(CachedPath):
         Args:
             written: columns that the step wrote behind the tail.
             accepted: of these, at most `written`.
-            recurrent_state: behind the accepted tokens, of models with recurrent layers.
+            recurrent_state: behind the accepted tokens, of models with recurrent layers; None if
+                it is not known.
         """
         if not 0 <= accepted <= written:
             raise ValueError(f"{accepted} tokens accepted of {written} written")
-        if recurrent_state is not None:
-            self.recurrent_state = recurrent_state
+        self.recurrent_state = recurrent_state
         for _ in range(accepted):
             if not self.own_spans and self.tail == 0 and self._holds_next():
                 # The last token of a prompt that the path holds to its end: it was computed for
