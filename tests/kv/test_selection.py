@@ -190,6 +190,29 @@ def test_with_as_many_tokens_as_there_are_it_computes_what_it_does_today() -> No
         assert not np.array_equal(attend(rows, 303), whole)
 
 
+def test_it_is_asked_once_a_step_and_never_without_a_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row may have many parts, each with an index of many layers: no work for every layer."""
+    looked_at: list[Segment] = []
+    complete = KeyIndex.complete
+
+    def counted(self: KeyIndex, segment: Segment) -> bool:
+        looked_at.append(segment)
+        return complete(self, segment)
+
+    monkeypatch.setattr(KeyIndex, "complete", counted)
+    row = Row(2, [256, 512, 700], 3).decode_row(0)
+    tails = Tails(1, TAIL, [LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32)])
+    looked_at.clear()
+    step = DecodeStep.of([row], tails, selection=Selection(128, INDEX))
+    assert [step.choosing(layer, FAR) for layer in (0, 1, 0)] == [[0], [], [0]]
+    assert len(looked_at) == 3
+    assert step.choosing(0, AttentionWindow(64, 4)) == [], "behind a window nothing is chosen"
+    step = DecodeStep.of([row], tails)
+    assert step.choosing(0, FAR) == [] and len(looked_at) == 3
+
+
 def test_what_has_no_index_is_read_whole() -> None:
     row = Row(2, [256, 512], 3)
     whole = attend([row], None)

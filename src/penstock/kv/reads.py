@@ -66,6 +66,8 @@ class DecodeStep:
     kernel_plans: dict[Hashable, list[Dispatch]]
     selection: Selection | None
     """Choice of what long rows read; None to read all."""
+    choosers: dict[AttentionWindow, list[int]]
+    """Numbers of the rows that choose, which all layers of a window that have an index share."""
 
     @classmethod
     def of(
@@ -93,6 +95,7 @@ class DecodeStep:
             ways,
             {},
             selection,
+            {},
         )
 
     def layout(self, attention_window: AttentionWindow) -> AttentionPlan:
@@ -105,13 +108,15 @@ class DecodeStep:
     def choosing(self, layer: int, attention_window: AttentionWindow) -> list[int]:
         """Return the rows that read a choice of their tokens in a layer."""
         selection = self.selection
-        return [
-            number
-            for number, row in enumerate(self.rows)
-            if selection is not None
-            and attention_window.sees_all(row.position)
-            and selection.applies(row, layer)
-        ]
+        if selection is None or layer not in selection.index.layers:
+            return []
+        if attention_window not in self.choosers:
+            self.choosers[attention_window] = [
+                number
+                for number, row in enumerate(self.rows)
+                if attention_window.sees_all(row.position) and selection.applies(row)
+            ]
+        return self.choosers[attention_window]
 
     def caches(self, attention_windows: Sequence[AttentionWindow]) -> list[DecodeReads]:
         """Return what the model is handed, one a layer."""

@@ -58,12 +58,12 @@ class Selection:
         recent = position + 1 - self.recent_start(position)
         return (self.tokens - FIRST_TOKENS - recent) // BLOCK_TOKENS
 
-    def applies(self, row: DecodeRow, layer: int) -> bool:
-        """Tell whether a row reads a choice of its tokens in a layer, not all of them.
+    def applies(self, row: DecodeRow) -> bool:
+        """Tell whether a row reads a choice of its tokens in layers with an index, not all of them.
 
         It reads all if they are no more than `tokens`, or if some have no index.
         """
-        if layer not in self.index.layers or row.position < self.tokens:
+        if row.position < self.tokens:
             return False
         stop = self.recent_start(row.position)
         spans = [span for span in row.parts if span.start < stop]
