@@ -167,6 +167,18 @@ def test_what_is_evicted_is_written_first(family: str, saved: bool, tmp_path: Pa
         assert (core.view.stats().restored_tokens >= 144) == saved
 
 
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_what_is_cleared_is_not_written(family: str, tmp_path: Path) -> None:
+    with engine(tmp_path, family, 8) as core:
+        ask(core, tokens(150, 3))
+        before = core.view.stats().tiers["disk"]
+        core.clear()
+        after = core.view.stats().tiers["disk"]
+        assert after.queued_bytes == 0 and after.dropped_blocks == before.dropped_blocks
+        settle(core)
+        assert written(core) == before.counts.written_blocks and not files(tmp_path)
+
+
 def test_an_idle_engine_writes_ends_that_have_lingered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,9 +179,10 @@ class Core(EngineParts):
         self.group.note("clear")
         tree = self.prefixes.tree
         nodes, nbytes = len(tree), tree.nbytes
+        # First the tiers: ends of conversations would else be written as they are evicted.
+        removed = {} if self.tiers is None else self.tiers.clear()
         self.prefixes.clear()
         self.speculator.forget()
-        removed = {} if self.tiers is None else self.tiers.clear()
         give_back()
         return Cleared(nodes - len(tree), nbytes - tree.nbytes), removed
 
