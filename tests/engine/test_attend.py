@@ -12,6 +12,7 @@ import cold_engine
 import mlx.core as mx
 import pytest
 from engine_faults import model_of
+from tiny_families import build
 
 from penstock.engine.core import Core
 from penstock.engine.request import Request
@@ -151,6 +152,22 @@ def test_what_a_tier_gives_back_has_an_index_again(tmp_path: Path) -> None:
         indexed = core.ledger.by_class()[Kind.KEY_INDEX]
         held = sum(node.end - node.start for node in core.prefixes.tree)
         assert indexed == held * core.runner.index_token_bytes
+
+
+def test_a_choice_does_not_depend_on_what_windows_have_dropped() -> None:
+    """Layers that see all choose where the KV of layers with windows was evicted, too."""
+    settings, told = {**SMALL, "attend_tokens": LEAST}, []
+    asked = [token % 90 for token in LONG]
+    for dropped in (False, True):
+        core = Core(build("cohere2"), **settings)
+        (answer,) = answers(core, asked)
+        if dropped:
+            assert core.prefixes.relief is not None
+            assert core.prefixes.relief.relieve(10**9) > 0
+            assert any(node.segment.missing for node in core.prefixes.tree)
+        told.append(answers(core, [*asked, *answer, 7, 8, 9], tokens=20))
+        core.close()
+    assert told[0] == told[1]
 
 
 def test_layers_can_be_left_whole() -> None:

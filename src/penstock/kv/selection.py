@@ -99,7 +99,9 @@ class Selection:
         return [runs[0] if len(runs) == 1 else mx.concatenate(runs, axis=-1) for runs in by_row]
 
     def _is_whole(self, span: KVSpan) -> bool:
-        return not span.segment.missing and self.index.complete(span.segment)
+        missing = span.segment.missing  # of layers with windows, whose KV was evicted
+        gone = bool(missing) and any(missing[layer] for layer in self.index.layers)
+        return not gone and self.index.complete(span.segment)
 
 
 @dataclass(frozen=True, slots=True)
