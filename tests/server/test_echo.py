@@ -107,6 +107,24 @@ def test_an_answer_behind_an_echo_goes_on_in_the_same_lists(server: Running) -> 
     assert [at for part in joined for at in part["text_offset"]] == logprobs["text_offset"]
 
 
+def test_a_streamed_answer_waits_for_the_log_probabilities_of_its_prompt(server: Running) -> None:
+    """The second answer finds its prompt in the cache, and ends while the first still reads it."""
+    for animal in ("amber", "quiet", "brown", "old"):
+        prompt = f"The code of the {animal} falcon"
+        post(server, "/v1/completions", prompt=prompt, max_tokens=0)
+        (whole,) = complete(server, prompt)
+        body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2, "n": 3}
+        url, logprobs = f"{server.url}/v1/completions", {}
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = httpx.Response(200, text=line[6:]).json()["choices"]
+                    logprobs[choice["index"]] = choice["logprobs"]["token_logprobs"]
+        expected = whole["logprobs"]["token_logprobs"]
+        for streamed in (logprobs[0], logprobs[1], logprobs[2]):
+            assert streamed[1:] == pytest.approx(expected[1:], abs=NEAR)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_token_that_ends_an_answer_has_its_log_probability(
     server: Running, stream: bool

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.engine.handle import Choice
+from penstock.engine.handle import Choice, Handle
 from penstock.engine.request import Event, Finish, Token
 from penstock.server.active_request import ActiveRequest
 from penstock.server.disconnect import until_gone
@@ -150,11 +150,29 @@ class Completions:
             return None
         return self.logprobs.completion(tokens, offset)
 
+    async def _scored(self, answering: ActiveRequest) -> AsyncIterator[list[Event]]:
+        """Yield events; those of a prompt wait until it has its log-probabilities.
+
+        The first answer reads them. Another may find the prompt in the cache, and begin before it.
+        """
+        early: list[Event] = []
+        async for events in answering.batches(with_progress=bool(self.body.return_progress)):
+            if not events:
+                yield events
+                continue
+            scored = [_has_scores(handle) for handle in answering.handles]  # while others read
+            begun = [(event, scored[event.choice // self.n]) for event in (*early, *events)]
+            early = [event for event, ready in begun if not ready]
+            if len(early) < len(begun):
+                yield [event for event, ready in begun if ready]
+        if early:
+            yield early
+
     async def _chunks(self, answering: ActiveRequest) -> AsyncIterator[bytes]:
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         head = {**self.head, "usage": None} if with_usage else self.head
         offsets: dict[int, int] = {}
-        async for events in answering.batches(with_progress=bool(self.body.return_progress)):
+        async for events in self._scored(answering):
             if not events:
                 choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
                 yield data({**head, "choices": [choice], **prompt_progress(answering)})
@@ -178,6 +196,11 @@ class Completions:
         if with_usage:
             yield data({**head, "choices": [], "usage": usage_object(answering.usage())})
         yield DONE
+
+
+def _has_scores(handle: Handle) -> bool:
+    """Tell whether a prompt has the log-probabilities that are asked for."""
+    return handle.prompt_logprobs is None or handle.prompt_logprobs.done
 
 
 def _sum_up(events: Iterable[Event]) -> dict[int, tuple[str, list[Token], str | None]]:

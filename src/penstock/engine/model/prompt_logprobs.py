@@ -71,7 +71,8 @@ class PromptToken:
 class PromptLogprobs:
     """Log-probabilities of one prompt's tokens, filled while the prompt is read.
 
-    Complete before the first token of an answer comes, or its end. Iterate for `PromptToken`s.
+    Complete before the first token of the first answer comes, or its end: another answer may find
+    the prompt in the cache, and begin before. Iterate for `PromptToken`s.
 
     Args:
         tokens: the prompt.
