@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -173,6 +174,40 @@ def test_a_grammar_that_contains_itself_is_named() -> None:
     made = free_call_grammar(form, [custom], (), {"nest": 'start: "(" start? ")"'})
     assert made.unenforced == ("nest:grammar",)
     assert follows(made.grammar, written("hermes", "nest", {"input": "(("}))
+
+
+def test_inputs_without_room_are_named_and_the_others_are_kept_to() -> None:
+    """A grammar has 65,536 characters; one input has 36,000 of them here."""
+    numbers = [f"{number:05}" for number in range(4_500)]
+    lark = "start: " + " ".join(map(dumped, numbers))
+    grammars = dict.fromkeys(("one", "two", "three"), lark)
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+        for name in grammars
+    ]
+    made = free_call_grammar(form_of("hermes"), tools, (), grammars)
+    assert set(made.unenforced) == {"two:grammar", "three:grammar"}
+    assert follows(made.grammar, written("hermes", "one", {"input": "".join(numbers)}))
+    assert not follows(made.grammar, written("hermes", "one", {"input": "0"}))
+    assert follows(made.grammar, written("hermes", "two", {"input": "0"}))
+
+
+def test_more_tools_than_a_grammar_has_room_for_are_named() -> None:
+    names = [f"look_up_{number}" for number in range(600)]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    made = free_call_grammar(form_of("hermes"), tools, names[:3])
+    assert made.grammar is None and not made.free
+    assert made.unenforced == tuple(f"{name}:strict" for name in names[:3])
+    assert free_call_grammar(form_of("hermes"), tools[:99], names[:3]).grammar is not None
+
+
+def test_a_grammar_that_is_far_too_long_is_not_quoted() -> None:
+    custom = {"type": "function", "function": {"name": "patch", "parameters": {"type": "object"}}}
+    wide = "start: " + " ".join(f"/[a-z{number}]/" for number in range(200_000))
+    before = time.process_time()
+    made = free_call_grammar(form_of("hermes"), [custom], (), {"patch": wide})
+    assert time.process_time() - before < 1
+    assert made.unenforced == ("patch:grammar",)
 
 
 def test_names_and_schemas_are_quoted() -> None:

@@ -18,7 +18,7 @@ from penstock.errors import SettingError
 from penstock.server.parsing import ReasoningMarks
 from penstock.server.parsing.shapes import CallShape, Marks
 from penstock.server.quoted_grammars import quoted_grammar
-from penstock.server.tool_schemas import Arguments
+from penstock.server.tool_schemas import ROOM, Arguments
 
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _TEXT = "TEXT: /(?s:.+)/\n"
@@ -43,11 +43,12 @@ class Rules(NamedTuple):
 
 def call_rules(shape: CallShape, marks: Marks, tools: Sequence[CallRule]) -> Rules:
     """Return the rules of calls of these tools. Slow: not for an event loop."""
-    inputs = {number: _input(tool, number) for number, tool in enumerate(tools)}
+    inputs = _inputs(tools)
     others = [number for number, rule in inputs.items() if rule is None]
-    schemas, unenforced = Arguments.of([(tools[n].name, tools[n].schema) for n in others])
-    lost = [f"{tools[n].name}:grammar" for n in others if tools[n].input_grammar is not None]
     lines = [rule for rule in inputs.values() if rule is not None]
+    room = ROOM - sum(map(len, lines))
+    schemas, unenforced = Arguments.of([(tools[n].name, tools[n].schema) for n in others], room)
+    lost = [f"{tools[n].name}:grammar" for n in others if tools[n].input_grammar is not None]
     for number, schema in zip(others, schemas, strict=True):
         lines.append(f"arguments_{number}: %json {json.dumps(schema)}\n")
     heads = [
@@ -146,6 +147,16 @@ def _loose(text: str) -> str:
     """
     parts = re.findall(r'"\w+"|\S', text)
     return r"\s?".join(("", *map(re.escape, parts))) + ("" if text[-1:] in '"}' else r"\s?")
+
+
+def _inputs(tools: Sequence[CallRule]) -> dict[int, str | None]:
+    """Return the rules of custom tools' arguments, as far as there is room for them."""
+    rules, left = dict[int, str | None](), ROOM
+    for number, tool in enumerate(tools):
+        rule = _input(tool, number) if len(tool.input_grammar or "") <= left else None
+        rules[number] = rule if len(rule or "") <= left else None
+        left -= len(rules[number] or "")
+    return rules
 
 
 def _input(tool: CallRule, number: int) -> str | None:

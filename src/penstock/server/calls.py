@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from penstock.engine.model.constraint import GRAMMAR_BYTES
 from penstock.server.call_rules import (
     ANY_ARGUMENTS,
     CallRule,
@@ -149,15 +150,17 @@ def free_call_grammar(
     """
     inputs = inputs or {}
     functions = [tool["function"] for tool in tools]
+    named = [f"{name}:strict" for name in kept] + [f"{name}:grammar" for name in inputs]
     if (shape := form.free_shape) is None:
-        unenforced = [f"{name}:strict" for name in kept] + [f"{name}:grammar" for name in inputs]
-        return CallGrammar(None, tuple(unenforced))
+        return CallGrammar(None, tuple(named))
     wanted = [
         rule if rule.name in kept or rule.input_grammar else CallRule(rule.name)
         for rule in rules_of(functions, inputs)
     ]
     rules = call_rules(shape, form.marks, wanted)
     grammar = free_grammar(shape, form.marks, rules, form.reasoning, inside=inside)
+    if len(grammar) > GRAMMAR_BYTES:  # no call is demanded: without a grammar it is answered, too
+        return CallGrammar(None, tuple(named))
     return CallGrammar(grammar, rules.unenforced, free=True)
 
 

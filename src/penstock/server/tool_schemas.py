@@ -45,16 +45,17 @@ class Arguments(NamedTuple):
     """Rules that are not enforced: a tool's name, a colon, and the rule."""
 
     @classmethod
-    def of(cls, functions: Sequence[tuple[str, Mapping[str, Any]]]) -> Arguments:
+    def of(cls, functions: Sequence[tuple[str, Mapping[str, Any]]], room: int = ROOM) -> Arguments:
         """Return what can be followed of functions' parameters. Slow: not in an event loop.
 
         Args:
             functions: their names and parameters.
+            room: characters for all schemas; the largest ones are left out first.
         """
         parts = [_eased(closed(parameters)) for _, parameters in functions]
         schemas, rules = [schema for schema, _ in parts], [list(names) for _, names in parts]
         sizes = [len(json.dumps(schema)) for schema in schemas]
-        while sum(sizes) > ROOM:  # the largest ones go first
+        while sum(sizes) > room:
             largest = max(range(len(sizes)), key=sizes.__getitem__)
             schemas[largest], rules[largest] = {"type": "object"}, ["size"]
             sizes[largest] = 0
