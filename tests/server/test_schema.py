@@ -99,6 +99,7 @@ FIELDS = (
     *("function_call", "parallel_tool_calls", "stop_token_ids", "prediction", "return_progress"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
     *("prompt_logprobs", "reasoning_effort", "tokens", "content", "add_special_tokens"),
+    *("min_tokens", "include_stop_str_in_output", "skip_special_tokens"),
 )
 
 

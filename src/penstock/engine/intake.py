@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.engine.handle import Handle
 from penstock.engine.model.constraint import Grammars
+from penstock.engine.model.min_tokens import MinTokens
 from penstock.engine.model.prompt_logprobs import PromptLogprobs
 from penstock.engine.model.reasoning import ReasoningLimit
 from penstock.engine.model.sampling import Rule, TokenSampler
@@ -125,12 +126,20 @@ class Intake:
                 raise SettingError(f"reasoning.end has token {last}; the model knows {size} tokens")
             return ReasoningLimit(request.reasoning)
         if request.grammar is None:
-            return None
+            return self._min_tokens(request)
         if self.grammars is None:
             raise SettingError("a grammar needs a tokenizer, and the engine has none")
         return self.grammars.constraint(request.grammar)
 
     # ---- parts
+
+    def _min_tokens(self, request: Request) -> MinTokens | None:
+        """Return the rule of a least length; None if any will do."""
+        if not request.min_tokens:
+            return None
+        no_ends = self.tokenizer is None or request.ignore_eos
+        ends = () if no_ends else self.tokenizer.eos_token_ids
+        return MinTokens(request.min_tokens, frozenset((*ends, *request.stop_tokens)))
 
     def _prompt_logprobs(self, request: Request) -> PromptLogprobs | None:
         """Return the place of a prompt's log-probabilities; None if they are not asked for."""
@@ -167,7 +176,14 @@ class Intake:
             deadline = self._clock() + request.timeout_seconds
         if self.tokenizer is not None:
             before = request.prompt[-TEXT_BEFORE_TOKENS:] if request.goes_on else ()
-            text = TextStream(self._new_detokenizer(), request.stop, before)
+            text = TextStream(
+                self._new_detokenizer(),
+                request.stop,
+                before,
+                keep_stop=request.keep_stop,
+                min_tokens=0 if request.grammar is not None else request.min_tokens,
+                silent=request.silent_tokens,
+            )
         sequence = Sequence(
             id=self.next_id,
             request=request,

@@ -149,9 +149,17 @@ class Request(_Asked):
     """Tokens of each answer, at most; 0 reads the prompt and no more."""
     sampling: Sampling = Sampling()
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end an answer; they are not part of it."""
+    """Texts that end an answer; they are not part of it, but for `keep_stop`."""
     stop_tokens: tuple[TokenId, ...] = ()
     """Tokens that end an answer, beside the tokenizer's own end of sequence."""
+    keep_stop: bool = False
+    """Whether the text of the answer has the text, or that of the stop token, which ended it."""
+    min_tokens: int = Field(default=0, ge=0)
+    """Tokens of an answer before a stop text, a stop token or the end of sequence may end it.
+
+    A grammar alone says where its answers end."""
+    silent_tokens: frozenset[TokenId] = frozenset()
+    """Tokens of an answer that add nothing to its text."""
     goes_on: bool = False
     """Whether the answer's text goes on with the prompt's, the first space included; if not, it is
     as mlx-lm writes an answer, which drops that space with some tokenizers."""
@@ -187,6 +195,8 @@ class Request(_Asked):
     def _grammar_without_reasoning(self) -> Request:
         if self.grammar is not None and self.reasoning is not None:
             raise ValueError("a request has a grammar or a budget for reasoning, not both")
+        if self.min_tokens and self.reasoning is not None:
+            raise ValueError("a request has min_tokens or a budget for reasoning, not both")
         return self
 
     @property

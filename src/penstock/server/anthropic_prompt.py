@@ -25,6 +25,7 @@ from penstock.server.anthropic_forms import (
 )
 from penstock.server.problems import BadRequest
 from penstock.server.prompts import Prompts, last_user
+from penstock.server.reasoning_effort import thinking_switch
 
 BETWEEN_BLOCKS = "\n\n"
 """Separator of a message's text blocks, for a template that reads one text."""
@@ -135,7 +136,7 @@ def _render(
         messages.append({"role": "system", "content": text})
     messages += _messages(turns)
     goes_on = messages[-1]["role"] == "assistant"
-    more: dict[str, Any] = {}
+    more = thinking_switch(prompts, request.thinks)
     if getattr(prompts.tokenizer, "has_thinking", False):
         more["enable_thinking"] = request.thinks
     if whole and goes_on:

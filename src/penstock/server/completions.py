@@ -71,6 +71,7 @@ class Completions:
             logprobs=body.logprobs is not None,
             top_logprobs=body.logprobs or 0,
         )
+        special = self.service.prompts.format.marks.special.values()
         requests = [
             body.request(
                 self.service,
@@ -84,6 +85,7 @@ class Completions:
                 grammar=self.grammar,
                 ignore_eos=bool(body.ignore_eos),
                 prompt_logprobs=self.top,
+                silent_tokens=special if body.skip_special_tokens else (),
             )
             for prompt in prompts
         ]

@@ -5,7 +5,7 @@ Fields that are not known are passed over, as OpenAI does; those that are known 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
@@ -166,6 +166,12 @@ class Sampled(RequestForm):
     stream: bool | None = None
     ignore_eos: bool | None = None
     """Whether an answer goes on after the end of sequence, as at vLLM; chat and completions."""
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    """Tokens of an answer before it may end, as at vLLM; chat and completions, like the next."""
+    include_stop_str_in_output: bool | None = None
+    """Whether the answer has the text of `stop` or `stop_token_ids` that ended it."""
+    skip_special_tokens: bool | None = None
+    """Whether special tokens are left out of the answer."""
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     """Number of likeliest tokens that are reported beside each token of the prompt, as vLLM does;
     chat and completions alone."""
@@ -218,11 +224,17 @@ class Sampled(RequestForm):
         prediction: Sequence[int] = (),
         ignore_eos: bool = False,
         prompt_logprobs: int | None = None,
+        silent_tokens: Iterable[int] = (),
     ) -> Request:
         """Return the engine's request."""
         settings = service.settings
         if max_tokens is None:
             max_tokens = service.rest_tokens(len(prompt))
+        if (self.min_tokens or 0) > max_tokens:
+            raise BadRequest(
+                f"min_tokens {self.min_tokens} is more than max_tokens {max_tokens}",
+                param="min_tokens",
+            )
         if self.cache_salt is not None:
             check_text(self.cache_salt, "cache_salt")
         return Request(
@@ -239,6 +251,9 @@ class Sampled(RequestForm):
             prediction=tuple(prediction),
             ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
+            min_tokens=self.min_tokens or 0,
+            keep_stop=bool(self.include_stop_str_in_output),
+            silent_tokens=frozenset(silent_tokens),
             hold_seconds=settings.hold_seconds if self.prompt_cache_key else 0.0,
         )
 

@@ -153,6 +153,7 @@ class _Chat:
         check_scores(body.prompt_logprobs, stream=bool(body.stream))
         plan = body.plan(service.prompts.format)
         prompt, grammar = await until_gone(http, service.work(self._read, plan))
+        unread = service.prompts.format.unread(plan.callable)
         most = body.max_completion_tokens
         request = body.request(
             service,
@@ -170,6 +171,7 @@ class _Chat:
             prediction=self.prediction,
             ignore_eos=bool(body.ignore_eos),
             prompt_logprobs=body.prompt_logprobs,
+            silent_tokens=unread if body.skip_special_tokens else (),
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
         open_text = grammar is None or self.free

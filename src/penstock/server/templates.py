@@ -62,6 +62,9 @@ class TemplateTraits:
     """Whether the template takes two messages of the user in a row."""
     reasoning_effort: bool
     """Whether `reasoning_effort` changes the rendered prompt."""
+    thinking: bool
+    """Whether `thinking` changes the rendered prompt, as DeepSeek's and Granite's templates read it
+    in the place of `enable_thinking`."""
     reasoning_key: str | None
     """Key of a message under which the template looks for reasoning; None if it never does."""
     reasoning_beside_text: bool
@@ -81,15 +84,17 @@ class TemplateTraits:
         both = {**_called(THOUGHT, key), "content": SAID}
         beside = probe.row("reasoning, text and a call", [*talk_of(USER), both, _result(RESULT)])
         effort = probe.changes(reasoning_effort=("low", "high"))
+        thinking = probe.changes(thinking=(False, True))
         rows = [first, turns, *later, users, *probe.rest(key), beside]
         return cls(
             first_system=first.taken,
             later_system=all(row.taken for row in later),
             consecutive_users=users.taken,
             reasoning_effort=effort,
+            thinking=thinking,
             reasoning_key=key,
             reasoning_beside_text=not beside.outcome.startswith("raises"),
-            rows=(*rows, TraitRow("reasoning_effort", "read" if effort else "ignored")),
+            rows=(*rows, _switch("reasoning_effort", effort), _switch("thinking", thinking)),
         )
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -121,6 +126,10 @@ class TemplateTraits:
         if message.get("content") and message.get("tool_calls") and not self.reasoning_beside_text:
             return rest
         return {**rest, key: message[given]}
+
+
+def _switch(name: str, read: bool) -> TraitRow:
+    return TraitRow(name, "read" if read else "ignored")
 
 
 class _Probe:
@@ -167,7 +176,7 @@ class _Probe:
                 return key
         return None
 
-    def changes(self, **switch: tuple[str, str]) -> bool:
+    def changes(self, **switch: tuple[str | bool, str | bool]) -> bool:
         """Tell whether two values of a template's switch are rendered differently."""
         ((name, values),) = switch.items()
         one, other = (self._render(talk_of(USER), **{name: value})[0] for value in values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from typing import Protocol
 
@@ -46,14 +46,31 @@ class TextStream:
         stop: strings that end the text.
         before: last tokens in front of the text: with them its first space is told, which mlx-lm's
             detokenizers drop at the start of a text.
+        keep_stop: whether the text has the stop string that ends it.
+        min_tokens: first tokens, with none of which a stop string can end the text.
+        silent: tokens that add nothing to the text.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_known", "_state", "_stops", "stopped")
+    __slots__ = (
+        *("_detokenizer", "_early_tokens", "_held", "_keep_stop", "_known", "_silent"),
+        *("_state", "_stops", "stopped"),
+    )
 
     def __init__(
-        self, detokenizer: Detokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str] = (),
+        before: Sequence[int] = (),
+        *,
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+        silent: Collection[int] = (),
     ) -> None:
         self._detokenizer = detokenizer
+        self._keep_stop = keep_stop
+        self._silent = silent
+        self._early_tokens = min_tokens + 1
+        """Tokens that must come before a stop string may count, the one that completes it too."""
         self._known = 0
         """Characters of `before` that the detokenizer has not told yet."""
         self._begin_behind(before)
@@ -66,6 +83,9 @@ class TextStream:
     def push(self, token: int) -> str:
         """Take in a token; return the text that is certain with it. Empty after a stop."""
         if self.stopped is not None:
+            return ""
+        self._early_tokens = max(0, self._early_tokens - 1)
+        if token in self._silent:
             return ""
         self._detokenizer.add_token(token)
         return self._certain(self._new())
@@ -106,10 +126,10 @@ class TextStream:
         for end, char in enumerate(piece, 1):
             self._state = self._stops.step(self._state, char)
             stop = self._stops.found[self._state]
-            if stop is not None:
+            if stop is not None and not self._early_tokens:
                 text = self._held + piece[:end]
                 self.stopped, self._held = stop, ""
-                return text.removesuffix(stop)
+                return text if self._keep_stop else text.removesuffix(stop)
         text = self._held + piece
         certain = len(text) - self._stops.depth[self._state]
         self._held = text[certain:]

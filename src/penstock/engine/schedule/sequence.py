@@ -179,7 +179,9 @@ class Sequence:
             stop_at = stop
         if self.text is not None and error is None:
             try:
-                text = self.text.finish()
+                if stop_at in self.request.stop_tokens and self.request.keep_stop:
+                    text = self.text.push(int(stop_at))
+                text += self.text.finish()
             # A boundary: a detokenizer's fault is this answer's, and the engine goes on.
             except Exception as fault:  # noqa: BLE001
                 error = StepFailed(f"the end of the text failed: {type(fault).__name__}: {fault}")

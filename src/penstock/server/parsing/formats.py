@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,11 @@ class AnswerFormat:
 
     marks: Marks = NO_MARKS
     """Special tokens of the model's tokenizer."""
+
+    def unread(self, tools: Tools | None) -> Collection[int]:
+        """Return the special tokens that may be left out of a text; none where marks are read."""
+        reads = self.reasoning is not None or self.call_name == HARMONY or bool(tools)
+        return () if reads else self.marks.special.values()
 
     @property
     def shape(self) -> CallShape | None:

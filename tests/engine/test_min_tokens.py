@@ -1,0 +1,38 @@
+"""Answers of a least length: which tokens are forbidden, for how long, and with proposals."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.model.min_tokens import MinTokens
+from penstock.engine.request import ReasoningBudget, Request
+from penstock.errors import SettingError
+
+ENDS = (3, 7, 99)
+
+
+def test_the_ends_are_forbidden_until_the_length_is_reached() -> None:
+    rule = MinTokens(2, ENDS)
+    other = rule.copy()
+    for _ in range(2):
+        assert not rule.free
+        assert [token for token, ok in enumerate(rule.allowed(10)) if not ok] == [3, 7]
+        assert not rule.accept(1)
+    assert rule.free and rule.allowed(10).all()
+    assert not other.free, "a copy goes its own way"
+
+
+@pytest.mark.parametrize(
+    ("proposal", "allowed"),
+    [([1, 2, 3], 3), ([1, 3, 2], 1), ([3], 0), ([1, 2, 3, 7], 4), ([], 0)],
+)
+def test_a_proposal_ends_before_an_end_that_is_too_early(proposal: list[int], allowed: int) -> None:
+    rule = MinTokens(2, ENDS)
+    assert rule.allowed_tokens(proposal) == allowed
+    free = MinTokens(0, ENDS)
+    assert free.allowed_tokens(proposal) == len(proposal)
+
+
+def test_a_budget_for_reasoning_leaves_no_room() -> None:
+    with pytest.raises(SettingError, match="not both"):
+        Request(prompt=(1,), min_tokens=2, reasoning=ReasoningBudget(max_tokens=2, end=(5,)))
