@@ -33,6 +33,7 @@ from penstock.engine.model.step_costs import FORGET_STEPS, LEAST_SAMPLES, StepCo
 from penstock.engine.model.tree_proposer import TreeProposer
 from penstock.engine.request import Request, Sampling
 from penstock.errors import SettingError
+from penstock.kv.reads import DecodeReads
 from penstock.models.mlx_lm import load_all
 from penstock.recall import MODEL_PATH
 
@@ -341,6 +342,28 @@ def test_states_are_those_behind_the_accepted_tokens(
         texts = [[*request.prompt, *answer] for request, (answer, _) in pairs]
         monkeypatch.setattr(Speculation, "propose", oracle(texts, 0.1))
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("fault", ["fails", "errs", ""])
+def test_a_model_made_for_one_token_a_step_is_not_asked_for_several(fault: str) -> None:
+    model = build("llama")
+    theirs = type(model)
+
+    class OneToken(theirs):  # type: ignore[misc, valid-type]
+        """A model whose own code does not take several tokens of a row in a decode step."""
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            several = isinstance(cache[0], DecodeReads) and inputs.shape[1] > 1
+            if several and fault == "fails":
+                raise ValueError("one token a row")
+            logits: mx.array = super().__call__(inputs, cache=cache)
+            return logits[:, ::-1] if several and fault else logits
+
+    model.__class__ = OneToken
+    core = Core(model, **SMALL, speculative_tokens=4)
+    assert core.limits.speculative_tokens == (0 if fault else 4)
+    assert [reason for _, reason in answers(core, REQUESTS[1:2])] == ["length"]
+    core.close()
 
 
 def test_states_that_have_seen_rejected_tokens_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from penstock import config
 from penstock.engine.model.runner import Runner
+from penstock.engine.model.wide_steps import reads_several
 from penstock.engine.ranks.process_group import ProcessGroup
 from penstock.engine.schedule.sequence import WHOLE_CHUNK
 from penstock.errors import SettingError
@@ -67,7 +68,8 @@ def fitting(limits: config.EngineSettings, runner: Runner, ranks: int = 1) -> co
         )
     if runner.fitness.whole:
         limits = limits.model_copy(update={"prefill_chunk": WHOLE_CHUNK})
-    if not runner.takes_several or ranks > 1:  # ranks would not measure the same
+    # Ranks would not measure the same.
+    if limits.speculative_tokens and (ranks > 1 or not reads_several(runner)):
         limits = limits.model_copy(update={"speculative_tokens": 0})
     _check_attends(limits, runner)
     compression = runner.layout.compression

@@ -451,13 +451,8 @@ class Runner:
         except Exception as error:  # noqa: BLE001
             text = str(error).strip() or type(error).__name__
             return f"{type(error).__name__}: {text.splitlines()[0]}"
-        # Some models give tokens that do not exist an infinite logit.
-        difference = float(mx.where(logits == expected, 0.0, mx.abs(logits - expected)).max())
-        largest = float(mx.where(mx.isfinite(expected), mx.abs(expected), 0.0).max())
-        off = difference / max(1e-6, largest)
-        if not off <= TOLERANCE.get(dtype, HALF_TOLERANCE):
-            return f"its logits differ by {off:.1%} from those on mlx-lm's own caches"
-        return ""
+        off = differs(logits, expected, dtype)
+        return off and f"its logits differ by {off} from those on mlx-lm's own caches"
 
     def _probe(self, way: Way, *, whole: bool) -> tuple[mx.array, mx.Dtype]:
         """Read the probe as two rows that share a part, one a token ahead of the other."""
@@ -515,6 +510,15 @@ class Runner:
         for one, other in zip(arrays(states), arrays(expected), strict=True):
             if not mx.allclose(one, other, rtol=1e-3, atol=1e-5).item():
                 raise ModelError("its recurrent layers do not begin with zeros")
+
+
+def differs(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> str:
+    """Return by how much float32 logits differ, in words; empty if it is little for a dtype."""
+    # Some models give tokens that do not exist an infinite logit.
+    difference = float(mx.where(logits == expected, 0.0, mx.abs(logits - expected)).max())
+    largest = float(mx.where(mx.isfinite(expected), mx.abs(expected), 0.0).max())
+    off = difference / max(1e-6, largest)
+    return "" if off <= TOLERANCE.get(dtype, HALF_TOLERANCE) else f"{off:.1%}"
 
 
 def _row(recurrent_state: RecurrentState | None) -> States | None:
