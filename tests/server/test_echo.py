@@ -211,3 +211,13 @@ def test_more_scores_than_there_is_memory_for_are_refused_with_their_bytes(
     answer = post(server, "/v1/completions", prompt=prompt, max_tokens=0)
     assert answer.status_code == 200
     assert server.service.memory.used_bytes < 1_000_000
+
+
+def test_echoes_of_many_answers_are_held_to_the_memory_of_prompts(server: Running) -> None:
+    prompt = [5] * 1_200
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True}
+    answer = post(server, "/v1/completions", **body, n=128)
+    assert answer.status_code == 413, answer.text
+    assert "for all prompts" in answer.json()["error"]["message"]
+    answer = post(server, "/v1/completions", **body)
+    assert answer.json()["choices"][0]["text"] == server.service.tokenizer.decode(prompt)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -63,6 +65,27 @@ def test_tokens_become_their_text(recall_server: Running) -> None:
     tokens = recall_server.service.tokenizer.encode(TEXT, add_special_tokens=False)
     assert post(recall_server, "/detokenize", tokens=tokens) == {"prompt": TEXT, "content": TEXT}
     assert post(recall_server, "/detokenize", tokens=[])["prompt"] == ""
+
+
+def test_a_text_has_the_memory_of_prompts_and_no_more(recall_server: Running) -> None:
+    """Token 5 has 13 characters, token 7 has one."""
+    url = f"{recall_server.url}/detokenize"
+    answer = httpx.post(url, json={"tokens": [5] * 100_000}, timeout=60)
+    assert answer.status_code == 413, answer.text
+    assert "for all prompts" in answer.json()["error"]["message"]
+    text = recall_server.service.tokenizer.decode([7])
+    assert post(recall_server, "/detokenize", tokens=[7] * 100_000)["content"] == text * 100_000
+
+
+def test_the_tokenizer_is_free_between_the_texts_of_tokens(recall_server: Running) -> None:
+    """The event loop asks it for texts, too, and would stand still."""
+    prompts = recall_server.service.prompts
+    with ThreadPoolExecutor(1) as pool:
+        texts = pool.submit(prompts.token_texts, [7] * 60_000)
+        time.sleep(0.05)
+        others = [prompts.decode([7]) for _ in range(3)]
+        assert not texts.done()
+        assert texts.result() == others[:1] * 60_000
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from penstock.server.forms import MOST_PROMPTS, CompletionRequest
 from penstock.server.logprobs import Logprobs
 from penstock.server.openai_objects import DONE, Json, head_of, prompt_progress, usage_object
 from penstock.server.problems import BadRequest
+from penstock.server.prompt_memory import hold_text
 from penstock.server.prompt_scores import check_scores, hold_scores
 from penstock.server.service import Service
 from penstock.server.sse import Stream, data
@@ -112,8 +113,9 @@ class Completions:
         self.grammar = self.body.structure()
         if self.body.echo:
             self.echoes = [
-                one if isinstance(one, str) else prompts.decode(one) for one in texts_or_tokens
+                one if isinstance(one, str) else prompts.text(one) for one in texts_or_tokens
             ]
+            hold_text(self.n * sum(map(len, self.echoes)))
         else:
             self.echoes = [""] * len(read)
         return read

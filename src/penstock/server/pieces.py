@@ -9,7 +9,8 @@ Between two pieces others have their turn, and a client that has gone is noticed
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from threading import Lock
 from types import TracebackType
@@ -90,6 +91,21 @@ class PieceEncoder:
         """Bytes of the vocabulary's longest token, at most."""
         with self._lock:
             return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
+
+    def count_bytes(self, tokens: Iterable[int]) -> int:
+        """Return the bytes of a text of these tokens, at most."""
+        sizes = self._sizes
+        return sum(sizes[token] for token in tokens if token < len(sizes))
+
+    @cached_property
+    def _sizes(self) -> array[int]:
+        """Bytes of each token as the vocabulary writes it, which are those of its text or more."""
+        with self._lock:
+            vocabulary = self._tokenizer.get_vocab()
+        sizes = array("I", [0]) * (max(vocabulary.values(), default=-1) + 1)
+        for text, token in vocabulary.items():
+            sizes[token] = len(text.encode())
+        return sizes
 
     @cached_property
     def _starts(self) -> frozenset[str]:

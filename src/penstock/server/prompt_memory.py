@@ -31,6 +31,9 @@ PIECE_TOKEN_BYTES = 360
 were 88 to 363 (tokenizers 0.22). A character is a token at most."""
 UNCUT_CHARACTERS = 131_072
 """Characters up to which an uncut piece needs no memory of the pool: one is read at a time."""
+TEXT_COPIES = 5
+"""Bytes of one character of a text that goes back: the text, and its JSON as text and as bytes,
+each of which may be twice as long."""
 GIVE_BACK_BYTES = 4_000_000
 """Bytes from which a request's memory is given back to the system."""
 GIVE_BACK_SECONDS = 0.2
@@ -176,6 +179,17 @@ class PromptHold:
 
 HOLD: ContextVar[PromptHold | None] = ContextVar("hold", default=None)
 """Hold of the request that is served here."""
+
+
+def hold_text(characters: int) -> None:
+    """Hold the memory of a text that goes back to the client until its response is written.
+
+    Raises:
+        TooLarge: it is more than there is for all prompts together.
+        Unavailable: others hold it.
+    """
+    if (hold := HOLD.get()) is not None:
+        hold.keep(TEXT_COPIES * characters)
 
 
 def pool_bytes(engine: Engine) -> int:

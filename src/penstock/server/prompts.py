@@ -16,7 +16,7 @@ from penstock.server.parsing import answer_format
 from penstock.server.parsing.formats import HARMONY
 from penstock.server.pieces import PIECE_CHARACTERS, FairLock, PieceEncoder
 from penstock.server.problems import BadRequest, ClientGone, PromptTooLong
-from penstock.server.prompt_memory import HOLD, PIECE_TOKEN_BYTES, UNCUT_CHARACTERS
+from penstock.server.prompt_memory import HOLD, PIECE_TOKEN_BYTES, UNCUT_CHARACTERS, hold_text
 from penstock.server.remembered_answers import RememberedAnswers, opening_of
 from penstock.server.templates import TemplateTraits
 
@@ -30,6 +30,8 @@ TAIL_TOKENS = 64
 """Tokens at a prompt's end that are read for an open mark of reasoning."""
 TEXT_BYTES = 200
 """Bytes of one token's text, in a list and in a response."""
+TOKENS_AT_ONCE = 1_024
+"""Tokens whose texts are told one by one before others have their turn."""
 FAR_TOO_LONG = 2
 """Multiple of the longest possible prompt beyond which a text is not read to its end."""
 
@@ -225,6 +227,15 @@ class Prompts:
         with self._lock:
             return str(self.tokenizer.decode(list(tokens)))
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into a text that goes back to the client, whose memory is held.
+
+        Raises:
+            TooLarge, Unavailable: there is no memory for so long a text.
+        """
+        hold_text(self._pieces.count_bytes(tokens))
+        return self.decode(tokens)
+
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text that becomes certain with each token; joined, that of all.
 
@@ -236,8 +247,12 @@ class Prompts:
             hold.keep(TEXT_BYTES * len(tokens))
         with self._lock:
             stream = TextStream(self.tokenizer.detokenizer)
-            texts = [stream.push(token) for token in tokens]
-            if texts:
+        texts: list[str] = []
+        for start in range(0, len(tokens), TOKENS_AT_ONCE):
+            with self._lock:
+                texts += map(stream.push, tokens[start : start + TOKENS_AT_ONCE])
+        if texts:
+            with self._lock:
                 texts[-1] += stream.finish()
         return texts
 

@@ -145,8 +145,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/detokenize", response_model=Detokenized)
     async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> Response:
         """Return the text of tokens."""
-        service.check_tokens(body.tokens, "tokens")
-        text = await until_gone(http, service.work(prompts.decode, body.tokens))
+        text = await until_gone(http, service.work(_text, service, body))
         return Json({"prompt": text, "content": text})
 
     @routes.post("/apply-template", response_model=TemplateText)
@@ -155,6 +154,11 @@ def router(service: Service) -> APIRouter:
         return Json({"prompt": await until_gone(http, service.work(body.text, prompts))})
 
     return routes
+
+
+def _text(service: Service, body: DetokenizeRequest) -> str:
+    service.check_tokens(body.tokens, "tokens")
+    return service.prompts.text(body.tokens)
 
 
 def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
