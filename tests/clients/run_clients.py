@@ -234,7 +234,7 @@ def _version(client: Client, folder: Path) -> str:
 def _server(*arguments: str) -> Iterator[str]:
     """Start a server on a free port; yield its URL once it answers."""
     command = [sys.executable, "-m", "penstock", "serve", *arguments]
-    options = ["--port", "0", "--memory-limit", "500MB"]
+    options = ["--port", "0", "--memory-limit", "500MB", "--max-tokens", "512"]
     server = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
