@@ -8,6 +8,7 @@ many bytes a step as the choice and its index together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,30 +46,40 @@ class RememberLoad:
     batch: int = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Quest(Selection):
-    """A choice by Quest's bound: the largest product that a block's extremes allow.
+def quest_score(
+    self: Selection, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
+) -> list[mx.array]:
+    """Score tokens by Quest's bound: the largest product that their block's extremes allow.
 
     Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference". Each
     number of a query meets the least or the largest of that channel in the block, whichever is
-    more. In float16 the extremes of blocks of 16 take a sixteenth of keys and values.
+    more. In float16 the extremes of blocks of 16 take a sixteenth of keys and values. All tokens
+    of a block have its bound. In the place of `Selection.score`.
     """
+    return [_bounds(self, row, query, layer) for row, query in zip(rows, queries, strict=True)]
 
-    def score(
-        self, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
-    ) -> list[mx.array]:
-        """See `Selection`: all tokens of a block have its bound."""
-        return [self._bounds(row, query, layer) for row, query in zip(rows, queries, strict=True)]
 
-    def _bounds(self, row: DecodeRow, query: mx.array, layer: int) -> mx.array:
-        runs = pieces(row.parts, FIRST_TOKENS, self.recent_start(row.position))
-        keys = mx.concatenate([_keys(run, layer) for run in runs], axis=1)
-        heads, tokens, dim = keys.shape
-        blocks = keys.reshape(heads, tokens // BLOCK_TOKENS, BLOCK_TOKENS, dim)
-        least, most = blocks.min(axis=2), blocks.max(axis=2)
-        plus, minus = mx.maximum(query, 0), mx.minimum(query, 0)
-        bound = plus @ most.swapaxes(-1, -2) + minus @ least.swapaxes(-1, -2)
-        return mx.repeat(bound, BLOCK_TOKENS, axis=-1)
+def _bounds(selection: Selection, row: DecodeRow, query: mx.array, layer: int) -> mx.array:
+    runs = pieces(row.parts, FIRST_TOKENS, selection.recent_start(row.position))
+    keys = mx.concatenate([_keys(run, layer) for run in runs], axis=1)
+    heads, tokens, dim = keys.shape
+    blocks = keys.reshape(heads, tokens // BLOCK_TOKENS, BLOCK_TOKENS, dim)
+    least, most = blocks.min(axis=2), blocks.max(axis=2)
+    plus, minus = mx.maximum(query, 0), mx.minimum(query, 0)
+    bound = plus @ most.swapaxes(-1, -2) + minus @ least.swapaxes(-1, -2)
+    return mx.repeat(bound, BLOCK_TOKENS, axis=-1)
+
+
+@contextmanager
+def _scoring(side: str) -> Iterator[None]:
+    """Let a choice be made by Quest's bound, if that is the side."""
+    by_index = Selection.score
+    if side == "quest":
+        Selection.score = quest_score  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Selection.score = by_index  # type: ignore[method-assign]
 
 
 def _keys(run: ColumnRange, layer: int) -> mx.array:
@@ -120,9 +131,10 @@ def _asked(
         window = _window_tokens(model, attend, tokens) if side == RIVAL else 0
         core = _engine(load_, model, tokenizer, side, attend, window)
         try:
-            known = _known(core, tokenizer, prompts, talk.questions)
+            with _scoring(side):
+                known = _known(core, tokenizer, prompts, talk.questions)
             read = window or attend or tokens
-            nbytes = read * core.runner.token_bytes
+            nbytes = int(read * core.view.token_bytes)
             nbytes += tokens * _index_token_bytes(core, side)
         finally:
             core.close()
@@ -137,26 +149,22 @@ def _engine(
         settings = {"max_kv_size": window, "keep": FIRST_TOKENS}
     elif side != "all":
         settings = {"attend_tokens": attend}
-    core = Core(model, tokenizer, memory_limit=MEMORY, max_batch_size=load_.batch, **settings)
-    if side == "quest":
-        assert core.runner.selection is not None
-        core.runner.selection = Quest(attend, core.runner.selection.index)
-    return core
+    return Core(model, tokenizer, memory_limit=MEMORY, max_batch_size=load_.batch, **settings)
 
 
 def _index_token_bytes(core: Core, side: str) -> int:
     """Return the bytes of the index, or of Quest's extremes in float16, of one token."""
     if side == "quest":
-        numbers = sum(shape.kv_heads * shape.key_dim for shape in core.runner.shapes)
+        numbers = int(core.view.token_bytes) // (2 * mx.float32.size)  # half of them are values'
         return 2 * mx.float16.size * numbers // BLOCK_TOKENS
-    return core.runner.index_token_bytes if side == "index" else 0
+    return core.view.index_token_bytes if side == "index" else 0
 
 
 def _window_tokens(model: Any, attend: int, tokens: int) -> int:
     """Return the tokens of a window that takes the bytes of a choice and of its index."""
     core = Core(model, memory_limit=MEMORY, max_batch_size=1, attend_tokens=attend)
     try:
-        index, own = core.runner.index_token_bytes, core.runner.token_bytes
+        index, own = core.view.index_token_bytes, int(core.view.token_bytes)
     finally:
         core.close()
     return attend + tokens * index // own

@@ -107,6 +107,11 @@ class EngineView:
         return self._stores.runner.token_bytes
 
     @property
+    def index_token_bytes(self) -> int:
+        """Bytes of the index of a token's keys in all layers; 0 where decode steps read all."""
+        return self._stores.runner.index_token_bytes
+
+    @property
     def coded_token_bytes(self) -> float:
         """Bytes of a token's KV in all layers, as the prefix tree holds it."""
         return (self._stores.requantizer or self._stores.runner).token_bytes
