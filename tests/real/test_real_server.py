@@ -20,6 +20,8 @@ from penstock_bench.serve_process import free_port
 QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is 2 + 2?")
 TOKENS = 12
 START_SECONDS = 120.0
+WRITTEN_SECONDS = 60.0
+"""Ends of conversations linger for ten seconds; then their records are written."""
 
 
 def conversation(prose: list[str], number: int) -> list[dict[str, str]]:
@@ -77,6 +79,13 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def wait_for_records(folder: Path, records: int) -> None:
+    until = time.monotonic() + WRITTEN_SECONDS
+    while len(list(folder.rglob("*.safetensors"))) < records:
+        assert time.monotonic() < until, "the conversations were not written"
+        time.sleep(0.1)
+
+
 def test_both_apis_before_and_after_a_kill(real: Loaded, prose: list[str], tmp_path: Path) -> None:
     asked = [conversation(prose, number) for number in range(len(QUESTIONS))]
     expected = [
@@ -89,4 +98,5 @@ def test_both_apis_before_and_after_a_kill(real: Loaded, prose: list[str], tmp_p
             if restored:
                 assert metric(url, "restored_tokens") >= 64 * len(asked)
             assert [anthropic(url, messages) for messages in asked] == expected
+            wait_for_records(tmp_path, len(asked))
             assert metric(url, "hit_tokens") >= 64 * len(asked)
