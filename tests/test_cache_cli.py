@@ -800,18 +800,18 @@ def test_what_an_engine_wrote_is_read_by_another_from_an_imported_folder(
     here, there, tar = tmp_path / "here", tmp_path / "there", tmp_path / "x.tar"
     there.mkdir()
     written = ask_engine(here)
-    assert (written.written_blocks, written.read_blocks) == (4, 0)
-    assert ask(capsys, "verify", here)["checked_blocks"] == 4
+    assert (written.written_blocks, written.read_blocks) == (3, 0)
+    assert ask(capsys, "verify", here)["checked_blocks"] == 3
     exported(capsys, here, tar)
-    assert ask(capsys, "import", there, tar)["blocks"] == 4
+    assert ask(capsys, "import", there, tar)["blocks"] == 3
     read = ask_engine(there)
-    assert (read.written_blocks, read.read_blocks) == (0, 4)
+    assert (read.written_blocks, read.read_blocks) == (0, 3)
 
 
 def ask_engine(folder: Path) -> TierCounts:
     """Have an engine read a prompt twice, and return what its cold tier did.
 
-    The prompt has 15 blocks: three whole records of 256 tokens, and one of three blocks.
+    The prompt has 15 blocks: three whole records of 320 tokens.
     """
     model = load_all(MODEL_PATH).model
     sizes: dict[str, Any] = {"memory_limit": "200MB", "block_size": 64, "ssd_cache_limit": "50MB"}
@@ -821,7 +821,7 @@ def ask_engine(folder: Path) -> TierCounts:
         until = time.monotonic() + 20
         while time.monotonic() < until:
             ssd = engine.stats().tiers["disk"]
-            if ssd.counts.written_blocks + ssd.counts.read_blocks >= 4:
+            if ssd.counts.written_blocks + ssd.counts.read_blocks >= 3:
                 return ssd.counts
             time.sleep(0.05)
     raise AssertionError(ssd)

@@ -838,7 +838,7 @@ def test_a_wrong_setting_is_named(wrong: dict[str, Any]) -> None:
 
 
 def test_a_request_that_makes_no_sense_is_not_taken_in() -> None:
-    for wrong in ({"prompt": ()}, {"prompt": (-1,)}, {"max_tokens": 0}, {"n": 129}):
+    for wrong in ({"prompt": ()}, {"prompt": (-1,)}, {"max_tokens": -1}, {"n": 129}):
         with pytest.raises(SettingError):
             Request(**{"prompt": (1,), **wrong})
 

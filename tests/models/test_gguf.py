@@ -121,6 +121,7 @@ def test_the_error_of_the_nearest_codes(
 def test_each_architecture_says_what_the_model_it_was_written_from_says(
     name: str, form: str, tmp_path: Path
 ) -> None:
+    mx.random.seed(1)
     model, config = small_model(name)
     file = tmp_path / "small.gguf"
     write_model(file, name, model, config, form)

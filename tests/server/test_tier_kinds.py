@@ -18,6 +18,8 @@ from penstock import config
 from penstock.cli.banner import banner
 from penstock.cli.top_screen import drawn
 from penstock.engine.offload.tier_kinds import TIER_KINDS, StoreOpener, TierContent
+from penstock.kv.block_spans import RECORD_TOKENS
+from penstock.memory.sizes import format_bytes
 from penstock.tiers.disk.disk_store import SSDStore
 
 SOURCE = Path(penstock.__file__).parent
@@ -65,7 +67,7 @@ def written(url: str, name: str) -> dict[str, Any]:
 @pytest.mark.usefixtures("shelf")
 def test_a_new_kind_is_written_to_and_shown_everywhere(tmp_path: Path) -> None:
     engine = {"ssd_cache_dir": tmp_path / "folder", "ssd_cache_limit": LIMIT_BYTES}
-    body = {"prompt": [7 + i % 90 for i in range(600)], "max_tokens": 2}
+    body = {"prompt": [7 + i % 90 for i in range(RECORD_TOKENS + 10)], "max_tokens": 2}
     with serving(engine=engine) as running:
         url = running.url
         for _ in range(2):  # a prompt that is asked for again is worth the tier
@@ -84,7 +86,8 @@ def test_a_new_kind_is_written_to_and_shown_everywhere(tmp_path: Path) -> None:
         assert running.service.engine.stats().tiers["shelf"].counts.written_blocks > 0
         top = shown(url)
         assert "shelf" in top
-        assert "shelf    1.18 MB of 50.00 MB; " in top
+        held = running.service.engine.stats().tiers["shelf"].held_bytes
+        assert f"shelf    {format_bytes(held)} of 50.00 MB; " in top
     assert list((tmp_path / "shelf").rglob("*.safetensors"))
 
 

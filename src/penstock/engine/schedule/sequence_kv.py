@@ -128,7 +128,8 @@ class SequenceKV(CachedPath):
         limit = min(match.tokens, readable)
         resumed, self.recurrent_state = stores.resume(match.path, limit)
         self._pin(match, resumed, whole=block_hashes is None)
-        if block_hashes is None and readable > match.tokens:
+        scored = self.prompt_logprobs is None or readable > match.tokens
+        if block_hashes is None and scored:
             self._resume_partial(match)
         return self.position
 
