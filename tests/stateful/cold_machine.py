@@ -182,7 +182,8 @@ class ColdMachine(EngineMachine):
 
     def ask_alone(self, prompt: tuple[int, ...]) -> None:
         """Ask, and see that what is held is read, and perhaps more from the disk."""
-        found = self.core.prefixes.find(prompt).tokens
+        # The last token is always computed: states behind it do not help.
+        found = self.core.prefixes.find(prompt[:-1]).tokens
         evicted = self.core.view.stats().evicted_nodes
         asked = self.ask(Request(prompt=prompt, max_tokens=2))
         if asked is None:
@@ -190,7 +191,7 @@ class ColdMachine(EngineMachine):
         self.run_out()
         (usage,) = [finish.usage for finish in asked.ended]
         if self.core.view.stats().evicted_nodes == evicted:
-            assert usage.cached_tokens >= min(found, len(prompt) - 1)
+            assert usage.cached_tokens >= found
 
     @invariant()
     def folder_is_within_its_limit(self) -> None:
