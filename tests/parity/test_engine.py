@@ -28,7 +28,7 @@ from parity_models import (
 from penstock.caches import SinkRotatingKVCache
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
-from penstock.engine.model.runner import PROBE
+from penstock.engine.model.model_probe import PROBE
 from penstock.engine.model.sampling import TokenSampler
 from penstock.engine.request import Sampling
 from penstock.engine.schedule.admission import Admission

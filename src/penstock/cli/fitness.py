@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from penstock import config, memory
 from penstock.engine.model.attention_ways import try_ways
-from penstock.engine.model.runner import Runner, Way
+from penstock.engine.model.model_probe import Way
+from penstock.engine.model.runner import Runner
 from penstock.errors import ModelError
 from penstock.kv.kernels.selftest import SECONDS, WayChoice
 from penstock.memory import LayerKind

@@ -8,10 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
+from penstock.engine.model.model_probe import PROBE, Fitness, Way, differs
 from penstock.errors import ModelError
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan
@@ -39,9 +40,6 @@ from penstock.models import mlx_lm as seam
 from penstock.models.arguments import positions, query_heads
 from penstock.models.attention_seam import attach
 
-Way = Literal["shared", "joined"]
-PROBE = (3, 1, 4, 1, 5, 2)
-"""Tokens that a model reads both ways before it is trusted; every vocabulary has them."""
 SCALES_SEED = "penstock scales"
 SCALES_CHUNKS = 4
 """Number of chunks, read far apart: RoPE turns a constant of the keys from one channel into another
@@ -50,24 +48,6 @@ SCALES_POSITIONS = 256
 """Positions over which they are spread where a model does not say for how many it is made."""
 SCALES_CHUNK = 64
 """Most tokens of such a chunk."""
-TOLERANCE = {mx.float32: 1e-3}
-"""Largest difference of two logits by dtype, as a share of the largest logit."""
-HALF_TOLERANCE = 6e-2
-"""Largest difference for all other dtypes, as a share of the largest logit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fitness:
-    """The way in which a model reads KV that lies in parts, and the reason."""
-
-    way: Way
-    """Way to read: `shared`, part by part in place; `joined`, layer by layer, copied together."""
-    why: str
-    modules: tuple[str, ...]
-    """Modules of mlx-lm in which the seam was put."""
-    whole: bool = False
-    """Whether its results depend on the cuts in a prompt. Such a prompt is cut as mlx-lm cuts it,
-    and nothing of it is shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,15 +490,6 @@ class Runner:
         for one, other in zip(arrays(states), arrays(expected), strict=True):
             if not mx.allclose(one, other, rtol=1e-3, atol=1e-5).item():
                 raise ModelError("its recurrent layers do not begin with zeros")
-
-
-def differs(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> str:
-    """Return by how much float32 logits differ, in words; empty if it is little for a dtype."""
-    # Some models give tokens that do not exist an infinite logit.
-    difference = float(mx.where(logits == expected, 0.0, mx.abs(logits - expected)).max())
-    largest = float(mx.where(mx.isfinite(expected), mx.abs(expected), 0.0).max())
-    off = difference / max(1e-6, largest)
-    return "" if off <= TOLERANCE.get(dtype, HALF_TOLERANCE) else f"{off:.1%}"
 
 
 def _row(recurrent_state: RecurrentState | None) -> States | None:

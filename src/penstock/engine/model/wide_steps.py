@@ -6,7 +6,8 @@ import logging
 
 import mlx.core as mx
 
-from penstock.engine.model.runner import PROBE, Runner, differs
+from penstock.engine.model.model_probe import PROBE, differs
+from penstock.engine.model.runner import Runner
 from penstock.kv.attention_plan import DecodeRow
 from penstock.kv.tails import Tails
 
