@@ -315,7 +315,7 @@ def test_it_is_chosen_once_and_can_be_chosen_on_purpose() -> None:
 
 ASKS = {"default_device", "set_default_device", "cpu", "gpu", "metal", "cuda", "Device"}
 """Names of MLX's module by which code learns, or says, where it computes."""
-MAY_ASK = {"kv/backend.py"}
+MAY_ASK = {"kv/backend.py", "kv/cpu_backend.py"}
 MAY_REPORT = {"cli/doctor.py", "report.py"}
 """Say in words what the device is, and decide nothing by it."""
 

@@ -1,0 +1,171 @@
+"""The interface of a back end: products and attention over keys and values, and their bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import mlx.core as mx
+
+from penstock.kv import attention, wide_codes
+from penstock.kv.attention import AttentionWindow, KVData, Partial
+
+SCORE_BUFFERS = 8
+"""Arrays of float32 that are alive together while scores become weights: 7.7 at most, measured."""
+HALF_SCORE_BUFFERS = 10
+"""The same where keys are of half precision, dequantized and narrowed again: 9.5 at most."""
+SIGNS_AT_ONCE = 2**18
+"""Codes of one bit that become floats together: 1 MiB."""
+
+
+class Backend(ABC):
+    """How keys and values are computed with on one kind of device, and what that takes."""
+
+    lanes: int = 1
+    """Streams that work is divided between."""
+    on_heap: bool = False
+    """Whether arrays lie on the heap of the process, in memory that the system counts as its."""
+    own_memory: bool = False
+    """Whether the device has memory of its own: to give it up helps no other program."""
+    fuses_attention: bool = True
+    """Whether MLX's own attention to a chunk can be one kernel, which holds no scores."""
+    scores_at_once: int = 2**19
+    """Scores that a prefill chunk computes at a time; 2 MiB in float32."""
+
+    @abstractmethod
+    def attend_prefill(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        columns: mx.array | None,
+        start: int,
+        scale: float,
+        attention_window: AttentionWindow,
+        sinks: mx.array | None = None,
+        eager: bool = False,
+    ) -> mx.array:
+        """Let a prefill chunk read contiguous keys, its own at the end.
+
+        Args:
+            queries: (1, heads, n, d), at the positions start .. start + n - 1.
+            keys: (1, kv_heads, m, d); the last n are the chunk's own.
+            values: (1, kv_heads, m, value_dim).
+            columns: (m,) positions of the keys if they are not 0 .. m - 1.
+            start: position of the first query.
+            scale: what the model multiplies its scores by.
+            attention_window: which columns are seen.
+            sinks: (heads,) as the model has them, in base e.
+            eager: what is computed in slices is computed now; left to MLX, the scores of many
+                are alive together.
+
+        Returns:
+            (1, heads, n, value_dim).
+        """
+
+    def attend_decode(
+        self,
+        stacked: mx.array,
+        keys: Sequence[KVData],
+        values: Sequence[KVData],
+        seen: mx.array | None = None,
+        after: mx.array | None = None,
+    ) -> Partial:
+        """Let stacked queries (kv_heads, m, d) read consecutive parts, under one softmax.
+
+        Args:
+            stacked: see `attention.grouped`.
+            keys: (kv_heads, n_i, d) each, or coded.
+            values: (kv_heads, n_i, value_dim) each, or coded.
+            seen: booleans that broadcast to (kv_heads, m, sum n_i); None sees everything.
+            after: what must be computed before codes are read.
+        """
+        return attention.attend(stacked, keys, values, seen, after, self.exp2)
+
+    @abstractmethod
+    def multiply_codes(
+        self,
+        x: mx.array,
+        codes: mx.array,
+        scales: mx.array,
+        biases: mx.array,
+        *,
+        transpose: bool,
+        group_size: int,
+        bits: int,
+    ) -> mx.array:
+        """Multiply by codes as `mx.quantized_matmul` does, in a precision that is quick."""
+
+    def multiply_signs(self, x: mx.array, codes: mx.array, levels: mx.array) -> mx.array:
+        """Multiply by signs, of which each row has a size of its own; MLX has no kernel for them.
+
+        Args:
+            x: (heads, m, n).
+            codes: (heads, rows, n / 32), a bit a number; 1 is plus.
+            levels: (heads, rows), float32.
+
+        Returns:
+            (heads, m, rows), float32.
+        """
+        steps, x = 2 * mx.expand_dims(levels, -1), x.astype(mx.float32)
+        parts = x, codes, steps, -steps / 2
+        return wide_codes.multiply(*parts, transpose=True, bits=1, at_once=SIGNS_AT_ONCE)
+
+    def dequantize_codes(
+        self, codes: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int
+    ) -> mx.array:
+        """Return what codes (..., rows, words) stand for, float32, as `mx.dequantize` does."""
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
+
+    def exp2(self, x: mx.array) -> mx.array:
+        """Return 2^x for x <= 0; below -126 it is about 0."""
+        return mx.power(2.0, x)
+
+    def extremes(self, groups: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the minimum and maximum over the last axis, (...) float32.
+
+        Both are NaN where an element is NaN.
+        """
+        return groups.min(axis=-1).astype(mx.float32), groups.max(axis=-1).astype(mx.float32)
+
+    def as_float32(self, x: mx.array) -> mx.array:
+        """Return x as float32; what is no finite number may become one."""
+        return x.astype(mx.float32)
+
+    def lane(self, number: int | None) -> AbstractContextManager[None]:
+        """Put what is computed here on one of the lanes, by its number; None: on neither."""
+        return nullcontext()
+
+    def settle(self, number: int) -> None:
+        """Wait until all that this thread has put into a lane is computed."""
+        with self.lane(number):
+            mx.synchronize()
+
+    def computes_ahead(self, rows: int) -> bool:
+        """Tell whether a layer of a decode step is computed while Python still builds the next."""
+        return False
+
+    # ---- the bytes of it
+
+    @property
+    def sign_bytes(self) -> int:
+        """Bytes that `multiply_signs` takes beside its result, at most."""
+        return mx.float32.size * self.lanes * wide_codes.BUFFERS * SIGNS_AT_ONCE
+
+    def score_bytes(self, dtype: mx.Dtype) -> int:
+        """Return the working memory of one score, in bytes, for keys of this type."""
+        return 4 * (SCORE_BUFFERS if dtype == mx.float32 else HALF_SCORE_BUFFERS)
+
+    def holds_all_scores(self, key_dim: int, value_dim: int) -> bool:
+        """Tell whether a prefill chunk materializes all its scores, for heads of this size."""
+        return False
+
+    @abstractmethod
+    def code_bytes(self, numbers: int) -> int:
+        """Return an upper bound of the bytes `multiply_codes` takes beside its result.
+
+        Counts all lanes together, for runs of up to so many codes, one run after the other.
+        """
