@@ -429,7 +429,8 @@ def test_an_index_that_was_removed_while_it_is_used(folder: Path, patient: None)
 def test_an_index_that_another_process_holds_is_waited_for_by_nobody(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "BUSY_SECONDS", 1.0)
+    busy = 2.0
+    monkeypatch.setattr(index, "BUSY_SECONDS", busy)
     with running(folder) as core:
         assert_recovers(core)
         db = sqlite3.connect(index_of(folder), isolation_level=None)
@@ -438,7 +439,7 @@ def test_an_index_that_another_process_holds_is_waited_for_by_nobody(
             core.prefixes.clear()
             prompts = [PROMPT, prompt_of(200, seed)]
             handles = [submit(core, prompt) for prompt in prompts]
-            assert longest_step_seconds(core, *handles) < 0.5
+            assert run(core, *handles) < 0.9 * busy
             assert [said(handle) for handle in handles] == [solo(p, SAID) for p in prompts]
         settle(core)
         assert ssd(core).faults > 0
@@ -451,8 +452,8 @@ def test_an_index_that_another_process_holds_is_waited_for_by_nobody(
     assert_in_order(folder, 10**9)
 
 
-def longest_step_seconds(core: Core, *handles: Handle) -> float:
-    """Run until all of these have ended; return how long the longest step took."""
+def run(core: Core, *handles: Handle) -> float:
+    """Run until all of these have ended; return how long the longest step took, in seconds."""
     longest = 0.0
     while not all(handle.ends for handle in handles):
         started = time.monotonic()
@@ -479,7 +480,7 @@ def files_no_longer_than(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 5_000, 40_000])
-def test_files_that_the_system_refuses_to_write(nbytes: int, folder: Path) -> None:
+def test_files_that_the_system_refuses_to_write(nbytes: int, folder: Path, patient: None) -> None:
     with running(folder) as core:
         with files_no_longer_than(nbytes):
             for seed in range(3):
@@ -556,7 +557,7 @@ def test_a_disk_that_is_full_and_one_that_is_read_only(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_switches_the_disk_off_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
     """A bad spot of a disk: what lies there is evicted, and all else is read again."""
     bad = files(folder)[3].stat()
@@ -639,12 +640,12 @@ def test_a_folder_that_vanishes_and_comes_back(folder: Path, tmp_path: Path) -> 
 def test_a_slow_disk_is_waited_for_by_no_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = 0.7
+    goes_on, waited_in_vain = threading.Event(), []
 
     def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
         def waits(*arguments: Any) -> Any:
-            if _is_of_the_disk():
-                time.sleep(slow)
+            if _is_of_the_disk() and not goes_on.wait(SOON):
+                waited_in_vain.append(call)
             return call(*arguments)
 
         return waits
@@ -656,14 +657,16 @@ def test_a_slow_disk_is_waited_for_by_no_step(
             beside = submit(core, OTHER, max_tokens=150)
             core.step()
             reading = submit(core, PROMPT)
-            assert longest_step_seconds(core, beside, reading) < slow / 2
+            run(core, beside, reading)
             assert said(beside) == solo(OTHER, 150)
             assert said(reading) == solo(PROMPT, SAID)
             new = submit(core, prompt_of(400, 2))
-            assert longest_step_seconds(core, new) < slow / 2
+            run(core, new)
             assert said(new) == solo(prompt_of(400, 2), SAID)
             core.prefixes.clear()  # what has not been copied by now cannot be written
-        settle(core)
+            goes_on.set()
+            settle(core)
+        assert not waited_in_vain, "steps have waited for the disk"
         assert ssd(core).dropped_blocks > 0
         assert ssd(core).faults == 0
         assert_recovers(core)
@@ -691,7 +694,9 @@ def kill(process: subprocess.Popen[str]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def test_processes_that_are_killed_at_any_moment_leave_a_good_folder(tmp_path: Path) -> None:
+def test_processes_that_are_killed_at_any_moment_leave_a_good_folder(
+    tmp_path: Path, patient: None
+) -> None:
     dice = random.Random()
     for number in range(KILLS):
         process = child(tmp_path, number, 100_000, SMALL_LIMIT)

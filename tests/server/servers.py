@@ -91,7 +91,7 @@ def lasting_goodbye(seconds: float = START_SECONDS) -> Iterator[None]:
         yield
 
 
-def wait_until(true: Any, seconds: float = 10.0) -> None:
+def wait_until(true: Any, seconds: float = START_SECONDS) -> None:
     """Wait until a function returns something true."""
     until = time.monotonic() + seconds
     while not true():

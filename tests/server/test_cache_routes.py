@@ -213,8 +213,15 @@ def test_metrics_agree_with_the_engine(http: httpx.Client, server: Running, told
     before = samples(http.get("/metrics").text)
     usage = chat(http, told.ask(told.questions[0]))["usage"]
     wait_until(lambda: server.service.recent[-1].seconds is not None)
-    told_now = samples(http.get("/metrics").text)
-    stats = server.service.engine.stats()
+    memory = "penstock_memory_used_bytes", (("kind", "nodes"),)
+
+    def agree() -> bool:
+        nonlocal told_now, stats
+        told_now, stats = samples(http.get("/metrics").text), server.service.engine.stats()
+        return told_now[memory] == stats.by_kind["nodes"]
+
+    told_now, stats = before, server.service.engine.stats()
+    wait_until(agree)  # not at once, if something was released in between
 
     def value(name: str, **labels: str) -> float:
         return told_now[name, tuple(sorted(labels.items()))]
@@ -224,15 +231,26 @@ def test_metrics_agree_with_the_engine(http: httpx.Client, server: Running, told
 
     assert value("penstock_engine_up") == 1
     assert value("penstock_memory_limit_bytes") == stats.limit_bytes
-    assert value("penstock_memory_used_bytes", kind="nodes") == stats.by_kind["nodes"]
     assert grew("penstock_prompt_tokens_total") == usage["prompt_tokens"]
     assert grew("penstock_generated_tokens_total") >= usage["completion_tokens"]
     assert grew("penstock_time_to_first_token_seconds_count") == 1
-    assert 0 < grew("penstock_inter_token_seconds_count") < usage["completion_tokens"]
+    assert 0 <= grew("penstock_inter_token_seconds_count") < usage["completion_tokens"]
     assert grew("penstock_requests_total", path="/v1/chat/completions", finish="stop") == 1
     assert value("penstock_answers", state="running") == 0
     for name, _ in told_now:
         assert name.startswith("penstock_")
+
+
+def test_time_between_tokens_is_measured_where_they_do_not_come_together(
+    http: httpx.Client, told: Dialogue
+) -> None:
+    def measured() -> float:
+        return samples(http.get("/metrics").text)["penstock_inter_token_seconds_count", ()]
+
+    before = measured()
+    asked = told.ask(told.questions[0])
+    # On a busy machine all tokens of a short answer may be there when the server looks.
+    wait_until(lambda: chat(http, asked) and measured() > before)
 
 
 def test_metrics_speak_openmetrics_if_asked(http: httpx.Client) -> None:

@@ -19,7 +19,8 @@ from penstock.tiers.worker import TierStats
 BLOCK = 16
 SAID = 8
 """Tokens of an answer."""
-SOON = 5.0
+SOON = 30.0
+"""Seconds within which things happen, on a busy machine."""
 SETTINGS: dict[str, Any] = {
     "memory_limit": "200MB",
     "block_size": BLOCK,
