@@ -55,7 +55,13 @@ def test_reasoning_and_a_call_reach_all_clients(name: str, tmp_path: Path) -> No
             assert (block.name, block.input) == ("look_up", ARGUMENTS)
 
 
-@pytest.mark.parametrize("shown", ["<|channel|> <|message|>", "<｜tool▁calls▁begin｜> ```json"])
+@pytest.mark.parametrize(
+    "shown",
+    [
+        *("<|channel|> <|message|>", "<｜tool▁calls▁begin｜> ```json", "｜DSML｜"),
+        *("<tool_call>\n<function=", "[TOOL_CALLS]", "[TOOL_CALLS][ARGS]"),
+    ],
+)
 def test_a_call_is_demanded_in_the_models_own_form(shown: str, tmp_path: Path) -> None:
     """Of a model that by itself says something else."""
     things = {**TOOL, "properties": {"thing": {"enum": ["otter"]}}, "required": ["thing"]}

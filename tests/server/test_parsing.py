@@ -198,12 +198,18 @@ def test_harmony_calls_no_tool_that_is_not_the_clients() -> None:
     assert (heard.reasoning, heard.calls) == ("print(1)", [])
 
 
+def test_mistral_names_the_tool_and_then_the_call() -> None:
+    text = '[TOOL_CALLS]look_up[CALL_ID]a1b2c3d4e[ARGS]{"text": "x[CALL_ID]y[ARGS]"}'
+    heard = read(parse([text], form_of("mistral")))
+    assert heard.calls == [("look_up", {"text": "x[CALL_ID]y[ARGS]"})]
+
+
 def test_llama_calls_a_tool_of_its_own() -> None:
     heard = read(parse(['<|python_tag|>brave_search.call(query="a)b")'], form_of("llama")))
     assert heard.calls == [("brave_search", {"query": "a)b"})]
 
 
-@pytest.mark.parametrize("family", ["deepseek, V3.2", "qwen3_coder", "mistral"])
-def test_what_is_no_json_between_marks_cannot_be_demanded(family: str) -> None:
+@pytest.mark.parametrize("family", ["pythonic", "gemma4", "kimi_k3"])
+def test_a_call_of_another_form_cannot_be_demanded(family: str) -> None:
     with pytest.raises(BadRequest, match="auto or none"):
         call_grammar(form_of(family), TOOLS)

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.models.mlx_lm import tool_parser
 from penstock.server.parsing import AnswerFormat, ReasoningMarks
 from penstock.server.parsing.formats import CALL_FORMATS, HARMONY
-from penstock.server.parsing.mlx_lm_calls import MlxLmCalls
+from penstock.server.parsing.mlx_lm_calls import MlxLmCalls, written_shape
 
 NAMES = ("look_up", "write_file")
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
@@ -197,7 +197,8 @@ def form_of(family: str) -> AnswerFormat:
     if family == "harmony":
         return AnswerFormat(HARMONY, HARMONY)
     if family in MLX_LM:
-        return AnswerFormat(family, "think", MlxLmCalls(*tool_parser(family)), marks)
+        calls = MlxLmCalls(*tool_parser(family), written=written_shape(family, ""))
+        return AnswerFormat(family, "think", calls, marks)
     name = OURS[family][0]
     return AnswerFormat(name, "think", CALL_FORMATS[name], marks)
 

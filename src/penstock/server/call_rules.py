@@ -18,6 +18,7 @@ from penstock.errors import SettingError
 from penstock.server.parsing import ReasoningMarks
 from penstock.server.parsing.shapes import CallShape, Marks
 from penstock.server.quoted_grammars import quoted_grammar
+from penstock.server.tag_rules import TagWriter
 from penstock.server.tool_schemas import ROOM, Arguments
 
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
@@ -43,14 +44,21 @@ class Rules(NamedTuple):
 
 def call_rules(shape: CallShape, marks: Marks, tools: Sequence[CallRule]) -> Rules:
     """Return the rules of calls of these tools. Slow: not for an event loop."""
-    inputs = _inputs(tools)
+    # The input of a custom tool stands in JSON, or between tags as any text.
+    inputs = _inputs(tools) if shape.tags is None else dict.fromkeys(range(len(tools)))
     others = [number for number, rule in inputs.items() if rule is None]
     lines = [rule for rule in inputs.values() if rule is not None]
     room = ROOM - sum(map(len, lines))
     schemas, unenforced = Arguments.of([(tools[n].name, tools[n].schema) for n in others], room)
     lost = [f"{tools[n].name}:grammar" for n in others if tools[n].input_grammar is not None]
+    writer = None if shape.tags is None else TagWriter(shape, marks, room)
     for number, schema in zip(others, schemas, strict=True):
-        lines.append(f"arguments_{number}: %json {json.dumps(schema)}\n")
+        if writer is None:
+            lines.append(f"arguments_{number}: %json {json.dumps(schema)}\n")
+            continue
+        rules = writer.rules(f"arguments_{number}", schema)
+        lines.append(rules.text)
+        lost += [f"{tools[number].name}:{rule}" for rule in rules.unenforced]
     heads = [
         f"{_head(shape, marks, tool.name)} arguments_{number}" for number, tool in enumerate(tools)
     ]

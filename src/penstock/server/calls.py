@@ -1,6 +1,6 @@
 """Calls that a client demands: a grammar that lets the model say nothing else.
 
-Possible where a model writes the arguments of its calls as JSON, as most do; which tool it calls,
+Possible where the text around the arguments of its calls is known, as of most; which tool it calls,
 and with what, stays its own choice.
 """
 

@@ -19,7 +19,7 @@ from penstock.server.parsing.answer_text import (
 )
 from penstock.server.parsing.events import BrokenCall, Events
 from penstock.server.parsing.parser import Tools
-from penstock.server.parsing.shapes import CallShape
+from penstock.server.parsing.shapes import CallShape, ParameterTags
 
 BEGIN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -80,8 +80,22 @@ class DeepSeekTags:
     """Format of V3.2 and V4: a tag for each call, and one for each of its arguments."""
 
     openings: tuple[str, ...] = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
+    """Tags that begin calls; the first is the one that the model writes."""
     bare: str = ""
-    shape: CallShape | None = None
+
+    @property
+    def shape(self) -> CallShape:
+        """Text around its calls, as the templates of V3.2 and V4 write it."""
+        opening = self.openings[0]
+        tags = ParameterTags(
+            f'{_PARAMETER} name="',
+            '" string="true">',
+            '" string="false">',
+            end=_end(_PARAMETER),
+            after="\n",
+        )
+        invoke = (f'\n{_INVOKE} name="', '">\n', _end(_INVOKE))
+        return CallShape(opening, *invoke, f"\n{_end(opening[:-1])}", tags=tags)
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
         """Read all calls, and the tag that closes them, if it is there."""

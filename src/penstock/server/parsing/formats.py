@@ -14,7 +14,7 @@ from penstock.server.parsing.deepseek import DeepSeekCalls, DeepSeekTags
 from penstock.server.parsing.events import Events
 from penstock.server.parsing.hermes import HERMES
 from penstock.server.parsing.llama import LlamaCalls
-from penstock.server.parsing.mlx_lm_calls import MlxLmCalls
+from penstock.server.parsing.mlx_lm_calls import MlxLmCalls, written_shape
 from penstock.server.parsing.nemotron import NEMOTRON
 from penstock.server.parsing.parser import CallFormat, Parser, ReasoningMarks, Tools, marked_answer
 from penstock.server.parsing.phi import PHI
@@ -65,7 +65,7 @@ class AnswerFormat:
 
     @property
     def shape(self) -> CallShape | None:
-        """Text around the parts of calls; None where their arguments are no JSON."""
+        """Text around the parts of calls; None where it is not known."""
         if self.call_name == HARMONY:
             return harmony.SHAPE
         return None if self.calls is None else self.calls.shape
@@ -74,8 +74,10 @@ class AnswerFormat:
     def free_shape(self) -> CallShape | None:
         """The same, where a call is told from text by one mark; None elsewhere."""
         shape = self.shape
-        marked = shape is not None and shape.opening and self.call_name != HARMONY
-        return shape if marked else None
+        if shape is None or not shape.opening or self.call_name == HARMONY:
+            return None
+        # A special token within the mark: the text in front of it could be any text's.
+        return None if any(mark in shape.opening[1:] for mark in self.marks.special) else shape
 
     def parser(self, tools: Tools | None, *, inside: bool = False) -> Parser:
         """Make the parser of one answer.
@@ -193,14 +195,17 @@ def _calls(tokenizer: Any, template: str, name: str | None) -> tuple[str, CallFo
             return NONE, None
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
         parse = tokenizer.tool_parser
-        return parse.__module__.rpartition(".")[2], MlxLmCalls(parse, start, end)
+        name = parse.__module__.rpartition(".")[2]
+        return name, MlxLmCalls(parse, start, end, written=written_shape(name, template))
     if name in (NONE, HARMONY):
         return name, None
     if name == "deepseek":
         return name, DeepSeekCalls(fenced="```json" in template or not template)
+    if name == "deepseek_tags" and "tool_calls>" in template:
+        return name, DeepSeekTags(DeepSeekTags().openings[::-1])
     if name in CALL_FORMATS:
         return name, CALL_FORMATS[name]
-    return name, MlxLmCalls(*tool_parser(name))
+    return name, MlxLmCalls(*tool_parser(name), written=written_shape(name, template))
 
 
 def _reasoning(

@@ -8,8 +8,24 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
+class ParameterTags(NamedTuple):
+    """Text around one argument of a call that has tags for each of them.
+
+    before NAME as_text TEXT gap end after     before NAME as_json JSON gap end after
+    """
+
+    before: str
+    as_text: str
+    as_json: str
+    end: str
+    """Text that no value holds."""
+    gap: str = ""
+    """Text in front of the end, which may be missing."""
+    after: str = ""
+
+
 class CallShape(NamedTuple):
-    """Text around the parts of calls whose arguments are JSON.
+    """Text around the parts of calls whose arguments are JSON, or stand between tags.
 
     opening (before NAME between ARGUMENTS after) separator (before ...) closing
     """
@@ -24,6 +40,8 @@ class CallShape(NamedTuple):
     """Text between two calls behind one opening; None where there can be one alone."""
     json: bool = False
     """Whether the text around is JSON, in which blanks may stand."""
+    tags: ParameterTags | None = None
+    """Tags of each argument; None where all arguments are one JSON object."""
 
 
 def json_shape(opening: str, closing: str) -> CallShape:
