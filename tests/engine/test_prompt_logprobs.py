@@ -209,6 +209,35 @@ def test_logits_are_counted_before_they_exist() -> None:
         assert core.ledger.by_class()[Kind.BUFFERS] == before
 
 
+def test_scores_of_a_whole_vocabulary_are_counted_before_they_exist() -> None:
+    """Those of two prompts, both until the end of their sequences."""
+    model = model_of("llama")
+    with running(None) as core:
+        kept = 8 * len(SHARED) * (1 + VOCABULARY_TOKENS)
+        before = core.ledger.by_class()[Kind.BUFFERS]
+        asked = {"max_tokens": 2, "prompt_logprobs": -1}
+        handles = [submit(core, (at, *SHARED[1:]), **asked) for at in (3, 4)]
+        for handle in handles:
+            assert handle.prompt_logprobs is not None and handle.prompt_logprobs.nbytes == kept
+        core.step()
+        held = core.ledger.by_class()[Kind.BUFFERS] - before
+        assert held >= 2 * kept + core.estimator.logits_bytes
+        settle(core)
+        assert core.ledger.by_class()[Kind.BUFFERS] == before
+        for handle in handles:
+            check(model, handle)
+            assert all(len(one.top) == VOCABULARY_TOKENS for one in tokens_of(handle)[1:])
+
+
+def test_scores_that_can_never_fit_are_refused_with_their_bytes() -> None:
+    with running(None, memory_limit="40MB") as core:
+        prompt = tuple(tiny_families.prompt_of(4_000, seed=5))
+        with pytest.raises(NeverFits, match=r"with [\d.]+ MB of logits"):
+            core.submit(Request(prompt=prompt, prompt_logprobs=-1, max_tokens=1))
+        core.submit(Request(prompt=prompt, prompt_logprobs=0, max_tokens=1)).cancel()
+        core.submit(Request(prompt=prompt[:9], prompt_logprobs=-1, max_tokens=1)).cancel()
+
+
 def test_logits_that_can_never_fit_are_refused_with_their_bytes() -> None:
     with running(None, memory_limit="40MB") as core, pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "LOGIT_BYTES", 10_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from threading import current_thread
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from servers import Running, serving
 
 from penstock import load
 from penstock.recall import MODEL_PATH
+from penstock.server import openai_objects, problems
 
 NEAR = 2e-3
 """Largest difference of two log-probabilities: weights of four bits, sums in other orders."""
@@ -177,7 +179,7 @@ def check_form(model: Any, prompt: Sequence[int], found: list[Any], top: int) ->
     ("path", "body", "param"),
     [
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
-        ("/v1/completions", {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": -2}, "prompt_logprobs"),
         (
             "/v1/completions",
             {"prompt": "a", "prompt_logprobs": 1, "stream": True},
@@ -199,6 +201,60 @@ def test_what_cannot_be_is_refused_by_name(
 ) -> None:
     answer = post(server, path, **body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_whole_vocabulary_is_minus_one(server: Running, model: Any, path: str) -> None:
+    """If there is memory for it: the refusal has the numbers."""
+    size = server.service.vocabulary_size
+    prompt: Sequence[int] = [7, 8, 9]
+    asked: dict[str, Any] = {"prompt": prompt}
+    if path != "/v1/completions":
+        asked = {"messages": [{"role": "user", "content": QUESTION}]}
+        prompt = server.service.prompts.render(asked["messages"])
+    body = {**asked, "max_tokens": 1, "prompt_logprobs": -1}
+    answer = post(server, path, **body)
+    if len(prompt) > 3:
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == "prompt_logprobs"
+        for number in (f"all {size} tokens", f"of {len(prompt)} tokens", " 8.33 MB "):
+            assert number in error["message"]
+        return
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["choices"][0]["prompt_logprobs"]
+    check_form(model, prompt, found, size)
+    assert {one["rank"] for one in found[1].values()} == set(range(1, size + 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"echo": True, "logprobs": 0}),
+        ("/v1/completions", {"echo": True, "n": 20, "max_tokens": 0}),
+        ("/v1/chat/completions", {"prompt_logprobs": 0}),
+        ("/tokenize", {}),
+    ],
+)
+def test_long_responses_are_written_beside_the_event_loop(
+    server: Running, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def noted(content: Any) -> bytes:
+        threads.append(current_thread().name)
+        return problems.dumps(content)
+
+    monkeypatch.setattr(openai_objects, "dumps", noted)
+    text = "The code. " * 400
+    asked: dict[str, Any] = {}
+    if "chat" in path:
+        asked = {"messages": [{"role": "user", "content": text}]}
+    given = asked or {"prompt": text}
+    assert post(server, path, **{"max_tokens": 1, **given, **body}).status_code == 200
+    assert threads and all(name.startswith("penstock-") for name in threads), threads
+    threads.clear()
+    post(server, "/v1/completions", prompt="a", max_tokens=1)
+    assert not any(name.startswith("penstock-long") for name in threads)
 
 
 def test_more_scores_than_there_is_memory_for_are_refused_with_their_bytes(

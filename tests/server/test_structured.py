@@ -89,10 +89,25 @@ def test_what_cannot_be_kept_to_is_refused_by_name(
     assert answer.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize("form", [{"guided_regex": "("}, {"guided_grammar": "start: ("}])
-def test_a_broken_grammar_is_400(recall_server: Running, form: dict[str, Any]) -> None:
-    answer = post(recall_server, "/v1/completions", prompt="a", **form)
-    assert answer.status_code == 400 and "grammar" in answer.json()["error"]["message"]
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_grammar": "start: ("}, "guided_grammar"),
+        ({"guided_grammar": "start: " + '"a" ' * 16_384}, "guided_grammar"),
+        ({"structured_outputs": {"regex": "[z-a]"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "?"}}, "structured_outputs.grammar"),
+    ],
+)
+def test_a_broken_grammar_is_400_by_the_name_of_its_field(
+    recall_server: Running, path: str, form: dict[str, Any], param: str
+) -> None:
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": MESSAGES}
+    answer = post(recall_server, path, **asked, **form)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and param in error["message"]
 
 
 def test_an_answer_goes_on_after_the_end_of_sequence_if_asked(recall_server: Running) -> None:

@@ -107,7 +107,7 @@ def test_edges_of_sampling(saying: Running, path: str) -> None:
     ("field", "value"),
     [
         *(("top_k", -2), ("min_p", 1.1), ("min_p", -0.1), ("repetition_penalty", 0)),
-        *(("repetition_penalty", -1), ("min_tokens", -1), ("prompt_logprobs", -1)),
+        *(("repetition_penalty", -1), ("min_tokens", -1), ("prompt_logprobs", -2)),
         *(("skip_special_tokens", "yes"), ("include_stop_str_in_output", 1)),
     ],
 )
@@ -160,6 +160,11 @@ def test_an_effort_reaches_the_template(tmp_path: Path, name: str) -> None:
                 answer = httpx.post(f"{running.url}{path}", json=body, timeout=60)
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["usage"][field] == len(rendered), (path, effort)
+            body = {"messages": messages, "reasoning_effort": effort}
+            for path, field in (("/apply-template", "prompt"), ("/tokenize", "tokens")):
+                answer = httpx.post(f"{running.url}{path}", json=body, timeout=60)
+                expected = {"prompt": prompts.decode(rendered), "tokens": list(rendered)}
+                assert answer.json()[field] == expected[field], (path, effort)
         override: dict[str, Any] = {
             "messages": messages,
             "reasoning_effort": "none",

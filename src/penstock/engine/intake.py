@@ -145,7 +145,9 @@ class Intake:
         """Return the place of a prompt's log-probabilities; None if they are not asked for."""
         if request.prompt_logprobs is None:
             return None
-        return PromptLogprobs(request.prompt, min(request.prompt_logprobs, self.vocabulary_size))
+        size = self.vocabulary_size
+        top = size if request.prompt_logprobs == -1 else min(request.prompt_logprobs, size)
+        return PromptLogprobs(request.prompt, top)
 
     def _samplers(self, handle: Handle) -> list[TokenSampler]:
         """Return a sampler for each answer of a request."""

@@ -171,9 +171,10 @@ class Request(_Asked):
     """Priority in the queue; higher goes first."""
     timeout_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Seconds from `submit` to the last token; None waits forever."""
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(default=None, ge=-1)
     """Likeliest tokens that are reported beside each token of the prompt, with log-probabilities
-    under the model's own distribution (`Handle.prompt_logprobs`); None reports nothing."""
+    under the model's own distribution (`Handle.prompt_logprobs`); None reports nothing, -1 the
+    whole vocabulary."""
     salt: str = ""
     """Tenant: only requests of the same salt share prefixes."""
     grammar: str | None = Field(default=None, min_length=1)

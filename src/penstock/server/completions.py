@@ -18,10 +18,11 @@ from penstock.server.logprobs import Logprobs
 from penstock.server.openai_objects import DONE, Json, head_of, prompt_progress, usage_object
 from penstock.server.problems import BadRequest
 from penstock.server.prompt_memory import hold_text
-from penstock.server.prompt_scores import check_scores, hold_scores
+from penstock.server.prompt_scores import check_scores, hold_scores, top_of
 from penstock.server.service import Service
 from penstock.server.sse import Stream, data
 from penstock.server.structured import Structured
+from penstock.server.workers import LONG_BYTES
 
 COMPLETIONS = "/v1/completions"
 
@@ -43,10 +44,10 @@ class Completions:
         """Text in front of the continuations, one for each prompt."""
         self.grammar: str | None = None
         """Grammar of the continuations."""
-        self.top = body.prompt_logprobs
+        self.top = self.prompt_top = top_of(body.prompt_logprobs, service.vocabulary_size)
         """Likeliest tokens that the engine reports beside each of the prompts' tokens, or None."""
         if body.echo and body.logprobs is not None:
-            self.top = max(body.logprobs, body.prompt_logprobs or 0)
+            self.top = max(body.logprobs, self.top or 0)
 
     async def respond(self, http: HttpRequest) -> Response:
         """Hand the request in, and answer whole or in chunks."""
@@ -55,9 +56,16 @@ class Completions:
             return Stream(self.service, COMPLETIONS, answering, self._chunks(answering))
         async with answering:
             choices = await answering.result(http)
-            write = partial(self._whole, answering, choices)
-            whole = write() if self.top is None else await self.service.work(write)
-            return Json(whole)
+            write = partial(self._written, answering, choices)
+            return await self.service.workers.write(write) if self._is_long else write()
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether the response is too long to be written in the event loop."""
+        return self.top is not None or self.n * sum(map(len, self.echoes)) > LONG_BYTES
+
+    def _written(self, answering: ActiveRequest, choices: Sequence[Choice]) -> Response:
+        return Json(self._whole(answering, choices))
 
     async def _open(self, http: HttpRequest) -> ActiveRequest:
         body = self.body
@@ -136,8 +144,8 @@ class Completions:
                 }
             )
             scores = answering.handles[index // self.n].prompt_logprobs
-            if scores is not None and self.body.prompt_logprobs is not None:
-                written = self.logprobs.prompt(scores, self.body.prompt_logprobs)
+            if scores is not None and self.prompt_top is not None:
+                written = self.logprobs.prompt(scores, self.prompt_top)
                 text_choices[-1]["prompt_logprobs"] = written
         usage = usage_object(answering.usage())
         return {**self.head, "choices": text_choices, "usage": usage}

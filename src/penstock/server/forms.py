@@ -28,6 +28,7 @@ from penstock.engine.model.constraint import json_schema_grammar
 from penstock.engine.request import Request, Sampling
 from penstock.errors import SettingError
 from penstock.server.problems import BadRequest
+from penstock.server.prompt_scores import MOST_TOP
 from penstock.server.prompts import check_text
 from penstock.server.service import Service
 from penstock.server.tool_schemas import closed
@@ -172,9 +173,9 @@ class Sampled(RequestForm):
     """Whether the answer has the text of `stop` or `stop_token_ids` that ended it."""
     skip_special_tokens: bool | None = None
     """Whether special tokens are left out of the answer."""
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    """Number of likeliest tokens that are reported beside each token of the prompt, as vLLM does;
-    chat and completions alone."""
+    prompt_logprobs: int | None = Field(None, ge=-1, le=MOST_TOP)
+    """Number of likeliest tokens that are reported beside each token of the prompt, as vLLM does,
+    -1 for all; chat and completions alone."""
     prompt_cache_key: Annotated[str, Field(max_length=1_024)] | None = None
     """Cache key; prefixes of requests with a key are kept longer than others."""
     cache_salt: Annotated[str, Field(max_length=1_024)] | None = None

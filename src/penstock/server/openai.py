@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.engine.handle import Choice
+from penstock.engine.model.prompt_logprobs import PromptLogprobs
 from penstock.engine.request import Event, Finish, Token
 from penstock.server.active_request import ActiveRequest
 from penstock.server.allowed_tools import ToolPlan
@@ -42,11 +43,12 @@ from penstock.server.openai_objects import (
     usage_object,
 )
 from penstock.server.problems import BadRequest, NotFound
-from penstock.server.prompt_scores import check_scores, hold_scores
+from penstock.server.prompt_scores import check_scores, hold_scores, top_of
 from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 from penstock.server.sse import Stream, data
 from penstock.server.structured import one_grammar
+from penstock.server.workers import LONG_BYTES
 
 CHAT = "/v1/chat/completions"
 FIRST_DELTA = {"role": "assistant", "content": ""}
@@ -127,6 +129,8 @@ class _Chat:
         """Whether the prompt ends inside the model's reasoning."""
         self.prediction: tuple[int, ...] = ()
         """Tokens of the text that is expected as the answer."""
+        self.top = top_of(body.prompt_logprobs, service.vocabulary_size)
+        """Likeliest tokens that are reported beside each of the prompt's tokens, or None."""
         self.free = False
         """Whether the grammar leaves room for any text."""
 
@@ -138,11 +142,19 @@ class _Chat:
         async with answering:
             choices = await answering.result(http)
             usage = await self._usage(answering)
-            whole = self._whole(choices, usage)
             scores = answering.handles[0].prompt_logprobs
-            if scores is not None:
-                whole["prompt_logprobs"] = await self.service.work(self.logprobs.prompt, scores)
-            return Json(whole, headers=self.headers)
+            if scores is None and sum(len(choice.text) for choice in choices) <= LONG_BYTES:
+                return self._written(choices, usage, None)
+            return await self.service.workers.write(self._written, choices, usage, scores)
+
+    def _written(
+        self, choices: Sequence[Choice], usage: dict[str, Any], scores: PromptLogprobs | None
+    ) -> Response:
+        """Return the whole response; slow for long ones."""
+        whole = self._whole(choices, usage)
+        if scores is not None:
+            whole["prompt_logprobs"] = self.logprobs.prompt(scores)
+        return Json(whole, headers=self.headers)
 
     async def _open(self, http: HttpRequest) -> ActiveRequest:
         body, service = self.body, self.service
@@ -170,7 +182,7 @@ class _Chat:
             grammar=grammar,
             prediction=self.prediction,
             ignore_eos=bool(body.ignore_eos),
-            prompt_logprobs=body.prompt_logprobs,
+            prompt_logprobs=self.top,
             silent_tokens=unread if body.skip_special_tokens else (),
         )
         # A grammar leaves no room for reasoning, whatever the template has opened.
@@ -194,8 +206,8 @@ class _Chat:
         if self.body.prediction is not None:
             text = self.body.prediction.text
             self.prediction = self.service.prompts.encode_answer(text, "prediction")
-        if self.body.prompt_logprobs is not None:
-            hold_scores([prompt], self.body.prompt_logprobs)
+        if self.top is not None:
+            hold_scores([prompt], self.top)
         prompts, structure = self.service.prompts, self.body.structure()
         call = plan.grammar(prompts.format, inside=prompts.starts_in_reasoning(prompt))
         if call is not None:

@@ -147,6 +147,11 @@ class PromptHold:
         self.nbytes = nbytes
         self.most_bytes = max(self.most_bytes, nbytes)
 
+    @property
+    def most_free_bytes(self) -> int:
+        """Bytes that it could hold besides what it holds, if there were no other."""
+        return self._memory.pool_bytes - self.nbytes
+
     def check_fits(self, nbytes: int) -> None:
         """Raise TooLarge if it can never hold so many bytes."""
         self._memory.check_fits(nbytes)

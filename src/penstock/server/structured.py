@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from penstock.engine.model.constraint import check_grammar
+from penstock.errors import SettingError
 from penstock.server.forms import Each, RequestForm, grammar_for
 from penstock.server.problems import BadRequest
 from penstock.server.response_tools import regex_grammar
@@ -86,12 +88,22 @@ def _grammar(name: str, value: Any) -> str:
         case "json_object":
             return grammar_for(None, name)
         case "regex":
-            return regex_grammar(value)
+            return _checked(name, regex_grammar(value))
         case "choice":
             # A text in JSON is one in Lark.
-            return "start: " + " | ".join(json.dumps(choice) for choice in value) + "\n"
+            texts = " | ".join(json.dumps(choice) for choice in value)
+            return _checked(name, f"start: {texts}\n")
         case _:
-            return str(value)
+            return _checked(name, str(value))
+
+
+def _checked(name: str, grammar: str) -> str:
+    """Return a grammar that is one, or refuse the field that it is of."""
+    try:
+        check_grammar(grammar, name)
+    except SettingError as error:
+        raise BadRequest(str(error), param=name, code="invalid_grammar") from error
+    return grammar
 
 
 def _schema(name: str, value: Any) -> Any:

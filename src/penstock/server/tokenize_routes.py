@@ -14,6 +14,7 @@ from penstock.server.forms import ChatMessage, Each, Id, Name, RequestForm, Tool
 from penstock.server.legacy_calls import with_tool_calls
 from penstock.server.openai_objects import ERRORS, Json
 from penstock.server.prompts import Prompts, client_arguments
+from penstock.server.reasoning_effort import effort_switches
 from penstock.server.request_body import reading_aside
 from penstock.server.service import Service
 
@@ -31,25 +32,31 @@ class TemplateRequest(RequestForm):
     """Whether the prompt ends where the model's answer begins; by default it does."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments for the model's chat template."""
+    reasoning_effort: Name | None = None
+    """Effort of the reasoning, where the model's template has a switch for it."""
 
     def render(self, prompts: Prompts) -> tuple[int, ...]:
         """Return the prompt's tokens, as chat reads them. Slow: not for an event loop."""
-        messages, tools, arguments = self._given()
+        messages, tools, arguments = self._given(prompts)
         return prompts.render(messages, tools, answer=self._opens, **arguments)
 
     def text(self, prompts: Prompts) -> str:
         """Return the prompt's text. Slow: not for an event loop."""
-        messages, tools, arguments = self._given()
+        messages, tools, arguments = self._given(prompts)
         return prompts.template_text(messages, tools, answer=self._opens, **arguments)
 
     @property
     def _opens(self) -> bool:
         return self.add_generation_prompt is not False
 
-    def _given(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    def _given(
+        self, prompts: Prompts
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return with_tool_calls(messages), tools, client_arguments(self.chat_template_kwargs)
+        arguments = effort_switches(self.reasoning_effort, prompts)
+        arguments |= client_arguments(self.chat_template_kwargs)
+        return with_tool_calls(messages), tools, arguments
 
 
 class TokenizeRequest(RequestForm):
@@ -66,6 +73,7 @@ class TokenizeRequest(RequestForm):
     """Whether the tokenizer adds its special tokens to `content`; by default it does not."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Name | None = None
     return_token_strs: bool | None = None
     """Whether the text of each token comes as well, as `token_strs`."""
     with_pieces: bool | None = None
@@ -133,7 +141,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/tokenize", response_model=Tokenized)
     async def tokenize(body: TokenizeRequest, http: HttpRequest) -> Response:
         """Return the tokens of a text or a conversation, as a prompt has them."""
-        return Json(await until_gone(http, service.work(_tokenized, service, body)))
+        return await until_gone(http, service.work(_tokenized, service, body))
 
     @routes.get("/tokenizer_info", response_model=TokenizerInfo)
     async def tokenizer_info() -> Response:
@@ -145,23 +153,23 @@ def router(service: Service) -> APIRouter:
     @routes.post("/detokenize", response_model=Detokenized)
     async def detokenize(body: DetokenizeRequest, http: HttpRequest) -> Response:
         """Return the text of tokens."""
-        text = await until_gone(http, service.work(_text, service, body))
-        return Json({"prompt": text, "content": text})
+        return await until_gone(http, service.work(_text, service, body))
 
     @routes.post("/apply-template", response_model=TemplateText)
     async def apply_template(body: TemplateRequest, http: HttpRequest) -> Response:
         """Return the text that the chat template makes of a conversation."""
-        return Json({"prompt": await until_gone(http, service.work(body.text, prompts))})
+        return await until_gone(http, service.work(lambda: Json({"prompt": body.text(prompts)})))
 
     return routes
 
 
-def _text(service: Service, body: DetokenizeRequest) -> str:
+def _text(service: Service, body: DetokenizeRequest) -> Response:
     service.check_tokens(body.tokens, "tokens")
-    return service.prompts.text(body.tokens)
+    text = service.prompts.text(body.tokens)
+    return Json({"prompt": text, "content": text})
 
 
-def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+def _tokenized(service: Service, body: TokenizeRequest) -> Response:
     tokens = body.read(service.prompts)
     written: dict[str, Any] = {"count": len(tokens), "max_model_len": service.context_tokens}
     texts = None
@@ -173,4 +181,4 @@ def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         written["tokens"] = [{"id": token, "piece": text} for token, text in pairs]
     if body.return_token_strs:
         written["token_strs"] = texts
-    return written
+    return Json(written)

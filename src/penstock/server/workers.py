@@ -57,6 +57,14 @@ class Workers:
         """Run a function that compiles a grammar, which may take seconds; raises as `read`."""
         return await self._run(self.compiling, call, *args, **kwargs)
 
+    async def write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function that writes a long response: in the thread of long prompts.
+
+        It is never refused: what it writes is computed already.
+        """
+        loop, context = asyncio.get_running_loop(), copy_context()
+        return await loop.run_in_executor(self.long, partial(context.run, call, *args, **kwargs))
+
     async def _run(
         self, worker: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:

@@ -27,8 +27,12 @@ PIECE_LOGITS = 2**18
 """Logits that are turned into log-probabilities at a time, if a token has no more."""
 PIECE_BYTES = 24
 """Bytes of working memory for one logit of a piece."""
+TOP_BYTES = 40
+"""Bytes of working memory for one of the likeliest tokens of a piece, beside its logit."""
 ENTRY_BYTES = 700
 """Bytes of Python for the scores of one block, beside their numbers."""
+SCORE_BYTES = 8
+"""Bytes of one log-probability and its number."""
 SHARE = 128
 """Part of the memory limit that remembered scores may take: one of so many."""
 MOST_BYTES = 32_000_000
@@ -84,14 +88,23 @@ class PromptLogprobs:
         self.top = top
         self.read_positions = 0
         """First positions of the prompt whose logits were seen."""
-        shape = (len(tokens), 1 + top)
-        self._values = np.full(shape, np.nan, np.float32)
-        self._numbers = np.zeros(shape, np.int32)
+        self._rows: Scores | None = None
+        """Scores of all tokens; None until the first ones come, when their bytes are reserved."""
 
     @property
     def done(self) -> bool:
         """Whether every token has its log-probability."""
         return self.read_positions >= len(self.tokens) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers, when they are there."""
+        return SCORE_BYTES * len(self.tokens) * (1 + self.top)
+
+    def chunk_bytes(self, tokens: int, vocabulary_size: int) -> int:
+        """Return the bytes that the scores of a chunk take, twice for those remembered."""
+        rows = max(1, PIECE_LOGITS // vocabulary_size)
+        return 2 * SCORE_BYTES * tokens * (1 + self.top) + TOP_BYTES * rows * self.top
 
     def targets(self, start: int, end: int) -> Sequence[int]:
         """Return the tokens behind the positions from `start` to `end`, as far as there are."""
@@ -102,8 +115,11 @@ class PromptLogprobs:
         end = start + len(scores.values)
         if start > self.read_positions:
             raise AssertionError(f"no logits of positions {self.read_positions} to {start}")
+        if self._rows is None:
+            shape = (len(self.tokens), 1 + self.top)
+            self._rows = Scores(np.full(shape, np.nan, np.float32), np.zeros(shape, np.int32))
         rows = slice(start + 1, end + 1)
-        self._values[rows], self._numbers[rows] = scores.values, scores.numbers
+        self._rows.values[rows], self._rows.numbers[rows] = scores.values, scores.numbers
         self.read_positions = max(self.read_positions, end)
 
     def __len__(self) -> int:
@@ -111,10 +127,10 @@ class PromptLogprobs:
 
     def __iter__(self) -> Iterator[PromptToken]:
         for at, token in enumerate(self.tokens):
-            values, numbers = self._values[at].tolist(), self._numbers[at].tolist()
-            if at == 0 or values[0] != values[0]:
+            if at == 0 or self._rows is None or np.isnan(self._rows.values[at, 0]):
                 yield PromptToken(token, None, 0, ())
                 continue
+            values, numbers = self._rows.values[at].tolist(), self._rows.numbers[at].tolist()
             top = tuple(zip(numbers[1:], values[1:], strict=True))
             yield PromptToken(token, values[0], numbers[0], top)
 

@@ -122,7 +122,7 @@ class MemoryBudget:
         if self.fits_alone(sequence):
             return
         fixed, limit, tokens = self.fixed_bytes, self._ledger.limit_bytes, len(sequence.tokens)
-        logits = self._logits_bytes(sequence)
+        logits = self._logits_bytes(sequence) + _score_bytes(sequence)
         needed = self._needed_bytes(tokens) + logits
         room, most = max(0, limit - fixed), self.most_tokens(logits)
         beside = f" with {format_bytes(logits)} of logits for its tokens" if logits else ""
@@ -143,7 +143,8 @@ class MemoryBudget:
     def fits_alone(self, sequence: Sequence) -> bool:
         """Tell whether a sequence could get one more token if it were alone."""
         room = self._ledger.limit_bytes - self.fixed_bytes
-        return self._needed_bytes(len(sequence.tokens)) + self._logits_bytes(sequence) <= room
+        needed = self._needed_bytes(len(sequence.tokens)) + self._logits_bytes(sequence)
+        return needed + _score_bytes(sequence) <= room
 
     def most_tokens(self, logits_bytes: int = 0) -> int:
         """Return how many tokens a prompt and its answer can have together, alone; up to 2**31.
@@ -216,7 +217,7 @@ class MemoryBudget:
         if staying:
             return self._expected_bytes(sequence, num_cached_tokens, staying) <= freed
         tokens, cached = len(sequence.tokens), num_cached_tokens * self.token_bytes
-        needed = self._alone_bytes(tokens) + self._logits_bytes(sequence)
+        needed = self._alone_bytes(tokens) + self._logits_bytes(sequence) + _score_bytes(sequence)
         return needed - self._aside.chunk.nbytes - cached <= freed
 
     def check(
@@ -289,7 +290,7 @@ class MemoryBudget:
         tokens, most = len(sequence.tokens), sequence.max_kv_tokens
         ahead = [min(tokens - 1 + more, most) for more in (GROWTH_TOKENS, 1)]
         if sequence.stuck:
-            alone = self.most_tokens(self._logits_bytes(sequence))
+            alone = self.most_tokens(self._logits_bytes(sequence) + _score_bytes(sequence))
             ahead = [max(tokens, min(most, alone - 1))]
         return any(self._reserve_up_to(sequence, end) for end in ahead)
 
@@ -340,7 +341,7 @@ class MemoryBudget:
         cached = sequence.kv.num_cached_tokens
         kv = estimator.sequence_bytes(tokens, cached)
         kv -= estimator.sequence_bytes(before, cached) if before else 0
-        scores = estimator.decode_bytes(tokens) - step.nbytes
+        scores = estimator.decode_bytes(tokens) + _score_bytes(sequence) - step.nbytes
         reading = max(0, self._chunk_bytes(sequence, tokens) - chunk.nbytes)
         if not self._prefixes.make_room(kv + scores + reading):
             return False
@@ -362,7 +363,7 @@ class MemoryBudget:
         """Return the bytes expected of a new sequence, and of placed ones beyond their own."""
         estimator, tokens = self._estimator, self._expected_tokens(sequence)
         needed = estimator.sequence_bytes(tokens, num_cached_tokens)
-        needed += estimator.decode_bytes(tokens)
+        needed += estimator.decode_bytes(tokens) + _score_bytes(sequence)
         chunk = self._chunk_bytes(sequence, tokens)
         for other in placed:
             expected, reserved = self._expected_tokens(other), other.reserved_tokens
@@ -372,8 +373,9 @@ class MemoryBudget:
         return needed + max(0, chunk - self._aside.chunk.nbytes)
 
     def _logits_bytes(self, sequence: Sequence) -> int:
-        """Return the bytes that the logits of a prompt's tokens take, where they are read."""
-        return self._estimator.logits_bytes if sequence.reads_logits else 0
+        """Return the bytes of a chunk's logits and their scores, where a prompt's are read."""
+        scores = sequence.kv.prompt_logprobs
+        return 0 if scores is None else self._estimator.logits_bytes_of(scores)
 
     def _chunk_bytes(self, sequence: Sequence, tokens: int) -> int:
         """Return the bytes that a sequence of so many tokens adds to a step that prefills it."""
@@ -432,3 +434,12 @@ def weight_bytes(model: Any) -> int:
     """Return the bytes of a model's weights."""
     arrays: Any = tree_flatten(model.parameters())
     return sum(array.nbytes for _, array in arrays)
+
+
+def _score_bytes(sequence: Sequence) -> int:
+    """Return the bytes of the log-probabilities of a prompt, if they are asked for.
+
+    At the end of the sequence they are left to the holder of its handle, like the text.
+    """
+    scores = sequence.kv.prompt_logprobs
+    return 0 if scores is None else scores.nbytes

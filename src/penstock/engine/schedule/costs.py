@@ -8,7 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from penstock.config import EngineSettings
-from penstock.engine.model.prompt_logprobs import PIECE_BYTES, PIECE_LOGITS
+from penstock.engine.model.prompt_logprobs import PIECE_BYTES, PIECE_LOGITS, PromptLogprobs
 from penstock.engine.model.proposals import LEAST_PREDICTION
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import TokenSampler, sample_all
@@ -179,6 +179,11 @@ class MemoryEstimator:
         """Bytes that a sequence adds to a step that reads logits of its prompt."""
         size = self._runner.vocabulary_size
         return LOGIT_BYTES * self.logits_tokens * size + PIECE_BYTES * max(size, PIECE_LOGITS)
+
+    def logits_bytes_of(self, scores: PromptLogprobs) -> int:
+        """Return the same, with the scores of a chunk of a prompt."""
+        chunk = scores.chunk_bytes(self.logits_tokens, self._runner.vocabulary_size)
+        return self.logits_bytes + chunk
 
     def measure_step(self, tails: Tails) -> int:
         """Measure the largest steps and return the bytes that they take beside their result.
