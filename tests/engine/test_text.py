@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.engine.model import text as text_module
 from penstock.engine.model.text import TextStream
+from penstock.models.byte_level import detokenizer_of
 from penstock.models.mlx_lm import load_all
 from penstock.recall import MODEL_PATH
 
@@ -115,6 +116,21 @@ def test_an_incomplete_character_at_the_end_is_said_to_be_one(kind: str) -> None
     pieces, _ = run(kind, tokens_of(kind, "a🦫")[:-1], ())
     assert pieces[:-1] == ["a", "", "", ""]
     assert set(pieces[-1]) == {"\ufffd"}
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\0", "\0\0é\0", "Ā\0Ā", "".join(map(chr, range(0x180)))])
+def test_a_zero_byte_is_a_character(kind: str, text: str) -> None:
+    detokenizer = detokenizer_of(TOKENIZERS[kind])
+    stream = TextStream(detokenizer)
+    pieces = [*(stream.push(token) for token in tokens_of(kind, text)), stream.finish()]
+    assert "".join(pieces) == text
+
+
+def test_control_mlx_lm_writes_its_sign() -> None:
+    """If it ends this, `byte_level` can go."""
+    assert whole("bpe", tokens_of("bpe", "a\0b")) == "aĀb"
+    detokenizer_of(TOKENIZERS["bpe"])
+    assert whole("bpe", tokens_of("bpe", "a\0b")) == "aĀb", "its own copies stay as they are"
 
 
 def test_a_stop_string_across_tokens(kind: str) -> None:

@@ -89,6 +89,14 @@ def test_what_cannot_be_kept_to_is_refused_by_name(
     assert answer.json()["error"]["param"] == param
 
 
+def test_an_answer_may_have_a_zero_byte(recall_server: Running) -> None:
+    text = "a\0b"
+    body = {"prompt": "a", "guided_choice": [text], "max_tokens": 9}
+    assert post(recall_server, "/v1/completions", **body).json()["choices"][0]["text"] == text
+    tokens = post(recall_server, "/tokenize", prompt=text, return_token_strs=True).json()
+    assert "".join(tokens["token_strs"]).endswith(text)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     ("form", "param"),

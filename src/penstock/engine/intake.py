@@ -26,6 +26,7 @@ from penstock.engine.schedule.scheduler import Scheduler
 from penstock.engine.schedule.sequence import Sequence
 from penstock.engine.schedule.sequence_kv import SequenceKV
 from penstock.errors import EngineStopped, SettingError
+from penstock.models.byte_level import detokenizer_of
 
 TEXT_BEFORE_TOKENS = 16
 """Last tokens of a prompt that are read for a text that goes on with it."""
@@ -214,7 +215,7 @@ class Intake:
         copies that share its tables.
         """
         if self._detokenizer is None:
-            self._detokenizer = self.tokenizer.detokenizer
+            self._detokenizer = detokenizer_of(self.tokenizer)
         detokenizer = copy(self._detokenizer)
         detokenizer.reset()
         return detokenizer

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from penstock.engine.model.text import TextStream
 from penstock.errors import PenstockError
+from penstock.models.byte_level import detokenizer_of
 from penstock.server.parsing import answer_format
 from penstock.server.parsing.formats import HARMONY
 from penstock.server.pieces import PIECE_CHARACTERS, FairLock, PieceEncoder
@@ -246,7 +247,7 @@ class Prompts:
         if hold is not None:
             hold.keep(TEXT_BYTES * len(tokens))
         with self._lock:
-            stream = TextStream(self.tokenizer.detokenizer)
+            stream = TextStream(detokenizer_of(self.tokenizer))
         texts: list[str] = []
         for start in range(0, len(tokens), TOKENS_AT_ONCE):
             with self._lock:
