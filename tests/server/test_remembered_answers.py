@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from parrot import ASK, parrot
 from servers import Running, serving
 
@@ -21,6 +24,7 @@ CALL = ("<tool_call>", '{"name":"look",', '"arguments":{"a":1,', '"b":[2]}}', "<
 WHOLE = ("Hello", "Hello, ", "world", '"arguments":{"a":1,"b":[2]}}')
 """Tokens as which the text of the answers is read again."""
 LOOK = {"name": "look", "parameters": {"type": "object"}}
+OTHER_CALL = {"function": {"name": "look", "arguments": '{"a": 2}'}}
 AGAIN = '{ "b" : [2],"a": 1}'
 """The call's arguments, as a client writes them."""
 
@@ -183,6 +187,82 @@ def test_it_takes_no_more_than_its_share_and_makes_room(tmp_path: Path) -> None:
 
 def test_the_opening_of_an_answer_is_found(tmp_path: Path) -> None:
     assert opening_of(parrot(tmp_path, "a")[1]) == ASK
+
+
+HARMONY = (
+    "{% for message in messages %}{% set thought = message.reasoning_content %}"
+    "{% if message.tool_calls %}{% if thought %}<|start|>assistant<|channel|>analysis<|message|>"
+    "{{ thought }}<|end|>{% endif %}{% set call = message.tool_calls[0].function %}"
+    "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>"
+    "{{ call.arguments | tojson }}<|call|>"
+    "{% elif message.role == 'assistant' %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>"
+    "{% else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""A template as gpt-oss has it: of earlier turns the reasoning of calls alone is rendered."""
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>Hm<|end|>", "<|channel|>final<|message|>"
+COMMENTARY = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"a": 1,"b":[2]}'
+GENERATED = {
+    "text": (f"{FINAL}Hello", {"content": "Hello"}),
+    "call": (COMMENTARY, {"tool_calls": [{"function": {"name": "look", "arguments": AGAIN}}]}),
+    "reasoning, call": (
+        f"{ANALYSIS}<|start|>assistant{COMMENTARY}",
+        {
+            "reasoning_content": "Hm",
+            "tool_calls": [{"function": {"name": "look", "arguments": AGAIN}}],
+        },
+    ),
+    "reasoning, text": (
+        f"{ANALYSIS}<|start|>assistant{FINAL}Hello",
+        {"reasoning_content": "Hm", "content": "Hello"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("changed", [False, True], ids=["as it was", "changed"])
+def test_harmony_ends_each_message(name: str, changed: bool, tmp_path: Path) -> None:
+    """An answer of it is one message or several, of which none but the last ends the answer."""
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
+    parrot(tmp_path, "Hello", marks=marks, template=HARMONY)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "<|return|>"}))
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(
+        tmp_path, eos_token_ids=[tokenizer.convert_tokens_to_ids("<|call|>")]
+    )
+    assert sorted(map(tokenizer.decode, [[token] for token in tokenizer.eos_token_ids])) == [
+        "<|call|>",
+        "<|return|>",
+    ]
+    answers = RememberedAnswers(PromptMemory(1_000_000), tokenizer)
+    prompts = Prompts(tokenizer, answers=answers)
+    text, message = GENERATED[name]
+    tools = [{"type": "function", "function": LOOK}]
+    asked = [{"role": "user", "content": "a"}]
+    before = prompts.render(asked, tools)
+    # One by one, and so in other tokens than the text is read as.
+    spelled = re.split(r"(<\|\w+\|>)", text)
+    generated = [
+        token
+        for part in spelled
+        for piece in ([part] if part.startswith("<|") else part)
+        for token in tokenizer.encode(piece, add_special_tokens=False)
+    ]
+    answers.remember("", before, generated)
+    if "Hello" in text:
+        assert tokenizer.encode(text, add_special_tokens=False) != generated
+    said = {"role": "assistant", **message}
+    if changed:
+        said |= {"content": "Hi"} if "content" in message else {"tool_calls": [OTHER_CALL]}
+    again = {"role": "tool" if "tool_calls" in message else "user", "content": "b"}
+    prompt = prompts.render([*asked, said, again], tools)
+    kept = name != "reasoning, text" and not changed
+    assert (prompt[: len(before) + len(generated)] == (*before, *generated)) is kept
+    rewritten = str(REWRITTEN.get())
+    assert ("rewrites" in rewritten) is not kept
+    assert ("reasoning is left out" in rewritten) is (name == "reasoning, text")
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "left out"])

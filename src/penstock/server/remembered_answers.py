@@ -24,6 +24,8 @@ from typing import Any
 from penstock.engine.request import Finish, Usage
 from penstock.server.answers import Reader
 from penstock.server.parsing import AnswerFormat
+from penstock.server.parsing.formats import HARMONY
+from penstock.server.parsing.harmony import END as END_OF_MESSAGE
 from penstock.server.problems import ServerError
 from penstock.server.prompt_memory import PromptMemory
 
@@ -134,21 +136,37 @@ class RememberedAnswers:
                 if entry is None:
                     continue
                 self._entries.move_to_end((salt, digest))
-            end = self._end_of_answer(text, at)
-            for answer in answers if end is not None and not left_out else ():
-                if end is not None and self._same(text[at:end], answer, form, tools):
-                    return Splice([*entry.prompt, *answer], end, rewritten)
+            ends = list(self._ends_of_answer(text, at, opening, form))
+            for end in () if left_out else ends:
+                for answer in answers:
+                    if self._same(text[at:end], answer, form, tools):
+                        return Splice([*entry.prompt, *answer], end, rewritten)
             if answers:
-                written = text[at : len(text) if end is None else end]
-                rewritten = self._difference(len(entry.prompt), written, answers[0], left_out)
+                written = text[at : ends[-1] if ends else len(text)]
+                before = len(entry.prompt)
+                rewritten = self._difference(before, written, answers[0], left_out, form)
         return Splice([], 0, rewritten)
 
     # ---- parts
 
-    def _end_of_answer(self, text: str, start: int) -> int | None:
-        """Return where the first mark of an answer's end begins; None without one."""
+    def _ends_of_answer(
+        self, text: str, start: int, opening: str, form: AnswerFormat
+    ) -> Iterator[int]:
+        """Yield where an answer may end: at the first mark of an end.
+
+        In harmony each message has an end, and an answer may be several messages.
+        """
+        harmony = form.call_name == HARMONY
         marks = [self._tokenizer.decode([token]) for token in self._tokenizer.eos_token_ids]
-        return min((at for m in marks if m and (at := text.find(m, start)) >= 0), default=None)
+        marks += [END_OF_MESSAGE] if harmony else []
+        while True:
+            places = [at for mark in marks if mark and (at := text.find(mark, start)) >= 0]
+            if not places:
+                return
+            yield (end := min(places))
+            start = end + len(END_OF_MESSAGE)
+            if not harmony or not text.startswith(f"{END_OF_MESSAGE}{opening}", end):
+                return
 
     def _same(self, written: str, answer: Sequence[int], form: AnswerFormat, tools: Any) -> bool:
         """Tell whether a text of history says what an answer said."""
@@ -160,13 +178,19 @@ class RememberedAnswers:
         return _read(written, form, tools) == _read(generated, form, tools)
 
     def _difference(
-        self, prompt_tokens: int, written: str, answer: Sequence[int], left_out: str
+        self,
+        prompt_tokens: int,
+        written: str,
+        answer: Sequence[int],
+        left_out: str,
+        form: AnswerFormat,
     ) -> str:
         """Say how history rewrites an answer, and where."""
-        generated, end = str(self._tokenizer.decode(list(answer))), None
-        if getattr(self._tokenizer, "has_thinking", False):
-            end = self._tokenizer.think_end
-        if end and end in generated and end not in written:
+        generated, mark = str(self._tokenizer.decode(list(answer))), ""
+        if form.reasoning is not None:  # harmony ends its reasoning as any message
+            harmony = form.reasoning_name == HARMONY
+            mark = form.reasoning.start if harmony else form.reasoning.end
+        if mark and mark in generated and mark not in written:
             what = "its reasoning is left out, as templates do with earlier turns"
         elif left_out:
             what = f"{left_out!r} is left out, with which the template had begun its reasoning"
