@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.kv import selection as module
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.backend import Backend, CPUBackend, GPUBackend, using
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.key_index import KeyIndex
 from penstock.kv.reads import DecodeReads, DecodeStep
@@ -57,7 +58,9 @@ class Row:
     def decode_row(self, slot: int) -> DecodeRow:
         return DecodeRow(tuple(self.spans), self.position, slot, self.tail)
 
-    def exact(self, chosen: list[set[int]]) -> np.ndarray[Any, Any]:
+    def exact(
+        self, chosen: list[set[int]], sinks: np.ndarray[Any, Any] | None = None
+    ) -> np.ndarray[Any, Any]:
         """Return attention over the chosen positions of each key head, (heads, value_dim)."""
         out = []
         for head in range(HEADS):
@@ -65,7 +68,8 @@ class Row:
             at = sorted(chosen[kv])
             scores = self.keys[kv, at] @ self.queries[head] * SCALE
             weights = np.exp(scores - scores.max())
-            out.append(weights @ self.values[kv, at] / weights.sum())
+            sunk = 0 if sinks is None else np.exp(sinks[head] - scores.max())
+            out.append(weights @ self.values[kv, at] / (weights.sum() + sunk))
         return np.array(out)
 
     def choice(self, tokens: int) -> list[set[int]]:
@@ -79,7 +83,7 @@ class Row:
         for kv in range(KV_HEADS):
             wanted: dict[int, float] = {}
             for head in range(kv * HEADS // KV_HEADS, (kv + 1) * HEADS // KV_HEADS):
-                best = self.block_scores(kv, head, recent)
+                best = self.block_scores(kv, head, tokens)
                 top = max(best.values())
                 total = top + np.log(sum(np.exp(score - top) for score in best.values()))
                 for block, score in best.items():
@@ -91,23 +95,30 @@ class Row:
             chosen.append(positions)
         return chosen
 
-    def block_scores(self, kv: int, head: int, recent: int) -> dict[int, float]:
-        """Return the largest score of each block by the index."""
-        best: dict[int, float] = {}
+    def block_scores(self, kv: int, head: int, tokens: int) -> dict[int, float]:
+        """Return the score of each block by the index."""
+        queries = (self.queries * SCALE).reshape(KV_HEADS, -1, DIM)
+        selection = Selection(tokens, INDEX)
+        (scores,) = selection.score_blocks([self.decode_row(0)], [queries], 0)
+        own = scores[kv, head - kv * HEADS // KV_HEADS]
+        return {number + 1: float(score) for number, score in enumerate(own)}
+
+    def exact_scores(self, tokens: int) -> Any:
+        """Return the score of the best token of each block, by the index without tables."""
+        stop = Selection(tokens, INDEX).recent_start(self.position)
+        queries = mx.array(self.queries * SCALE).reshape(KV_HEADS, -1, DIM)
+        scores = []
         for span in self.spans:
             index = span.segment.index[0]
             assert index is not None
-            query = mx.broadcast_to(mx.array(self.queries[head]) * SCALE, (KV_HEADS, 1, DIM))
-            scores = np.array(index.score(query))[kv, 0]
-            for column, score in enumerate(scores[: span.columns]):
-                at = span.start + column
-                if FIRST_TOKENS <= at < recent:
-                    block = at // BLOCK_TOKENS
-                    best[block] = max(best.get(block, -np.inf), float(score))
-        return best
+            scores.append(np.array(index.score(queries))[..., : span.columns])
+        of_tokens = np.concatenate(scores, axis=-1)[..., FIRST_TOKENS:stop]
+        return of_tokens.reshape(KV_HEADS, HEADS // KV_HEADS, -1, BLOCK_TOKENS).max(axis=-1)
 
 
-def attend(rows: list[Row], tokens: int | None) -> np.ndarray[Any, Any]:
+def attend(
+    rows: list[Row], tokens: int | None, sinks: mx.array | None = None
+) -> np.ndarray[Any, Any]:
     """Return what the rows read together, (rows, heads, value_dim)."""
     shape = LayerShape(KV_HEADS, DIM, VALUE_DIM, mx.float32)
     tails = Tails(len(rows), TAIL, [shape])
@@ -124,18 +135,52 @@ def attend(rows: list[Row], tokens: int | None) -> np.ndarray[Any, Any]:
     keys, values = (mx.array(np.stack([row.sides[n][:, -1:] for row in rows])) for n in (0, 1))
     reads.update_and_fetch(keys, values)
     queries = mx.array(np.stack([row.queries[:, None] for row in rows]))
-    out = reads.attend(queries, keys, values, SCALE, reads.make_mask(1))
+    out = reads.attend(queries, keys, values, SCALE, reads.make_mask(1), sinks)
     return np.array(out)[:, :, 0]
 
 
-def test_it_reads_the_best_blocks_exactly() -> None:
+@pytest.mark.parametrize("device", [CPUBackend(), GPUBackend()])
+def test_it_reads_the_best_blocks_exactly(device: Backend) -> None:
     row = Row(1, [96, 160, 640, 700], 3)
+    with using(device):
+        check_best_blocks(row)
+
+
+def check_best_blocks(row: Row) -> None:
     out = attend([row], 256)[0]
     assert np.allclose(out, row.exact(row.choice(256)), atol=1e-4)
     everything = row.exact([set(range(row.position + 1))] * KV_HEADS)
     assert not np.allclose(out, everything, atol=1e-3), "it reads a part"
     assert all(len(of_head) <= 256 for of_head in row.choice(256))
     assert row.choice(256)[0] != row.choice(256)[1], "each key head its own"
+
+
+@pytest.mark.parametrize("device", [CPUBackend(), GPUBackend()])
+def test_sinks_take_part_in_the_softmax_of_a_choice(device: Backend) -> None:
+    rows = [Row(seed, [640, 700], 3) for seed in (1, 2)]
+    sinks = np.array([-1.0, 0.5, 9.0, 2.0], np.float32)
+    with using(device):
+        out = attend(rows, 256, mx.array(sinks))
+        for row, own in zip(rows, out, strict=True):
+            assert np.allclose(own, row.exact(row.choice(256), sinks), atol=1e-4)
+            assert not np.allclose(own, row.exact(row.choice(256)), atol=1e-2)
+
+
+def test_blocks_are_scored_by_their_best_token_however_they_are_cut() -> None:
+    """The CPU's scores are rounded by some percent, and the same for any cuts."""
+    rows = [Row(7, cuts, 3) for cuts in ([700], [96, 160, 640, 700], [37, 700])]
+    queries = (rows[0].queries * SCALE).reshape(KV_HEADS, -1, DIM)
+    selection = Selection(256, INDEX)
+    exact = rows[0].exact_scores(256)
+    scores = []
+    for device in (GPUBackend(), CPUBackend()):
+        with using(device):
+            scores += [selection.score_blocks([row.decode_row(0)], [queries], 0)[0] for row in rows]
+    assert all(np.allclose(one, exact, rtol=1e-4, atol=1e-4) for one in scores[:3])
+    assert all(np.array_equal(one, scores[3]) for one in scores[4:])
+    assert np.abs(scores[3] - exact).max() < 0.08 * np.abs(exact).max()
+    assert np.corrcoef(scores[3].ravel(), exact.ravel())[0, 1] > 0.99
+    assert np.corrcoef(np.roll(scores[3], 1, -1).ravel(), exact.ravel())[0, 1] < 0.5
 
 
 @settings(max_examples=12)
@@ -256,8 +301,8 @@ def test_a_score_beyond_all_numbers_is_read() -> None:
         row.keys[kv, 200] = row.queries[kv * HEADS // KV_HEADS] * 1e6
     row.spans = [KVSpan(row.segment(0, 512), 0, 512)]
     selection = Selection(128, INDEX)
-    queries = mx.array(row.queries).reshape(KV_HEADS, HEADS // KV_HEADS, DIM)
-    blocks = module._best_blocks(selection, [row.decode_row(0)], [queries], 0)[0]
+    queries = row.queries.reshape(KV_HEADS, HEADS // KV_HEADS, DIM)
+    blocks = module.best_blocks(selection, [row.decode_row(0)], [queries], 0)[0]
     assert all(200 // BLOCK_TOKENS in of_head for of_head in blocks)
 
 

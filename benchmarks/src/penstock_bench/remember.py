@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from penstock.engine.core import Core
 from penstock.engine.request import Request
 from penstock.kv.attention_plan import ColumnRange, DecodeRow
-from penstock.kv.selection import BLOCK_TOKENS, FIRST_TOKENS, Selection, pieces
+from penstock.kv.selection import BLOCK_TOKENS, FIRST_TOKENS, Scores, Selection, pieces
 from penstock.models.mlx_lm import load, render
 from penstock.recall import MODEL_PATH, Question, dialogue
 from penstock_bench.report import Line, Report
@@ -47,46 +48,45 @@ class RememberLoad:
 
 
 def quest_score(
-    self: Selection, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
-) -> list[mx.array]:
-    """Score tokens by Quest's bound: the largest product that their block's extremes allow.
+    self: Selection, rows: Sequence[DecodeRow], queries: Sequence[Scores], layer: int
+) -> list[Scores]:
+    """Score blocks by Quest's bound: the largest product that their extremes allow.
 
     Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference". Each
     number of a query meets the least or the largest of that channel in the block, whichever is
-    more. In float16 the extremes of blocks of 16 take a sixteenth of keys and values. All tokens
-    of a block have its bound. In the place of `Selection.score`.
+    more. In float16 the extremes of blocks of 16 take a sixteenth of keys and values. In the place
+    of `Selection.score_blocks`.
     """
     return [_bounds(self, row, query, layer) for row, query in zip(rows, queries, strict=True)]
 
 
-def _bounds(selection: Selection, row: DecodeRow, query: mx.array, layer: int) -> mx.array:
+def _bounds(selection: Selection, row: DecodeRow, query: Scores, layer: int) -> Scores:
     runs = pieces(row.parts, FIRST_TOKENS, selection.recent_start(row.position))
-    keys = mx.concatenate([_keys(run, layer) for run in runs], axis=1)
+    keys = np.concatenate([_keys(run, layer) for run in runs], axis=1)
     heads, tokens, dim = keys.shape
     blocks = keys.reshape(heads, tokens // BLOCK_TOKENS, BLOCK_TOKENS, dim)
-    least, most = blocks.min(axis=2), blocks.max(axis=2)
-    plus, minus = mx.maximum(query, 0), mx.minimum(query, 0)
-    bound = plus @ most.swapaxes(-1, -2) + minus @ least.swapaxes(-1, -2)
-    return mx.repeat(bound, BLOCK_TOKENS, axis=-1)
+    least, most = blocks.min(axis=2).swapaxes(1, 2), blocks.max(axis=2).swapaxes(1, 2)
+    bounds: Scores = np.maximum(query, 0) @ most + np.minimum(query, 0) @ least
+    return bounds
 
 
 @contextmanager
 def _scoring(side: str) -> Iterator[None]:
     """Let a choice be made by Quest's bound, if that is the side."""
-    by_index = Selection.score
+    by_index = Selection.score_blocks
     if side == "quest":
-        Selection.score = quest_score  # type: ignore[method-assign]
+        Selection.score_blocks = quest_score  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Selection.score = by_index  # type: ignore[method-assign]
+        Selection.score_blocks = by_index  # type: ignore[method-assign]
 
 
-def _keys(run: ColumnRange, layer: int) -> mx.array:
+def _keys(run: ColumnRange, layer: int) -> Scores:
     segment, start, stop = run
     keys = segment.layers[layer][0]
     assert isinstance(keys, mx.array)
-    return keys[0, :, start:stop]
+    return np.asarray(keys)[0, :, start:stop]
 
 
 @dataclass(frozen=True, slots=True)

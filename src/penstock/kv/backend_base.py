@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
+import numpy as np
 
 from penstock.kv import attention, wide_codes
 from penstock.kv.attention import AttentionWindow, KVData, Partial
+from penstock.kv.sign_products import Floats
 
 SCORE_BUFFERS = 8
 """Arrays of float32 that are alive together while scores become weights: 7.7 at most, measured."""
@@ -112,6 +114,23 @@ class Backend(ABC):
         steps, x = 2 * mx.expand_dims(levels, -1), x.astype(mx.float32)
         parts = x, codes, steps, -steps / 2
         return wide_codes.multiply(*parts, transpose=True, bits=1, at_once=SIGNS_AT_ONCE)
+
+    def best_by_block(self, x: Floats, codes: mx.array, sizes: mx.array, block: int) -> Floats:
+        """Return the largest product of each block of rows with signs, see `multiply_signs`.
+
+        A back end may round each row's size by up to 6 %.
+
+        Args:
+            x: (heads, m, n).
+            codes: (heads, rows, n / 32), whole blocks.
+            sizes: (heads, rows), float16.
+            block: rows of a block.
+
+        Returns:
+            (heads, m, rows / block); not finite where a size of the block is not.
+        """
+        products = self.multiply_signs(mx.array(x), codes, sizes.astype(mx.float32))
+        return np.array(products.reshape(*products.shape[:2], -1, block).max(axis=-1))
 
     def dequantize_codes(
         self, codes: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int

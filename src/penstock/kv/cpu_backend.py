@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from penstock.kv import attention, sign_products, wide_codes
 from penstock.kv.attention import LOG2_E, MASKED, AttentionWindow, KVData, Partial
 from penstock.kv.backend_base import Backend
+from penstock.kv.sign_products import Floats
 
 LANES_FROM = 2**16
 """Scores from which it pays to divide them between two streams."""
@@ -186,9 +188,11 @@ class CPUBackend(Backend):
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         return wide_codes.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
-    def multiply_signs(self, x: mx.array, codes: mx.array, levels: mx.array) -> mx.array:
-        """See `Backend`: from tables of all 256 sums of eight numbers; computed at once."""
-        return sign_products.by_tables(x, codes, levels)
+    def best_by_block(self, x: Floats, codes: mx.array, sizes: mx.array, block: int) -> Floats:
+        """See `Backend`: from tables of sums, without the products themselves."""
+        octets = codes.view(mx.uint8)
+        mx.eval(octets, sizes)
+        return sign_products.best_by_block(x, np.asarray(octets), np.asarray(sizes), block)
 
     def exp2(self, x: mx.array) -> mx.array:
         """Compute 2 ** x by a polynomial; see `Backend`.

@@ -6,16 +6,20 @@ rank blocks by their best token, at a fiftieth of the bytes that keys and values
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import mlx.core as mx
+import numpy as np
 
+from penstock.kv import backend
 from penstock.kv import columns as col
 from penstock.kv.codecs import Codec, Coded
-from penstock.kv.codecs.turbo import Turbo, padded
+from penstock.kv.codecs.turbo import STEPS, Turbo, padded
 from penstock.kv.columns import Side
 from penstock.kv.segment import Segment
+from penstock.kv.sign_products import Floats
 from penstock.kv.tails import LayerShape
 
 BITS = 1
@@ -60,6 +64,27 @@ class KeyIndex:
                 index[layer] = self._of(segment.layers[layer][0])
         return replace(segment, index=tuple(index))
 
+    def best_by_block(
+        self, queries: Floats, parts: Iterable[tuple[Coded, int, int]], block: int
+    ) -> Floats:
+        """Return the largest score of each block of tokens; see `Backend.best_by_block`.
+
+        Args:
+            queries: (kv_heads, m, dim).
+            parts: pieces of an index, and their columns start..stop-1; whole blocks together.
+            block: tokens of a block.
+
+        Returns:
+            (kv_heads, m, blocks).
+        """
+        pieces = [[part[0, :, start:stop] for part in coded.parts] for coded, start, stop in parts]
+        codes, sizes = (
+            side[0] if len(side) == 1 else mx.concatenate(list(side), axis=1)
+            for side in zip(*pieces, strict=True)
+        )
+        x = queries @ _rotation(self.codec, queries.shape[-1])
+        return backend.current().best_by_block(x, codes, sizes, block)
+
     def _of(self, keys: Side) -> Coded:
         """Return the index of one layer's keys, some tokens at a time; evaluated."""
         tokens, pieces = col.columns(keys), []
@@ -70,6 +95,12 @@ class KeyIndex:
             pieces.append(self.codec.encode(wide))
             mx.eval(pieces[-1].parts)
         return pieces[0] if len(pieces) == 1 else _joined(pieces)
+
+
+@cache
+def _rotation(codec: Codec, dim: int) -> Floats:
+    """Return the matrix by which queries meet an index, (dim, numbers of a code)."""
+    return np.array(codec.transform_query(mx.eye(dim)[None])[0]) * np.float32(STEPS[BITS] / 2)
 
 
 def _joined(pieces: Sequence[Coded]) -> Coded:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from penstock.kv import attention, backend
+from penstock.kv import attention, backend, selected_reads
 from penstock.kv.attention import MASKED, AttentionWindow, Partial
 from penstock.kv.attention_plan import (
     AttentionPlan,
@@ -24,7 +24,7 @@ from penstock.kv.attention_plan import (
 )
 from penstock.kv.codecs.scales import Squares
 from penstock.kv.joined_reads import KVData, join_parts, read_sides
-from penstock.kv.selection import SelectedKV, Selection, choose
+from penstock.kv.selection import Selection
 from penstock.kv.tails import Tails
 
 if TYPE_CHECKING:
@@ -203,59 +203,65 @@ class DecodeReads(Reads):
     ) -> mx.array:
         """Attend as the model's own attention would: (b, heads, n, d) -> (b, heads, n, dim)."""
         window = self.check_given(keys, values, mask)
-        choices = self._choices(window, queries, keys.shape[1], scale)
-        if self.step.ways is not None and not choices:
+        choosing = self.step.choosing(self.layer, window)
+        if self.step.ways is not None and not choosing:
             done = self.step.ways.attend(self.step, self.layer, window, queries, scale, sinks)
             if done is not None:
                 return done
-        queries = attention.in_base_2(queries, scale)
-        if sinks is not None:
-            sinks = sinks.astype(mx.float32) * attention.LOG2_E
-        if choices:
-            result = self._attend_choices(queries, choices, window, sinks)
+        sunk = None if sinks is None else sinks.astype(mx.float32) * attention.LOG2_E
+        in_base_2 = attention.in_base_2(queries, scale)
+        if choosing:
+            asked = queries.astype(mx.float32) * scale
+            result = self._attend_choices(in_base_2, asked, choosing, window, sunk)
         elif len(self.step.rows) == 1:
-            result = self._attend_alone(queries, self.step.rows[0], self.step.layout(window), sinks)
+            layout = self.step.layout(window)
+            result = self._attend_alone(in_base_2, self.step.rows[0], layout, sunk)
         else:
-            result = self._attend_together(queries, self.step.layout(window), sinks)
+            result = self._attend_together(in_base_2, self.step.layout(window), sunk)
         if result.dtype != queries.dtype:
             result = result.astype(queries.dtype)
         if self.step.ahead:
             mx.async_eval(result)  # type: ignore[no-untyped-call]
         return result
 
-    def _choices(
-        self, window: AttentionWindow, queries: mx.array, kv_heads: int, scale: float
-    ) -> dict[int, SelectedKV]:
-        """Return what the rows read that choose, by their number."""
-        numbers, selection = self.step.choosing(self.layer, window), self.step.selection
-        if not numbers or selection is None:
-            return {}
-        rows = [self.step.rows[number] for number in numbers]
-        stacked = [attention.grouped(queries[n : n + 1] * scale, kv_heads) for n in numbers]
-        return dict(zip(numbers, choose(selection, rows, stacked, self.layer), strict=True))
-
     def _attend_choices(
         self,
         queries: mx.array,
-        choices: dict[int, SelectedKV],
+        asked: mx.array,
+        numbers: Sequence[int],
         window: AttentionWindow,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Let each row read by itself: its choice, or all of its parts."""
+        """Let each row read by itself: its choice, or all of its parts.
+
+        Args:
+            queries: of all rows, in base 2.
+            asked: the same in base e, float32.
+            numbers: rows that choose.
+            window: of the layer.
+            sinks: in base 2.
+        """
+        step = self.step
+        assert step.selection is not None
+        chosen = selected_reads.choose(
+            step.selection, step.rows, numbers, asked, self.layer, step.tails, sinks
+        )
         results = []
         for number, row in enumerate(self.step.rows):
-            own = queries[number : number + 1]
-            choice = choices.get(number)
-            if choice is None:
+            choice, own = chosen.get(number), queries[number : number + 1]
+            if isinstance(choice, mx.array):
+                results.append(choice)
+            elif choice is None:
                 layout = plan_attention([row], window, self.step.width)
                 results.append(self._attend_alone(own, row, layout, sinks))
-                continue
-            first, recent = (read_sides(p, self.layer) for p in (choice.first, choice.recent))
-            keys, values = (
-                [*first[side], chosen, *recent[side]]
-                for side, chosen in enumerate((choice.keys, choice.values))
-            )
-            results.append(self._attend_parts(own, row, (keys, values), row.tail + 1, None, sinks))
+            else:
+                first, recent = (read_sides(p, self.layer) for p in (choice.first, choice.recent))
+                keys, values = (
+                    [*first[side], held, *recent[side]]
+                    for side, held in enumerate((choice.keys, choice.values))
+                )
+                sides = keys, values
+                results.append(self._attend_parts(own, row, sides, row.tail + 1, None, sinks))
         return results[0] if len(results) == 1 else mx.concatenate(results)
 
     def _attend_alone(

@@ -37,6 +37,7 @@ RECENT_SHARE = 4
 CHOSEN = 1e30
 """Score of a block with a key too large for the index: above all others."""
 Numbers = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,34 +70,27 @@ class Selection:
         spans = [span for span in row.parts if span.start < stop]
         return bool(spans) and spans[-1].end >= stop and all(map(self._is_whole, spans))
 
-    def score(
-        self, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
-    ) -> list[mx.array]:
-        """Return each row's scores of the tokens to choose from, (kv_heads, m, tokens).
+    def score_blocks(
+        self, rows: Sequence[DecodeRow], queries: Sequence[Scores], layer: int
+    ) -> list[Scores]:
+        """Return each row's scores of the blocks to choose from, (kv_heads, m, blocks).
 
-        An index that several rows read meets all of their queries in one product.
+        A block has the score of its best token; it is not finite if a key of it is too large for
+        the index.
         """
-        m = queries[0].shape[1]
-        readers: dict[int, list[int]] = {}
-        parts: list[list[ColumnRange]] = []
-        for number, row in enumerate(rows):
-            parts.append(pieces(row.parts, FIRST_TOKENS, self.recent_start(row.position)))
-            for segment, _, _ in parts[-1]:
-                readers.setdefault(id(segment), []).append(number)
-        products: dict[int, mx.array] = {}
-        by_row: list[list[mx.array]] = [[] for _ in rows]
-        for number in range(len(rows)):
-            for segment, start, stop in parts[number]:
-                of = readers[id(segment)]
-                if id(segment) not in products:
-                    index = segment.index[layer]
-                    assert index is not None
-                    together = [queries[reader] for reader in of]
-                    stacked = together[0] if len(of) == 1 else mx.concatenate(together, axis=1)
-                    products[id(segment)] = index.score(stacked)
-                at = of.index(number) * m
-                by_row[number].append(products[id(segment)][:, at : at + m, start:stop])
-        return [runs[0] if len(runs) == 1 else mx.concatenate(runs, axis=-1) for runs in by_row]
+        return [
+            self.index.best_by_block(query, self._indexed(row, layer), BLOCK_TOKENS)
+            for row, query in zip(rows, queries, strict=True)
+        ]
+
+    def _indexed(self, row: DecodeRow, layer: int) -> Iterator[tuple[Coded, int, int]]:
+        """Yield the index of the tokens to choose from, and its columns, in order."""
+        for segment, start, stop in pieces(
+            row.parts, FIRST_TOKENS, self.recent_start(row.position)
+        ):
+            index = segment.index[layer]
+            assert index is not None
+            yield index, start, stop
 
     def _is_whole(self, span: KVSpan) -> bool:
         missing = span.segment.missing  # of layers with windows, whose KV was evicted
@@ -123,10 +117,10 @@ def pieces(parts: Sequence[KVSpan], start: int, stop: int) -> list[ColumnRange]:
     return [(p.segment, a - p.start, b - p.start) for p, a, b in cuts if a < b]
 
 
-def choose(
-    selection: Selection, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
-) -> list[SelectedKV]:
-    """Choose what rows read in a layer; the choice is computed, what it gathers is not yet.
+def best_blocks(
+    selection: Selection, rows: Sequence[DecodeRow], queries: Sequence[Scores], layer: int
+) -> list[Numbers]:
+    """Choose what rows read in a layer: the numbers of blocks, in order, (kv_heads, blocks).
 
     Args:
         selection: how much is read.
@@ -134,36 +128,25 @@ def choose(
         queries: of each row, (kv_heads, m, dim), scaled so that e^score is a weight.
         layer: number of the layer.
     """
-    blocks = _best_blocks(selection, rows, queries, layer)
-    return [
-        _gathered(selection, row, chosen, layer) for row, chosen in zip(rows, blocks, strict=True)
-    ]
-
-
-def _best_blocks(
-    selection: Selection, rows: Sequence[DecodeRow], queries: Sequence[mx.array], layer: int
-) -> list[Numbers]:
-    """Return the numbers of each row's best blocks, in order, (kv_heads, blocks)."""
-    scores = selection.score(rows, queries, layer)
-    wanted = [_wanted(score) for score in scores]
-    mx.eval(wanted)
     first, best = FIRST_TOKENS // BLOCK_TOKENS, []
-    for row, want in zip(rows, wanted, strict=True):
-        worth, count = np.array(want), selection.blocks(row.position)
+    for row, scores in zip(rows, selection.score_blocks(rows, queries, layer), strict=True):
+        worth, count = _wanted(scores), selection.blocks(row.position)
         order = np.argpartition(-worth, count - 1, axis=-1)[:, :count]
         best.append(np.sort(order, axis=-1).astype(np.int64) + first)
     return best
 
 
-def _wanted(scores: mx.array) -> mx.array:
-    """Return how much each block is wanted, (kv_heads, blocks), of scores (kv_heads, m, tokens)."""
-    heads, m, tokens = scores.shape
-    best = scores.reshape(heads, m, tokens // BLOCK_TOKENS, BLOCK_TOKENS).max(axis=-1)
-    best = mx.where(mx.isfinite(best), best, CHOSEN)
-    return (best - mx.logsumexp(best, axis=-1, keepdims=True)).max(axis=1)
+def _wanted(scores: Scores) -> Scores:
+    """Return how much each block is wanted, (kv_heads, blocks), by its scores."""
+    best = np.where(np.isfinite(scores), scores, np.float32(CHOSEN))
+    top = best.max(axis=-1, keepdims=True)
+    total = np.log(np.exp(best - top).sum(axis=-1, keepdims=True))
+    wanted: Scores = (best - (top + total)).max(axis=1)
+    return wanted
 
 
-def _gathered(selection: Selection, row: DecodeRow, blocks: Numbers, layer: int) -> SelectedKV:
+def gather(selection: Selection, row: DecodeRow, blocks: Numbers, layer: int) -> SelectedKV:
+    """Gather what a row reads in one layer; the blocks are not copied yet."""
     stop = selection.recent_start(row.position)
     first = pieces(row.parts, 0, FIRST_TOKENS)
     recent = pieces(row.parts, stop, row.position - row.tail)

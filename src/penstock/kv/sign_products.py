@@ -2,34 +2,110 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
+from typing import TypeAlias
+
 import numpy as np
+import numpy.typing as npt
 
-_SIGNS = (np.arange(256)[:, None] >> np.arange(8) & 1) * np.float32(2) - np.float32(1)
-"""Signs that the bits of each byte stand for."""
+Floats: TypeAlias = npt.NDArray[np.float32]
+Octets: TypeAlias = npt.NDArray[np.uint8]
+Sums: TypeAlias = npt.NDArray[np.int64]
+
+LANES = 4
+"""Queries of a key head whose sums lie side by side in one word of 64 bits."""
+LANE_BITS = 16
+LEVELS = 31
+"""A row's size is this part of the largest in its block, or less."""
+MOST = 2 ** (LANE_BITS - 1) // LEVELS
+"""Largest sum of a row's numbers: multiplied by the levels it stays in its lane."""
+HIDDEN = np.int64(-(2**63) + 2**47 + 2**31 + 2**15)
+"""Half of the range of every lane, added so that lanes are compared as unsigned numbers."""
+STEP = 8
+"""Difference of two float16, read as integers, up to which their levels are equal."""
+_LEVELS = np.rint(LEVELS * 2.0 ** (-(np.arange(1024) * STEP + STEP / 2) / 1024)).astype(np.int64)
+"""Level of a size, by its distance below the largest; float16 grow about as powers of two do."""
+BLOCKS_AT_ONCE = 1_024
+"""Blocks of a head that are computed together, so that what they take stays in the cache."""
 
 
-def by_tables(x: mx.array, codes: mx.array, levels: mx.array) -> mx.array:
-    """Multiply by signs, from tables of all 256 sums of eight numbers; computed at once.
+def best_by_block(x: Floats, codes: Octets, sizes: npt.NDArray[np.float16], block: int) -> Floats:
+    """Return the largest product of each block of rows, whose numbers are signs of one size.
 
-    A row is then read as n / 8 bytes, not n floats. On a busy machine 3 to 12 times quicker than a
-    product with float32 rows, where signs that become floats take twice as long.
+    The numbers of four queries become integers side by side in a word, and their sums for the 256
+    values of an octet a table: a row is then read as n / 8 octets, for all four in one addition.
 
     Args:
-        x: (heads, m, n).
-        codes: (heads, rows, n / 32), a bit a number; 1 is plus.
-        levels: size of each row, (heads, rows), float32.
+        x: queries, (heads, m, n).
+        codes: (heads, rows, n / 8), a bit a number; 1 is plus. Whole blocks of rows.
+        sizes: of each row, (heads, rows), not negative.
+        block: rows of a block.
 
     Returns:
-        (heads, m, rows), float32.
+        (heads, m, rows / block); not finite for a block with a size that is not.
     """
-    heads, m, n = x.shape
-    groups = np.array(x.astype(mx.float32)).reshape(heads, m, n // 8, 8)
-    sums = np.einsum("pk,hmbk->hbpm", _SIGNS, groups)
-    octets = np.array(codes.view(mx.uint8))
-    products = np.empty((heads, octets.shape[1], m), np.float32)
+    heads, m, _ = x.shape
+    tables, units = _tables(x)
+    blocks = codes.shape[1] // block
+    best = np.empty((heads, tables.shape[1] * LANES, blocks), np.float32)
+    largest = np.empty((heads, blocks), np.uint16)
     for head in range(heads):
-        products[head] = sums[head, 0].take(octets[head, :, 0], axis=0)
-        for octet in range(1, n // 8):
-            products[head] += sums[head, octet].take(octets[head, :, octet], axis=0)
-    return mx.array(products).swapaxes(-1, -2) * mx.expand_dims(levels, 1)
+        for first in range(0, blocks, BLOCKS_AT_ONCE):
+            batch = slice(first, min(first + BLOCKS_AT_ONCE, blocks))
+            rows = slice(batch.start * block, batch.stop * block)
+            levels, largest[head, batch] = _levels(sizes[head, rows], block)
+            octets = _by_place(codes[head, rows], block)
+            best[head, :, batch] = _largest(tables[head], octets, levels)
+    with np.errstate(invalid="ignore", over="ignore"):
+        steps = largest.view(np.float16).astype(np.float32) / LEVELS
+        products: Floats = (best[:, :m] - 2 ** (LANE_BITS - 1)) * steps[:, None] * units
+    return products
+
+
+def _tables(x: Floats) -> tuple[Sums, Floats]:
+    """Return sums of packed queries, (heads, words, n / 8, 256), and units, (heads, m, 1)."""
+    heads, m, n = x.shape
+    words = -(-m // LANES)
+    total = np.abs(x).sum(axis=-1, keepdims=True)
+    # Rounded, each number may be half a unit more.
+    units = np.maximum(total, 1e-30) / np.float32(MOST - n / 2)
+    whole = np.zeros((heads, words * LANES, n), np.int64)
+    whole[:, :m] = np.rint(np.nan_to_num(x / units))
+    shifts = LANE_BITS * np.arange(LANES)[:, None]
+    packed = (whole.reshape(heads, words, LANES, n) << shifts).sum(axis=2)
+    octets = packed.reshape(heads, words, n // 8, 8)
+    tables = np.empty((heads, words, n // 8, 256), np.int64)
+    tables[..., 0] = -octets.sum(axis=-1)
+    for bit in range(8):
+        known, more = slice(1 << bit), slice(1 << bit, 2 << bit)
+        np.add(tables[..., known], 2 * octets[..., bit : bit + 1], out=tables[..., more])
+    return tables, units
+
+
+def _levels(sizes: npt.NDArray[np.float16], block: int) -> tuple[Sums, npt.NDArray[np.uint16]]:
+    """Return levels of rows, (block, blocks), and the bits of each block's largest size."""
+    bits = sizes.view(np.uint16).reshape(-1, block).T
+    largest = bits.max(axis=0)
+    below = np.minimum((largest - bits) // STEP, len(_LEVELS) - 1)
+    return _LEVELS.take(below), largest
+
+
+def _by_place(codes: Octets, block: int) -> Octets:
+    """Return codes in order of their places in the block, (block, blocks, octets)."""
+    rows, octets = codes.shape
+    row = codes.view(np.dtype((np.void, octets))).reshape(rows // block, block)
+    return np.ascontiguousarray(row.T).view(np.uint8).reshape(block, -1, octets)
+
+
+def _largest(tables: Sums, octets: Octets, levels: Sums) -> npt.NDArray[np.uint16]:
+    """Return the largest of each block's rows, half of the lane's range higher, (m, blocks)."""
+    tops = []
+    more = np.empty(levels.shape, np.int64)
+    for table in tables:
+        sums = table[0].take(octets[..., 0])
+        for number in range(1, octets.shape[-1]):
+            sums += table[number].take(octets[..., number], out=more, mode="clip")
+        sums *= levels
+        sums += HIDDEN
+        lanes = sums.view(np.uint16).reshape(*levels.shape, LANES)
+        tops.append(lanes.max(axis=0).T)
+    return np.concatenate(tops)

@@ -1,0 +1,184 @@
+"""Attention of a row to the blocks that it chose, with NumPy, on the CPU.
+
+A choice waits for the queries anyway. From then on MLX's operations take longer than their work:
+a layer of 1,024 tokens chosen of 8,192 takes 0.25 ms of CPU here, and 1.3 ms there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.kv import backend
+from penstock.kv.attention import LOG2_E
+from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.selection import (
+    BLOCK_TOKENS,
+    Numbers,
+    Scores,
+    SelectedKV,
+    Selection,
+    best_blocks,
+    gather,
+    pieces,
+)
+from penstock.kv.tails import Tails
+
+ALONE = 2**17
+"""Multiplications of a product that NumPy's BLAS does without threads, which would wait."""
+
+
+def choose(
+    selection: Selection,
+    rows: Sequence[DecodeRow],
+    numbers: Sequence[int],
+    queries: mx.array,
+    layer: int,
+    tails: Tails,
+    sinks: mx.array | None = None,
+) -> dict[int, mx.array | SelectedKV]:
+    """Choose what rows read in a layer, and let them read it where that is quicker.
+
+    Args:
+        selection: how much is read.
+        rows: of the step.
+        numbers: those of them that choose.
+        queries: of all rows, (b, heads, 1, dim), float32, scaled so that e^score is a weight.
+        layer: number of the layer.
+        tails: the pool, with the new tokens.
+        sinks: see `attention.merged`, (heads,).
+
+    Returns:
+        By the number of the row, its attention, (1, heads, 1, value_dim), or what it is to read.
+    """
+    heads, kv_heads = queries.shape[1], tails.shapes[layer].kv_heads
+    choosing = [rows[number] for number in numbers]
+    own = [tails.read_block(layer, row.slot, 1, row.tail + 1) for row in choosing]
+    mx.eval(queries, own)
+    by_row = np.asarray(queries).reshape(len(rows), kv_heads, heads // kv_heads, -1)
+    asked = [by_row[number] for number in numbers]
+    blocks = best_blocks(selection, choosing, asked, layer)
+    below: Scores | None = None
+    if sinks is not None:
+        below = np.array(sinks / LOG2_E).reshape(kv_heads, -1)
+    chosen: dict[int, mx.array | SelectedKV] = {}
+    for number, row, query, wanted, tail in zip(numbers, choosing, asked, blocks, own, strict=True):
+        if not _on_host(row, tails, layer):
+            chosen[number] = gather(selection, row, wanted, layer)
+            continue
+        sides = [_held(side) for side in tail]
+        read = attend(selection, row, wanted, query, layer, sides, below)
+        chosen[number] = mx.array(read.reshape(1, heads, 1, -1))
+    return chosen
+
+
+def _on_host(row: DecodeRow, tails: Tails, layer: int) -> bool:
+    """Tell whether NumPy is to read a row: all of it lies in memory as float32."""
+    if not backend.current().on_heap or tails.shapes[layer].dtype != mx.float32:
+        return False
+    sides = (side for part in row.parts for side in part.segment.layers[layer])
+    return all(isinstance(side, mx.array) and side.dtype == mx.float32 for side in sides)
+
+
+def attend(
+    selection: Selection,
+    row: DecodeRow,
+    blocks: Numbers,
+    queries: Scores,
+    layer: int,
+    tail: Sequence[Scores],
+    sinks: Scores | None = None,
+) -> Scores:
+    """Let the queries of a row read the first tokens, the blocks chosen, and the recent ones.
+
+    Args:
+        selection: how much is read.
+        row: in memory, as float32.
+        blocks: numbers of the blocks that each key head reads, (kv_heads, blocks).
+        queries: (kv_heads, m, dim), scaled so that e^score is a weight.
+        layer: number of the layer.
+        tail: keys and values of the tail, the new token among them, (kv_heads, tokens, dim) each.
+        sinks: see `attention.merged`, in base e, (kv_heads, m).
+
+    Returns:
+        (kv_heads, m, value_dim).
+    """
+    keys, values = (_joined(selection, row, blocks, layer, side, tail[side]) for side in (0, 1))
+    scores = _by_columns(queries, keys)
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        top = np.maximum(top, sinks[..., None])
+    weights = np.exp(np.subtract(scores, top, out=scores), out=scores)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks[..., None] - top)
+    mixed: Scores = _mixed(weights, values) / total
+    return mixed
+
+
+def _joined(
+    selection: Selection, row: DecodeRow, blocks: Numbers, layer: int, side: int, tail: Scores
+) -> Scores:
+    """Copy all that a row reads of one side together, (kv_heads, tokens, dim)."""
+    stop = selection.recent_start(row.position)
+    chosen = np.concatenate([np.zeros((len(blocks), 1), np.int64), blocks], axis=1)
+    count = chosen.shape[1] * BLOCK_TOKENS
+    recent = row.position - row.tail - stop
+    joined = np.empty((len(blocks), count + recent + tail.shape[1], tail.shape[2]), np.float32)
+    spans = [(span, _held(span.segment.layers[layer][side])) for span in row.parts]
+    _gather(joined[:, :count], [at for at in spans if at[0].start < stop], chosen)
+    start = count
+    for segment, first, last in pieces(row.parts, stop, row.position - row.tail):
+        end = start + last - first
+        joined[:, start:end] = _held(segment.layers[layer][side])[:, first:last]
+        start = end
+    joined[:, start:] = tail
+    return joined
+
+
+def _held(side: object) -> Scores:
+    held: Scores = np.asarray(side)[0]
+    return held
+
+
+def _gather(into: Scores, spans: Sequence[tuple[KVSpan, Scores]], blocks: Numbers) -> None:
+    """Copy each key head's blocks; see `selection.gather`."""
+    heads, _, dim = into.shape
+    grain = gcd(BLOCK_TOKENS, *(span.start for span, _ in spans))
+    per_block = BLOCK_TOKENS // grain
+    grains = (blocks[..., None] * per_block + np.arange(per_block)).reshape(heads, -1)
+    for span, held in spans:
+        whole = span.columns // grain
+        for head, numbers in enumerate(grains - span.start // grain):
+            rows = held[head, : whole * grain].reshape(whole, grain * dim)
+            out = into[head].reshape(-1, grain * dim)
+            inside = (numbers >= 0) & (numbers < whole)
+            if inside.all():
+                rows.take(numbers, axis=0, out=out, mode="clip")
+            else:
+                out[inside] = rows.take(numbers[inside], axis=0)
+
+
+def _by_columns(queries: Scores, keys: Scores) -> Scores:
+    """Multiply queries with keys, (kv_heads, m, tokens), in products without threads."""
+    heads, m, dim = queries.shape
+    tokens, step = keys.shape[1], max(1, ALONE // (m * dim))
+    scores = np.empty((heads, m, tokens), np.float32)
+    for start in range(0, tokens, step):
+        columns = slice(start, start + step)
+        np.matmul(queries, keys[:, columns].swapaxes(1, 2), out=scores[..., columns])
+    return scores
+
+
+def _mixed(weights: Scores, values: Scores) -> Scores:
+    """Mix values by weights, (kv_heads, m, dim), in products without threads."""
+    (_, m, tokens), dim = weights.shape, values.shape[2]
+    step = max(1, ALONE // (m * dim))
+    mixed = weights[..., :step] @ values[:, :step]
+    for start in range(step, tokens, step):
+        columns = slice(start, start + step)
+        mixed += weights[..., columns] @ values[:, columns]
+    return mixed
