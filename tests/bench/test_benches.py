@@ -120,3 +120,20 @@ def test_a_choice_remembers_what_a_window_of_as_many_bytes_forgets(remembered: A
 def test_remember_draws_its_picture(remembered: Any, tmp_path: Path) -> None:
     remember.draw(remembered, tmp_path / "remember.png")
     assert (tmp_path / "remember.png").stat().st_size > 1_000
+
+
+@pytest.mark.parametrize(("at_128", "at_512", "met"), [(3, 6, True), (6, 5, False)])
+def test_remember_judges_512_tokens_and_shows_128(at_128: int, at_512: int, met: bool) -> None:
+    load = remember.RememberLoad(dialogues=1, facts=6, lengths=(1_200,), attend=(128, 512))
+
+    def outcome(side: str, attend: int, known: int) -> remember.RecallOutcome:
+        return remember.RecallOutcome(side, attend, 0, 1_200, [n < known for n in range(6)], 1)
+
+    outcomes = [outcome("all", 0, 6)]
+    for attend, known in ((128, at_128), (512, at_512)):
+        outcomes += [outcome("index", attend, known)]
+        outcomes += [outcome(side, attend, 0) for side in ("quest", "window")]
+    report = remember.report(load, outcomes)
+    assert report.met is met
+    judged = {line.figure: line.met for line in report.lines if "Quest" not in line.figure}
+    assert judged == {"1,200 tokens, 128 read": None, "1,200 tokens, 512 read": met}
