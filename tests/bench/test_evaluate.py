@@ -13,8 +13,6 @@ import mlx.core as mx
 import pytest
 
 from penstock.cli import main
-from penstock.engine.core import Core
-from penstock.engine.request import Request, Sampling
 from penstock.errors import ModelError
 from penstock.kv.codecs import parse_scheme
 from penstock.models.mlx_lm import encode, load, plain_caches, render
@@ -23,7 +21,6 @@ from penstock_bench import attention_error, eval_load, eval_texts, long_tasks
 from penstock_bench import evaluate as bench
 from penstock_bench.eval_load import EvalLoad, KVSetting
 from penstock_bench.evaluate import Estimate
-from penstock_bench.forcing import Reading
 from penstock_bench.key_forms import KeyForm, reform
 from penstock_bench.models import LlamaShape, ModelChoice, bench_model
 from penstock_bench.report import Report
@@ -115,47 +112,6 @@ def test_models_without_a_form_are_refused() -> None:
     model.layers[0].self_attn.rope = object()
     with pytest.raises(ModelError, match="only a llama"):
         reform(model, KeyForm.OUTLIERS)
-
-
-# ---- teacher forcing
-
-
-def read(tokens: list[int], codec: str, raw_first_tokens: int = 0) -> mx.array:
-    """Return the log-probabilities after every token, read block by block."""
-    model, _ = load(MODEL_PATH)
-    reading = Reading(
-        bench._way(model, KVSetting(codec), EvalLoad(raw_first_tokens=raw_first_tokens))
-    )
-    found = [reading.read(tokens[at : at + 64]) for at in range(0, len(tokens), 64)]
-    return mx.concatenate(found)
-
-
-def test_block_by_block_is_what_the_model_computes_at_once(tokens: list[int]) -> None:
-    logits, _ = raw(KeyForm.PLAIN, tokens)
-    wanted = logits[0] - mx.logsumexp(logits[0], axis=-1, keepdims=True)
-    assert float(mx.abs(read(tokens, "raw") - wanted).max()) < 1e-3
-
-
-@pytest.mark.parametrize("codec", ["4", "kivi4/turbo3"])
-def test_teacher_forcing_says_what_the_engine_says(codec: str, tokens: list[int]) -> None:
-    """The engine decodes behind the same codes; full precision is far from both."""
-    model, tokenizer = load(MODEL_PATH)
-    settings = EvalLoad(raw_first_tokens=64).engine(KVSetting(codec))
-    core = Core(model, tokenizer, prefill_chunk=64, **settings)
-    try:
-        for _ in range(2):  # the second one finds all whole blocks coded
-            sampling = Sampling(logprobs=True, top_logprobs=20)
-            handle = core.submit(Request(prompt=tokens, max_tokens=1, sampling=sampling))
-            bench.drain(core)
-    finally:
-        core.close()
-    (token,) = handle.result(0.0)[0].logprobs
-
-    def off(logs: mx.array) -> float:
-        return max(abs(float(logs[-1, number]) - log) for number, log in token.top)
-
-    assert off(read(tokens, codec, 64)) < 1e-2
-    assert off(read(tokens, "raw")) > 5e-2
 
 
 # ---- figures

@@ -98,6 +98,23 @@ def layer_errors(layers: Sequence[WatchedLayer | None], scheme: Scheme) -> list[
     ]
 
 
+def mean_errors(texts: Sequence[Sequence[LayerError | None]]) -> list[LayerError | None]:
+    """Return the mean over texts, layer by layer; None for layers that some text has none of."""
+    means: list[LayerError | None] = []
+    for layer in zip(*filter(None, texts), strict=True):
+        errors = [error for error in layer if error is not None]
+        whole = len(errors) == len(layer)
+        means.append(_mean(errors) if whole else None)
+    return means
+
+
+def _mean(errors: Sequence[LayerError]) -> LayerError:
+    n = len(errors)
+    return LayerError(
+        sum(error.kl for error in errors) / n, sum(error.output for error in errors) / n
+    )
+
+
 def _error(layer: WatchedLayer, scheme: Scheme) -> LayerError:
     raw = _log_weights(layer.queries, layer.keys)
     coded = _log_weights(layer.queries, _held(scheme.keys, layer.keys))

@@ -15,7 +15,6 @@ from penstock_bench.eval_load import (
     FIRST_SEED,
     LEAST_BLOCKS,
     EvalLoad,
-    KVSetting,
 )
 from penstock_bench.key_forms import KeyForm, reform
 from penstock_bench.long_tasks import Haystack, LongTask, score, write
@@ -196,7 +195,13 @@ class EvalTask:
         reform(model, form, load_.outlier_scale)
         return cls(form, model, tokenizer, questions(tokenizer, load_), pieces(tokenizer, load_))
 
-    def steps(self, settings: Sequence[KVSetting]) -> int:
-        """Return how many steps `Progress` will count."""
+    def steps(self, settings: int, passes: int, *, continues: bool) -> int:
+        """Return how many steps `Progress` will count.
+
+        Args:
+            settings: how many are measured.
+            passes: over all pieces of the text.
+            continues: whether pieces are continued.
+        """
         asked = sum(len(conversations) for conversations in self.asked.values())
-        return len(settings) * (asked + len(self.text)) + len(self.text)
+        return settings * (asked + continues * len(self.text) + passes)

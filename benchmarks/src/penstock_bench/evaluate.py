@@ -3,8 +3,8 @@
     recall      questions about facts of a dialogue, answered by the engine: all of an answer right
     agreement   the engine continues a text, greedily: tokens before the first that is not raw's
     perplexity, KL, top 1
-                of a text that is read block after block (teacher forcing): every block reads those
-                before it as the engine holds them, and itself as it is, as a decode step does
+                of a text that is read (teacher forcing): every block reads those before it as the
+                engine holds them, and itself as it is, as a decode step does
 
 Of the embedded model's own dialogues only what the assistant says counts: it was trained on that
 alone, and expects nothing of users. Nothing is left in full precision but what a setting says: a
@@ -27,7 +27,13 @@ from penstock.engine.settings import checked
 from penstock.errors import SettingError
 from penstock.kv.codecs import parse_scheme
 from penstock.recall import MODEL_PATH
-from penstock_bench.attention_error import LayerError, WatchedLayer, layer_errors, watch
+from penstock_bench.attention_error import (
+    LayerError,
+    WatchedLayer,
+    layer_errors,
+    mean_errors,
+    watch,
+)
 from penstock_bench.eval_load import (
     CLAIM,
     CONTROL_CODEC,
@@ -41,10 +47,13 @@ from penstock_bench.eval_load import (
     KVSetting,
 )
 from penstock_bench.eval_texts import AskedDialogue, EvalTask, Piece
-from penstock_bench.forcing import Forced, Way, force
+from penstock_bench.forcing import Forced, Way, force, passes
 from penstock_bench.key_forms import KeyForm
 from penstock_bench.report import Line, Report
 from penstock_bench.window_recall import SCALE, Share
+
+WATCHED_PIECES = 4
+"""First pieces of a text on which the layers' attention is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +116,8 @@ class EvalRow:
     """Tokens before the first that is not raw's, over all that were generated; None if
     nothing is continued."""
     layers: list[LayerError | None] = field(default_factory=list)
-    """Change of each layer's attention by the codec, on the first piece of the text; None for
-    layers that do not see all of it. Empty for a window, and for an attention of its own."""
+    """Change of each layer's attention by the codec, on the first pieces of the text; None for
+    layers that do not see all of one. Empty for a window, and for an attention of its own."""
 
     @property
     def name(self) -> str:
@@ -190,6 +199,8 @@ def serve(
     task: EvalTask, load_: EvalLoad, setting: KVSetting, step: Callable[[], None]
 ) -> EngineAnswers:
     """Ask and have continued everything by one engine; `step` is called before each."""
+    if not (task.asked or load_.prompts):
+        return EngineAnswers({}, [[] for _ in task.text])
     core = Core(task.model, task.tokenizer, **load_.engine(setting))
     try:
         right: dict[int | str, list[list[float]]] = {}
@@ -235,7 +246,12 @@ def measure(load_: EvalLoad, tell: Callable[[str, int, int], None] = lambda *_: 
         task = EvalTask.of(load_, form)
         if number and load_.windows_once:
             settings = [setting for setting in settings if setting.max_kv_size is None]
-        progress.of = progress.done + (len(forms) - number) * task.steps(settings)
+        steps = task.steps(
+            len(settings),
+            sum(len(passes(piece, load_.block_size)) for piece in task.text),
+            continues=load_.prompts > 0,
+        )
+        progress.of = progress.done + (len(forms) - number) * steps
         ways = [_way(task.model, setting, load_) for setting in settings]
         measured += _on_form(task, load_, ways, progress)
         dtype = str(ways[0].runner.shapes[0].dtype).rpartition(".")[2]
@@ -252,7 +268,10 @@ def _on_form(
 
     served = [serve(task, load_, way.setting, stepper(way.setting)) for way in ways]
     forced = force(ways, task.text, load_.block_size, stepper("reading the text"))
-    watched = watch(ways[0].runner, task.text[0].tokens, load_.block_size)
+    watched = [
+        watch(ways[0].runner, piece.tokens, load_.block_size)
+        for piece in task.text[:WATCHED_PIECES]
+    ]
     measured = []
     for way, answered, one in zip(ways, served, forced, strict=True):
         row = EvalRow(task.form, way.setting, way.limits.max_kv_size, way.limits.keep_tokens)
@@ -325,9 +344,9 @@ def _answers(row: EvalRow, answered: EngineAnswers, raw: EngineAnswers) -> None:
     row.agreement = Estimate.of(agreement) if any(agreement) else None
 
 
-def _layers(row: EvalRow, watched: Sequence[WatchedLayer | None], way: Way) -> None:
+def _layers(row: EvalRow, watched: Sequence[Sequence[WatchedLayer | None]], way: Way) -> None:
     if way.setting.max_kv_size is None:
-        row.layers = layer_errors(watched, way.scheme)
+        row.layers = mean_errors([layer_errors(layers, way.scheme) for layers in watched])
 
 
 def _sums(groups: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -1,4 +1,10 @@
-"""Reading a text block by block in several settings, side by side: what each expects next."""
+"""Reading a text in several settings, side by side: what each expects next.
+
+Every block reads those before it as the engine holds them, and itself as it is, as a decode step
+does. Several blocks are read in one pass of the model: a layer encodes the keys and values of all
+of them, and its attention lets each block read the codes of those before it. The numbers are those
+of one pass a block, to rounding.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from penstock.config import EngineSettings
 from penstock.engine.model.runner import Runner
+from penstock.kv import backend
+from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import KVSpan
-from penstock.kv.codecs import Scheme
+from penstock.kv.codecs import Coded, Scheme
+from penstock.kv.columns import Side
+from penstock.kv.reads import ChunkReads
+from penstock.kv.segment import Layer, Segment
+from penstock.kv.states import RecurrentState
 from penstock_bench.eval_load import KVSetting
 from penstock_bench.eval_texts import Piece
+
+PASS_TOKENS = 512
+"""Tokens that a pass of the model reads, at most."""
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,42 +44,143 @@ class Way:
     """The setting's, as the engine scales it for this model."""
 
 
+class BlockReads(ChunkReads):
+    """One layer of several blocks: each reads those before it coded, and itself as it is."""
+
+    def __init__(
+        self,
+        layer: int,
+        attention_window: AttentionWindow,
+        parts: Sequence[KVSpan],
+        position: int,
+        scheme: Scheme,
+        block_size: int,
+    ) -> None:
+        super().__init__(layer, attention_window, parts, position)
+        self._scheme = scheme.of_layer(layer)
+        self._block_size = block_size
+        self.coded: Layer | None = None
+        """Keys and values of the whole blocks as they are held; set by `attend`."""
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend as `ChunkReads` does, block after block."""
+        window = self.check_given(keys, values, mask)
+        *own, columns = self.joined(window)
+        n, size = keys.shape[2], self._block_size
+        before = own[0].shape[2] - n
+        whole = Segment.views(((keys, values),), 0, n - n % size).encoded(self._scheme)
+        self.coded = whole.layers[0]
+        held = [
+            mx.concatenate([joined[:, :, :before], _wide(side, joined.dtype)], axis=2)
+            for joined, side in zip(own, self.coded, strict=True)
+        ]
+        results = []
+        for start in range(0, n, size):
+            first, last = before + start, before + min(start + size, n)
+            seen = [
+                mx.concatenate([codes[:, :, :first], joined[:, :, first:last]], axis=2)
+                for codes, joined in zip(held, own, strict=True)
+            ]
+            results.append(
+                backend.current().attend_prefill(
+                    queries[:, :, start : start + size],
+                    *seen,
+                    columns=None if columns is None else columns[:last],
+                    start=self.offset + start,
+                    scale=scale,
+                    attention_window=window,
+                    sinks=sinks,
+                    eager=True,
+                )
+            )
+        return mx.concatenate(results, axis=2)
+
+
+def _wide(side: Side, dtype: mx.Dtype) -> mx.array:
+    """Return numbers as they are read."""
+    return (side.dequantize() if isinstance(side, Coded) else mx.array(side)).astype(dtype)
+
+
 class Reading:
-    """One text, read block after block; what was read is held as the engine holds it."""
+    """One text, read pass after pass; what was read is held as the engine holds it.
 
-    def __init__(self, way: Way) -> None:
-        size = way.limits.block_size
-        self._runner = way.runner
-        self._scheme = way.scheme
-        self._first = -(-way.limits.raw_first_tokens // size) * size
-        self._size = size
-        self.parts: list[KVSpan] = []
+    Args:
+        way: model and setting.
+        pass_tokens: tokens of a pass, at most. A block a pass is how the engine reads; a model
+            with an attention of its own is read so in any case.
+    """
 
-    @property
-    def position(self) -> int:
-        """How many tokens were read."""
-        return self.parts[-1].end if self.parts else 0
-
-    @property
-    def coded(self) -> tuple[int, int]:
+    def __init__(self, way: Way, pass_tokens: int = PASS_TOKENS) -> None:
+        self._way = way
+        self._size = way.limits.block_size
+        self._first = -(-way.limits.raw_first_tokens // self._size) * self._size
+        joined = way.runner.fitness.way == "joined"
+        self._blocks = 1 if joined else max(1, pass_tokens // self._size)
+        self._parts: list[KVSpan] = []
+        self._state: RecurrentState | None = None
+        self.position = 0
+        """Tokens that were read."""
+        self.coded = (0, 0)
         """Bytes and tokens of what is coded, or would be if there were a codec."""
-        coded = [p for p in self.parts if p.start >= self._first and p.columns == self._size]
-        return sum(p.segment.nbytes for p in coded), sum(p.columns for p in coded)
 
-    def read(self, tokens: Sequence[int]) -> mx.array:
-        """Read a block, or the rest behind the last one.
+    def read(self, tokens: Sequence[int]) -> Floats:
+        """Read whole blocks, or the rest behind the last one.
 
         Returns:
-            Log-probabilities of the token that follows each token: (n, vocabulary) float32.
+            Log-probabilities of the token that follows each token: (n, vocabulary).
         """
-        start = self.position
-        logits, chunk = self._runner.read(tokens, self.parts, start)
-        segment = chunk.segment
-        if start >= self._first and len(tokens) == self._size:
-            segment = segment.encoded(self._scheme)
-        self.parts.append(KVSpan(segment, start, len(tokens)))
-        wide = logits.astype(mx.float32)
-        return wide - mx.logsumexp(wide, axis=-1, keepdims=True)
+        logs = []
+        while tokens:
+            n = self._blocks * self._size
+            if self.position < self._first:
+                n = min(n, self._first - self.position)
+            logs.append(self._pass(tokens[:n]))
+            tokens = tokens[n:]
+        return logs[0] if len(logs) == 1 else np.concatenate(logs)
+
+    def _pass(self, tokens: Sequence[int]) -> Floats:
+        n, runner, scheme = len(tokens), self._way.runner, self._way.scheme
+        whole = n - n % self._size if self.position >= self._first else 0
+        reads = self._block_reads() if scheme.codecs and whole and self._blocks > 1 else None
+        logits, output = runner.read(tokens, self._parts, self.position, self._state, reads)
+        segment = output.segment
+        if reads is not None:
+            segment = Segment(tuple(read.coded for read in reads if read.coded), length=whole)
+        elif whole == n:
+            segment = segment.encoded(scheme)
+        if whole:
+            nbytes, coded = self.coded
+            self.coded = nbytes + segment.kv_nbytes, coded + segment.tokens
+        self._parts.append(KVSpan(segment, self.position, segment.tokens))
+        self._state = RecurrentState(output.states, own=True)
+        self.position += n
+        return log_probabilities(logits)
+
+    def _block_reads(self) -> list[BlockReads]:
+        way = self._way
+        return [
+            BlockReads(i, window, self._parts, self.position, way.scheme, self._size)
+            for i, window in enumerate(way.runner.attention_windows)
+        ]
+
+
+def log_probabilities(logits: mx.array) -> Floats:
+    """Return the logarithms of the softmax over the last axis.
+
+    NumPy's exponential takes a tenth of the time of MLX's on a CPU.
+    """
+    wide: Floats = np.asarray(logits.astype(mx.float32))
+    logs: Floats = wide - wide.max(axis=-1, keepdims=True)
+    logs -= np.log(np.exp(logs).sum(axis=-1, keepdims=True))
+    return logs
 
 
 @dataclass(slots=True)
@@ -75,6 +194,35 @@ class Forced:
     nbytes: int = 0
     tokens: int = 0
 
+    def add(self, figures: PieceFigures, coded: tuple[int, int]) -> None:
+        """Add a piece that was read, and bytes and tokens of what is coded of it."""
+        self.losses.append(figures.losses)
+        self.kl.append(figures.kl)
+        self.same.append(figures.same)
+        self.nbytes, self.tokens = self.nbytes + coded[0], self.tokens + coded[1]
+
+
+@dataclass(slots=True)
+class PieceFigures:
+    """Of one setting and one piece, token by token."""
+
+    losses: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    same: list[float] = field(default_factory=list)
+
+    def note(self, logs: Floats, raw: Floats, weights: Floats, after: Sequence[int]) -> None:
+        """Add some positions.
+
+        Args:
+            logs: log-probabilities, (n, vocabulary).
+            raw: the same in full precision.
+            weights: its probabilities.
+            after: the tokens that follow.
+        """
+        self.losses += (-logs[np.arange(len(after)), after]).tolist()
+        self.kl += np.einsum("nv,nv->n", weights, raw - logs).tolist()
+        self.same += (logs.argmax(-1) == raw.argmax(-1)).astype(np.float32).tolist()
+
 
 def force(
     ways: Sequence[Way],
@@ -82,41 +230,45 @@ def force(
     block_size: int,
     step: Callable[[], None],
 ) -> list[Forced]:
-    """Read a text in all ways side by side, block by block; the first way is raw.
+    """Read a text in all ways side by side, pass by pass; the first way is raw.
 
-    In this order the distributions of raw need not be kept. `step` is called before each piece.
+    In this order the distributions of raw need not be kept. `step` is called before each pass.
+    An interrupt ends it: the figures are those of the pieces that were read.
     """
     forced = [Forced() for _ in ways]
-    for piece in text:
-        step()
+    for number, piece in enumerate(text):
         readings = [Reading(way) for way in ways]
-        for one in forced:
-            one.losses.append([])
-            one.kl.append([])
-            one.same.append([])
-        for start in range(0, len(piece.tokens), block_size):
-            stop = min(start + block_size, len(piece.tokens))
-            counted = [
-                i for i in range(start, min(stop, len(piece.tokens) - 1)) if piece.counts[i + 1]
-            ]
-            rows = mx.array([i - start for i in counted], mx.int32)
-            after = mx.array([piece.tokens[i + 1] for i in counted], mx.int32)
-            raw: mx.array | None = None
-            for reading, one in zip(readings, forced, strict=True):
-                logs = reading.read(piece.tokens[start:stop])[rows]
-                raw = logs if raw is None else raw
-                if counted:
-                    _note(one, logs, raw, after)
-        for reading, one in zip(readings, forced, strict=True):
-            nbytes, tokens = reading.coded
-            one.nbytes, one.tokens = one.nbytes + nbytes, one.tokens + tokens
+        try:
+            figures = _force_piece(readings, piece, block_size, step)
+        except KeyboardInterrupt:
+            if not number:
+                raise
+            break
+        for one, reading, added in zip(forced, readings, figures, strict=True):
+            one.add(added, reading.coded)
     return forced
 
 
-def _note(one: Forced, logs: mx.array, raw: mx.array, after: mx.array) -> None:
-    losses = -mx.take_along_axis(logs, after[:, None], axis=-1)[:, 0]
-    kl = (mx.exp(raw) * (raw - logs)).sum(axis=-1)
-    same = mx.argmax(logs, axis=-1) == mx.argmax(raw, axis=-1)
-    mx.eval(losses, kl, same)
-    for kept, new in ((one.losses, losses), (one.kl, kl), (one.same, same.astype(mx.float32))):
-        kept[-1].extend(new.tolist())  # type: ignore[arg-type]
+def _force_piece(
+    readings: Sequence[Reading], piece: Piece, block_size: int, step: Callable[[], None]
+) -> list[PieceFigures]:
+    figures = [PieceFigures() for _ in readings]
+    for start, stop in passes(piece, block_size):
+        counted = [i for i in range(start, min(stop, len(piece.tokens) - 1)) if piece.counts[i + 1]]
+        rows = [i - start for i in counted]
+        after = [piece.tokens[i + 1] for i in counted]
+        raw = weights = np.zeros((0, 0), np.float32)
+        for number, (reading, one) in enumerate(zip(readings, figures, strict=True)):
+            step()
+            logs = reading.read(piece.tokens[start:stop])
+            logs = logs if len(rows) == len(logs) else logs[rows]
+            if number == 0:
+                raw, weights = logs, np.exp(logs)
+            one.note(logs, raw, weights, after)
+    return figures
+
+
+def passes(piece: Piece, block_size: int) -> list[tuple[int, int]]:
+    """Return where passes over a piece begin and end."""
+    size, n = max(1, PASS_TOKENS // block_size) * block_size, len(piece.tokens)
+    return [(start, min(start + size, n)) for start in range(0, n, size)]

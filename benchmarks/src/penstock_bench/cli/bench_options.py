@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,9 @@ from penstock.errors import SettingError
 if TYPE_CHECKING:
     from penstock_bench.engine_sides import EngineShape
     from penstock_bench.report import Report
+
+LINE_SECONDS = 60.0
+"""Seconds between two lines of progress in a log."""
 
 
 def _check_save(folder: Path | None) -> Path | None:
@@ -135,10 +140,36 @@ def finish(
 
 @contextmanager
 def progress_bar(first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on a terminal; what is yielded takes a description, the count and the total."""
+    """Show a bar on a terminal; what is yielded takes a description, the count and the total.
+
+    Elsewhere stderr gets a line a minute, with the time that is left.
+    """
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    if not console.is_terminal:
+        yield ProgressLines(lambda line: print(line, file=sys.stderr, flush=True))
+        return
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task(first, total=None)
         yield lambda what, done, of: progress.update(
             task, description=what, completed=done, total=of
         )
+
+
+class ProgressLines:
+    """Progress of a long measurement as lines of a log."""
+
+    def __init__(
+        self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._write = write
+        self._clock = clock
+        self._began = self._written = clock()
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        """Write a line if the last is a minute old."""
+        now = self._clock()
+        if done == 0 or now - self._written < LINE_SECONDS:
+            return
+        self._written = now
+        left = (now - self._began) / done * (of - done)
+        self._write(f"{what}: {done} of {of} steps, about {left / 60:.0f} min left")

@@ -278,13 +278,22 @@ class Runner:
         parts: Sequence[KVSpan],
         position: int,
         recurrent_state: RecurrentState | None = None,
+        reads: Sequence[ChunkReads] | None = None,
     ) -> tuple[mx.array, PrefillOutput]:
-        """Read as `prefill` does; also return the logits after each token, (n, vocabulary)."""
-        reads = self._chunk_reads(parts, position, self.fitness.way, read_whole=True)
-        caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
+        """Read as `prefill` does; also return the logits after each token, (n, vocabulary).
+
+        Args:
+            tokens: of one sequence.
+            parts: KV of those before it.
+            position: of the first token.
+            recurrent_state: that of the recurrent layers.
+            reads: readers, one a layer, in place of the plain ones.
+        """
+        readers = reads or self._chunk_reads(parts, position, self.fitness.way, read_whole=True)
+        caches, kept = self.layout.caches(readers, _row(recurrent_state), position)
         logits: mx.array = self.model(mx.array([list(tokens)]), cache=caches)[0]
         mx.eval(logits)
-        return logits, self._left(reads, kept, len(tokens))
+        return logits, self._left(readers, kept, len(tokens))
 
     def key_scales(self) -> tuple[Scales, ...]:
         """Return the best scales for the channels of each layer's keys (`codecs.scales`).

@@ -1,0 +1,166 @@
+"""Teacher forcing of `penstock eval`: a pass of many blocks reads as a pass a block does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from penstock.engine.core import Core
+from penstock.engine.request import Request, Sampling
+from penstock.models.mlx_lm import load, plain_caches, render
+from penstock.recall import MODEL_PATH, dialogue
+from penstock_bench import evaluate as bench
+from penstock_bench import forcing
+from penstock_bench.cli.bench_options import ProgressLines
+from penstock_bench.eval_load import EvalLoad, KVSetting
+from penstock_bench.eval_texts import Piece
+from penstock_bench.forcing import BlockReads, Floats, Reading, Way
+from support.engine_faults import model_of
+
+BLOCK = 64
+CODECS = ("4", "kivi4/turbo3", "k8v4", "turbo2.5")
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    _, tokenizer = load(MODEL_PATH)
+    said = render(tokenizer, dialogue(5, tokens=700, facts=4).messages, answer=False)
+    return said[: 10 * BLOCK + 17]  # more than one pass, and a rest
+
+
+def way_of(setting: KVSetting, raw_first_tokens: int = 0, model: Any = None) -> Way:
+    model = load(MODEL_PATH)[0] if model is None else model
+    return bench._way(model, setting, EvalLoad(raw_first_tokens=raw_first_tokens))
+
+
+def read(way: Way, tokens: Sequence[int], pass_tokens: int = forcing.PASS_TOKENS) -> Floats:
+    """Return the log-probabilities after every token."""
+    return Reading(way, pass_tokens).read(tokens)
+
+
+def off(logs: Floats, wanted: Floats) -> float:
+    """Return the KL divergence from what is wanted, in the worst position."""
+    return float((np.exp(wanted) * (wanted - logs)).sum(axis=-1).max())
+
+
+def at_once(model: Any, tokens: Sequence[int]) -> Floats:
+    """Return what the model computes of a text on mlx-lm's own caches."""
+    return forcing.log_probabilities(model(mx.array([tokens]), cache=plain_caches(model))[0])
+
+
+def test_full_precision_is_what_the_model_computes_at_once(tokens: list[int]) -> None:
+    way = way_of(KVSetting("raw"))
+    wanted = at_once(way.runner.model, tokens)
+    assert np.abs(read(way, tokens) - wanted).max() < 1e-3
+    assert np.abs(read(way, tokens, BLOCK) - wanted).max() < 1e-3
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("raw_first_tokens", [0, 100])
+def test_a_pass_of_many_blocks_is_a_pass_a_block(
+    codec: str, raw_first_tokens: int, tokens: list[int]
+) -> None:
+    way = way_of(KVSetting(codec), raw_first_tokens)
+    one, many = Reading(way, BLOCK), Reading(way)
+    wanted, logs = one.read(tokens), many.read(tokens)
+    assert np.abs(logs - wanted).max() < 1e-3
+    assert off(read(way_of(KVSetting("raw")), tokens), wanted) > 1e-4, "the codec loses something"
+    assert many.coded == one.coded
+    assert many.coded[1] == 10 * BLOCK - (2 * BLOCK if raw_first_tokens else 0)
+
+
+def test_a_window_is_seen_the_same_by_many_blocks(tokens: list[int]) -> None:
+    for keep in (0, 70):
+        way = way_of(KVSetting("4", 150, keep))
+        wanted = read(way, tokens, BLOCK)
+        assert np.abs(read(way, tokens) - wanted).max() < 1e-3
+        assert off(read(way_of(KVSetting("4")), tokens), wanted) > 1e-2
+
+
+def test_a_block_that_reads_its_own_codes_is_noticed(
+    tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A negative control: the rounding that other tests allow is far below this mistake."""
+    way = way_of(KVSetting("4"))
+    wanted = read(way, tokens, BLOCK)
+    rounded = BlockReads.joined
+
+    def coded(self: BlockReads, *window: Any) -> Any:
+        *own, columns = rounded(self, *window)
+        return *(mx.round(side * 4) / 4 for side in own), columns
+
+    monkeypatch.setattr(BlockReads, "joined", coded)
+    assert np.abs(read(way, tokens) - wanted).max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "gemma2"])
+def test_models_of_other_kinds(family: str, tokens: list[int]) -> None:
+    """Recurrent layers go on from their states; an attention of its own reads a block a pass."""
+    model = model_of(family)
+    few = [token % 40 for token in tokens[: 3 * BLOCK + 9]]
+    full, coded = (way_of(KVSetting(codec), model=model) for codec in ("raw", "turbo4"))
+    wanted = at_once(model, few)
+    for pass_tokens in (BLOCK, forcing.PASS_TOKENS):
+        assert np.abs(read(full, few, pass_tokens) - wanted).max() < 1e-3
+    lossy = read(coded, few, BLOCK)
+    assert np.abs(read(coded, few) - lossy).max() < 1e-3
+    assert np.abs(lossy - wanted).max() > 5e-3
+
+
+@pytest.mark.parametrize("codec", ["4", "kivi4/turbo3"])
+def test_teacher_forcing_says_what_the_engine_says(codec: str, tokens: list[int]) -> None:
+    """The engine decodes behind the same codes; full precision is far from both."""
+    model, tokenizer = load(MODEL_PATH)
+    settings = EvalLoad(raw_first_tokens=64).engine(KVSetting(codec))
+    core = Core(model, tokenizer, prefill_chunk=64, **settings)
+    try:
+        for _ in range(2):  # the second one finds all whole blocks coded
+            sampling = Sampling(logprobs=True, top_logprobs=20)
+            handle = core.submit(Request(prompt=tuple(tokens), max_tokens=1, sampling=sampling))
+            bench.drain(core)
+    finally:
+        core.close()
+    (token,) = handle.result(0.0)[0].logprobs
+
+    def worst(logs: Floats) -> float:
+        return max(abs(float(logs[-1, number]) - log) for number, log in token.top)
+
+    assert worst(read(way_of(KVSetting(codec), 64), tokens)) < 1e-2
+    assert worst(read(way_of(KVSetting("raw")), tokens)) > 5e-2
+
+
+def test_an_interrupt_leaves_the_pieces_that_were_read(tokens: list[int]) -> None:
+    ways = [way_of(KVSetting("raw")), way_of(KVSetting("4"))]
+    text = [Piece(tuple(tokens[:128]), (True,) * 128)] * 3
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4:  # raw has read the second piece
+            raise KeyboardInterrupt
+
+    whole = forcing.force(ways, text[:1], BLOCK, lambda: None)
+    cut = forcing.force(ways, text, BLOCK, step)
+    assert cut == whole
+    assert len(cut[1].kl) == 1 and len(cut[1].kl[0]) == 127 and sum(cut[1].kl[0]) > 0
+    steps = 3
+    with pytest.raises(KeyboardInterrupt):  # nothing was read
+        forcing.force(ways, text, BLOCK, step)
+
+
+def test_a_log_has_a_line_a_minute() -> None:
+    now, lines = 0.0, list[str]()
+    tell = ProgressLines(lines.append, lambda: now)
+    for done in range(10):
+        tell("reading", done, 10)
+        now += 25.0
+    assert lines == [
+        "reading: 3 of 10 steps, about 3 min left",
+        "reading: 6 of 10 steps, about 2 min left",
+        "reading: 9 of 10 steps, about 0 min left",
+    ]
