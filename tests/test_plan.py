@@ -345,6 +345,18 @@ def test_the_device_s_recommendation_is_the_base_of_the_limit(
     assert found.default_limit_bytes == recommended * 7 // 10
 
 
+def test_the_weights_of_a_draft_model_count(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for more in ([], ["--draft-model", str(MODEL_PATH)]):
+        main(["plan", "--memory", "100MB", "--json", *more])
+        plans.append(json.loads(capsys.readouterr().out))
+    alone, drafted = plans
+    assert drafted["weight_bytes"] == 2 * alone["weight_bytes"]
+    assert drafted["free_bytes"] == alone["free_bytes"] - alone["weight_bytes"]
+    assert any("the draft model recall reads text at 2.05 kB" in n for n in drafted["notes"])
+    assert main(["plan", "--hosts", "2", "--draft-model", str(MODEL_PATH)]) == 2
+
+
 def test_one_of_several_hosts_has_its_part(capsys: pytest.CaptureFixture[str]) -> None:
     from penstock.recall import MODEL_PATH
 

@@ -29,6 +29,8 @@ class Kind(Enum):
     """Texts and tokens of requests, and the memory to read them."""
     INDEX = "index"
     """Bytes of the prefix tree itself: tokens, hashes, nodes."""
+    DRAFT = "draft"
+    """All that a draft model takes: its weights, buffers, keys and values."""
 
 
 class Reservation:
@@ -111,6 +113,11 @@ class Ledger:
     def free_bytes(self) -> int:
         """Bytes that a reservation may take now; never negative."""
         return max(0, self.limit_bytes - self._used_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes up to the limit; negative after `set_limit` was told a smaller one."""
+        return self.limit_bytes - self._used_bytes
 
     def by_class(self) -> dict[Kind, int]:
         """Return the bytes of every kind, zeros too."""
@@ -201,6 +208,39 @@ class Ledger:
                 f"{format_bytes(self.limit_bytes)} are free"
             )
             raise LedgerFull(message, added, self.free_bytes, self.limit_bytes)
+
+
+class PartLedger(Ledger):
+    """A ledger inside another one, in which all of its bytes are one line.
+
+    >>> whole = Ledger(1_000)
+    >>> part = PartLedger(whole, Kind.DRAFT)
+    >>> nodes = part.reserve(Kind.NODES, 600)
+    >>> whole.by_class()[Kind.DRAFT], part.room_bytes
+    (600, 400)
+    """
+
+    def __init__(self, whole: Ledger, kind: Kind) -> None:
+        super().__init__(whole.limit_bytes)
+        self._whole = whole
+        self._line = whole.reserve(kind, 0)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the whole ledger has free."""
+        return self._whole.free_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes up to the limit of the whole ledger."""
+        return self._whole.room_bytes
+
+    def _add(self, reservation: Reservation, nbytes: int) -> None:
+        super()._add(reservation, nbytes)
+        self._whole._add(self._line, nbytes)
+
+    def _check_room(self, reservation: Reservation, nbytes: int, added: int) -> None:
+        self._whole._check_room(self._line, self._line.nbytes + added, added)
 
 
 def _count(name: str, value: int) -> int:

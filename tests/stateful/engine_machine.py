@@ -153,14 +153,17 @@ class EngineMachine(RuleBasedStateMachine):
     def open_core(self) -> None:
         model = self.kind.model
         solo(self.kind, self.kind.pieces[0])  # what a model makes when it runs first stays
+        draft = self.kind.draft
         self.before = settled_memory()
         self.others = self.before - weight_bytes(model)
+        self.others -= 0 if draft is None else weight_bytes(draft[0])
         self.core = self.make(
             model,
             self.tokenizer,
             clock=lambda: self.now,
             memory_limit=40_000_000,
             max_queue=MAX_QUEUE,
+            draft_model=draft,
             **self.kind.settings,
             **self.more_settings(),
         )
@@ -562,7 +565,10 @@ class EngineMachine(RuleBasedStateMachine):
         core.close()
         assert settled_memory() == self.before, "something outlives the engine"
         left = {kind: n for kind, n in core.ledger.by_class().items() if n}
-        assert left == {Bytes.WEIGHTS: weights, Bytes.INDEX: core.prefixes.fixed_bytes}
+        held = {Bytes.WEIGHTS: weights, Bytes.INDEX: core.prefixes.fixed_bytes}
+        if core.draft is not None:
+            held[Bytes.DRAFT] = core.draft.fixed_bytes
+        assert left == held
 
     def teardown(self) -> None:
         try:

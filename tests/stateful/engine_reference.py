@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,14 @@ TIE = 1e-4
 """Two logits closer than this may change places with the order of summation."""
 ENDS = frozenset(range(0, VOCABULARY_TOKENS, 29))
 """Tokens that end a sequence: one in 29, so that answers do end."""
+
+
+@functools.cache
+def draft_of(kind: Kind) -> Any:
+    """Return a copy of a kind's model, with arrays of its own; always the same object."""
+    copy = deepcopy(kind.model)
+    mx.eval(copy.parameters())
+    return copy
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class Kind:
     """Milliseconds of prompts between two decode steps: at 1 they are read block by block."""
     speculative_tokens: int = 0
     """Proposed tokens that a step checks at most: prompts repeat, so some are right."""
+    drafts: bool = False
+    """Whether a draft model proposes tokens: a copy of the model, so that they are right."""
     attend_tokens: int | None = None
     """Tokens that a decode step reads; then the text is judged as far as it reads all."""
 
@@ -69,6 +80,11 @@ class Kind:
     def model(self) -> Any:
         """The model; always the same object."""
         return model_of(self.family, self.feed_forward)
+
+    @property
+    def draft(self) -> tuple[Any, None] | None:
+        """The draft model, without a tokenizer; always the same object."""
+        return (draft_of(self), None) if self.drafts else None
 
     @property
     def window(self) -> bool:
@@ -120,6 +136,7 @@ KINDS = [
     Kind("joined", "gemma2", 8, 16),
     Kind("blocks of one", "llama", 1, 4),
     Kind("proposed", "llama", 16, 24, speculative_tokens=4),
+    Kind("drafted", "llama", 16, 24, speculative_tokens=4, drafts=True),
     Kind("indexed", "llama", 16, 24, attend_tokens=256),
     Kind("choosing", "llama", 16, 24, attend_tokens=128, most_prompt=200),
     Kind("window", "llama", 8, 16, max_kv_size=48, keep=12),
@@ -136,6 +153,8 @@ def possible(kind: Kind) -> bool:
         QuantizationRule.of(kind.codec, block_size=kind.block_size, first_tokens=0)
     except (ValueError, SettingError):
         return False
+    if kind.drafts and (kind.family != "llama" or not kind.speculative_tokens):
+        return False
     chooses_joined = kind.attend_tokens is not None and kind.family == "gemma2"
     return settings.keep_tokens < settings.max_kv_size and not chooses_joined
 
@@ -148,6 +167,7 @@ drawn_kinds = st.builds(
     prefill_chunk=st.sampled_from([1, 8, 24, 64, 128]),
     max_stall_ms=st.sampled_from([0, 1, 200]),
     speculative_tokens=st.sampled_from([0, 0, 2, 16]),
+    drafts=st.booleans(),
     attend_tokens=st.sampled_from([None, None, 128, 256]),
     max_kv_size=st.sampled_from([8, 16, 48, 100, 256]),
     keep=st.sampled_from([None, 0, 4, 12, 40]),

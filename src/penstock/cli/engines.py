@@ -45,7 +45,8 @@ def make_engine(loaded: Loaded, **settings: Any) -> Engine:
 def _needed(view: EngineView) -> tuple[str, int]:
     """Return the fixed memory, in words, and the least limit with room for some KV."""
     by_kind, sequence = view.stats().by_kind, view.sequence_bytes(USEFUL_TOKENS)
-    fixed = {kind: by_kind[kind] for kind in ("weights", "tails", "buffers")}
+    fixed = {kind: by_kind[kind] for kind in ("weights", "tails", "buffers", "draft")}
+    fixed = {kind: size for kind, size in fixed.items() if size}
     most = sum(fixed.values()) + sequence.own + sequence.shared
     least = min(most + by_kind["index"], int(most / (1 - INDEX_SHARE)))
     least = max(least + LEAST_POOL_BYTES, least * POOL_SHARE // (POOL_SHARE - 1) + 1)

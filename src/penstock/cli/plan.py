@@ -124,6 +124,17 @@ Pipeline: TypeAlias = Annotated[
 ]
 
 
+DraftModel: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Draft model beside the model, as penstock serve --draft-model takes it.",
+        envvar="PENSTOCK_DRAFT_MODEL",
+        metavar="MODEL",
+        show_default="none",
+    ),
+]
+
+
 @with_settings
 def plan(
     model: PlannedModel = str(MODEL_PATH),
@@ -135,6 +146,7 @@ def plan(
     batch: Batch = 1,
     hosts: Hosts = 1,
     pipeline: Pipeline = False,
+    draft_model: DraftModel = None,
     measure: Measure = False,
     as_json: options.Json = False,
 ) -> None:
@@ -143,10 +155,14 @@ def plan(
     Reads the config, and the headers of the weights if they are there; loads nothing, unless it is
     to measure. Exit code 0 if the batch fits, 1 if it does not.
     """
+    if draft_model is not None and hosts > 1:
+        raise SettingError("--draft-model is for one machine")
     if measure and (hosts > 1 or kv.get("kv_bits") is not None):
         raise SettingError("--measure is for one machine, and without --kv-bits")
     limit_bytes = _limit(memory_limit)
     spec = _read_spec(_find(model), weights_dtype, limit_bytes)
+    if draft_model is not None:
+        spec = _with_draft(spec, _read_spec(_find(draft_model), weights_dtype, limit_bytes))
     memory_plan = make_plan(
         memory.divided(spec, hosts, pipeline=pipeline),
         memory_bytes=limit_bytes,
@@ -155,7 +171,8 @@ def plan(
         **kv,
     )
     if measure:
-        window = {"max_kv_size": max_kv_size, "keep": kv.get("keep_kv_size")}
+        window: dict[str, Any] = {"max_kv_size": max_kv_size, "keep": kv.get("keep_kv_size")}
+        window["draft_model"] = draft_model
         given = {name: value for name, value in window.items() if value is not None}
         tokens = largest_request(model, weights_dtype, limit_bytes, **given)
         memory_plan = replace(memory_plan, largest_request_tokens=tokens)
@@ -212,6 +229,24 @@ def make_plan(
         fits=chosen.missing_bytes == 0,
         advice=_advice(chosen, rows, free, batch) if chosen.missing_bytes else None,
         notes=_notes(spec, window),
+    )
+
+
+def _with_draft(spec: ModelSpec, draft: ModelSpec) -> ModelSpec:
+    """Return a spec whose weights are those of a draft model, too."""
+    if draft.weight_bytes is None:
+        raise ModelError(f"{draft.name}: {draft.weight_source}; a draft model's weights must count")
+    added = f"{format_bytes(draft.weight_bytes)} of them the draft model's"
+    token = format_bytes(memory.bytes_per_token(draft, kind=None))
+    note = (
+        f"the draft model {draft.name} reads text at {token} a token, in what the caches leave; "
+        f"these bytes are given back first"
+    )
+    return replace(
+        spec,
+        weight_bytes=(spec.weight_bytes or 0) + draft.weight_bytes,
+        weight_source=f"{spec.weight_source}, {added}",
+        notes=(*spec.notes, note),
     )
 
 

@@ -22,6 +22,7 @@ ROOMY_CELLS = 76
 
 COLORS = {
     "weights": "bright_black",
+    "draft": "bright_blue",
     "buffers": "magenta",
     "prompts": "red",
     "index": "bright_magenta",

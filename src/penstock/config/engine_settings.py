@@ -87,6 +87,16 @@ class EngineSettings(Settings):
             "TOKENS",
         ),
     ] = 0
+    draft_model: Annotated[
+        str | None,
+        Setting(
+            "Small model with the same tokenizer whose tokens are proposed where text does not "
+            "repeat: a folder, a .gguf file or a name. Its memory counts in --memory-limit; "
+            "--speculative-tokens is 4 unless it is set.",
+            "MODEL",
+            unset="none",
+        ),
+    ] = None
     kernels: Annotated[
         Literal["auto", "off"],
         Setting(

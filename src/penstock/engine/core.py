@@ -38,6 +38,7 @@ class Core(EngineParts):
         clock: seconds, for deadlines and recency.
         group: the processes that run the same engine over the other parts of a divided model.
         fingerprint: identity of everything but the tokens that KV depends on.
+        draft_model: folder, file or name of a draft model, or the model and its tokenizer.
         settings: see `config.EngineSettings`; `memory_limit` may be a text like "16GB".
 
     Raises:
@@ -54,10 +55,12 @@ class Core(EngineParts):
         clock: Callable[[], float] = time.monotonic,
         group: ProcessGroup | None = None,
         fingerprint: str = "",
+        draft_model: Any = None,
         **settings: Any,
     ) -> None:
         group = SingleProcess(clock) if group is None else group
-        super().__init__(model, tokenizer, checked(settings), group, fingerprint)
+        limits = checked(settings, drafts=draft_model is not None)
+        super().__init__(model, tokenizer, limits, group, fingerprint, draft_model)
         self._closed = False
         self._settled: tuple[int, ...] = ()
         """Figures after the last step that must be equal on all ranks."""
@@ -211,6 +214,8 @@ class Core(EngineParts):
                 self.admission.finish(sequence, lambda s: s.end("cancelled"))
             else:
                 self.admission.fail(sequence, error)
+        if self.draft is not None:
+            self.draft.close()
         self.stores.close()
         self.budget.close()
         share_mlx_cache(id(self), None)

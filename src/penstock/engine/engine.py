@@ -64,6 +64,8 @@ class Engine:
         max_stall_ms: milliseconds for which prompts are read between two decode steps, by the
             measured speed and at least a block; 0 is no bound.
         speculative_tokens: most proposed tokens that a step checks for a sequence; 0 is none.
+        draft_model: folder, file or name of a small model with the same tokenizer, whose tokens
+            are proposed, or the model and its tokenizer as `load` returns them.
         max_queue: answers that may wait.
         memory_threshold: share of the machine's memory, in use by all programs, from which cold
             prefixes are evicted; by default 0.8 to 0.95, more on larger machines, and 1, which

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config import EngineSettings
+from penstock.engine.draft.draft_parts import open_draft
 from penstock.engine.foundation import lay_foundation, too_small
 from penstock.engine.intake import Intake
 from penstock.engine.memory_pressure import MemoryPressure
@@ -35,6 +36,7 @@ class EngineParts:
         limits: settings, checked; those in `self.limits` are fitted to the model.
         group: the processes that run the same engine over the other parts of the model.
         fingerprint: identity of everything but the tokens that KV depends on.
+        draft: a draft model and its tokenizer, or its name; None without one.
 
     Raises:
         ModelError: the engine cannot run this model.
@@ -49,19 +51,22 @@ class EngineParts:
         limits: EngineSettings,
         group: ProcessGroup,
         fingerprint: str,
+        draft: Any = None,
     ) -> None:
         self.group = group
         self.clock = group.clock
         self.tokenizer = tokenizer
         self.ledger = Ledger(limits.memory_limit)
         try:
-            self._make_stores(model, limits, fingerprint)
+            self._make_stores(model, limits, fingerprint, draft)
         except LedgerFull as error:
             raise too_small(self.ledger, error) from None
         self._make_step()
         self._make_ways_in()
 
-    def _make_stores(self, model: Any, limits: EngineSettings, fingerprint: str) -> None:
+    def _make_stores(
+        self, model: Any, limits: EngineSettings, fingerprint: str, draft: Any
+    ) -> None:
         """Make the parts that take memory, and those that decide on it."""
         base = lay_foundation(model, limits, self.group, self.ledger)
         self.limits, self.runner = base.limits, base.runner
@@ -71,7 +76,9 @@ class EngineParts:
         self.counters, self.prefixes = self.stores.counters, self.stores.prefixes
         self.checkpoints, self.windows = self.stores.checkpoints, self.stores.windows
         self.requantizer, self.tiers = self.stores.requantizer, self.stores.tiers
-        scheduling = make_scheduling(base, self.stores)
+        self.draft = open_draft(draft, self.tokenizer, base, self.stores)
+        draft_bytes = 0 if self.draft is None else self.draft.fixed_bytes
+        scheduling = make_scheduling(base, self.stores, draft_bytes)
         self.budget, self.scheduler = scheduling.budget, scheduling.scheduler
         self.admission, self.restoring = scheduling.admission, scheduling.restoring
 
@@ -86,7 +93,7 @@ class EngineParts:
             prefill_rate=self.prefill_rate,
             max_stall_ms=self.limits.max_stall_ms,
         )
-        self.speculator = Speculator(self.stores, self.limits.speculative_tokens)
+        self.speculator = Speculator(self.stores, self.limits.speculative_tokens, self.draft)
         self.executor = ModelExecutor(
             self.stores,
             self.group,
@@ -120,4 +127,5 @@ class EngineParts:
             budget=self.budget,
             estimator=self.estimator,
             tokenizer=self.tokenizer,
+            draft=self.draft,
         )

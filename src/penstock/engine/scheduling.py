@@ -25,8 +25,14 @@ class Scheduling:
     """None without cold tiers."""
 
 
-def make_scheduling(base: Foundation, stores: KVStores) -> Scheduling:
-    """Connect the parts that decide to the ledger and to the stores."""
+def make_scheduling(base: Foundation, stores: KVStores, draft_bytes: int = 0) -> Scheduling:
+    """Connect the parts that decide to the ledger and to the stores.
+
+    Args:
+        base: ledger, limits and estimates.
+        stores: of keys and values.
+        draft_bytes: bytes that a draft model takes whatever it reads.
+    """
     limits, prefixes = base.limits, stores.prefixes
     copying = (stores.tiers, stores.requantizer, stores.windows)
     budget = MemoryBudget(
@@ -35,6 +41,7 @@ def make_scheduling(base: Foundation, stores: KVStores) -> Scheduling:
         prefixes,
         copying=[part for part in copying if part is not None],
         token_bytes=base.runner.held_token_bytes,
+        draft_bytes=draft_bytes,
     )
     scheduler: Scheduler[Sequence] = Scheduler(
         limits.max_batch_size, limits.step_tokens, limits.block_size, limits.max_queue

@@ -23,12 +23,18 @@ from penstock.models.fingerprint import with_settings
 LONG_CHUNK = 2_048
 """Tokens of a prefill chunk on a GPU: each chunk joins the parts of every layer anew, so that a
 quarter of the chunks copies a quarter of the bytes."""
+DRAFT_TOKENS = 4
+"""Most proposed tokens of a step with a draft model where the settings do not say."""
 LONG_CHUNK_FROM = 16 * 10**9
 """Bytes of a memory limit under which the buffers of such a chunk are little."""
 
 
-def checked(settings: dict[str, Any]) -> config.EngineSettings:
+def checked(settings: dict[str, Any], *, drafts: bool = False) -> config.EngineSettings:
     """Check an engine's settings, as its constructor takes them.
+
+    Args:
+        settings: by name; None is not set.
+        drafts: whether there is a draft model, for which some tokens are proposed by default.
 
     Raises:
         SettingError: a number is out of its range, or a name is none of a setting's.
@@ -42,6 +48,8 @@ def checked(settings: dict[str, Any]) -> config.EngineSettings:
         given.setdefault("memory_threshold", machine.default_threshold)
     if backend.current().fuses_attention and given["memory_limit"] >= LONG_CHUNK_FROM:
         given.setdefault("prefill_chunk", LONG_CHUNK)
+    if drafts and not given.get("speculative_tokens"):
+        given["speculative_tokens"] = DRAFT_TOKENS
     return config.parse(config.EngineSettings, flags=False, **given)
 
 

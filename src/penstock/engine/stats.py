@@ -76,6 +76,10 @@ class Stats:
     """Tokens that were proposed and checked, see `--speculative-tokens`."""
     accepted_tokens: int
     """Proposed tokens that were the ones sampled."""
+    drafted_tokens: int
+    """Proposed tokens that a draft model has chosen, see `--draft-model`."""
+    accepted_draft_tokens: int
+    """Those of them that were the ones sampled."""
     failed_proposals: int
     """Times that proposing failed; the step then went on without."""
     nodes: int
@@ -133,6 +137,8 @@ class Counters:
     generated_tokens: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
     failed_proposals: int = 0
     preemptions: int = 0
     out_of_memory: int = 0

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from penstock.config import EngineSettings
+from penstock.engine.draft.draft import Draft
 from penstock.engine.offload import restoring
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget, weight_bytes
@@ -58,6 +59,7 @@ class EngineView:
         budget: the bytes that are set aside.
         estimator: bytes that sequences take.
         tokenizer: mlx-lm's wrapper, for the text of tokens; None gives none.
+        draft: the draft model; None without one.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class EngineView:
         budget: MemoryBudget,
         estimator: MemoryEstimator,
         tokenizer: Any,
+        draft: Draft | None = None,
     ) -> None:
         self.limits = limits
+        self._draft = draft
         self._stores = stores
         self._prefixes = stores.prefixes
         self._ledger = stores.prefixes.ledger
@@ -138,6 +142,7 @@ class EngineView:
         """Share of the memory for KV that cannot be evicted: read now, or promised."""
         bytes_by_kind = self._ledger.by_class()
         fixed = sum(bytes_by_kind[kind] for kind in (Kind.WEIGHTS, Kind.TAILS, Kind.BUFFERS))
+        fixed += 0 if self._draft is None else self._draft.fixed_bytes
         room = max(1, self._ledger.limit_bytes - fixed)
         claimed = self._ledger.used_bytes - fixed - self._prefixes.evictable_bytes
         return max(0, claimed) / room
@@ -152,14 +157,10 @@ class EngineView:
     @property
     def held_bytes(self) -> int:
         """Bytes in arrays between two steps: weights, nodes, own spans, tails and states."""
-        shared = {id(n.segment.layers) for n in self._prefixes.tree if n.partial}
-        own_spans = sum(
-            span.segment.nbytes
-            for sequence in self._admission.sequences.values()
-            for span in sequence.kv.own_spans
-            if id(span.segment.layers) not in shared
-        )
+        sequences = self._admission.sequences.values()
+        own_spans = self._stores.own_bytes(span for s in sequences for span in s.kv.own_spans)
         fixed = self._budget.weights_bytes + self._stores.tails.nbytes
+        fixed += 0 if self._draft is None else self._draft.held_bytes
         return fixed + self._prefixes.tree.nbytes + own_spans + self._state_bytes()
 
     def _state_bytes(self) -> int:
@@ -210,6 +211,8 @@ class EngineView:
             generated_tokens=counters.generated_tokens,
             proposed_tokens=counters.proposed_tokens,
             accepted_tokens=counters.accepted_tokens,
+            drafted_tokens=counters.drafted_tokens,
+            accepted_draft_tokens=counters.accepted_draft_tokens,
             failed_proposals=counters.failed_proposals,
             nodes=len(tree),
             held_tokens=tree.tokens,
@@ -323,11 +326,14 @@ class EngineView:
         """
         self._prefixes.check()
         self._scheduler.check()
+        if self._draft is not None:
+            self._draft.check()
         tiers = self._stores.tiers
         self._budget.check(
             self._admission.sequences.values(),
             self._stores.tails,
             weights=weight_bytes(self._stores.runner.model),
+            draft=0 if self._draft is None else self._draft.used_bytes,
             reading=0 if tiers is None else tiers.paid_bytes,
         )
         self._admission.check()

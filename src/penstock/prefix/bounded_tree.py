@@ -45,8 +45,8 @@ class PrefixCounts:
     """KV copied by splits and merges."""
 
 
-class Spare(Protocol):
-    """Bytes beside the tree that are given back after all of its nodes."""
+class Yielding(Protocol):
+    """Bytes beside the tree that are given back to it."""
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +54,10 @@ class Spare(Protocol):
 
     def shrink(self, nbytes: int) -> int:
         """Free as many bytes, or all, and return the bytes freed."""
+
+
+class Spare(Yielding, Protocol):
+    """Bytes beside the tree that are given back after all of its nodes."""
 
     def recount(self) -> int:
         """Return the bytes held, counted again."""
@@ -104,6 +108,10 @@ class BoundedTree(Generic[S]):
         """Asked for bytes before a node is evicted."""
         self.spare: Spare | None = None
         """Asked for bytes when no node is left to evict."""
+        self.first: Yielding | None = None
+        """Asked for bytes before a node is evicted, and before the relief is."""
+        self.last: Yielding | None = None
+        """Asked for bytes after all others."""
         self.evicting: Callable[[Node[S]], object] | None = None
         """Called with a node before it is evicted; changes nothing in the tree."""
         self.evictions = EvictionLog(remembered)
@@ -129,9 +137,9 @@ class BoundedTree(Generic[S]):
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes that evicting all unpinned nodes would free, and those that are spare."""
-        spare = 0 if self.spare is None else self.spare.nbytes
-        return self.tree.nbytes + self.tree.index_bytes - self.tree.pinned_bytes + spare
+        """Bytes that evicting all unpinned nodes would free, and those beside the tree."""
+        beside = sum(part.nbytes for part in self._beside)
+        return self.tree.nbytes + self.tree.index_bytes - self.tree.pinned_bytes + beside
 
     def index_bytes(self, blocks: int) -> int:
         """Return the index bytes of a node of so many blocks."""
@@ -155,7 +163,7 @@ class BoundedTree(Generic[S]):
 
     def make_room(self, nbytes: int, why: Why = "limit") -> bool:
         """Evict nodes until `nbytes` are free; False, and none evicted, if that cannot be."""
-        short = self.ledger.used_bytes + nbytes - self.ledger.limit_bytes
+        short = nbytes - self.ledger.room_bytes
         beyond = short - self.evictable_bytes
         if beyond > 0 and (self.relief is None or beyond > self.relief.pinned_bytes):
             return False
@@ -178,10 +186,10 @@ class BoundedTree(Generic[S]):
         Returns:
             Bytes freed, index included: at least `nbytes`, or those of all unpinned nodes.
         """
-        freed = 0
+        freed = 0 if self.first is None else self.first.shrink(nbytes)
         self.tree.order.expire(self.clock())
-        if self.relief is not None and nbytes > 0:
-            freed = self.relief.relieve(nbytes)
+        if self.relief is not None and nbytes > freed:
+            freed += self.relief.relieve(nbytes - freed)
         while freed < nbytes and (node := self.tree.victim()) is not None:
             freed += self._evict(node, why)
             if self.relief is not None:
@@ -189,16 +197,18 @@ class BoundedTree(Generic[S]):
                     if not self.relief.is_useless(above):
                         break
                     freed += self._evict(above, why)
-        if self.spare is not None and freed < nbytes:
-            freed += self.spare.shrink(nbytes - freed)
+        for part in (self.spare, self.last):
+            if part is not None and freed < nbytes:
+                freed += part.shrink(nbytes - freed)
         return freed
 
     def clear(self) -> None:
-        """Evict all unpinned nodes, and what is spare."""
+        """Evict all unpinned nodes, and what is beside the tree."""
         while (node := self.tree.victim()) is not None:
             self._evict(node, "cleared")
-        if self.spare is not None:
-            self.spare.shrink(self.spare.nbytes)
+        for part in (self.last, self.first, self.spare):
+            if part is not None:
+                part.shrink(part.nbytes)
 
     def no_room(self, nbytes: int) -> str:
         """Return the message for a failed `make_room`."""
@@ -233,6 +243,11 @@ class BoundedTree(Generic[S]):
             raise AssertionError(f"{counted} counted, {self.recount()} found")
 
     # ---- parts
+
+    @property
+    def _beside(self) -> Iterator[Yielding]:
+        """Parts beside the tree that give bytes back."""
+        return (part for part in (self.first, self.spare, self.last) if part is not None)
 
     @contextmanager
     def _copying(self, nbytes: int, index_bytes: int) -> Iterator[None]:

@@ -152,6 +152,10 @@ def _work(stats: Stats) -> Iterator[Metric]:
     yield _counter("generated_tokens", "Tokens generated.", stats.generated_tokens)
     yield _counter("proposed_tokens", "Tokens proposed and checked.", stats.proposed_tokens)
     yield _counter("accepted_tokens", "Proposed tokens that were right.", stats.accepted_tokens)
+    yield _counter("drafted_tokens", "Proposed by a draft model.", stats.drafted_tokens)
+    yield _counter(
+        "accepted_draft_tokens", "Those of them that were right.", stats.accepted_draft_tokens
+    )
     yield _counter("failed_proposals", "Times that proposing failed.", stats.failed_proposals)
     yield _counter("preemptions", "Preemptions of running answers.", stats.preemptions)
     yield _counter("out_of_memory", "Times that MLX ran out of memory.", stats.out_of_memory)

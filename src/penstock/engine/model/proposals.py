@@ -29,6 +29,8 @@ FIRST_SHARE = 0.6
 RETRY_TOKENS = 64
 """Tokens without a proposal after which the assumption is made again."""
 
+DRAFTED = -1
+"""Agreement of the tokens that a draft model has chosen."""
 LEAST_PREDICTION = 1_024
 """Tokens that an expected answer may have however short the prompt is."""
 
@@ -41,7 +43,7 @@ class Proposal(NamedTuple):
 
     tokens: list[int]
     agreement: int = 0
-    """Number of last tokens that were the same in front of them."""
+    """Number of last tokens that were the same in front of them; `DRAFTED` of a draft model."""
 
 
 NOTHING = Proposal([])
@@ -157,7 +159,7 @@ class Speculation:
         self.rejected_tokens = 0
         """Proposed tokens that are not."""
         self.proposers = proposers
-        self._shares = {is_long: RunningMean(FIRST_SHARE) for is_long in (False, True)}
+        self._shares = {kind: RunningMean(FIRST_SHARE) for kind in ("short", "long", "draft")}
         self._without = 0
         """Tokens since the last proposal."""
 
@@ -173,18 +175,35 @@ class Speculation:
 
     def share(self, agreement: int) -> float:
         """Return the share of proposals behind such an agreement that are expected to be right."""
-        return self._shares[agreement >= LONG_AGREEMENT].value
+        return self._shares[_kind(agreement)].value
+
+    def expect(self, agreement: int, share: float) -> None:
+        """Expect such a share of proposals behind such an agreement to be right."""
+        self._shares[_kind(agreement)].value = share
 
     def judged(self, proposed: int, accepted: int, agreement: int) -> None:
         """Take in how many first tokens of a checked proposal were right.
 
-        After a while without any, the share of the first one is assumed again.
+        After a while without any, the share of the first one is assumed again, but not of a draft
+        model's: it would have to read all of the text.
         """
         self.rejected_tokens += proposed - accepted
-        for right in [1.0] * accepted + [0.0] * (accepted < proposed):
-            self._shares[agreement >= LONG_AGREEMENT].add(right)
+        for right in outcomes(proposed, accepted):
+            self._shares[_kind(agreement)].add(right)
         self._without = 0 if proposed else self._without + 1
         if self._without >= RETRY_TOKENS:
             self._without = 0
-            for share in self._shares.values():
-                share.value = max(share.value, FIRST_SHARE)
+            for kind in ("short", "long"):
+                self._shares[kind].value = max(self._shares[kind].value, FIRST_SHARE)
+
+
+def outcomes(proposed: int, accepted: int) -> list[float]:
+    """Return 1 for each token that was right, and 0 for the first that was not."""
+    return [1.0] * accepted + [0.0] * (accepted < proposed)
+
+
+def _kind(agreement: int) -> str:
+    """Return the kind of proposals whose share is measured together."""
+    if agreement == DRAFTED:
+        return "draft"
+    return "long" if agreement >= LONG_AGREEMENT else "short"

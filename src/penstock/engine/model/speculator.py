@@ -1,6 +1,7 @@
 """Speculation of an engine: which tokens a decode step checks, and what came of it.
 
     propose ──> a proposal a sequence, as far as its rule allows ──> all as long as pays
+    draft   ──> tokens of a draft model, where they pay with what it costs to choose them
     judge   ──> time of the step, tokens that were right
 
 Whatever fails here is a missing proposal, which is counted; no answer depends on one.
@@ -9,22 +10,28 @@ Whatever fails here is a missing proposal, which is counted; no answer depends o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 
+from penstock.engine.draft.draft import Draft
 from penstock.engine.model.proposals import (
+    DRAFTED,
+    FIRST_SHARE,
     LONGEST_NGRAM,
     NOTHING,
     NgramProposer,
     PredictionProposer,
     Proposal,
     Proposer,
+    outcomes,
 )
 from penstock.engine.model.sampling import Rule
 from penstock.engine.model.shared_text import SharedProposer, SharedText
-from penstock.engine.model.step_costs import StepCosts
+from penstock.engine.model.step_costs import FORGET_STEPS, StepCosts
 from penstock.engine.model.tree_proposer import TreeProposer
+from penstock.engine.offload.prefill_rate import RunningMean
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.sequence import Sequence
 
@@ -37,14 +44,20 @@ class Speculator:
     Args:
         stores: of keys and values; proposals end with their tails and blocks.
         most: proposed tokens of a sequence in a step; 0 is none.
+        draft: a draft model; None without one.
     """
 
-    def __init__(self, stores: KVStores, most: int) -> None:
+    def __init__(self, stores: KVStores, most: int, draft: Draft | None = None) -> None:
         self.most = most
         self._stores = stores
         self._counters = stores.counters
         self._costs = StepCosts()
         self._shared = SharedText() if most else None
+        self._draft = draft
+        self._draft_share = RunningMean(FIRST_SHARE)
+        """Share of drafted tokens that were right, of all sequences."""
+        self._undrafted = 0
+        """Steps since a drafted token was checked."""
 
     def forget(self) -> None:
         """Forget the text of sequences."""
@@ -58,11 +71,9 @@ class Speculator:
             return checked
         with self._guarded():
             proposals = [self._proposal(sequence) for sequence in sequences]
-            expected = [
-                (len(proposal.tokens), sequence.speculation.share(proposal.agreement))
-                for sequence, proposal in zip(sequences, proposals, strict=True)
-            ]
-            width = self._costs.best_width(expected)
+            if self._draft is not None:
+                proposals = self._drafted(self._draft, sequences, proposals)
+            width = self._costs.best_width(_expected(sequences, proposals))
             checked = [Proposal(tokens[:width], agreement) for tokens, agreement in proposals]
         return checked
 
@@ -93,8 +104,58 @@ class Speculator:
                     sequence.speculation.judged(len(tokens), right, agreement)
                     self._counters.proposed_tokens += len(tokens)
                     self._counters.accepted_tokens += right
+                    if agreement == DRAFTED:
+                        self._judge_draft(len(tokens), right)
+            self._retry(sequences)
 
     # ---- parts
+
+    def _drafted(
+        self, draft: Draft, sequences: Items[Sequence], proposals: list[Proposal]
+    ) -> list[Proposal]:
+        """Return the proposals with those of the draft model, where these are expected to pay."""
+        rooms = [self._room(sequence) for sequence in sequences]
+        wanting = [i for i, s in enumerate(sequences) if rooms[i] and _wants(s, proposals[i])]
+        texts = _expected(sequences, proposals)
+        hoped = list(texts)
+        for i in wanting:
+            hoped[i] = (rooms[i], sequences[i].speculation.share(DRAFTED))
+        width, speed = self._costs.best(hoped, len(wanting))
+        if not wanting or speed <= self._costs.best(texts)[1]:
+            return proposals
+        with self._guarded(draft.drop):
+            ready = draft.follow([sequences[i] for i in wanting])
+            wanting = [i for i, is_ready in zip(wanting, ready, strict=True) if is_ready]
+            most = [min(width, rooms[i]) for i in wanting]
+            drafts = self._timed(draft, [sequences[i] for i in wanting], most)
+            return _merged(sequences, proposals, dict(zip(wanting, drafts, strict=True)))
+        return proposals
+
+    def _timed(self, draft: Draft, sequences: list[Sequence], most: list[int]) -> list[list[int]]:
+        """Return the tokens of the draft model, and note the time of one of its passes."""
+        started = time.perf_counter()
+        drafts = draft.draft(sequences, most)
+        if longest := max(map(len, drafts), default=0):
+            seconds = time.perf_counter() - started
+            self._costs.add_draft(len(sequences), seconds / longest)
+        return drafts
+
+    def _judge_draft(self, proposed: int, right: int) -> None:
+        """Count the drafted tokens of one sequence."""
+        self._counters.drafted_tokens += proposed
+        self._counters.accepted_draft_tokens += right
+        self._undrafted = 0
+        for value in outcomes(proposed, right):
+            self._draft_share.add(value)
+
+    def _retry(self, sequences: Items[Sequence]) -> None:
+        """Expect something of the draft model again, after many steps without it."""
+        self._undrafted += 1
+        if self._undrafted > FORGET_STEPS:
+            self._undrafted = 0
+            self._draft_share.value = max(self._draft_share.value, FIRST_SHARE)
+            for sequence in sequences:
+                sequence.speculation.expect(DRAFTED, self._draft_share.value)
 
     def _proposal(self, sequence: Sequence) -> Proposal:
         """Return a sequence's proposal; none where it fails."""
@@ -102,19 +163,22 @@ class Speculator:
             most = self._room(sequence)
             if not sequence.speculation.proposers:
                 sequence.speculation.proposers = self._proposers(sequence)
+                sequence.speculation.expect(DRAFTED, self._draft_share.value)
             tokens, agreement = sequence.speculation.propose(sequence.tokens, most)
             return _allowed(sequence.sampler.constraint, Proposal(tokens[:most], agreement), most)
         return NOTHING
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Go on without a proposal where one fails, and count that."""
+    def _guarded(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
+        """Go on without a proposal where one fails, and count that; `undo` it first."""
         try:
             yield
         # A boundary: a proposal may be missing, an answer may not.
         except Exception:
             logger.warning("a proposal failed", exc_info=True)
             self._counters.failed_proposals += 1
+            if undo is not None:
+                undo()
 
     def _room(self, sequence: Sequence) -> int:
         """Return the most tokens that can be proposed; they end with the tail and the block."""
@@ -137,6 +201,33 @@ class Speculator:
         if request.prediction:
             proposers.insert(0, PredictionProposer(request.prediction, sequence.prompt_tokens))
         return proposers
+
+
+def _expected(sequences: Items[Sequence], proposals: Items[Proposal]) -> list[tuple[int, float]]:
+    """Return the length of each proposal, and the share of it that is expected to be right."""
+    return [
+        (len(proposal.tokens), sequence.speculation.share(proposal.agreement))
+        for sequence, proposal in zip(sequences, proposals, strict=True)
+    ]
+
+
+def _wants(sequence: Sequence, proposal: Proposal) -> bool:
+    """Tell whether a draft model is expected to be right more often than a proposal."""
+    speculation = sequence.speculation
+    better = speculation.share(DRAFTED) > speculation.share(proposal.agreement)
+    return better or not proposal.tokens
+
+
+def _merged(
+    sequences: Items[Sequence], proposals: Items[Proposal], drafts: dict[int, list[int]]
+) -> list[Proposal]:
+    """Return proposals with drafted tokens in the place of some, as far as rules allow them."""
+    return [
+        _allowed(sequences[i].sampler.constraint, Proposal(drafts[i], DRAFTED), len(drafts[i]))
+        if drafts.get(i)
+        else proposal
+        for i, proposal in enumerate(proposals)
+    ]
 
 
 def _allowed(rule: Rule | None, proposal: Proposal, most: int) -> Proposal:

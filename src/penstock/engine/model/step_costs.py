@@ -13,6 +13,8 @@ SAMPLES = 9
 """Steps of a kind whose median time counts: one slow step is not the rule."""
 LEAST_SAMPLES = 3
 """Steps of a kind after which its time is known."""
+DRAFT_PASS = -1
+"""Width under which a pass of the draft model is measured."""
 FORGET_STEPS = 512
 """Steps after which a kind that was not taken since is measured again: contexts grow."""
 
@@ -35,7 +37,10 @@ class StepCosts:
     def add(self, rows: int, proposed: int, seconds: float) -> None:
         """Take in a step, in which the longest proposal had `proposed` tokens."""
         self._steps += 1
-        times = self._times.setdefault((rows, _bucket(proposed)), _WidthTimes())
+        self._add(rows, _bucket(proposed), seconds)
+
+    def _add(self, rows: int, kind: int, seconds: float) -> None:
+        times = self._times.setdefault((rows, kind), _WidthTimes())
         if self._steps - times.last_step > FORGET_STEPS:
             times.seconds.clear()
         times.seconds.append(seconds)
@@ -51,24 +56,48 @@ class StepCosts:
         wide = next((seconds for seconds in known if seconds is not None), None)
         return 1.0 if alone is None or wide is None else wide / alone
 
+    def add_draft(self, rows: int, seconds: float) -> None:
+        """Take in a pass of the draft model, which gives a token of so many rows."""
+        self._add(rows, DRAFT_PASS, seconds)
+
+    def draft_ratio(self, rows: int, drafted_rows: int, tokens: int) -> float:
+        """Return how many steps without proposals the drafting of so many tokens takes.
+
+        As long as that is not known it is taken to cost nothing.
+        """
+        alone, drafting = self._seconds(rows, 0), self._seconds(drafted_rows, DRAFT_PASS)
+        return 0.0 if alone is None or drafting is None else tokens * drafting / alone
+
     def best_width(self, proposals: Sequence[tuple[int, float]]) -> int:
         """Return the number of proposed tokens a row with most expected tokens a second.
 
-        All rows of a step are as wide as the widest; 0 where proposals do not pay, and until it is
-        known how long a step of so many rows takes without any.
+        See `best`.
+        """
+        return self.best(proposals)[0]
+
+    def best(
+        self, proposals: Sequence[tuple[int, float]], drafted_rows: int = 0
+    ) -> tuple[int, float]:
+        """Return the best number of proposed tokens a row, and the speed with it.
+
+        The speed is in tokens of a row for each step without proposals. All rows of a step are as
+        wide as the widest; 0 where proposals do not pay, and until it is known how long a step of
+        so many rows takes without any.
 
         Args:
             proposals: length of each row's, and the share of it that is expected to be right.
+            drafted_rows: rows whose tokens a draft model would have to choose first.
         """
         rows, longest = len(proposals), max((length for length, _ in proposals), default=0)
         best, speed = 0, 1.0
         if self._seconds(rows, 0) is None:
-            return best
+            return best, speed
         for width in sorted({min(width, longest) for width in WIDTHS} - {0}):
-            gained = sum(_expected(min(width, length), share) for length, share in proposals)
-            if gained / rows / self.ratio(rows, _bucket(width)) > speed:
-                best, speed = width, gained / rows / self.ratio(rows, _bucket(width))
-        return best
+            gained = sum(_expected(min(width, length), share) for length, share in proposals) / rows
+            taken = self.ratio(rows, _bucket(width)) + self.draft_ratio(rows, drafted_rows, width)
+            if gained / taken > speed:
+                best, speed = width, gained / taken
+        return best, speed
 
     def _seconds(self, rows: int, width: int) -> float | None:
         times = self._times.get((rows, width))

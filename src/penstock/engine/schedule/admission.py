@@ -265,5 +265,8 @@ class Admission:
             self._tiers.leave(sequence.restores)
             sequence.restores = []
         sequence.resumed_at = None
+        if sequence.draft_kv is not None:
+            sequence.draft_kv.release()
+            sequence.draft_kv = None
         sequence.kv.detach()
         self._budget.release(sequence, self.sequences.values())

@@ -77,6 +77,7 @@ class MemoryBudget:
         copying: parts that set bytes aside for blocks that are written or encoded, and for windows
             that are copied.
         token_bytes: bytes of one token's KV in all layers, and of the index of its keys.
+        draft_bytes: bytes that a draft model takes whatever it reads.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class MemoryBudget:
         *,
         copying: Items[Copying],
         token_bytes: int,
+        draft_bytes: int = 0,
     ) -> None:
         self.token_bytes = token_bytes
         self.lengths = AnswerLengths()
@@ -96,6 +98,7 @@ class MemoryBudget:
         self._prefixes = prefixes
         self._ledger = prefixes.ledger
         self._copying = copying
+        self._draft_bytes = draft_bytes
         self._prompts = prefixes.ledger.reserve(Kind.PROMPTS, 0)
 
     # ---- questions
@@ -115,7 +118,7 @@ class MemoryBudget:
         """Bytes that are set aside, whatever sequences come."""
         kinds = (self._aside.weights, self._aside.pool, self._aside.step, self._prompts)
         fixed = sum(kind.nbytes for kind in kinds) + self._prefixes.fixed_bytes
-        return fixed + self._copies_bytes
+        return fixed + self._copies_bytes + self._draft_bytes
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raise NeverFits if a sequence could not get one more token even if it were alone."""
@@ -221,7 +224,13 @@ class MemoryBudget:
         return needed - self._aside.chunk.nbytes - cached <= freed
 
     def check(
-        self, sequences: Iterable[Sequence], tails: Tails, *, weights: int, reading: int
+        self,
+        sequences: Iterable[Sequence],
+        tails: Tails,
+        *,
+        weights: int,
+        draft: int,
+        reading: int,
     ) -> None:
         """Raise AssertionError if the bytes in the ledger are not those that are in use.
 
@@ -229,6 +238,7 @@ class MemoryBudget:
             sequences: all that are open.
             tails: the pool.
             weights: bytes of the model's, counted again.
+            draft: bytes of the draft model, counted again.
             reading: bytes of the blocks that are being read from cold tiers.
         """
         reserved = [(s.kv.reservation, s.step_reservation) for s in sequences]
@@ -240,6 +250,7 @@ class MemoryBudget:
             {
                 **self._prefixes.recount(),
                 Kind.WEIGHTS: weights,
+                Kind.DRAFT: draft,
                 Kind.TAILS: self._aside.pool.nbytes + promised + reading,
                 Kind.BUFFERS: buffers + self._copies_bytes,
                 Kind.PROMPTS: self._prompts.nbytes + (0 if spare is None else spare.recount()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
@@ -12,6 +13,7 @@ from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.requantize import Requantizer
 from penstock.engine.retention.windows import Windows
 from penstock.engine.stats import Counters
+from penstock.kv.attention_plan import KVSpan
 from penstock.kv.block_spans import span_tokens
 from penstock.kv.segment import Segment
 from penstock.kv.states import RecurrentState
@@ -68,6 +70,11 @@ class KVStores:
         """
         single = self.runner.layout.rows or self.checkpoints is not None or self.by_block
         return self.block_size if single else span_tokens(self.block_size)
+
+    def own_bytes(self, spans: Iterable[KVSpan]) -> int:
+        """Return the bytes of sequences' own spans, but those that are a leaf of the tree, too."""
+        shared = {id(node.segment.layers) for node in self.prefixes.tree if node.partial}
+        return sum(span.segment.nbytes for span in spans if id(span.segment.layers) not in shared)
 
     def resume(self, path: Path, max_kv_tokens: int) -> tuple[int, RecurrentState | None]:
         """Return the last position of a path at which a sequence can resume, and its states.

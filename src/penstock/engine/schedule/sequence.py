@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from penstock.engine.draft.draft_kv import DraftKV
 from penstock.engine.handle import Handle, notify
 from penstock.engine.model.proposals import Speculation
 from penstock.engine.model.sampling import SampledToken, TokenSampler
@@ -58,6 +59,8 @@ class Sequence:
     """Seconds on the engine's clock when it stops waiting for blocks and computes them."""
     speculation: Speculation = field(default_factory=Speculation)
     """Proposed tokens, where they pay."""
+    draft_kv: DraftKV | None = None
+    """Its keys and values in the draft model; None where nothing was drafted."""
     step_reservation: Reservation | None = None
     """Bytes that its length adds to a step's buffers."""
     reserved_tokens: int = 0

@@ -80,9 +80,13 @@ function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, 
   showSlots(stats, slots);
 }
 
-function speedNote(prefilled, { proposed_tokens: proposed, accepted_tokens: accepted }) {
+function speedNote(prefilled, stats) {
   const read = `${speed(prefilled)} prompt tokens/s read`;
-  return proposed ? `${read}, ${rough(accepted)} of ${rough(proposed)} guessed tokens right` : read;
+  if (!stats.proposed_tokens) return read;
+  const right = rough(stats.accepted_tokens);
+  const drafted = stats.accepted_draft_tokens;
+  const by = drafted ? `, ${rough(drafted)} by the draft model` : "";
+  return `${read}, ${right} of ${rough(stats.proposed_tokens)} guessed tokens right${by}`;
 }
 
 function meter(id, share) {

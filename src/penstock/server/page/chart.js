@@ -6,6 +6,7 @@ import { term } from "./words.js";
 /** From the ground up: what stays lies below what comes and goes. */
 export const KINDS = [
   ["weights", "Weights"],
+  ["draft", "Draft model"],
   ["buffers", "Buffers"],
   ["prompts", "Prompts"],
   ["index", "Index"],

@@ -1,0 +1,304 @@
+"""`Draft`: the draft model's view of the running sequences, and the tokens that it proposes.
+
+    follow ──> bytes reserved, tokens read: a chunk a step ──> up to date or not yet
+    draft  ──> all rows in one pass, token by token
+    end    ──> released with the sequence; sooner where the main model needs the bytes
+
+Of its bytes, cold nodes are given back before any node of the main model is evicted, and those of
+running sequences after all other bytes. It keeps no sequence from a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import mlx.core as mx
+
+from penstock.engine.draft.draft_kv import DraftKV
+from penstock.engine.model.sampling import SampledToken, likeliest
+from penstock.engine.schedule.budget import GROWTH_TOKENS, weight_bytes
+from penstock.engine.schedule.costs import MemoryEstimator
+from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.schedule.sequence import Sequence
+from penstock.kv.attention_plan import DecodeRow, in_order
+from penstock.kv.segment import Segment
+from penstock.ledger import Kind, PartLedger, Reservation
+from penstock.prefix.bounded_tree import BoundedTree
+
+
+class Draft:
+    """A draft model, its tree, and its KV of the running sequences. The engine's thread.
+
+    Args:
+        stores: the draft model's.
+        estimator: of the draft model.
+        ledger: all of its bytes, in which weights, pool and buffers are reserved.
+        fixed: those reservations.
+        main: the tree of the main model.
+        chunk_tokens: most tokens of a sequence that are read in one step.
+        vocabulary_size: tokens that the main model has.
+    """
+
+    def __init__(
+        self,
+        stores: KVStores,
+        estimator: MemoryEstimator,
+        ledger: PartLedger,
+        fixed: Items[Reservation],
+        main: BoundedTree[Segment],
+        *,
+        chunk_tokens: int,
+        vocabulary_size: int,
+    ) -> None:
+        self.stores = stores
+        self._estimator = estimator
+        self._ledger = ledger
+        self._fixed = fixed
+        self._main = main
+        self._chunk_tokens = chunk_tokens
+        self._vocabulary_size = vocabulary_size
+        self._live: list[DraftKV] = []
+        self._asking = False
+        """Whether it asks for room itself: its own sequences keep theirs then."""
+        main.first, main.last = _ColdNodes(stores), self
+
+    # ---- questions
+
+    @property
+    def live(self) -> list[DraftKV]:
+        """KV of running sequences."""
+        self._live = [kv for kv in self._live if kv.is_open]
+        return self._live
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that it takes whatever it reads: weights, pool, buffers, the empty index."""
+        fixed = sum(reservation.nbytes for reservation in self._fixed)
+        return fixed + self.stores.prefixes.fixed_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in the ledger."""
+        return self._ledger.used_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in arrays between two steps."""
+        stores, weights = self.stores, self._fixed[0].nbytes
+        own = stores.own_bytes(span for kv in self.live for span in kv.own_spans)
+        return weights + stores.tails.nbytes + stores.prefixes.tree.nbytes + own
+
+    def check(self) -> None:
+        """Recount all bytes, pins and slots; raise AssertionError if a count differs."""
+        stores, live = self.stores, self.live
+        stores.prefixes.check()
+        stores.tails.check(kv.slot for kv in live if kv.slot is not None)
+        if stores.prefixes.tree.pins != len(live):
+            raise AssertionError(f"{stores.prefixes.tree.pins} pins, {len(live)} drafted sequences")
+        for kv in live:
+            kv.check()
+        _, pool, step = (reservation.nbytes for reservation in self._fixed)
+        scores = sum(kv.scores.nbytes for kv in live)
+        self._ledger.check(
+            {
+                **stores.prefixes.recount(),
+                Kind.WEIGHTS: weight_bytes(stores.runner.model),
+                Kind.TAILS: pool + sum(kv.reserved_bytes for kv in live) - scores,
+                Kind.BUFFERS: step + scores,
+            }
+        )
+
+    # ---- bytes that are given back, see `Yielding`
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of running sequences; 0 while it asks for room itself."""
+        if self._asking:
+            return 0
+        return self.stores.prefixes.tree.pinned_bytes + sum(kv.reserved_bytes for kv in self.live)
+
+    def shrink(self, nbytes: int) -> int:
+        """Release running sequences, the longest first, until so many bytes are free."""
+        before = self._ledger.used_bytes
+        live = [] if self._asking else sorted(self.live, key=lambda kv: kv.position)
+        while live and before - self._ledger.used_bytes < nbytes:
+            live.pop().release(keep=False)
+            self.stores.prefixes.shrink(nbytes - before + self._ledger.used_bytes)
+        return before - self._ledger.used_bytes
+
+    def drop(self) -> None:
+        """Release all running sequences, and the pool: what is in it may be no numbers."""
+        for kv in self.live:
+            kv.release(keep=False)
+        self.stores.tails.drop()
+
+    def close(self) -> None:
+        """Free everything but the weights, which stay counted."""
+        self.drop()
+        self.stores.prefixes.clear()
+        for reservation in self._fixed[1:]:
+            reservation.resize(0)
+
+    # ---- reading
+
+    def follow(self, sequences: Items[Sequence]) -> list[bool]:
+        """Read on in sequences, about a chunk in all; tell for which proposals can be made now."""
+        unspent, ready = self._chunk_tokens, []
+        for sequence in sequences:
+            kv = self._opened(sequence)
+            kv.settle()
+            takes = self._takes(kv) and self._reserved(kv)
+            while takes and kv.unread_tokens > self._most and unspent > 0:
+                count = self._read_tail(kv) if kv.tail else self._read_chunk(kv)
+                unspent -= count or unspent
+            if not takes:
+                kv.release()
+            ready.append(takes and kv.unread_tokens <= self._most)
+        return ready
+
+    def draft(self, sequences: Items[Sequence], most: Items[int]) -> list[list[int]]:
+        """Return the tokens that may follow each sequence, which `follow` has brought up to date.
+
+        Args:
+            sequences: of the step.
+            most: tokens to propose for each.
+        """
+        kvs = [self._opened(sequence) for sequence in sequences]
+        drafts: list[list[int]] = [[] for _ in kvs]
+        while rows := [i for i, kv in enumerate(kvs) if self._goes_on(kv, drafts[i], most[i])]:
+            feeds = [self._feed(kvs[i], drafts[i]) for i in rows]
+            chosen = self._pass([kvs[i] for i in rows], feeds)
+            for i, feed, token in zip(rows, feeds, chosen, strict=True):
+                kvs[i].drafted += feed if drafts[i] else []
+                if not drafts[i]:
+                    kvs[i].append_tokens(len(feed), len(feed))
+                if not kvs[i].unread_tokens:
+                    drafts[i].append(token)
+        return [self._known(draft) for draft in drafts]
+
+    # ---- parts
+
+    @property
+    def _most(self) -> int:
+        """Most tokens of a row in one pass."""
+        return self.stores.tails.spare + 1
+
+    def _opened(self, sequence: Sequence) -> DraftKV:
+        """Return the KV of a sequence, made anew if it was released."""
+        kv = sequence.draft_kv
+        if kv is None or not kv.is_open:
+            kv = sequence.draft_kv = DraftKV(self.stores, sequence.kv, sequence.request.salt)
+            self._live.append(kv)
+        return kv
+
+    def _takes(self, kv: DraftKV) -> bool:
+        """Tell whether the draft model knows the unread tokens, and is made for so many."""
+        runner = self.stores.runner
+        most = min(self.stores.shared_tokens, runner.context_tokens or self.stores.shared_tokens)
+        known = max(kv.tokens[kv.position :]) < runner.vocabulary_size
+        return known and len(kv.tokens) + self._most <= most
+
+    def _goes_on(self, kv: DraftKV, draft: Items[int], most: int) -> bool:
+        """Tell whether a row is in the next pass."""
+        return len(draft) < most and kv.room > 0
+
+    def _feed(self, kv: DraftKV, draft: Items[int]) -> list[int]:
+        """Return the next tokens that a row reads: those of the sequence, then the proposed."""
+        if draft:
+            return [draft[-1]]
+        return kv.tokens[kv.position :][: min(kv.room, self._most)]
+
+    def _pass(self, kvs: Items[DraftKV], feeds: Items[Items[int]]) -> list[int]:
+        """Read the next tokens of all rows together; return the likeliest token behind each."""
+        runner, tails = self.stores.runner, self.stores.tails
+        width = max(map(len, feeds))
+        rows = [
+            DecodeRow(kv.spans(), kv.position + len(kv.drafted), kv.slot, kv.tail + len(kv.drafted))
+            for kv in kvs
+            if kv.slot is not None
+        ]
+        order = in_order(rows)
+        # What stands behind a row's tokens is written behind what is ever read.
+        new = [[*feeds[i], *[0] * (width - len(feeds[i]))] for i in order]
+        decoded = runner.decode(new, [rows[i] for i in order], tails)
+        ends = mx.array([len(feeds[i]) - 1 for i in order])
+        best = likeliest(decoded.logits[mx.arange(len(order)), ends])
+        mx.eval(best.tokens, best.values, tails.buffers())
+        chosen = dict(zip(order, best.read(), strict=True))
+        return [_token(chosen[row]) for row in range(len(rows))]
+
+    def _read_tail(self, kv: DraftKV) -> int:
+        """Read a sequence on to the end of its tail; return the tokens read."""
+        feed = kv.tokens[kv.position :][: min(kv.room, self._most)]
+        self._pass([kv], [feed])
+        kv.append_tokens(len(feed), len(feed))
+        return len(feed)
+
+    def _read_chunk(self, kv: DraftKV) -> int:
+        """Read the next chunk of a sequence as a prompt; return the tokens read, 0 without room."""
+        size, start = self.stores.block_size, kv.position
+        end = min(len(kv.tokens) - 1, start // size * size + self._chunk_tokens)
+        nbytes = self._estimator.prefill_bytes(end)
+        if not self._make_room(nbytes):
+            return 0
+        with self._ledger.reserve(Kind.BUFFERS, nbytes):
+            chunk = self.stores.runner.prefill(kv.tokens[start:end], kv.spans(), start)
+            if not chunk.segment.is_finite():
+                raise ArithmeticError("the draft model computed something without a number")
+            kv.append_chunk(chunk.segment)
+        return end - start
+
+    def _known(self, draft: list[int]) -> list[int]:
+        """Return a draft up to a token that the main model does not have."""
+        size = self._vocabulary_size
+        return draft[: next((i for i, token in enumerate(draft) if token >= size), len(draft))]
+
+    def _reserved(self, kv: DraftKV) -> bool:
+        """Reserve the KV of the next tokens; False, with nothing changed, without room."""
+        tokens = len(kv.tokens) + self._most
+        if tokens <= kv.reserved_tokens:
+            return True
+        tokens += GROWTH_TOKENS
+        estimator, cached = self._estimator, kv.num_cached_tokens
+        own = estimator.sequence_bytes(tokens, cached)
+        own -= estimator.sequence_bytes(kv.reserved_tokens, cached) if kv.reserved_tokens else 0
+        scores = estimator.decode_bytes(tokens) - kv.scores.nbytes
+        index = self.stores.prefixes.index_bytes(tokens // self.stores.block_size)
+        if not self._make_room(own + scores + index):
+            return False
+        assert kv.reservation is not None
+        kv.reservation.resize(kv.reservation.nbytes + own)
+        kv.scores.resize(kv.scores.nbytes + scores)
+        kv.reserved_tokens = tokens
+        return True
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Evict cold nodes, also of the main model; False, and none evicted, if that is no use."""
+        self._asking = True
+        try:
+            return self._main.make_room(nbytes)
+        finally:
+            self._asking = False
+
+
+class _ColdNodes:
+    """Nodes of the draft's tree that no sequence reads; see `Yielding`."""
+
+    def __init__(self, stores: KVStores) -> None:
+        self._prefixes = stores.prefixes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._prefixes.evictable_bytes
+
+    def shrink(self, nbytes: int) -> int:
+        """Evict nodes until so many bytes are free, or all."""
+        return self._prefixes.shrink(nbytes)
+
+
+def _token(choice: SampledToken | Exception) -> int:
+    """Return a chosen token; raise the error of a row without a finite logit."""
+    if isinstance(choice, Exception):
+        raise choice
+    return choice.token

@@ -1,0 +1,81 @@
+"""The KV that a draft model has of one sequence; released without any effect on the answer."""
+
+from __future__ import annotations
+
+from penstock.engine.schedule.kv_stores import KVStores
+from penstock.engine.schedule.sequence_kv import SequenceKV
+from penstock.ledger import Kind
+
+
+class DraftKV(SequenceKV):
+    """Keys and values of a sequence in the draft model. The engine's thread.
+
+    Args:
+        stores: the draft model's.
+        of: the sequence's KV in the main model; its tokens are shared.
+        salt: the tenant's.
+    """
+
+    def __init__(self, stores: KVStores, of: SequenceKV, salt: str) -> None:
+        super().__init__(stores, of.tokens, list(of.block_hashes), salt=salt)
+        ledger = stores.prefixes.ledger
+        self.hash_blocks()
+        self.attach()
+        self.take_slot()
+        self.reservation = ledger.reserve(Kind.TAILS, 0)
+        self.scores = ledger.reserve(Kind.BUFFERS, 0)
+        """Bytes that its length adds to a pass."""
+        self.reserved_tokens = 0
+        """Tokens for which bytes are reserved."""
+        self.drafted: list[int] = []
+        """Proposed tokens whose KV lies behind the visible end, until they are judged."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not released yet."""
+        return self.slot is not None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that are reserved for it."""
+        return self.scores.nbytes + (0 if self.reservation is None else self.reservation.nbytes)
+
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens of the sequence that the draft model has not read; at least one, settled."""
+        return len(self.tokens) - self.position
+
+    @property
+    def room(self) -> int:
+        """Columns that can be written behind the drafted tokens: up to the block's end."""
+        size, columns = self._stores.block_size, self._stores.tails.columns
+        return min(columns - self.tail, size - self.position % size) - len(self.drafted)
+
+    def settle(self) -> None:
+        """Keep the KV of the drafted tokens that are in the sequence now.
+
+        The last token stays unread: the logits behind it are needed.
+        """
+        came, right = self.tokens[self.position : -1], 0
+        while right < min(len(came), len(self.drafted)) and came[right] == self.drafted[right]:
+            right += 1
+        self.append_tokens(len(self.drafted), right)
+        self.drafted = []
+        self.hash_blocks()
+
+    def release(self, *, keep: bool = True) -> None:
+        """Give everything back; what it has read stays in the draft's tree, if there is room."""
+        if not self.is_open:
+            return
+        if keep:
+            self.settle()
+            self.keep_end()
+        node = self.node
+        self.detach()
+        self.drafted = []
+        if self.reservation is not None:
+            self.reservation.release()
+        self.reservation = None
+        self.scores.release()
+        if keep:
+            self._stores.tidy(node)

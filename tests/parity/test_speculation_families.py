@@ -1,0 +1,94 @@
+"""Every family of the matrix says the same with several tokens a step as with one.
+
+Ten greedy requests of each family, five of them asked again, so that proposals are right; `make
+test-all` thus makes more than 1,000 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import tiny_families
+
+from penstock.engine.core import Core
+from penstock.engine.model import verification
+from penstock.engine.model.step_costs import StepCosts
+from penstock.engine.request import Request
+from penstock.errors import ModelError
+
+FAMILIES = tiny_families.families()
+SMALL: dict[str, Any] = {
+    "memory_limit": "400MB",
+    "block_size": 16,
+    "prefill_chunk": 32,
+    "max_batch_size": 4,
+}
+
+
+def requests() -> list[Request]:
+    """Return prompts that repeat themselves, and each other."""
+    draw = Random(7)
+    words = [tuple(draw.randrange(tiny_families.VOCABULARY_TOKENS) for _ in range(9))] * 4
+    words += [
+        tuple(draw.randrange(tiny_families.VOCABULARY_TOKENS) for _ in range(n)) for n in (5, 23)
+    ]
+    return [
+        Request(
+            prompt=tuple(token for word in draw.sample(words, count) for token in word),
+            max_tokens=tokens,
+            ignore_eos=True,
+        )
+        for count, tokens in ((6, 28), (2, 24), (5, 20), (3, 28), (4, 16))
+    ]
+
+
+def answers(core: Core, asked: Sequence[Request]) -> list[list[int]]:
+    """Return the answers of requests that run together."""
+    handles = [core.submit(request) for request in asked]
+    while core.step():
+        pass
+    core.view.check()
+    return [handle.result(0.0)[0].tokens for handle in handles]
+
+
+def told(model: Any, proposed: int) -> tuple[list[list[int]], Core]:
+    """Return the answers to all requests, and to all again, and the core, which is closed."""
+    core = Core(model, **SMALL, speculative_tokens=proposed)
+    try:
+        return answers(core, requests()) + answers(core, requests()), core
+    finally:
+        core.close()
+
+
+@pytest.fixture(autouse=True)
+def proposals_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine measures anything; here a step takes the same whatever it checks."""
+    monkeypatch.setattr(StepCosts, "ratio", lambda *_: 1.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_says_the_same_with_proposals(family: str) -> None:
+    try:
+        model = tiny_families.build(family)
+        expected, plain = told(model, 0)
+    except (tiny_families.Unbuildable, ModelError) as error:
+        pytest.skip(str(error))
+    found, core = told(model, 4)
+    assert found == expected
+    if core.limits.speculative_tokens:
+        assert core.counters.accepted_tokens > 50
+        assert core.counters.decode_steps < plain.counters.decode_steps
+    else:
+        assert not core.runner.takes_several
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_a_checker_that_accepts_all_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    model = tiny_families.build(family)
+    expected, _ = told(model, 0)
+    monkeypatch.setattr(verification, "_accepted", lambda chosen, proposal: list(chosen))
+    assert told(model, 4)[0] != expected
