@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.engine.model.proposals import (
     LEAST_NGRAM,
     LONG_AGREEMENT,
     LONGEST_NGRAM,
+    RESUMED,
     NgramProposer,
     PredictionProposer,
     Proposal,
@@ -70,16 +72,22 @@ REQUESTS = [
 
 def longest(text: Sequence[int], most: int) -> Proposal:
     """Return what the proposer says, looked for place by place."""
-    best, length = 0, 0
+    places: dict[int, list[int]] = {}
     for end in range(LEAST_NGRAM - 1, len(text) - 1):
         same = 0
         while same < LONGEST_NGRAM and same <= end and text[end - same] == text[-1 - same]:
             same += 1
-        if same >= max(LEAST_NGRAM, length):
-            best, length = end + 1, same
-    if not length or most < 1:
+        places.setdefault(same, []).append(end + 1)
+    length = max(places, default=0)
+    if length < LEAST_NGRAM or most < 1:
         return Proposal([])
-    return Proposal([text[best + i % (len(text) - best)] for i in range(most)], length)
+    texts = [[text[at + i % (len(text) - at)] for i in range(most)] for at in places[length][-8:]]
+    tokens: list[int] = []
+    while len(tokens) < most:
+        going_on = [other[len(tokens)] for other in texts if other[: len(tokens)] == tokens]
+        counts = Counter(reversed(going_on))  # of equally many the last one is met first
+        tokens.append(counts.most_common(1)[0][0])
+    return Proposal(tokens, length)
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(0, 8), st.integers(0, 60))
@@ -159,6 +167,34 @@ def test_wrong_proposals_lower_the_share_of_their_kind_alone_and_for_a_while() -
     for _ in range(70):
         wrong.judged(0, 0, 0)
     assert wrong.share(LEAST_NGRAM) == FIRST_SHARE, "tried again after a while"
+
+
+def test_a_token_that_is_replaced_does_not_end_a_proposal() -> None:
+    text = list(range(10, 40))
+    speculation, told = Speculation([NgramProposer()]), [*text, *range(10, 19)]
+    assert speculation.propose(told, 4) == ([19, 20, 21, 22], 9)
+    told += [19, 20, 99]
+    assert speculation.propose(told, 4) == ([22, 23, 24, 25], RESUMED)
+    told += [22, 23]
+    assert speculation.propose(told, 2) == ([24, 25], RESUMED), "until an agreement is found"
+    assert speculation.propose([*told, 24], 2) == ([25, 26], LEAST_NGRAM)
+    assert speculation.propose([*told, 24, 98, 97], 2).tokens == [], "two are others: it is left"
+
+
+def test_a_short_agreement_is_not_gone_on_with_behind_another_token() -> None:
+    text = list(range(10, 30))
+    speculation, told = Speculation([NgramProposer()]), [*text, 99, 10, 11, 12]
+    assert speculation.propose(told, 4) == ([13, 14, 15, 16], LEAST_NGRAM)
+    assert speculation.propose([*told, 98], 4).tokens == []
+
+
+def test_what_most_places_go_on_with_is_proposed() -> None:
+    """Calls of an agent, of which each has another token in some place."""
+    call = list(range(10, 20))
+    calls = [[*call], [*call], [*call[:5], 98, *call[6:]]]
+    text = [token for number, one in enumerate(calls) for token in (*one, 50 + number)]
+    assert NgramProposer().propose([*text, *call[:4]], 4) == ([14, 15, 16, 17], 4)
+    assert NgramProposer().propose([*text[11:], *call[:4]], 4) == ([14, 98, 16, 17], 4), "the last"
 
 
 def test_the_longest_agreement_counts() -> None:

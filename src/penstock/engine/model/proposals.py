@@ -22,6 +22,10 @@ LEAST_NGRAM = 3
 """Tokens that must have occurred before, in this order, for a proposal."""
 LONGEST_NGRAM = 16
 """Tokens after which a longer agreement counts no more."""
+TEXT_KINDS = ("short", "long", "resumed")
+"""Kinds of proposals from text."""
+PLACES_ASKED = 8
+"""Places of one agreement, the last ones, that have a say in what follows."""
 LONG_AGREEMENT = 8
 """Tokens from which an agreement counts as long: such proposals are more often right."""
 FIRST_SHARE = 0.6
@@ -29,6 +33,8 @@ FIRST_SHARE = 0.6
 RETRY_TOKENS = 64
 """Tokens without a proposal after which the assumption is made again."""
 
+RESUMED = 1
+"""Agreement of the tokens behind one that was replaced, at the place of an earlier proposal."""
 DRAFTED = -1
 """Agreement of the tokens that a draft model has chosen."""
 LEAST_PREDICTION = 1_024
@@ -43,7 +49,7 @@ class Proposal(NamedTuple):
 
     tokens: list[int]
     agreement: int = 0
-    """Number of last tokens that were the same in front of them; `DRAFTED` of a draft model."""
+    """Number of last tokens that were the same in front of them; or `RESUMED`, or `DRAFTED`."""
 
 
 NOTHING = Proposal([])
@@ -70,7 +76,8 @@ class NgramProposer:
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         """Return up to `most` tokens that may follow; none if the end never occurred before.
 
-        Of several places the one counts whose tokens agree longest, and of these the last.
+        The places count whose tokens agree longest: what most of them go on with, see
+        `_most_common`.
         """
         self._text.extend(tokens[len(self._text) :])
         count = len(self._text)
@@ -80,9 +87,23 @@ class NgramProposer:
         ends, agreement = agreements(text[:-1], text[-LONGEST_NGRAM:])
         if agreement < LEAST_NGRAM:
             return NOTHING
-        start = int(ends[-1]) + 1
-        period = count - start
-        return Proposal([int(text[start + i % period]) for i in range(most)], agreement)
+        return Proposal(_most_common(text, ends[-PLACES_ASKED:] + 1, most), agreement)
+
+
+def _most_common(text: Tokens, starts: Places, most: int) -> list[int]:
+    """Return what most places go on with, token by token; of equally many the last one counts.
+
+    A place that goes on with another token is left. A text that ends is taken to repeat itself.
+    """
+    tokens: list[int] = []
+    periods = len(text) - starts
+    while len(starts) > 1 and len(tokens) < most:
+        following = text[starts + len(tokens) % periods][::-1].tolist()
+        tokens.append(max(following, key=following.count))
+        same = [token == tokens[-1] for token in reversed(following)]
+        starts, periods = starts[same], periods[same]
+    rest = (np.arange(len(tokens), most) % periods[0]) + starts[0]
+    return [*tokens, *text[rest].tolist()]
 
 
 class PredictionProposer:
@@ -159,19 +180,51 @@ class Speculation:
         self.rejected_tokens = 0
         """Proposed tokens that are not."""
         self.proposers = proposers
-        self._shares = {kind: RunningMean(FIRST_SHARE) for kind in ("short", "long", "draft")}
+        self._shares = {kind: RunningMean(FIRST_SHARE) for kind in (*TEXT_KINDS, "draft")}
+        self._ahead: list[int] = []
+        """Tokens behind the present end at the place of the last proposal."""
+        self._agreed = 0
+        """Tokens that agreed with that place."""
+        self._missed = False
+        """Whether the last token was another one there."""
+        self._read = 0
+        """Tokens that were compared with that place, and all before."""
         self._without = 0
         """Tokens since the last proposal."""
 
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         """Return the tokens that are most likely to follow; none if no proposer has any.
 
+        Where a long agreement ended in one token that is another, it is taken to be replaced, and
+        the text behind it is proposed.
+
         Args:
             tokens: prompt and answer so far.
             most: tokens to propose; 0 is none.
         """
-        proposals = [proposer.propose(tokens, most) for proposer in self.proposers]
-        return max(proposals, key=lambda proposal: proposal.agreement, default=NOTHING)
+        self._follow(tokens)
+        proposals = [proposer.propose(tokens, 2 * most) for proposer in self.proposers]
+        best = max(proposals, key=lambda proposal: proposal.agreement, default=NOTHING)
+        if best.tokens:
+            if best.tokens[: len(self._ahead)] != self._ahead[: len(best.tokens)]:
+                self._agreed = 0
+            self._ahead, self._agreed = best.tokens, max(self._agreed, best.agreement)
+        elif self._agreed >= LONG_AGREEMENT:
+            best = Proposal(self._ahead, RESUMED)
+        return Proposal(best.tokens[:most], best.agreement)
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Go on at the place of the last proposal; two tokens that are others there leave it."""
+        new, self._read = tokens[self._read :] if self._ahead else (), len(tokens)
+        for token, expected in zip(new, self._ahead, strict=False):
+            is_right = token == expected
+            left = self._missed and not is_right
+            self._missed = not is_right
+            self._agreed += is_right
+            if left:
+                self._ahead = []
+                break
+        self._ahead = self._ahead[len(new) :]
 
     def share(self, agreement: int) -> float:
         """Return the share of proposals behind such an agreement that are expected to be right."""
@@ -193,7 +246,7 @@ class Speculation:
         self._without = 0 if proposed else self._without + 1
         if self._without >= RETRY_TOKENS:
             self._without = 0
-            for kind in ("short", "long"):
+            for kind in TEXT_KINDS:
                 self._shares[kind].value = max(self._shares[kind].value, FIRST_SHARE)
 
 
@@ -206,4 +259,6 @@ def _kind(agreement: int) -> str:
     """Return the kind of proposals whose share is measured together."""
     if agreement == DRAFTED:
         return "draft"
+    if agreement == RESUMED:
+        return "resumed"
     return "long" if agreement >= LONG_AGREEMENT else "short"
