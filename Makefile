@@ -1,5 +1,5 @@
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 SAMPLE ?= 40
 SEED ?= 0
 MINUTES ?= 60
@@ -7,13 +7,17 @@ BIN := $(VENV)/bin
 # What runs only some of its combinations in make test, and all of them in make soak.
 COMBINED := $(shell grep -rl '^from combinations import' tests | sort)
 
+# Each process that a test starts would compile our sources anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-cpus test-scale test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
+.PHONY: help run test test-all test-cpus test-costs doctest bytecode test-scale test-agents test-clients real mutants lint docs bench kernels peers soak hostile clean
 
 help:
 	@echo 'make run     install, look at the machine, eight agents at once, then a server to talk to'
 	@echo 'make test    install with the tools for it; lint, types, the tests that take ten minutes'
 	@echo 'make test-all   the same, and the tests that take longer'
+	@echo 'make test-costs   what each test takes: what make test has time for'
 	@echo 'make test-cpus   all tests as on other CPUs: each core type of OpenBLAS, 1 and 2 threads'
 	@echo 'make test-scale   more than one machine: ranks, a store that servers share, replicas'
 	@echo 'make mutants [CODE=...] [SAMPLE=40] [SEED=0]   small changes of the code: which go unnoticed?'
@@ -59,19 +63,31 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Two processes of one BLAS thread each: two of two would wait for each other. A file's tests stay
-# together, with the server they share; files come in the order of tests/conftest.py. What --quick
-# leaves out is in tests/quick.py.
-test: TESTED := --quick
-test test-all: lint
-	$(BIN)/pytest --doctest-modules src benchmarks/src --ignore=src/penstock/serve_ray \
+doctest: $(VENV)/.dev
+	$(BIN)/pytest -q --doctest-modules src benchmarks/src --ignore=src/penstock/serve_ray \
 		--ignore-glob='src/penstock/tiers/remote/*_objects.py'
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(TESTED) -n $(WORKERS) --dist loadfile \
-		--no-loadscope-reorder --ignore=tests/scale --ignore=tests/real
+
+# Of all tests; each process that runs them would compile them for itself.
+bytecode: $(VENV)/.dev
+	@$(BIN)/pytest -q --collect-only $(TESTS) >/dev/null 2>&1 || true
+
+TESTS := --ignore=tests/scale --ignore=tests/real
+BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# Processes of one BLAS thread each: several threads of each would wait for each other. They are more
+# than two cores, for tests that wait. A file's tests stay together, with the server they share; files
+# come in the order of tests/conftest.py. What --quick leaves out is in tests/quick.py.
+test: TESTED := --quick
+test test-all: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j3 lint doctest bytecode
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(TESTED) $(BY_FILE)
+
+# Writes tests/quick_costs.txt, on a quiet machine.
+test-costs: $(VENV)/.dev
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tools/measure_tests.py $(BY_FILE)
 
 test-cpus: $(VENV)/.dev
-	$(BIN)/python tools/cpus.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		--ignore=tests/scale --ignore=tests/real
+	$(BIN)/python tools/cpus.py $(BY_FILE)
 
 mutants: $(VENV)/.dev
 	$(BIN)/python tools/mutants.py $(CODE) --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS)

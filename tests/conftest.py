@@ -10,7 +10,7 @@ import mlx.core as mx  # isort: skip
 import pytest
 from hypothesis import settings
 
-from quick import left_out
+from quick import left_out, read_costs
 
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is slow by seconds
 settings.load_profile("unhurried")
@@ -20,12 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG_FIRST = (
-    "test_step_peaks.py",
-    *("stateful", "parity", "server", "faults", "engine", "bench", "test_soak.py"),
-)
-"""Folders and files that take longest: a few of their tests may take minutes. The first one opens
-most engines, in a process that holds nothing of other tests yet."""
+FIRST = "test_step_peaks.py"
+"""Opens most engines: it comes first, in a process that holds nothing of other tests yet."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,21 +30,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files that take long: with files dealt out one by one, as `make test` does,
-    processes end at about the same time if the last ones are short."""
-
-    def rank(item: pytest.Item) -> int:
-        places = (item.path.parent.name, item.path.name)
-        return min(
-            (LONG_FIRST.index(p) for p in places if p in LONG_FIRST), default=len(LONG_FIRST)
-        )
-
-    items.sort(key=rank)
+    """Leave out what is not asked for, and begin with the files that take longest: with files dealt
+    out one by one, as `make test` does, processes end at about the same time."""
+    costs = read_costs()
     if config.getoption("quick"):
-        out = left_out(items)
+        out = left_out(items, costs)
         config.hook.pytest_deselected(items=out)
         names = {item.nodeid for item in out}
         items[:] = [item for item in items if item.nodeid not in names]
+    seconds = dict.fromkeys((item.path for item in items), 0.0)
+    for item in items:
+        seconds[item.path] += costs.get(item.nodeid.partition("[")[0], 0.0)
+    items.sort(key=lambda item: (item.path.name != FIRST, -seconds[item.path]))
 
 
 @pytest.fixture(scope="module", autouse=True)

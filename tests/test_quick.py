@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,14 +15,17 @@ TESTS = Path(__file__).parent
 CPUS = runpy.run_path(str(TESTS.parent / "tools" / "cpus.py"))
 
 
-def test_what_is_named_is_there() -> None:
-    """A file or a test that was renamed would come back into `make test`."""
-    files = {path.name: path for path in TESTS.rglob("test_*.py")}
-    assert set(quick.THINNED) <= files.keys()
-    defined = set(
-        re.findall(r"^def (test_\w+)", "\n".join(map(Path.read_text, files.values())), re.M)
-    )
-    assert set(quick.SLOW) <= defined
+def test_what_has_costs_is_there() -> None:
+    """A test that was renamed would come back into `make test`, all of it."""
+    for name in quick.read_costs():
+        file, defined, *_ = name.split("::")
+        source = (TESTS.parent / file).read_text()
+        assert re.search(rf"^(async )?(def|class) {defined}\b|^{defined} = ", source, re.M), name
+
+
+def test_what_always_runs_is_there() -> None:
+    sources = "\n".join(path.read_text() for path in TESTS.rglob("test_*.py"))
+    assert set(quick.ALWAYS) <= set(re.findall(r"^ *def (test_\w+)", sources, re.M))
 
 
 class Item:
@@ -29,22 +33,39 @@ class Item:
 
     def __init__(self, file: str, name: str, slow: bool = False) -> None:
         self.path, self.name, self.slow = Path(file), name, slow
-        self.originalname = name.partition("[")[0]
+        self.nodeid = f"{file}::{name}"
 
     def get_closest_marker(self, _: str) -> bool:
         return self.slow
 
 
-def test_of_many_cases_a_sixth_runs_and_always_the_first() -> None:
-    many = [Item(quick.THINNED[0], f"test_it[{i}]") for i in range(300)]
-    few = [Item(quick.THINNED[0], f"test_few[{i}]") for i in range(quick.MANY - 1)]
-    others = [Item("test_else.py", f"test_it[{i}]") for i in range(300)]
-    slow = [Item("test_else.py", "test_long", slow=True), Item("test_else.py", quick.SLOW[0])]
-    out = quick.left_out([*many, *few, *others, *slow])  # type: ignore[list-item]
-    assert all(item in out for item in slow)
-    assert not any(item in out for item in [many[0], *few, *others])
-    assert 230 < sum(item in out for item in many) < 270
-    assert out == quick.left_out([*many, *few, *others, *slow])  # type: ignore[list-item]
+def out(items: list[Item], costs: dict[str, float]) -> list[Any]:
+    return quick.left_out(items, costs)  # type: ignore[arg-type]
+
+
+def test_as_many_cases_run_as_the_time_pays_for_and_always_the_first() -> None:
+    many = [Item("a.py", f"test_many[{i}]") for i in range(300)]
+    dear = [Item("a.py", f"test_dear[{i}]") for i in range(3)]
+    new = [Item("a.py", f"test_new[{i}]") for i in range(300)]
+    costs = {"a.py::test_many": quick.SECONDS / 20, "a.py::test_dear": quick.LONGEST}
+    left = out([*many, *dear, *new], costs)
+    assert len(left) == 280 + 2
+    assert not any(item in left for item in [many[0], dear[0], *new])
+    assert left == out([*many, *dear, *new], costs)
+    kept = [i for i, item in enumerate(many) if item not in left]
+    assert len({i % 4 for i in kept}) == 4, "not every so many"
+
+
+def test_what_takes_longest_runs_only_where_nothing_else_of_its_file_does() -> None:
+    longest = {"a.py::test_long": quick.LONGEST + 1, "a.py::test_longer": quick.LONGEST + 2}
+    names = ("test_longer[a]", "test_long[a]", "test_long[b]")
+    longer, long, more = (Item("a.py", name) for name in names)
+    short, slow = Item("a.py", "test_short"), Item("a.py", "test_slow", slow=True)
+    assert out([longer, long, more, short, slow], longest) == [longer, long, more, slow]
+    assert out([longer, long, more], longest) == [longer, more]
+    always = [Item("a.py", f"{quick.ALWAYS[0]}[{i}]") for i in range(3)]
+    costs = {**longest, f"a.py::{quick.ALWAYS[0]}": quick.LONGEST + 3}
+    assert out([*always, longer, short], costs) == [*always[1:], longer]
 
 
 @pytest.mark.parametrize(
