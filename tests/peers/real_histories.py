@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import REWRITTEN, Prompts
-from penstock.server.remembered_answers import RememberedAnswers
+from penstock.server.remembered_answers import RememberedAnswers, openings_of
+from penstock.server.rewritten_history import rewritten_in_front
+from penstock.server.templates import TemplateTraits
 
 Message = dict[str, Any]
 TOOL = {
@@ -27,13 +29,18 @@ TOOL = {
     "function": {
         "name": "look_up",
         "description": "Look up.",
-        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "It."}},
+        },
     },
 }
 MERGES = (("e", "r"), ("e", "a"), ("o", "n"), ("i", "n"), ("t", "h"))
 """Pairs that are read as one token; an answer is generated without them."""
 _MARK = re.compile(r"\s*(<[^<>\s]{2,40}>|\[/?[A-Z_]{2,20}\]|\[e~\[|</s>)")
-_MARKS = re.compile(r"</?(?:think|tool_call|seed:think)>|<[|｜][^<>\s]{1,40}[|｜]>")
+_MARKS = re.compile(
+    r"</?(?:think|tool_call|seed:think)>|<[|｜][^<>\s]{1,40}[|｜]>|<\|[a-z_]+>|<[a-z_]+\|>"
+)
 _TOLD: Message = {"role": "assistant", "content": "Heron, then."}
 POOL_BYTES = 10_000_000
 
@@ -86,7 +93,7 @@ def outcome(template: str, talk: Sequence[Message], folder: Path) -> Outcome | s
 def _gone_through(made: Any, talk: Sequence[Message]) -> Outcome | str:
     answers = RememberedAnswers(PromptMemory(POOL_BYTES), made)
     prompts = Prompts(made, answers=answers)
-    tools = [TOOL] if any(message["role"] == "tool" for message in talk) else None
+    tools = _tools(made, talk)
     kept, said, silent = 0, list[str](), list[str]()
     before: list[int] = []
     for at in _asked(talk):
@@ -95,16 +102,31 @@ def _gone_through(made: Any, talk: Sequence[Message]) -> Outcome | str:
         if before and prompt[: len(before)] == before:
             kept += 1
         elif before:
-            why = REWRITTEN.get()
+            why = REWRITTEN.get() or rewritten_in_front(prompts, talk[: at + 1], tools)
             (said if why else silent).append(why or f"message {at}")
         if at + 1 < len(talk):
             text = _generated(prompts, talk[: at + 1], talk[at + 1], tools)
             if text is None:
-                return "an answer cannot be told from its prompt"
+                return f"an answer cannot be told from its prompt {_end_of(prompts, prompt)}"
             answer = _one_by_one(made, text)
             answers.remember("", prompt, answer)
             before = [*prompt, *answer]
     return Outcome(kept, tuple(said), tuple(silent))
+
+
+def _tools(made: Any, talk: Sequence[Message]) -> list[dict[str, Any]] | None:
+    """Return the tools of a conversation: those that it uses, or that the template demands."""
+    if any(message["role"] == "tool" for message in talk):
+        return [TOOL]
+    try:
+        made.apply_chat_template(list(talk[:1]), tokenize=False)
+    except Exception:  # noqa: BLE001 - a template raises anything
+        return [TOOL]
+    return None
+
+
+def _end_of(prompts: Prompts, prompt: Sequence[int]) -> str:
+    return repr(f"...{prompts.decode(prompt)[-30:]}")
 
 
 def _asked(talk: Sequence[Message]) -> list[int]:
@@ -129,21 +151,34 @@ def _generated(
     prompt = rendered(talk, opened=True)
     written = rendered([*talk, answer], opened=False)
     if not written.startswith(prompt):  # the prompt opens the reasoning, or history drops it
-        return _spoken(prompts, prompt, answer)
+        return _spoken(prompts, prompt, written, answer)
     return _cut(prompts.tokenizer, written[len(prompt) :])
 
 
-def _spoken(prompts: Prompts, prompt: str, answer: Message) -> str | None:
+def _spoken(prompts: Prompts, prompt: str, written: str, answer: Message) -> str | None:
     """Return an answer as it would be said behind a prompt that its template rewrites."""
-    if answer.get("tool_calls"):
-        return None
     marks = prompts.format.reasoning
+    if answer.get("tool_calls"):
+        return _called(prompts, prompt, written)
     thought = answer.get("reasoning_content")
     if marks is None:
         return str(answer["content"])
     opened = prompt.rstrip().endswith(marks.start)
     start = "" if opened else marks.start
     return f"{start}{thought or ''}{marks.end}{answer['content']}"
+
+
+def _called(prompts: Prompts, prompt: str, written: str) -> str | None:
+    """Return a call as history writes it, behind the end of the reasoning that the prompt opens."""
+    marks = prompts.format.reasoning
+    for opening in openings_of(prompts.tokenizer):
+        bare = prompt.removesuffix(opening.text) + opening.bare
+        if prompt.endswith(opening.text) and written.startswith(bare):
+            call = _cut(prompts.tokenizer, written[len(bare) :])
+            if marks is None or not prompt.rstrip().endswith(marks.start):
+                return call
+            return marks.end + call.removeprefix(marks.start).lstrip().removeprefix(marks.end)
+    return None
 
 
 def _cut(made: Any, text: str) -> str:
@@ -167,9 +202,19 @@ def _ends(template: str, talk: Sequence[Message], folder: Path) -> tuple[str, ..
     """Return the marks that a template writes behind answers."""
     made = _tokenizer(template, (), folder)
     turns = [talk[0], dict(_TOLD), talk[0]]  # some end an answer with the next turn's mark alone
-    rendered = made.apply_chat_template(turns, tokenize=False)
-    found = _MARK.match(str(rendered).rpartition(_TOLD["content"])[2])
-    return ("</s>",) if found is None else ("</s>", found[1])
+    tools, called = _tools(made, talk), talk[1].get("tool_calls")
+    fit = TemplateTraits.of(made).fit
+
+    def rendered(messages: Sequence[Message]) -> str:
+        return str(made.apply_chat_template(fit(messages), tools=tools, tokenize=False))
+
+    behind = [rendered(turns).rpartition(_TOLD["content"])[2]]
+    behind.append(rendered(turns[:2]).rpartition(_TOLD["content"])[2])
+    if called:
+        call = rendered(talk[:2])
+        behind += [rendered(talk[:3]).removeprefix(call), call[call.rfind("<|") :]]
+    found = [_MARK.match(text) for text in behind]
+    return ("</s>", *dict.fromkeys(one[1] for one in found if one is not None))
 
 
 def _tokenizer(template: str, ends: Sequence[str], folder: Path) -> Any:

@@ -119,6 +119,19 @@ def kind_of(found: Outcome | str) -> str:
     return "an answer is rewritten, as explain says" if found.said else "new tokens alone"
 
 
+def reasons(table: Mapping[str, Any]) -> list[str]:
+    """Say why conversations were not held, or do not compute their new tokens alone."""
+    lines = list[str]()
+    for name, report in table.items():
+        for what, found in report["histories"].items():
+            if isinstance(found, str):
+                lines.append(f"{name}: {what} of three turns {found}")
+                continue
+            why = [*found["said"], *(f"no reason is known at {turn}" for turn in found["silent"])]
+            lines += [f"{name}: {what} of three turns: {why[0]}"] if why else []
+    return lines
+
+
 def told(found: Outcome | str) -> Any:
     """Return what became of a conversation's turns, as JSON."""
     return found if isinstance(found, str) else asdict(found)
@@ -146,7 +159,7 @@ def main() -> int:
     print(f"{result['templates']} chat templates")
     for what, counted in result["counts"].items():
         print(f"  {what:33}" + ", ".join(f"{text} {n}" for text, n in counted.most_common()))
-    for fault in faults:
+    for fault in [*faults, *reasons(result["table"])]:
         print(fault)
     print("not ok" if moved else "ok: every later system message is rendered in its place")
     return 1 if moved else 0

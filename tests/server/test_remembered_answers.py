@@ -17,7 +17,8 @@ from servers import Running, serving
 from penstock.errors import PenstockError
 from penstock.server.prompt_memory import PromptMemory
 from penstock.server.prompts import REWRITTEN, Prompts
-from penstock.server.remembered_answers import RememberedAnswers, opening_of
+from penstock.server.remembered_answers import Opening, RememberedAnswers, openings_of
+from penstock.server.rewritten_history import rewritten_in_front
 
 SAID = ("Hel", "lo", ", wor", "ld")
 CALL = ("<tool_call>", '{"name":"look",', '"arguments":{"a":1,', '"b":[2]}}', "</tool_call>")
@@ -186,7 +187,76 @@ def test_it_takes_no_more_than_its_share_and_makes_room(tmp_path: Path) -> None:
 
 
 def test_the_opening_of_an_answer_is_found(tmp_path: Path) -> None:
-    assert opening_of(parrot(tmp_path, "a")[1]) == ASK
+    assert openings_of(parrot(tmp_path, "a")[1]) == (Opening(ASK, ASK),)
+
+
+BARE = {
+    "mistral": (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content }}"
+        "<|end|>{% else %}[INST]{{ message.content }}[/INST]{% endif %}{% endfor %}",
+        Opening("[/INST]", "[/INST]"),
+    ),
+    "phi": (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{ASK}{{% else %}}<|stop|>{{% endif %}}",
+        Opening(f"<|end|>{ASK}", f"<|end|>{ASK}"),
+    ),
+    "gemma": (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{ASK}<thought></thought>{{% endif %}}",
+        Opening(f"{ASK}<thought></thought>", ASK),
+    ),
+}
+"""Templates that write nothing in front of an answer; or an end of their own; or an empty thought,
+which history leaves out."""
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_templates_open_answers_in_many_ways(name: str, tmp_path: Path) -> None:
+    template, opening = BARE[name]
+    tokenizer = parrot(tmp_path, *SAID, marks=("Hello, ",), template=template)[1]
+    assert openings_of(tokenizer)[0] == opening
+    answers = RememberedAnswers(PromptMemory(1_000_000), tokenizer)
+    prompts = Prompts(tokenizer, answers=answers)
+    asked: list[Any] = [{"role": "user", "content": "a"}]
+    before = prompts.render(asked)
+    generated = [tokenizer.convert_tokens_to_ids(piece) for piece in SAID]
+    answers.remember("", before, generated)
+    later = [*asked, {"role": "assistant", "content": "".join(SAID)}, *asked]
+    prompt, rewritten = prompts.render(later), REWRITTEN.get()
+    kept = opening.text == opening.bare
+    assert (prompt[: len(before) + len(SAID)] == (*before, *generated)) is kept
+    assert (rewritten is None) is kept
+    if not kept:
+        assert "'<thought></thought>' is left out" in str(rewritten)
+    assert rewritten_in_front(prompts, later) is None, "nothing is in front of the answer"
+
+
+def test_what_moves_in_front_of_an_answer_is_told(tmp_path: Path) -> None:
+    """As Mistral's tools, which stand in front of the user's last message."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'user' %}"
+        "{% if tools and loop.index0 >= (messages | length) - 1 %}[TOOLS]{% endif %}"
+        "[INST]{{ message.content }}[/INST]{% else %}{{ message.content }}<|end|>{% endif %}"
+        "{% endfor %}"
+    )
+    model, tokenizer = parrot(tmp_path, "Hello", template=template)
+    talk = [
+        {"role": "user", "content": "Quartz?"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Walnut?"},
+    ]
+    tools = [{"type": "function", "function": LOOK}]
+    prompts = Prompts(tokenizer)
+    assert rewritten_in_front(prompts, talk) is None
+    assert rewritten_in_front(prompts, talk[:1], tools) is None
+    said = str(rewritten_in_front(prompts, talk, tools))
+    assert "in front of messages.1, from character 1 on: 'TOOLS]" in said and "INST]" in said
+    with serving(model, tokenizer) as running:
+        explained, _ = post(running, "/v1/cache/explain", messages=talk, tools=tools)
+        assert said in explained["reason"]
+        explained, _ = post(running, "/v1/cache/explain", messages=talk)
+        assert "writes anew" not in explained["reason"]
 
 
 HARMONY = (
@@ -203,7 +273,7 @@ HARMONY = (
 """A template as gpt-oss has it: of earlier turns the reasoning of calls alone is rendered."""
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>Hm<|end|>", "<|channel|>final<|message|>"
 COMMENTARY = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"a": 1,"b":[2]}'
-GENERATED = {
+GENERATED: dict[str, tuple[str, dict[str, Any]]] = {
     "text": (f"{FINAL}Hello", {"content": "Hello"}),
     "call": (COMMENTARY, {"tool_calls": [{"function": {"name": "look", "arguments": AGAIN}}]}),
     "reasoning, call": (
@@ -240,7 +310,7 @@ def test_harmony_ends_each_message(name: str, changed: bool, tmp_path: Path) -> 
     prompts = Prompts(tokenizer, answers=answers)
     text, message = GENERATED[name]
     tools = [{"type": "function", "function": LOOK}]
-    asked = [{"role": "user", "content": "a"}]
+    asked: list[Any] = [{"role": "user", "content": "a"}]
     before = prompts.render(asked, tools)
     # One by one, and so in other tokens than the text is read as.
     spelled = re.split(r"(<\|\w+\|>)", text)
@@ -281,7 +351,7 @@ def test_an_opening_that_begins_the_reasoning_is_known_in_history(
     tokenizer = parrot(tmp_path, "Hm", "</think>", "Yes", marks=marks, template=template)[1]
     answers = RememberedAnswers(PromptMemory(1_000_000), tokenizer)
     prompts = Prompts(tokenizer, answers=answers, reasoning_parser="think")
-    asked = [{"role": "user", "content": "a"}]
+    asked: list[Any] = [{"role": "user", "content": "a"}]
     before = prompts.render(asked)
     generated = [tokenizer.convert_tokens_to_ids(text) for text in ("Hm", "</think>", "Yes")]
     answers.remember("", before, generated)

@@ -237,3 +237,22 @@ def test_reasoning_beside_text_and_a_call_is_left_out_where_the_template_raises(
     assert "<|assistant|>B<|end|>" in prompts.decode(prompts.render(talk))
     talk[1] = {**both, "content": ""}
     assert "<|assistant|>(hm)<|end|>" in prompts.decode(prompts.render(talk))
+
+
+def test_arguments_are_text_where_the_template_raises_on_an_object(tmp_path: Path) -> None:
+    """As Functionary's, which puts the text of arguments together with its marks."""
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function.arguments }}"
+        "{% endfor %}{% endfor %}"
+    )
+    call = {"function": {"name": "look", "arguments": '{"a":  "ü"}'}}
+    talk: list[Any] = [*TALK[1:2], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "content": "R"}
+    prompts = Prompts(parrot(tmp_path, "a", template=template)[1])
+    assert prompts.traits.text_arguments
+    assert '<call>{"a": "ü"}<|tool|>R' in prompts.template_text([*talk, result])
+    plain = tmp_path / "plain"
+    prompts = Prompts(parrot(plain, "a")[1])
+    assert not prompts.traits.text_arguments, "the negative control"
+    assert '"arguments": {"a": ' in prompts.template_text([*talk, result])

@@ -19,6 +19,7 @@ from penstock.server.forms import Each, OnePrompt
 from penstock.server.openai_objects import ERRORS
 from penstock.server.prompts import REWRITTEN
 from penstock.server.request_body import reading_aside
+from penstock.server.rewritten_history import rewritten_in_front
 from penstock.server.service import Service
 from penstock.tiers.worker import TierStats
 
@@ -204,8 +205,11 @@ def _add_text(tokenizer: Any, tree: Tree, views: Sequence[NodeView]) -> None:
 
 
 def _read(service: Service, question: ExplainRequest) -> tuple[tuple[int, ...], str | None]:
-    """Return a prompt's tokens, and where its history rewrites an answer; in a worker thread."""
-    return tokens_of(service, question), REWRITTEN.get()
+    """Return a prompt's tokens, and what of its history is written anew; in a worker thread."""
+    tokens, rewritten = tokens_of(service, question), REWRITTEN.get()
+    if rewritten is None and question.messages is not None:
+        rewritten = rewritten_in_front(service.prompts, question.messages, question.tools)
+    return tokens, rewritten
 
 
 def tokens_of(service: Service, question: ExplainRequest) -> tuple[int, ...]:

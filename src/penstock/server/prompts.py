@@ -18,7 +18,7 @@ from penstock.server.parsing.formats import HARMONY
 from penstock.server.pieces import PIECE_CHARACTERS, FairLock, PieceEncoder
 from penstock.server.problems import BadRequest, ClientGone, PromptTooLong
 from penstock.server.prompt_memory import HOLD, PIECE_TOKEN_BYTES, UNCUT_CHARACTERS, hold_text
-from penstock.server.remembered_answers import RememberedAnswers, opening_of
+from penstock.server.remembered_answers import Opening, RememberedAnswers, openings_of
 from penstock.server.templates import TemplateTraits
 
 Message: TypeAlias = Mapping[str, Any]
@@ -97,10 +97,10 @@ class Prompts:
             return TemplateTraits.of(self.tokenizer)
 
     @cached_property
-    def _opening(self) -> str:
-        """Text with which the template opens an answer."""
+    def openings(self) -> tuple[Opening, ...]:
+        """Texts with which the template opens an answer."""
         with self._lock:
-            return opening_of(self.tokenizer)
+            return openings_of(self.tokenizer)
 
     def render(
         self,
@@ -190,7 +190,7 @@ class Prompts:
         """Read the text of a conversation; tokens of remembered answers stay as they were."""
         if self._answers is None:
             return self._tokens(text, "messages", special=False)
-        splice = self._answers.splice(salt, text, self._opening, self.format, tools)
+        splice = self._answers.splice(salt, text, self.openings, self.format, tools)
         REWRITTEN.set(splice.rewritten)
         rest = self._tokens(text[splice.end :], "messages", special=False)
         tokens = [*splice.tokens, *rest]

@@ -19,15 +19,27 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.engine.request import Finish, Usage
 from penstock.server.answers import Reader
 from penstock.server.parsing import AnswerFormat
 from penstock.server.parsing.formats import HARMONY
 from penstock.server.parsing.harmony import END as END_OF_MESSAGE
+from penstock.server.parsing.harmony import START
 from penstock.server.problems import ServerError
 from penstock.server.prompt_memory import PromptMemory
+from penstock.server.templates import (
+    RESULT,
+    SAID,
+    THOUGHT,
+    TOOL,
+    USER,
+    called,
+    result_of,
+    shared,
+    talk_of,
+)
 
 SHARE = 4
 """Divisor of the memory for prompts that gives the most that answers take of it."""
@@ -35,6 +47,8 @@ ENTRY_BYTES = 1_000
 """Python overhead of a prompt and its answers, at most, in bytes."""
 ANSWERS = 4
 """Newest answers to one prompt that are remembered."""
+_NEXT_MESSAGE = f"{END_OF_MESSAGE}{START}assistant"
+"""Text between two messages of one answer, in harmony."""
 SHOWN = 40
 """Characters shown of an answer that history rewrites."""
 PENDING = 1_024
@@ -52,6 +66,14 @@ class Remembered:
     def nbytes(self) -> int:
         """Bytes that it takes, at most."""
         return ENTRY_BYTES + 4 * (len(self.prompt) + sum(map(len, self.answers)))
+
+
+class Opening(NamedTuple):
+    """Text with which a template opens an answer."""
+
+    text: str
+    bare: str
+    """First part of it, which history has as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,27 +138,33 @@ class RememberedAnswers:
             self._settle(max(0, self._hold.nbytes - nbytes))
 
     def splice(
-        self, salt: str, text: str, opening: str, form: AnswerFormat, tools: Any = None
+        self,
+        salt: str,
+        text: str,
+        openings: Sequence[Opening],
+        form: AnswerFormat,
+        tools: Any = None,
     ) -> Splice:
         """Find the last answer of a prompt's history that is remembered, and what is before it.
 
         Args:
             salt: the tenant's.
             text: the whole prompt.
-            opening: text with which the template opens an answer.
+            openings: with which the template opens an answer.
             form: of the model's answers.
             tools: those that are offered, in OpenAI's form.
         """
         rewritten = None
         start = form.reasoning.start if form.reasoning is not None else ""
-        for at, digest, left_out in reversed(list(_openings(text, opening, start))):
+        places = [place for opening in openings for place in _openings(text, opening, start)]
+        for at, digest, left_out in sorted(places, reverse=True):
             with self._lock:
                 entry = self._entries.get((salt, digest))
                 answers = [] if entry is None else [list(answer) for answer in entry.answers]
                 if entry is None:
                     continue
                 self._entries.move_to_end((salt, digest))
-            ends = list(self._ends_of_answer(text, at, opening, form))
+            ends = list(self._ends_of_answer(text, at, form))
             for end in () if left_out else ends:
                 for answer in answers:
                     if self._same(text[at:end], answer, form, tools):
@@ -149,9 +177,7 @@ class RememberedAnswers:
 
     # ---- parts
 
-    def _ends_of_answer(
-        self, text: str, start: int, opening: str, form: AnswerFormat
-    ) -> Iterator[int]:
+    def _ends_of_answer(self, text: str, start: int, form: AnswerFormat) -> Iterator[int]:
         """Yield where an answer may end: at the first mark of an end.
 
         In harmony each message has an end, and an answer may be several messages.
@@ -165,7 +191,7 @@ class RememberedAnswers:
                 return
             yield (end := min(places))
             start = end + len(END_OF_MESSAGE)
-            if not harmony or not text.startswith(f"{END_OF_MESSAGE}{opening}", end):
+            if not harmony or not text.startswith(_NEXT_MESSAGE, end):
                 return
 
     def _same(self, written: str, answer: Sequence[int], form: AnswerFormat, tools: Any) -> bool:
@@ -193,7 +219,7 @@ class RememberedAnswers:
         if mark and mark in generated and mark not in written:
             what = "its reasoning is left out, as templates do with earlier turns"
         elif left_out:
-            what = f"{left_out!r} is left out, with which the template had begun its reasoning"
+            what = f"{left_out!r} is left out, with which the template had opened it"
         else:
             pairs = enumerate(zip(generated, written, strict=False))
             shorter = min(len(generated), len(written))
@@ -213,44 +239,67 @@ class RememberedAnswers:
             self._hold.resize(0)
 
 
-def opening_of(tokenizer: Any) -> str:
-    """Return the text with which a chat template opens an answer; empty if it cannot be told."""
-    turn = [{"role": "user", "content": "Quartz?"}]
+def openings_of(tokenizer: Any) -> tuple[Opening, ...]:
+    """Return the texts with which a chat template opens an answer: to a user, and to a tool.
 
-    def rendered(*, opened: bool) -> str:
+    Where it writes nothing of its own in front of an answer, it is what ends the message before.
+    """
+    talks = (talk_of(USER), [*talk_of(USER), called(THOUGHT, None), result_of(RESULT)])
+    openings = [_opening(tokenizer, talk, [TOOL]) for talk in talks]
+    if plain := _opening(tokenizer, talks[0]):  # some want a tool always
+        openings[0] = plain
+    return tuple(dict.fromkeys(opening for opening in openings if opening and opening.bare))
+
+
+def _opening(
+    tokenizer: Any, talk: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> Opening | None:
+    """Return the opening of the answer to a conversation; None if it cannot be told."""
+
+    def rendered(talk: list[dict[str, Any]], *, opened: bool) -> str:
         return str(
-            tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=opened)
+            tokenizer.apply_chat_template(
+                talk, tools=tools, tokenize=False, add_generation_prompt=opened
+            )
         )
 
     # A boundary: a template is a program of the model's makers, and raises anything.
     with suppress(Exception):
-        closed, opened = rendered(opened=False), rendered(opened=True)
-        return opened.removeprefix(closed) if opened.startswith(closed) else ""
-    return ""
+        closed, opened = rendered(talk, opened=False), rendered(talk, opened=True)
+        text = opened.removeprefix(closed)
+        if text in ("", opened):
+            _, asked, text = opened.rpartition(str(talk[-1]["content"]))
+            text = text if asked else ""
+        history = rendered([*talk, *talk_of(SAID)], opened=False).rpartition(SAID)[0]
+        kept = len(text) - len(opened) + shared(opened, history)
+        return Opening(text, text[: max(0, kept)])
+    return None
 
 
-def _openings(text: str, opening: str, start: str) -> Iterator[tuple[int, bytes, str]]:
+def _openings(text: str, opening: Opening, start: str) -> Iterator[tuple[int, bytes, str]]:
     """Yield the end of each opening but the last, the hash of its prompt, and what it lacks.
 
     Where an opening begins the reasoning, history may have it without that mark.
 
     Args:
         text: the whole prompt.
-        opening: text with which the template opens an answer.
+        opening: with which the template opens an answer.
         start: mark with which reasoning begins; empty if there is none.
     """
-    bare = opening.partition(start)[0] if start else opening
+    whole_text, bare = opening
+    if start and start in whole_text:
+        bare = whole_text.partition(start)[0]
     hasher, seen = blake2b(digest_size=16), 0
     at = text.find(bare) if bare else -1
-    while at >= 0 and at + len(opening) < len(text):
+    while at >= 0 and at + len(whole_text) < len(text):
         end = at + len(bare)
         hasher.update(text[seen:end].encode())
         seen = end
         prompt = hasher.copy()
-        prompt.update(opening[len(bare) :].encode())
-        whole = text.startswith(opening, at)
-        left_out = "" if whole else opening[len(bare) :]
-        yield at + len(opening) if whole else end, prompt.digest(), left_out
+        prompt.update(whole_text[len(bare) :].encode())
+        whole = text.startswith(whole_text, at)
+        left_out = "" if whole else whole_text[len(bare) :]
+        yield at + len(whole_text) if whole else end, prompt.digest(), left_out
         at = text.find(bare, end)
 
 

@@ -8,6 +8,7 @@ turns, and with it change what has been read already.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ THOUGHT, RESULT, SECOND_THOUGHT, SECOND_RESULT = "Basalt.", "Cobalt.", "Juniper.
 """Texts of the probes' messages, which no template holds."""
 REASONING_KEYS = ("reasoning_content", "reasoning")
 """Keys under which templates look for reasoning; transformers fills `thinking` from the first."""
-_TOOL = {
+TOOL = {
     "type": "function",
     "function": {
         "name": "look_up",
@@ -67,6 +68,8 @@ class TemplateTraits:
     in the place of `enable_thinking`."""
     reasoning_key: str | None
     """Key of a message under which the template looks for reasoning; None if it never does."""
+    text_arguments: bool
+    """Whether the template takes the arguments of calls as JSON text alone."""
     reasoning_beside_text: bool
     """Whether a message may have reasoning, text and a call; gpt-oss's template raises on it."""
     rows: tuple[TraitRow, ...]
@@ -81,8 +84,8 @@ class TemplateTraits:
         later = [probe.row(what, talk_of(*texts)) for what, texts in LATER_SYSTEMS]
         users = probe.row("two user messages in a row", talk_of(USER, AGAIN))
         key = probe.reasoning_key()
-        both = {**_called(THOUGHT, key), "content": SAID}
-        beside = probe.row("reasoning, text and a call", [*talk_of(USER), both, _result(RESULT)])
+        both = {**called(THOUGHT, key), "content": SAID}
+        beside = probe.row("reasoning, text and a call", [*talk_of(USER), both, result_of(RESULT)])
         effort = probe.changes(reasoning_effort=("low", "high"))
         thinking = probe.changes(thinking=(False, True))
         rows = [first, turns, *later, users, *probe.rest(key), beside]
@@ -93,6 +96,7 @@ class TemplateTraits:
             reasoning_effort=effort,
             thinking=thinking,
             reasoning_key=key,
+            text_arguments=probe.text_arguments(),
             reasoning_beside_text=not beside.outcome.startswith("raises"),
             rows=(*rows, _switch("reasoning_effort", effort), _switch("thinking", thinking)),
         )
@@ -114,7 +118,7 @@ class TemplateTraits:
             if follows and not self.consecutive_users:
                 content = f"{fitted.pop()['content']}\n\n{message['content']}"
                 message = {"role": "user", "content": content}
-            fitted.append(self._with_reasoning(message))
+            fitted.append(self._with_arguments(self._with_reasoning(message)))
         return fitted
 
     def _with_reasoning(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -126,6 +130,21 @@ class TemplateTraits:
         if message.get("content") and message.get("tool_calls") and not self.reasoning_beside_text:
             return rest
         return {**rest, key: message[given]}
+
+    def _with_arguments(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with the arguments of its calls as the template takes them."""
+        if not self.text_arguments or not message.get("tool_calls"):
+            return message
+        return {**message, "tool_calls": [_as_text(call) for call in message["tool_calls"]]}
+
+
+def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as JSON text."""
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _switch(name: str, read: bool) -> TraitRow:
@@ -139,7 +158,7 @@ class _Probe:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tools = [_TOOL] if self._render(talk_of(USER))[1] else None  # some want one always
+        self._tools = [TOOL] if self._render(talk_of(USER))[1] else None  # some want one always
 
     def row(self, what: str, talk: list[dict[str, Any]]) -> TraitRow:
         """Say what becomes of a conversation."""
@@ -154,12 +173,12 @@ class _Probe:
 
     def rest(self, key: str | None) -> list[TraitRow]:
         """Return the rows that need no answer of `TemplateTraits`."""
-        loop = [*talk_of(USER), _called(THOUGHT, key), _result(RESULT)]
+        loop = [*talk_of(USER), called(THOUGHT, key), result_of(RESULT)]
         bare = [*talk_of(USER), {"role": "assistant", "content": ""}, *talk_of(AGAIN)]
         turn = [*talk_of(USER), {**talk_of(SAID)[0], **_thought(THOUGHT, key)}, *talk_of(AGAIN)]
         return [
             self.row("call and its result", loop),
-            self.row("tool result without a call", [*talk_of(USER), _result(RESULT)]),
+            self.row("tool result without a call", [*talk_of(USER), result_of(RESULT)]),
             self.row("empty content", bare),
             TraitRow("reasoning key", key or "none"),
             self._reasoning("reasoning in a tool loop", loop, key),
@@ -170,11 +189,19 @@ class _Probe:
     def reasoning_key(self) -> str | None:
         """Return the first key under which reasoning is rendered, in a loop or in a turn."""
         for key in REASONING_KEYS:
-            loop = [*talk_of(USER), _called(THOUGHT, key), _result(RESULT)]
+            loop = [*talk_of(USER), called(THOUGHT, key), result_of(RESULT)]
             turn = [*talk_of(USER), {**talk_of(SAID)[0], **_thought(THOUGHT, key)}, *talk_of(AGAIN)]
             if any(THOUGHT in self._render(talk)[0] for talk in (loop, turn)):
                 return key
         return None
+
+    def text_arguments(self) -> bool:
+        """Tell whether a call is rendered with its arguments as text, and raises with an object."""
+        call, result = called(THOUGHT, None), result_of(RESULT)
+        if self._render([*talk_of(USER), call, result])[1] is None:
+            return False
+        texts = {**call, "tool_calls": [_as_text(one) for one in call["tool_calls"]]}
+        return self._render([*talk_of(USER), texts, result])[1] is None
 
     def changes(self, **switch: tuple[str | bool, str | bool]) -> bool:
         """Tell whether two values of a template's switch are rendered differently."""
@@ -192,8 +219,8 @@ class _Probe:
         """Say what changes in what has been read when a conversation grows."""
         start = talk_of(SYSTEM, USER)
         said = {**talk_of(SAID)[0], **_thought(THOUGHT, key)}
-        loop = [*start, _called(THOUGHT, key), _result(RESULT)]
-        called_again = [*loop, _called(SECOND_THOUGHT, key), _result(SECOND_RESULT)]
+        loop = [*start, called(THOUGHT, key), result_of(RESULT)]
+        called_again = [*loop, called(SECOND_THOUGHT, key), result_of(SECOND_RESULT)]
         return [
             self._growth("a turn is added", start, [*start, said, *talk_of(AGAIN)]),
             self._growth("a call is added", loop, called_again),
@@ -207,19 +234,19 @@ class _Probe:
         error = first_error or second_error
         if error is not None:
             return TraitRow(what, f"raises {error}")
-        shared = _shared(first, second)
-        if shared == len(first):
+        common = shared(first, second)
+        if common == len(first):
             return TraitRow(what, "nothing changes")
         for number, message in enumerate(before, 1):
             at = first.rfind(message["content"])
-            if message["content"] and at + len(message["content"]) > shared:
+            if message["content"] and at + len(message["content"]) > common:
                 return TraitRow(what, f"changes from message {number} on ({message['role']})")
         return TraitRow(what, "changes where the answer begins")
 
     def _render(self, talk: list[dict[str, Any]], **switches: Any) -> tuple[str, str | None]:
         """Render a conversation; return the text and no error, or no text and the error."""
         calls = any(message["role"] == "tool" for message in talk)
-        tools = [_TOOL] if calls else self._tools
+        tools = [TOOL] if calls else self._tools
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in talk],
@@ -246,7 +273,7 @@ def reminder(text: str) -> str:
     return f"<{REMINDER}>\n{text}\n</{REMINDER}>"
 
 
-def _shared(one: str, other: str) -> int:
+def shared(one: str, other: str) -> int:
     """Return how many signs two texts begin with in common."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
@@ -262,7 +289,7 @@ def _thought(text: str, key: str | None) -> dict[str, str]:
     return {key: text} if key else {}
 
 
-def _called(thought: str, key: str | None) -> dict[str, Any]:
+def called(thought: str, key: str | None) -> dict[str, Any]:
     """Return a message of the assistant that calls the tool, without any text."""
     call = {"type": "function", "id": "call00001"}
     call_of = {**call, "function": {"name": "look_up", "arguments": {"text": "Tern."}}}
@@ -270,5 +297,6 @@ def _called(thought: str, key: str | None) -> dict[str, Any]:
     return {**message, **_thought(thought, key)}
 
 
-def _result(text: str) -> dict[str, Any]:
+def result_of(text: str) -> dict[str, Any]:
+    """Return a message with the result of that call."""
     return {"role": "tool", "content": text, "tool_call_id": "call00001", "name": "look_up"}

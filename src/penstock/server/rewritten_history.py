@@ -1,0 +1,41 @@
+"""Why a later turn reads again what an earlier one read: the chat template wrote it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.server.prompts import Message, Prompts
+from penstock.server.remembered_answers import SHOWN, Opening
+from penstock.server.templates import shared
+
+NO_OPENING = Opening("", "")
+
+
+def rewritten_in_front(
+    prompts: Prompts,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str | None:
+    """Say what the template writes anew in front of the last answer of a conversation.
+
+    None if that is nothing, or there is no answer. Slow: renders the prompt with and without it.
+    """
+    answers = [at for at, one in enumerate(messages) if one.get("role") == "assistant"]
+    if not answers or not answers[-1]:
+        return None
+    try:
+        before = prompts.template_text(messages[: answers[-1]], tools)
+        after = prompts.template_text(messages, tools)
+    except PenstockError:
+        return None
+    common = shared(before, after)
+    for text, bare in (*prompts.openings, NO_OPENING):
+        if before.endswith(text) and common >= len(before) - len(text) + len(bare):
+            return None
+    ours, theirs = (text[common : common + SHOWN] for text in (before, after))
+    return (
+        f"the chat template writes anew what is in front of messages.{answers[-1]}, from "
+        f"character {common:,} on: {ours!r} became {theirs!r}"
+    )
