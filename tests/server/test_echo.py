@@ -14,7 +14,7 @@ from servers import Running, serving
 
 from penstock import load
 from penstock.recall import MODEL_PATH
-from penstock.server import openai_objects, problems
+from penstock.server import openai_objects, problems, sse
 
 NEAR = 2e-3
 """Largest difference of two log-probabilities: weights of four bits, sums in other orders."""
@@ -230,6 +230,7 @@ def test_the_whole_vocabulary_is_minus_one(server: Running, model: Any, path: st
     ("path", "body"),
     [
         ("/v1/completions", {"echo": True, "logprobs": 0}),
+        ("/v1/completions", {"echo": True, "logprobs": 0, "stream": True}),
         ("/v1/completions", {"echo": True, "n": 20, "max_tokens": 0}),
         ("/v1/chat/completions", {"prompt_logprobs": 0}),
         ("/tokenize", {}),
@@ -238,23 +239,26 @@ def test_the_whole_vocabulary_is_minus_one(server: Running, model: Any, path: st
 def test_long_responses_are_written_beside_the_event_loop(
     server: Running, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[str] = []
+    threads: list[tuple[str, bool]] = []
 
     def noted(content: Any) -> bytes:
-        threads.append(current_thread().name)
-        return problems.dumps(content)
+        written = problems.dumps(content)
+        threads.append((current_thread().name, len(written) > 4_000))
+        return written
 
-    monkeypatch.setattr(openai_objects, "dumps", noted)
+    for module in (openai_objects, sse):
+        monkeypatch.setattr(module, "dumps", noted)
     text = "The code. " * 400
     asked: dict[str, Any] = {}
     if "chat" in path:
         asked = {"messages": [{"role": "user", "content": text}]}
     given = asked or {"prompt": text}
     assert post(server, path, **{"max_tokens": 1, **given, **body}).status_code == 200
-    assert threads and all(name.startswith("penstock-") for name in threads), threads
+    long = [name for name, is_long in threads if is_long]
+    assert long and all(name.startswith("penstock-") for name in long), threads
     threads.clear()
     post(server, "/v1/completions", prompt="a", max_tokens=1)
-    assert not any(name.startswith("penstock-long") for name in threads)
+    assert not any(name.startswith("penstock-long") for name, _ in threads)
 
 
 def test_more_scores_than_there_is_memory_for_are_refused_with_their_bytes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -25,6 +25,8 @@ from penstock.server.structured import Structured
 from penstock.server.workers import LONG_BYTES
 
 COMPLETIONS = "/v1/completions"
+Part: TypeAlias = tuple[str, list[Token], str | None]
+"""New text of an answer, tokens with a log-probability, and the reason of its end."""
 
 
 class CompletionBody(CompletionRequest, Structured):
@@ -188,26 +190,42 @@ class Completions:
             if not events:
                 choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
                 yield data({**head, "choices": [choice], **prompt_progress(answering)})
-            for index, (text, tokens, reason) in _sum_up(events).items():
-                if index not in offsets:
-                    text = self.echoes[index // self.n] + text
-                    echoed = partial(self._echoed, answering, index)
-                    echo = [] if self.top is None else await self.service.work(echoed)
-                    tokens = [*echo, *tokens]
-                    offsets[index] = 0
-                if not (text or tokens or reason):
-                    continue
-                choice = {
-                    "index": index,
-                    "text": text,
-                    "logprobs": self._logprobs(tokens, offsets[index]),
-                    "finish_reason": reason,
-                }
-                offsets[index] += len(text)
-                yield data({**head, "choices": [choice]})
+            for index, part in _sum_up(events).items():
+                write = partial(self._chunk, head, answering, index, part, offsets.get(index))
+                long = index not in offsets and self._is_long
+                chunk, grown = await self.service.workers.write(write) if long else write()
+                offsets[index] = offsets.get(index, 0) + grown
+                if chunk:
+                    yield chunk
         if with_usage:
             yield data({**head, "choices": [], "usage": usage_object(answering.usage())})
         yield DONE
+
+    def _chunk(
+        self, head: dict[str, Any], answering: ActiveRequest, index: int, part: Part, at: int | None
+    ) -> tuple[bytes, int]:
+        """Write a chunk of an answer, and return it with the characters of its text.
+
+        Args:
+            head: first fields of the chunk.
+            answering: the request.
+            index: number of the answer.
+            part: what is new of it.
+            at: characters of its text so far; None in its first chunk, which has the echo.
+        """
+        text, tokens, reason = part
+        if at is None:
+            text = self.echoes[index // self.n] + text
+            tokens = [*self._echoed(answering, index), *tokens]
+        if not (text or tokens or reason):
+            return b"", 0
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(tokens, at or 0),
+            "finish_reason": reason,
+        }
+        return data({**head, "choices": [choice]}), len(text)
 
 
 def _has_scores(handle: Handle) -> bool:
@@ -215,7 +233,7 @@ def _has_scores(handle: Handle) -> bool:
     return handle.prompt_logprobs is None or handle.prompt_logprobs.done
 
 
-def _sum_up(events: Iterable[Event]) -> dict[int, tuple[str, list[Token], str | None]]:
+def _sum_up(events: Iterable[Event]) -> dict[int, Part]:
     """Sum up events by answer: text, tokens with a log-probability, the reason of the end."""
     texts: dict[int, list[str]] = {}
     tokens: dict[int, list[Token]] = {}
