@@ -42,7 +42,7 @@ STRICT = [
 ]
 V31 = replace(form_of("deepseek"), calls=DeepSeekCalls(fenced=False))
 FORMS = {
-    **{name: form_of(name) for name in ("hermes", "nemotron", "granite", "phi", "llama")},
+    **{name: form_of(name) for name in ("hermes", "nemotron", "granite", "phi", "llama", "seed")},
     **{name: form_of(name) for name in ("json_tools", "harmony", "deepseek")},
     **{name: form_of(name) for name in ("qwen3_coder", "mistral", "deepseek, V3.2")},
     **{name: form_of(name) for name in ("kimi_k2", "minimax_m2")},
@@ -147,7 +147,7 @@ GIVEN_PARTS = {"parts": [{"at": 1.5}], "note": "abcd"}
 
 def tagged(family: str, arguments: dict[str, Any]) -> str:
     """Return a call with a tag for each argument, as the family's template writes it."""
-    if family in MLX_LM:
+    if family in MLX_LM or family == "seed":
         arguments = {
             key: value if isinstance(value, str) else dumped(value)
             for key, value in arguments.items()
@@ -155,7 +155,7 @@ def tagged(family: str, arguments: dict[str, Any]) -> str:
     return written(family, arguments=arguments)
 
 
-@pytest.mark.parametrize("family", ["qwen3_coder", "minimax_m2", "deepseek, V3.2"])
+@pytest.mark.parametrize("family", ["qwen3_coder", "seed", "minimax_m2", "deepseek, V3.2"])
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
 def test_arguments_between_tags_follow_their_types(family: str, marks: Marks) -> None:
     """And are read as values of those types, however their schema names them."""

@@ -10,7 +10,7 @@ import pytest
 from parrot import parrot
 
 from penstock.errors import SettingError
-from penstock.models.mlx_lm import tool_parsers
+from penstock.models.mlx_lm import tool_parser, tool_parsers
 from penstock.server.parsing import answer_format, call_names
 from penstock.server.prompts import Prompts
 
@@ -28,6 +28,8 @@ SHOWN = {
     "<|python_start|>": ("llama", "none"),
     '<tool_call>{"name": ': ("hermes", "none"),
     "<tool_call>\\n<function=": ("none", "none"),
+    "<seed:tool_call>\\n<function=": ("seed", "none"),
+    '<tool_call><invoke name="': ("none", "none"),
     "[THINK]": ("none", "mistral"),
     "Hello": ("none", "none"),
 }
@@ -41,6 +43,16 @@ def tokenizer(template: Any) -> Any:
         get_vocab=dict,
         eos_token_ids=[],
     )
+
+
+def test_tags_that_hold_no_json_are_not_read_as_json() -> None:
+    """mlx-lm takes the template of MiniMax M3 for JSON between tags."""
+    parse, start, end = tool_parser("json_tools")
+    for text, name in (("{{ tool_call.name }}", "json_tools"), ('<invoke name="', "none")):
+        made = tokenizer(f"<tool_call> tool_call.name <arg_key> {text}")
+        made.has_tool_calling, made.tool_parser = True, parse
+        made.tool_call_start, made.tool_call_end = start, end
+        assert answer_format(made).call_name == name
 
 
 @pytest.mark.parametrize("template", SHOWN)

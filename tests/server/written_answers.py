@@ -126,6 +126,14 @@ OURS: dict[str, tuple[str, Any]] = {
         ),
     ),
 }
+OURS["seed"] = (
+    "seed",
+    xml(
+        "<seed:tool_call>\n<function=NAME>\n",
+        "<parameter=KEY>VALUE</parameter>\n",
+        "</function>\n</seed:tool_call>",
+    ),
+)
 MLX_LM: dict[str, Any] = {
     "function_gemma": xml(
         "<start_function_call>call:NAME{",
@@ -187,7 +195,7 @@ MLX_LM: dict[str, Any] = {
     ),
 }
 FAMILIES = ("harmony", *OURS, *MLX_LM)
-TEXTS_ONLY = frozenset(MLX_LM) - {"json_tools", "kimi_k2", "mistral", "pythonic"}
+TEXTS_ONLY = frozenset(MLX_LM) - {"json_tools", "kimi_k2", "mistral", "pythonic"} | {"seed"}
 """Families whose arguments are texts between tags here."""
 
 

@@ -14,7 +14,7 @@ from penstock.server.parsing.deepseek import DeepSeekCalls, DeepSeekTags
 from penstock.server.parsing.events import Events
 from penstock.server.parsing.hermes import HERMES
 from penstock.server.parsing.llama import LlamaCalls
-from penstock.server.parsing.mlx_lm_calls import MlxLmCalls, written_shape
+from penstock.server.parsing.mlx_lm_calls import SEED, MlxLmCalls, written_shape
 from penstock.server.parsing.nemotron import NEMOTRON
 from penstock.server.parsing.parser import CallFormat, Parser, ReasoningMarks, Tools, marked_answer
 from penstock.server.parsing.phi import PHI
@@ -29,6 +29,9 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "llama": LlamaCalls(),
     "nemotron": NEMOTRON,
     "phi": PHI,
+    "seed": MlxLmCalls(
+        tool_parser("qwen3_coder")[0], SEED.opening, SEED.closing.strip(), written=SEED
+    ),
 }
 """Formats of calls, beside harmony and those that mlx-lm reads."""
 REASONING: Mapping[str, ReasoningMarks] = {
@@ -163,6 +166,7 @@ _SHOWN_CALLS = (
     ("deepseek_tags", _all("｜DSML｜")),
     ("deepseek", _all("<｜tool▁calls▁begin｜>")),
     ("nemotron", _all("<TOOLCALL>")),
+    ("seed", _all(SEED.opening, "<function=")),
     ("phi", _all("<|tool_call|>", "<|/tool_call|>")),
     ("phi", _all("functools[")),
     ("granite", _all("<|start_of_role|>", "<|tool_call|>")),
@@ -181,9 +185,12 @@ _SHOWN_REASONING = (
 )
 
 
+_INVOKE = "<invoke name="
+
+
 def _json_tags(template: str) -> bool:
     """Tell whether calls are JSON between tags, and not XML."""
-    others = ("<function=", "<arg_key>", "[TOOL_CALLS]", "<tool_call>\\n<function")
+    others = ("<function=", _INVOKE, "<arg_key>", "[TOOL_CALLS]", "<tool_call>\\n<function")
     return "<tool_call>" in template and not any(sign in template for sign in others)
 
 
@@ -196,6 +203,8 @@ def _calls(tokenizer: Any, template: str, name: str | None) -> tuple[str, CallFo
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
         parse = tokenizer.tool_parser
         name = parse.__module__.rpartition(".")[2]
+        if name == "json_tools" and _INVOKE in template:  # MiniMax M3's tags hold no JSON
+            return NONE, None
         return name, MlxLmCalls(parse, start, end, written=written_shape(name, template))
     if name in (NONE, HARMONY):
         return name, None

@@ -18,6 +18,12 @@ from penstock.server.parsing.shapes import CallShape, ParameterTags, json_shape
 _PROBE = {"name": "probe", "arguments": {"n": 1}}
 _CALL_ID = re.compile(r"^(\s*[\w-]+)\[CALL_ID\]\w+(?=\s*\[ARGS\])")
 """Name of a call in front of its arguments, which mlx-lm takes for that of the tool."""
+SEED = CallShape(
+    *("<seed:tool_call>", "\n<function=", ">\n", "</function>", "\n</seed:tool_call>"),
+    separator=None,
+    tags=ParameterTags("<parameter=", ">", ">", "</parameter>", after="\n"),
+)
+"""Shape of Seed-OSS, whose calls the parser of Qwen3-Coder reads."""
 _WRITTEN = {
     "kimi_k2": CallShape(
         *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions."),
