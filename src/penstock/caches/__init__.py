@@ -13,6 +13,7 @@ from penstock.caches.quantized import (
     QuantizedRotatingKVCache,
 )
 from penstock.caches.rotating import BatchRotatingKVCache, RotatingKVCache
+from penstock.caches.selective import SelectiveKVCache
 from penstock.caches.sinks import BatchSinkRotatingKVCache, SinkRotatingKVCache
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "QuantizedKVCache",
     "QuantizedRotatingKVCache",
     "RotatingKVCache",
+    "SelectiveKVCache",
     "SinkRotatingKVCache",
     "TurboQuantKVCache",
     "load_prompt_cache",

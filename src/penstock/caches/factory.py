@@ -12,6 +12,7 @@ from penstock.caches.codec import TurboQuantKVCache
 from penstock.caches.codes import BLOCK_TOKENS
 from penstock.caches.quantized import QuantizedRotatingKVCache
 from penstock.caches.rotating import Ring, RotatingKVCache
+from penstock.caches.selective import SelectiveKVCache
 from penstock.caches.sinks import SinkRotatingKVCache
 from penstock.config import KEEP, MAX_KV_SIZE, MIN_QUANTIZE_TOKENS, RAW_FIRST_TOKENS
 from penstock.errors import SettingError
@@ -30,6 +31,7 @@ def make_kv_cache(
     kv_cache_quantization: str | None = None,
     kv_cache_min_quantize_tokens: int = MIN_QUANTIZE_TOKENS,
     kv_cache_raw_first_tokens: int = RAW_FIRST_TOKENS,
+    attend: int | None = None,
 ) -> list[Any]:
     """Make the caches of a model, one a layer, none of which ever holds more than `max_kv_size`.
 
@@ -53,6 +55,9 @@ def make_kv_cache(
         kv_cache_min_quantize_tokens: A sequence of fewer tokens stays in full precision; a longer
             one is encoded whole.
         kv_cache_raw_first_tokens: First tokens that a codec leaves in full precision.
+        attend: Tokens that a single token reads of a longer sequence in full-attention layers,
+            chosen by an index of the keys (`SelectiveKVCache`), at least 128; None reads all.
+            Call `penstock.attach(model)` before.
 
     Raises:
         TypeError, ValueError: a size that is no integer, or out of range.
@@ -68,7 +73,13 @@ def make_kv_cache(
     shared = _reads_other_layers(model)
     _check_codec(rule, kv_bits, shared=shared)
     size = positive("max_kv_size", max_kv_size)
-    bound = Bound(size, _kept(keep, size), kv_bits, kv_group_size, _room(capacity), shared, rule)
+    if attend is not None and (rule is not None or kv_bits is not None):
+        raise SettingError(
+            f"attend {attend}: kv_bits and kv_cache_quantization are read whole; leave one of "
+            f"them, or let the engine choose from codes (Engine(attend_tokens={attend}))"
+        )
+    kept = _kept(keep, size)
+    bound = Bound(size, kept, kv_bits, kv_group_size, _room(capacity), shared, rule, attend)
     if hasattr(model, "make_cache"):
         return [bound.on(cache) for cache in model.make_cache()]
     return [bound.full() for _ in model.layers]
@@ -86,6 +97,7 @@ class Bound:
     """Columns of the first write; None is the whole window."""
     shared: bool
     rule: QuantizationRule | None
+    attend: int | None
 
     def on(self, cache: Any) -> Any:
         """Return the bounded cache that takes the place of one that the model made."""
@@ -118,6 +130,9 @@ class Bound:
             )
         if self.bits is not None:
             return self._quantized(self.size, self.keep)
+        if self.attend is not None:
+            cache = SelectiveKVCache(self.size, self.keep, self.room, attend=self.attend)
+            return self._of(cache)
         if self.keep:
             return self._of(SinkRotatingKVCache(self.size, self.keep, self.room))
         return self._of(RotatingKVCache(self.size, capacity=self.room))

@@ -26,6 +26,7 @@ from penstock.caches.quantized import (
     QuantizedRotatingKVCache,
 )
 from penstock.caches.rotating import BatchRotatingKVCache, RotatingKVCache
+from penstock.caches.selective import SelectiveKVCache
 from penstock.caches.sinks import BatchSinkRotatingKVCache, SinkRotatingKVCache
 from penstock.errors import CacheFileError
 
@@ -42,6 +43,7 @@ CLASSES: dict[str, type[LayerCache]] = {
         QuantizedKVCache,
         QuantizedRotatingKVCache,
         RotatingKVCache,
+        SelectiveKVCache,
         SinkRotatingKVCache,
         TurboQuantKVCache,
     )

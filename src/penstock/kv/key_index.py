@@ -61,7 +61,7 @@ class KeyIndex:
         index = list(segment.index or (None,) * len(segment.layers))
         for layer in sorted(self.layers):
             if index[layer] is None and not (segment.missing and segment.missing[layer]):
-                index[layer] = self._of(segment.layers[layer][0])
+                index[layer] = self.of_keys(segment.layers[layer][0])
         return replace(segment, index=tuple(index))
 
     def best_by_block(
@@ -85,7 +85,7 @@ class KeyIndex:
         x = queries @ _rotation(self.codec, queries.shape[-1])
         return backend.current().best_by_block(x, codes, sizes, block)
 
-    def _of(self, keys: Side) -> Coded:
+    def of_keys(self, keys: Side) -> Coded:
         """Return the index of one layer's keys, some tokens at a time; evaluated."""
         tokens, pieces = col.columns(keys), []
         for start in range(0, tokens, PIECE_TOKENS):

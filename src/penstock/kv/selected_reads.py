@@ -12,9 +12,10 @@ from math import gcd
 import mlx.core as mx
 import numpy as np
 
-from penstock.kv import backend
+from penstock.kv import attention, backend
 from penstock.kv.attention import LOG2_E
 from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.joined_reads import read_sides
 from penstock.kv.selection import (
     BLOCK_TOKENS,
     Numbers,
@@ -66,7 +67,7 @@ def choose(
         below = np.array(sinks / LOG2_E).reshape(kv_heads, -1)
     chosen: dict[int, mx.array | SelectedKV] = {}
     for number, row, query, wanted, tail in zip(numbers, choosing, asked, blocks, own, strict=True):
-        if not _on_host(row, tails, layer):
+        if not _on_host(row, tails.shapes[layer].dtype, layer):
             chosen[number] = gather(selection, row, wanted, layer)
             continue
         sides = [_held(side) for side in tail]
@@ -75,9 +76,50 @@ def choose(
     return chosen
 
 
-def _on_host(row: DecodeRow, tails: Tails, layer: int) -> bool:
+def attend_alone(
+    selection: Selection,
+    row: DecodeRow,
+    queries: mx.array,
+    scale: float,
+    tail: Sequence[mx.array],
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Let one row of one layer read its choice, (1, heads, 1, dim) -> (1, heads, 1, value_dim).
+
+    Args:
+        selection: how much is read.
+        row: its parts have that layer alone.
+        queries: as the model has them.
+        scale: what the model multiplies its scores by.
+        tail: keys and values of the tail, (1, kv_heads, tokens, dim) each.
+        sinks: as the model has them, (heads,).
+    """
+    heads, kv_heads = queries.shape[1], tail[0].shape[1]
+    asked = attention.grouped(queries.astype(mx.float32) * scale, kv_heads)
+    mx.eval(asked, *tail)
+    wide = np.asarray(asked)
+    (blocks,) = best_blocks(selection, [row], [wide], 0)
+    if _on_host(row, tail[0].dtype, 0):
+        sides = [_held(side) for side in tail]
+        below = None if sinks is None else np.array(sinks.astype(mx.float32)).reshape(kv_heads, -1)
+        read = attend(selection, row, blocks, wide, 0, sides, below)
+        return mx.array(read.reshape(1, heads, 1, -1))
+    choice = gather(selection, row, blocks, 0)
+    first, recent = (read_sides(pieces, 0) for pieces in (choice.first, choice.recent))
+    keys, values = (
+        [*first[side], chosen, *recent[side], tail[side].squeeze(0)]
+        for side, chosen in enumerate((choice.keys, choice.values))
+    )
+    stacked = attention.grouped(attention.in_base_2(queries, scale), kv_heads)
+    part = backend.current().attend_decode(stacked, keys, values)
+    sunk = None if sinks is None else sinks.astype(mx.float32).reshape(kv_heads, -1, 1) * LOG2_E
+    merged = attention.ungrouped(attention.merged([part], sunk), 1, heads)
+    return merged.astype(queries.dtype)
+
+
+def _on_host(row: DecodeRow, dtype: mx.Dtype, layer: int) -> bool:
     """Tell whether NumPy is to read a row: all of it lies in memory as float32."""
-    if not backend.current().on_heap or tails.shapes[layer].dtype != mx.float32:
+    if not backend.current().on_heap or dtype != mx.float32:
         return False
     sides = (side for part in row.parts for side in part.segment.layers[layer])
     return all(isinstance(side, mx.array) and side.dtype == mx.float32 for side in sides)

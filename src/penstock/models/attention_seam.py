@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.caches.codec_reading import TurboQuant
+from penstock.caches.selective import SelectiveKVCache
 from penstock.kv.reads import Reads
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -19,9 +20,9 @@ def attach(model: nn.Module) -> tuple[str, ...]:
     """Put the attention seam under a model; return the modules in which it was put.
 
     In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound
-    to a dispatcher: a layer whose cache is one of penstock's `Reads`, or a `TurboQuantKVCache`,
-    attends by it, everything else goes to mlx-lm's function as before. Nothing else is patched.
-    Again does nothing.
+    to a dispatcher: a layer whose cache is one of penstock's `Reads`, a `TurboQuantKVCache` or a
+    `SelectiveKVCache` attends by it, everything else goes to mlx-lm's function as before. Nothing
+    else is patched. Again does nothing.
     """
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     names = {type(module).__module__ for module in modules}
@@ -50,7 +51,7 @@ def _dispatching(theirs: Any) -> Any:
     ) -> Any:
         if isinstance(cache, Reads):
             return cache.attend(queries, keys, values, scale, mask, sinks)
-        if isinstance(cache, TurboQuant):
+        if isinstance(cache, TurboQuant | SelectiveKVCache):
             mixed = cache.attend(queries, keys, values, scale, mask, sinks)
             if mixed is not None:
                 return mixed

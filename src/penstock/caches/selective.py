@@ -1,0 +1,127 @@
+"""A bounded window of which a single token reads a choice, by an index of the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import mlx.core as mx
+
+from penstock.caches.sinks import SinkRotatingKVCache
+from penstock.errors import ModelError
+from penstock.kv import columns as col
+from penstock.kv import selected_reads
+from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.checks import whole
+from penstock.kv.codecs import Coded
+from penstock.kv.columns import Side
+from penstock.kv.key_index import KeyIndex
+from penstock.kv.segment import Segment
+from penstock.kv.selection import LEAST_TOKENS, Selection
+
+_INDEX = KeyIndex(frozenset({0}))
+
+
+class SelectiveKVCache(SinkRotatingKVCache):
+    """A `SinkRotatingKVCache` of which a single token reads `attend` tokens, chosen by an index.
+
+    The choice is that of `--attend-tokens`. Everything is read by chunks, up to `attend` tokens,
+    in a window that has dropped some, and in batches. The model must be known to
+    `penstock.attach`.
+
+    Args:
+        max_size: see `RotatingKVCache`.
+        keep: see `RotatingKVCache`.
+        capacity: see `RotatingKVCache`.
+        attend: tokens that each key head reads, at least 128.
+    """
+
+    attend_tokens: int
+    _index: Coded | None = None
+    """Index of the first keys."""
+    _given: tuple[ref[mx.array], ref[mx.array]] | None = None
+    """Keys and values that the model is to hand to `attend`."""
+
+    def __init__(
+        self, max_size: int, keep: int = 0, capacity: int | None = None, *, attend: int
+    ) -> None:
+        super().__init__(max_size, keep, capacity)
+        self.attend_tokens = whole("attend", attend, LEAST_TOKENS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_given"}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, used or not, those of the index among them."""
+        return super().nbytes + col.nbytes(self._index)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
+        """Write the tokens and return the columns that any query may see; see `Ring`.
+
+        Raises:
+            TypeError, ValueError: wrong rank, dtype, heads or widths; the cache is unchanged.
+            ModelError: the last token was not read by `attend`.
+        """
+        if self._given is not None:
+            self._given = None
+            raise ModelError(
+                "the last token was read whole, and not by penstock's attention: call "
+                "penstock.attach(model) once before, or make the caches without attend"
+            )
+        held = super().update_and_fetch(keys, values)
+        own, others = held
+        assert isinstance(own, mx.array) and isinstance(others, mx.array)
+        if keys.shape[:3:2] == (1, 1) and self.attend_tokens < self.offset <= self.max_size:
+            self._given = ref(own), ref(others)
+        return held
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None = None,
+    ) -> mx.array | None:
+        """Attend to a choice: (1, heads, 1, d) -> (1, heads, 1, dim); None to read everything."""
+        given, self._given = self._given, None
+        if given is None or keys is not given[0]() or values is not given[1]() or mask is not None:
+            return None
+        selection = Selection(self.attend_tokens, _INDEX)
+        position = self.offset - 1
+        held = self._held()
+        mx.eval(queries, held)
+        self._index_to(selection.recent_start(position))
+        segment = Segment((held,), index=(self._index,))
+        row = DecodeRow((KVSpan(segment, 0, position),), position, 0, 0)
+        tail = [side[:, :, position : self.offset] for side in held if isinstance(side, mx.array)]
+        return selected_reads.attend_alone(selection, row, queries, scale, tail, sinks)
+
+    def trim(self, n: int) -> int:
+        """See `Ring`."""
+        trimmed = super().trim(n)
+        self._given = None
+        if self._index is not None and self._index.tokens > self.offset:
+            self._index = self._index.take(0, self.offset) if self.offset else None
+        return trimmed
+
+    def _index_to(self, stop: int) -> None:
+        """Index the keys up to `stop`, which are in order of time."""
+        start = 0 if self._index is None else self._index.tokens
+        if start >= stop:
+            return
+        more = _INDEX.of_keys(col.take(self._held()[0], start, stop))
+        self._index = more if self._index is None else self._index.join(more)
+        mx.eval(self._index.parts)
+
+    def _state(self) -> tuple[Any, ...]:
+        self._given = None
+        return *super()._state(), self.attend_tokens
+
+    def _restore(self, state: Sequence[Any]) -> None:
+        *others, self.attend_tokens = state
+        self._index = self._given = None
+        super()._restore(others)

@@ -1,0 +1,152 @@
+"""Caches of which a single token reads a choice, in mlx-lm's own loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+import penstock
+from penstock.engine.core import Core
+from penstock.engine.request import Request
+from penstock.errors import ModelError, SettingError
+from penstock.kv import selection as module
+from penstock.kv.backend import GPUBackend, current, using
+from penstock.models.mlx_lm import load, render
+from penstock.recall import MODEL_PATH, dialogue
+
+ANSWER_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def asked() -> tuple[Any, Any, list[list[int]], list[str]]:
+    """The embedded model, its tokenizer, and questions about a dialogue, with their answers."""
+    model, tokenizer = load(MODEL_PATH)
+    penstock.attach(model)
+    talk = dialogue(3, tokens=1_000, facts=3)
+    prompts = [render(tokenizer, talk.ask(question)) for question in talk.questions]
+    return model, tokenizer, prompts, [question.answer for question in talk.questions]
+
+
+def said(model: Any, prompt: Sequence[int], caches: list[Any]) -> list[int]:
+    steps = generate_step(
+        mx.array(list(prompt)), model, max_tokens=ANSWER_TOKENS, prompt_cache=caches
+    )
+    return [int(token) for token, _ in steps]
+
+
+def known(asked: Any, **settings: Any) -> int:
+    model, tokenizer, prompts, answers = asked
+    right = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = said(model, prompt, penstock.make_kv_cache(model, **settings))
+        ends = [n for n, token in enumerate(tokens) if token in tokenizer.eos_token_ids]
+        text = tokenizer.decode(tokens[: ends[0]] if ends else tokens)
+        right += text.strip() == answer
+    return right
+
+
+def test_with_as_many_tokens_as_there_are_the_text_is_that_of_all(asked: Any) -> None:
+    model, _, prompts, _ = asked
+    prompt = prompts[0]
+    covering = penstock.make_kv_cache(model, attend=len(prompt) + ANSWER_TOKENS)
+    assert said(model, prompt, covering) == said(model, prompt, penstock.make_kv_cache(model))
+    logits = []
+    for attend in (None, len(prompt) + 1, 128):
+        caches = penstock.make_kv_cache(model, attend=attend)
+        model(mx.array([prompt]), cache=caches)
+        logits.append(model(mx.array([[5]]), cache=caches))
+    assert mx.array_equal(logits[0], logits[1]), "to the bit"
+    assert not mx.array_equal(logits[0], logits[2])
+
+
+def test_the_choice_is_that_of_the_engine_and_finds_what_a_window_loses(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, prompts, _ = asked
+    assert known(asked, attend=128) == 3
+    assert known(asked, max_kv_size=128, keep=16) <= 1
+    core = Core(model, memory_limit="200MB", max_batch_size=1, attend_tokens=128)
+    try:
+        for prompt in prompts:
+            handle = core.submit(
+                Request(prompt=tuple(prompt), max_tokens=ANSWER_TOKENS, ignore_eos=True)
+            )
+            while core.step():
+                pass
+            own = said(model, prompt, penstock.make_kv_cache(model, attend=128))
+            assert own == list(handle.result(0.0)[0].tokens)
+    finally:
+        core.close()
+    wanted = module._wanted
+    monkeypatch.setattr(module, "_wanted", lambda scores: -wanted(scores))
+    assert known(asked, attend=128) <= 1, "it is the choice that finds them"
+
+
+def test_both_back_ends_read_the_same(asked: Any) -> None:
+    model, _, prompts, _ = asked
+    logits = []
+    for device in (current(), GPUBackend()):
+        with using(device):
+            caches = penstock.make_kv_cache(model, attend=128)
+            model(mx.array([prompts[0]]), cache=caches)
+            logits.append(model(mx.array([[5]]), cache=caches))
+    assert mx.allclose(logits[0], logits[1], atol=0.3)
+    assert int(mx.argmax(logits[0])) == int(mx.argmax(logits[1]))
+
+
+def test_it_goes_on_after_copies_trims_and_files(asked: Any, tmp_path: Path) -> None:
+    model, _, prompts, _ = asked
+    caches = penstock.make_kv_cache(model, attend=128)
+    tokens = said(model, prompts[0], caches)
+    assert all(cache.nbytes > cache.keys.nbytes + cache.values.nbytes for cache in caches)
+    whole = copy.deepcopy(caches)
+    penstock.save_prompt_cache(tmp_path / "kept.safetensors", caches)
+    back = penstock.load_prompt_cache(tmp_path / "kept.safetensors")
+    assert [cache.attend_tokens for cache in back] == [128] * len(caches)
+    ends = [model(mx.array([[7]]), cache=held) for held in (caches, whole, back)]
+    assert mx.array_equal(ends[0], ends[1]) and mx.array_equal(ends[0], ends[2])
+    for cache in caches:
+        assert cache.trim(len(tokens) + 40) == len(tokens) + 40
+    fresh = penstock.make_kv_cache(model, attend=128)
+    left = caches[0].offset
+    model(mx.array([prompts[0][:left]]), cache=fresh)
+    for held in (caches, fresh):
+        model(mx.array([prompts[0][left:]]), cache=held)
+    once, anew = (model(mx.array([[7]]), cache=held) for held in (caches, fresh))
+    assert mx.allclose(once, anew, atol=1e-3)
+
+
+def test_a_batch_reads_all(asked: Any) -> None:
+    model, _, prompts, _ = asked
+    rows = []
+    for attend in (128, None):
+        caches = penstock.make_kv_cache(model, attend=attend)
+        model(mx.array([prompts[0][:300]]), cache=caches)
+        rows.append([type(cache).merge([cache, cache]) for cache in caches])
+    logits = [model(mx.array([[7], [9]]), cache=batch) for batch in rows]
+    assert mx.array_equal(*logits)
+
+
+def test_a_token_that_was_read_whole_is_an_error() -> None:
+    cache = penstock.SelectiveKVCache(1_000, attend=128)
+    sides = mx.zeros((1, 2, 200, 32)), mx.zeros((1, 2, 200, 32))
+    cache.update_and_fetch(*sides)
+    one = [side[:, :, :1] for side in sides]
+    cache.update_and_fetch(*one)
+    with pytest.raises(ModelError, match=r"penstock\.attach"):
+        cache.update_and_fetch(*one)
+
+
+def test_what_cannot_be_chosen_from_is_refused(asked: Any) -> None:
+    model = asked[0]
+    with pytest.raises(ValueError, match="attend"):
+        penstock.make_kv_cache(model, attend=127)
+    for more in ({"kv_bits": 8}, {"kv_cache_quantization": "turbo4"}):
+        with pytest.raises(SettingError, match="attend 128"):
+            penstock.make_kv_cache(model, attend=128, **more)
