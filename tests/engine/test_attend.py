@@ -141,6 +141,31 @@ def test_a_sequence_that_was_preempted_goes_on_with_the_same_text() -> None:
     assert found == expected
 
 
+def test_after_an_eviction_the_text_is_that_of_a_prompt_that_ends_there() -> None:
+    """Keys and values of an answer follow from its choices; read again, they are a prompt's."""
+    with running(attend_tokens=LEAST, max_batch_size=1) as core:
+        long = Request(prompt=LONG, max_tokens=60, ignore_eos=True)
+        first = core.submit(long)
+        while core.counters.generated_tokens < 20:
+            core.step()
+        core.submit(Request(prompt=SHORT, max_tokens=1, ignore_eos=True, priority=1))
+        while core.counters.preemptions < 1:
+            core.step()
+        said = core.counters.generated_tokens
+        assert core.prefixes.make_room(core.ledger.free_bytes + core.prefixes.evictable_bytes)
+        while core.step():
+            core.view.check()
+        after = list(first.result(0.0)[0].tokens)
+    with running(attend_tokens=LEAST) as core:
+        whole = answers(core, LONG, tokens=60)[0]
+    with running(attend_tokens=LEAST) as core:
+        prompt = (*LONG, *after[:said])
+        anew = answers(core, prompt, tokens=60 - said)[0]
+    assert after[:said] == whole[:said], "what was said stays"
+    assert after[said:] == anew
+    assert after != whole, "negative control: the answer's own keys were other ones"
+
+
 def test_what_a_tier_gives_back_has_an_index_again(tmp_path: Path) -> None:
     settings = {"attend_tokens": LEAST}
     with cold_engine.running(tmp_path, **settings) as core:

@@ -1,7 +1,7 @@
 """Attention of a row to the blocks that it chose, with NumPy, on the CPU.
 
 A choice waits for the queries anyway. From then on MLX's operations take longer than their work:
-a layer of 1,024 tokens chosen of 8,192 takes 0.25 ms of CPU here, and 1.3 ms there.
+1,024 tokens chosen of 8,192 take 0.6 ms of CPU in a layer here, and 1.3 ms there.
 """
 
 from __future__ import annotations
