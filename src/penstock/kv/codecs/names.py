@@ -14,9 +14,9 @@ from penstock.kv.codecs.kivi import Kivi
 from penstock.kv.codecs.turbo import Turbo
 
 RAW = "raw"
-AUTO = {"auto2.5x": "kivi8/turbo4", "auto3.5x": "kivi4/turbo4", "auto5x": "kivi3/turbo2.5"}
-"""The best that takes so many times less than float16, with heads of a multiple of 64; measured,
-see docs/codecs.md, which has those for heads of 80, 96 and 112."""
+AUTO = {"auto2.5x": "kivi6/turbo6", "auto3.5x": "kivi5/turbo3", "auto5x": "kivi3/turbo2.5"}
+"""Those of least KL on a real model (docs/real.md) that take so many times less than float16 with
+heads of a multiple of 64; docs/codecs.md has those for heads of 80, 96 and 112."""
 FORMS = (
     "raw; affine2 to affine6 and affine8 (or 2, 3, 4, 5, 6, 8), with g32 or g128 behind it for "
     "other groups than 64; rot2 to rot6, rot8; turbo2, turbo2.5, ..., turbo6, turbo8; "
@@ -78,7 +78,7 @@ def parse_scheme(text: str) -> Scheme:
     """Return the codecs that a setting names.
 
     >>> [parse_scheme(text).name for text in ("k8v4", "4", "auto3.5x")]
-    ['rot8/rot4', 'affine4', 'kivi4/turbo4']
+    ['rot8/rot4', 'affine4', 'kivi5/turbo3']
 
     Raises:
         ValueError: there is none of this name; says which there are.
