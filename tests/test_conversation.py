@@ -8,10 +8,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import tiny_families
+from mlx_lm.models.cache import make_prompt_cache
 from small_models import BASE, build
 
 from penstock.caches import TurboQuantKVCache, make_kv_cache
-from penstock.cli.conversation import LocalChat, kv_line, kv_use, make_caches, shared_tokens
+from penstock.cli.conversation import (
+    Drafting,
+    LocalChat,
+    kv_line,
+    kv_use,
+    make_caches,
+    shared_tokens,
+)
 from penstock.config import KVSettings, SamplingSettings
 from penstock.errors import ModelError, SettingError
 from penstock.models.mlx_lm import Loaded, encode, load_all, render, stream
@@ -285,3 +293,25 @@ def test_an_error_of_mlx_lm_on_plain_caches_is_not_blamed_on_quantization(recall
     caches = make_caches(recall, KVSettings())
     with pytest.raises(ValueError, match="prompt"):
         list(stream(recall, [], caches=caches, sampling=GREEDY))
+
+
+@pytest.mark.parametrize("text", ["What is the code of the quiet dolphin?", "Thank you."])
+def test_with_a_draft_model_the_dialogue_is_the_same(recall: Loaded, text: str) -> None:
+    """Its answers end inside what was proposed, and the next turn goes on from there."""
+    lines = ["The code of the quiet dolphin is 7315.", text, "The code of the red owl is 9.", text]
+    plain, drafted = LocalChat(recall, KVSettings()), LocalChat(recall, KVSettings(), draft=recall)
+    for line in lines:
+        said, read = ask(plain, line)
+        assert (said, read) == (ask(drafted, line)[0], read)
+        held = {cache.offset for cache in drafted.caches}
+        assert held == {len(drafted.held)}
+        assert len(plain.held) - 5 <= len(drafted.held) <= len(plain.held)
+
+
+def test_a_draft_model_is_refused_where_nothing_can_be_taken_back(recall: Loaded) -> None:
+    hybrid = Loaded(tiny_families.build("mamba2"), recall.tokenizer, {})
+    with pytest.raises(SettingError, match="taken back"):
+        Drafting(recall, KVSettings(), make_prompt_cache(hybrid.model))
+    short = LocalChat(recall, KVSettings(max_kv_size=30), draft=recall)
+    with pytest.raises(SettingError, match="more than --max-kv-size 30"):
+        ask(short, "Hello.")

@@ -52,6 +52,7 @@ def chat(
     context: typer.Context,
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
+    draft_model: options.DraftModel = None,
     url: Annotated[
         str | None,
         typer.Option(
@@ -92,7 +93,7 @@ def chat(
     options.check_text("--system", system or "")
     options.lenient_input()
     if url is None:
-        partner = _local(model, weights_dtype, kv_settings, system)
+        partner = _local(model, weights_dtype, kv_settings, system, draft_model)
     else:
         partner = _remote(context, url, api_key, system)
     if sys.stdin.isatty():
@@ -107,12 +108,14 @@ def _local(
     weights_dtype: config.WeightsDtype,
     kv: config.KVSettings,
     system: str | None,
+    draft_model: str | None,
 ) -> Partner:
     options.warn_of_slow_blas(load_blas())
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.conversation import LocalChat
 
-    return LocalChat(options.load_model(model, weights_dtype), kv, system)
+    loaded = options.load_model(model, weights_dtype)
+    return LocalChat(loaded, kv, system, options.load_draft(draft_model, weights_dtype, loaded))
 
 
 def _remote(context: typer.Context, url: str, api_key: str | None, system: str | None) -> Partner:
@@ -121,6 +124,8 @@ def _remote(context: typer.Context, url: str, api_key: str | None, system: str |
         flag = config.flag_of(config.KVSettings, name)
         if _source(context, flag.replace("-", "_")) == "COMMANDLINE":
             raise SettingError(f"--{flag} is the server's to decide; leave it out with --url")
+    if _source(context, "draft_model") == "COMMANDLINE":
+        raise SettingError("--draft-model is the server's to decide; leave it out with --url")
     # A model named in the environment is a folder here, and nothing to the server.
     model = context.params["model"] if _source(context, "model") == "COMMANDLINE" else None
     from penstock.cli.remote import Remote  # httpx takes a moment, too

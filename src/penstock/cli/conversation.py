@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +11,13 @@ import mlx.core as mx
 from penstock.caches import make_kv_cache
 from penstock.caches.codes import BLOCK_TOKENS
 from penstock.config import KVSettings, SamplingSettings
+from penstock.config.defaults import DRAFT_TOKENS
 from penstock.errors import SettingError
 from penstock.kv.codecs import parse_scheme
 from penstock.memory import format_bytes, group_size_for, read_model_spec
 from penstock.models.attention_seam import attach
 from penstock.models.mlx_lm import Loaded, TextPiece, render, stream
+from penstock.models.vocabulary import DRAFT_SETTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,63 @@ def shared_tokens(held: Sequence[int], wanted: Sequence[int]) -> int:
     return next((i for i in range(limit) if held[i] != wanted[i]), limit)
 
 
+class Drafting:
+    """A draft model beside another one in mlx-lm's own loop, and its caches.
+
+    Args:
+        draft: the draft model.
+        kv: how its caches are made.
+        caches: the other model's.
+
+    Raises:
+        SettingError: the caches of one of the two cannot take tokens back.
+    """
+
+    def __init__(self, draft: Loaded, kv: KVSettings, caches: Sequence[Any]) -> None:
+        self._draft = draft
+        self._kv = kv
+        self._caches = make_caches(draft, kv)
+        for cache in (*caches, *self._caches):
+            if not (cache.is_trimmable() and hasattr(cache, "offset")):
+                raise SettingError(
+                    f"{DRAFT_SETTING}: tokens that were rejected are taken back, which a "
+                    f"{type(cache).__name__} cannot; leave it out"
+                )
+
+    def stream(
+        self,
+        loaded: Loaded,
+        prompt: Sequence[int],
+        caches: Sequence[Any],
+        sampling: SamplingSettings,
+    ) -> Iterator[TextPiece]:
+        """Generate as `stream`.
+
+        Raises:
+            SettingError: the answer could fill the window, which then takes nothing back.
+        """
+        most = caches[0].offset + len(prompt) + sampling.max_tokens + DRAFT_TOKENS
+        if most > self._kv.max_kv_size:
+            raise SettingError(
+                f"{DRAFT_SETTING}: {most:,} tokens with the answer are more than --max-kv-size "
+                f"{self._kv.max_kv_size:,}; raise it, lower --max-tokens, or leave the draft out"
+            )
+        both = [*caches, *self._caches]
+        return stream(loaded, prompt, caches=both, sampling=sampling, draft=self._draft.model)
+
+    def trim(self, held: int) -> None:
+        """Go back to the first `held` tokens."""
+        for cache in self._caches:
+            cache.trim(max(0, cache.offset - held))
+
+    def even(self, caches: Sequence[Any], most: int) -> int:
+        """Go back, in both models, to the tokens that both hold, or fewer; return their number."""
+        held: int = min(most, *(cache.offset for cache in (*caches, *self._caches)))
+        for cache in (*caches, *self._caches):
+            cache.trim(cache.offset - held)
+        return held
+
+
 class LocalChat:
     """A dialogue; each turn reads only the tokens that the caches do not hold yet.
 
@@ -106,8 +165,15 @@ class LocalChat:
     trimmed to the common part, or filled anew if their window has already dropped tokens.
     """
 
-    def __init__(self, loaded: Loaded, kv: KVSettings, system: str | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        kv: KVSettings,
+        system: str | None = None,
+        draft: Loaded | None = None,
+    ) -> None:
         self.loaded = loaded
+        self.draft = draft
         self.kv = kv
         self.system = system
         self.reset()
@@ -129,7 +195,7 @@ class LocalChat:
         prompt = self._read_from(render(self.loaded.tokenizer, said))
         pieces: list[TextPiece] = []
         try:
-            for piece in stream(self.loaded, prompt, caches=self.caches, sampling=sampling):
+            for piece in self._stream(prompt, sampling):
                 pieces.append(piece)
                 self.last = piece
                 yield piece
@@ -137,6 +203,8 @@ class LocalChat:
             if not pieces or pieces[-1].finish_reason is None:
                 self._empty_caches()
         self.held += [*prompt, *(piece.token for piece in pieces)]
+        if self.drafting is not None:
+            del self.held[self.drafting.even(self.caches, len(self.held)) :]
         reply = "".join(piece.text for piece in pieces)
         self.messages = [*said, {"role": "assistant", "content": reply}]
 
@@ -156,6 +224,8 @@ class LocalChat:
         if surplus and all(cache.is_trimmable() for cache in self.caches):
             for cache in self.caches:
                 cache.trim(surplus)
+            if self.drafting is not None:
+                self.drafting.trim(shared)
             del self.held[shared:]
         elif surplus:
             self._empty_caches()
@@ -163,7 +233,13 @@ class LocalChat:
 
     def _empty_caches(self) -> None:
         self.caches = make_caches(self.loaded, self.kv)
+        self.drafting = None if self.draft is None else Drafting(self.draft, self.kv, self.caches)
         self.held: list[int] = []
+
+    def _stream(self, prompt: list[int], sampling: SamplingSettings) -> Iterator[TextPiece]:
+        if self.drafting is None:
+            return stream(self.loaded, prompt, caches=self.caches, sampling=sampling)
+        return self.drafting.stream(self.loaded, prompt, self.caches, sampling)
 
 
 def figures_line(last: TextPiece, use: KVUse) -> str:

@@ -25,6 +25,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to answer; - reads standard input.")],
     model: options.Model = str(MODEL_PATH),
     weights_dtype: options.WeightsDtype = "auto",
+    draft_model: options.DraftModel = None,
     system: options.System = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
@@ -51,7 +52,13 @@ def generate(
     options.warn_of_slow_blas(load_blas())
 
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
-    from penstock.cli.conversation import figures_line, figures_record, kv_use, make_caches
+    from penstock.cli.conversation import (
+        Drafting,
+        figures_line,
+        figures_record,
+        kv_use,
+        make_caches,
+    )
     from penstock.models.mlx_lm import encode, render, stream
 
     loaded = options.load_model(model, weights_dtype)
@@ -59,7 +66,12 @@ def generate(
     messages.append({"role": "user", "content": text})
     tokens = encode(loaded.tokenizer, text) if raw else render(loaded.tokenizer, messages)
     caches = make_caches(loaded, kv_settings, capacity=len(tokens) + sampling_settings.max_tokens)
-    pieces = stream(loaded, tokens, caches=caches, sampling=sampling_settings)
+    draft = options.load_draft(draft_model, weights_dtype, loaded)
+    drafting = None if draft is None else Drafting(draft, kv_settings, caches)
+    if drafting is None:
+        pieces = stream(loaded, tokens, caches=caches, sampling=sampling_settings)
+    else:
+        pieces = drafting.stream(loaded, tokens, caches, sampling_settings)
     answer, last = _take(pieces, show=not as_json)
     use = kv_use(caches, len(tokens) + last.generated_tokens)
     if as_json:

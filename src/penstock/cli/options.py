@@ -44,6 +44,16 @@ WeightsDtype: TypeAlias = Annotated[
         envvar="PENSTOCK_WEIGHTS_DTYPE",
     ),
 ]
+DraftModel: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Small model with the same tokenizer whose tokens are proposed, four at a time: a "
+        "folder, a .gguf file or a name.",
+        envvar="PENSTOCK_DRAFT_MODEL",
+        metavar="MODEL",
+        show_default="none",
+    ),
+]
 EngineSize: TypeAlias = Annotated[
     dict[str, Any], Fields(config.EngineSettings, "memory_limit", "block_size")
 ]
@@ -129,6 +139,23 @@ def load_quietly(
     if limit is None:
         limit = read_machine_memory(mx.device_info()).default_limit_bytes
     return load_all(model, weights_dtype=weights_dtype, limit_bytes=limit)
+
+
+def load_draft(
+    name: str | None, weights_dtype: config.WeightsDtype, loaded: Loaded
+) -> Loaded | None:
+    """Load a draft model for another model; None for no name.
+
+    Raises:
+        SettingError: its tokenizer is another.
+    """
+    if name is None:
+        return None
+    from penstock.models.vocabulary import check_same_vocabulary
+
+    draft = load_quietly(name, weights_dtype)
+    check_same_vocabulary(draft.tokenizer, loaded.tokenizer)
+    return draft
 
 
 def check_folder_limit(limit_bytes: int) -> None:

@@ -124,17 +124,6 @@ Pipeline: TypeAlias = Annotated[
 ]
 
 
-DraftModel: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="Draft model beside the model, as penstock serve --draft-model takes it.",
-        envvar="PENSTOCK_DRAFT_MODEL",
-        metavar="MODEL",
-        show_default="none",
-    ),
-]
-
-
 @with_settings
 def plan(
     model: PlannedModel = str(MODEL_PATH),
@@ -146,7 +135,7 @@ def plan(
     batch: Batch = 1,
     hosts: Hosts = 1,
     pipeline: Pipeline = False,
-    draft_model: DraftModel = None,
+    draft_model: options.DraftModel = None,
     measure: Measure = False,
     as_json: options.Json = False,
 ) -> None:

@@ -32,3 +32,5 @@ EMBEDDED_LIMIT = "200MB"
 """Memory limit for the embedded model: eight plain caches of 20,000 tokens would take 330 MB."""
 MLX_LM_MINOR = (0, 32)
 """The minor version of mlx-lm that the contract tests pass on."""
+DRAFT_TOKENS = 4
+"""Tokens that a draft model proposes where nothing else is said."""

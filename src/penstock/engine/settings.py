@@ -8,6 +8,7 @@ from typing import Any, get_args
 import mlx.core as mx
 
 from penstock import config
+from penstock.config.defaults import DRAFT_TOKENS
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.wide_steps import reads_several
 from penstock.engine.ranks.process_group import ProcessGroup
@@ -23,8 +24,6 @@ from penstock.models.fingerprint import with_settings
 LONG_CHUNK = 2_048
 """Tokens of a prefill chunk on a GPU: each chunk joins the parts of every layer anew, so that a
 quarter of the chunks copies a quarter of the bytes."""
-DRAFT_TOKENS = 4
-"""Most proposed tokens of a step with a draft model where the settings do not say."""
 LONG_CHUNK_FROM = 16 * 10**9
 """Bytes of a memory limit under which the buffers of such a chunk are little."""
 

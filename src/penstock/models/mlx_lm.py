@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from penstock.config import SamplingSettings, WeightsDtype
+from penstock.config.defaults import DRAFT_TOKENS
 from penstock.errors import ModelError
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.compressed import POINTS, ROWS, Compressed, CompressedReads, Rows
@@ -301,11 +302,14 @@ def stream(
     *,
     caches: list[Any],
     sampling: SamplingSettings,
+    draft: nn.Module | None = None,
 ) -> Iterator[TextPiece]:
     """Generate from `prompt`, the tokens that follow what `caches` already hold.
 
     After the last piece the caches hold the prompt and every token that was yielded, the
     end-of-sequence token included. `sampling.seed` seeds MLX's global generator.
+
+    With a `draft` model its caches stand behind the others; they may hold less than was yielded.
 
     Raises:
         ModelError: The model's code in mlx-lm fails on the quantized `caches`.
@@ -319,6 +323,7 @@ def stream(
         max_tokens=sampling.max_tokens,
         sampler=make_sampler(temp=sampling.temperature, top_p=sampling.top_p),
         prompt_cache=caches,
+        **({} if draft is None else {"draft_model": draft, "num_draft_tokens": DRAFT_TOKENS}),
     )
     for response in _checked_start(responses, any(hasattr(cache, "bits") for cache in caches)):
         yield TextPiece(

@@ -20,11 +20,11 @@ from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
 from penstock.ledger import Kind, PartLedger
 from penstock.models.mlx_lm import load_all
+from penstock.models.vocabulary import DRAFT_SETTING, check_same_vocabulary
 from penstock.prefix.prefixes import Prefixes
 
 REMEMBERED_NODES = 64
 """Evicted nodes of the draft's tree that are remembered: nobody asks why one is gone."""
-NAME = "draft_model (--draft-model)"
 
 
 def open_draft(given: Any, tokenizer: Any, base: Foundation, stores: KVStores) -> Draft | None:
@@ -45,8 +45,8 @@ def open_draft(given: Any, tokenizer: Any, base: Foundation, stores: KVStores) -
         return None
     if base.group.size > 1:
         raise SettingError(
-            f"{NAME} does not work with a model on several machines, which would not measure the "
-            f"same; leave it out"
+            f"{DRAFT_SETTING} does not work with a model on several machines, which would not "
+            f"measure the same; leave it out"
         )
     if not base.limits.speculative_tokens:  # the main model reads one token of a row in a step
         return None
@@ -116,20 +116,14 @@ def _check(runner: Runner, main: Runner, own: Any, tokenizer: Any) -> None:
     """Raise SettingError if a model cannot draft for another."""
     if runner.is_recurrent or not reads_several(runner):
         raise SettingError(
-            f"{NAME}: its layers cannot take back tokens that were rejected, as recurrent ones "
-            f"cannot; take a model whose layers all attend through mlx-lm's function"
+            f"{DRAFT_SETTING}: its layers cannot take back tokens that were rejected, as recurrent "
+            f"ones cannot; take a model whose layers all attend through mlx-lm's function"
         )
     if own is None or tokenizer is None:
         if runner.vocabulary_size != main.vocabulary_size:
             raise SettingError(
-                f"{NAME}: it has {runner.vocabulary_size:,} tokens and the model has "
+                f"{DRAFT_SETTING}: it has {runner.vocabulary_size:,} tokens and the model has "
                 f"{main.vocabulary_size:,}; take one with the same tokenizer"
             )
         return
-    theirs, ours = own.get_vocab(), tokenizer.get_vocab()
-    others = len(theirs.items() ^ ours.items())
-    if others:
-        raise SettingError(
-            f"{NAME}: its tokenizer differs from the model's in {others:,} entries of "
-            f"{len(ours):,}; take a model of the same family"
-        )
+    check_same_vocabulary(own, tokenizer)
