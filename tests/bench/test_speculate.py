@@ -12,7 +12,7 @@ from penstock_bench import speculate
 from penstock_bench.engine_sides import RIVAL
 from penstock_bench.models import LlamaShape
 from penstock_bench.script import Script
-from penstock_bench.speculate import DRAFT, OFF, ON, ScriptedTask, SpeculateLoad
+from penstock_bench.speculate import DRAFT, DRAFTED, OFF, ON, ScriptedTask, SpeculateLoad
 
 SMALL = SpeculateLoad(
     llama=LlamaShape(
@@ -44,6 +44,7 @@ def test_every_task_is_measured_on_every_side(small: Any) -> None:
     assert list(small.goal) == [*names, "without repetition"]
     for name in small.goal:
         others = {OFF, RIVAL} if name.startswith("2 x") else {OFF, RIVAL, DRAFT}
+        others |= {DRAFTED} if name == "without repetition" else set()
         assert {key for key in small.ratio if key.startswith(f"{name}: ")} == {
             f"{name}: {who}" for who in others
         }

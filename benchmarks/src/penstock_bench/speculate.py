@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -38,6 +38,11 @@ from penstock_bench.serve_words import words_of
 
 CLAIM = "Checking proposed tokens pays where text repeats, and costs nothing where it does not"
 ON, OFF, DRAFT = "speculating", "one token a step", "mlx-lm with a draft model"
+DRAFTED = "speculating with that draft model"
+TASKS = 4
+"""Tasks that share the time."""
+MARKS = 4
+"""Tokens that a chat template writes in front of each answer."""
 CHANGE_EVERY = 48
 """Tokens of a repeated text of which one is another."""
 
@@ -63,6 +68,14 @@ class SpeculateLoad:
     """Call of a tool, of which three tokens change from step to step."""
     result: int = 64
     rounds: int = 5
+    budget_seconds: float = 400.0
+    """Seconds after which no round but the first is begun, all tasks together."""
+
+    def for_real(self) -> SpeculateLoad:
+        """Return it with shorter answers for real weights: a round ends in minutes on two cores."""
+        if self.model in ("random", "embedded"):
+            return self
+        return replace(self, answer=192, call=16, result=32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,8 @@ class ScriptedTask:
     batch: int = 1
     goal: float | None = None
     """Speed with proposals over that without."""
+    repeats: bool = True
+    """Whether the text is found elsewhere; else a draft model of ours is measured, too."""
 
     @property
     def answer_tokens(self) -> int:
@@ -107,7 +122,7 @@ def tasks(
         ScriptedTask("repeats its prompt", quoting, spans, goal=2.5),
         ScriptedTask(f"{load.batch} x repeats its prompt", quoting, spans, load.batch, 1.8),
         _agent(load, draw, pick, size),
-        ScriptedTask("without repetition", new, [(512, len(new))], goal=0.97),
+        ScriptedTask("without repetition", new, [(512, len(new))], goal=0.97, repeats=False),
     ]
 
 
@@ -115,9 +130,10 @@ def _agent(
     load: SpeculateLoad, draw: Callable[[int, int], Sequence[int]], pick: Random, size: int
 ) -> ScriptedTask:
     """Return an agent's conversation: its answers are calls, of which few tokens change."""
-    text, call = list(draw(5, 600)), list(draw(6, load.call))
+    text, call, marks = list(draw(5, 600)), list(draw(6, load.call)), draw(7, MARKS)
     answers = []
     for step in range(load.steps):
+        text += marks
         start = len(text)
         text += call
         for place in pick.sample(range(len(call)), min(3, len(call))):
@@ -133,7 +149,9 @@ def _agent(
 class OurSide:
     """Penstock's engine; each sequence of a batch is a tenant of its own, so that none shares."""
 
-    def __init__(self, model: Any, tokenizer: Any, proposed: int, batch: int) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, proposed: int, batch: int, draft: Any = None
+    ) -> None:
         limit = int(MEMORY_SHARE * psutil.virtual_memory().total)
         self._core = Core(
             model,
@@ -142,6 +160,7 @@ class OurSide:
             max_batch_size=batch,
             speculative_tokens=proposed,
             max_stall_ms=0,
+            draft_model=None if draft is None else (draft, None),
         )
         self._batch = batch
 
@@ -184,6 +203,7 @@ class OurSide:
         return {
             "proposed_tokens": stats.proposed_tokens,
             "accepted_tokens": stats.accepted_tokens,
+            "drafted_tokens": stats.drafted_tokens,
             "decode_steps": stats.decode.count,
         }
 
@@ -332,13 +352,13 @@ def _measure_one(
 ) -> Measured:
     proposals: dict[str, int] = {}
 
-    def ours(proposed: int) -> float:
-        script.set(None)  # the engine tries the model
-        side = OurSide(model, tokenizer, proposed, task.batch)
+    def ours(proposed: int, of: Any = None) -> float:
+        script.set(None)  # the engine tries the models
+        side = OurSide(model, tokenizer, proposed, task.batch, of)
         try:
             script.set(task.text)
             seconds = side.run(task)
-            if proposed:
+            if proposed and of is None:
                 proposals.update(side.figures())
             return seconds
         finally:
@@ -354,8 +374,14 @@ def _measure_one(
     else:
         sides[RIVAL] = lambda: rival_seconds(model, task)
         sides[DRAFT] = lambda: rival_seconds(model, task, draft, load_of.draft_proposed)
+        if not task.repeats:
+            sides[DRAFTED] = lambda: ours(load_of.draft_proposed, draft)
     seconds: dict[str, list[float]] = {who: [] for who in sides}
+    began, share = time.perf_counter(), load_of.budget_seconds / TASKS
     for turn in range(load_of.rounds):
+        taken = time.perf_counter() - began
+        if turn and taken * (turn + 1) / turn > share:
+            break
         for who in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
             script.set(task.text)
             seconds[who].append(sides[who]())
@@ -378,7 +404,7 @@ def report(
     }
     rival = {
         one.task.name: {
-            who: round(one.speed(who), 2) for who in (RIVAL, DRAFT) if who in one.seconds
+            who: round(one.speed(who), 2) for who in (RIVAL, DRAFT, DRAFTED) if who in one.seconds
         }
         for one in measured
     }
