@@ -96,6 +96,7 @@ def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine measures anything; here a step takes the same whatever it checks."""
     monkeypatch.setattr(StepCosts, "ratio", lambda *_: 1.0)
     monkeypatch.setattr(StepCosts, "draft_ratio", lambda *_: 0.0)
+    monkeypatch.setattr(StepCosts, "saved_seconds", lambda *_: 1e9)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,19 @@ def test_the_cost_of_drafting_is_a_part_of_the_choice(monkeypatch: pytest.Monkey
     for _ in range(9):
         costs.add_draft(1, 1.0)
     assert costs.best(hoped, 1) == (0, 1.0)
+
+
+def test_a_long_text_is_not_read_for_a_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of the answer is worth the time of one token's reading here."""
+    read = []
+    for tokens in (40, 120):
+        with running(model_of("llama"), model_of("llama")) as core:
+            assert core.draft is not None
+            second = core.draft._estimator.prefill_token_seconds
+            monkeypatch.setattr(StepCosts, "saved_seconds", lambda *_, second=second: second)
+            answers(core, [REQUESTS[0].model_copy(update={"max_tokens": tokens})])
+            read.append(core.view.stats().drafted_tokens)
+    assert read[0] == 0 < read[1], f"a prompt of {len(PROMPT)} tokens"
 
 
 # ---- memory

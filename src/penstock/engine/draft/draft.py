@@ -141,13 +141,18 @@ class Draft:
 
     # ---- reading
 
-    def follow(self, sequences: Items[Sequence]) -> list[bool]:
-        """Read on in sequences, about a chunk in all; tell for which proposals can be made now."""
+    def follow(self, sequences: Items[Sequence], worth_seconds: Items[float]) -> list[bool]:
+        """Read on in sequences, about a chunk in all; tell for which proposals can be made now.
+
+        Args:
+            sequences: of the step.
+            worth_seconds: time that drafts are expected to save each; a longer text is not read.
+        """
         unspent, ready = self._chunk_tokens, []
-        for sequence in sequences:
+        for sequence, worth in zip(sequences, worth_seconds, strict=True):
             kv = self._opened(sequence)
             kv.settle()
-            takes = self._takes(kv) and self._reserved(kv)
+            takes = self._pays(kv, worth) and self._takes(kv) and self._reserved(kv)
             while takes and kv.unread_tokens > self._most and unspent > 0:
                 count = self._read_tail(kv) if kv.tail else self._read_chunk(kv)
                 unspent -= count or unspent
@@ -191,6 +196,11 @@ class Draft:
             self._live.append(kv)
         return kv
 
+    def _pays(self, kv: DraftKV, worth_seconds: float) -> bool:
+        """Tell whether reading a sequence's text takes no longer than drafts save."""
+        seconds = kv.unread_tokens * self._estimator.prefill_token_seconds
+        return kv.unread_tokens <= self._most or seconds <= worth_seconds
+
     def _takes(self, kv: DraftKV) -> bool:
         """Tell whether the draft model knows the unread tokens, and is made for so many."""
         runner = self.stores.runner
@@ -229,7 +239,7 @@ class Draft:
 
     def _read_tail(self, kv: DraftKV) -> int:
         """Read a sequence on to the end of its tail; return the tokens read."""
-        feed = kv.tokens[kv.position :][: min(kv.room, self._most)]
+        feed = self._feed(kv, [])
         self._pass([kv], [feed])
         kv.append_tokens(len(feed), len(feed))
         return len(feed)

@@ -50,7 +50,7 @@ def open_draft(given: Any, tokenizer: Any, base: Foundation, stores: KVStores) -
         )
     if not base.limits.speculative_tokens:  # the main model reads one token of a row in a step
         return None
-    model, own = _loaded(given, base.limits)
+    model, own = _loaded(given, base.ledger.free_bytes)
     ledger, limits = PartLedger(base.ledger, Kind.DRAFT), _plain(base.limits)
     weights = ledger.reserve(Kind.WEIGHTS, weight_bytes(model))
     runner = Runner(model, max_kv_size=limits.max_kv_size, keep=limits.keep_tokens)
@@ -66,18 +66,27 @@ def open_draft(given: Any, tokenizer: Any, base: Foundation, stores: KVStores) -
         ledger,
         (weights, pool, step),
         stores.prefixes,
-        chunk_tokens=limits.step_tokens,
+        chunk_tokens=_chunk_tokens(limits, estimator),
         vocabulary_size=base.runner.vocabulary_size,
     )
 
 
-def _loaded(given: Any, limits: EngineSettings) -> tuple[Any, Any]:
+def _loaded(given: Any, free_bytes: int) -> tuple[Any, Any]:
     """Return the draft model and its tokenizer, or None for that."""
     if isinstance(given, (str, Path)):
-        loaded = load_all(given, limit_bytes=limits.memory_limit)
+        loaded = load_all(given, limit_bytes=free_bytes)
         return loaded.model, loaded.tokenizer
     model, tokenizer = given
     return model, tokenizer
+
+
+def _chunk_tokens(limits: EngineSettings, estimator: MemoryEstimator) -> int:
+    """Return the tokens that are read between two decode steps: whole blocks, at least one."""
+    most, size = limits.step_tokens, limits.block_size
+    if limits.max_stall_ms and estimator.prefill_token_seconds:
+        within = limits.max_stall_ms / 1_000 / estimator.prefill_token_seconds
+        most = min(most, int(within))
+    return max(size, most // size * size)
 
 
 def _plain(limits: EngineSettings) -> EngineSettings:

@@ -124,7 +124,11 @@ class Speculator:
         if not wanting or speed <= self._costs.best(texts)[1]:
             return proposals
         with self._guarded(draft.drop):
-            ready = draft.follow([sequences[i] for i in wanting])
+            saved = self._costs.saved_seconds(len(sequences), speed)
+            ready = draft.follow(
+                [sequences[i] for i in wanting],
+                [saved * sequences[i].missing_tokens for i in wanting],
+            )
             wanting = [i for i, is_ready in zip(wanting, ready, strict=True) if is_ready]
             most = [min(width, rooms[i]) for i in wanting]
             drafts = self._timed(draft, [sequences[i] for i in wanting], most)
@@ -188,8 +192,7 @@ class Speculator:
             size - kv.position % size,
             sequence.reserved_tokens - kv.position,
         )
-        left = sequence.request.max_tokens - sequence.generated_tokens
-        return max(0, min(self.most, room - 1, left - 1))
+        return max(0, min(self.most, room - 1, sequence.missing_tokens - 1))
 
     def _proposers(self, sequence: Sequence) -> list[Proposer]:
         """Return the proposers of a sequence; the first of those with the same agreement counts."""

@@ -84,6 +84,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def missing_tokens(self) -> int:
+        """Number of tokens that the answer can still get."""
+        return self.request.max_tokens - self.generated_tokens
+
+    @property
     def reads_logits(self) -> bool:
         """Whether the logits of its prompt are read, not those of its last token alone."""
         return self.kv.prompt_logprobs is not None
