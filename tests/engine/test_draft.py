@@ -228,6 +228,20 @@ def test_sequences_that_go_give_the_draft_s_bytes_back(how: str) -> None:
         assert core.ledger.by_class()[Kind.DRAFT] == draft.fixed_bytes
 
 
+def test_a_byte_of_the_draft_that_is_lost_is_seen() -> None:
+    """Negative control."""
+    with running(model_of("llama"), model_of("llama")) as core:
+        run(core, REQUESTS[:1], 14)
+        assert core.draft is not None and core.draft.live
+        with (
+            core.draft.stores.prefixes.ledger.reserve(Kind.NODES, 1),
+            pytest.raises(AssertionError, match="nodes"),
+        ):
+            core.view.check()
+        with core.ledger.reserve(Kind.DRAFT, 1), pytest.raises(AssertionError, match="draft"):
+            core.view.check()
+
+
 def test_its_tree_is_shared_by_turns_and_given_back_first() -> None:
     with running(model_of("llama"), model_of("llama")) as core:
         assert core.draft is not None
