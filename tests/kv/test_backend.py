@@ -264,6 +264,24 @@ def test_blocks_have_the_same_bits(scheme: str, dtype: mx.Dtype) -> None:
             assert mx.array_equal(*found)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
+@pytest.mark.parametrize("columns", [1, 255, 256, 1000])
+@pytest.mark.parametrize("rows", [1, 4, 32, 33])
+def test_products_of_queries_with_keys(rows: int, columns: int, dtype: mx.Dtype) -> None:
+    queries, keys = (
+        normal(2, count, 64, seed=seed).astype(dtype) for seed, count in ((1, rows), (2, columns))
+    )
+    # A slice of heads and of columns, as attention reads them.
+    wide = mx.pad(keys, ((1, 1), (3, 5), (0, 0)))[1:3, 3 : 3 + columns]
+    found = on_both(lambda: backend.current().multiply_keys(queries, wide))
+    assert found[0].shape == (2, rows, columns) and found[0].dtype == dtype
+    exact = np.array(queries, np.float64) @ np.array(keys, np.float64).swapaxes(-1, -2)
+    rounded = 2 * float(mx.finfo(dtype).eps) * float(np.abs(exact).max())
+    bound = product_error(queries, keys.swapaxes(-1, -2)) + rounded
+    for products in found:
+        assert np.abs(np.array(products, np.float64) - exact).max() < bound
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("transpose", [True, False], ids=["along", "across"])

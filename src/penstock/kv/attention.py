@@ -12,18 +12,26 @@ a device does in its own way, 2^x among it, is in `penstock.kv.backend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
-Exp2: TypeAlias = Callable[[mx.array], mx.array]
-"""Returns 2^x for x <= 0."""
 LOG2_E = log2(2.718281828459045)
 MASKED = -1e30
 """The score of a column that is not seen; finite, so that no difference of two is NaN."""
+
+
+class Arithmetic(Protocol):
+    """What a device computes in its own way; a `Backend` does."""
+
+    def exp2(self, x: mx.array) -> mx.array:
+        """Return 2^x for x <= 0."""
+
+    def multiply_keys(self, queries: mx.array, keys: mx.array) -> mx.array:
+        """Return the products (..., m, n) of queries (..., m, d) with keys (..., n, d)."""
 
 
 class CodedReader(Protocol):
@@ -144,13 +152,13 @@ def ungrouped(stacked: mx.array, b: int, heads: int) -> mx.array:
     return split.reshape(b, heads, n, d)
 
 
-def weigh(scores: mx.array, exp2: Exp2) -> tuple[mx.array, mx.array, mx.array]:
+def weigh(scores: mx.array, device: Arithmetic) -> tuple[mx.array, mx.array, mx.array]:
     """Turn scores (..., n) into their maximum, weights 2^(score - maximum), and the sum of those.
 
     The sum is a matrix product with ones: four times as fast as a reduction on the CPU.
     """
     top = _largest(scores)
-    weights = exp2(scores - top)
+    weights = device.exp2(scores - top)
     return top, weights, weights @ mx.ones((scores.shape[-1], 1), weights.dtype)
 
 
@@ -162,7 +170,12 @@ def _largest(scores: mx.array) -> mx.array:
     return mx.max(scores, axis=-1, keepdims=True)
 
 
-def score(stacked: mx.array, parts: Sequence[KVData], after: mx.array | None = None) -> mx.array:
+def score(
+    stacked: mx.array,
+    parts: Sequence[KVData],
+    device: Arithmetic,
+    after: mx.array | None = None,
+) -> mx.array:
     """Score queries (..., m, d) against keys (..., n_i, d): (..., m, sum n_i), float32, base 2.
 
     In half precision the matrix product is the last that is rounded; the softmax is not. Codes
@@ -172,7 +185,7 @@ def score(stacked: mx.array, parts: Sequence[KVData], after: mx.array | None = N
     codec, transform_query = None, stacked
     for keys in parts:
         if isinstance(keys, mx.array):
-            products.append(stacked @ keys.swapaxes(-1, -2))
+            products.append(device.multiply_keys(stacked, keys))
             continue
         if keys.codec != codec:
             codec, transform_query = keys.codec, keys.codec.transform_query(stacked)
@@ -249,13 +262,13 @@ def attend(
     values: Sequence[KVData],
     seen: mx.array | None,
     after: mx.array | None,
-    exp2: Exp2,
+    device: Arithmetic,
 ) -> Partial:
     """Let stacked queries read consecutive parts, see `Backend.attend_decode`."""
-    scores = score(stacked, keys, after)
+    scores = score(stacked, keys, device, after)
     if seen is not None:
         scores = mx.where(seen, scores, MASKED)
-    top, weights, total = weigh(scores, exp2)
+    top, weights, total = weigh(scores, device)
     return Partial(top, total, mix(weights, total, values))
 
 

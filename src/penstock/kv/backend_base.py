@@ -84,7 +84,11 @@ class Backend(ABC):
             seen: booleans that broadcast to (kv_heads, m, sum n_i); None sees everything.
             after: what must be computed before codes are read.
         """
-        return attention.attend(stacked, keys, values, seen, after, self.exp2)
+        return attention.attend(stacked, keys, values, seen, after, self)
+
+    def multiply_keys(self, queries: mx.array, keys: mx.array) -> mx.array:
+        """Return the products (..., m, n) of queries (..., m, d) with keys (..., n, d)."""
+        return queries @ keys.swapaxes(-1, -2)
 
     @abstractmethod
     def multiply_codes(

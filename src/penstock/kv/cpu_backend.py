@@ -23,6 +23,10 @@ CODED_LANES_FROM = 2**12
 """The same where most of what is read is coded: MLX multiplies codes on one core alone."""
 CODED_LANES_ROWS = 4
 """Most rows whose codes MLX multiplies; for more rows codes become floats, and BLAS has them."""
+FEW_QUERIES = 32
+"""Most queries that are quicker from the right: up to 6 times; 64 take twice as long."""
+MANY_KEYS = 256
+"""Fewest keys for which that holds."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
 """Signed and unsigned integer types, by the bytes of a number."""
 HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
@@ -112,7 +116,7 @@ class CPUBackend(Backend):
         Queries: in base 2, (1, heads, n, d), from `start` on. Keys: (kv_heads, m, d).
         """
         (_, heads, n, _), (kv_heads, m, _) = queries.shape, keys.shape
-        scores = attention.score(attention.grouped(queries, kv_heads), [keys])
+        scores = attention.score(attention.grouped(queries, kv_heads), [keys], self)
         scores = scores.reshape(kv_heads, heads // kv_heads, n, m)
         if columns is None and attention_window.sees_all(start + n - 1):
             own = mx.where(mx.tri(n, n, 0, mx.bool_), scores[..., m - n :], MASKED)
@@ -120,7 +124,7 @@ class CPUBackend(Backend):
         else:
             seen = attention.seen_by_chunk(attention_window, start, n, m, columns)
             scores = mx.where(seen, scores, MASKED)
-        top, weights, total = attention.weigh(scores, self.exp2)
+        top, weights, total = attention.weigh(scores, self)
         flat = attention.mix(
             weights.reshape(kv_heads, -1, m), total.reshape(kv_heads, -1, 1), [values]
         )
@@ -141,14 +145,12 @@ class CPUBackend(Backend):
         many = count >= (CODED_LANES_FROM if coded else LANES_FROM)
         crowded = coded and rows > CODED_LANES_ROWS
         if kv_heads == 1 or not many or crowded or self.lanes == 1:
-            return attention.attend(stacked, keys, values, seen, after, self.exp2)
+            return attention.attend(stacked, keys, values, seen, after, self)
 
         def part(first: int, last: int) -> Partial:
             some_keys = attention.of_heads(keys, first, last)
             some_values = attention.of_heads(values, first, last)
-            return attention.attend(
-                stacked[first:last], some_keys, some_values, seen, after, self.exp2
-            )
+            return attention.attend(stacked[first:last], some_keys, some_values, seen, after, self)
 
         half = kv_heads // 2
         one = part(0, half)
@@ -159,6 +161,17 @@ class CPUBackend(Backend):
             mx.concatenate([one.total, other.total]),
             mx.concatenate([one.mixed, other.mixed]),
         )
+
+    def multiply_keys(self, queries: mx.array, keys: mx.array) -> mx.array:
+        """See `Backend`: for few queries with the keys on the left, transposed afterwards.
+
+        BLAS copies its left side to pack it, which for few rows takes longer than the product.
+        """
+        few = queries.shape[-2] <= FEW_QUERIES and keys.shape[-2] >= MANY_KEYS
+        if not few or keys.dtype != mx.float32:
+            return Backend.multiply_keys(self, queries, keys)
+        products = keys @ mx.contiguous(queries.swapaxes(-1, -2))
+        return mx.contiguous(products.swapaxes(-1, -2))
 
     def multiply_codes(
         self,

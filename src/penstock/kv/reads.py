@@ -359,11 +359,12 @@ class DecodeReads(Reads):
         b, heads, n, d = queries.shape
         kv_heads = keys.shape[1]
         r = heads // kv_heads * n
-        scores = attention.score(queries.reshape(b, kv_heads, r, d), [keys])
+        device = backend.current()
+        scores = attention.score(queries.reshape(b, kv_heads, r, d), [keys], device)
         if layout.tail_seen is not None:
             seen = _for_stacked(layout.tail_seen, r).reshape(b, 1, r, -1)
             scores = mx.where(seen, scores, MASKED)
-        top, weights, total = attention.weigh(scores, backend.current().exp2)
+        top, weights, total = attention.weigh(scores, device)
 
         def rows_last(x: mx.array) -> mx.array:
             return x.swapaxes(0, 1).reshape(kv_heads, b * r, x.shape[-1])
