@@ -149,3 +149,24 @@ def test_mlx_before_penstock_is_said() -> None:
 def test_float32_gets_faster() -> None:
     # 20 times and more where it was measured; 2 leaves room for a busy machine.
     assert float(run(SPEED, "none")) > 2 * float(run(SPEED))
+
+
+CORE = """
+import penstock.blas
+print(penstock.blas.multiplies_unpacked())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64 kernels")
+@pytest.mark.skipif("openblas" not in load_blas().name, reason="OpenBLAS alone names its kernels")
+def test_kernels_that_copy_nothing_are_known_by_name() -> None:
+    found = {}
+    for core in ("Haswell", "Sandybridge"):
+        command = [sys.executable, "-c", CORE]
+        environment = {**os.environ, "OPENBLAS_CORETYPE": core}
+        found[core] = subprocess.check_output(command, env=environment, text=True).strip()
+    assert found == {"Haswell": "False", "Sandybridge": "False"}
+    if "avx512vl" in Path("/proc/cpuinfo").read_text():
+        environment = {**os.environ, "OPENBLAS_CORETYPE": "SkylakeX"}
+        command = [sys.executable, "-c", CORE]
+        assert subprocess.check_output(command, env=environment, text=True).strip() == "True"

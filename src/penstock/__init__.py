@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         StepTooLarge,
         UnknownSequence,
     )
-    from penstock.models.attention_seam import attach
+    from penstock.models.layer_seams import attach
     from penstock.models.mlx_lm import load
 
 __all__ = [
@@ -100,7 +100,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "attach": "penstock.models.attention_seam",
+    "attach": "penstock.models.layer_seams",
     "load": "penstock.models.mlx_lm",
     "PrefixCache": "penstock.caches.prefix_cache",
     "Engine": "penstock.engine.engine",

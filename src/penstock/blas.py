@@ -49,6 +49,8 @@ _THREAD_CALLS = (
     ("openblas_get_num_threads", "openblas_set_num_threads"),
     ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
 )
+_UNPACKED_CORES = ("SkylakeX", "Cooperlake", "SapphireRapids")
+"""OpenBLAS's names of CPUs for which it has kernels that copy nothing (0.3.13 and later)."""
 CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 
 
@@ -116,6 +118,19 @@ def _thread_calls() -> tuple[Callable[[], int], Callable[[int], object]] | None:
         if hasattr(library, set_name):
             return getattr(library, get_name), getattr(library, set_name)
     return None
+
+
+@cache
+def multiplies_unpacked() -> bool:
+    """Tell whether BLAS multiplies small matrices where they lie: OpenBLAS's AVX-512 kernels do."""
+    blas = load_blas()
+    if sys.platform != "linux" or not blas.is_fast or uses_cuda():
+        return False
+    name = getattr(ctypes.CDLL(blas.name), "openblas_get_corename", None)
+    if name is None:
+        return False
+    name.restype = ctypes.c_char_p
+    return name().decode() in _UNPACKED_CORES
 
 
 def install_hint() -> str:

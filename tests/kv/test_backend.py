@@ -9,10 +9,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from pytest import MonkeyPatch
 
 import penstock
 import penstock_bench
-from penstock.kv import attention, backend
+from penstock.kv import attention, backend, cpu_backend
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan, in_order
 from penstock.kv.backend import Backend, CPUBackend, GPUBackend
@@ -280,6 +281,38 @@ def test_products_of_queries_with_keys(rows: int, columns: int, dtype: mx.Dtype)
     bound = product_error(queries, keys.swapaxes(-1, -2)) + rounded
     for products in found:
         assert np.abs(np.array(products, np.float64) - exact).max() < bound
+
+
+@pytest.mark.parametrize("unpacked", [True, False])
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("outputs", [3, 640, 1001, 6144])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (16, 1), (1, 40)], ids=str)
+def test_products_with_weights(
+    shape: tuple[int, int], outputs: int, lanes: int, unpacked: bool, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_backend, "multiplies_unpacked", lambda: unpacked)
+    x, weights = normal(*shape, 192, seed=1), normal(outputs, 192, seed=2)
+    with backend.using(CPUBackend(lanes=lanes)) as device:
+        products = device.multiply_weights(x, weights)
+        mx.eval(products)
+    assert products.shape == (*shape, outputs)
+    assert float(mx.abs(products - x @ weights.T).max()) < product_error(x, weights.T)
+
+
+@pytest.mark.parametrize(
+    ("rows", "m", "n", "piece"),
+    [
+        (1, 1200, 64, 0),  # is a small product as it is
+        (1, 1536, 576, 256),
+        (8, 1536, 576, 128),
+        (8, 1536, 4096, 0),  # fewer than 32 would be multiplied at a time
+        (1, 32_003, 576, 0),
+        (16, 49_152, 576, 64),
+    ],
+)
+def test_weights_are_multiplied_in_pieces(rows: int, m: int, n: int, piece: int) -> None:
+    assert cpu_backend._piece(rows, m, n) == piece
+    assert not piece or (rows * piece <= 1200 and rows * piece * n <= 10**6 and m % piece == 0)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

@@ -40,7 +40,7 @@ from penstock.kv.attention_plan import KVSpan
 from penstock.kv.reads import DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.tails import Tails
-from penstock.models.attention_seam import attach
+from penstock.models.layer_seams import attach
 from penstock.models.mlx_lm import load
 from penstock.prefix import prefixes
 from penstock.prefix.prefixes import InsertResult

@@ -15,7 +15,7 @@ from penstock.config.defaults import DRAFT_TOKENS
 from penstock.errors import SettingError
 from penstock.kv.codecs import parse_scheme
 from penstock.memory import format_bytes, group_size_for, read_model_spec
-from penstock.models.attention_seam import attach
+from penstock.models.layer_seams import attach
 from penstock.models.mlx_lm import Loaded, TextPiece, render, stream
 from penstock.models.vocabulary import DRAFT_SETTING
 

@@ -90,6 +90,10 @@ class Backend(ABC):
         """Return the products (..., m, n) of queries (..., m, d) with keys (..., n, d)."""
         return queries @ keys.swapaxes(-1, -2)
 
+    def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
+        """Return the products (..., m) of rows (..., n) with weights (m, n)."""
+        return x @ weights.T
+
     @abstractmethod
     def multiply_codes(
         self,

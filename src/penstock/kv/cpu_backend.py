@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from penstock.blas import multiplies_unpacked
 from penstock.kv import attention, sign_products, wide_codes
 from penstock.kv.attention import LOG2_E, MASKED, AttentionWindow, KVData, Partial
 from penstock.kv.backend_base import Backend
@@ -27,6 +28,11 @@ FEW_QUERIES = 32
 """Most queries that are quicker from the right: up to 6 times; 64 take twice as long."""
 MANY_KEYS = 256
 """Fewest keys for which that holds."""
+UNPACKED_RESULTS, UNPACKED_PRODUCTS = 1200, 10**6
+"""Results, and single products, up to which OpenBLAS copies nothing if it has such kernels."""
+PIECES = (256, 192, 128, 96, 64, 48, 32)
+WEIGHTS_LANES_FROM = 2**20
+"""Weights from which it pays to divide them between two streams."""
 INTEGERS = {2: (mx.int16, mx.uint16), 4: (mx.int32, mx.uint32)}
 """Signed and unsigned integer types, by the bytes of a number."""
 HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
@@ -35,6 +41,17 @@ HAS_FLOAT16 = platform.machine() in ("arm64", "aarch64")
 # 2^f for f in -0.5..0.5, the minimax polynomial of degree 5 with 2^0 = 1: relative error 1.1e-7.
 _EXP2 = (1.0, 0.69314685, 0.240222347, 0.0555088523, 0.00967192603, 0.00132244622)
 _ROUND = 1.5 * 2**23  # adding it leaves the nearest integer in the low bits of a float32
+
+
+def _piece(rows: int, m: int, n: int) -> int:
+    """Return how many of m weights of n numbers are multiplied at a time; 0: all of them.
+
+    As many as OpenBLAS 0.3.21 multiplies without a copy, if they divide m.
+    """
+    if rows * m <= UNPACKED_RESULTS:
+        return 0
+    most = min(UNPACKED_RESULTS // rows, UNPACKED_PRODUCTS // (rows * n))
+    return next((piece for piece in PIECES if piece <= most and m % piece == 0), 0)
 
 
 class _Lane(threading.local):
@@ -172,6 +189,25 @@ class CPUBackend(Backend):
             return Backend.multiply_keys(self, queries, keys)
         products = keys @ mx.contiguous(queries.swapaxes(-1, -2))
         return mx.contiguous(products.swapaxes(-1, -2))
+
+    def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
+        """See `Backend`: few rows in pieces that BLAS multiplies without a copy, if it can."""
+        (m, n), rows = weights.shape, x.size // x.shape[-1]
+        piece = _piece(rows, m, n) if multiplies_unpacked() else 0
+        if not piece or x.dtype != mx.float32 or weights.dtype != mx.float32:
+            return x @ weights.T
+        pieces = weights.reshape(m // piece, piece, n).swapaxes(1, 2)
+        return self._in_pieces(x.reshape(rows, n), pieces).reshape(*x.shape[:-1], m)
+
+    def _in_pieces(self, x: mx.array, pieces: mx.array) -> mx.array:
+        """Return the products (rows, m) with the pieces, much of them in both lanes."""
+        if pieces.size < WEIGHTS_LANES_FROM or self.lanes == 1 or len(pieces) == 1:
+            return (x @ pieces).swapaxes(0, 1)
+        half = len(pieces) // 2
+        one = x @ pieces[:half]
+        with self.lane(1):
+            other = x @ pieces[half:]
+        return mx.concatenate([one, other]).swapaxes(0, 1)
 
     def multiply_codes(
         self,

@@ -38,7 +38,7 @@ from penstock.kv.states import (
 from penstock.kv.tails import LayerShape, Tails, token_bytes
 from penstock.models import mlx_lm as seam
 from penstock.models.arguments import positions, query_heads
-from penstock.models.attention_seam import attach
+from penstock.models.layer_seams import attach, decoding
 
 SCALES_SEED = "penstock scales"
 SCALES_CHUNKS = 4
@@ -258,7 +258,8 @@ class Runner:
             else None
         )
         caches, kept = self.layout.caches(step.caches(self.attention_windows), states)
-        logits = self.model(mx.array([list(new) for new in tokens]), cache=caches)
+        with decoding():
+            logits = self.model(mx.array([list(new) for new in tokens]), cache=caches)
         left = unpinned(seam.states_of(kept))
         return DecodeOutput(logits, [RecurrentState(left, row) for row in range(len(rows))])
 

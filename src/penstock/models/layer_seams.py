@@ -1,8 +1,11 @@
-"""The attention seam: layers whose caches are penstock's attend by them."""
+"""The seams under a model's layers: attention by penstock's caches, products by its back end."""
 
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -11,6 +14,7 @@ import mlx.nn as nn
 
 from penstock.caches.codec_reading import TurboQuant
 from penstock.caches.selective import SelectiveKVCache
+from penstock.kv import backend
 from penstock.kv.reads import Reads
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -21,11 +25,15 @@ def attach(model: nn.Module) -> tuple[str, ...]:
 
     In the modules of the model's own classes, the name `scaled_dot_product_attention` is bound
     to a dispatcher: a layer whose cache is one of penstock's `Reads`, a `TurboQuantKVCache` or a
-    `SelectiveKVCache` attends by it, everything else goes to mlx-lm's function as before. Nothing
-    else is patched. Again does nothing.
+    `SelectiveKVCache` attends by it, everything else goes to mlx-lm's function as before. Linear
+    layers and embeddings become this module's. Nothing else is patched. Again does nothing.
     """
     modules: list[nn.Module] = model.modules()  # type: ignore[no-untyped-call]
     names = {type(module).__module__ for module in modules}
+    for part in modules:
+        kind = _SEAMS.get(type(part))
+        if kind is not None:
+            part.__class__ = kind
     attached = []
     for name in sorted(names):
         module = sys.modules[name]
@@ -59,3 +67,49 @@ def _dispatching(theirs: Any) -> Any:
 
     dispatch.penstock_seam = True  # type: ignore[attr-defined]
     return dispatch
+
+
+# ---- products with weights
+
+
+class _Active(threading.local):
+    """Whether this thread is in a decode step of an engine."""
+
+    on = False
+
+
+_active = _Active()
+
+
+class Linear(nn.Linear):
+    """A linear layer that asks the back end in decode steps; elsewhere it is MLX's."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Multiply (..., n) by the weights, to (..., m), and add the bias."""
+        if not _active.on:
+            return super().__call__(x)
+        products = backend.current().multiply_weights(x, self["weight"])
+        return products + self["bias"] if "bias" in self else products
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose weights are those of the last layer, too; see `Linear`."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Multiply (..., n) by the weights, to (..., vocabulary)."""
+        if not _active.on:
+            return super().as_linear(x)  # type: ignore[no-any-return, no-untyped-call]
+        return backend.current().multiply_weights(x, self["weight"])
+
+
+_SEAMS: dict[type, type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embedding}
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Let the back end multiply by weights in this thread meanwhile."""
+    _active.on = True
+    try:
+        yield
+    finally:
+        _active.on = False

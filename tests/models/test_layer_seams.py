@@ -1,0 +1,92 @@
+"""In decode steps of an engine, and there alone, the back end multiplies by the weights."""
+
+from __future__ import annotations
+
+import threading
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from penstock.kv import backend
+from penstock.kv.backend import CPUBackend
+from penstock.models.layer_seams import attach, decoding
+
+
+class Counting(CPUBackend):
+    """Counts the products that it is asked for."""
+
+    asked = 0
+
+    def multiply_weights(self, x: mx.array, weights: mx.array) -> mx.array:
+        """Multiply as always."""
+        Counting.asked += 1
+        return super().multiply_weights(x, weights)
+
+
+class Model(nn.Module):
+    """Every kind of layer with weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.layers = [nn.Linear(8, 8), nn.Linear(8, 8, bias=False)]
+        self.coded = nn.QuantizedLinear(64, 8, group_size=32)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Return logits (n, 50)."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embedding.as_linear(x + self.coded(mx.ones((1, 64))))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    Counting.asked = 0
+
+
+def test_the_back_end_is_asked_in_decode_steps_alone() -> None:
+    model, tokens = Model(), mx.array([1, 2, 3])
+    expected, name = model(tokens), repr(model)
+    parameters = dict(nn.utils.tree_flatten(model.parameters()))
+    attach(model)
+    attach(model)
+    again = dict(nn.utils.tree_flatten(model.parameters()))
+    assert parameters.keys() == again.keys()
+    assert repr(model) == name, "the fingerprint of a model is made of it"
+    assert all(again[name] is array for name, array in parameters.items())
+    with backend.using(Counting()):
+        assert mx.array_equal(model(tokens), expected)
+        assert Counting.asked == 0
+        with decoding():
+            assert mx.allclose(model(tokens), expected, atol=1e-5)
+            assert Counting.asked == 3  # two layers and the embedding; codes have their own way
+            other = threading.Thread(target=lambda: mx.eval(model(tokens)))
+            other.start()
+            other.join()
+            assert Counting.asked == 3
+        model(tokens)
+    assert Counting.asked == 3
+
+
+def test_it_ends_with_an_error_too() -> None:
+    model = Model()
+    attach(model)
+    with backend.using(Counting()):
+        with pytest.raises(ValueError), decoding():
+            model(mx.zeros((1, 2, 3)))
+        model(mx.array([1]))
+    assert Counting.asked == 0
+
+
+def test_other_classes_stay() -> None:
+    class Own(nn.Linear):
+        """Multiplies in its own way."""
+
+    own = Own(4, 4)
+    model = Model()
+    model.layers.append(own)
+    attach(model)
+    assert type(own) is Own
+    assert isinstance(model.layers[0], nn.Linear) and type(model.layers[0]) is not nn.Linear
