@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import psutil
 import pytest
 from engine_faults import (
     Broken,
@@ -35,6 +36,7 @@ from setup import (
     solo,
 )
 
+from penstock.engine import memory_pressure
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request, Sampling
@@ -666,6 +668,34 @@ def test_under_pressure_the_least_valuable_gives_way(monkeypatch: pytest.MonkeyP
         assert set(setup.core.prefixes.tree) == own, "all that nobody reads is gone"
         setup.drain()
         assert_right(running)
+
+
+def test_a_server_evicts_where_its_process_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of tests is larger than a small limit; half of that is left in any case."""
+    with made() as setup:
+        ledger, prompt = setup.core.prefixes.ledger, prompt_of(5 * BLOCK, 1)
+        setup.ask(prompt, 1)
+        setup.drain()
+        rss = psutil.Process().memory_info().rss
+        monkeypatch.setattr(memory_pressure, "SPARE_BYTES", rss // 2)
+        assert memory_pressure.resident_over(0, 10**12) <= 0, "of a library's user"
+        monkeypatch.setattr(memory_pressure, "_own_process", [True])
+        assert 0.3 * rss < memory_pressure.resident_over(0, 10**12) < 0.7 * rss
+        assert memory_pressure.resident_over(0, 70) == 70
+        assert memory_pressure.resident_over(100, 70) == 20
+        assert memory_pressure.resident_over(10**12, 10**12) < 0
+
+        setup.now += 1.0
+        setup.ask(SHORT, 1)
+        setup.drain()
+        kept = ledger.used_bytes <= ledger.limit_bytes // 2
+        assert (setup.core.view.explain(prompt).held_tokens > 0) == kept
+        setup.core.set_limit(int(1.1 * ledger.used_bytes))
+        setup.now += 1.0
+        setup.ask(SHORT, 1)
+        setup.drain()
+        assert setup.core.view.explain(prompt).held_tokens == 0
+        assert setup.core.view.explain(prompt).evicted_for == "pressure"
 
 
 @pytest.mark.parametrize("fault", [OSError(24, "Too many open files"), KeyError("MemTotal:")])

@@ -1,10 +1,12 @@
-"""The machine's memory beside the ledger: use by all programs, and freed bytes that MLX keeps."""
+"""Memory beside the ledger: of the machine, of a server's process, and freed bytes MLX keeps."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from threading import Lock
+from typing import Any
 
 import mlx.core as mx
 import psutil
@@ -19,13 +21,20 @@ logger = logging.getLogger(__name__)
 PRESSURE_SECONDS = 1.0
 """Time between two looks at the machine's memory."""
 
+SPARE_BYTES = 120 * 10**6
+"""Resident bytes above the memory limit from which a server evicts: with what arrives between two
+looks it stays below 150 MB."""
+
+_own_process: list[bool] = []
 _kept_bytes: dict[int, int] = {}
 _kept_before: list[int] = []
 _keeping = Lock()
 
 
 class MemoryPressure:
-    """Evicts cold nodes while the whole machine is short of memory. The engine's thread.
+    """Evicts cold nodes while the machine, or a server's process, is short of memory.
+
+    The engine's thread.
 
     Args:
         threshold: share of the machine's memory from which it is short.
@@ -40,11 +49,13 @@ class MemoryPressure:
         self._looked_seconds = -PRESSURE_SECONDS
 
     def relieve(self, now_seconds: float) -> None:
-        """Look at the machine's memory, if the last look was long ago, and evict the excess."""
+        """Look at the memory, if the last look was long ago, and evict the excess."""
         if now_seconds - self._looked_seconds < PRESSURE_SECONDS:
             return
         self._looked_seconds = now_seconds
-        over = self._group.most(bytes_over(self._threshold))
+        ledger = self._prefixes.ledger
+        resident = resident_over(ledger.limit_bytes, ledger.used_bytes)
+        over = self._group.most(max(bytes_over(self._threshold), resident))
         if over > 0 and self._prefixes.shrink(over, "pressure"):
             give_back()
 
@@ -56,14 +67,44 @@ def bytes_over(threshold: float) -> int:
     """
     if threshold >= 1:
         return 0
+    memory = _looked_at(psutil.virtual_memory)
+    if memory is None:
+        return 0
+    return int(memory.total - memory.available - threshold * memory.total)
+
+
+def bound_process() -> None:
+    """Hold this process to its memory limit and `SPARE_BYTES` from now on; a server does so.
+
+    What its libraries hold, and texts that it reads, take room from cold nodes.
+    """
+    _own_process.append(True)
+
+
+def resident_over(limit_bytes: int, used_bytes: int) -> int:
+    """Return by how many bytes a server's process is larger than its limit and its spare bytes.
+
+    Half of the limit is left to the ledger in any case: libraries that take more than the spare
+    bytes by themselves would leave a small limit nothing. 0 or less where the process is not too
+    large, or is somebody else's: a library's user.
+    """
+    if not _own_process:
+        return 0
+    memory = _looked_at(psutil.Process().memory_info)
+    if memory is None:
+        return 0
+    return min(int(memory.rss) - limit_bytes - SPARE_BYTES, used_bytes - limit_bytes // 2)
+
+
+def _looked_at(look: Callable[[], Any]) -> Any:
+    """Return what a look at the memory shows; None where the machine does not say."""
     try:
-        memory = psutil.virtual_memory()
+        return look()
     # A boundary: the engine's thread looks, and to look may fail for reasons of the machine's own.
     except Exception as error:
         logger.debug("the machine's memory cannot be looked at", exc_info=error)
         _warn_once(type(error).__name__)
-        return 0
-    return int(memory.total - memory.available - threshold * memory.total)
+        return None
 
 
 @cache
