@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -17,7 +17,8 @@ from penstock.server.calls import call_grammar, free_call_grammar
 from penstock.server.parsing import AnswerFormat, ArgumentsPart, CallEnd, CallStart
 from penstock.server.parsing.deepseek import DeepSeekCalls
 from penstock.server.parsing.mlx_lm_calls import MlxLmCalls, written_shape
-from penstock.server.parsing.shapes import NO_MARKS, Marks
+from penstock.server.parsing.shapes import NO_MARKS, CallShape, Marks
+from penstock.server.tag_rules import TagWriter
 
 SPECIAL = (
     *("<think>", "</think>", "<tool_call>", "<|channel|>", "<|message|>", "<|constrain|>"),
@@ -305,6 +306,21 @@ def test_a_grammar_that_is_far_too_long_is_not_quoted() -> None:
     made = free_call_grammar(form_of("hermes"), [custom], (), {"patch": wide})
     assert time.process_time() - before < 1
     assert made.unenforced == ("patch:grammar",)
+
+
+@pytest.mark.parametrize("last", [{"type": "integer"}, {"anyOf": []}, {"$ref": "#/$defs/D0"}])
+def test_a_schema_of_many_branches_takes_no_time(last: dict[str, Any]) -> None:
+    """Each level has 200 references to the next: a thousand million branches in all."""
+    levels = {f"D{n}": {"anyOf": [{"$ref": f"#/$defs/D{n + 1}"}] * 200} for n in range(4)}
+    schema = {"properties": {"n": {"$ref": "#/$defs/D0"}}, "$defs": {**levels, "D4": last}}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    form = FORMS["qwen3_coder"]
+    before = time.process_time()
+    parser = form.parser([tool])
+    events = [*parser.feed(tagged("qwen3_coder", {"n": "7"})), *parser.end()]
+    assert any(isinstance(one, ArgumentsPart) for one in events)
+    assert list(TagWriter(cast(CallShape, form.shape), NO_MARKS, 9_999).rules("a", schema))
+    assert time.process_time() - before < 1
 
 
 def test_names_and_schemas_are_quoted() -> None:

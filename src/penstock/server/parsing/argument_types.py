@@ -6,10 +6,13 @@ Formats that write each argument between tags write a text as it is, and all els
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 DEPTH = 8
 """References and unions that are followed one behind the other."""
+MOST_BRANCHES = 64
+"""Schemas of one value that are looked at."""
 _PYTHON_TYPES = {
     bool: "boolean",
     dict: "object",
@@ -45,18 +48,28 @@ def json_types(schema: Any, root: Any = None) -> set[str]:
     return types
 
 
-def branches(schema: Any, root: Any, depth: int = DEPTH) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of which a value follows one, without references and unions."""
+def branches(schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas of which a value follows one, without references and unions.
+
+    Behind so many that no value needs them it is a schema that allows anything.
+    """
+    found = _branches(schema, root, DEPTH)
+    yield from islice(found, MOST_BRANCHES)
+    if next(found, None) is not None:
+        yield {}
+
+
+def _branches(schema: Any, root: Any, depth: int) -> Iterator[Mapping[str, Any]]:
     if not isinstance(schema, Mapping) or not depth:
         yield {}
         return
     unions = (schema.get(key) for key in ("anyOf", "oneOf", "allOf"))
     parts = next((part for part in unions if isinstance(part, list)), None)
     if "$ref" in schema:
-        yield from branches(_part(root, str(schema["$ref"])), root, depth - 1)
-    elif parts is not None and "type" not in schema:
+        yield from _branches(_part(root, str(schema["$ref"])), root, depth - 1)
+    elif parts and "type" not in schema:
         for part in parts:
-            yield from branches(part, root, depth - 1)
+            yield from _branches(part, root, depth - 1)
     else:
         yield schema
 
