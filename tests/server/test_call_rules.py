@@ -117,6 +117,10 @@ def test_a_demanded_call_is_written_as_the_model_writes_it(family: str, marks: M
     assert isinstance(start, CallStart) and start.name == "look_up" and end == CallEnd()
     for wrong in (written(family, "look_up_all"), written(family, arguments={"text": "c"})):
         assert not follows(grammar, wrong, marks)
+    for blank in " \n\u1680":
+        assert not follows(grammar, call.replace('look_up"', f'look_up{blank}"'), marks) or (
+            'look_up"' not in call
+        )
     assert not follows(grammar, f"So: {call}", marks)
     assert not follows(call_grammar(form, STRICT).grammar, call + "and", marks)
 

@@ -22,6 +22,8 @@ from penstock.server.tag_rules import TagWriter
 from penstock.server.tool_schemas import ROOM, Arguments
 
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+_BLANK = r"[ \n]?"
+"""Blank that may stand in JSON; `\\s` has others, which may not."""
 _TEXT = "TEXT: /(?s:.+)/\n"
 
 
@@ -151,10 +153,12 @@ def _loose(text: str) -> str:
     r"""Return a regular expression of JSON's own signs, with blanks where they may stand.
 
     >>> print(_loose('{"name": "'), _loose(', '))
-    \s?\{\s?"name"\s?:\s?" \s?,\s?
+    [ \n]?\{[ \n]?"name"[ \n]?:[ \n]?" [ \n]?,[ \n]?
     """
     parts = re.findall(r'"\w+"|\S', text)
-    return r"\s?".join(("", *map(re.escape, parts))) + ("" if text[-1:] in '"}' else r"\s?")
+    # A quote at the beginning closes a string: a blank in front of it would be in the string.
+    first = "" if text.startswith('"') else _BLANK
+    return first + _BLANK.join(map(re.escape, parts)) + ("" if text[-1:] in '"}' else _BLANK)
 
 
 def _inputs(tools: Sequence[CallRule]) -> dict[int, str | None]:
@@ -172,7 +176,8 @@ def _input(tool: CallRule, number: int) -> str | None:
     if tool.input_grammar is None:
         return None
     name, prefix = f"arguments_{number}", f"T{number}_"
-    head = rf'{name}: /\{{\s?"input"\s?:\s?"/ {prefix}RULE_START /"\s?\}}/'
+    opening, closing = _loose('{"input": "'), _loose('"}')
+    head = f"{name}: /{opening}/ {prefix}RULE_START /{closing}/"
     try:
         rule = f"{head}\n{quoted_grammar(tool.input_grammar, prefix)}\n"
         check_grammar(f"start: {name}\n{rule}", f"the grammar of {tool.name}")
