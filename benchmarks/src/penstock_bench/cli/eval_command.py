@@ -15,6 +15,7 @@ from penstock.blas import load_blas
 from penstock.cli import options
 from penstock.cli import serve_options as flags
 from penstock.cli.settings_options import Fields, with_settings
+from penstock.config.defaults import LEAST_ATTEND_TOKENS
 from penstock.errors import SettingError
 from penstock.recall import MODEL_PATH
 from penstock_bench.bench_settings import EvalSettings
@@ -94,6 +95,17 @@ Lengths: TypeAlias = Annotated[
         min=LEAST_LENGTH,
     ),
 ]
+Attend: TypeAlias = Annotated[
+    list[int] | None,
+    typer.Option(
+        help="Measure steps that read so many tokens of each piece (--attend-tokens of penstock "
+        "serve), instead of codecs, and propose a number and layers to leave whole; may be given "
+        "several times.",
+        metavar="TOKENS",
+        show_default=False,
+        min=LEAST_ATTEND_TOKENS,
+    ),
+]
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -108,6 +120,7 @@ def evaluate(
     form: Forms = None,
     length: Lengths = None,
     task: Tasks = None,
+    attend: Attend = None,
     *,
     sizes: Annotated[dict[str, Any], Fields(EvalSettings, variables=False)],
     engine_size: options.EngineSize,
@@ -137,6 +150,12 @@ def evaluate(
     chosen = {**_settings(codec, window, keep), **_questions(form, length, task, embedded)}
     name = str(MODEL_PATH) if embedded else model
     load = EvalLoad(model=name, texts=texts, **sizes, **engine, **chosen)
+    if attend:
+        from penstock_bench import attend_eval
+
+        with progress_bar("reading the model") as progress:
+            report = attend_eval.measure(load, attend, progress)
+        finish(report, as_json=as_json, save=save)
     with progress_bar("reading the model") as progress:
         report = measure(load, progress)
     if not as_json:
