@@ -139,6 +139,24 @@ def test_the_embedded_model_is_read_where_its_kv_lies() -> None:
     assert find_misfits(fit) == []
 
 
+def test_it_says_from_when_a_choice_pays() -> None:
+    model = load_all(MODEL_PATH)
+    fit = try_model("recall", model)
+    inner: Any = model.model
+    arrays: Any = tree_flatten(inner.parameters())
+    weights, tokens = sum(array.nbytes for _, array in arrays), fit.attend_halves_from
+    assert tokens is not None
+    keys_and_values, index = 2_048, 2 * 2 * 10  # 2 layers of 2 key heads of 64 numbers
+
+    def ratio(n: int) -> float:
+        chosen = weights + 1_024 * keys_and_values + n * index
+        return float((weights + n * keys_and_values) / chosen)
+
+    assert ratio(tokens) >= 2 > ratio(tokens - 1)
+    config = FLOAT32 | {"model_type": "gemma2", "head_dim": 32}
+    assert try_model("x", loaded(config)).attend_halves_from is None
+
+
 def test_windows_are_told_with_their_size() -> None:
     fit = try_model("x", loaded(GPT_OSS))
     assert fit.way == "shared"
@@ -223,7 +241,7 @@ def test_the_doctor_loads_a_model_and_tells_its_way(capsys: pytest.CaptureFixtur
     assert code == (1 if report["problems"] else 0)
     main(["doctor", str(MODEL_PATH)])
     shown = capsys.readouterr().out
-    for part in ("2,048 bytes a token", "shared: ", "mlx_lm.models.llama"):
+    for part in ("2,048 bytes a token", "shared: ", "mlx_lm.models.llama", "--attend-tokens 1024"):
         assert part in shown
 
 

@@ -257,6 +257,9 @@ def _add_fit(table: Table, fit: FitnessReport) -> None:
         table.add_row("  through", ", ".join(fit.modules))
     if fit.kernels_off is not None:
         table.add_row("  kernels", Text(f"off: {fit.kernels_off}"))
+    if fit.attend_halves_from is not None:
+        half = f"--attend-tokens 1024 halves the bytes of a step from {fit.attend_halves_from:,}"
+        table.add_row("  choice", f"{half} tokens (weights included, one sequence)")
     for one in fit.attention:
         times = ", ".join(f"{way} {ms:.3f} ms" for way, ms in one.milliseconds.items())
         table.add_row("  attention", f"{one.layer}, {one.situation}: {one.chosen} ({times})")

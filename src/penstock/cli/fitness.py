@@ -12,11 +12,17 @@ from penstock.engine.model.model_probe import Way
 from penstock.engine.model.runner import Runner
 from penstock.errors import ModelError
 from penstock.kv.kernels.selftest import SECONDS, WayChoice
+from penstock.kv.key_index import KeyIndex
+from penstock.kv.tails import token_bytes
 from penstock.memory import LayerKind
 from penstock.models import mlx_lm as seam
 from penstock.models.gguf.header import is_gguf, read_header
 from penstock.models.gguf.weights import nearest_errors
 from penstock.models.mlx_lm import Loaded
+from penstock.models.widening import model_bytes
+
+ATTEND_TOKENS = 1_024
+"""Tokens of a choice for which it is said when it pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,9 @@ class FitnessReport:
     """Times of the ways to attend in a decode step; empty where there is but one."""
     kernels_off: str | None = None
     """Why the attention kernels are off, where they were tried."""
+    attend_halves_from: int | None = None
+    """Tokens of a sequence from which a decode step with --attend-tokens 1024 reads half as many
+    bytes, weights included; None where no layer can choose."""
 
 
 def try_model(name: str, loaded: Loaded) -> FitnessReport:
@@ -118,7 +127,25 @@ def try_model(name: str, loaded: Loaded) -> FitnessReport:
         codes_errors=_codes_errors(name, loaded),
         attention=AttentionTiming.all_of(choice),
         kernels_off=None if choice is None else choice.why_off,
+        attend_halves_from=halves_from(runner),
     )
+
+
+def halves_from(runner: Runner) -> int | None:
+    """Return from how many tokens on a choice halves the bytes that one sequence's step reads.
+
+    All weights are read with W bytes, keys and values with b a token, and the index with i: n
+    tokens take W + n b where all are read, and W + N b + n i where N of them are.
+    """
+    layers = runner.selectable_layers
+    if runner.fitness.way != "shared" or not layers:
+        return None
+    own = token_bytes([runner.shapes[layer] for layer in layers])
+    index = KeyIndex(layers).token_bytes(runner.shapes)
+    weights, _ = model_bytes(runner.model)
+    if own <= 2 * index:
+        return None
+    return -(-(weights + 2 * ATTEND_TOKENS * own) // (own - 2 * index))
 
 
 def _codes_errors(name: str, loaded: Loaded) -> dict[str, float]:
