@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.caches import SelectiveKVCache, make_kv_cache
 from penstock.errors import SettingError
-from penstock.models.attention_seam import attach
+from penstock.models.layer_seams import attach
 from penstock.models.mlx_lm import load
 from penstock_bench.eval_load import EvalLoad
 from penstock_bench.eval_texts import Piece, pieces
