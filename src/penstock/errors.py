@@ -84,6 +84,20 @@ class EngineStopped(PenstockError, RuntimeError):
     status = 503
 
 
+class SpilledLost(PenstockError):
+    """Keys and values that had left memory for a cold tier cannot be read back."""
+
+    status = 503
+
+    def __init__(self, places: tuple[int, ...]) -> None:
+        super().__init__(
+            f"{len(places)} blocks of keys and values are damaged, missing or late in the cold "
+            f"tier; they are computed again from their tokens"
+        )
+        self.places = places
+        """Numbers of the blocks."""
+
+
 class StepFailed(PenstockError, RuntimeError):
     """A step of the model raised; the requests that were in it fail, all others go on."""
 

@@ -17,9 +17,10 @@ from penstock.kv import attention, backend, cpu_backend
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan, in_order
 from penstock.kv.backend import Backend, CPUBackend, GPUBackend
+from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.codecs import Coded, parse_scheme
 from penstock.kv.quantization import piece_bytes
-from penstock.kv.reads import ChunkReads, DecodeStep
+from penstock.kv.reads import DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 from rounding import UNIT, attention_error, product_error

@@ -11,10 +11,11 @@ import pytest
 from penstock.kv import columns as col
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.codecs import Coded, Scheme, parse_scheme
 from penstock.kv.columns import Side
 from penstock.kv.joined_reads import JoinedReads, join_parts
-from penstock.kv.reads import ChunkReads, DecodeReads, DecodeStep
+from penstock.kv.reads import DecodeReads, DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 from penstock.tiers.host import host_block

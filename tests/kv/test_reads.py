@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from penstock.kv import attention_plan
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import AttentionPlan, DecodeRow, KVSpan, in_order, plan_attention
+from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.joined_reads import JoinedReads
-from penstock.kv.reads import ChunkReads, DecodeReads, DecodeStep
+from penstock.kv.reads import DecodeReads, DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.tails import LayerShape, Tails
 

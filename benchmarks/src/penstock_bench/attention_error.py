@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from penstock.engine.model.runner import Runner
+from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.codecs import Scheme
 from penstock.kv.codecs.coded import Codec
-from penstock.kv.reads import ChunkReads
 
 QUERY_TOKENS = 64
 """Tokens whose queries are watched, behind those whose keys and values are coded."""

@@ -20,9 +20,9 @@ from penstock.engine.model.runner import Runner
 from penstock.kv import backend
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import KVSpan
+from penstock.kv.chunk_reads import ChunkReads
 from penstock.kv.codecs import Coded, Scheme
 from penstock.kv.columns import Side
-from penstock.kv.reads import ChunkReads
 from penstock.kv.segment import Layer, Segment
 from penstock.kv.states import RecurrentState
 from penstock_bench.eval_load import KVSetting

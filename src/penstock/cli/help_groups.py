@@ -13,7 +13,7 @@ GROUPS = {
     "Answers": "max-tokens temperature top-p top-k min-p repetition-penalty seed",
     "Memory": "memory-limit memory-threshold max-kv-size keep-kv-size kv-bits max-batch-size "
     "prefill-chunk max-stall-ms speculative-tokens draft-model attend-tokens attend-full-layers "
-    "kernels max-queue",
+    "active-kv-size kernels max-queue",
     "Cache": "block-size hot-cache-only kv-cache-quantization kv-cache-min-quantize-tokens "
     "kv-cache-raw-first-tokens kv-cache-skip-layers kv-cache-quantize-when remote-cache "
     "remote-cache-ttl remote-cache-timeout",

@@ -16,6 +16,8 @@ PREFILL_CHUNK = 512
 """Tokens of prompts that the engine reads in one step."""
 LEAST_ATTEND_TOKENS = 128
 """Fewest tokens that a decode step can be told to read: the first, the recent ones, and some."""
+ATTEND_BLOCK_TOKENS = 16
+"""Tokens that such a step chooses together."""
 MAX_STALL_MS = 200
 """Milliseconds of prompts between two decode steps: five tokens a second at least."""
 MIN_QUANTIZE_TOKENS = 256

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from penstock.config.defaults import (
+    ATTEND_BLOCK_TOKENS,
     BLOCK_SIZE,
     EMBEDDED_LIMIT,
     KEEP,
@@ -124,6 +125,17 @@ class EngineSettings(Settings):
             unset="none",
         ),
     ] = ()
+    active_kv_size: Annotated[
+        int | None,
+        Field(ge=LEAST_ATTEND_TOKENS),
+        Setting(
+            "With --attend-tokens and a cold tier: hold the exact keys and values of only this "
+            "many last tokens of a sequence in memory, and a cache of as many; the others are "
+            "read from the tier where they are chosen.",
+            "TOKENS",
+            unset="all stay in memory",
+        ),
+    ] = None
     block_size: Annotated[
         int,
         Field(ge=1),
@@ -246,6 +258,34 @@ class EngineSettings(Settings):
                 "attend_tokens (--attend-tokens) does not work with speculative_tokens "
                 "(--speculative-tokens): tokens that are checked together would share a choice, "
                 "and the text would depend on them; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _spills_somewhere(self) -> EngineSettings:
+        active, attended = self.active_kv_size, self.attend_tokens
+        if active is None:
+            return self
+        name = f"active_kv_size (--active-kv-size) {active}"
+        if attended is None or attended > active:
+            raise ValueError(
+                f"{name}: set attend_tokens (--attend-tokens) to at most as many; a step that "
+                "reads all tokens would read all of them from the cold tier"
+            )
+        if not self.cold_tiers:
+            raise ValueError(
+                f"{name}: there is no cold tier for the other tokens; set ssd_cache_dir "
+                "(--ssd-cache-dir) or remote_cache (--remote-cache)"
+            )
+        if self.kv_cache_quantization is not None:
+            raise ValueError(
+                f"{name} does not work with kv_cache_quantization (--kv-cache-quantization): "
+                "blocks are read back as they were computed; leave one of the two out"
+            )
+        if self.block_size % ATTEND_BLOCK_TOKENS:
+            raise ValueError(
+                f"{name}: block_size {self.block_size} is not a multiple of "
+                f"{ATTEND_BLOCK_TOKENS}, the tokens that are chosen together; use one"
             )
         return self
 

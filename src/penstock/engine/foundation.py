@@ -58,7 +58,9 @@ def lay_foundation(
     limits = fitting(limits, runner, ranks=group.size)
     if limits.attend_tokens is not None:
         runner.select(limits.attend_tokens, limits.attend_full_layers)
-    runner.ways = chosen_ways(runner, limits, ledger)
+    runner.most_joined = limits.active_kv_size
+    if limits.active_kv_size is None:  # kernels read memory alone
+        runner.ways = chosen_ways(runner, limits, ledger)
     estimator = MemoryEstimator(runner, limits)
     fixed, tails = reserve_fixed(reserved, ledger, limits, runner, estimator, group)
     return Foundation(

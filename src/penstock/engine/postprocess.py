@@ -23,7 +23,7 @@ from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
 from penstock.engine.schedule.scheduler import Scheduler, State, StepPlan
 from penstock.engine.schedule.sequence import Sequence
-from penstock.errors import StepFailed
+from penstock.errors import SpilledLost, StepFailed
 
 
 class Postprocessor:
@@ -71,6 +71,8 @@ class Postprocessor:
                 self._prefilled(computed)
             del computed  # or its arrays would stay while the next pass is computed
         busy = bool(plan.decode or plan.prefill)
+        if self._stores.spilling is not None and plan.decode:
+            self._stores.spilling.work(s.kv for s in self._admission.sequences.values())
         if self._stores.requantizer is not None:
             busy = self._quantize(self._stores.requantizer) or busy
         if self._stores.tiers is None:
@@ -125,6 +127,11 @@ class Postprocessor:
     def _decode_failed(self, sequences: list[Sequence], error: Exception) -> None:
         """End the answers of a pass; out of memory, only one of them, after a second try."""
         self._stores.tails.drop()  # what it wrote may be no numbers
+        if isinstance(error, SpilledLost):
+            for sequence in sequences:
+                self._admission.preempt(sequence)
+            self._admission.compute_again(error)
+            return
         if not out_of_memory(error):
             for sequence in sequences:
                 self._admission.fail(sequence, step_error("decoding", error))
@@ -143,6 +150,9 @@ class Postprocessor:
     def _prefilled(self, computed: PrefillPass) -> None:
         """Commit a chunk of a prompt, or end the answer whose chunk has failed."""
         sequence = computed.sequence
+        if isinstance(computed.error, SpilledLost):
+            self._admission.compute_again(computed.error)
+            return
         if computed.error is not None:
             self._admission.fail(sequence, step_error("reading its prompt", computed.error))
             return
@@ -166,6 +176,7 @@ class Postprocessor:
             sequence.served_tokens += computed.tokens
             sequence.note_prompt()
             self._admission.advance(sequence)
+            self._admission.spill(sequence)
 
     def _keep_scores(self, sequence: Sequence, start: int, scores: Scores) -> None:
         """Give scores of a prompt to its request, and remember them for others."""

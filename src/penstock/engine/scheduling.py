@@ -34,7 +34,7 @@ def make_scheduling(base: Foundation, stores: KVStores, draft_bytes: int = 0) ->
         draft_bytes: bytes that a draft model takes whatever it reads.
     """
     limits, prefixes = base.limits, stores.prefixes
-    copying = (stores.tiers, stores.requantizer, stores.windows)
+    copying = (stores.tiers, stores.requantizer, stores.windows, stores.spilling)
     budget = MemoryBudget(
         base.fixed,
         base.estimator,

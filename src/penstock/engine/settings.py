@@ -79,6 +79,7 @@ def fitting(limits: config.EngineSettings, runner: Runner, ranks: int = 1) -> co
     if limits.speculative_tokens and (ranks > 1 or not reads_several(runner)):
         limits = limits.model_copy(update={"speculative_tokens": 0})
     _check_attends(limits, runner)
+    _check_spills(limits, runner, ranks)
     compression = runner.layout.compression
     if "block_size" not in limits.model_fields_set:
         every = 1 if compression is None else compression.every
@@ -117,6 +118,23 @@ def _check_attends(limits: config.EngineSettings, runner: Runner) -> None:
         raise SettingError(
             f"attend_full_layers {unknown}: the layers that read all tokens are {sorted(layers)}, "
             f"counted without recurrent ones"
+        )
+
+
+def _check_spills(limits: config.EngineSettings, runner: Runner, ranks: int) -> None:
+    """Raise SettingError if the KV of a model cannot be in a cold tier while it is read."""
+    if limits.active_kv_size is None:
+        return
+    name = f"active_kv_size (--active-kv-size) {limits.active_kv_size}"
+    if ranks > 1:
+        raise SettingError(
+            f"{name} does not work with {ranks} ranks, which would wait for {ranks} disks at "
+            f"different times; leave it out, or run the model on one machine"
+        )
+    if runner.fitness.whole or not runner.selectable_layers - set(limits.attend_full_layers):
+        raise SettingError(
+            f"{name}: this model has no layer that chooses what it reads and shares its blocks; "
+            f"leave it out"
         )
 
 

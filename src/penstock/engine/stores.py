@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.foundation import Foundation
+from penstock.engine.offload.cold_blocks import ColdBlocks
 from penstock.engine.offload.prefill_rate import PrefillRate
 from penstock.engine.offload.tier_group import TierGroup, open_tiers
 from penstock.engine.retention.requantize import Requantizer
+from penstock.engine.retention.spilling import SPILLED_MERGE_TOKENS, Spilling
 from penstock.engine.retention.windows import Windows, windows_of
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.settings import identity
@@ -42,13 +44,15 @@ def open_stores(
     prefixes = _tree(base, fingerprint)
     size = prefixes.block_size
     windows = windows_of(runner.attention_windows, limits.max_kv_size)
+    tiers = _tiers(base, prefixes, rule, prefill_rate)
     return KVStores(
         prefixes=prefixes,
         limit_bytes=base.group.least(base.ledger.limit_bytes),
         checkpoints=_checkpoints(base, prefixes) if runner.is_recurrent else None,
         windows=Windows(prefixes, windows, runner.shapes) if windows else None,
         requantizer=None if rule is None else Requantizer(rule, prefixes, runner.shapes, limits),
-        tiers=_tiers(base, prefixes, rule, prefill_rate),
+        tiers=tiers,
+        spilling=_spilling(base, prefixes, tiers),
         tails=base.tails,
         runner=runner,
         counters=Counters(),
@@ -56,9 +60,40 @@ def open_stores(
     )
 
 
+def _spilling(
+    base: Foundation, prefixes: Prefixes[Segment], tiers: TierGroup | None
+) -> Spilling | None:
+    """Make the retention of what leaves memory for the tiers; None if all of it stays."""
+    active, selection = base.limits.active_kv_size, base.runner.selection
+    if active is None or selection is None or tiers is None:
+        return None
+    spans = BlockFormats(base.runner.shapes, prefixes.block_size).spans
+    blocks = ColdBlocks(
+        tiers,
+        base.runner.shapes,
+        record_tokens=spans.blocks * prefixes.block_size,
+        ledger=base.ledger,
+        cached_tokens=active,
+        layers=selection.index.layers,
+    )
+    return Spilling(
+        blocks,
+        prefixes,
+        tiers,
+        selection=selection,
+        spans=spans,
+        active_tokens=active,
+        clock=base.group.clock,
+    )
+
+
 def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
     """Make the empty tree."""
-    size, coded = base.limits.block_size, base.limits.kv_cache_quantization is not None
+    size, limits = base.limits.block_size, base.limits
+    coded = limits.kv_cache_quantization is not None
+    # What leaves memory leaves it by nodes: short ones, until little of them is left.
+    spilled = limits.active_kv_size is not None
+    merged = SPILLED_MERGE_TOKENS if spilled else MAX_MERGE_TOKENS
     return Prefixes(
         base.ledger,
         block_size=size,
@@ -67,7 +102,8 @@ def _tree(base: Foundation, fingerprint: str) -> Prefixes[Segment]:
         # Ranks whose weights differ have limits that do.
         remembered=remembered_nodes(base.group.least(base.ledger.limit_bytes)),
         # Coded nodes may be longer: time goes by the number of parts that are read.
-        max_merge_bytes=MAX_MERGE_TOKENS * base.runner.held_token_bytes if coded else 0,
+        max_merge_tokens=merged,
+        max_merge_bytes=merged * base.runner.held_token_bytes if coded or spilled else 0,
         span_tokens=span_tokens(size),
     )
 

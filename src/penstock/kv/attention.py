@@ -294,6 +294,14 @@ def merged(parts: Sequence[Partial], sinks: mx.array | None = None) -> mx.array:
     return mixed / total
 
 
+def together(one: Partial, other: Partial) -> Partial:
+    """Return the partial result over the columns of both."""
+    top = mx.maximum(one.top, other.top)
+    mine, theirs = mx.power(2.0, one.top - top), mx.power(2.0, other.top - top)
+    total = mine * one.total + theirs * other.total
+    return Partial(top, total, mine * one.mixed + theirs * other.mixed)
+
+
 def seen_by_chunk(
     attention_window: AttentionWindow, start: int, n: int, m: int, columns: mx.array | None
 ) -> mx.array:

@@ -18,12 +18,10 @@ from penstock.kv.attention import MASKED, AttentionWindow, Partial
 from penstock.kv.attention_plan import (
     AttentionPlan,
     DecodeRow,
-    KVSpan,
     SharedRead,
     plan_attention,
 )
-from penstock.kv.codecs.scales import Squares
-from penstock.kv.joined_reads import KVData, join_parts, read_sides
+from penstock.kv.joined_reads import KVData, read_sides
 from penstock.kv.selection import Selection
 from penstock.kv.tails import Tails
 
@@ -421,78 +419,3 @@ def _side_by_side(partials: Sequence[Partial]) -> Partial:
         mx.concatenate([part.total for part in partials], axis=1),
         mx.concatenate([part.mixed for part in partials], axis=1),
     )
-
-
-class ChunkReads(Reads):
-    """One layer of a prefill chunk of one sequence, behind the parts it reads.
-
-    The chunk's own keys and values are kept here, in buffers of just their size, and become a
-    segment when the step is done.
-    """
-
-    def __init__(
-        self,
-        layer: int,
-        attention_window: AttentionWindow,
-        parts: Sequence[KVSpan],
-        position: int,
-        *,
-        last: bool = False,
-    ) -> None:
-        """`last`: the output of the layer's attention is never read, so it is never computed."""
-        super().__init__(layer, attention_window)
-        self.parts = parts
-        self.last = last
-        self.offset: int = position
-        self.values: mx.array | None = None
-        self.squares: Squares | None = None
-        """Takes in what is read, if it is to be known how large that is."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Keep the chunk's tokens, (1, kv_heads, n, dim), and return them."""
-        self.keys, self.values = mx.contiguous(keys), mx.contiguous(values)
-        # All of the layers before is computed with them: what they had joined is let go.
-        mx.eval(self.keys, self.values)
-        self._given = keys, values
-        return keys, values
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: object,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        """Attend as the model's own attention would: (1, heads, n, d) -> (1, heads, n, dim)."""
-        attention_window = self.check_given(keys, values, mask)
-        if self.squares is not None:
-            self.squares.add(keys, queries)
-        all_keys, all_values, columns = self.joined(attention_window)
-        return backend.current().attend_prefill(
-            queries,
-            all_keys,
-            all_values,
-            columns=columns,
-            start=self.offset,
-            scale=scale,
-            attention_window=attention_window,
-            sinks=sinks,
-            eager=not self.last,
-        )
-
-    def joined(
-        self, attention_window: AttentionWindow
-    ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Join what is seen of the parts with the chunk: one layer, for as long as it is read.
-
-        Returns:
-            Keys, values (1, kv_heads, m, dim), and the positions (m,) of the columns, None if
-            they are 0 .. m - 1.
-        """
-        assert self.keys is not None and self.values is not None
-        own = self.keys, self.values
-        return join_parts(
-            self.parts, self.layer, attention_window, self.offset, own, lazily=self.last
-        )

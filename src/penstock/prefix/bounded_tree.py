@@ -202,6 +202,15 @@ class BoundedTree(Generic[S]):
                 freed += part.shrink(nbytes - freed)
         return freed
 
+    def drop(self, node: Node[S]) -> None:
+        """Evict a node that cannot be read any more, and all below it; pinned ones stay."""
+        below = [node]
+        for above in below:
+            below.extend(above.children.values())
+        for last in reversed(below):
+            if not (last.pins or last.children):
+                self._evict(last, "lost")
+
     def clear(self) -> None:
         """Evict all unpinned nodes, and what is beside the tree."""
         while (node := self.tree.victim()) is not None:

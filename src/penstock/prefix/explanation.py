@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-Why: TypeAlias = Literal["limit", "pressure", "cleared"]
-"""Cause of an eviction: the memory limit, memory pressure, or a request to clear the cache."""
+Why: TypeAlias = Literal["limit", "pressure", "cleared", "lost"]
+"""Cause of an eviction: the memory limit, memory pressure, a request to clear it, or the loss
+of what was in a cold tier alone."""
 
 CAUSES: dict[Why, str] = {
     "limit": "to stay inside the memory limit of {limit}; raise memory_limit to keep more",
     "pressure": "because the machine ran short of memory; free some of it, or "
     "raise memory_threshold",
     "cleared": "because the cache was cleared",
+    "lost": "because its keys and values were in a cold tier alone, and could not be read back",
 }
 EVICTION_BYTES = 300
 """Python overhead of one remembered block, in bytes: 170 to 280 by tracemalloc."""

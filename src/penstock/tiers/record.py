@@ -185,7 +185,7 @@ class Source(Protocol):
 
 def read_into(descriptor: int, targets: Mapping[str, Target]) -> dict[str, str]:
     """Do as `read_from` with a file that is open for reading."""
-    return read_from(_File(descriptor), targets)
+    return read_from(FileSource(descriptor), targets)
 
 
 def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
@@ -200,15 +200,10 @@ def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
             targets hold then is worth nothing.
         OSError: the source fails.
     """
-    length = source.nbytes
-    head = source.read(HEAD_BYTES, 0)
-    size = 8 + int.from_bytes(head[:8], "little")
-    if size > MOST_HEAD_BYTES:
-        raise Damaged(f"a header of {size} bytes is none")
-    if len(head) < size <= length:
-        head += source.read(size - len(head), len(head))
-    words = header(head[:size])
-    pieces = [piece for name in _order(head[8:size], targets) for piece in targets[name].pieces]
+    length, head = source.nbytes, _head(source)
+    size = len(head)
+    words = header(head)
+    pieces = [piece for name in _order(head[8:], targets) for piece in targets[name].pieces]
     if length != size + sum(piece.nbytes for piece in pieces):
         raise Damaged(f"it has {length} bytes, which are not those that it tells of")
     source.fill(pieces, size)
@@ -218,8 +213,39 @@ def read_from(source: Source, targets: Mapping[str, Target]) -> dict[str, str]:
     return words
 
 
+def array_offsets(source: Source) -> dict[str, int]:
+    """Return where the bytes of each array begin in a file, as its header tells.
+
+    Raises:
+        Damaged: the header makes no sense.
+        OSError: the source fails.
+    """
+    head = _head(source)
+    header(head)
+    try:
+        fields = json.loads(head[8:])
+        return {
+            name: len(head) + int(array["data_offsets"][0])
+            for name, array in fields.items()
+            if name != "__metadata__"
+        }
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise Damaged(f"its header makes no sense: {error}") from None
+
+
+def _head(source: Source) -> bytes:
+    """Read the header of a file, its length in front of it included."""
+    head = source.read(HEAD_BYTES, 0)
+    size = 8 + int.from_bytes(head[:8], "little")
+    if size > MOST_HEAD_BYTES:
+        raise Damaged(f"a header of {size} bytes is none")
+    if len(head) < size <= source.nbytes:
+        head += source.read(size - len(head), len(head))
+    return head[:size]
+
+
 @dataclass(frozen=True, slots=True)
-class _File:
+class FileSource:
     """A file on a disk; see `Source`."""
 
     descriptor: int

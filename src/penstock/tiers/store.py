@@ -18,11 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.kv.block_spans import Spans
 from penstock.prefix.block_hashes import checkpoint_hash
 from penstock.tiers.readers import Readers
 from penstock.tiers.record import Damaged, Record, Target
+from penstock.tiers.record_parts import ArrayPart
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +162,35 @@ class Store(ABC):
         for (key, _), read in zip(whole, reads, strict=True):
             if not self._is_whole(key, read):
                 break
+            self.counts.read_blocks += 1
+            self.counts.read_bytes += read.result()
             count += 1
         self.counts.read_seconds += time.perf_counter() - began
         return count
+
+    def holds(self, key: bytes) -> bool:
+        """Tell whether a record could be read."""
+        return self._first([key]) == 1
+
+    def read_parts(
+        self, wanted: Mapping[bytes, Sequence[ArrayPart]]
+    ) -> dict[bytes, list[NDArray[np.uint8]]]:
+        """Read parts of records, unchecked; without those that are damaged or not there.
+
+        Args:
+            wanted: parts of arrays, by the key of the record.
+
+        Raises:
+            OSError: the store fails; a record that is not there is only a miss.
+        """
+        reads = {key: self._readers.submit(self._read_parts, key, of) for key, of in wanted.items()}
+        wait(reads.values())
+        return {key: read.result() for key, read in reads.items() if self._is_whole(key, read)}
+
+    def drop_damaged(self, key: bytes) -> None:
+        """Remove a record of which a part was not what had been written."""
+        self.counts.damaged_blocks += 1
+        self._forget([key])
 
     @abstractmethod
     def prepare(
@@ -205,17 +236,27 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def _read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
+        """Read parts of a record's arrays. Any thread may.
+
+        Raises:
+            Damaged: it has no such parts.
+            FileNotFoundError: it is not there.
+            OSError: the store fails.
+        """
+
+    @abstractmethod
     def _forget(self, block_hashes: Sequence[bytes]) -> None:
         """Remove blocks, or their remains."""
 
-    def _is_whole(self, key: bytes, read: Future[int]) -> bool:
+    def _is_whole(self, key: bytes, read: Future[Any]) -> bool:
         """Tell whether a block was read; one that is damaged or gone is a miss, and removed.
 
         Raises:
             OSError: the store fails; a block that a disk could not read is removed, too.
         """
         try:
-            nbytes = read.result()
+            read.result()
         except (OSError, Damaged) as error:
             # A future keeps its error, whose frames would keep the memory that was read into.
             error.__traceback__ = None
@@ -236,8 +277,6 @@ class Store(ABC):
                 raise type(error)(*error.args) from None
             self._forget([key])
             return False
-        self.counts.read_blocks += 1
-        self.counts.read_bytes += nbytes
         return True
 
     def _check_is(self, words: Mapping[str, str], key: bytes) -> None:

@@ -114,6 +114,7 @@ def _stores(
         windows=None,
         requantizer=None,
         tiers=None,
+        spilling=None,
         tails=tails,
         runner=runner,
         counters=Counters(),

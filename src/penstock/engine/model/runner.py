@@ -16,13 +16,13 @@ from penstock.engine.model.model_probe import PROBE, Fitness, Way, differs
 from penstock.errors import ModelError
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan
-from penstock.kv.codecs import Scales
-from penstock.kv.codecs.scales import Squares
+from penstock.kv.chunk_reads import ChunkReads
+from penstock.kv.codecs import Scales, Squares
 from penstock.kv.compressed import RowReads
 from penstock.kv.joined_reads import JoinedReads
 from penstock.kv.kernels.ways import Ways
 from penstock.kv.key_index import KeyIndex
-from penstock.kv.reads import ChunkReads, DecodeStep
+from penstock.kv.reads import DecodeStep
 from penstock.kv.segment import Segment
 from penstock.kv.selection import Selection
 from penstock.kv.states import (
@@ -112,6 +112,8 @@ class Runner:
         """Form of one sequence's states."""
         self.selection: Selection | None = None
         """Choice of what decode steps read of long sequences; None to read all."""
+        self.most_joined: int | None = None
+        """Most tokens that are joined for a chunk of a prompt; more are read piece by piece."""
         self.fitness = self._try(modules)
         if self.layout.compression is not None:  # the probe is shorter than windows and groups
             self._state_bytes = self.layout.compression.state_bytes
@@ -342,7 +344,7 @@ class Runner:
         eager = read_whole or self.is_recurrent or self._passes_on
         last = -1 if eager else len(self.attention_windows) - 1
         return [
-            ChunkReads(i, s, parts, position, last=i == last)
+            ChunkReads(i, s, parts, position, last=i == last, most_joined=self.most_joined)
             for i, s in enumerate(self.attention_windows)
         ]
 

@@ -22,7 +22,7 @@ from penstock.kv.segment import Segment
 from penstock.kv.states import StateForm, States
 from penstock.ledger import Kind, Reservation
 from penstock.prefix.block_hashes import checkpoint_hash
-from penstock.prefix.prefixes import MAX_MERGE_TOKENS, Prefixes
+from penstock.prefix.prefixes import Prefixes
 from penstock.tiers.host import RestoreBuffer, StateRestoreBuffer
 from penstock.tiers.worker import ColdTier, TierStats
 
@@ -241,7 +241,8 @@ class EngineTier:
 
         Records of one size come together, up to the size of a node.
         """
-        spans, most = self._spans, max(1, MAX_MERGE_TOKENS // self._prefixes.block_size)
+        most_tokens = self._prefixes.tree.max_merge_tokens
+        spans, most = self._spans, max(1, most_tokens // self._prefixes.block_size)
         while first < stop:
             start, ends = spans.start(first), [min(spans.end(first), stop)]
             blocks = ends[0] - start

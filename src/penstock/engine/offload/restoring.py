@@ -73,8 +73,12 @@ class Restoring:
                     self._scheduler.act(sequence, "fetch")
                     sequence.restore_deadline = self._clock() + ASK_SECONDS
                 continue
-            sequence.tier_lookup = None  # asked once
             blocks_by_tier = answer.found()
+            most = self._most_blocks(sequence)
+            # Asked once; where all of them do not fit into memory together, some are read.
+            longest = max(blocks_by_tier.values(), default=0)
+            sequence.tier_lookup = answer if longest > most else None
+            blocks_by_tier = {tier: min(n, most) for tier, n in blocks_by_tier.items()}
             held = self._stores.matched(sequence.block_hashes) // self._size
             root = self._prefixes.root(sequence.request.salt)
             cached_blocks = sequence.kv.num_cached_tokens // self._size
@@ -97,8 +101,16 @@ class Restoring:
                 self._scheduler.act(sequence, "fetched")
                 if sequence.resumed_at is None or self._go_on(sequence):
                     self._admission.advance(sequence)
+                    self._admission.spill(sequence)
 
     # ---- parts
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        """Return up to which block of its chain a sequence has room for restored ones."""
+        if self._stores.spilling is None:
+            return len(sequence.block_hashes)
+        cached = sequence.kv.num_cached_tokens
+        return (cached + self._budget.in_flight_tokens) // self._size
 
     def _begin(self, sequence: Sequence, blocks_by_tier: dict[EngineTier, int]) -> bool:
         """Begin to restore a chain from the fastest tier; return False if that saves no time."""

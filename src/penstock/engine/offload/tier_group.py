@@ -196,10 +196,19 @@ class TierGroup:
 
     # ---- writing
 
-    def note(self, block_hashes: Sequence[bytes], root: bytes, first: int) -> None:
-        """Take note of new blocks in the tree: those of a chain from `first` on."""
+    def note(
+        self, block_hashes: Sequence[bytes], root: bytes, first: int, *, seen: bool = False
+    ) -> None:
+        """Take note of new blocks in the tree: those of a chain from `first` on.
+
+        Args:
+            block_hashes: the chain.
+            root: hash before the first block.
+            first: blocks before the new ones.
+            seen: whether they are written in any case.
+        """
         for tier in self:
-            tier.writer.note(block_hashes, root, first)
+            tier.writer.note(block_hashes, root, first, seen=seen)
 
     def note_end(self, block_hashes: Sequence[bytes], root: bytes) -> None:
         """Take note of the end of a conversation behind a chain that was noted."""

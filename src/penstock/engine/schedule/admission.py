@@ -19,7 +19,7 @@ from penstock.engine.schedule.budget import MemoryBudget
 from penstock.engine.schedule.kv_stores import KVStores
 from penstock.engine.schedule.scheduler import PLACED, Scheduler, State
 from penstock.engine.schedule.sequence import Sequence
-from penstock.errors import NeverFits, PenstockError
+from penstock.errors import LedgerFull, NeverFits, PenstockError, SpilledLost
 
 
 class Admission:
@@ -94,6 +94,43 @@ class Admission:
                 sequence.kv.spare(gained * self._budget.token_bytes)
                 self.count_hit(sequence, gained)
                 self.advance(sequence)
+                self.spill(sequence)
+
+    def spill(self, sequence: Sequence) -> None:
+        """Let keys and values leave memory, and reserve the next tokens of a prompt in it.
+
+        Waits for the tiers where memory is short. A sequence that finds no room then is preempted;
+        alone, it fails.
+        """
+        spilling = self._stores.spilling
+        if spilling is None or sequence.kv.reservation is None:
+            return
+        paths = [other.kv for other in self.sequences.values()]
+        spilling.work(paths)
+        if self._budget.top_up(sequence):
+            return
+        spilling.wait(paths)
+        if self._budget.top_up(sequence):
+            return
+        if self._scheduler.placed() != [sequence]:
+            self.preempt(sequence)
+            return
+        why = "the cold tiers did not take the tokens that have to leave memory in time"
+        needed, free = sequence.kv.reservation.nbytes, self._stores.prefixes.ledger.free_bytes
+        limit = self._stores.prefixes.ledger.limit_bytes
+        message = f"{why}; make room in them, or raise memory_limit or lower active_kv_size"
+        self.fail(sequence, LedgerFull(message, needed, free, limit))
+
+    def compute_again(self, error: SpilledLost) -> None:
+        """Preempt the sequences that read lost blocks, and drop those from the tree."""
+        spilling = self._stores.spilling
+        assert spilling is not None
+        lost = {node.id for node in spilling.lost_nodes(error.places)}
+        for sequence in self._scheduler.placed():
+            path = () if sequence.kv.pin is None else sequence.kv.pin.path
+            if any(node.id in lost for node in path):
+                self.preempt(sequence)
+        spilling.drop_lost(error.places)
 
     # ---- getting on
 

@@ -120,6 +120,11 @@ class MemoryBudget:
         fixed = sum(kind.nbytes for kind in kinds) + self._prefixes.fixed_bytes
         return fixed + self._copies_bytes + self._draft_bytes
 
+    @property
+    def in_flight_tokens(self) -> int:
+        """Tokens of a sequence that can be in memory before others of it leave it."""
+        return self._estimator.in_flight_tokens
+
     def check_fits(self, sequence: Sequence) -> None:
         """Raise NeverFits if a sequence could not get one more token even if it were alone."""
         if self.fits_alone(sequence):
@@ -320,6 +325,17 @@ class MemoryBudget:
         if more > 0 and not self._prefixes.make_room(more):
             return False
         sequence.kv.reservation.resize(sequence.kv.reservation.nbytes + more)
+        return True
+
+    def top_up(self, sequence: Sequence) -> bool:
+        """Reserve the next tokens' bytes again, as others leave memory; False without room."""
+        own = sequence.kv.reservation
+        assert own is not None
+        tokens = max(0, sequence.reserved_tokens - sequence.kv.num_cached_tokens)
+        more = max(0, self._estimator.next_bytes(tokens) - own.nbytes)
+        if not self._prefixes.make_room(more):
+            return False
+        own.resize(own.nbytes + more)
         return True
 
     def release(self, sequence: Sequence, sequences: Iterable[Sequence]) -> None:

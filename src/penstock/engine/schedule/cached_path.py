@@ -257,7 +257,12 @@ class CachedPath:
         stores = self._stores
         if stores.tiers is not None:
             block_hashes = self.block_hashes[: self.num_cached_tokens // self._size]
-            stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first)
+            spills = stores.spilling is not None  # what has to leave memory is always written
+            stores.tiers.note(block_hashes, stores.prefixes.root(self._salt), first, seen=spills)
+
+    def note_again(self) -> None:
+        """Have all cached blocks that the tiers lack written to them."""
+        self._note_blocks(0)
 
     def _note_checkpoint(self, at: int, *, answered: bool = False) -> None:
         """Have the states that were captured under a boundary written to the tiers."""

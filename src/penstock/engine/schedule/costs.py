@@ -13,14 +13,17 @@ from penstock.engine.model.proposals import LEAST_PREDICTION
 from penstock.engine.model.runner import Runner
 from penstock.engine.model.sampling import TokenSampler, sample_all
 from penstock.engine.request import Sampling
+from penstock.engine.retention.spilling import SPILLED_MERGE_TOKENS
 from penstock.engine.schedule.step_peaks import StepPeaks, measured_once
 from penstock.kv import backend
 from penstock.kv.attention_plan import DecodeRow, KVSpan
 from penstock.kv.block_format import BlockFormat
-from penstock.kv.block_spans import span_tokens
+from penstock.kv.block_spans import record_blocks, span_tokens
 from penstock.kv.codecs.names import RAW
+from penstock.kv.codecs.spilled import BLOCK_TOKENS, Spilled
 from penstock.kv.quantization import piece_bytes
 from penstock.kv.states import RecurrentState
+from penstock.kv.streamed_reads import STREAMED_TOKENS
 from penstock.kv.tails import Tails
 
 JOINED_SCORE_BYTES = 16
@@ -42,6 +45,8 @@ CHOICE_COPIES = 3
 """Copies of what is chosen that are alive together: gathered, in order, and read."""
 CODE_SPANS = 4
 """Tokens that a codec encodes together, at most, in blocks that are chosen."""
+STREAMED_COPIES = 2
+"""Pieces of keys and values that are alive together: the one that is read, and the next."""
 ROUNDS = 3
 """Most measurements of a step; the largest counts."""
 ROUNDS_SECONDS = 0.1
@@ -104,6 +109,8 @@ class MemoryEstimator:
             return own * self._runner.held_token_bytes + self._runner.state_bytes
         window = self._limits.max_kv_size
         own = max(0, min(tokens, window) - num_cached_tokens)
+        spilled, own = own, min(own, self._most_resident)
+        spilled -= own
         if tokens > window:
             # Tokens seen behind the kept ones, in runs that are freed as a whole, and a new chunk.
             attention_windows = self._runner.distinct_windows
@@ -111,7 +118,45 @@ class MemoryEstimator:
                 (attention_window.window or 0 for attention_window in attention_windows), default=0
             )
             own += min(tokens - window, ring + 2 * self._limits.step_tokens)
-        return own * self._runner.held_token_bytes + self._runner.state_bytes
+        own_bytes = own * self._runner.held_token_bytes + spilled * self.spilled_token_bytes
+        return own_bytes + self._runner.state_bytes
+
+    @property
+    def _most_resident(self) -> int:
+        """Most tokens of a sequence whose keys and values are in memory, besides its window."""
+        active = self._limits.active_kv_size
+        return 2**62 if active is None else active + self.in_flight_tokens
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Tokens that can be in memory in front of the active ones.
+
+        They are those of a chunk, of a node that is not yet behind the active tokens, and of a
+        record that is not yet whole.
+        """
+        size = self._limits.block_size
+        nodes = 2 * max(self._limits.step_tokens, SPILLED_MERGE_TOKENS)
+        return nodes + span_tokens(size) + record_blocks(size) * size
+
+    @property
+    def spilled_token_bytes(self) -> int:
+        """Bytes in memory of a token whose keys and values are in a cold tier."""
+        runner = self._runner
+        if runner.selection is None:
+            return 0
+        layers = runner.selection.index.layers
+        whole = sum(s.nbytes for n, s in enumerate(runner.shapes) if n not in layers)
+        heads = sum(2 * runner.shapes[n].kv_heads for n in layers)
+        return whole + runner.index_token_bytes + -(-heads * Spilled.block_bytes // BLOCK_TOKENS)
+
+    def next_bytes(self, tokens: int) -> int:
+        """Return the bytes that must be reserved of a sequence with so many tokens to commit.
+
+        Those behind find room where others have left memory by then.
+        """
+        next_tokens = min(tokens, self.in_flight_tokens)
+        spilled = tokens - next_tokens
+        return next_tokens * self._runner.held_token_bytes + spilled * self.spilled_token_bytes
 
     def shared_tokens(self, tokens: int) -> int:
         """Return how many first tokens of a sequence may come to lie in the tree."""
@@ -152,6 +197,9 @@ class MemoryEstimator:
         seen = self._seen(tokens)
         if self._compresses:
             return int(self._far_bytes * max(0, seen - FAR_TOKENS))
+        most = self._runner.most_joined
+        if most is not None and seen <= self._limits.max_kv_size:  # in front of a window's end
+            seen = max(min(seen, most), min(seen, STREAMED_COPIES * STREAMED_TOKENS))
         chunk = min(self._limits.step_tokens, tokens)
         scores = seen * self._runner.heads * (chunk if self._all_scores else 1)
         counted = self._measured_scores if self._all_scores else self._device.scores_at_once

@@ -11,6 +11,7 @@ from penstock.engine.model.prompt_logprobs import ScoredBlocks
 from penstock.engine.model.runner import Runner
 from penstock.engine.offload.tier_group import TierGroup
 from penstock.engine.retention.requantize import Requantizer
+from penstock.engine.retention.spilling import Spilling
 from penstock.engine.retention.windows import Windows
 from penstock.engine.stats import Counters
 from penstock.kv.attention_plan import KVSpan
@@ -32,6 +33,7 @@ class KVStores:
     windows: Windows | None
     requantizer: Requantizer | None
     tiers: TierGroup | None
+    spilling: Spilling | None
     scored: ScoredBlocks = field(init=False)
     """Scores of the tokens of prompts, by block."""
     limit_bytes: InitVar[int]
@@ -192,6 +194,8 @@ class KVStores:
             self.tiers.close()
         if self.requantizer is not None:
             self.requantizer.release()
+        if self.spilling is not None:
+            self.spilling.release()
         if self.windows is not None:
             self.windows.release()
         self.prefixes.clear()

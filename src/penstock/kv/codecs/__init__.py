@@ -2,5 +2,6 @@
 
 from penstock.kv.codecs.coded import Codec, Coded, Cut, Scales
 from penstock.kv.codecs.names import Scheme, parse_scheme
+from penstock.kv.codecs.scales import Squares
 
-__all__ = ["Codec", "Coded", "Cut", "Scales", "Scheme", "parse_scheme"]
+__all__ = ["Codec", "Coded", "Cut", "Scales", "Scheme", "Squares", "parse_scheme"]

@@ -20,6 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.kv.block_spans import Spans
 from penstock.memory import format_bytes
 from penstock.prefix.block_hashes import checkpoint_hash, hash_blocks, is_hash_of
@@ -50,12 +53,14 @@ from penstock.tiers.disk.limits import payload_bytes
 from penstock.tiers.record import (
     FORMAT,
     Damaged,
+    FileSource,
     Record,
     Target,
     encode,
     read_into,
     read_tokens,
 )
+from penstock.tiers.record_parts import ArrayPart, read_parts
 from penstock.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -446,6 +451,10 @@ class SSDStore(Store):
             words = read_into(file, targets)
             self._check_is(words, key)
             return os.fstat(file).st_size
+
+    def _read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
+        with opened(self._path(key)) as file:
+            return read_parts(FileSource(file), parts)
 
 
 @contextmanager

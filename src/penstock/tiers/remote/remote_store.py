@@ -21,6 +21,7 @@ from penstock.kv.block_spans import Spans
 from penstock.prefix.block_hashes import KEY_BYTES, is_hash_of, root_hash
 from penstock.tiers.record import (
     FORMAT,
+    HEAD_BYTES,
     TOKENS,
     Damaged,
     Record,
@@ -29,6 +30,7 @@ from penstock.tiers.record import (
     encode,
     read_from,
 )
+from penstock.tiers.record_parts import ArrayPart, read_parts
 from penstock.tiers.remote.objects import ObjectPiece, Objects
 from penstock.tiers.store import READERS, Store
 
@@ -184,9 +186,7 @@ class RemoteStore(Store):
         if self._failed is not None:  # once is enough: each would wait as long
             raise ConnectionError(self._failed)
         try:
-            value = _Value(
-                lambda at: self._timed(self._objects.get, self.name(key), at, self._piece_bytes)
-            )
+            value = self._value(key, self._piece_bytes)
             words = read_from(value, targets)
         except FileNotFoundError:
             raise
@@ -205,6 +205,14 @@ class RemoteStore(Store):
         if not follows:  # the checksum is no proof: anyone can compute it
             raise Damaged("its key is not that of its tokens")
         return value.nbytes
+
+    def _read_parts(self, key: bytes, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
+        largest = max(part.nbytes for part in parts)
+        return read_parts(self._value(key, min(self._piece_bytes, max(HEAD_BYTES, largest))), parts)
+
+    def _value(self, key: bytes, piece_bytes: int) -> _Value:
+        """Return the bytes of a record, read so many at a time."""
+        return _Value(lambda at: self._timed(self._objects.get, self.name(key), at, piece_bytes))
 
     def _timed(self, ask: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
         """Ask, and refuse an answer that comes too late: the next would, too.

@@ -1,0 +1,226 @@
+"""Retention of full-attention layers: keys and values far behind a sequence's end leave memory.
+
+    commit ──> written to a tier, as all blocks are ──> behind the active tokens of all readers?
+           ──> `spill`: the node keeps its index, and of keys and values checksums and places
+    lost   ──> `drop_lost`: those nodes leave the tree; their tokens are computed again
+
+A node is spilled whole, once the records of all of its tokens are in a tier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from penstock.engine.offload.cold_blocks import ColdBlocks
+from penstock.engine.offload.engine_tier import LOOK_SECONDS
+from penstock.engine.offload.tier_group import TierGroup
+from penstock.kv.block_spans import Spans
+from penstock.kv.codecs import Coded
+from penstock.kv.codecs.spilled import BLOCK_TOKENS, Numbers, Spilled
+from penstock.kv.segment import Layer, Segment
+from penstock.kv.selection import Selection
+from penstock.prefix.node import Node
+from penstock.prefix.prefixes import Prefixes
+
+if TYPE_CHECKING:
+    from penstock.engine.schedule.cached_path import CachedPath
+
+WRITE_SECONDS = 30.0
+"""Longest wait for a tier to write what has to leave memory."""
+SPILLED_MERGE_TOKENS = 512
+"""Tokens of a node that has not left memory, at most, unless a chunk of a prompt has more."""
+PAUSE_SECONDS = 30.0
+"""Seconds after a loss in which nothing is spilled that memory has room for."""
+RETAIN_FROM = 64
+"""Records that are not in use by any node, from which on they are looked for."""
+
+
+class Spilling:
+    """Spills nodes to cold tiers. Not thread-safe: the engine's thread.
+
+    Args:
+        blocks: places of spilled blocks, and their reader.
+        prefixes: of the engine.
+        tiers: of the engine.
+        selection: its layers are spilled: what they read of long sequences is chosen.
+        spans: which blocks make a record.
+        active_tokens: last tokens of a sequence that stay in memory.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        blocks: ColdBlocks,
+        prefixes: Prefixes[Segment],
+        tiers: TierGroup,
+        *,
+        selection: Selection,
+        spans: Spans,
+        active_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.blocks = blocks
+        self.active_tokens = active_tokens
+        self._prefixes = prefixes
+        self._tiers = tiers
+        self._layers = selection.index.layers
+        self._is_indexed = selection.index.complete
+        self._spans = spans
+        self._clock = clock
+        self._paused_until = -np.inf
+        self._records = 0
+        """Records with a place after those without a node were forgotten."""
+
+    # ---- questions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes set aside; see `ColdBlocks`."""
+        return self.blocks.nbytes
+
+    @property
+    def spilled_tokens(self) -> int:
+        """Tokens of the tree whose keys and values are in a tier alone. O(nodes)."""
+        return sum(len(node.tokens) for node in self._prefixes.tree if is_spilled(node.segment))
+
+    # ---- acts
+
+    def work(self, readers: Iterable[CachedPath], *, urgent: bool = False) -> bool:
+        """Spill written nodes that lie behind the active tokens of all their readers.
+
+        Args:
+            readers: paths of the running sequences.
+            urgent: whether memory is needed, so that there is no pause after a loss.
+
+        Returns:
+            Whether nodes that are due remain, since no tier has them yet.
+        """
+        paths = [path for path in readers if path.pin is not None]
+        if not urgent and self._clock() < self._paused_until:
+            return False
+        ends: dict[int, int] = {}
+        for path in paths:
+            for node in path.pin.path if path.pin is not None else ():
+                end = path.num_cached_tokens - self.active_tokens
+                ends[node.id] = min(end, ends.get(node.id, end))
+        waiting = False
+        for path in paths:
+            for node in path.pin.path if path.pin is not None else ():
+                if node.end <= ends[node.id] and self._can_leave(node):
+                    waiting = not self._spill(node, path.block_hashes) or waiting
+        self._retain()
+        return waiting
+
+    def wait(self, readers: Iterable[CachedPath]) -> bool:
+        """Have the tiers write what is due, wait for it, and spill it; False if they did not."""
+        paths = list(readers)
+        until = time.monotonic() + WRITE_SECONDS
+        for attempt in ("noted", "noted again"):
+            while any(not tier.is_written for tier in self._tiers) and time.monotonic() < until:
+                for tier in self._tiers:
+                    tier.writer.offer_next()
+                    tier.tier.wait(LOOK_SECONDS)
+            if not self.work(paths, urgent=True):
+                return True
+            if attempt == "noted":  # they were dropped, or evicted from the tier
+                for path in paths:
+                    path.note_again()
+        return False
+
+    def drop_lost(self, places: Collection[int]) -> None:
+        """Evict the nodes that hold some lost blocks, and all below them; none is read any more."""
+        self._paused_until = self._clock() + PAUSE_SECONDS
+        self.blocks.forget(places)
+        for node in self.lost_nodes(places):
+            if node in self._prefixes.tree:
+                self._prefixes.drop(node)
+
+    def lost_nodes(self, places: Collection[int]) -> list[Node[Segment]]:
+        """Return the nodes that hold some of the given blocks."""
+        lost = set(places)
+        return [n for n in self._prefixes.tree if not lost.isdisjoint(places_of(n.segment))]
+
+    def release(self) -> None:
+        """Give back the bytes that were set aside."""
+        self.blocks.release()
+
+    # ---- parts
+
+    def _can_leave(self, node: Node[Segment]) -> bool:
+        segment = node.segment
+        return not (node.partial or is_spilled(segment)) and self._is_indexed(segment)
+
+    def _spill(self, node: Node[Segment], block_hashes: Sequence[bytes]) -> bool:
+        """Spill a node; False if no tier has it yet, or there is no room for both forms."""
+        places = self._places(node, block_hashes)
+        if places is None:
+            return False
+        shapes = [side for n in self._layers for side in node.segment.layers[n]]
+        heads = sum(side.shape[1] for side in shapes if isinstance(side, mx.array))
+        nbytes = heads * len(places) * Spilled.block_bytes
+        return self._prefixes.exchange(node, lambda held: self._spilled(held, places), nbytes)
+
+    def _places(self, node: Node[Segment], block_hashes: Sequence[bytes]) -> Numbers | None:
+        """Return the places of a node's blocks; None if a record of them is not in a tier."""
+        size, places = self._prefixes.block_size, []
+        first, stop = node.start // size, node.end // size
+        while first < stop:
+            begin, end = self._spans.start(first), self._spans.end(first)
+            if end > len(block_hashes):
+                return None
+            place = self.blocks.place(block_hashes[end - 1])
+            if place is None:
+                return None
+            last = min(end, stop)
+            inside = np.arange((first - begin) * size, (last - begin) * size, BLOCK_TOKENS)
+            places.append(place + inside // BLOCK_TOKENS)
+            first = last
+        return np.concatenate(places).astype(np.int32)
+
+    def _spilled(self, segment: Segment, places: Numbers) -> Segment:
+        """Return a segment of whose chosen layers only checksums and places are in memory."""
+        layers: list[Layer] = list(segment.layers)
+        for number in self._layers:
+            keys, values = (
+                Spilled(self.blocks, number, side, held.dtype).spilled(held, places)
+                for side, held in enumerate(segment.layers[number])
+                if isinstance(held, mx.array)
+            )
+            layers[number] = keys, values
+        return replace(segment, layers=tuple(layers))
+
+    def _retain(self) -> None:
+        """Forget the places of records that no node has any more, now and then."""
+        if self.blocks.records < 2 * self._records + RETAIN_FROM:
+            return
+        held = set()
+        for node in self._prefixes.tree:
+            held |= places_of(node.segment)
+        self.blocks.retain(held)
+        self._records = self.blocks.records
+
+
+def is_spilled(segment: Segment) -> bool:
+    """Tell whether some keys and values of a segment are in a tier alone."""
+    return _spilled_side(segment) is not None
+
+
+def places_of(segment: Segment) -> set[int]:
+    """Return the places of a segment's blocks that are in a tier alone."""
+    side = _spilled_side(segment)
+    return set() if side is None else set(np.array(side.parts[1])[0, 0].tolist())
+
+
+def _spilled_side(segment: Segment) -> Coded | None:
+    """Return the first spilled side of a segment; None if there is none."""
+    sides = (keys for keys, _ in segment.layers)
+    return next(
+        (side for side in sides if isinstance(side, Coded) and isinstance(side.codec, Spilled)),
+        None,
+    )

@@ -1,0 +1,107 @@
+"""Keys or values that lie in a cold tier: of each block a checksum and its place are in memory.
+
+A spilled side is cut, joined and shared as codes are. Whoever reads it gets the numbers that were
+computed, to the bit: a reader fetches the blocks, and compares each with its checksum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import mlx.core as mx
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.kv.codecs.coded import Codec, Coded
+
+BLOCK_TOKENS = 16
+"""Tokens that are read, and checked, together: those that are chosen together."""
+PIECE_TOKENS = 640
+"""Most tokens of a side that are read together where all of them are."""
+Numbers = NDArray[np.int32]
+Checksums = NDArray[np.uint64]
+
+
+class BlockReader(Protocol):
+    """Fetches blocks of one side of a layer, wherever they lie."""
+
+    def fetch(
+        self, layer: int, side: int, first_head: int, places: Numbers, checksums: Checksums
+    ) -> NDArray[np.uint8]:
+        """Return the bytes of blocks, (heads, blocks, bytes).
+
+        Args:
+            layer: number of the layer.
+            side: 0 for keys, 1 for values.
+            first_head: number of the first of the heads.
+            places: of the blocks of each head, (heads, blocks).
+            checksums: of their bytes, (heads, blocks).
+
+        Raises:
+            SpilledLost: not all of them can be had, unharmed and in time.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled(Codec):
+    """How a side of a layer is held that lies in a tier: its checksums, and the blocks' places."""
+
+    reader: BlockReader
+    layer: int
+    side: int
+    """0 for keys, 1 for values."""
+    dtype: mx.Dtype
+    first_head: int = 0
+
+    span: ClassVar[int] = BLOCK_TOKENS
+    block_bytes: ClassVar[int] = 12
+    """Bytes of a block's checksum and place, for each head."""
+    buffers: ClassVar[float] = 1.6
+    """Size that lets `PIECE_TOKENS` be dequantized together; it counts no array."""
+
+    @property
+    def name(self) -> str:
+        return "spilled"
+
+    def token_bits(self, dim: int) -> int:
+        return self.block_bytes * 8 // BLOCK_TOKENS
+
+    def of_heads(self, start: int, stop: int) -> Codec:
+        return Spilled(self.reader, self.layer, self.side, self.dtype, self.first_head + start)
+
+    def encode(self, x: mx.array) -> Coded:
+        raise ValueError("keys and values are spilled with the places of their blocks")
+
+    def spilled(self, x: mx.array, places: Numbers) -> Coded:
+        """Return what stays in memory of (1, heads, tokens, dim), evaluated.
+
+        Args:
+            x: the keys or values; tokens are a multiple of `BLOCK_TOKENS`.
+            places: of their blocks, (blocks,).
+        """
+        _, heads, tokens, dim = x.shape
+        blocks = tokens // BLOCK_TOKENS
+        raw = np.asarray(mx.contiguous(x).reshape(heads, blocks, -1).view(mx.uint8))
+        checksums = [[xxhash.xxh3_64_intdigest(block) for block in head] for head in raw]
+        parts = (
+            mx.array(np.array(checksums, np.uint64)[None]),
+            mx.array(np.broadcast_to(places.astype(np.int32), (1, heads, blocks))),
+        )
+        mx.eval(parts)
+        return Coded(self, parts, dim)
+
+    def dequantize(self, coded: Coded) -> mx.array:
+        """Return the keys or values as they were computed, (1, heads, tokens, dim)."""
+        checksums, places = (np.array(part)[0] for part in coded.parts)
+        heads = len(places)
+        raw = self.reader.fetch(self.layer, self.side, self.first_head, places, checksums)
+        wide = mx.array(raw.reshape(-1)).view(self.dtype)
+        return wide.reshape(1, heads, coded.tokens, coded.dim)
+
+    def score(self, transform_query: mx.array, coded: Coded) -> mx.array:
+        return transform_query @ coded.dequantize().squeeze(0).swapaxes(-1, -2)
+
+    def mix(self, weights: mx.array, coded: Coded) -> mx.array:
+        return weights @ coded.dequantize().squeeze(0).astype(mx.float32)

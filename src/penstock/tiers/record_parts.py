@@ -1,0 +1,49 @@
+"""Parts of a record's arrays, read without the rest. Unchecked: a checksum covers whole records.
+
+The caller knows the bytes that it wrote, by checksums of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.tiers.record import Damaged, Source, array_offsets
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ArrayPart:
+    """Consecutive bytes of one array of a record."""
+
+    name: str
+    """Name of the array, as `3.keys`."""
+    start: int
+    """First byte of the part in the array."""
+    nbytes: int
+
+
+def read_parts(source: Source, parts: Sequence[ArrayPart]) -> list[NDArray[np.uint8]]:
+    """Read parts of a record's arrays, in the order of their bytes in the file.
+
+    Raises:
+        Damaged: the record has no such array, or ends before the part does.
+        OSError: the source fails.
+    """
+    offsets = array_offsets(source)
+    buffers = [np.empty(part.nbytes, np.uint8) for part in parts]
+    for number in sorted(range(len(parts)), key=lambda n: _place(offsets, parts[n])):
+        at = _place(offsets, parts[number])
+        if at + parts[number].nbytes > source.nbytes:
+            raise Damaged("it ends before its arrays do")
+        source.fill([buffers[number]], at)
+    return buffers
+
+
+def _place(offsets: dict[str, int], part: ArrayPart) -> int:
+    """Return the first byte of a part in the file."""
+    if part.name not in offsets:
+        raise Damaged(f"it does not hold {part.name}")
+    return offsets[part.name] + part.start

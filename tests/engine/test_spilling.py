@@ -1,0 +1,252 @@
+"""Keys and values that leave memory for a cold tier: the same text, in bounded memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cold_engine
+import mlx.core as mx
+import pytest
+import xxhash
+from engine_faults import model_of
+from tiny_families import build
+
+from penstock.engine.core import Core
+from penstock.engine.offload import cold_blocks
+from penstock.engine.request import Request
+from penstock.engine.retention.spilling import Spilling, is_spilled, places_of
+from penstock.errors import NeverFits, SettingError
+from penstock.kv import selection
+from penstock.kv.codecs import spilled
+from penstock.ledger import Kind
+
+ACTIVE = 256
+CHOICE: dict[str, Any] = {"attend_tokens": 128, "max_kv_size": 4_096, "prefill_chunk": 128}
+SPILLED: dict[str, Any] = {**CHOICE, "active_kv_size": ACTIVE}
+
+
+def prompt(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(1, 90) for _ in range(tokens))
+
+
+LONG, OTHER = prompt(900), prompt(700, 1)
+
+
+@contextmanager
+def running(folder: Path, family: str = "llama", **settings: Any) -> Iterator[Core]:
+    model = build(family) if family == "cohere2" else model_of(family)
+    given = {"model": model, "record_tokens": 64, **SPILLED, **settings}
+    with cold_engine.running(folder, **given) as core:
+        yield core
+
+
+def spilling_of(core: Core) -> Spilling:
+    assert core.stores.spilling is not None
+    return core.stores.spilling
+
+
+def whole(tmp_path: Path, family: str, *prompts: Sequence[int], **more: Any) -> list[Any]:
+    """Return the answers of an engine that holds everything in memory."""
+    with running(tmp_path / "whole", family, **{**more, "active_kv_size": None}) as core:
+        return [cold_engine.ask(core, asked, max_tokens=40) for asked in prompts]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"attend_full_layers": (1,)}),
+        ("llama", {"block_size": 48}),
+        ("falcon_h1", {}),
+        ("cohere2", {}),
+    ],
+)
+def test_the_text_is_that_of_an_engine_with_everything_in_memory(
+    tmp_path: Path, family: str, more: dict[str, Any]
+) -> None:
+    def turns(core: Core) -> list[tuple[int, ...]]:
+        first = cold_engine.ask(core, LONG, max_tokens=40)
+        return [first, cold_engine.ask(core, (*LONG, *first, 7, 8, 9), max_tokens=40)]
+
+    with running(tmp_path / "whole", family, **{**more, "active_kv_size": None}) as core:
+        expected = turns(core)
+    with running(tmp_path / "spilled", family, **more) as core:
+        assert turns(core) == expected
+        spilling, index = spilling_of(core), core.ledger.by_class()[Kind.KEY_INDEX]
+        gone = spilling.spilled_tokens
+        assert gone > len(LONG) - ACTIVE - 400, "most of it is in the tier"
+        assert index >= gone * core.runner.index_token_bytes
+        assert spilling.blocks.counts.read_blocks > 0
+        assert spilling.blocks.counts.cached_blocks > 0
+        assert spilling.blocks.counts.lost_blocks == 0
+
+
+def test_together_and_in_several_answers_they_say_the_same(tmp_path: Path) -> None:
+    expected = whole(tmp_path, "llama", LONG, OTHER)
+    with running(tmp_path / "spilled") as core:
+        handles = [cold_engine.submit(core, asked, max_tokens=40) for asked in (LONG, OTHER)]
+        twice = core.submit(Request(prompt=LONG, max_tokens=40, ignore_eos=True, n=2))
+        cold_engine.settle(core)
+        assert [cold_engine.said(handle) for handle in handles] == expected
+        assert [tuple(choice.tokens) for choice in twice.result(0.0)] == [expected[0]] * 2
+
+
+def test_a_short_prompt_reads_all_of_what_others_have_spilled(tmp_path: Path) -> None:
+    """It begins like a longer one, whose first tokens are in the tier."""
+    short = (*LONG[:64], 3, 4)
+    (expected,) = whole(tmp_path, "llama", short)
+    with running(tmp_path / "spilled") as core:
+        cold_engine.ask(core, LONG)
+        assert is_spilled(core.prefixes.find(short).path[0].segment)
+        assert cold_engine.ask(core, short, max_tokens=40) == expected
+
+
+def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
+    (expected,) = whole(tmp_path, "llama", LONG)
+    with running(tmp_path / "spilled") as core:
+        assert cold_engine.ask(core, LONG, max_tokens=40) == expected
+    with running(tmp_path / "spilled") as core:
+        assert cold_engine.ask(core, LONG, max_tokens=40) == expected
+        assert core.counters.restored_tokens > len(LONG) - 100
+        assert spilling_of(core).spilled_tokens > 300
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    for at in range(2_500, len(raw), 100):
+        raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:3_000])
+
+
+def harmed(folder: Path, harm: Callable[[Path], object]) -> tuple[int, ...]:
+    """Harm all records in the middle of an answer, and return it."""
+    with running(folder) as core:
+        handle = cold_engine.submit(core, LONG, max_tokens=40)
+        while core.counters.generated_tokens < 20:
+            core.step()
+        spilling = spilling_of(core)
+        assert core.tiers is not None and core.tiers.flush(cold_engine.SOON)
+        assert spilling.spilled_tokens > 300
+        spilling.blocks._cache.clear()
+        files = cold_engine.files(folder)
+        for path in files:
+            harm(path)
+        cold_engine.settle(core)
+        assert spilling.blocks.counts.lost_blocks > 0
+        assert core.counters.preemptions == 1, "its path was computed again"
+        assert core.counters.failed == 0
+        stats = cold_engine.ssd(core).counts
+        assert stats.damaged_blocks + stats.missing_blocks > 0
+        return cold_engine.said(handle)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip, cut])
+def test_blocks_that_are_damaged_or_missing_are_computed_again(
+    tmp_path: Path, harm: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = whole(tmp_path, "llama", LONG)
+    said = harmed(tmp_path / "harmed", harm)
+    assert said[:20] == expected[:20]
+    # Behind them it is that of an engine that was stopped there, and read all of them as a prompt.
+    (rest,) = whole(tmp_path / "again", "llama", (*LONG, *expected[:20]))
+    assert said[20:] == rest[:20]
+    if harm is flip:
+        monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: 0)
+        with pytest.raises(AssertionError):  # without checksums the answer would be wrong
+            harmed(tmp_path / "unchecked", harm)
+
+
+def test_a_tier_that_is_late_is_as_one_without_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = whole(tmp_path, "llama", LONG)
+    with running(tmp_path / "late") as core:
+        handle = cold_engine.submit(core, LONG, max_tokens=40)
+        while core.counters.generated_tokens < 20:
+            core.step()
+        blocks = spilling_of(core).blocks
+        blocks._cache.clear()
+        monkeypatch.setattr(cold_blocks, "LATE_SECONDS", 0.0)
+        cold_engine.settle(core)
+        assert blocks.counts.lost_blocks > 0 and core.counters.failed == 0
+        assert cold_engine.said(handle)[:20] == expected[:20]
+
+
+def test_a_prompt_longer_than_memory_is_read_inside_the_limit(tmp_path: Path) -> None:
+    """What MLX holds at its peak beside what it held before fits into the ledger's account."""
+    asked = prompt(4_000, 5)
+    # Records of 320 tokens, as they are outside of tests.
+    settings = {**SPILLED, "max_kv_size": 4_352, "max_batch_size": 1, "prefill_chunk": 256}
+    (expected,) = whole(tmp_path, "llama", asked, **settings)
+    model = model_of("llama")
+    limit, unspilled = 0, {**settings, "active_kv_size": None}
+    for guess in (200_000_000, 40_000_000, 36_000_000):  # the memory of evictions is a share of it
+        folder = tmp_path / f"least {guess}"
+        least = Core(model, **settings, memory_limit=guess, ssd_cache_dir=folder)
+        taken = least.view.sequence_bytes(len(asked) + 40)
+        limit = least.budget.fixed_bytes + taken.own + taken.shared
+        least.close()
+    with pytest.raises(NeverFits):
+        core = Core(model, **unspilled, memory_limit=limit, ssd_cache_dir=tmp_path / "unspilled")
+        core.submit(Request(prompt=asked, max_tokens=40))
+    core = Core(model, **settings, memory_limit=limit, ssd_cache_dir=tmp_path / "spilled")
+    try:
+        handle = core.submit(Request(prompt=asked, max_tokens=40, ignore_eos=True))
+        core.step()
+        mx.clear_cache()
+        others = mx.get_active_memory() - (core.ledger.used_bytes - core.budget.fixed_bytes)
+        while core.step():
+            mx.reset_peak_memory()
+            assert core.ledger.used_bytes <= limit
+            counted = core.ledger.used_bytes + core.budget.weights_bytes
+            assert mx.get_peak_memory() <= others + counted
+            core.view.check()
+        assert tuple(handle.result(0.0)[0].tokens) == expected
+        resident = core.ledger.by_class()[Kind.NODES]
+        assert resident < len(asked) * core.runner.token_bytes / 2
+    finally:
+        core.close()
+
+
+def test_places_that_no_node_has_are_forgotten(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        cold_engine.ask(core, LONG)
+        spilling = spilling_of(core)
+        blocks, before = spilling.blocks, spilling.blocks.nbytes
+        held = set().union(*(places_of(node.segment) for node in core.prefixes.tree))
+        assert len({place // blocks.record_blocks for place in held}) == blocks.records > 0
+        core.clear()
+        blocks.retain(())
+        assert blocks.records == 0 and blocks.nbytes < before
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"attend_tokens": None}, "set attend_tokens"),
+        ({"attend_tokens": 512}, "at most as many"),
+        ({"ssd_cache_dir": None}, "no cold tier"),
+        ({"kv_cache_quantization": "8"}, "kv_cache_quantization"),
+        ({"block_size": 24}, "not a multiple of 16"),
+        ({"attend_full_layers": (0, 1)}, "no layer that chooses"),
+    ],
+)
+def test_what_does_not_work_is_refused_at_the_start(
+    tmp_path: Path, more: dict[str, Any], says: str
+) -> None:
+    given = {**cold_engine.SETTINGS, **SPILLED, "ssd_cache_dir": tmp_path, **more}
+    with pytest.raises(SettingError, match=says):
+        Core(model_of("llama"), **given)
+
+
+def test_blocks_are_as_long_as_those_that_are_chosen() -> None:
+    assert spilled.BLOCK_TOKENS == selection.BLOCK_TOKENS
