@@ -84,10 +84,11 @@ class EngineStopped(PenstockError, RuntimeError):
     status = 503
 
 
-class SpilledLost(PenstockError):
-    """Keys and values that had left memory for a cold tier cannot be read back."""
+class SpilledLost(Exception):
+    """Keys and values that had left memory for a cold tier cannot be read back.
 
-    status = 503
+    No request sees it: they are computed again.
+    """
 
     def __init__(self, places: tuple[int, ...]) -> None:
         super().__init__(

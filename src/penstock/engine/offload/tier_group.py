@@ -326,33 +326,33 @@ def open_tiers(
         LedgerFull, NeverFits: there is no room for blocks that are being written.
         SettingError: a limit is too small for anything, or a URL names no store.
     """
+    check_tiers(limits)
+    named = [kind for kind in TIER_KINDS.values() if kind.is_named(limits)]
+    if not named:
+        return None
     content = TierContent(
         prefixes.fingerprint,
         forms.spans,
         max(forms.most_record_bytes, 0 if state_form is None else state_form.nbytes),
     )
-    check_tiers(limits)
     tiers: dict[str, EngineTier] = {}
     try:
-        for kind in TIER_KINDS.values():
-            if kind.is_named(limits):
-                store = kind.opener(limits, content)
-                tiers[kind.name] = EngineTier(
-                    _tier_of(store),
-                    prefixes,
-                    forms,
-                    prefill_rate,
-                    in_place=in_place,
-                    state_form=state_form,
-                    buffer_bytes=store.buffer_bytes,
-                    group=group,
-                )
+        for kind in named:
+            store = kind.opener(limits, content)
+            tiers[kind.name] = EngineTier(
+                _tier_of(store),
+                prefixes,
+                forms,
+                prefill_rate,
+                in_place=in_place,
+                state_form=state_form,
+                buffer_bytes=store.buffer_bytes,
+                group=group,
+            )
     except BaseException:
         for opened in tiers.values():
             opened.close()
         raise
-    if not tiers:
-        return None
     opened_tiers = TierGroup(tiers, prefixes, group.clock)
     prefixes.evicting = opened_tiers.save
     return opened_tiers

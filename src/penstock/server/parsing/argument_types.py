@@ -53,9 +53,9 @@ def branches(schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
 
     Behind so many that no value needs them it is a schema that allows anything.
     """
-    found = _branches(schema, root, DEPTH)
-    yield from islice(found, MOST_BRANCHES)
-    if next(found, None) is not None:
+    schemas = _branches(schema, root, DEPTH)
+    yield from islice(schemas, MOST_BRANCHES)
+    if next(schemas, None) is not None:
         yield {}
 
 
