@@ -316,3 +316,25 @@ def test_no_more_is_read_than_asked_for(tokens: int) -> None:
         assert FIRST_TOKENS + blocks * BLOCK_TOKENS + position + 1 - start <= tokens
         assert position - start >= 32, "the longest tail is recent"
         assert start - FIRST_TOKENS >= blocks * BLOCK_TOKENS, "there are as many to choose from"
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_blocks_are_gathered_from_segments_of_any_length(data: st.DataObject) -> None:
+    """The last segment may end within a row of those that are copied together."""
+    lengths = data.draw(st.lists(st.sampled_from([8, 16, 32, 48, 40]), min_size=1, max_size=4))
+    lengths.append(data.draw(st.integers(BLOCK_TOKENS, 3 * BLOCK_TOKENS)))
+    ends = np.cumsum(lengths)
+    tokens = int(ends[-1])
+    side = np.arange(KV_HEADS * tokens * 3, dtype=np.float32).reshape(1, KV_HEADS, tokens, 3)
+    spans = []
+    for start, stop in zip([0, *ends], ends, strict=False):
+        held = mx.array(side[:, :, start:stop])
+        spans.append((KVSpan(Segment(((held, held),)), int(start), int(stop - start)), held))
+    whole = st.integers(0, tokens // BLOCK_TOKENS - 1)
+    count = data.draw(st.integers(1, tokens // BLOCK_TOKENS))
+    drawn = st.lists(whole, min_size=count, max_size=count, unique=True).map(sorted)
+    blocks = np.array([data.draw(drawn) for _ in range(KV_HEADS)])
+    gathered = np.array(module._gather(spans, blocks))
+    columns = (blocks[..., None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(KV_HEADS, -1)
+    assert np.array_equal(gathered, np.stack([side[0, h, columns[h]] for h in range(KV_HEADS)]))
