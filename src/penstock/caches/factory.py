@@ -73,16 +73,22 @@ def make_kv_cache(
     shared = _reads_other_layers(model)
     _check_codec(rule, kv_bits, shared=shared)
     size = positive("max_kv_size", max_kv_size)
-    if attend is not None and (rule is not None or kv_bits is not None):
-        raise SettingError(
-            f"attend {attend}: kv_bits and kv_cache_quantization are read whole; leave one of "
-            f"them, or let the engine choose from codes (Engine(attend_tokens={attend}))"
-        )
+    if rule is not None or kv_bits is not None:
+        _check_reads_all(attend)
     kept = _kept(keep, size)
     bound = Bound(size, kept, kv_bits, kv_group_size, _room(capacity), shared, rule, attend)
     if hasattr(model, "make_cache"):
         return [bound.on(cache) for cache in model.make_cache()]
     return [bound.full() for _ in model.layers]
+
+
+def _check_reads_all(attend: int | None) -> None:
+    """Refuse a choice of tokens for caches of codes, which are read whole."""
+    if attend is not None:
+        raise SettingError(
+            f"attend {attend}: kv_bits and kv_cache_quantization are read whole; leave one of "
+            f"them, or let the engine choose from codes (Engine(attend_tokens={attend}))"
+        )
 
 
 @dataclass(frozen=True, slots=True)
