@@ -254,7 +254,6 @@ def _run(
     # mlx-lm takes a second to import, which --help and a wrong flag need not wait for.
     from penstock.cli.banner import banner
     from penstock.cli.engines import make_engine
-    from penstock.engine.memory_pressure import bound_process
     from penstock.server.app import Server
     from penstock.server.parsing import check_names
     from penstock.server.service import Service
@@ -264,8 +263,8 @@ def _run(
     waiting = console.status(f"loading {name} ...") if console.is_terminal else nullcontext()
     with waiting:
         loaded = load()
-        bound_process()
         engine = make_engine(loaded, group=ranks, **limits)
+        engine.bound_process()
         if preload:
             engine.preload()
     with engine:

@@ -173,6 +173,10 @@ class Core(EngineParts):
         self.admission.fit(limit_bytes)
         give_back()
 
+    def bound_process(self) -> None:
+        """Evict cold nodes whenever this process is too large for the memory limit."""
+        self.pressure.bound_process()
+
     def clear(self) -> tuple[Cleared, dict[str, Future[int | None]]]:
         """Evict all prefixes that no sequence reads; their memory goes back to the system.
 

@@ -180,6 +180,14 @@ class Engine:
         """
         self._wait(self._later(lambda core: core.set_limit(limit_bytes)))
 
+    def bound_process(self) -> None:
+        """Hold the whole process to the memory limit and 120 MB, not the ledger alone.
+
+        For a process that does nothing but serve this model: cold prefixes make room for what its
+        libraries hold, and half of the limit stays theirs.
+        """
+        self._wait(self._later(lambda core: core.bound_process()))
+
     def clear(self, timeout_seconds: float = CLEAR_SECONDS) -> Cleared:
         """Evict all prefixes that no sequence reads, in the cold tiers too, and wait for those.
 

@@ -25,7 +25,6 @@ SPARE_BYTES = 120 * 10**6
 """Resident bytes above the memory limit from which a server evicts: with what arrives between two
 looks it stays below 150 MB."""
 
-_own_process: list[bool] = []
 _kept_bytes: dict[int, int] = {}
 _kept_before: list[int] = []
 _keeping = Lock()
@@ -47,17 +46,29 @@ class MemoryPressure:
         self._prefixes = prefixes
         self._group = group
         self._looked_seconds = -PRESSURE_SECONDS
+        self._bounds_process = False
+
+    def bound_process(self) -> None:
+        """Hold this process to the memory limit and `SPARE_BYTES` from now on.
+
+        What its libraries hold, and texts that it reads, take room from cold nodes.
+        """
+        self._bounds_process = True
 
     def relieve(self, now_seconds: float) -> None:
         """Look at the memory, if the last look was long ago, and evict the excess."""
         if now_seconds - self._looked_seconds < PRESSURE_SECONDS:
             return
         self._looked_seconds = now_seconds
-        ledger = self._prefixes.ledger
-        resident = resident_over(ledger.limit_bytes, ledger.used_bytes)
-        over = self._group.most(max(bytes_over(self._threshold), resident))
+        over = self._group.most(max(bytes_over(self._threshold), self._resident_over()))
         if over > 0 and self._prefixes.shrink(over, "pressure"):
             give_back()
+
+    def _resident_over(self) -> int:
+        if not self._bounds_process:
+            return 0
+        ledger = self._prefixes.ledger
+        return resident_over(ledger.limit_bytes, ledger.used_bytes)
 
 
 def bytes_over(threshold: float) -> int:
@@ -73,23 +84,12 @@ def bytes_over(threshold: float) -> int:
     return int(memory.total - memory.available - threshold * memory.total)
 
 
-def bound_process() -> None:
-    """Hold this process to its memory limit and `SPARE_BYTES` from now on; a server does so.
-
-    What its libraries hold, and texts that it reads, take room from cold nodes.
-    """
-    _own_process.append(True)
-
-
 def resident_over(limit_bytes: int, used_bytes: int) -> int:
-    """Return by how many bytes a server's process is larger than its limit and its spare bytes.
+    """Return by how many bytes this process is larger than its limit and its spare bytes.
 
     Half of the limit is left to the ledger in any case: libraries that take more than the spare
-    bytes by themselves would leave a small limit nothing. 0 or less where the process is not too
-    large, or is somebody else's: a library's user.
+    bytes by themselves would leave a small limit nothing. 0 or less where it is not too large.
     """
-    if not _own_process:
-        return 0
     memory = _looked_at(psutil.Process().memory_info)
     if memory is None:
         return 0

@@ -84,12 +84,12 @@ class EngineParts:
 
     def _make_step(self) -> None:
         """Make the parts of a step's three calls."""
-        pressure = MemoryPressure(self.limits.memory_threshold, self.prefixes, self.group)
+        self.pressure = MemoryPressure(self.limits.memory_threshold, self.prefixes, self.group)
         self.planner = StepPlanner(
             self.scheduler,
             self.admission,
             self.restoring,
-            pressure,
+            self.pressure,
             prefill_rate=self.prefill_rate,
             max_stall_ms=self.limits.max_stall_ms,
         )
