@@ -57,7 +57,7 @@ def test_a_pass_changes_nothing_until_it_is_postprocessed(core: Core, state: Sta
     for _ in range(2):  # as often as you like
         plan = core.planner.schedule(core.clock())
         before = counted(core, sequence)
-        computed = next(core.executor.run(plan))
+        computed = next(core.executor.run(plan, core.postprocessor.send))
         assert computed.error is None
         assert counted(core, sequence) == before
         core.view.check()
@@ -82,8 +82,8 @@ def test_the_core_is_small_and_its_step_three_calls() -> None:
     (attempt,) = (node for node in step.body if isinstance(node, ast.Try))
     assert [ast.unparse(line) for line in attempt.body] == [
         "plan = self.planner.schedule(self.clock())",
-        "output = self.executor.run(plan)",
-        "return self.postprocessor.postprocess(plan, output)",
+        "output = self.executor.run(plan, meanwhile=self.postprocessor.send)",
+        "return self.postprocessor.postprocess(plan, output, send_later=send_later)",
     ]
 
 

@@ -393,7 +393,7 @@ def test_a_thread_that_dies_hangs_nobody() -> None:
         running = [ask(engine, max_tokens=ENDLESS, seed=i) for i in range(2)]
         next(iter(running[0]))
 
-        def dies() -> bool:
+        def dies(*, send_later: bool) -> bool:
             raise Dies
 
         def wait(handle: Handle) -> Any:
@@ -422,7 +422,7 @@ def test_who_was_running_is_told_that_the_thread_died() -> None:
         handle = ask(engine, max_tokens=ENDLESS)
         next(iter(handle))
 
-        def dies() -> bool:
+        def dies(*, send_later: bool) -> bool:
             raise Dies
 
         engine._core.step = dies  # type: ignore[method-assign]
@@ -448,10 +448,10 @@ def stall(engine: Engine) -> threading.Event:
     """Let the engine's thread stand still in a step, until the event is set."""
     step, stands, go_on = engine._core.step, threading.Event(), threading.Event()
 
-    def slow() -> bool:
+    def slow(*, send_later: bool) -> bool:
         stands.set()
         go_on.wait(SOON)
-        return step()
+        return step(send_later=send_later)
 
     engine._core.step = slow  # type: ignore[method-assign]
     assert stands.wait(SOON)

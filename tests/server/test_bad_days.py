@@ -482,7 +482,7 @@ class Dies(BaseException):
 def kill(running: Running) -> None:
     """End the engine's thread as a bug of its own would."""
 
-    def dies() -> bool:
+    def dies(*, send_later: bool) -> bool:
         raise Dies
 
     running.service.engine._later(lambda core: setattr(core, "step", dies)).result(SOON)

@@ -145,6 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         gc.disable()
         self.now = 0.0
+        self.send_later = False
         self.tokenizer = Alphabet(ENDS)
         self.asked: list[Asked] = []
         self.cache_limit = mx.set_cache_limit(0)
@@ -315,9 +316,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- time, and what happens in it
 
-    @rule(times=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.0, 0.0, 0.5, 5.0]))
-    def step(self, times: int, seconds: float) -> None:
+    @rule(
+        times=st.integers(1, 12),
+        seconds=st.sampled_from([0.0, 0.0, 0.0, 0.5, 5.0]),
+        send_later=st.booleans(),
+    )
+    def step(self, times: int, seconds: float, send_later: bool) -> None:
         self.now += seconds
+        self.send_later = send_later
         for _ in range(times):
             self.run_step()
 
@@ -333,7 +339,7 @@ class EngineMachine(RuleBasedStateMachine):
     def run_step(self) -> bool:
         due = [a for a in self.open if a.deadline is not None and a.deadline <= self.now]
         mx.reset_peak_memory()
-        more = self.core.step()
+        more = self.core.step(send_later=self.send_later)
         taken = mx.get_peak_memory() - self.others + self.core.ledger.by_class()[Bytes.INDEX]
         assert taken <= self.core.ledger.limit_bytes, "the limit was passed during the step"
         self.take_in()

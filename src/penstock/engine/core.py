@@ -113,22 +113,28 @@ class Core(EngineParts):
 
     # ---- the step
 
-    def step(self) -> bool:
-        """Run one step. Return False if there was nothing to do."""
+    def step(self, *, send_later: bool = False) -> bool:
+        """Run one step. Return False if there was nothing to do.
+
+        Args:
+            send_later: whether tokens behind an answer's first are posted while the next step
+                computes, which then must follow at once.
+        """
         self._begin()
         if self._closed:  # by rank 0
             return False
         try:
             plan = self.planner.schedule(self.clock())
-            output = self.executor.run(plan)
-            return self.postprocessor.postprocess(plan, output)
+            output = self.executor.run(plan, meanwhile=self.postprocessor.send)
+            return self.postprocessor.postprocess(plan, output, send_later=send_later)
         finally:
-            self._settled = (
-                self.ledger.used_bytes - self.budget.weights_bytes,
-                self.intake.next_id,
-                len(self.admission.sequences),
-                self.prefixes.tree.tokens,
-            )
+            if self.group.size > 1:
+                self._settled = (
+                    self.ledger.used_bytes - self.budget.weights_bytes,
+                    self.intake.next_id,
+                    len(self.admission.sequences),
+                    self.prefixes.tree.tokens,
+                )
 
     # ---- commands
 

@@ -9,8 +9,7 @@ then      ──> one node requantized, one record offered to each tier
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 
 from penstock.engine.handle import notify
 from penstock.engine.model.executor import DecodePass, PrefillPass, StepOutput, step_error
@@ -24,6 +23,7 @@ from penstock.engine.schedule.kv_stores import KVStores, out_of_memory
 from penstock.engine.schedule.scheduler import Scheduler, State, StepPlan
 from penstock.engine.schedule.sequence import Sequence
 from penstock.errors import SpilledLost, StepFailed
+from penstock.kv.states import RecurrentState
 
 
 class Postprocessor:
@@ -56,17 +56,38 @@ class Postprocessor:
         self._group = group
         self._prefill_rate = prefill_rate
         self._ends = ends
+        self._unsent: list[Sequence] = []
+        """Sequences of the last decode pass, whose tokens are not posted yet."""
 
-    def postprocess(self, plan: StepPlan[Sequence], output: StepOutput) -> bool:
+    def send(self) -> None:
+        """Post the tokens of the last decode pass, and wake their readers.
+
+        Done while the next pass computes, text and waking take no time of their own.
+        """
+        sequences, self._unsent = self._unsent, []
+        for sequence in sequences:
+            sequence.send()
+        notify(sequence.handle for sequence in sequences)
+
+    def postprocess(
+        self, plan: StepPlan[Sequence], output: StepOutput, *, send_later: bool = False
+    ) -> bool:
         """Let a step count: commit, emit, requantize, offload. False if there was nothing to do.
 
         Args:
             plan: of the step.
             output: its passes; each is computed when the one before it has been committed.
+            send_later: whether tokens wait for the next step, which sends them while it computes;
+                an answer's first token never does, and none waits for a prompt's chunk.
         """
+        if not plan.decode:
+            self.send()
         for computed in output:
             if isinstance(computed, DecodePass):
                 self._decoded(computed)
+                begins = any(sequence.begins for sequence in computed.sequences)
+                if begins or plan.prefill or not send_later:
+                    self.send()
             else:
                 self._prefilled(computed)
             del computed  # or its arrays would stay while the next pass is computed
@@ -91,25 +112,38 @@ class Postprocessor:
         self.failed_in_a_row = 0
         rows = zip(computed.sequences, computed.choices, computed.states, strict=True)
         for sequence, choice, state in rows:
-            with self._isolated(sequence):
-                if isinstance(choice, Exception):
-                    raise choice
-                for number, token in enumerate(choice):
-                    written = len(choice) - number
-                    sequence.speculation.accepted_tokens += written > 1
-                    behind = state if written == 1 else None  # it has seen all of them
-                    sequence.kv.append_tokens(written, accepted=1, recurrent_state=behind)
-                    self._emit(sequence, token)
-                    if sequence.state is not State.RUNNING:  # its answer ended with this one
-                        break
-        notify(sequence.handle for sequence in computed.sequences)
+            try:
+                self._append(sequence, choice, state)
+            # A boundary: see `_failed`.
+            except Exception as error:  # noqa: BLE001
+                self._failed(sequence, error)
+        self._unsent += computed.sequences
+
+    def _append(
+        self,
+        sequence: Sequence,
+        choice: list[SampledToken] | Exception,
+        state: RecurrentState | None,
+    ) -> None:
+        """Let a sequence's tokens of a pass count, up to the end of its answer."""
+        if isinstance(choice, Exception):
+            raise choice
+        for number, token in enumerate(choice):
+            written = len(choice) - number
+            sequence.speculation.accepted_tokens += written > 1
+            behind = state if written == 1 else None  # it has seen all of them
+            sequence.kv.append_tokens(written, accepted=1, recurrent_state=behind)
+            self._emit(sequence, token)
+            if sequence.state is not State.RUNNING:  # its answer ended with this one
+                break
 
     def _emit(self, sequence: Sequence, chosen: SampledToken) -> None:
         """Send a token out, or end the answer with it."""
         request = sequence.request
         self._stores.counters.generated_tokens += 1
-        goes_on = request.ignore_eos and request.grammar is None
-        ends = chosen.token in self._ends and not goes_on
+        ends = chosen.token in self._ends and (
+            not request.ignore_eos or request.grammar is not None
+        )
         if ends or chosen.token in request.stop_tokens:
             sequence.tokens.append(chosen.token)
             self._admission.finish(sequence, lambda s: s.end("stop", stop=chosen))
@@ -156,27 +190,35 @@ class Postprocessor:
         if computed.error is not None:
             self._admission.fail(sequence, step_error("reading its prompt", computed.error))
             return
-        with self._isolated(sequence):
-            chunk, start = computed.take(), sequence.position
-            if not self._group.least(chunk.segment.is_finite()):
-                raise StepFailed(
-                    f"the model computed something without a number at tokens {start} to "
-                    f"{start + computed.tokens} of the prompt, as weights that overflow in "
-                    f"float16 do"
-                )
-            if computed.scores is not None:
-                self._keep_scores(sequence, start, computed.scores)
-            states = chunk.states if self._stores.runner.is_recurrent else None
-            sequence.kv.append_chunk(chunk.segment, states)
-            del chunk, states
-            if computed.captures:
-                sequence.kv.capture(turn_end=sequence.position == sequence.kv.last_boundary)
-            sequence.kv.end_prompt()
-            self._count(computed)
-            sequence.served_tokens += computed.tokens
-            sequence.note_prompt()
-            self._admission.advance(sequence)
-            self._admission.spill(sequence)
+        try:
+            self._commit(computed)
+        # A boundary: see `_failed`.
+        except Exception as error:  # noqa: BLE001
+            self._failed(sequence, error)
+
+    def _commit(self, computed: PrefillPass) -> None:
+        """Commit a chunk of a prompt, and go on to decoding behind its last one."""
+        sequence = computed.sequence
+        chunk, start = computed.take(), sequence.position
+        if not self._group.least(chunk.segment.is_finite()):
+            raise StepFailed(
+                f"the model computed something without a number at tokens {start} to "
+                f"{start + computed.tokens} of the prompt, as weights that overflow in "
+                f"float16 do"
+            )
+        if computed.scores is not None:
+            self._keep_scores(sequence, start, computed.scores)
+        states = chunk.states if self._stores.runner.is_recurrent else None
+        sequence.kv.append_chunk(chunk.segment, states)
+        del chunk, states
+        if computed.captures:
+            sequence.kv.capture(turn_end=sequence.position == sequence.kv.last_boundary)
+        sequence.kv.end_prompt()
+        self._count(computed)
+        sequence.served_tokens += computed.tokens
+        sequence.note_prompt()
+        self._admission.advance(sequence)
+        self._admission.spill(sequence)
 
     def _keep_scores(self, sequence: Sequence, start: int, scores: Scores) -> None:
         """Give scores of a prompt to its request, and remember them for others."""
@@ -211,13 +253,12 @@ class Postprocessor:
 
     # ---- parts
 
-    @contextmanager
-    def _isolated(self, sequence: Sequence) -> Iterator[None]:
-        """Let an exception end one answer and no other."""
-        try:
-            yield
-        # A boundary: a sampler, a detokenizer, a stop string of one request.
-        except Exception as error:
-            if sequence.id not in self._admission.sequences:
-                raise
-            self._admission.fail(sequence, step_error("choosing its next token", error))
+    def _failed(self, sequence: Sequence, error: Exception) -> None:
+        """End one answer and no other: a sampler, a detokenizer, a stop string of its request.
+
+        Raises:
+            Exception: the error, where the sequence is gone already.
+        """
+        if sequence.id not in self._admission.sequences:
+            raise error
+        self._admission.fail(sequence, step_error("choosing its next token", error))

@@ -78,6 +78,8 @@ def in_order(rows: Sequence[DecodeRow]) -> list[int]:
 
     Beyond that they are in the order of their slots, which often makes one slice of them.
     """
+    if len(rows) == 1:
+        return [0]
     by_slot = sorted(range(len(rows)), key=lambda i: rows[i].slot)
     rank: dict[tuple[int, int], int] = {}
     for i in by_slot:

@@ -10,7 +10,7 @@ postprocessed. A pass that fails is handed on with its error.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -101,20 +101,24 @@ class ModelExecutor:
         self._group = group
         self._speculator = speculator
 
-    def run(self, plan: StepPlan[Sequence]) -> StepOutput:
+    def run(self, plan: StepPlan[Sequence], meanwhile: Callable[[], object]) -> StepOutput:
         """Yield the passes of a step; each is computed when the one before it was taken.
 
-        A decoded token is thus out before a prompt's chunk begins, a chunk reads the codes of the
+        A decoded token thus counts before a prompt's chunk begins, a chunk reads the codes of the
         block in front of it, and the arrays of two passes are never held together.
+
+        Args:
+            plan: of the step.
+            meanwhile: called while a decode pass computes.
         """
         if plan.decode:
-            yield self._decode(list(plan.decode))
+            yield self._decode(list(plan.decode), meanwhile)
         for chunk in plan.prefill:
             yield from self._prefill(chunk.sequence, chunk.tokens)
 
     # ---- decoding
 
-    def _decode(self, sequences: list[Sequence]) -> DecodePass:
+    def _decode(self, sequences: list[Sequence], meanwhile: Callable[[], object]) -> DecodePass:
         """Compute and choose the next tokens of each sequence: those proposed that are right."""
         rows = [sequence.row() for sequence in sequences]
         order = in_order(rows)
@@ -137,10 +141,10 @@ class ModelExecutor:
             with one_thread() if len(rows) > 1 else nullcontext():
                 if greedy_only(samplers) and _unruled(samplers, proposals):
                     best = likeliest(logits.reshape(-1, logits.shape[-1]))
-                    mx.eval(best.tokens, best.values, writes)
+                    _evaluate(meanwhile, best.tokens, best.values, *writes)
                     chosen = verified_greedy(best.read(), proposals)
                 else:
-                    mx.eval(logits, writes)
+                    _evaluate(meanwhile, logits, *writes)
                     chosen = verified(logits, proposals, samplers, [s.generated for s in sequences])
             states: list[RecurrentState | None] = [None] * len(sequences)
             if before:
@@ -266,6 +270,15 @@ class ModelExecutor:
     def _shrink_after(self, error: Exception) -> bool:
         """Make room for a second try after MLX ran out of memory; tell whether that was it."""
         return self._stores.shrink_after(error)
+
+
+def _evaluate(meanwhile: Callable[[], object], *arrays: mx.array) -> None:
+    """Compute arrays, and do something else at the same time."""
+    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+    try:
+        meanwhile()
+    finally:
+        mx.eval(*arrays)
 
 
 def _unruled(samplers: list[TokenSampler], proposals: list[list[int]]) -> bool:

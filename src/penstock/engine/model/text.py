@@ -80,6 +80,11 @@ class TextStream:
         self.stopped: str | None = None
         """The stop string that was found."""
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether a stop string can end the text."""
+        return self._stops is not None
+
     def push(self, token: int) -> str:
         """Take in a token; return the text that is certain with it. Empty after a stop."""
         if self.stopped is not None:

@@ -323,6 +323,8 @@ class Scheduler(Generic[T]):
         self._note_progress()
         placed = self.placed()
         decode = tuple(sequence for sequence in placed if sequence.state is State.RUNNING)
+        if len(decode) == len(placed):  # the most frequent step by far
+            return StepPlan(decode, ())
         budget = self.budget_tokens
         if decode and stall_tokens is not None:
             budget = min(budget, max(stall_tokens, self.block_size))

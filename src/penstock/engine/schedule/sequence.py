@@ -68,6 +68,16 @@ class Sequence:
     stuck: bool = False
     """Whether it had no room for a token, alone, though it should fit: it gets all room at once."""
 
+    unsent: list[SampledToken] = field(default_factory=list)
+    """Tokens of the answer that are not posted yet."""
+    fault: Exception | None = None
+    """Why its text could not be told; its next token ends it."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether the answer has tokens, and none of them is posted."""
+        return 0 < len(self.unsent) == self.generated_tokens
+
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
@@ -165,10 +175,30 @@ class Sequence:
         )
 
     def emit(self, chosen: SampledToken) -> None:
-        """Add a token to the answer and post it; the handle is notified after the step."""
+        """Add a token to the answer, to be posted by `send`, or at once if its text may end it."""
+        if self.fault is not None:
+            raise self.fault
         self.tokens.append(chosen.token)
-        text = self.text.push(chosen.token) if self.text is not None else ""
-        self.handle.post(Token(self.choice, chosen.token, text, chosen.logprob, chosen.top))
+        self.unsent.append(chosen)
+        if self.text is not None and self.text.may_stop:
+            self._post()
+
+    def send(self) -> None:
+        """Post the tokens that are not posted yet; the handle is notified afterwards.
+
+        The answer may be in a pass that computes: a fault of its text waits for the next token.
+        """
+        try:
+            self._post()
+        # A boundary: a detokenizer's fault is this answer's, and the engine goes on.
+        except Exception as fault:  # noqa: BLE001
+            self.fault = fault
+
+    def _post(self) -> None:
+        unsent, self.unsent = self.unsent, []
+        for chosen in unsent:
+            text = self.text.push(chosen.token) if self.text is not None else ""
+            self.handle.post(Token(self.choice, chosen.token, text, chosen.logprob, chosen.top))
 
     def end(
         self,
@@ -178,6 +208,7 @@ class Sequence:
         error: PenstockError | None = None,
     ) -> None:
         """Tell the handle that the answer has ended, at a stop string or a token."""
+        self.send()
         text, end_token = "", None
         if isinstance(stop, SampledToken):
             if stop.logprob is not None:
@@ -187,6 +218,8 @@ class Sequence:
             stop_at = stop
         if self.text is not None and error is None:
             try:
+                if self.fault is not None:
+                    raise self.fault
                 if stop_at in self.request.stop_tokens and self.request.keep_stop:
                     text = self.text.push(int(stop_at))
                 text += self.text.finish()
