@@ -1,11 +1,25 @@
-"""The trial of a model before it is trusted: its tokens, its tolerances, and its outcome."""
+"""The trial of a model before it is trusted: its tokens, its tolerances, and its outcome.
+
+A probe is read on parts and tails, and compared with mlx-lm's own caches.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import mlx.core as mx
+
+from penstock.errors import ModelError
+from penstock.kv.attention_plan import DecodeRow, KVSpan
+from penstock.kv.reads import DecodeStep
+from penstock.kv.states import RecurrentState, States, arrays, stacked
+from penstock.kv.tails import Tails
+from penstock.models import mlx_lm as seam
+
+if TYPE_CHECKING:
+    from penstock.engine.model.runner import Runner
 
 Way = Literal["shared", "joined"]
 PROBE = (3, 1, 4, 1, 5, 2)
@@ -37,3 +51,124 @@ def differs(logits: mx.array, expected: mx.array, dtype: mx.Dtype) -> str:
     largest = float(mx.where(mx.isfinite(expected), mx.abs(expected), 0.0).max())
     off = difference / max(1e-6, largest)
     return "" if off <= TOLERANCE.get(dtype, HALF_TOLERANCE) else f"{off:.1%}"
+
+
+def try_model(runner: Runner, modules: tuple[str, ...]) -> tuple[Fitness, int]:
+    """Find a way to read on which the model's results are those on its own caches.
+
+    Returns the way, and the size of the vocabulary. The runner takes the forms of keys, values and
+    states.
+
+    Args:
+        runner: the model's, with windows that drop nothing.
+        modules: of mlx-lm, in which the seam was put.
+
+    Raises:
+        ModelError: there is no such way.
+    """
+    expected = _plain_logits(runner)
+    vocabulary_size = expected.shape[-1]
+    if runner.layout.compression is not None:
+        why = "its layers compress what they keep"
+    elif not modules and runner.attention_windows:
+        why = "its attention does not go through mlx-lm's common function"
+    else:
+        why = _difference(runner, "shared", expected)
+        if not why:
+            why = "its attention goes through mlx-lm's function"
+            if not runner.attention_windows:
+                why = "it has no attention"
+            return Fitness("shared", why, modules), vocabulary_size
+    wrong = _difference(runner, "joined", expected)
+    if wrong and _difference(runner, "joined", expected, whole=True):
+        raise ModelError(f"the engine cannot run this model: {why}; joined, {wrong}")
+    return Fitness("joined", why, modules, whole=bool(wrong)), vocabulary_size
+
+
+def _plain_logits(runner: Runner) -> mx.array:
+    """Return the logits of the last two tokens of the probe, on mlx-lm's caches."""
+    caches = seam.plain_caches(runner.model)
+    *first, before, last = PROBE
+    mx.eval(runner.model(mx.array([first]), cache=caches))
+    logits = []
+    for token in (before, last):  # one after the other, as stages pass them on
+        logits.append(runner.last_logits([[token]], caches))
+        mx.eval(logits)
+    return mx.concatenate(logits).astype(mx.float32)
+
+
+def _difference(runner: Runner, way: Way, expected: mx.array, *, whole: bool = False) -> str:
+    """Return the fault of reading the probe this way; empty if it is right.
+
+    `whole`: the prompt is cut only as for the expected logits, not for parts to be shared.
+    """
+    try:
+        logits, dtype = _probe(runner, way, whole=whole)
+    # A boundary: a model's own code is handed caches it was not written for, and may do
+    # anything with them; whatever it raises, the other way is tried.
+    except Exception as error:  # noqa: BLE001
+        text = str(error).strip() or type(error).__name__
+        return f"{type(error).__name__}: {text.splitlines()[0]}"
+    off = differs(logits, expected, dtype)
+    return off and f"its logits differ by {off} from those on mlx-lm's own caches"
+
+
+def _probe(runner: Runner, way: Way, *, whole: bool) -> tuple[mx.array, mx.Dtype]:
+    """Read the probe as two rows that share a part, one a token ahead of the other."""
+    *first, before, last = PROBE
+    half = len(first) if whole else len(first) // 2
+    chunk = runner.chunk(first[:half], [], 0, None, way)
+    shared = KVSpan(chunk.segment, 0, half)
+    paths: list[tuple[KVSpan, ...]] = []
+    recurrent_states = []
+    for rest in (first[half:], [*first[half:], before]):
+        output = chunk
+        path: tuple[KVSpan, ...] = (shared,)
+        if rest:
+            output = runner.chunk(rest, path, half, RecurrentState(chunk.states), way)
+            path = (shared, KVSpan(output.segment, half, len(rest)))
+        paths.append(path)
+        recurrent_states.append(RecurrentState(output.states))
+    runner.take_forms(chunk.segment, [state.states for state in recurrent_states])
+    rows = [DecodeRow(path, path[-1].end, slot, 0) for slot, path in enumerate(paths)]
+    if way == "shared":
+        _check_fresh(runner, first[:half], chunk.states)
+    logits = _decoded(runner, way, (before, last), rows, recurrent_states)
+    dtype = runner.shapes[0].dtype if runner.shapes else logits.dtype
+    logits = logits.astype(mx.float32)
+    mx.eval(logits)
+    return logits, dtype
+
+
+def _decoded(
+    runner: Runner,
+    way: Way,
+    tokens: Sequence[int],
+    rows: list[DecodeRow],
+    recurrent_states: list[RecurrentState],
+) -> mx.array:
+    """Return the logits of a decode step of two rows, (2, vocabulary)."""
+    tails = Tails(2, 2, runner.shapes)
+    tails.ready()
+    if way == "joined":
+        inputs = zip(tokens, rows, recurrent_states, strict=True)
+        row_logits = [
+            runner.decode_joined(token, row, tails, recurrent_state)[0]
+            for token, row, recurrent_state in inputs
+        ]
+        return mx.concatenate(row_logits)
+    step = DecodeStep.of(rows, tails)
+    readers = step.caches(runner.attention_windows)
+    caches, _ = runner.layout.caches(readers, stacked(recurrent_states))
+    return runner.last_logits([[token] for token in tokens], caches)
+
+
+def _check_fresh(runner: Runner, tokens: Sequence[int], expected: States) -> None:
+    """Raise ModelError if the first states of the recurrent layers are not zeros.
+
+    Rows that have read nothing could then not be stacked with others.
+    """
+    states = runner.chunk(tokens, [], 0, runner.fresh_state(), "shared").states
+    for one, other in zip(arrays(states), arrays(expected), strict=True):
+        if not mx.allclose(one, other, rtol=1e-3, atol=1e-5).item():
+            raise ModelError("its recurrent layers do not begin with zeros")

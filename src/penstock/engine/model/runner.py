@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from penstock.engine.model.model_probe import PROBE, Fitness, Way, differs
+from penstock.engine.model.model_probe import Way, try_model
 from penstock.errors import ModelError
 from penstock.kv.attention import AttentionWindow
 from penstock.kv.attention_plan import DecodeRow, KVSpan
@@ -103,7 +103,6 @@ class Runner:
         self.heads = query_heads(model) // (1 if seam.is_stage(model) else ranks)
         self._passes_on = seam.passes_on(model)
         self.shapes: tuple[LayerShape, ...] = ()
-        self.vocabulary_size = 0
         self.attention_windows = list(
             self.layout.attention_windows
         )  # unbounded while the model is tried
@@ -114,7 +113,7 @@ class Runner:
         """Choice of what decode steps read of long sequences; None to read all."""
         self.most_joined: int | None = None
         """Most tokens that are joined for a chunk of a prompt; more are read piece by piece."""
-        self.fitness = self._try(modules)
+        self.fitness, self.vocabulary_size = try_model(self, modules)
         if self.layout.compression is not None:  # the probe is shorter than windows and groups
             self._state_bytes = self.layout.compression.state_bytes
             self.state_form = self.layout.compression.state_form
@@ -125,6 +124,16 @@ class Runner:
                 for attention_window in self.layout.attention_windows
             ]
         self.distinct_windows = list(dict.fromkeys(self.attention_windows))
+
+    def take_forms(self, segment: Segment, states: Sequence[States]) -> None:
+        """Take the forms of keys, values and states from a segment and the states of two rows."""
+        self.shapes = tuple(
+            LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+            for keys, values in segment.layers
+            if isinstance(keys, mx.array) and isinstance(values, mx.array)
+        )
+        self._state_bytes = max(map(nbytes, states))
+        self.state_form = StateForm.of(states[-1])
 
     @property
     def token_bytes(self) -> int:
@@ -243,7 +252,7 @@ class Runner:
         tails.ready()
         if self.fitness.way == "joined":
             outputs = [
-                self._decode_joined(only, row, tails, recurrent_state)
+                self.decode_joined(only, row, tails, recurrent_state)
                 for (only,), row, recurrent_state in zip(
                     tokens, rows, recurrent_states or [None] * len(rows), strict=True
                 )
@@ -255,7 +264,7 @@ class Runner:
             )
         step = DecodeStep.of(rows, tails, len(tokens[0]), self.ways, self.selection)
         states = (
-            stacked([recurrent_state or self._fresh() for recurrent_state in recurrent_states])
+            stacked([recurrent_state or self.fresh_state() for recurrent_state in recurrent_states])
             if recurrent_states
             else None
         )
@@ -273,7 +282,7 @@ class Runner:
         recurrent_state: RecurrentState | None = None,
     ) -> PrefillOutput:
         """Read tokens of one sequence behind its parts and states."""
-        return self._chunk(tokens, parts, position, recurrent_state, self.fitness.way)
+        return self.chunk(tokens, parts, position, recurrent_state, self.fitness.way)
 
     def read(
         self,
@@ -320,7 +329,7 @@ class Runner:
             self._left(reads, kept, len(tokens))  # also what goes to another process
         return tuple(layer_squares.scales() for layer_squares in squares)
 
-    def _chunk(
+    def chunk(
         self,
         tokens: Sequence[int],
         parts: Sequence[KVSpan],
@@ -328,6 +337,7 @@ class Runner:
         recurrent_state: RecurrentState | None,
         way: Way,
     ) -> PrefillOutput:
+        """Read tokens of one sequence in this way; `prefill` takes the way that was found right."""
         reads = self._chunk_reads(parts, position, way)
         caches, kept = self.layout.caches(reads, _row(recurrent_state), position)
         # Its logits are not kept, which would keep all that they are computed from.
@@ -375,12 +385,13 @@ class Runner:
             for i, attention_window in enumerate(self.attention_windows)
         ]
 
-    def _decode_joined(
+    def decode_joined(
         self, token: int, row: DecodeRow, tails: Tails, recurrent_state: RecurrentState | None
     ) -> tuple[mx.array, States]:
+        """Read one token of a row over joined keys and values; return its logits and states."""
         reads = self._joined_reads(row.parts, row.position, (tails, row.slot, row.tail))
         caches, kept = self.layout.caches(reads, _row(recurrent_state), row.position)
-        logits = self._run([[token]], caches)
+        logits = self.last_logits([[token]], caches)
         if self.layout.compression is None:
             if seam.is_stage(self.model):  # what goes to and fro keeps the rows' order
                 mx.eval(logits)
@@ -388,120 +399,15 @@ class Runner:
         mx.eval(logits)  # the rows of one sequence at a time
         return logits, copied(seam.states_of(kept))
 
-    def _fresh(self) -> RecurrentState:
+    def fresh_state(self) -> RecurrentState:
         """Return the first states of the recurrent layers: zeros, made for one step."""
         zeros = {name: mx.zeros(shape, dtype) for name, shape, dtype in self.state_form.arrays}
         return RecurrentState(self.state_form.states(zeros))
 
-    def _run(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
+    def last_logits(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
         """Return the logits of the last tokens, (b, vocabulary)."""
         logits: mx.array = self.model(mx.array(tokens), cache=caches)[:, -1]
         return logits
-
-    # ---- trying the model
-
-    def _try(self, modules: tuple[str, ...]) -> Fitness:
-        """Find a way to read on which the model's results are those on its own caches."""
-        expected = self._plain_logits()
-        self.vocabulary_size = expected.shape[-1]
-        if self.layout.compression is not None:
-            why = "its layers compress what they keep"
-        elif not modules and self.attention_windows:
-            why = "its attention does not go through mlx-lm's common function"
-        else:
-            why = self._difference("shared", expected)
-            if not why:
-                why = "its attention goes through mlx-lm's function"
-                return Fitness(
-                    "shared", why if self.attention_windows else "it has no attention", modules
-                )
-        wrong = self._difference("joined", expected)
-        if wrong and self._difference("joined", expected, whole=True):
-            raise ModelError(f"the engine cannot run this model: {why}; joined, {wrong}")
-        return Fitness("joined", why, modules, whole=bool(wrong))
-
-    def _plain_logits(self) -> mx.array:
-        """Return the logits of the last two tokens of the probe, on mlx-lm's caches."""
-        caches = seam.plain_caches(self.model)
-        *first, before, last = PROBE
-        mx.eval(self.model(mx.array([first]), cache=caches))
-        logits = []
-        for token in (before, last):  # one after the other, as stages pass them on
-            logits.append(self._run([[token]], caches))
-            mx.eval(logits)
-        return mx.concatenate(logits).astype(mx.float32)
-
-    def _difference(self, way: Way, expected: mx.array, *, whole: bool = False) -> str:
-        """Return the fault of reading the probe this way; empty if it is right.
-
-        `whole`: the prompt is cut only as for the expected logits, not for parts to be shared.
-        """
-        try:
-            logits, dtype = self._probe(way, whole=whole)
-        # A boundary: a model's own code is handed caches it was not written for, and may do
-        # anything with them; whatever it raises, the other way is tried.
-        except Exception as error:  # noqa: BLE001
-            text = str(error).strip() or type(error).__name__
-            return f"{type(error).__name__}: {text.splitlines()[0]}"
-        off = differs(logits, expected, dtype)
-        return off and f"its logits differ by {off} from those on mlx-lm's own caches"
-
-    def _probe(self, way: Way, *, whole: bool) -> tuple[mx.array, mx.Dtype]:
-        """Read the probe as two rows that share a part, one a token ahead of the other."""
-        *first, before, last = PROBE
-        half = len(first) if whole else len(first) // 2
-        chunk = self._chunk(first[:half], [], 0, None, way)
-        shared = KVSpan(chunk.segment, 0, half)
-        self.shapes = tuple(
-            LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-            for keys, values in shared.segment.layers
-            if isinstance(keys, mx.array) and isinstance(values, mx.array)
-        )
-        paths: list[tuple[KVSpan, ...]] = []
-        recurrent_states = []
-        for rest in (first[half:], [*first[half:], before]):
-            output = chunk
-            path: tuple[KVSpan, ...] = (shared,)
-            if rest:
-                output = self._chunk(rest, path, half, RecurrentState(chunk.states), way)
-                path = (shared, KVSpan(output.segment, half, len(rest)))
-            paths.append(path)
-            recurrent_states.append(RecurrentState(output.states))
-        self._state_bytes = max(
-            nbytes(recurrent_state.states) for recurrent_state in recurrent_states
-        )
-        self.state_form = StateForm.of(recurrent_states[-1].states)
-        tails = Tails(2, 2, self.shapes)
-        tails.ready()
-        rows = [DecodeRow(path, path[-1].end, slot, 0) for slot, path in enumerate(paths)]
-        if way == "joined":
-            inputs = zip((before, last), rows, recurrent_states, strict=True)
-            row_logits = [
-                self._decode_joined(token, row, tails, recurrent_state)[0]
-                for token, row, recurrent_state in inputs
-            ]
-            logits = mx.concatenate(row_logits)
-        else:
-            self._check_fresh(first[:half], chunk.states)
-            step = DecodeStep.of(rows, tails)
-            caches, _ = self.layout.caches(
-                step.caches(self.attention_windows), stacked(recurrent_states)
-            )
-            logits = self._run([[before], [last]], caches)
-        dtype = self.shapes[0].dtype if self.shapes else logits.dtype
-        logits = logits.astype(mx.float32)
-        mx.eval(logits)
-        return logits, dtype
-
-    def _check_fresh(self, tokens: Sequence[int], expected: States) -> None:
-        """Raise ModelError if the first states of the recurrent layers are not zeros.
-
-        Rows that have read nothing could then not be stacked with others.
-        """
-        states = self._chunk(tokens, [], 0, self._fresh(), "shared").states
-        for one, other in zip(arrays(states), arrays(expected), strict=True):
-            if not mx.allclose(one, other, rtol=1e-3, atol=1e-5).item():
-                raise ModelError("its recurrent layers do not begin with zeros")
 
 
 def _row(recurrent_state: RecurrentState | None) -> States | None:
