@@ -135,6 +135,8 @@ class Ways:
         try:
             of = LayerStep(queries, reading, layout, layer, (keys, values), scale, sinks)
             return self.kernels.attend(of, step.kernel_plans)
+        # A boundary: a driver compiles and runs the kernel. Plain operations have the same numbers,
+        # so no error of it, of whatever class, ends a request.
         except Exception as error:
             if self.always is not None:
                 raise
