@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,34 @@ def test_a_failed_turn_is_not_sent_along(browser: Any, recall_server: Running) -
         expect(answers).to_have_count(1)
         expect(answers).to_contain_text("Noted.")
         page.faults.clear()  # the browser tells the request that was cut
+
+
+def test_a_reason_is_a_sentence(browser: Any, tmp_path: Path) -> None:
+    model, tokenizer = parrot(tmp_path, "Yes", context=64)
+    with serving(model, tokenizer) as running, opened(browser, running.url) as page:
+        expect(page.locator("#state")).to_have_text("live")
+        failed = say(page, "falcon " * 100)
+        expect(failed).to_contain_text("Shorten the prompt. This turn is not sent along.")
+        page.faults.clear()  # the browser tells the refusal
+
+
+def test_on_a_phone_the_end_of_an_answer_is_in_sight(browser: Any) -> None:
+    phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+    with serving() as running, opened(browser, running.url, **phone) as page:
+        page.get_by_role("button", name="Tell it eight facts").click()
+        page.get_by_role("button", name="What is the code of the amber falcon?").click()
+        expect(page.locator(".message .cost").nth(1)).to_contain_text("prompt tokens")
+        page.get_by_label("Your message").fill("A draft of several lines. " * 8)
+        left = (
+            "(({scrollHeight, scrollTop, clientHeight}) => scrollHeight - scrollTop - clientHeight)"
+        )
+        page.wait_for_function(f"{left}(document.getElementById('log')) < 2")
+        running.server.should_exit = True
+        expect(page.locator("#state")).to_have_text("server not reachable")
+        edge = "(name) => document.querySelector(name).getBoundingClientRect()"
+        assert page.evaluate(edge, ".brand")["right"] <= page.evaluate(edge, "#state")["left"]
+        expect(page.locator(".brand .name")).to_be_visible()
+        page.faults.clear()  # the browser tells each attempt
 
 
 def test_the_first_conversation_hits_the_cache(browser: Any) -> None:

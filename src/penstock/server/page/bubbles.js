@@ -67,7 +67,8 @@ class Answer {
     this.element.classList.add("failed");
     const button = make("button", { type: "button", class: "link" }, "Try again");
     button.addEventListener("click", again);
-    this.cost.replaceChildren(`${reason} This turn is not sent along. `, button);
+    const sentence = /[.!?]$/.test(reason) ? reason : `${reason}.`;
+    this.cost.replaceChildren(`${sentence} This turn is not sent along. `, button);
   }
 
   finish() {

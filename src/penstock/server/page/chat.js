@@ -46,6 +46,10 @@ export class Chat {
   constructor() {
     this.log = byId("log");
     this.draft = byId("draft");
+    /** Whether the end of the conversation is in sight, and stays there while it grows. */
+    this.following = true;
+    this.log.addEventListener("scroll", () => (this.following = this.isAtEnd()));
+    new ResizeObserver(() => this.follow()).observe(this.log);
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.running) this.running.abort();
@@ -216,14 +220,18 @@ export class Chat {
   }
 
   append(element) {
+    this.following = true;
     this.log.append(element);
-    this.log.scrollTop = this.log.scrollHeight;
+    this.follow();
   }
 
   /** Scroll with the answer, unless the reader has scrolled up. */
   follow() {
-    const left = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight;
-    if (left < 90) this.log.scrollTop = this.log.scrollHeight;
+    if (this.following) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  isAtEnd() {
+    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 90;
   }
 
   showRunning() {

@@ -4,11 +4,13 @@ import { byId, make, say } from "./format.js";
 
 const MEANINGS = {
   weights: "Weights are the model itself. They stay in memory as long as the server runs.",
+  draft: "The draft model is a small one. It proposes tokens that the model then checks together.",
   buffers: "Buffers are the working memory of one step. They are set aside before the first request.",
-  prompts: "Prompts are the texts and tokens of requests that are open now.",
+  prompts: "Prompts are the room for texts and tokens of open requests. It is set aside at the start.",
   index: "The index lists the tokens of the tree, so that a prompt can be looked up in it.",
   checkpoints: "Checkpoints are saved states of recurrent layers, from which an answer can go on.",
   tails: "Tails are the newest tokens of the answers being written, with the room promised to them.",
+  key_index: "The key index has a few bits of each key. By it a step finds the tokens worth reading.",
   nodes: "Nodes are the boxes of the prefix tree: keys and values of prompts, shared by all requests.",
   preempted: "A preempted answer had to make room for another. It goes on by itself and loses no text.",
 };
