@@ -391,6 +391,13 @@ def test_a_wrong_blas_is_one_line_and_no_failure() -> None:
         ),
         (["generate"], "Missing argument"),
         (["generate", "x", "--bogus"], "No such option"),
+        (["serve", "--offline"], "--offline stands before the command"),
+        (["serve", "--port", "99999"], "penstock: --port 99999: must be at most 65535"),
+        (["serve", "--port", "80x"], "penstock: --port 80x: must be a whole number"),
+        (["serve", "--top-p", "2"], "penstock: --top-p 2.0: must be at most 1"),
+        (["serve", "--kernels", "on"], "penstock: --kernels on: must be one of 'auto', 'off'"),
+        (["serve", "--replicas", "2"], "--replicas needs --ray"),
+        (["serve", "--routing", "hash"], "--routing needs --ray"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "caf\udce9 x"], "the prompt is not UTF-8: byte 0xe9 after 3 characters"),
         (["generate", "caf\udce9 x", "--raw"], "the prompt is not UTF-8"),
@@ -434,7 +441,7 @@ def test_a_refusal_of_the_real_script_exits_with_2() -> None:
     done = run("generate", "x", "--kv-bits", "7")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "penstock: --kv-bits 7: Input should be 2, 3, 4, 5, 6 or 8\n"
+    assert done.stderr == "penstock: --kv-bits 7: must be 2, 3, 4, 5, 6 or 8\n"
 
 
 def run_on_bytes(stdin: bytes, *arguments: str, **environment: str) -> Done[bytes]:
@@ -567,7 +574,7 @@ def test_a_flag_that_may_stand_alone_swallows_no_other(
     assert "No such option '--bogus'." in refused(capsys, *words, "--bogus", flag)
     assert "No such option '--bogus'." in refused(capsys, *words, flag, "k8v4", "--bogus")
     known = refused(capsys, *words, flag, "--kv-cache-min-quantize-tokens", "many")
-    assert "Invalid value for '--kv-cache-min-quantize-tokens'" in known
+    assert "--kv-cache-min-quantize-tokens many: must be a whole number" in known
 
 
 def test_without_a_value_it_is_8(call: Call) -> None:

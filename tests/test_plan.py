@@ -242,7 +242,7 @@ def test_the_embedded_model_is_the_default(capsys: pytest.CaptureFixture[str]) -
     [
         (("nowhere/model",), "there is no nowhere/model"),
         (("nowhere at all",), "there is no nowhere at all"),
-        (("--memory", "lots"), "'lots' is not a size"),
+        (("--memory", "lots"), "--memory 'lots' is not a size"),
         (("--memory", "0GB"), "--memory is 0"),
         (("--kv-bits", "7"), "--kv-bits 7"),
         (("--max-kv-size", "1"), "max-kv-size"),

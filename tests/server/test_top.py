@@ -94,7 +94,7 @@ def test_a_pipe_gets_a_line_a_second_until_the_server_goes() -> None:
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 2
     (line,) = errors.splitlines()
-    assert line.startswith(f"penstock: {running.url}")
+    assert line == f"penstock: the server at {running.url} has ended"
 
 
 def test_a_terminal_is_drawn_over_and_left_as_it_was(server: Running) -> None:
@@ -132,7 +132,7 @@ def test_the_figures_fit_a_small_terminal_and_none_is_cut(
     assert f"hit rate {stats.hit_rate:.0%}" in done.stdout
     assert "tokens/s" in done.stdout and "running" in done.stdout and "waiting" in done.stdout
     assert done.stdout.count("/v1/chat/completions") == 2
-    assert "…" not in "".join(shown[1:])
+    assert shown[0].endswith("q: quit") and "…" not in "".join(shown)
 
 
 def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Running) -> None:

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 from typer.main import get_command
 
 from penstock import __version__
@@ -27,6 +28,7 @@ from penstock.cli import (
 from penstock.cli.command_group import CommandGroup
 from penstock.cli.help_groups import GroupedCommand
 from penstock.cli.options import with_values
+from penstock.config import in_plain_words
 from penstock.errors import PenstockError
 from penstock.models import named
 
@@ -48,6 +50,10 @@ app.command()(verify.verify)
 app.command()(plan.plan)
 app.add_typer(cache.app, name="cache", no_args_is_help=False)  # a refusal is one line
 app.command()(doctor.doctor)
+
+
+UNLISTED = r"Missing command\.|No such command '.*'\."
+"""Pattern of the parser's words for a command that is not there."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -111,12 +117,23 @@ def _refusal(error: typer.TyperException) -> str:
     """
     wrong, known = getattr(error, "option_name", None), getattr(error, "possibilities", None)
     if not wrong:
-        message, context = error.format_message(), getattr(error, "ctx", None)
-        if context is not None and re.fullmatch(r"No such command '.*'\.", message):
+        message, context = _wrong_value(error), getattr(error, "ctx", None)
+        if context is not None and re.fullmatch(UNLISTED, message):
             message += f" {context.command_path} --help lists the commands."
         return message
+    if wrong == "--offline":
+        return "--offline stands before the command, as in penstock --offline serve."
     near = get_close_matches(wrong, known or [], 1, 0.7)
     return f"No such option {wrong!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+
+
+def _wrong_value(error: typer.TyperException) -> str:
+    """Return the parser's words, or plainer ones where a value of a flag is wrong."""
+    cause, parameter = error.__context__, getattr(error, "param", None)
+    if not isinstance(cause, ValidationError) or parameter is None:
+        return error.format_message()
+    fault = cause.errors()[0]
+    return f"{parameter.opts[0]} {fault['input']}: {in_plain_words(fault['msg'])}"
 
 
 def _fail(message: str) -> int:

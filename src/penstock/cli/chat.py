@@ -19,10 +19,11 @@ from penstock.errors import PenstockError, SettingError
 from penstock.recall import MODEL_PATH
 
 HELP = """\
-/stats  tokens and speed of the last answer; KV held here, or cached tokens at a server
+/stats  tokens and speed of the last answer
 /reset  forget the conversation
 /help   this list
-/quit   leave, as /exit and the end of input do"""
+/quit   leave; so do /exit, /q and Ctrl-D"""
+WELCOME = "/help lists the commands, Ctrl-C ends an answer."
 LEAVE = ("/quit", "/exit", "/q")
 
 
@@ -98,6 +99,7 @@ def chat(
         partner = _remote(context, url, api_key, system)
     if sys.stdin.isatty():
         with _line_editing(history):
+            print(WELCOME)
             Chat(partner, sampling_settings, interactive=True).run(_typed_lines())
     else:
         Chat(partner, sampling_settings, echo=echo).run(sys.stdin)
@@ -216,6 +218,9 @@ def _typed_lines() -> Iterator[str]:
         except EOFError:
             print()
             return
+        except KeyboardInterrupt:
+            print()  # the shell's prompt begins a line
+            raise
 
 
 @contextmanager

@@ -82,8 +82,9 @@ def doctor(
 ) -> None:
     """Show back end, BLAS and its speed, memory and versions, and their problems.
 
-    With a model, show which way the engine reads its keys and values, and why: where they lie
-    (shared), or joined layer by layer; or why the engine cannot run it.
+    With a model, show the way in which the engine reads its keys and values, and the reason. They
+    are read where they lie (shared), or joined layer by layer. A model that the engine cannot run
+    has the reason, too.
 
     Exits with 0 if nothing is wrong and with 1 if something makes penstock slow or unusable.
     """

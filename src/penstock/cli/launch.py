@@ -113,7 +113,7 @@ def _program(name: str) -> Program:
         SettingError: there are no settings for it; names those that there are.
     """
     if name not in PROGRAMS:
-        raise SettingError(f"penstock launch {name}: choose one of {', '.join(PROGRAMS)}")
+        raise SettingError(f"{name} is not known; choose one of {', '.join(PROGRAMS)}")
     return PROGRAMS[name]
 
 

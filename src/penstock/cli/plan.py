@@ -381,7 +381,7 @@ def _show(plan: MemoryPlan, console: Console) -> None:
 
 
 def _table(plan: MemoryPlan, *, narrow: bool) -> Table:
-    """Return the rows of a plan; narrow without lines, and without what the other columns say."""
+    """Return the rows of a plan; narrow without lines, and without repeating other columns."""
     windows, batches = plan.layers["window"] > 0, plan.batch > 1 or not narrow
     table = Table(box=None, pad_edge=False) if narrow else Table()
     titles = ("KV bits", "a token", *(["window layers"] if windows else []), "a sequence")
@@ -412,7 +412,10 @@ def _default_keep(window: int) -> int:
 def _limit(text: str | None) -> int:
     if text is None:
         return _default_limit()
-    limit = memory.parse_bytes(text)
+    try:
+        limit = memory.parse_bytes(text)
+    except SettingError as error:
+        raise SettingError(f"--memory {error}") from None
     if limit == 0:
         raise SettingError("--memory is 0; give the memory for weights and caches, as 16GB")
     return limit

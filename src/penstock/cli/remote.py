@@ -189,7 +189,9 @@ class Remote:
         try:
             yield
         except httpx.ConnectError as error:
-            raise RemoteError(f"no server answers at {self.url}: {error}") from error
+            raise RemoteError(f"no server answers at {self.url}") from error
+        except httpx.RemoteProtocolError as error:
+            raise RemoteError(f"the server at {self.url} has ended") from error
         except httpx.HTTPError as error:
             what = str(error) or type(error).__name__
             raise RemoteError(f"{self.url} is lost: {what}") from error

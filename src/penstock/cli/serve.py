@@ -79,6 +79,7 @@ def serve(
         replicas = config.parse(config.FleetSettings, **fleet)
         _check_ray(settings)
         return _run_in_ray(model, name, settings, limits, replicas, preload=ssd_preload)
+    _check_fleet(fleet)
     options.check_writable("--session-dir", settings.session_dir)
     options.check_writable("--ssd-cache-dir", cache_folder)
     with joined() as ranks:
@@ -193,6 +194,15 @@ def _check_reach(settings: config.ServerSettings) -> None:
             f"--host {settings.host} can be reached from other machines; set PENSTOCK_API_KEY (or "
             f"--api-key), or listen on {config.HOST}"
         )
+
+
+def _check_fleet(fleet: dict[str, Any]) -> None:
+    """Refuse settings of replicas where no Ray is to run them."""
+    usual = config.FleetSettings()
+    for name, value in fleet.items():
+        if value != getattr(usual, name):
+            flag = config.flag_of(config.FleetSettings, name)
+            raise SettingError(f"--{flag} needs --ray: without it there is one server")
 
 
 def _check_ray(settings: config.ServerSettings) -> None:

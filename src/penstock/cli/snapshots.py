@@ -38,9 +38,11 @@ def snapshots(url: str, api_key: str | None) -> Iterator[Snapshot]:
         raise RemoteError(
             f"no server answers at {address}; start one with penstock serve, or name it with --url"
         ) from None
+    except httpx.RemoteProtocolError:
+        raise RemoteError(f"the server at {address} has ended") from None
     except httpx.HTTPError as error:
         raise RemoteError(f"{address} is lost: {str(error) or type(error).__name__}") from error
-    raise RemoteError(f"{address} has stopped")
+    raise RemoteError(f"the server at {address} has ended")
 
 
 def record(snapshot: Snapshot) -> Snapshot:
@@ -84,7 +86,7 @@ def _parsed(address: str, answer: httpx.Response) -> Iterator[Snapshot]:
 def _refusal(address: str, answer: httpx.Response) -> str:
     """Say in one line why there are no snapshots."""
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        return f"{address} wants another key; give it with --api-key or PENSTOCK_API_KEY"
+        return f"{address} needs its key; give it with --api-key or PENSTOCK_API_KEY"
     if answer.status_code == httpx.codes.NOT_FOUND:
         return f"{address} is no penstock server: it has no /v1/live"
     answer.read()

@@ -59,18 +59,23 @@ def drawn(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableTy
 
 
 def _title(snapshot: Snapshot, url: str, width: int) -> Text:
-    title = Text.assemble(
-        ("penstock ", "bold"),
-        f"{snapshot['version']}  {snapshot['model']}  ",
-        (url, "bright_black"),
-        no_wrap=True,
-        overflow="ellipsis",
-    )
+    """Return name, model and address, and the key that quits; what fits beside that key."""
     end = "q: quit"
-    if title.cell_len + len(end) + 2 <= width:
-        title.pad_right(width - title.cell_len - len(end))
-        title.append(end, "bright_black")
-    return title
+    version, model = snapshot["version"], snapshot["model"]
+    room = width - len(end) - 2
+    rest = _fitting(
+        room,
+        f"penstock {version}  {model}  {url}",
+        f"penstock  {model}  {url}",
+        f"penstock  {url}",
+        "penstock",
+    )
+    title = Text(rest)
+    title.stylize("bold", 0, len("penstock"))
+    if rest.endswith(url):
+        title.stylize("bright_black", len(rest) - len(url))
+    title.pad_right(max(2, width - title.cell_len - len(end)))
+    return title.append(end, "bright_black")
 
 
 def _rows(snapshot: Snapshot, cells: int, roomy: bool) -> list[tuple[str, RenderableType]]:

@@ -19,7 +19,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.fleet_settings import WORTH, FleetSettings, RoutingPolicy
 from penstock.config.kv_settings import KVSettings, SamplingSettings, WeightsDtype
 from penstock.config.server_settings import LOOPBACK_HOSTS, SAMPLED, ServerSettings
-from penstock.config.setting import Setting, Settings, flag_of, parse, setting_of
+from penstock.config.setting import Setting, Settings, flag_of, in_plain_words, parse, setting_of
 
 __all__ = [
     "BLOCK_SIZE",
@@ -48,6 +48,7 @@ __all__ = [
     "Settings",
     "WeightsDtype",
     "flag_of",
+    "in_plain_words",
     "parse",
     "setting_of",
 ]

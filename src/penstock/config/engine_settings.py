@@ -109,8 +109,8 @@ class EngineSettings(Settings):
         int | None,
         Field(ge=LEAST_ATTEND_TOKENS),
         Setting(
-            "Let a decode step read at most this many tokens of a sequence with each key head: "
-            "the first, the recent ones, and those that an index of the keys finds best "
+            "Let a decode step read at most this many tokens of a sequence with each key head. "
+            "They are the first, the recent, and the best by an index of the keys "
             "(docs/remembering.md).",
             "TOKENS",
             unset="all are read",

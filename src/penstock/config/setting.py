@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -72,7 +73,7 @@ def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> Settin
     1024
     >>> parse(KVSettings, kv_bits=7)
     Traceback (most recent call last):
-    penstock.errors.SettingError: --kv-bits 7: Input should be 2, 3, 4, 5, 6 or 8
+    penstock.errors.SettingError: --kv-bits 7: must be 2, 3, 4, 5, 6 or 8
 
     Raises:
         SettingError: For the first value that is out of its range.
@@ -87,6 +88,29 @@ def parse(kind: type[SettingsT], *, flags: bool = True, **values: Any) -> Settin
             field = kind.model_fields.get(name)
             given = f" {first['input']}" if field is None or field.repr else ""
             if flags:
-                name = f"--{flag_of(kind, name)}"
+                name, message = f"--{flag_of(kind, name)}", in_plain_words(message)
             message = f"{name}{given}: {message}"
         raise SettingError(message) from None
+
+
+PLAIN_WORDS = (
+    (r"^Value error, ", ""),
+    (r"^'.*' is not one of (.*)\.$", r"must be one of \1"),
+    (r"^Input should be ", "must be "),
+    (r"greater than or equal to", "at least"),
+    (r"less than or equal to", "at most"),
+    (r"a valid integer.*", "a whole number"),
+    (r"a valid number.*", "a number"),
+)
+"""Patterns of pydantic's and Typer's words about a wrong value, and plain words for them."""
+
+
+def in_plain_words(message: str) -> str:
+    """Return a library's words about a wrong value as a person would write them.
+
+    >>> in_plain_words("Input should be less than or equal to 65535")
+    'must be at most 65535'
+    """
+    for pattern, words in PLAIN_WORDS:
+        message = re.sub(pattern, words, message)
+    return message
