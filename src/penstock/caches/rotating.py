@@ -62,7 +62,7 @@ class Ring(Bounded):
         return self.keys_and_values()
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return what is visible to a chunk that overflows the window, then hold the window."""
+        """Return the tokens visible to a chunk that overflows the window, then hold the window."""
         fetched = joined(self._in_sight(), new)
         self._make_room(self.max_size, 0, new)
         count = col.columns(fetched[0])
@@ -76,7 +76,7 @@ class Ring(Bounded):
         return self._in_sight_of_others(fetched)
 
     def _in_sight(self) -> tuple[list[Side], list[Side]]:
-        """Return views of what a chunk's first query may see of the past, in order of time."""
+        """Return views of the past that a chunk's first query may see, in order of time."""
         if self.keys is None or self.values is None:
             return [], []
         full = self.offset >= self.max_size
@@ -143,7 +143,7 @@ class Ring(Bounded):
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens, or as many as there are; return how many.
 
-        0 once the window is full: what the forgotten tokens overwrote is gone.
+        0 once the window is full: the tokens that were overwritten are gone.
         """
         if not self.is_trimmable():
             return 0
@@ -219,7 +219,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         self.rotated = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Side, Side]:
-        """Write one chunk for every row and return what its queries may see.
+        """Write one chunk for every row and return the tokens that its queries may see.
 
         keys, values: (batch, kv_heads, tokens, head_dim). Returns the columns in ring order
         for one token, in order of time for a chunk.
@@ -248,7 +248,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         return self.keys_and_values()
 
     def _update_past_end(self, new: tuple[Side, Side], tokens: int) -> tuple[Side, Side]:
-        """Return what is visible to a chunk that overflows the window, then hold the window."""
+        """Return the tokens visible to a chunk that overflows the window, then hold the window."""
         dropped = self._used() + tokens - self.max_size
         fetched = joined(self._in_sight(), new)
         self._tokens = [at + tokens for at in self._tokens]
@@ -263,7 +263,7 @@ class BatchRotatingKVCache(Bounded, Padded):
         return self._in_sight_of_others(fetched)
 
     def _in_sight(self) -> tuple[list[Side], list[Side]]:
-        """Return views of what a chunk's first query may see of the past, in order of time."""
+        """Return views of the past that a chunk's first query may see, in order of time."""
         if self.keys is None or self.values is None:
             return [], []
         full = self._used() == self.max_size
@@ -360,7 +360,7 @@ class BatchRotatingKVCache(Bounded, Padded):
     def trim(self, n: int) -> int:
         """Forget the last `n` columns of every row, or as many as there are; return how many.
 
-        0 once the window is full: what the forgotten tokens overwrote is gone.
+        0 once the window is full: the tokens that were overwritten are gone.
         """
         if not self.is_trimmable():
             return 0

@@ -63,7 +63,7 @@ def open_stores(
 def _spilling(
     base: Foundation, prefixes: Prefixes[Segment], tiers: TierGroup | None
 ) -> Spilling | None:
-    """Make the retention of what leaves memory for the tiers; None if all of it stays."""
+    """Make the retention of KV that leaves memory for the tiers; None if all of it stays."""
     active, selection = base.limits.active_kv_size, base.runner.selection
     if active is None or selection is None or tiers is None:
         return None

@@ -25,7 +25,7 @@ MASKED = -1e30
 
 
 class Arithmetic(Protocol):
-    """What a device computes in its own way; a `Backend` does."""
+    """Operations that a device computes in its own way; a `Backend` has them."""
 
     def exp2(self, x: mx.array) -> mx.array:
         """Return 2^x for x <= 0."""

@@ -22,7 +22,7 @@ SIGNS_AT_ONCE = 2**18
 
 
 class Backend(ABC):
-    """How keys and values are computed with on one kind of device, and what that takes."""
+    """Operations on keys and values on one kind of device, and the bytes that they need."""
 
     lanes: int = 1
     """Streams that work is divided between."""
@@ -57,7 +57,7 @@ class Backend(ABC):
             values: (1, kv_heads, m, value_dim).
             columns: (m,) positions of the keys if they are not 0 .. m - 1.
             start: position of the first query.
-            scale: what the model multiplies its scores by.
+            scale: factor of the model's scores.
             attention_window: which columns are seen.
             sinks: (heads,) as the model has them, in base e.
             eager: what is computed in slices is computed now; left to MLX, the scores of many
@@ -143,7 +143,7 @@ class Backend(ABC):
     def dequantize_codes(
         self, codes: mx.array, scales: mx.array, biases: mx.array, *, group_size: int, bits: int
     ) -> mx.array:
-        """Return what codes (..., rows, words) stand for, float32, as `mx.dequantize` does."""
+        """Return the numbers of codes (..., rows, words), float32, as `mx.dequantize` does."""
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
@@ -163,7 +163,7 @@ class Backend(ABC):
         return x.astype(mx.float32)
 
     def lane(self, number: int | None) -> AbstractContextManager[None]:
-        """Put what is computed here on one of the lanes, by its number; None: on neither."""
+        """Put computations in this context on one of the lanes, by its number; None: on neither."""
         return nullcontext()
 
     def settle(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""What a model is handed for a chunk of a prompt: it reads spans, and keeps its own columns."""
+"""Caches that a model gets for a chunk of a prompt: they read spans, and keep its columns."""
 
 from __future__ import annotations
 

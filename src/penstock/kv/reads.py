@@ -1,4 +1,4 @@
-"""What a model is handed as its caches for one step: it writes to tails, and reads spans.
+"""Caches that a model gets for one step: they write to tails, and read spans.
 
 One object a layer, alive for one forward pass. It speaks mlx-lm's cache protocol as far as a
 model's attention needs it (`offset`, `update_and_fetch`, `make_mask`); what `update_and_fetch`
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MaskRequest:
-    """What a model gets for a mask: it hands it on to attention, which knows what is seen.
+    """Stand-in for a mask: the model hands it on to attention, which knows the visible tokens.
 
     A model that does anything else with it fails at once, and is then served joined KV.
     """
@@ -42,7 +42,7 @@ class MaskRequest:
 
 @dataclass(slots=True)
 class DecodeStep:
-    """One decode step over rows in order: what all layers of it have in common."""
+    """One decode step over rows in order: the data that all its layers share."""
 
     rows: Sequence[DecodeRow]
     width: int
@@ -117,7 +117,7 @@ class DecodeStep:
         return self.choosers[attention_window]
 
     def caches(self, attention_windows: Sequence[AttentionWindow]) -> list[DecodeReads]:
-        """Return what the model is handed, one a layer."""
+        """Return the model's caches, one a layer."""
         return [
             DecodeReads(self, layer, attention_window)
             for layer, attention_window in enumerate(attention_windows)
@@ -125,7 +125,7 @@ class DecodeStep:
 
 
 class Reads:
-    """One layer of one step, read where it lies: what the seam recognizes."""
+    """One layer of one step, read where it lies; the seam recognizes it by its class."""
 
     offset: mx.array | int
     keys: mx.array | None = None
@@ -140,7 +140,7 @@ class Reads:
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> MaskRequest:
-        """Return what `attend` takes for a mask."""
+        """Return the stand-in for a mask that `attend` takes."""
         if return_array:
             raise TypeError("this model computes with masks; it needs joined keys and values")
         return MaskRequest(window_size)
@@ -404,7 +404,7 @@ def _sunk(sinks: mx.array, kv_heads: int, b: int, width: int) -> mx.array:
 
 
 def _nothing(stacked: mx.array, rows: int, values: mx.array) -> Partial:
-    """Return what rows that read nothing contribute."""
+    """Return the contribution of rows that read nothing."""
     kv_heads = stacked.shape[0]
     top = mx.full((kv_heads, rows, 1), MASKED, mx.float32)
     zero = mx.zeros((kv_heads, rows, 1))

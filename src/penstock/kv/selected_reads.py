@@ -41,7 +41,7 @@ def choose(
     tails: Tails,
     sinks: mx.array | None = None,
 ) -> dict[int, mx.array | SelectedKV]:
-    """Choose what rows read in a layer, and let them read it where that is quicker.
+    """Choose the blocks that rows read in a layer, and let them read those where that is quicker.
 
     Args:
         selection: how much is read.
@@ -90,7 +90,7 @@ def attend_alone(
         selection: how much is read.
         row: its parts have that layer alone.
         queries: as the model has them.
-        scale: what the model multiplies its scores by.
+        scale: factor of the model's scores.
         tail: keys and values of the tail, (1, kv_heads, tokens, dim) each.
         sinks: as the model has them, (heads,).
     """

@@ -1,4 +1,4 @@
-"""Choice of what a decode step reads of a long sequence: first tokens, recent ones, best blocks.
+"""Choice of tokens that a decode step reads of a long sequence: first, recent, best blocks.
 
 Each key head reads its own blocks. An index of the keys (`key_index`) scores every token between
 the first and the recent ones. A block counts as its best token, after a softmax over the blocks,
@@ -100,7 +100,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class SelectedKV:
-    """What one row reads in one layer."""
+    """Blocks that one row reads in one layer."""
 
     first: list[ColumnRange]
     """Pieces of the first tokens."""
@@ -120,7 +120,7 @@ def pieces(parts: Sequence[KVSpan], start: int, stop: int) -> list[ColumnRange]:
 def best_blocks(
     selection: Selection, rows: Sequence[DecodeRow], queries: Sequence[Scores], layer: int
 ) -> list[Numbers]:
-    """Choose what rows read in a layer: the numbers of blocks, in order, (kv_heads, blocks).
+    """Choose blocks for rows to read in a layer: their numbers, in order, (kv_heads, blocks).
 
     Args:
         selection: how much is read.
@@ -146,7 +146,7 @@ def _wanted(scores: Scores) -> Scores:
 
 
 def gather(selection: Selection, row: DecodeRow, blocks: Numbers, layer: int) -> SelectedKV:
-    """Gather what a row reads in one layer; the blocks are not copied yet."""
+    """Gather the blocks that a row reads in one layer; they are not copied yet."""
     stop = selection.recent_start(row.position)
     first = pieces(row.parts, 0, FIRST_TOKENS)
     recent = pieces(row.parts, stop, row.position - row.tail)

@@ -1,4 +1,4 @@
-"""A chunk of a prompt far behind its beginning reads what is in front of it piece by piece.
+"""A chunk of a prompt far behind its beginning reads the tokens in front of it piece by piece.
 
 The columns are never joined. Results over the pieces are merged by the maximum and the sum of the
 softmax, so that of keys and values in a cold tier only a piece is in memory at a time.
@@ -61,7 +61,7 @@ def attend_streamed(
 
 
 class _Queries:
-    """Some consecutive queries of a chunk, and what they have read so far.
+    """Some consecutive queries of a chunk, and their results so far.
 
     Args:
         queries: in base 2, (1, heads, n, dim).

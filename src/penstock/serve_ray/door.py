@@ -124,7 +124,7 @@ class Passed(Response):
         self._hint = {"keys": block_hashes, "cache_key": cache_key}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send what the chosen replica answers; one that cannot be asked is 429 or 503."""
+        """Send the chosen replica's answer; one that cannot be asked is 429 or 503."""
         started = False
         coming = self._replicas.options(stream=True).answer.remote(*self._given, **self._hint)
         messages = aiter(coming)

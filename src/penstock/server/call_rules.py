@@ -28,7 +28,7 @@ _TEXT = "TEXT: /(?s:.+)/\n"
 
 
 class CallRule(NamedTuple):
-    """A tool, and what its calls are kept to."""
+    """A tool, and the grammar of its calls."""
 
     name: str
     schema: Mapping[str, Any] = ANY_ARGUMENTS
@@ -128,7 +128,7 @@ def _any(others: str | None) -> str:
 
 
 def _head(shape: CallShape, marks: Marks, name: str) -> str:
-    """Return what stands in front of the arguments of a tool's call."""
+    """Return the text in front of the arguments of a tool's call."""
     if not shape.json:
         return marks.of(f"{shape.before}{name}{shape.between}")
     written = _quoted(json.dumps(name, ensure_ascii=False)[1:-1])

@@ -167,7 +167,7 @@ def free_call_grammar(
 def rules_of(
     functions: Iterable[Mapping[str, Any]], inputs: Mapping[str, str] | None = None
 ) -> list[CallRule]:
-    """Return what the calls of functions are kept to.
+    """Return the rules for the calls of functions.
 
     Args:
         functions: in OpenAI's form.

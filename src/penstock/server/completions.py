@@ -210,7 +210,7 @@ class Completions:
             head: first fields of the chunk.
             answering: the request.
             index: number of the answer.
-            part: what is new of it.
+            part: the new text of it.
             at: characters of its text so far; None in its first chunk, which has the echo.
         """
         text, tokens, reason = part

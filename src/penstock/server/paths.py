@@ -66,7 +66,7 @@ def served_methods(routers: Iterable[APIRouter]) -> dict[str, set[str]]:
 def unserved(
     http: HttpRequest, error: HTTPException, served: Mapping[str, Iterable[str]]
 ) -> Exception:
-    """Say what is served instead of a path or method that is not; other errors stay.
+    """Name the paths or methods that are served in place of an unknown one; other errors stay.
 
     Args:
         http: the request.

@@ -1,4 +1,4 @@
-"""Forms of `/v1/responses`: what requests hold, and what is answered."""
+"""Forms of `/v1/responses`: its requests and its answers."""
 
 from __future__ import annotations
 

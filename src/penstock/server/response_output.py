@@ -39,7 +39,7 @@ class ResponseOutput:
     _calls: CallParts = field(default_factory=CallParts)
 
     def add(self, delta: Delta) -> list[Event]:
-        """Take in what has become certain."""
+        """Take in the text that has become certain."""
         if self.custom is not None:
             self._text.append(delta.text)
             return []

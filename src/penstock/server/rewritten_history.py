@@ -18,7 +18,7 @@ def rewritten_in_front(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str | None:
-    """Say what the template writes anew in front of the last answer of a conversation.
+    """Name the part that the template writes anew in front of a conversation's last answer.
 
     None if that is nothing, or there is no answer. Slow: renders the prompt with and without it.
     """

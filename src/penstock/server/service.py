@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """One engine, and what all routers need beside it.
+    """One engine, and the state that all routers share.
 
     All methods belong to the event loop of the server; `engine` may be used from any thread.
     """

@@ -39,7 +39,7 @@ REMINDER = "system-reminder"
 
 
 class TraitRow(NamedTuple):
-    """What a template does with a conversation."""
+    """A template's treatment of a conversation."""
 
     what: str
     outcome: str
@@ -161,7 +161,7 @@ class _Probe:
         self._tools = [TOOL] if self._render(talk_of(USER))[1] else None  # some want one always
 
     def row(self, what: str, talk: list[dict[str, Any]]) -> TraitRow:
-        """Say what becomes of a conversation."""
+        """Describe the fate of a conversation."""
         rendered, error = self._render(talk)
         if error is not None:
             return TraitRow(what, f"raises {error}")
@@ -216,7 +216,7 @@ class _Probe:
         return TraitRow(what, "kept" if key and THOUGHT in rendered else "dropped")
 
     def _growths(self, key: str | None) -> list[TraitRow]:
-        """Say what changes in what has been read when a conversation grows."""
+        """Name the change in the text that was read when a conversation grows."""
         start = talk_of(SYSTEM, USER)
         said = {**talk_of(SAID)[0], **_thought(THOUGHT, key)}
         loop = [*start, called(THOUGHT, key), result_of(RESULT)]

@@ -46,7 +46,7 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, functions: Sequence[tuple[str, Mapping[str, Any]]], room: int = ROOM) -> Arguments:
-        """Return what can be followed of functions' parameters. Slow: not in an event loop.
+        """Return the enforceable parts of functions' parameters. Slow: not in an event loop.
 
         Args:
             functions: their names and parameters.

@@ -212,7 +212,7 @@ class Store(ABC):
         return 0
 
     def reconciling(self) -> Iterator[None]:
-        """Put in order what can be, and yield now and then: others may use the store meanwhile."""
+        """Put the store in order, and yield now and then: others may use the store meanwhile."""
         yield from ()
 
     @abstractmethod

@@ -24,7 +24,7 @@ from penstock.models.vocabulary import DRAFT_SETTING, check_same_vocabulary
 from penstock.prefix.prefixes import Prefixes
 
 REMEMBERED_NODES = 64
-"""Evicted nodes of the draft's tree that are remembered: nobody asks why one is gone."""
+"""Evicted nodes of the draft's tree that are remembered; no reader asks for the reasons."""
 
 
 def open_draft(given: Any, tokenizer: Any, base: Foundation, stores: KVStores) -> Draft | None:

@@ -91,7 +91,7 @@ class Grammars:
         self._looking = Lock()
 
     def constraint(self, grammar: str) -> Constraint:
-        """Return what one answer needs to follow a grammar.
+        """Return the matcher with which one answer follows a grammar.
 
         Raises:
             SettingError: the grammar is none.

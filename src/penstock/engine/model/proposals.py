@@ -68,7 +68,7 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """Proposes what followed the last tokens where they occurred before in the same text."""
+    """Proposes the tokens behind the last ones where those occurred before in the same text."""
 
     def __init__(self) -> None:
         self._text = array("i")
@@ -91,7 +91,7 @@ class NgramProposer:
 
 
 def _most_common(text: Tokens, starts: Places, most: int) -> list[int]:
-    """Return what most places go on with, token by token; of equally many the last one counts.
+    """Return the tokens of most places, one by one; of equally many the last one counts.
 
     A place that goes on with another token is left. A text that ends is taken to repeat itself.
     """

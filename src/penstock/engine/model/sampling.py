@@ -177,7 +177,7 @@ class TokenSampler:
         return logits
 
     def _allowed(self, logits: mx.array) -> mx.array:
-        """Set what the grammar does not allow to -inf. logits: (vocabulary,) float32."""
+        """Set the tokens that the grammar forbids to -inf. logits: (vocabulary,) float32."""
         if self.constraint is None or self.constraint.free:
             return logits
         return mx.where(mx.array(self.constraint.allowed(logits.size)), logits, -math.inf)
@@ -368,7 +368,7 @@ def _nucleus(logprobs: mx.array, top_p: float, tokens: int) -> tuple[mx.array, m
 
 
 def _at_least(logprobs: mx.array, ascending: mx.array, dropped: mx.array) -> mx.array:
-    """Keep what is at least the first value of `ascending` that is not dropped."""
+    """Keep the values from the first one of `ascending` that is not dropped."""
     first = dropped.sum(axis=-1, keepdims=True)
     least = mx.take_along_axis(ascending, first, axis=-1)
     return mx.where(logprobs < least, -math.inf, logprobs)

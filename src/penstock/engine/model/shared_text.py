@@ -80,7 +80,7 @@ class SharedText:
             done += count
 
     def find(self, writer: TextWriter, last: Sequence[int], most: int) -> Proposal:
-        """Return what followed the longest agreement with `last` in others' text, the newest."""
+        """Return the newest continuation of the longest agreement with `last` in others' text."""
         ends = self._others(writer, np.flatnonzero(self._tokens == last[-1]))
         at, agreement = ends, 1
         for token in reversed(last[:-1]):
@@ -162,7 +162,7 @@ class TextWriter:
 
 
 class SharedProposer:
-    """Proposes what other sequences of the tenant went on with behind the same tokens.
+    """Proposes the tokens by which other sequences of the tenant went on behind the same ones.
 
     Args:
         text: of all sequences.

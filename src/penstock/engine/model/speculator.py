@@ -1,4 +1,4 @@
-"""Speculation of an engine: which tokens a decode step checks, and what came of it.
+"""Speculation of an engine: the tokens that a decode step checks, and their outcome.
 
     propose ──> a proposal a sequence, as far as its rule allows ──> all as long as pays
     draft   ──> tokens of a draft model, where they pay with what it costs to choose them

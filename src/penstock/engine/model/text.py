@@ -96,7 +96,7 @@ class TextStream:
         return self._certain(self._new())
 
     def finish(self) -> str:
-        """Return what was held back; `stopped` may be set by its last characters."""
+        """Return the text that was held back; `stopped` may be set by its last characters."""
         if self.stopped is not None:
             return ""
         self._detokenizer.finalize()
@@ -125,7 +125,7 @@ class TextStream:
         return piece[known:]
 
     def _certain(self, piece: str) -> str:
-        """Take in text; return what no stop string can begin in any more."""
+        """Take in text; return the part in which no stop string can begin any more."""
         if self._stops is None:
             return piece
         for end, char in enumerate(piece, 1):

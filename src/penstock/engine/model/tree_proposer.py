@@ -15,7 +15,7 @@ CHILDREN_TRIED = 16
 
 
 class TreeProposer:
-    """Proposes what another branch of the tree has behind all of a sequence's tokens.
+    """Proposes the tokens that another branch of the tree has behind all of a sequence's.
 
     Args:
         kv: of the sequence, whose path the branches share; another tenant's share none.

@@ -146,7 +146,7 @@ class ColdBlocks:
         self._reserved.resize(self._fixed_bytes + RECORD_BYTES * len(self._keys))
 
     def forget(self, places: Collection[int]) -> None:
-        """Forget records that were lost: whoever spills them again asks the tiers anew."""
+        """Forget records that were lost: the next spill of them asks the tiers anew."""
         for number in {place // self.record_blocks for place in places}:
             key = self._keys.get(number)
             if key is not None:

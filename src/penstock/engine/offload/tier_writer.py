@@ -1,4 +1,4 @@
-"""What a cold tier is still to write: noted blocks, copied and offered between two steps.
+"""Blocks that a cold tier is still to write: noted, copied and offered between two steps.
 
     note     ──> these blocks are new ──> those of one record are copied ──> ColdTier.offer
     note_end ──> a conversation may go on here ──> it lingers ──> its last blocks, its states
@@ -199,7 +199,7 @@ class TierWriter:
         }
 
     def release_ends(self) -> None:
-        """Let no end linger: what is noted is written as soon as the tier has room."""
+        """Let no end linger: noted blocks are written as soon as the tier has room."""
         for end in self._ends.take_all():
             self._release(end)
 

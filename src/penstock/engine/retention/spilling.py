@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.engine.schedule.cached_path import CachedPath
 
 WRITE_SECONDS = 30.0
-"""Longest wait for a tier to write what has to leave memory."""
+"""Longest wait for a tier to write the KV that has to leave memory."""
 SPILLED_MERGE_TOKENS = 512
 """Tokens of a node that has not left memory, at most, unless a chunk of a prompt has more."""
 PAUSE_SECONDS = 30.0
@@ -118,7 +118,7 @@ class Spilling:
         return waiting
 
     def wait(self, readers: Iterable[CachedPath]) -> bool:
-        """Have the tiers write what is due, wait for it, and spill it; False if they did not."""
+        """Have the tiers write the KV that is due, wait, and spill it; False if they did not."""
         paths = list(readers)
         until = time.monotonic() + WRITE_SECONDS
         for attempt in ("noted", "noted again"):

@@ -1,6 +1,6 @@
 """Keys by channel: `SPAN` tokens of one channel share a scale and an offset (KIVI).
 
-A channel that is large, or far from zero, in all tokens costs nothing: what is told apart is how
+A channel that is large, or far from zero, in all tokens costs nothing: the codes tell apart how
 it changes along them (Liu et al. 2024, "KIVI"). Spans are laid out (dim, tokens), so that
 `mx.quantized_matmul` reads them as they lie.
 """

@@ -170,7 +170,7 @@ class KernelAttention:
         return result
 
     def _merged(self, of: LayerStep, planned: Sequence[Dispatch]) -> mx.array:
-        """Read several forms, and merge by plain operations what is read of each."""
+        """Read several forms, and merge their results by plain operations."""
         parts = [self._part(of, one) for one in planned]
         b, heads, width, _ = of.queries.shape
         sunk = None
@@ -182,7 +182,7 @@ class KernelAttention:
         return result.astype(of.queries.dtype)
 
     def _part(self, of: LayerStep, planned: Dispatch) -> Partial:
-        """Return what the rows read of one form, (kv_heads, b * repeats * width, ...)."""
+        """Return the results of the rows for one form, (kv_heads, b * repeats * width, ...)."""
         keys, values = planned.sides(of.layer, of.tails)[0]
         b, heads = of.queries.shape[:2]
         queries, kv_heads = of.queries, of.reading.kv_heads

@@ -1,4 +1,4 @@
-"""What a decode step reads, as the integers that a kernel takes, and the arrays beside them."""
+"""Reads of a decode step, as the integers that a kernel takes, and the arrays beside them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def partial_bytes(heads: int, dim: int, width: int, tokens: int, parts: int) -> 
 
 
 def limits_of(row: DecodeRow, start: int, end: int, window: AttentionWindow) -> Limits:
-    """Return what a row sees of a span that begins at position `start` and has `end` columns."""
+    """Return the columns that a row sees of a span at position `start` with `end` columns."""
     low = -FAR if window.window is None else row.position - window.window + 1 - start
     keep = window.keep - start if window.window is not None else 0
     return Limits(end, row.position + 1 - start, max(low, -FAR), keep)

@@ -30,7 +30,7 @@ HALF = {"metal": "float16_t", "cuda": "__half", "lockstep": "half_t"}
 
 @dataclass(frozen=True, slots=True)
 class KernelText:
-    """What `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` take."""
+    """Arguments of `mx.fast.metal_kernel` and `mx.fast.cuda_kernel`."""
 
     name: str
     header: str

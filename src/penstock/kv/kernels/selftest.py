@@ -53,7 +53,7 @@ class Timing:
 
 @dataclass(slots=True)
 class WayChoice:
-    """What was found out, and the ways that follow."""
+    """Times of the measurements, and the ways that follow."""
 
     ways: Ways
     timings: list[Timing] = field(default_factory=list)

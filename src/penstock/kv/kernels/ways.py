@@ -39,7 +39,7 @@ class AttentionWay(Enum):
 
 
 class Situation(Enum):
-    """What a step reads, as far as it decides which way is quickest."""
+    """Shape of a step's reads, as far as it decides which way is quickest."""
 
     ONE_PART = "one row, one part"
     PARTS = "one row, many parts"
@@ -62,7 +62,7 @@ class Situation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """What a layer's attention is made of."""
+    """Heads, sizes and dtype of a layer's attention."""
 
     heads: int
     kv_heads: int
@@ -153,7 +153,7 @@ def _fused(
     scale: float,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Join what each row sees, and let MLX's own attention read it."""
+    """Join the columns that each row sees, and let MLX's own attention read them."""
     device = backend.current()
     done = []
     for i, row in enumerate(step.rows):

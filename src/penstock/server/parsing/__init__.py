@@ -1,4 +1,4 @@
-"""Parsers of what models write: reasoning, text, and calls of tools, as they grow."""
+"""Parsers of models' answers: reasoning, text, and calls of tools, as they grow."""
 
 from penstock.server.parsing.events import (
     ArgumentsPart,

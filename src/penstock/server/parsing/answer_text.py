@@ -56,11 +56,11 @@ class AnswerText:
         return taken
 
     def keep(self, first: str = "") -> None:
-        """Keep what is read from now on, behind what has been read of it already."""
+        """Keep the text that is read from now on, behind the part that has been read already."""
         self._kept = [first]
 
     def kept(self) -> str:
-        """Return what has been kept, and keep no more."""
+        """Return the kept text, and keep no more."""
         text = "".join(self._kept or ())
         self._kept = None
         return text

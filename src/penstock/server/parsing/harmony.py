@@ -92,7 +92,7 @@ def _message(source: AnswerText, out: Events, tools: Tools, opening: str) -> Rea
 
 
 def _read_header(header: str, tools: Tools) -> Head | None:
-    """Read what stands in front of a message; None if it is no header."""
+    """Read the header of a message; None if there is none."""
     match = _HEADER.fullmatch(header) if len(header) <= _LONGEST_HEADER else None
     if match is None:
         return None

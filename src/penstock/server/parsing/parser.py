@@ -37,7 +37,7 @@ class CallFormat(Protocol):
         """Text around names and arguments that are JSON; None if they are written otherwise."""
 
     def read(self, source: AnswerText, out: Events, opening: str, tools: Tools) -> Reading[None]:
-        """Read what follows an opening; a bare sign has not been read.
+        """Read the text behind an opening; a bare sign has not been read.
 
         Raises:
             BrokenCall: it is no call; what follows the last call's end is text then.
@@ -69,7 +69,7 @@ class Parser:
         self._reading = reading
 
     def feed(self, text: str) -> list[ParsedEvent]:
-        """Take in text; return what is certain with it."""
+        """Take in text; return the events that are certain with it."""
         self._source.push(text)
         next(self._reading, None)
         return self._out.take()
