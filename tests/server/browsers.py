@@ -48,7 +48,7 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
     assert faults == []
 
 
-def say(page: Any, text: str) -> Any:
+def say(page: Any, text: str, seconds: float = 5) -> Any:
     """Say something in the chat and return the answer's bubble, once it is complete."""
     from playwright.sync_api import expect
 
@@ -57,5 +57,6 @@ def say(page: Any, text: str) -> Any:
     page.get_by_label("Your message").fill(text)
     page.keyboard.press("Enter")
     expect(answers).to_have_count(before + 1)
-    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    sent = page.get_by_role("button", name="Send")
+    expect(sent).to_be_visible(timeout=seconds * 1_000)
     return answers.nth(before)

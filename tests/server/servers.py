@@ -61,6 +61,7 @@ def serving(
     *,
     engine: dict[str, Any] | None = None,
     sampling: dict[str, float] | None = None,
+    name: str = MODEL_NAME,
     **changed: Any,
 ) -> Iterator[Running]:
     """Serve a model, the embedded one by default; `changed` are settings of the server.
@@ -73,7 +74,7 @@ def serving(
     with Engine(
         model, tokenizer, **{"memory_limit": "200MB", "block_size": 64, **(engine or {})}
     ) as made:
-        service = Service(made, tokenizer, settings(**changed), MODEL_NAME, sampling=sampling)
+        service = Service(made, tokenizer, settings(**changed), name, sampling=sampling)
         with serve_in_thread(service) as running:
             yield running
         if made.alive:

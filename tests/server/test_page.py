@@ -1,7 +1,8 @@
 """The page in a real browser: Debian's Chromium, without a window.
 
 Screenshots lie in pytest's cache (`.pytest_cache/d/page`). With `PENSTOCK_SCREENSHOT=1` the one
-that README shows is taken again, as `docs/page.png`, with those of docs/watching.md.
+that README shows is taken again, as `docs/page.png`, with those of docs/watching.md. One of them
+needs smollm2, which is fetched if it is not in the cache.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 from browsers import opened, say
 from servers import Running, serving
 
+from penstock.models.mlx_lm import load_all
 from penstock.recall import Dialogue, dialogue
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -261,6 +263,21 @@ def test_picture_for_the_docs(browser: Any, shots: Path, tmp_path: Path) -> None
             page.screenshot(path=shots / "phone.png", full_page=True)
     for shot, name in (("wide-light", "page"), ("wide-dark", "page-dark"), ("phone", "page-phone")):
         shutil.copy(shots / f"{shot}.png", ROOT / "docs" / f"{name}.png")
+
+
+@pytest.mark.skipif("PENSTOCK_SCREENSHOT" not in os.environ, reason="takes a minute")
+def test_picture_of_a_conversation(browser: Any) -> None:
+    """Two turns with a real model, and a third that is not sent yet."""
+    loaded = load_all("smollm2", weights_dtype="float32")
+    still = {"reduced_motion": "reduce", "viewport": {"width": 1440, "height": 900}}
+    limit = {"memory_limit": "1500MB"}
+    serve = serving(loaded.model, loaded.tokenizer, engine=limit, name="smollm2")
+    with serve as running, opened(browser, running.url, **still) as page:
+        say(page, "Write a Python function that adds two numbers. Show the code.", seconds=90)
+        say(page, "Now list three good names for it.", seconds=90)
+        page.get_by_label("Your message").fill("Which one is the shortest?")
+        expect(page.locator("#hint")).to_contain_text("are in the cache already")
+        page.screenshot(path=ROOT / "docs" / "page-chat.png")
 
 
 def _ask(url: str, told: Dialogue, questions: range) -> None:

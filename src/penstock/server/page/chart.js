@@ -1,6 +1,6 @@
 // Memory over time: what the ledger counts, stacked by purpose, against the limit.
 
-import { byId, bytes, colour, count, make, percent, say } from "./format.js";
+import { byId, bytes, colour, count, make, many, percent, say } from "./format.js";
 import { term } from "./words.js";
 
 /** From the ground up: what stays lies below what comes and goes. */
@@ -233,7 +233,7 @@ function tierRow(name, tier, figures) {
 
 function movedText({ counts }) {
   return (
-    `${count(counts.read_blocks)} blocks read (${bytes(counts.read_bytes)}), ` +
+    `${many(counts.read_blocks, "block")} read (${bytes(counts.read_bytes)}), ` +
     `${count(counts.written_blocks)} written (${bytes(counts.written_bytes)})`
   );
 }
