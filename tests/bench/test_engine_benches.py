@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from helpers import peak_above
 from mlx.utils import tree_flatten
 from mlx_lm.generate import (
     BatchGenerator,
@@ -66,8 +67,8 @@ QUANTIZED = quantized.QuantizedLoad(
     "turbo4", **{**SIZES, "llama": WIDE, "engine": EngineShape(64, 64)}, lengths=(512, 1_024)
 )
 
-LEAST_GAIN = 1.09
-"""Times that a run in codes takes less at its peak; 1.13 at 512 tokens."""
+LEAST_GAIN = 1.25
+"""Times that a run in codes takes less at its peak; 1.43 to 1.57 at 512 tokens."""
 
 HYBRID = hybrid.HybridLoad(
     hybrid.HybridShape(layers=2, hidden_size=64, full_every=2, state_heads=2, state_dim=8),
@@ -293,6 +294,26 @@ def test_what_is_still_computed_when_a_side_is_closed_is_not_left_behind(tiny: A
     makers = {OURS: lambda: Ahead(tiny, 1, SMALL), RIVAL: lambda: Solo(tiny.model)}
     comparison.compare(makers, Task([[1, 2, 3]], 2), 1)
     assert max(begun) > before + comparison.STRAY_BYTES, "nothing was in flight"
+
+
+def test_a_peak_does_not_depend_on_what_mlx_begins_ahead() -> None:
+    """It allocates for operations that wait for others: for more where those take longer."""
+    number = mx.ones((256, 256))
+
+    def numbers_at_peak() -> float:
+        busy, last = mx.ones((1_024, 1_024)), number
+        mx.eval(busy, last)
+        for _ in range(8):
+            busy = busy @ busy * 1e-3
+        for _ in range(60):
+            last = last @ number * 1e-3
+        peak = peak_above(lambda: (mx.async_eval(busy), mx.eval(last)))
+        return (peak - busy.nbytes) / number.nbytes
+
+    with comparison.nothing_ahead():
+        assert numbers_at_peak() < 40
+    if mx.default_device() == mx.cpu:
+        assert numbers_at_peak() > 60
 
 
 def test_other_tokens_are_noticed() -> None:
@@ -527,8 +548,7 @@ def test_a_hybrid_without_checkpoints_is_seen(monkeypatch: pytest.MonkeyPatch) -
 def test_forms_that_take_as_much_are_seen() -> None:
     """Negative control: full precision against itself."""
     found = quantized.measure(replace(QUANTIZED, codec="raw/raw", lengths=(512,)))
-    # On so small a model one buffer that is freed a moment later is a percent of the peak.
-    assert 0.92 < found.ratio["512: peak_memory"] < LEAST_GAIN
+    assert 0.98 < found.ratio["512: peak_memory"] < 1.02
 
 
 def test_a_prompt_that_is_sooner_computed_than_read_is_refused(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -56,7 +57,8 @@ def compare(
 ) -> Comparison:
     """Watch each side once, which warms it up, then time them turn by turn.
 
-    MLX keeps no freed buffers while a run is watched: what is held is what is needed.
+    MLX keeps no freed buffers and hardly begins anything ahead while a run is watched: what is held
+    is what is needed, on a busy machine too.
 
     Args:
         makers: of the sides.
@@ -155,16 +157,29 @@ def in_turn(comparison: Comparison, who: str, other: str) -> float:
 
 
 def _watched(makers: Mapping[str, MakeSide], task: Task, base_bytes: int) -> dict[str, list[Run]]:
-    """Watch each side; MLX keeps no freed buffers meanwhile."""
+    """Watch each side; MLX allocates no more than is needed meanwhile."""
     watched = {}
-    limit = mx.set_cache_limit(0)
-    try:
-        for who, make in makers.items():
+    for who, make in makers.items():
+        with nothing_ahead():
             watched[who] = run_side(make, task, watch=True)
-            _check_base(who, base_bytes)
-    finally:
-        mx.set_cache_limit(limit)
+        _check_base(who, base_bytes)
     return watched
+
+
+@contextmanager
+def nothing_ahead() -> Iterator[None]:
+    """Let MLX keep no freed buffers, and begin no more than some ten operations before they run.
+
+    By itself it begins a hundred, each with its buffers. How many that is depends on what else the
+    machine does: the peak of one and the same step was 1.2 times another's. Beyond its memory
+    limit MLX waits.
+    """
+    cache_limit, memory_limit = mx.set_cache_limit(0), mx.set_memory_limit(0)
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(memory_limit)
+        mx.set_cache_limit(cache_limit)
 
 
 def _found(

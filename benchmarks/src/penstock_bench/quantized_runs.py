@@ -27,8 +27,8 @@ DECODE_TOKENS = 4_096
 PEAK_MEMORY = 1.03
 """Goal: times less than full precision at every length.
 
-Two runs of one form differ by 0.002, and by 0.01 on the smallest models, where one buffer that is
-freed a moment later is so much of the peak.
+Two runs in full precision take the same; in codes they differ by some buffers of ten operations,
+which the smallest models notice.
 """
 
 
