@@ -11,6 +11,11 @@ import pytest
 from hypothesis import settings
 
 from quick import left_out, read_costs
+from threads_left import (  # noqa: F401 - hooks and a fixture
+    no_thread_left,
+    pytest_sessionstart,
+    pytest_unconfigure,
+)
 
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is slow by seconds
 settings.load_profile("unhurried")

@@ -36,7 +36,7 @@ class Running:
 def serve_in_thread(service: Service) -> Iterator[Running]:
     """Serve on a free port, in a thread with an event loop of its own, until left."""
     server = Server(service)
-    thread = threading.Thread(target=server.run, name="test-server")
+    thread = threading.Thread(target=server.run, name="test-server", daemon=True)
     thread.start()
     try:
         until = time.monotonic() + START_SECONDS

@@ -1,0 +1,92 @@
+"""A run ends, and fails, though a test left threads that never end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+STARTS = """
+import sys, threading
+import pytest
+import threads_left
+
+threads_left.GRACE_SECONDS = 1.0
+"""
+WAITS = """
+def test_waits():
+    threading.Thread(target=threading.Event().wait, name="waiting").start()
+"""
+ENGINE = """
+def test_engine():
+    from penstock import Engine, load
+    from penstock.recall import MODEL_PATH
+    Engine(*load(MODEL_PATH), memory_limit="100MB")
+    raise AssertionError("before it is closed")
+"""
+STUCK = """
+def test_stuck():
+    from penstock import Engine, load
+    from penstock.recall import MODEL_PATH
+    engine = Engine(*load(MODEL_PATH), memory_limit="100MB")
+    engine.ask(lambda view: threading.Event().wait())
+"""
+GOOD = """
+def test_good():
+    from penstock import Engine, load
+    from penstock.recall import MODEL_PATH
+    with Engine(*load(MODEL_PATH), memory_limit="100MB"):
+        thread = threading.Thread(target=print)
+        thread.start()
+"""
+AFTER = """
+def test_after():
+    assert not [of for of in threading.enumerate() if of.name.startswith("penstock-")]
+"""
+
+
+def run(folder: Path, *sources: str, options: tuple[str, ...] = ()) -> tuple[int, str]:
+    """Run files of tests, one a source, in a pytest of their own."""
+    for number, source in enumerate(sources):
+        (folder / f"test_{number}.py").write_text(STARTS + source)
+    plain = ["-q", "-p", "threads_left", "-p", "no:cacheprovider", "-c", os.devnull]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *plain, "--rootdir", str(folder), *options, str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_a_run_ends_though_a_thread_does_not(tmp_path: Path, options: tuple[str, ...]) -> None:
+    status, text = run(tmp_path, WAITS, options=options)
+    assert status == 1
+    assert "threads that this file left running:\nwaiting\n" in text
+    assert "1 passed, 1 error" in text
+    assert options or "these threads would not end:\nwaiting\n" in text
+
+
+def test_an_engine_that_a_failed_test_left_open_is_closed(tmp_path: Path) -> None:
+    status, text = run(tmp_path, ENGINE, AFTER)
+    assert status == 1
+    assert "left running:\npenstock-engine (daemon)\n" in text
+    assert "1 failed, 1 passed, 1 error" in text
+    assert "would not end" not in text
+
+
+def test_a_run_ends_though_an_engine_hangs(tmp_path: Path) -> None:
+    status, text = run(tmp_path, STUCK)
+    assert status == 1
+    assert "these threads would not end:\npenstock-engine (daemon)\n" in text
+
+
+def test_a_run_that_leaves_nothing_passes(tmp_path: Path) -> None:
+    status, text = run(tmp_path, GOOD, AFTER)
+    assert (status, "2 passed" in text) == (0, True), text
