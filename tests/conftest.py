@@ -1,6 +1,7 @@
 """Loaded before any test module: the BLAS must be there before one of them imports mlx."""
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 
@@ -8,7 +9,7 @@ import penstock  # noqa: F401 - the import is what loads it
 
 import mlx.core as mx  # isort: skip
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from quick import left_out, read_costs
 from threads_left import (  # noqa: F401 - hooks and a fixture
@@ -17,8 +18,16 @@ from threads_left import (  # noqa: F401 - hooks and a fixture
     pytest_unconfigure,
 )
 
-settings.register_profile("unhurried", deadline=None)  # a loaded machine is slow by seconds
-settings.load_profile("unhurried")
+LAZY = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+COMMON = {"deadline": None, "suppress_health_check": LAZY, "print_blob": True}
+"""A loaded machine is slow by seconds."""
+
+# What is drawn is the same in every run, whichever files run with it; `soak` draws at random.
+settings.register_profile(
+    "default", max_examples=25, stateful_step_count=30, derandomize=True, database=None, **COMMON
+)
+settings.register_profile("soak", max_examples=600, stateful_step_count=60, **COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell: what tests start would not hear Ctrl-C either.
