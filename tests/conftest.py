@@ -11,6 +11,7 @@ import mlx.core as mx  # isort: skip
 import pytest
 from hypothesis import HealthCheck, settings
 
+from process_state import own_state
 from quick import left_out, read_costs
 from threads_left import (  # noqa: F401 - hooks and a fixture
     no_thread_left,
@@ -66,4 +67,5 @@ def nothing_left_by_others() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     mx.clear_cache()
-    yield
+    with own_state():
+        yield
