@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,18 @@ def small_model(name: str) -> tuple[Any, dict[str, Any]]:
     return model, config
 
 
-def write_model(path: Path, name: str, model: Any, config: dict[str, Any], form: str) -> None:
-    """Write a model as llama.cpp's converter would, its matrices in one form."""
+def write_model(
+    path: Path,
+    name: str,
+    model: Any,
+    config: dict[str, Any],
+    form: str,
+    metadata: Mapping[str, gguf.GGUFValue] | None = None,
+) -> None:
+    """Write a model as llama.cpp's converter would, its matrices in one form.
+
+    `metadata` stands in the place of what it would write under these keys.
+    """
     arch = {"llama3": "llama"}.get(name, name)
     writer = gguf.GGUFWriter(path, arch)
     _add_sizes(writer, arch, config)
@@ -103,6 +113,7 @@ def write_model(path: Path, name: str, model: Any, config: dict[str, Any], form:
         writer.add_tensor(known, quantize(numbers, kind), raw_dtype=kind)
     if name == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
+    writer.kv_data[0].update(metadata or {})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

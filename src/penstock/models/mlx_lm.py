@@ -287,12 +287,13 @@ def render(
     """
     if not tokenizer.has_chat_template:
         raise ModelError("this model has no chat template; use penstock generate --raw")
-    from jinja2 import TemplateError  # comes with mlx-lm; costs 50 ms that --raw need not pay
-
     try:
         tokens = tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer)
-    except TemplateError as error:
+    # A boundary, as in `load_all`: a template is a program of the model's makers.
+    except Exception as error:
         raise ModelError(f"the chat template refuses the messages: {first_line(error)}") from error
+    if not tokens:
+        raise ModelError("the chat template leaves nothing of the messages")
     return list(tokens)
 
 

@@ -8,7 +8,7 @@ and of llama.cpp's `gguf-py/gguf/constants.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ _EXPERTS = {
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the config takes in; the model has none of these names."""
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(\w+)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +89,17 @@ def config(header: Header) -> Config:
     """Return a config as mlx-lm's loader and `penstock plan` read it.
 
     Raises:
-        ModelError: the architecture is unknown, or a number is missing.
+        ModelError: the architecture is unknown, a number is missing, or tensors contradict one.
     """
     kind, prefix = architecture(header), str(header.metadata["general.architecture"])
     heads = header.integer(f"{prefix}.attention.head_count")
     hidden = header.integer(f"{prefix}.embedding_length")
-    if not heads or not hidden:
-        raise ModelError(f"{header.name}: {heads} heads on {hidden} numbers are no model")
+    theta = header.number(f"{prefix}.rope.freq_base", 10_000.0)
+    if not 0 < heads <= hidden or theta <= 0:
+        raise ModelError(
+            f"{header.name}: {heads:,} heads on {hidden:,} numbers, turned by a base of {theta:g}, "
+            f"are no model"
+        )
     common = {
         "model_type": kind.model_type,
         "hidden_size": hidden,
@@ -107,16 +111,49 @@ def config(header: Header) -> Config:
         "rms_norm_eps": header.number(f"{prefix}.attention.layer_norm_rms_epsilon"),
         "vocab_size": _vocabulary(header),
         "max_position_embeddings": header.integer(f"{prefix}.context_length"),
-        "rope_theta": header.number(f"{prefix}.rope.freq_base", 10_000.0),
+        "rope_theta": theta,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "eos_token_id": end_tokens(header),
     }
     scaling = _rope_scaling(header, prefix)
-    return {
+    whole = {
         **common,
         **({"rope_scaling": scaling} if scaling else {}),
         **kind.special(header, prefix),
     }
+    _check_sizes(header, whole)
+    return whole
+
+
+def _check_sizes(header: Header, config: Config) -> None:
+    """Raise ModelError where a size is not that of the tensors: memory is taken by the config."""
+    for name, claimed, actual in _claims(header, config):
+        if claimed != actual:
+            raise ModelError(
+                f"{header.name}: its metadata says {claimed:,} {name}, its tensors have {actual:,}"
+            )
+
+
+def _claims(header: Header, config: Config) -> Iterator[tuple[str, int, int]]:
+    """Yield the name of each size, its value in the config, and that in the tensors."""
+    layers = {int(match[1]) for name in header.tensors if (match := _BLOCK.fullmatch(name))}
+    yield "layers", config["num_hidden_layers"], max(layers, default=-1) + 1
+    rows, columns = header.tensors["token_embd.weight"].shape
+    yield "numbers a token", config["hidden_size"], columns
+    yield "tokens", max(rows, len(header.get("tokenizer.ggml.tokens", list, []))), rows
+    heads, keys, head = (
+        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    for name, axis, claimed in (
+        ("attn_q", 0, heads * head),
+        ("attn_k", 0, keys * head),
+        ("attn_qkv", 0, (heads + 2 * keys) * head),
+        ("ffn_down", 1, config["intermediate_size"]),
+        ("ffn_gate_inp", 0, config.get("num_experts", 0)),
+    ):
+        tensor = header.tensors.get(f"blk.0.{name}.weight")
+        if tensor is not None and len(tensor.shape) == 2:
+            yield f"numbers of {name}", claimed, tensor.shape[axis]
 
 
 def module_of(kind: Architecture, tensor: str) -> str | None:
@@ -202,13 +239,14 @@ def _llama(header: Header, prefix: str) -> Config:
     factors = _factors(header, "rope_freqs.weight")
     scaling = {
         "rope_type": "llama3",
-        "factor": max(factors),
+        "factor": max(factors, default=0.0),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8_192,
     }
     theta = header.number(f"{prefix}.rope.freq_base", 10_000.0)
-    if not np.allclose(factors, llama3_factors(theta, scaling, len(factors)), rtol=1e-3):
+    ours = llama3_factors(theta, scaling, len(factors)) if min(factors, default=0.0) >= 1 else []
+    if not ours or not np.allclose(factors, ours, rtol=1e-3):
         raise ModelError(f"{header.name}: the factors in rope_freqs.weight are not Llama 3's")
     return {**own, "rope_scaling": scaling}
 

@@ -117,11 +117,13 @@ class Header:
         """
         value = self.get(key, (int, np.ndarray), default)
         if isinstance(value, np.ndarray):  # one a layer: equal ones are one number
-            if len(set(value.tolist())) != 1:
-                raise ModelError(f"{self.name}: {key} differs from layer to layer")
+            if value.dtype.kind not in "iu" or len(set(value.tolist())) != 1:
+                raise ModelError(f"{self.name}: {key} is no whole number, the same in each layer")
             value = int(value[0])
-        if value is None or isinstance(value, bool) or value < 0:
+        if value is None:
             raise ModelError(f"{self.name}: the metadata has no {key}")
+        if isinstance(value, bool) or value < 0:
+            raise ModelError(f"{self.name}: {key} is {value}, which is no count")
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -31,6 +31,10 @@ from penstock.models.gguf.header import Header
 
 USER_DEFINED, BYTE = 4, 6
 """Types of tokens: text that is always one token; one byte."""
+LONGEST_PIECE = 1_024
+"""Characters of one piece of SentencePiece; trained ones have 16 or 32."""
+MOST_CHARACTERS = 16_000_000
+"""Characters of all its pieces; the largest vocabularies have two million."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDINGS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -169,6 +173,12 @@ def _sentence_piece(header: Header, texts: Sequence[str]) -> Tokenizer:
         raise ModelError(f"{header.name} has not one score for each of {len(texts):,} tokens")
     types = _types(header, len(texts))
     normal = [kind not in (CONTROL, USER_DEFINED, BYTE) for kind in types]
+    lengths = [len(text) for text, merged in zip(texts, normal, strict=True) if merged]
+    if max(lengths, default=0) > LONGEST_PIECE or sum(lengths) > MOST_CHARACTERS:
+        raise ModelError(
+            f"{header.name}: its pieces have up to {max(lengths):,} characters, and "
+            f"{sum(lengths):,} together; at most {LONGEST_PIECE:,} and {MOST_CHARACTERS:,} are read"
+        )
     vocabulary = {text: token for token, text in enumerate(texts)}
     unknown = _special(header, "unknown", texts)
     tokenizer = Tokenizer(

@@ -15,6 +15,7 @@ from penstock.errors import ModelError
 from penstock.models.gguf import architectures, blocks
 from penstock.models.gguf.header import GROUP, Header
 from penstock.models.gguf.loaded_bytes import activation_dtype, held
+from penstock.models.gguf.template_trial import check_template
 from penstock.models.gguf.tokenizer import write_tokenizer
 
 Weight: TypeAlias = mx.array | blocks.AffineCodes
@@ -37,6 +38,7 @@ def write_folder(header: Header, folder: Path, *, wide: bool) -> None:
     if not wide and (quantization := _quantization(header)):
         config["quantization"] = quantization
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    check_template(header)
     write_tokenizer(header, folder)
 
 
@@ -67,6 +69,11 @@ def weights(header: Header, *, wide: bool) -> Iterator[tuple[str, mx.array]]:
         value = blocks.read(tensor, wide=wide)
         rotated = heads.get(tensor.name.split(".")[-2]) if kind.interleaved else None
         if rotated is not None:
+            if tensor.shape[0] % (2 * rotated):
+                raise ModelError(
+                    f"{header.name}: {tensor.shape[0]:,} rows of {tensor.name} are no pairs for "
+                    f"{rotated} heads"
+                )
             value = _straightened(value, rotated)
         if name.endswith(NORM) and kind.norm_offset:
             value = _dense(value) - kind.norm_offset
@@ -111,8 +118,6 @@ def _straightened(value: Weight, heads: int) -> Weight:
     first.
     """
     rows = (value.weight if isinstance(value, blocks.AffineCodes) else value).shape[0]
-    if rows % (2 * heads):
-        raise ModelError(f"{rows:,} rows of queries or keys are no pairs for {heads} heads")
     order = mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     return value.rows(order) if isinstance(value, blocks.AffineCodes) else value[order]
 
