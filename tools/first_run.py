@@ -29,7 +29,7 @@ WRITTEN = "http://127.0.0.1:8080"
 """Where the examples look for the server."""
 PORTS = (8080, 0)
 """The first that is free; 0 is any."""
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 REAL_MODEL = "smollm2"
 FETCH_SECONDS = 60.0
