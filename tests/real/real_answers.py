@@ -86,6 +86,12 @@ def differing(ours: Sequence[Sequence[int]], theirs: Sequence[Answer]) -> list[i
     return wrong
 
 
+def unaccounted_bytes(engine: Engine, before: int) -> int:
+    """Return the bytes by which MLX has more than the ledger; `before` is what it had without."""
+    stats = engine.stats()
+    return stats.active_bytes - before - (stats.used_bytes - stats.by_kind["weights"])
+
+
 def engine_of(real: Loaded, **settings: Any) -> Engine:
     """Return an engine on the real weights."""
     return Engine(real.model, real.tokenizer, **{"memory_limit": "2GB", **settings})

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
+import gguf
+import mlx.core as mx
 import pytest
-from real_answers import COUNT, Answer, answers, differing, engine_of, plain_answer, prompts
-from tokenizers import Tokenizer
+from real_answers import (
+    ALL,
+    COUNT,
+    Answer,
+    answers,
+    differing,
+    engine_of,
+    plain_answer,
+    prompts,
+    unaccounted_bytes,
+)
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from penstock.models import named
 from penstock.models.mlx_lm import Loaded, render
 
-RESTORED = 12
+RESTORED = COUNT if ALL else 12
+SYSTEM_CHARACTERS = 12_000 if ALL else 800
+CONTROL = 3
+"""Type of a token that is a mark, in a GGUF file."""
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +44,11 @@ def expected(real: Loaded, asked: list[list[int]]) -> list[Answer]:
 def test_fifty_prompts_cold_warm_and_in_batches(
     real: Loaded, asked: list[list[int]], expected: list[Answer]
 ) -> None:
+    gc.collect()
+    alone = mx.get_active_memory()
     with engine_of(real) as engine:
         cold = answers(engine, asked)
+        assert unaccounted_bytes(engine, alone) <= 0
         before = engine.stats().hit_tokens
         warm = [answers(engine, [prompt])[0] for prompt in asked[:RESTORED]]
         hits = engine.stats().hit_tokens - before
@@ -37,6 +57,10 @@ def test_fifty_prompts_cold_warm_and_in_batches(
             batches += answers(engine, asked[start : start + size])
             start += size
         engine.check()
+        assert unaccounted_bytes(engine, alone) <= 0
+        assert unaccounted_bytes(engine, alone - (1 << 30)) > 0, "a negative control"
+    mx.synchronize()
+    assert mx.get_active_memory() <= alone, "something outlives the engine"
     known = sum(map(len, asked[:RESTORED]))
     print(f"\n{COUNT} prompts; of {RESTORED} again {hits:,} of {known:,} tokens were known")
     assert differing(cold, expected) == []
@@ -66,6 +90,23 @@ def test_restored_from_the_disk(
     assert stats.restored_tokens >= 0.5 * sum(map(len, asked[-RESTORED:]))
 
 
+def test_eight_conversations_share_a_system_prompt(real: Loaded, prose: list[str]) -> None:
+    """All of them are read and answered at once, after the first has read the system prompt."""
+    system = {"role": "system", "content": "\n\n".join(prose)[:SYSTEM_CHARACTERS]}
+    questions = [{"role": "user", "content": prose[number][:100]} for number in range(8)]
+    asked = [render(real.tokenizer, [system, question]) for question in questions]
+    expected = [plain_answer(real, prompt) for prompt in asked]
+    shared = len(render(real.tokenizer, [system], answer=False))
+    with engine_of(real) as engine:
+        first = answers(engine, asked[:1])
+        before = engine.stats().hit_tokens
+        rest = answers(engine, asked[1:])
+        hits = engine.stats().hit_tokens - before
+        engine.check()
+    assert differing(first + rest, expected) == []
+    assert hits >= 0.8 * shared * len(rest)
+
+
 def test_a_conversation_of_many_turns_shares_its_history(real: Loaded, prose: list[str]) -> None:
     messages: list[dict[str, str]] = []
     with engine_of(real) as engine:
@@ -91,9 +132,39 @@ def texts(prose: Sequence[str]) -> list[str]:
     return [f"{kinds[n % 4]} {prose[n % len(prose)][n % 50 : 80 + n % 50]}" for n in range(1_000)]
 
 
-def test_texts_of_all_kinds_survive_the_tokenizer(real: Loaded, prose: list[str]) -> None:
-    """1,000 texts come back as they were; none of them has a mark in it."""
+@pytest.fixture(scope="module")
+def reference() -> Tokenizer:
+    """SmolLM2's tokenizer as its makers wrote it, on the vocabulary that `gguf` reads."""
+    fields = gguf.GGUFReader(named.fetch("smollm2")).fields
+    texts, kinds, merges = (
+        fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges")
+    )
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    tokenizer = Tokenizer(models.BPE({text: n for n, text in enumerate(texts)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = [text for text, kind in zip(texts, kinds, strict=True) if kind == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    return tokenizer
+
+
+def test_a_thousand_texts_have_the_tokens_of_the_reference(
+    real: Loaded, prose: list[str], reference: Tokenizer
+) -> None:
+    """Each comes back as it was; every fourth has marks in it."""
     inner = getattr(real.tokenizer, "_tokenizer", real.tokenizer)
     backend: Tokenizer = inner.backend_tokenizer
-    for text in texts(prose):
-        assert backend.decode(backend.encode(text).ids) == text
+    marked = 0
+    for number, text in enumerate(texts(prose)):
+        if number % 4 == 3:
+            text = f"<|im_start|>user\n{text}<|im_end|> <|endoftext|>"
+        ids = backend.encode(text).ids
+        assert ids == reference.encode(text).ids, text
+        assert backend.decode(ids, skip_special_tokens=False) == text
+        marked += {"<|im_start|>", "<|im_end|>"} <= {*backend.encode(text).tokens}
+    assert marked == 250
