@@ -22,7 +22,8 @@ from penstock.server.tag_rules import TagWriter
 
 SPECIAL = (
     *("<think>", "</think>", "<tool_call>", "<|channel|>", "<|message|>", "<|constrain|>"),
-    *("[TOOL_CALLS]", "[ARGS]", "｜DSML｜"),
+    *("[TOOL_CALLS]", "[ARGS]", "｜DSML｜", "<|open|>", "<|close|>", "<|sep|>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
 )
 END = 256
 ARGUMENTS = {"text": "a"}
@@ -47,12 +48,17 @@ FORMS = {
     **{name: form_of(name) for name in ("json_tools", "harmony", "deepseek")},
     **{name: form_of(name) for name in ("qwen3_coder", "mistral", "deepseek, V3.2")},
     **{name: form_of(name) for name in ("kimi_k2", "minimax_m2")},
+    **{name: form_of(name) for name in ("kimi_k3", "minicpm5", "pythonic")},
     "deepseek, V3.1": V31,
     "mistral, newer": replace(
         form_of("mistral"),
         calls=MlxLmCalls(*tool_parser("mistral"), written=written_shape("mistral", "[ARGS]")),
     ),
 }
+TAGGED = (
+    *("qwen3_coder", "seed", "minimax_m2", "deepseek, V3.2", "kimi_k3", "minicpm5", "pythonic"),
+)
+"""Forms in which each argument stands alone."""
 BARE = ("harmony", "llama")
 """Forms in which no mark alone tells a call from text."""
 
@@ -98,6 +104,9 @@ def written(family: str, name: str = "look_up", arguments: Any = None) -> str:
         return f"<|tool_call|>{dumped([{'name': name, 'arguments': given}])}"
     if family == "mistral, newer":
         return f"[TOOL_CALLS]{name}[ARGS]{dumped(given)}"
+    if family == "pythonic":
+        values = ", ".join(f"{key}={dumped(value)}" for key, value in given.items())
+        return f"<|tool_call_start|>[{name}({values})]<|tool_call_end|>"
     if family in MLX_LM:
         return str(MLX_LM[family]([(name, given)]))
     return str(OURS[family][1]([(name, given)]))
@@ -152,7 +161,7 @@ GIVEN_PARTS = {"parts": [{"at": 1.5}], "note": "abcd"}
 
 def tagged(family: str, arguments: dict[str, Any]) -> str:
     """Return a call with a tag for each argument, as the family's template writes it."""
-    if family in MLX_LM or family == "seed":
+    if family not in ("deepseek, V3.2", "kimi_k3", "pythonic"):
         arguments = {
             key: value if isinstance(value, str) else dumped(value)
             for key, value in arguments.items()
@@ -160,14 +169,16 @@ def tagged(family: str, arguments: dict[str, Any]) -> str:
     return written(family, arguments=arguments)
 
 
-@pytest.mark.parametrize("family", ["qwen3_coder", "seed", "minimax_m2", "deepseek, V3.2"])
+@pytest.mark.parametrize("family", TAGGED)
 @pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
 def test_arguments_between_tags_follow_their_types(family: str, marks: Marks) -> None:
     """And are read as values of those types, however their schema names them."""
     form = replace(FORMS[family], marks=marks)
     made = call_grammar(form, [MANY_TOOL], "look_up")
-    assert made.unenforced == ("look_up:maxLength",)
-    for given in (GIVEN, GIVEN | GIVEN_PARTS, {"path": "", "count": -1}):
+    texts_as_json = family == "pythonic"
+    assert made.unenforced == (() if texts_as_json else ("look_up:maxLength",))
+    parts = GIVEN_PARTS | ({"note": "abc"} if texts_as_json else {})
+    for given in (GIVEN, GIVEN | parts, {"path": "", "count": -1}):
         call = tagged(family, given)
         assert follows(made.grammar, call, marks)
         parser = form.parser([MANY_TOOL])
@@ -213,7 +224,8 @@ def test_calls_in_free_text_follow_their_schemas(family: str, marks: Marks) -> N
     """Of a strict tool alone; before, between and behind calls there is any text."""
     form = replace(FORMS[family], marks=marks)
     made = free_call_grammar(form, STRICT, {"look_up"})
-    if family == "deepseek, V3.2" and marks is MARKS:  # its mark has a special token in it
+    # Their marks have a special token in them.
+    if family in ("deepseek, V3.2", "kimi_k3") and marks is MARKS:
         assert made == (None, ("look_up:strict",), False)
         return
     grammar = made.grammar

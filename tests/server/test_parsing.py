@@ -209,7 +209,19 @@ def test_llama_calls_a_tool_of_its_own() -> None:
     assert heard.calls == [("brave_search", {"query": "a)b"})]
 
 
-@pytest.mark.parametrize("family", ["pythonic", "gemma4", "kimi_k3"])
-def test_a_call_of_another_form_cannot_be_demanded(family: str) -> None:
-    with pytest.raises(BadRequest, match="auto or none"):
-        call_grammar(form_of(family), TOOLS)
+def test_a_call_of_another_form_cannot_be_demanded() -> None:
+    """And the error names the form."""
+    with pytest.raises(BadRequest, match=r"calls, function_gemma, .*--tool-parser"):
+        call_grammar(form_of("function_gemma"), TOOLS)
+    with pytest.raises(BadRequest, match="template shows no format"):
+        call_grammar(AnswerFormat(), TOOLS)
+
+
+def test_a_tool_whose_name_no_call_can_have_is_not_demanded() -> None:
+    """A dash is a minus in Python; of all tools the others are offered to the grammar."""
+    dashed = {"type": "function", "function": {"name": "look-up", "parameters": {}}}
+    form = form_of("pythonic")
+    with pytest.raises(BadRequest, match="pythonic, has no calls of a tool named 'look-up'"):
+        call_grammar(form, [*TOOLS, dashed], "look-up")
+    grammar = call_grammar(form, [*TOOLS, dashed]).grammar or ""
+    assert "look_up(" in grammar and "look-up" not in grammar

@@ -43,6 +43,12 @@ def joined(one: Callable[[str, dict[str, Any]], str], between: str = "") -> Any:
     return lambda calls: between.join(one(name, arguments) for name, arguments in calls)
 
 
+def json_type(value: Any) -> str:
+    """Return the type of a value as Kimi K3 names it."""
+    names = {bool: "boolean", dict: "object", list: "array", str: "string", type(None): "null"}
+    return names.get(type(value), "number")
+
+
 def python(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
@@ -155,11 +161,16 @@ MLX_LM: dict[str, Any] = {
     ),
     "kimi_k3": lambda calls: (
         "<|open|>tools<|sep|>"
-        + xml(
-            '<|open|>call tool="NAME" index="1"<|sep|>',
-            '<|open|>argument key="KEY" type="string"<|sep|>VALUE<|close|>argument<|sep|>',
-            "<|close|>call<|sep|>",
-        )(calls)
+        + "".join(
+            f'<|open|>call tool="{name}" index="{at}"<|sep|>'
+            + "".join(
+                f'<|open|>argument key="{key}" type="{json_type(value)}"<|sep|>'
+                f"{value if isinstance(value, str) else dumped(value)}<|close|>argument<|sep|>"
+                for key, value in arguments.items()
+            )
+            + "<|close|>call<|sep|>"
+            for at, (name, arguments) in enumerate(calls, 1)
+        )
         + "<|close|>tools<|sep|>"
     ),
     "longcat": xml(
@@ -195,7 +206,9 @@ MLX_LM: dict[str, Any] = {
     ),
 }
 FAMILIES = ("harmony", *OURS, *MLX_LM)
-TEXTS_ONLY = frozenset(MLX_LM) - {"json_tools", "kimi_k2", "mistral", "pythonic"} | {"seed"}
+TEXTS_ONLY = frozenset(MLX_LM) - {*("json_tools", "kimi_k2", "kimi_k3", "mistral", "pythonic")} | {
+    "seed"
+}
 """Families whose arguments are texts between tags here."""
 
 
@@ -228,7 +241,12 @@ def _call(family: str, random: Random) -> Call:
     text = random.choice(("x y", "Zürich 🦫", "ß=1", "日"))
     if family in TEXTS_ONLY:
         return random.choice(NAMES), {"text": text}
-    more = ({}, {"n": random.randrange(-9, 99)}, {"list": [1.5, {"k": "<|}]"}]}, {"none": None})
+    more: tuple[dict[str, Any], ...] = (
+        {},
+        {"n": random.randrange(-9, 99)},
+        {"list": [1.5, {"k": "<|}]"}]},
+        {"none": None},
+    )
     arguments: dict[str, Any] = {"text": random.choice((text, 'q"\\n\n\t', "</tool_call>"))}
     if family == "deepseek, V3.2":
         arguments["text"] = random.choice((text, 'a "b"\n\\'))

@@ -19,6 +19,7 @@ from penstock.server.call_rules import (
     free_grammar,
 )
 from penstock.server.parsing import AnswerFormat
+from penstock.server.parsing.formats import NONE
 from penstock.server.problems import BadRequest
 
 LEFT_OUT = "x-penstock-left-out"
@@ -121,14 +122,24 @@ def call_grammar(
         what = "no tool" if name is None else f"no tool named {name[:80]!r}"
         raise BadRequest(f"tool_choice: {what} is offered", param="tool_choice")
     if (shape := form.shape) is None:
-        raise BadRequest(
-            "tool_choice can be auto or none with this model: how it writes its calls cannot be "
-            "kept to",
-            param="tool_choice",
-            code="unsupported_value",
-        )
-    rules = call_rules(shape, form.marks, rules_of(wanted, inputs))
+        raise _refused(form, "cannot be held to a call")
+    named = [one for one in wanted if re.fullmatch(shape.names, one["name"])]
+    if not named:
+        raise _refused(form, f"has no calls of a tool named {wanted[0]['name'][:80]!r}: rename it")
+    rules = call_rules(shape, form.marks, rules_of(named, inputs))
     return CallGrammar(demanded_grammar(shape, form.marks, rules), rules.unenforced)
+
+
+def _refused(form: AnswerFormat, why: str) -> BadRequest:
+    what = f"the format of this model's calls, {form.call_name}, {why}"
+    if form.call_name == NONE:
+        what = "this model's chat template shows no format of calls"
+    return BadRequest(
+        f"tool_choice can be auto or none here: {what}. Ask for the call in the prompt, or name "
+        "another format with penstock serve --tool-parser if the model writes that",
+        param="tool_choice",
+        code="unsupported_value",
+    )
 
 
 def free_call_grammar(

@@ -8,14 +8,14 @@ r"""Grammars of calls whose arguments stand between tags of their own, as Qwen's
     </parameter>
 
 The properties stand in the order of their schema. A text follows `enum` and `const`, and none of
-the other rules for texts.
+the other rules for texts. Where all is JSON, as in Python's calls, texts follow their schema.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ from penstock.server.parsing.argument_types import branches, constants, json_typ
 from penstock.server.parsing.shapes import CallShape, Marks, ParameterTags
 from penstock.server.tool_schemas import COMPOSING, LITTLE_SPACE
 
+EMPTY = '""'
 TEXT_RULES = ("format", "maxLength", "minLength", "not", "pattern")
-_KEY = re.compile(r'[^\s<>"]{1,128}')
-"""A name that a tag can hold."""
+TYPE = "TYPE"
+"""Place of a value's JSON type in the text in front of it."""
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 _LOCAL = re.compile(r"#/(?:\$defs|definitions)/")
 _DEFINITIONS = ("$defs", "definitions")
@@ -71,45 +72,60 @@ class TagWriter:
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or COMPOSING & schema.keys():
             composed = sorted(COMPOSING & schema.keys())
-            return TagRules(f"{name}: {name}_any*\n{self._any(name)}", tuple(composed))
+            text = ordered(name, [], self._separator, f"{name}_any")
+            return TagRules(f"{text}{self._any(name)}", tuple(composed))
         required = schema.get("required") or ()
-        sequence, lines, unenforced = list[str](), list[str](), list[str]()
+        sequence, lines, unenforced = list[tuple[str, bool]](), list[str](), list[str]()
         for at, (key, value) in enumerate(properties.items()):
-            if not _KEY.fullmatch(key):
+            if not re.fullmatch(self.tags.keys, key):
                 unenforced.append("properties")
                 continue
             rule = f"{name}_{at}"
-            sequence.append(rule if key in required else f"{rule}?")
+            sequence.append((rule, key in required))
             lines.append(f"{rule}: {self._parameter(rule, key, value, schema)}")
-            unenforced += _left_out(value, schema)
-        if schema.get("additionalProperties") is not False:
-            sequence.append(f"{name}_any*")
+            unenforced += self._left_out(value, schema)
+        is_open = schema.get("additionalProperties") is not False
+        if is_open:
             lines.append(self._any(name))
-        whole = " ".join(sequence) or '""'
-        text = "".join((f"{name}: {whole}\n", *lines))
-        return TagRules(text, tuple(dict.fromkeys(unenforced)))
+        whole = ordered(name, sequence, self._separator, f"{name}_any" if is_open else None)
+        return TagRules("".join((whole, *lines)), tuple(dict.fromkeys(unenforced)))
+
+    @property
+    def _separator(self) -> str:
+        return self.marks.of(self.tags.separator) if self.tags.separator else ""
 
     def _any(self, name: str) -> str:
         """Return the rules of an argument of any name, which is a text."""
         tags, rule = self.tags, f"{name}_any"
-        before, between = self.marks.of(tags.before), self.marks.of(tags.as_text)
-        return f'{rule}: {before} /[^\\s<>"]+/ {between} {self._text(rule)}'
+        before, key = self.marks.of(tags.before), f"/{tags.keys}/"
+        if tags.notation == "json":
+            return f"{rule}: {before} {key} {self.marks.of(tags.as_json)} {self._json(rule, {})}"
+        return f"{rule}: {before} {key} {self.marks.of(tags.as_text)} {self._text(rule)}"
 
     def _parameter(self, rule: str, key: str, value: Any, root: Mapping[str, Any]) -> str:
         """Return the rules of one argument: those behind the name of the first."""
         tags, types = self.tags, json_types(value, root)
-        if not types or "string" in types:
+        if tags.notation != "json" and (not types or "string" in types):
             head = self.marks.of(f"{tags.before}{key}{tags.as_text}")
             texts = _texts(value, root)
             if texts is None or any(tags.end in text for text in texts):
                 return f"{head} {self._text(rule)}"
-            end = self.marks.of(f"{tags.gap}{tags.end}{tags.after}")
-            return f"{head} ({' | '.join(map(_quoted, texts))}) {end}\n"
-        head = self.marks.of(f"{tags.before}{key}{tags.as_json}")
-        end = self.marks.of(f"{tags.gap}{tags.end}{tags.after}")
-        schema = _alone(value, root) or {"type": sorted(types)}
-        schema["x-guidance"] = LITTLE_SPACE
-        return f"{head} {rule}_json {end}\n{rule}_json: %json {json.dumps(schema)}\n"
+            return f"{head} ({' | '.join(map(_quoted, texts))}) {self._end}\n"
+        schema = _alone(value, root) or ({"type": sorted(types)} if types else {})
+        return f"{self._typed(key, types)} {self._json(rule, schema)}"
+
+    def _typed(self, key: str, types: Collection[str]) -> str:
+        """Return what stands in front of JSON, with its type where the tag names that."""
+        first, named, rest = f"{self.tags.before}{key}{self.tags.as_json}".partition(TYPE)
+        if not named:
+            return self.marks.of(first)
+        names = sorted({"number" if one == "integer" else one for one in types})
+        choice = " | ".join(map(_quoted, names))
+        return f"{self.marks.of(first)} ({choice}) {self.marks.of(rest)}"
+
+    def _json(self, rule: str, schema: Mapping[str, Any]) -> str:
+        spaced = {**schema, "x-guidance": LITTLE_SPACE}
+        return f"{rule}_json {self._end}\n{rule}_json: %json {json.dumps(spaced)}\n"
 
     def _text(self, rule: str) -> str:
         """Return the rules of a text up to the end of its tag, and over it."""
@@ -117,11 +133,14 @@ class TagWriter:
         marks = [mark for mark in special if mark in tags.end]
         if not marks:
             # The whole call ends at the first mark behind it, in a text, too.
-            over = f"/(?s:.*){_pattern(tags.end)}/ & ~/(?s:.*){self._closing}(?s:.*)/"
+            ends = "|".join(map(_pattern, (self.shape.closing.strip(), *tags.outside)))
+            over = f"/(?s:.*){_pattern(tags.end)}/ & ~/(?s:.*)({ends})(?s:.*)/"
             return f"{rule}_text {self._after}\n{rule}_text[lazy]: {over}\n"
         first, _, rest = tags.end.partition(max(marks, key=len))
         mark = self.marks.of(tags.end[len(first) : len(tags.end) - len(rest)])
         end = f"{mark} {self.marks.of(rest)}"
+        if not first:  # a mark is in no text
+            return f"/(?s:.+)/? {end} {self._after}\n"
         lines = f"{rule}_part[lazy]: /(?s:.*){_pattern(first)}/\n"
         return f"{rule}_part+ {end} {self._after}\n{lines}"
 
@@ -130,8 +149,60 @@ class TagWriter:
         return self.marks.of(self.tags.after)
 
     @property
-    def _closing(self) -> str:
-        return _pattern(self.shape.closing.strip())
+    def _end(self) -> str:
+        return self.marks.of(f"{self.tags.gap}{self.tags.end}{self.tags.after}")
+
+    def _left_out(self, value: Any, root: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the rules of an argument that are not kept to."""
+        types = json_types(value, root)
+        if self.tags.notation == "json" or (types and "string" not in types):
+            if _alone(value, root) is None:
+                yield "$ref"
+            return
+        for branch in branches(value, root):
+            if not constants(branch):
+                yield from (rule for rule in TEXT_RULES if rule in branch)
+
+
+def ordered(
+    name: str, members: Sequence[tuple[str, bool]], separator: str, more: str | None
+) -> str:
+    r"""Return the rules of members in their order, of which some may be missing.
+
+    >>> ordered("a", [("b", True), ("c", False)], "", None)
+    'a: b c?\n'
+    >>> print(ordered("a", [("b", False), ("c", True)], '","', None))
+    a: b a_from_1 | c a_from_2
+    a_from_1: "," c a_from_2
+    a_from_2: ""
+    <BLANKLINE>
+
+    Args:
+        name: of the first rule.
+        members: names of rules, and whether each must be there.
+        separator: expression between two members; "" for none.
+        more: name of a rule that may follow, any number of times.
+    """
+    if not separator:
+        parts = [rule if needed else f"{rule}?" for rule, needed in members]
+        return f"{name}: {' '.join([*parts, *([f'{more}*'] if more else [])]) or EMPTY}\n"
+    starts, lines, empty = list[str](), list[str](), True
+    for at, (rule, needed) in enumerate(members, 1):
+        if empty:
+            starts.append(f"{rule} {name}_from_{at}")
+        empty = empty and not needed
+        if at > 1:
+            pair = f"{separator} {rule}"
+            lines.append(
+                f"{name}_from_{at - 1}: {pair if needed else f'({pair})?'} {name}_from_{at}\n"
+            )
+    last = f"({separator} {more})*" if more else EMPTY
+    if members:
+        lines.append(f"{name}_from_{len(members)}: {last}\n")
+    if empty:
+        starts += [f"{more} {last}"] if more else []
+        starts.append(EMPTY)
+    return "".join((f"{name}: {' | '.join(starts)}\n", *lines))
 
 
 def _alone(value: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -152,18 +223,6 @@ def _texts(value: Any, root: Mapping[str, Any]) -> list[str] | None:
             return None
         texts += [text for text in listed if isinstance(text, str)]
     return texts or None
-
-
-def _left_out(value: Any, root: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the rules of an argument that are not kept to."""
-    types = json_types(value, root)
-    if types and "string" not in types:
-        if _alone(value, root) is None:
-            yield "$ref"
-        return
-    for branch in branches(value, root):
-        if not constants(branch):
-            yield from (rule for rule in TEXT_RULES if rule in branch)
 
 
 def _pattern(text: str) -> str:

@@ -30,10 +30,37 @@ _WRITTEN = {
         *(":0<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
         separator=None,  # the next call has another number
     ),
+    "kimi_k3": CallShape(
+        *("<|open|>tools<|sep|>", '<|open|>call tool="', '" index="1"<|sep|>'),
+        *("<|close|>call<|sep|>", "<|close|>tools<|sep|>"),
+        separator=None,  # the next call has another number
+        tags=ParameterTags(
+            *('<|open|>argument key="', '" type="string"<|sep|>', '" type="TYPE"<|sep|>'),
+            end="<|close|>argument<|sep|>",
+            outside=("<|open|>", "<|close|>call", "<|close|>json"),
+        ),
+        names=r'[^"&]+',
+    ),
+    "minicpm5": CallShape(
+        *("<function name=", '"', '">', "", "</function>"),
+        separator=None,
+        tags=ParameterTags('<param name="', '">', '">', "</param>"),
+    ),
     "minimax_m2": CallShape(
         *("<minimax:tool_call>", '\n<invoke name="', '">\n', "</invoke>"),
         closing="\n</minimax:tool_call>",
         tags=ParameterTags('<parameter name="', '">', '">', "</parameter>", after="\n"),
+    ),
+    "pythonic": CallShape(
+        *("<|tool_call_start|>[", "", "(", ")", "]<|tool_call_end|>"),
+        separator=", ",
+        tags=ParameterTags(
+            *("", "=", "=", ""),
+            separator=", ",
+            notation="json",  # which Python reads, too
+            keys=r"[A-Za-z_][A-Za-z0-9_]{0,127}",
+        ),
+        names=r"[A-Za-z_][A-Za-z0-9_.]*",
     ),
     "qwen3_coder": CallShape(
         *("<tool_call>", "\n<function=", ">\n", "</function>", "\n</tool_call>"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class ParameterTags(NamedTuple):
@@ -17,11 +17,20 @@ class ParameterTags(NamedTuple):
     before: str
     as_text: str
     as_json: str
+    """Text in front of JSON, in which `TYPE` stands for the value's JSON type."""
     end: str
     """Text that no value holds."""
     gap: str = ""
     """Text in front of the end, which may be missing."""
     after: str = ""
+    separator: str = ""
+    """Text between two arguments."""
+    notation: Literal["tags", "json", "gemma"] = "tags"
+    """Whether texts are written as they are, as JSON, or so within JSON, too, as Gemma's are."""
+    keys: str = r'[^\s<>"]{1,128}'
+    """Regular expression of the names that can be written."""
+    outside: Collection[str] = ()
+    """Texts that no text holds, beside its end and that of the call."""
 
 
 class CallShape(NamedTuple):
@@ -42,6 +51,8 @@ class CallShape(NamedTuple):
     """Whether the text around is JSON, in which blanks may stand."""
     tags: ParameterTags | None = None
     """Tags of each argument; None where all arguments are one JSON object."""
+    names: str = ".+"
+    """Regular expression of the names of tools that can be called."""
 
 
 def json_shape(opening: str, closing: str) -> CallShape:
