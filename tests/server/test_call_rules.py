@@ -48,7 +48,7 @@ FORMS = {
     **{name: form_of(name) for name in ("json_tools", "harmony", "deepseek")},
     **{name: form_of(name) for name in ("qwen3_coder", "mistral", "deepseek, V3.2")},
     **{name: form_of(name) for name in ("kimi_k2", "minimax_m2")},
-    **{name: form_of(name) for name in ("kimi_k3", "minicpm5", "pythonic")},
+    **{name: form_of(name) for name in ("kimi_k3", "minicpm5", "pythonic", "gemma4")},
     "deepseek, V3.1": V31,
     "mistral, newer": replace(
         form_of("mistral"),
@@ -57,6 +57,7 @@ FORMS = {
 }
 TAGGED = (
     *("qwen3_coder", "seed", "minimax_m2", "deepseek, V3.2", "kimi_k3", "minicpm5", "pythonic"),
+    "gemma4",
 )
 """Forms in which each argument stands alone."""
 BARE = ("harmony", "llama")
@@ -161,7 +162,7 @@ GIVEN_PARTS = {"parts": [{"at": 1.5}], "note": "abcd"}
 
 def tagged(family: str, arguments: dict[str, Any]) -> str:
     """Return a call with a tag for each argument, as the family's template writes it."""
-    if family not in ("deepseek, V3.2", "kimi_k3", "pythonic"):
+    if family not in ("deepseek, V3.2", "gemma4", "kimi_k3", "pythonic"):
         arguments = {
             key: value if isinstance(value, str) else dumped(value)
             for key, value in arguments.items()
@@ -189,6 +190,41 @@ def test_arguments_between_tags_follow_their_types(family: str, marks: Marks) ->
     for wrong in ({"mode": "go"}, {"count": "x"}, {"deep": 1}, {"parts": [{"at": "x"}]}, {"q": 1}):
         assert not follows(made.grammar, tagged(family, GIVEN | wrong), marks), wrong
     assert not follows(made.grammar, tagged(family, missing), marks)
+
+
+@pytest.mark.parametrize("marks", [MARKS, NO_MARKS], ids=["special", "spelt"])
+def test_gemmas_notation_goes_on_within_lists_and_objects(marks: Marks) -> None:
+    """And in a schema that contains itself; a key that is no word stands between marks."""
+    node = {
+        "type": "object",
+        "properties": {
+            "a b": {"type": "string", "minLength": 1},
+            "below": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+            "size": {"type": "number", "minimum": 2},
+        },
+        "required": ["a b"],
+    }
+    properties = {"top": {"$ref": "#/$defs/Node"}, "rest": {"type": "object"}}
+    schema = {"properties": properties, "$defs": {"Node": node}}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    form = replace(FORMS["gemma4"], marks=marks)
+    made = call_grammar(form, [tool], "look_up")
+    assert made.unenforced == ("look_up:minLength",)
+    leaf = {"a b": "}{,c:1 \n", "size": 2.5}
+    for given in (
+        {},
+        {"rest": {"x": [None, {"y": "z"}], "w": True}},
+        {"top": {"a b": "", "below": [leaf, {"a b": "", "below": [leaf]}]}, "rest": {}},
+    ):
+        call = tagged("gemma4", given).replace("a b:", '<|"|>a b<|"|>:')
+        assert follows(made.grammar, call, marks), call
+        parser = form.parser([tool])
+        events = [*parser.feed(call), *parser.end()]
+        grown = "".join(one.text for one in events if isinstance(one, ArgumentsPart))
+        assert json.loads(grown) == given
+    for wrong in ({"top": {"size": 3}}, {"top": {"a b": "", "below": [{"a b": 1}]}}, {"rest": 1}):
+        call = tagged("gemma4", wrong).replace("a b:", '<|"|>a b<|"|>:')
+        assert not follows(made.grammar, call, marks), call
 
 
 def test_the_end_of_a_call_is_in_no_argument_of_it() -> None:

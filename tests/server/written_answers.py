@@ -49,6 +49,15 @@ def json_type(value: Any) -> str:
     return names.get(type(value), "number")
 
 
+def gemma(value: Any) -> str:
+    """Return a value as Gemma 4 writes it."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{gemma(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else dumped(value)
+
+
 def python(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
@@ -146,7 +155,7 @@ MLX_LM: dict[str, Any] = {
         "KEY:<escape>VALUE<escape>",
         "}<end_function_call>",
     ),
-    "gemma4": xml("<|tool_call>call:NAME{", 'KEY:<|"|>VALUE<|"|>', "}<tool_call|>"),
+    "gemma4": joined(lambda n, a: f"<|tool_call>call:{n}{gemma(a)}<tool_call|>"),
     "glm47": GLM,
     "laguna": GLM,
     "json_tools": OURS["hermes"][1],

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from penstock.server.gemma_rules import GemmaWriter
 from penstock.server.parsing.argument_types import branches, constants, json_types
 from penstock.server.parsing.shapes import CallShape, Marks, ParameterTags
 from penstock.server.tool_schemas import COMPOSING, LITTLE_SPACE
@@ -69,6 +70,10 @@ class TagWriter:
         return rules
 
     def _rules(self, name: str, schema: Mapping[str, Any]) -> TagRules:
+        if self.tags.notation == "gemma":
+            text = self._text(f"{name}_text")
+            writer = GemmaWriter(name, schema, self.marks, self.tags.end, text)
+            return TagRules(writer.rules(), tuple(writer.unenforced))
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or COMPOSING & schema.keys():
             composed = sorted(COMPOSING & schema.keys())

@@ -25,6 +25,12 @@ SEED = CallShape(
 )
 """Shape of Seed-OSS, whose calls the parser of Qwen3-Coder reads."""
 _WRITTEN = {
+    "gemma4": CallShape(
+        *("<|tool_call>", "call:", "{", "}", "<tool_call|>"),
+        separator=None,
+        tags=ParameterTags("", ':<|"|>', ":", '<|"|>', separator=",", notation="gemma"),
+        names=r"[\w-]+",
+    ),
     "kimi_k2": CallShape(
         *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions."),
         *(":0<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
