@@ -10,6 +10,7 @@ from typing import Any
 
 import cold_engine
 import mlx.core as mx
+import numpy as np
 import pytest
 import xxhash
 from engine_faults import model_of
@@ -227,6 +228,34 @@ def test_places_that_no_node_has_are_forgotten(tmp_path: Path) -> None:
         core.clear()
         blocks.retain(())
         assert blocks.records == 0 and blocks.nbytes < before
+
+
+def test_a_lost_record_that_is_spilled_again_has_a_place_of_its_own(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        cold_engine.ask(core, LONG)
+        blocks = spilling_of(core).blocks
+        key, number = next(iter(blocks._numbers.items()))
+        first = number * blocks.record_blocks
+        blocks.forget({first})
+        again = blocks.place(key)
+        assert again is not None and again != first
+        blocks.retain({again})  # nothing reads the first any more
+        assert blocks.place(key) == again and blocks.records == 1
+        blocks.forget({again})
+        blocks.retain(())
+        assert blocks.records == 0
+        core.clear()
+
+
+def test_what_stays_in_memory_of_a_block_takes_the_bytes_that_are_counted(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        codec = spilled.Spilled(spilling_of(core).blocks, 0, 0, mx.float32)
+        side = mx.random.normal((1, 2, 1_600, 8))
+        mx.eval(side)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        coded = codec.spilled(side, np.arange(100, dtype=np.int32))
+        assert mx.get_active_memory() - before == coded.nbytes == 2 * 100 * codec.block_bytes
 
 
 @pytest.mark.parametrize(

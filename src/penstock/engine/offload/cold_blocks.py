@@ -142,7 +142,9 @@ class ColdBlocks:
         """Forget the records that have none of the given places."""
         kept = {place // self.record_blocks for place in places}
         for number in [number for number in self._keys if number not in kept]:
-            del self._numbers[self._keys.pop(number)]
+            key = self._keys.pop(number)
+            if self._numbers.get(key) == number:  # not lost, and perhaps spilled again
+                del self._numbers[key]
         self._reserved.resize(self._fixed_bytes + RECORD_BYTES * len(self._keys))
 
     def forget(self, places: Collection[int]) -> None:

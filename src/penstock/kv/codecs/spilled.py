@@ -87,7 +87,8 @@ class Spilled(Codec):
         checksums = [[xxhash.xxh3_64_intdigest(block) for block in head] for head in raw]
         parts = (
             mx.array(np.array(checksums, np.uint64)[None]),
-            mx.array(np.broadcast_to(places.astype(np.int32), (1, heads, blocks))),
+            # Not broadcast: MLX would hold one head's, where all of them are counted.
+            mx.array(np.tile(places.astype(np.int32), (1, heads, 1))),
         )
         mx.eval(parts)
         return Coded(self, parts, dim)
