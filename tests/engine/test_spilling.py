@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import xxhash
-from engine_faults import model_of
+from engine_faults import VOCABULARY_TOKENS, model_of
+from small_models import BASE
+from small_models import build as small_model
 from tiny_families import build
 
+from penstock.cli import top_screen
 from penstock.engine.core import Core
 from penstock.engine.offload import cold_blocks
 from penstock.engine.request import Request
@@ -24,6 +28,7 @@ from penstock.errors import NeverFits, SettingError
 from penstock.kv import selection
 from penstock.kv.codecs import spilled
 from penstock.ledger import Kind
+from penstock.server.metrics import EngineMetrics
 
 ACTIVE = 256
 CHOICE: dict[str, Any] = {"attend_tokens": 128, "max_kv_size": 4_096, "prefill_chunk": 128}
@@ -82,9 +87,15 @@ def test_the_text_is_that_of_an_engine_with_everything_in_memory(
         gone = spilling.spilled_tokens
         assert gone > len(LONG) - ACTIVE - 400, "most of it is in the tier"
         assert index >= gone * core.runner.index_token_bytes
-        assert spilling.blocks.counts.read_blocks > 0
-        assert spilling.blocks.counts.cached_blocks > 0
-        assert spilling.blocks.counts.lost_blocks == 0
+        stats = core.view.stats()
+        assert stats.spilling is not None
+        assert stats.spilling.spilled_tokens == gone
+        assert stats.spilling.active_tokens + gone == stats.held_tokens
+        counts = stats.spilling.counts
+        assert counts.read_blocks > 0 and counts.cached_blocks > 0 and counts.streamed_blocks > 0
+        assert counts.lost_blocks == 0
+        assert 0 < stats.spilling.hit_rate < 1
+        assert stats.by_kind["key_index"] == index
 
 
 def test_together_and_in_several_answers_they_say_the_same(tmp_path: Path) -> None:
@@ -228,6 +239,42 @@ def test_places_that_no_node_has_are_forgotten(tmp_path: Path) -> None:
         core.clear()
         blocks.retain(())
         assert blocks.records == 0 and blocks.nbytes < before
+
+
+def test_the_figures_are_shown(tmp_path: Path) -> None:
+    with running(tmp_path) as core:
+        cold_engine.ask(core, LONG)
+        stats = core.view.stats()
+    metrics = EngineMetrics()
+    metrics.stats = stats
+    shown = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in metrics.collect()
+        for sample in family.samples
+    }
+    assert stats.spilling is not None
+    counts = stats.spilling.counts
+    assert shown["penstock_kv_tokens", "memory"] == stats.spilling.active_tokens
+    assert shown["penstock_kv_tokens", "tier"] == stats.spilling.spilled_tokens > 0
+    for outcome in ("cached", "read", "streamed", "lost"):
+        value = shown["penstock_spilled_blocks_total", outcome]
+        assert value == getattr(counts, f"{outcome}_blocks")
+    assert shown["penstock_spilled_read_bytes_total",] == counts.read_bytes > 0
+    assert shown["penstock_memory_used_bytes", "key_index"] == stats.by_kind["key_index"] > 0
+    (line, *_) = top_screen._spilled(asdict(stats))
+    step = counts.read_blocks / stats.decode.count
+    assert f"{step:,.0f} blocks read a step, {stats.spilling.hit_rate:.0%} found" in line
+
+
+def test_a_choice_of_a_single_key_head_is_cached(tmp_path: Path) -> None:
+    settings = {"num_key_value_heads": 1, "num_hidden_layers": 2, "head_dim": 16}
+    config = {"model_type": "llama", "vocab_size": VOCABULARY_TOKENS, "torch_dtype": "float32"}
+    mx.random.seed(3)
+    model = small_model({**BASE, **config, **settings})
+    with running(tmp_path, model=model) as core:
+        cold_engine.ask(core, LONG, max_tokens=40)
+        counts = spilling_of(core).blocks.counts
+        assert counts.read_blocks > 0 and counts.cached_blocks > 0
 
 
 def test_a_lost_record_that_is_spilled_again_has_a_place_of_its_own(tmp_path: Path) -> None:

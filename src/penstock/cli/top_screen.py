@@ -90,6 +90,7 @@ def _rows(snapshot: Snapshot, cells: int, roomy: bool) -> list[tuple[str, Render
     rows += [
         ("cache", _fitting(cells, *_cache(snapshot))),
         *((name, _tier(tier)) for name, tier in stats["tiers"].items()),
+        *([("spilled", _fitting(cells, *_spilled(stats)))] if stats.get("spilling") else []),
         ("speed", _fitting(cells, *_speeds(snapshot))),
         ("queue", _fitting(cells, *_queue(snapshot))),
     ]
@@ -139,6 +140,17 @@ def _queue(snapshot: Snapshot) -> tuple[str, ...]:
         f"{stats['running']} running, {reading} reading, {stats['waiting']} waiting, {preempted}",
         f"{stats['running'] + reading} running, {stats['waiting']} waiting",
     )
+
+
+def _spilled(stats: dict[str, Any]) -> tuple[str, ...]:
+    """Return what has left memory for a cold tier, and what steps read of it."""
+    spilling = stats["spilling"]
+    cached, read = (spilling["counts"][name] for name in ("cached_blocks", "read_blocks"))
+    tokens = f"{spilling['spilled_tokens']:,} tokens in the tier"
+    here = f"{spilling['active_tokens']:,} in memory"
+    step = f"{read / max(1, stats['decode']['count']):,.0f} blocks read a step"
+    rate = f"{cached / max(1, cached + read):.0%} found in memory"
+    return f"{tokens}, {here}; {step}, {rate}", f"{tokens}; {step}, {rate}", tokens
 
 
 def _tier(tier: dict[str, Any]) -> str:

@@ -32,6 +32,39 @@ class StepTimes:
         return cls(count, median(ordered), p95, ordered[-1])
 
 
+@dataclass(slots=True)
+class SpillCounts:
+    """Counts of spilled blocks since the start: of 16 tokens, a side and a head of a layer."""
+
+    cached_blocks: int = 0
+    """Blocks that steps chose, and that the cache in memory had."""
+    read_blocks: int = 0
+    """Blocks that steps chose, and that were read from a tier."""
+    streamed_blocks: int = 0
+    """Blocks that were read from a tier for chunks of prompts."""
+    read_bytes: int = 0
+    """Bytes that were read from tiers."""
+    lost_blocks: int = 0
+    """Blocks that were damaged, missing or late in all tiers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpillStats:
+    """Keys and values that are in a cold tier while they are read, see `--active-kv-size`."""
+
+    active_tokens: int
+    """Tokens of the prefix tree whose keys and values are in memory."""
+    spilled_tokens: int
+    """Tokens of the prefix tree of which some layers are in a tier alone."""
+    counts: SpillCounts
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the blocks that steps chose that the cache had; 0 before the first."""
+        chosen = self.counts.cached_blocks + self.counts.read_blocks
+        return self.counts.cached_blocks / chosen if chosen else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """A view of the engine between two steps."""
@@ -102,6 +135,8 @@ class Stats:
     """Seconds spent in the model and in the choice of tokens, since the start."""
     tiers: dict[str, TierStats]
     """Figures of the cold tiers by name, `disk` and `remote`, the nearest first."""
+    spilling: SpillStats | None
+    """Figures of what has left memory for them; None if all stays."""
 
     @property
     def hit_rate(self) -> float:

@@ -187,7 +187,7 @@ class EngineView:
         return self._prefixes.find(tokens, salt).tokens
 
     def stats(self) -> Stats:
-        """Return all figures, in O(open sequences)."""
+        """Return all figures, in O(open sequences), and O(nodes) where nodes leave memory."""
         counters, tree, counts = self._stores.counters, self._prefixes.tree, self._prefixes.counts
         answers = {state: len(self._scheduler.sequences(state)) for state in State}
         return Stats(
@@ -225,6 +225,7 @@ class EngineView:
             prefill=StepTimes.of(counters.prefill_steps, counters.prefill_seconds),
             model_seconds=counters.model_seconds,
             tiers={} if self._stores.tiers is None else self._stores.tiers.stats(),
+            spilling=None if self._stores.spilling is None else self._stores.spilling.stats(),
         )
 
     # ---- one prompt

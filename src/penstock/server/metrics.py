@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
 from penstock.engine.offload.tier_kinds import TIER_KINDS
-from penstock.engine.stats import Stats, StepTimes
+from penstock.engine.stats import SpillStats, Stats, StepTimes
 from penstock.engine.view import EngineView
 from penstock.errors import EngineStopped
 from penstock.server.recent import Recent
@@ -88,6 +88,8 @@ class EngineMetrics(Collector):
             return
         yield from _memory(self.stats)
         yield from _work(self.stats)
+        if self.stats.spilling is not None:
+            yield from _spilling(self.stats.spilling)
         for name, tier in self.stats.tiers.items():
             yield from _tier(TIER_KINDS[name].metrics_prefix, tier)
         yield from _steps({"decode": self.stats.decode, "prefill": self.stats.prefill})
@@ -179,6 +181,23 @@ def _tier(name: str, stats: TierStats) -> Iterator[Metric]:
     yield _counter(f"{name}_written_bytes", "Bytes of files written.", counts.written_bytes)
     yield _counter(f"{name}_read_bytes", "Bytes of files read.", counts.read_bytes)
     yield _counter(f"{name}_read_seconds", "Seconds spent on reading files.", counts.read_seconds)
+
+
+def _spilling(stats: SpillStats) -> Iterator[Metric]:
+    counts = stats.counts
+    tokens = GaugeMetricFamily(
+        "penstock_kv_tokens", "Tokens in the prefix tree, by where they are.", labels=["place"]
+    )
+    tokens.add_metric(["memory"], stats.active_tokens)
+    tokens.add_metric(["tier"], stats.spilled_tokens)
+    yield tokens
+    blocks = CounterMetricFamily(
+        "penstock_spilled_blocks", "Blocks of spilled KV, by outcome.", labels=["outcome"]
+    )
+    for outcome in ("cached", "read", "streamed", "lost"):
+        blocks.add_metric([outcome], getattr(counts, f"{outcome}_blocks"))
+    yield blocks
+    yield _counter("spilled_read_bytes", "Bytes of spilled KV read.", counts.read_bytes)
 
 
 def _steps(kinds: dict[str, StepTimes]) -> Iterator[Metric]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.engine.offload.engine_tier import EngineTier
 from penstock.engine.offload.tier_group import TierGroup
+from penstock.engine.stats import SpillCounts
 from penstock.errors import LedgerFull, SpilledLost
 from penstock.kv.codecs.spilled import BLOCK_TOKENS, PIECE_TOKENS, Checksums, Numbers
 from penstock.kv.tails import LayerShape
@@ -42,20 +43,6 @@ Block: TypeAlias = tuple[int, int, int, int]
 """Layer, side, head and place."""
 Wanted: TypeAlias = dict[bytes, list[ArrayPart]]
 Parts: TypeAlias = dict[bytes, list[NDArray[np.uint8]]]
-
-
-@dataclass(slots=True)
-class SpillCounts:
-    """Counts of blocks since the start."""
-
-    cached_blocks: int = 0
-    """Blocks that were in the cache."""
-    read_blocks: int = 0
-    """Blocks that were read from a tier, one head and side of a layer each."""
-    read_bytes: int = 0
-    """Bytes of these."""
-    lost_blocks: int = 0
-    """Blocks that were damaged, missing or late in all tiers."""
 
 
 class ColdBlocks:
@@ -169,7 +156,14 @@ class ColdBlocks:
     # ---- reading
 
     def fetch(
-        self, layer: int, side: int, first_head: int, places: Numbers, checksums: Checksums
+        self,
+        layer: int,
+        side: int,
+        first_head: int,
+        places: Numbers,
+        checksums: Checksums,
+        *,
+        chosen: bool,
     ) -> NDArray[np.uint8]:
         """Return the bytes of blocks, (heads, blocks, bytes); see `BlockReader`."""
         heads, blocks = places.shape
@@ -185,12 +179,14 @@ class ColdBlocks:
                 else:
                     self._cache.move_to_end(block)
                     raw[head, column] = self._room[slot, :nbytes]
-        self.counts.cached_blocks += places.size - len(missing)
         self._read(dict(missing), checksums, raw)
-        # All heads of many blocks are read to be joined, once: they would drive out what is chosen.
-        if heads < self._shapes[layer].kv_heads or blocks == 1:
-            for at, block in missing.items():
-                self._keep(block, raw[at])
+        if not chosen:  # read once, for a chunk: they would drive out what is chosen
+            self.counts.streamed_blocks += len(missing)
+            return raw
+        self.counts.cached_blocks += places.size - len(missing)
+        self.counts.read_blocks += len(missing)
+        for at, block in missing.items():
+            self._keep(block, raw[at])
         return raw
 
     def _keep(self, block: Block, raw: NDArray[np.uint8]) -> None:
@@ -226,7 +222,6 @@ class ColdBlocks:
                             continue
                         raw[at] = block
                         del missing[at]
-                        self.counts.read_blocks += 1
                         self.counts.read_bytes += block.nbytes
             for key in damaged:
                 tier.tier.call(partial(_drop_damaged, key=key), None)

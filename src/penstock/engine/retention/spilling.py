@@ -20,6 +20,7 @@ import numpy as np
 from penstock.engine.offload.cold_blocks import ColdBlocks
 from penstock.engine.offload.engine_tier import LOOK_SECONDS
 from penstock.engine.offload.tier_group import TierGroup
+from penstock.engine.stats import SpillStats
 from penstock.kv.block_spans import Spans
 from penstock.kv.codecs import Coded
 from penstock.kv.codecs.spilled import BLOCK_TOKENS, Numbers, Spilled
@@ -88,6 +89,12 @@ class Spilling:
     def spilled_tokens(self) -> int:
         """Tokens of the tree whose keys and values are in a tier alone. O(nodes)."""
         return sum(len(node.tokens) for node in self._prefixes.tree if is_spilled(node.segment))
+
+    def stats(self) -> SpillStats:
+        """Return the figures as they are now. O(nodes)."""
+        spilled = self.spilled_tokens
+        counts = replace(self.blocks.counts)
+        return SpillStats(self._prefixes.tree.tokens - spilled, spilled, counts)
 
     # ---- acts
 

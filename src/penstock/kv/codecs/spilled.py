@@ -6,7 +6,7 @@ computed, to the bit: a reader fetches the blocks, and compares each with its ch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import mlx.core as mx
@@ -28,7 +28,14 @@ class BlockReader(Protocol):
     """Fetches blocks of one side of a layer, wherever they lie."""
 
     def fetch(
-        self, layer: int, side: int, first_head: int, places: Numbers, checksums: Checksums
+        self,
+        layer: int,
+        side: int,
+        first_head: int,
+        places: Numbers,
+        checksums: Checksums,
+        *,
+        chosen: bool,
     ) -> NDArray[np.uint8]:
         """Return the bytes of blocks, (heads, blocks, bytes).
 
@@ -38,6 +45,7 @@ class BlockReader(Protocol):
             first_head: number of the first of the heads.
             places: of the blocks of each head, (heads, blocks).
             checksums: of their bytes, (heads, blocks).
+            chosen: whether the next step may want them again.
 
         Raises:
             SpilledLost: not all of them can be had, unharmed and in time.
@@ -54,6 +62,8 @@ class Spilled(Codec):
     """0 for keys, 1 for values."""
     dtype: mx.Dtype
     first_head: int = 0
+    chosen: bool = False
+    """Whether the blocks of one head are read apart, as a choice of them is."""
 
     span: ClassVar[int] = BLOCK_TOKENS
     block_bytes: ClassVar[int] = 12
@@ -69,7 +79,7 @@ class Spilled(Codec):
         return self.block_bytes * 8 // BLOCK_TOKENS
 
     def of_heads(self, start: int, stop: int) -> Codec:
-        return Spilled(self.reader, self.layer, self.side, self.dtype, self.first_head + start)
+        return replace(self, first_head=self.first_head + start, chosen=True)
 
     def encode(self, x: mx.array) -> Coded:
         raise ValueError("keys and values are spilled with the places of their blocks")
@@ -97,7 +107,9 @@ class Spilled(Codec):
         """Return the keys or values as they were computed, (1, heads, tokens, dim)."""
         checksums, places = (np.array(part)[0] for part in coded.parts)
         heads = len(places)
-        raw = self.reader.fetch(self.layer, self.side, self.first_head, places, checksums)
+        raw = self.reader.fetch(
+            *(self.layer, self.side, self.first_head), places, checksums, chosen=self.chosen
+        )
         wide = mx.array(raw.reshape(-1)).view(self.dtype)
         return wide.reshape(1, heads, coded.tokens, coded.dim)
 

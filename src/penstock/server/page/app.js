@@ -64,7 +64,7 @@ function showTiles({ stats, hit_rate: hitRate, generated_per_second: generated, 
   const used = stats.used_bytes / stats.limit_bytes;
   say(byId("used"), bytes(stats.used_bytes));
   meter("used-meter", used);
-  say(byId("used-note"), `${percent(used)} of the limit of ${bytes(stats.limit_bytes)}`);
+  say(byId("used-note"), `${percent(used)} of the limit of ${bytes(stats.limit_bytes)}${spilledNote(stats)}`);
   say(byId("hit"), stats.prompt_tokens ? percent(hitRate) : "–");
   meter("hit-meter", hitRate);
   say(byId("hit-note"), `${rough(stats.hit_tokens)} of ${rough(stats.prompt_tokens)} prompt tokens`);
@@ -87,6 +87,17 @@ function speedNote(prefilled, stats) {
   const drafted = stats.accepted_draft_tokens;
   const by = drafted ? `, ${rough(drafted)} by the draft model` : "";
   return `${read}, ${right} of ${rough(stats.proposed_tokens)} guessed tokens right${by}`;
+}
+
+/** What has left memory for a cold tier, and what steps read of it; nothing if all stays. */
+function spilledNote({ spilling, decode, by_kind: kinds }) {
+  if (!spilling) return "";
+  const { cached_blocks: cached, read_blocks: read } = spilling.counts;
+  const places = `; ${rough(spilling.active_tokens)} tokens here, ${many(spilling.spilled_tokens, "token")} in the tier`;
+  const index = `, index of ${bytes(kinds.key_index)}`;
+  if (!cached && !read) return places + index;
+  const step = rough(Math.round(read / Math.max(1, decode.count)));
+  return `${places}${index}; ${step} blocks read a step, ${percent(cached / (cached + read))} found in memory`;
 }
 
 function meter(id, share) {
