@@ -20,6 +20,7 @@ from penstock.cli import main
 from penstock.cli.doctor import examine
 from penstock.cli.plan import make_plan
 from penstock.config import ServerSettings
+from penstock.engine.core import Core
 from penstock.errors import ModelError, NeverFits, SettingError
 from penstock.memory import machine
 from penstock.recall import MODEL_PATH
@@ -404,6 +405,31 @@ def test_a_latent_head_is_on_every_host() -> None:
     }
     spec = memory.read_model_spec(latent)
     assert memory.divided(spec, 4).layers == spec.layers
+
+
+def test_the_parts_of_a_spilled_sequence_are_what_its_admission_reserves(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    choice = {"attend_tokens": 128, "active_kv_size": 256}
+    flags = ["--attend-tokens=128", "--active-kv-size=256", "--memory=120MB"]
+    main(["plan", str(MODEL_PATH), "--measure", "--json", *flags])
+    told = json.loads(capsys.readouterr().out)
+    tokens, spilled = told["largest_request_tokens"], told["spilled"]
+    assert spilled["tokens"] == tokens and spilled["active_tokens"] < tokens / 2
+    model, _ = load(MODEL_PATH)
+    core = Core(model, memory_limit="120MB", ssd_cache_dir=tmp_path, **choice)
+    try:
+        parts = ("index_bytes", "place_bytes", "active_bytes")
+        reserved = core.budget._estimator.sequence_bytes(tokens)
+        assert sum(spilled[part] for part in parts) == reserved
+        assert spilled["cache_bytes"] == core.stores.spilling.nbytes
+    finally:
+        core.close()
+    main(["plan", str(MODEL_PATH), "--measure", *flags])
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("spilled"))
+    assert line.startswith(f"spilled  {tokens:,} tokens in 120.0 MB: index ")
+    assert main(["plan", str(MODEL_PATH), *flags])
+    assert "add --measure" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_kv_size": 256}])

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+import tempfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from penstock import config
 from penstock.cli import options
 
+if TYPE_CHECKING:
+    from penstock.engine.view import SpilledBytes
+
+
+@dataclass(frozen=True, slots=True)
+class LargestRequest:
+    """The largest request that an engine admits."""
+
+    tokens: int
+    """Most tokens that a prompt and its answer have together."""
+    spilled: SpilledBytes | None
+    """Its bytes in memory, where most of its keys and values are in a cold tier."""
+
 
 def largest_request(
     model: str, weights_dtype: config.WeightsDtype, memory_limit: int, **engine: Any
-) -> int:
+) -> LargestRequest:
     """Load a model and return the most tokens that a prompt and its answer have together.
 
     It is the service's own number, which the banner and `/v1/models` show: the working memory of a
@@ -31,9 +46,14 @@ def largest_request(
     from penstock.server.service import Service
 
     loaded = options.load_quietly(model, weights_dtype, memory_limit)
-    with make_engine(loaded, memory_limit=memory_limit, **engine) as running:
-        service = Service(running, loaded.tokenizer, config.ServerSettings(), model)
-        try:
-            return service.context_tokens
-        finally:
-            service.close()
+    with tempfile.TemporaryDirectory() as folder:
+        if engine.get("active_kv_size") is not None:
+            engine["ssd_cache_dir"] = folder
+        with make_engine(loaded, memory_limit=memory_limit, **engine) as running:
+            service = Service(running, loaded.tokenizer, config.ServerSettings(), model)
+            try:
+                tokens = service.context_tokens
+                spilled = running.ask(lambda view: view.spilled_bytes(tokens)).result()
+                return LargestRequest(tokens, spilled)
+            finally:
+                service.close()

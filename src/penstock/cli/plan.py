@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
 from penstock.models import named
 from penstock.recall import MODEL_PATH
+
+if TYPE_CHECKING:
+    from penstock.engine.view import SpilledBytes
 
 NARROW_COLUMNS = 76
 """Columns of a terminal below which the table has no lines and no column too many."""
@@ -69,6 +72,8 @@ class MemoryPlan:
     notes: tuple[str, ...]
     largest_request_tokens: int | None = None
     """Tokens of the largest request that the server admits; None if they were not measured."""
+    spilled: SpilledBytes | None = None
+    """Its bytes in memory with --active-kv-size."""
 
 
 PlannedModel: TypeAlias = Annotated[
@@ -132,6 +137,9 @@ def plan(
     max_kv_size: MaxKVSize = None,
     *,
     kv: Annotated[dict[str, Any], Fields(config.KVSettings, "keep_kv_size", "kv_bits")],
+    choice: Annotated[
+        dict[str, Any], Fields(config.EngineSettings, "attend_tokens", "active_kv_size")
+    ],
     batch: Batch = 1,
     hosts: Hosts = 1,
     pipeline: Pipeline = False,
@@ -148,6 +156,10 @@ def plan(
         raise SettingError("--draft-model is for one machine")
     if measure and (hosts > 1 or kv.get("kv_bits") is not None):
         raise SettingError("--measure is for one machine, and without --kv-bits")
+    if choice and not measure:
+        raise SettingError(
+            "--attend-tokens and --active-kv-size change the largest request: add --measure"
+        )
     limit_bytes = _limit(memory_limit)
     spec = _read_spec(_find(model), weights_dtype, limit_bytes)
     if draft_model is not None:
@@ -163,8 +175,10 @@ def plan(
         window: dict[str, Any] = {"max_kv_size": max_kv_size, "keep": kv.get("keep_kv_size")}
         window["draft_model"] = draft_model
         given = {name: value for name, value in window.items() if value is not None}
-        tokens = largest_request(model, weights_dtype, limit_bytes, **given)
-        memory_plan = replace(memory_plan, largest_request_tokens=tokens)
+        largest = largest_request(model, weights_dtype, limit_bytes, **given, **choice)
+        memory_plan = replace(
+            memory_plan, largest_request_tokens=largest.tokens, spilled=largest.spilled
+        )
     if as_json:
         print(json.dumps(asdict(memory_plan)))
     else:
@@ -378,6 +392,23 @@ def _show(plan: MemoryPlan, console: Console) -> None:
     say(plan.advice or "fits; a prompt's own working memory comes on top")
     if plan.largest_request_tokens is not None:
         say(largest_line(plan.largest_request_tokens))
+    if plan.spilled is not None:
+        say(_spilled_line(plan.spilled, plan.memory_bytes))
+
+
+def _spilled_line(spilled: SpilledBytes, memory_bytes: int) -> str:
+    """Write what a sequence has in memory while most of it is in a cold tier."""
+    index, places, active, cache = (
+        format_bytes(nbytes)
+        for nbytes in (
+            *(spilled.index_bytes, spilled.place_bytes),
+            *(spilled.active_bytes, spilled.cache_bytes),
+        )
+    )
+    return (
+        f"spilled  {spilled.tokens:,} tokens in {format_bytes(memory_bytes)}: index {index}, "
+        f"places {places}, {spilled.active_tokens:,} tokens exactly {active}, cache {cache}"
+    )
 
 
 def _table(plan: MemoryPlan, *, narrow: bool) -> Table:

@@ -48,6 +48,24 @@ class SequenceBytes:
     """Bytes that all such sequences need together: the buffers of one prefill chunk."""
 
 
+@dataclass(frozen=True, slots=True)
+class SpilledBytes:
+    """Bytes in memory of one sequence, most of whose keys and values are in a cold tier."""
+
+    tokens: int
+    """Tokens of the sequence."""
+    active_tokens: int
+    """Tokens whose keys and values are in memory, at most."""
+    index_bytes: int
+    """Bytes of the index of all tokens."""
+    place_bytes: int
+    """Bytes of places and checksums, and of layers that stay in memory, of the other tokens."""
+    active_bytes: int
+    """Bytes of the keys and values in memory."""
+    cache_bytes: int
+    """Bytes that are set aside for the cache of blocks and for reads, for all sequences."""
+
+
 class EngineView:
     """Read-only view of memory, cache and prefix matches. Not thread-safe: see `Engine.ask`.
 
@@ -136,6 +154,25 @@ class EngineView:
         index = self._prefixes.index_bytes(-(-tokens // self._prefixes.block_size) + 1)
         own = estimator.sequence_bytes(tokens) + estimator.decode_bytes(tokens) + index
         return SequenceBytes(own, estimator.prefill_bytes(tokens))
+
+    def spilled_bytes(self, tokens: int) -> SpilledBytes | None:
+        """Return the memory of a sequence of `tokens` by its parts; None if all of it stays there.
+
+        They are the bytes that its admission reserves for keys and values.
+        """
+        spilling, runner = self._stores.spilling, self._stores.runner
+        if spilling is None:
+            return None
+        gone = self._estimator.spilled_tokens(tokens)
+        places = self._estimator.spilled_token_bytes - runner.index_token_bytes
+        return SpilledBytes(
+            tokens=tokens,
+            active_tokens=tokens - gone,
+            index_bytes=tokens * runner.index_token_bytes,
+            place_bytes=gone * places,
+            active_bytes=(tokens - gone) * runner.token_bytes,
+            cache_bytes=spilling.nbytes,
+        )
 
     @property
     def claimed_share(self) -> float:

@@ -127,6 +127,10 @@ class MemoryEstimator:
         active = self._limits.active_kv_size
         return 2**62 if active is None else active + self.in_flight_tokens
 
+    def spilled_tokens(self, tokens: int) -> int:
+        """Return how many tokens of a sequence may be in a cold tier alone."""
+        return max(0, min(tokens, self._limits.max_kv_size) - self._most_resident)
+
     @property
     def in_flight_tokens(self) -> int:
         """Tokens that can be in memory in front of the active ones.
