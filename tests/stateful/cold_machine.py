@@ -108,7 +108,8 @@ class ColdMachine(EngineMachine):
             self.forget_and_ask_again(asked, 0)
 
     def _damage(self, pick: int, how: str, seed: int) -> None:
-        files = sorted((self.folder / FORMAT / "blocks").rglob("*.safetensors"))
+        found = (self.folder / FORMAT / "blocks").rglob("*.safetensors")
+        files = sorted(path for path in found if path.stat().st_size)  # not cut to nothing
         if not files:
             return
         self.core.prefixes.clear()

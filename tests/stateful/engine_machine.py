@@ -171,9 +171,14 @@ class EngineMachine(RuleBasedStateMachine):
         mx.set_cache_limit(0)  # the core has set one
         self.faulty = Faulty(self.core.runner.model)
         self.core.runner.model = self.faulty
-        self.fixed = self.core.ledger.used_bytes
+        self.opened_bytes = self.core.ledger.used_bytes
         self.failed = 0
         self.core.set_limit(self.fixed + ROOMS[1])
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are always held."""
+        return self.opened_bytes
 
     @property
     def tight_bytes(self) -> int:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -75,6 +76,10 @@ class Kind:
     """Whether a draft model proposes tokens: a copy of the model, so that they are right."""
     attend_tokens: int | None = None
     """Tokens that a decode step reads; then the text is judged as far as it reads all."""
+    active_kv_size: int | None = None
+    """Tokens of a sequence that stay in memory, beside a cold tier."""
+    piece_blocks: int = 1
+    """Blocks of a piece of a prompt."""
 
     @property
     def model(self) -> Any:
@@ -99,6 +104,7 @@ class Kind:
             "max_stall_ms": self.max_stall_ms,
             "speculative_tokens": self.speculative_tokens,
             "attend_tokens": self.attend_tokens,
+            "active_kv_size": self.active_kv_size,
             "max_kv_size": self.max_kv_size,
             "keep": self.keep,
             "max_batch_size": self.places,
@@ -118,17 +124,23 @@ class Kind:
             return theirs.CacheList(*map(self._bounded, cache.caches))
         if isinstance(cache, theirs.ArraysCache):
             return cache
-        keep = EngineSettings(memory_limit=1, **self.settings).keep_tokens
-        return caches.SinkRotatingKVCache(self.max_kv_size, keep)
+        return caches.SinkRotatingKVCache(self.max_kv_size, self.checked.keep_tokens)
+
+    @property
+    def checked(self) -> EngineSettings:
+        """The settings, beside a tier if they need one.
+
+        Raises:
+            SettingError: an engine does not take them together.
+        """
+        tier = None if self.active_kv_size is None else Path()
+        return EngineSettings(memory_limit=1, ssd_cache_dir=tier, **self.settings)
 
     @functools.cached_property
     def pieces(self) -> list[tuple[int, ...]]:
-        """The blocks that prompts are made of: few, so that prompts meet."""
-        draw = random.Random(self.block_size)
-        return [
-            tuple(draw.randrange(VOCABULARY_TOKENS) for _ in range(self.block_size))
-            for _ in range(3)
-        ]
+        """The pieces that prompts are made of: few, so that prompts meet."""
+        draw, tokens = random.Random(self.block_size), self.block_size * self.piece_blocks
+        return [tuple(draw.randrange(VOCABULARY_TOKENS) for _ in range(tokens)) for _ in range(3)]
 
 
 KINDS = [
@@ -149,7 +161,7 @@ KINDS = [
 def possible(kind: Kind) -> bool:
     """Tell whether an engine takes such settings together, whatever the model."""
     try:
-        settings = EngineSettings(memory_limit=1, **kind.settings)
+        settings = kind.checked
         QuantizationRule.of(kind.codec, block_size=kind.block_size, first_tokens=0)
     except (ValueError, SettingError):
         return False
@@ -179,6 +191,25 @@ drawn_kinds = st.builds(
     feed_forward=st.just(2_048),
 ).filter(possible)
 """Engines whose settings are drawn each by itself: a block may be longer than a window."""
+
+spilling_kinds = st.builds(
+    Kind,
+    name=st.just("spilling"),
+    family=st.sampled_from(["llama", "llama", "falcon_h1"]),
+    block_size=st.sampled_from([16, 16, 32, 48]),
+    piece_blocks=st.sampled_from([1, 3, 5]),
+    prefill_chunk=st.sampled_from([8, 48, 64, 128]),
+    max_stall_ms=st.sampled_from([0, 1]),
+    attend_tokens=st.sampled_from([128, 128, 256, 700]),
+    active_kv_size=st.sampled_from([None, 128, 128, 144, 256, 700]),
+    max_kv_size=st.sampled_from([300, 1_024, 1_024]),
+    keep=st.sampled_from([None, 0, 40]),
+    least_blocks=st.sampled_from([0, 1, 3]),
+    places=st.sampled_from([1, 2, 4]),
+    most_prompt=st.just(560),
+    feed_forward=st.just(2_048),
+).filter(possible)
+"""Engines that choose what they read, and spill the rest, over prompts that are long enough."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,134 @@
+"""The engine's machine with a disk, on which keys and values lie that sequences still read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import mlx.core as mx
+import numpy as np
+from cold_machine import ColdMachine
+from engine_machine import ROOMS, Wish, picks, wishes
+from engine_reference import Kind, spilling_kinds
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule
+from numpy.typing import NDArray
+
+from penstock.engine.offload.cold_blocks import RECORD_BYTES, ColdBlocks
+from penstock.engine.retention.spilling import Spilling, places_of
+from penstock.kv.codecs.coded import Coded
+from penstock.kv.codecs.spilled import Checksums, Numbers, Spilled
+
+Raw: TypeAlias = NDArray[np.uint8]
+ROOM = 4
+"""Times the room of other machines: prompts are as much longer."""
+
+
+class SpillMachine(ColdMachine):
+    """An engine whose settings are drawn, most of which let old keys and values leave memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: dict[tuple[int, int, int, int, int], bytes] = {}
+        """Blocks that have left memory, by layer, side, head, place and checksum."""
+        self.patch.setattr(Spilled, "spilled", self.noting(Spilled.spilled))
+        self.patch.setattr(ColdBlocks, "fetch", self.comparing(ColdBlocks.fetch))
+
+    def noting(self, spilled: Callable[..., Coded]) -> Callable[..., Coded]:
+        """Remember what leaves memory."""
+
+        def notes(codec: Spilled, x: mx.array, places: Numbers) -> Coded:
+            coded = spilled(codec, x, places)
+            raw = np.array(x).reshape(x.shape[1], len(places), -1)
+            checksums = np.array(coded.parts[0])[0]
+            for head, column in np.ndindex(raw.shape[:2]):
+                at = codec.layer, codec.side, codec.first_head + head, int(places[column])
+                self.left[*at, int(checksums[head, column])] = raw[head, column].tobytes()
+            return coded
+
+        return notes
+
+    def comparing(self, fetch: Callable[..., Raw]) -> Callable[..., Raw]:
+        """See that what is read is what has left memory."""
+
+        def compares(
+            blocks: ColdBlocks,
+            layer: int,
+            side: int,
+            first: int,
+            places: Numbers,
+            sums: Checksums,
+            **how: bool,
+        ) -> Raw:
+            raw = fetch(blocks, layer, side, first, places, sums, **how)
+            for head, column in np.ndindex(places.shape):
+                place, checksum = int(places[head, column]), int(sums[head, column])
+                left = self.left[layer, side, first + head, place, checksum]
+                assert raw[head, column].tobytes() == left, "another block than the one that left"
+            return raw
+
+        return compares
+
+    @property
+    def spilling(self) -> Spilling | None:
+        return self.core.stores.spilling
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are always held, and those of the places, which are looked through rarely."""
+        spilling = self.spilling
+        places = 0 if spilling is None else RECORD_BYTES * spilling.blocks.records
+        return self.opened_bytes + places
+
+    @initialize(
+        kind=spilling_kinds,
+        room=st.sampled_from([*ROOMS, None, None]),
+        wishes=st.lists(wishes, min_size=2, max_size=4),
+    )
+    def begin(self, kind: Kind, room: int | None, wishes: list[Wish]) -> None:
+        """Open the engine, and begin with some who run."""
+        self.kind = kind
+        self.open_core()
+        self.set_limit(room)
+        self.submit(wishes)
+        self.run_step()
+
+    @rule(room=st.sampled_from([*ROOMS, None]))
+    def set_limit(self, room: int | None) -> None:
+        super().set_limit(None if room is None else ROOM * room)
+
+    @rule(
+        chosen=st.lists(picks, max_size=3),
+        how=st.sampled_from(["flip", "signs", "cut", "gone"]),
+        seed=st.integers(0, 99),
+        times=st.integers(1, 6),
+    )
+    def lose(self, chosen: list[int], how: str, seed: int, times: int) -> None:
+        """Damage what is read, of which nothing is in memory, and go on."""
+        if self.spilling is not None:
+            self.spilling.blocks._cache.clear()
+        for pick in chosen:
+            self._damage(pick, how, seed)
+        for _ in range(times):
+            self.run_step()
+
+    @invariant()
+    def what_has_left_memory_can_be_found(self) -> None:
+        spilling = self.spilling
+        if spilling is None:
+            return
+        blocks = spilling.blocks
+        assert len(blocks._cache) <= blocks._most
+        slots = list(blocks._cache.values())
+        assert len(set(slots)) == len(slots), "two blocks in one place of the cache"
+        for node in self.core.prefixes.tree:
+            numbers = {place // blocks.record_blocks for place in places_of(node.segment)}
+            assert numbers <= set(blocks._keys), "blocks without a place"
+
+    def close_core(self) -> None:
+        """Everything is given back, the places too."""
+        self.core.prefixes.clear()
+        if self.spilling is not None:
+            self.spilling.blocks.retain(())
+            assert self.spilling.blocks.records == 0
+        super().close_core()
