@@ -824,6 +824,33 @@ def test_the_cache_limit_is_as_before_after_close(cache_limit: int) -> None:
     assert mx.set_cache_limit(cache_limit) == cache_limit
 
 
+def test_mlx_begins_nothing_beyond_the_limit_of_all_open_engines() -> None:
+    """It allocates for a hundred operations ahead of those that run, as many as it comes to."""
+    before = mx.set_memory_limit(10**15)
+    other = mx.zeros(1_000_000)  # of this process, and of no engine
+    mx.eval(other)
+    try:
+        first = Core(model_of("llama"), None, **SETTINGS)
+        limit, more = first.ledger.limit_bytes, memory_limit_now()
+        assert limit + other.nbytes <= more < 10**12
+        second = Core(model_of("llama"), None, **SETTINGS)
+        assert memory_limit_now() >= more + limit
+        second.close()
+        assert memory_limit_now() == more
+        first.set_limit(limit - 1_000_000)
+        assert memory_limit_now() == more - 1_000_000
+        first.close()
+        assert memory_limit_now() == 10**15
+    finally:
+        mx.set_memory_limit(before)
+
+
+def memory_limit_now() -> int:
+    limit: int = mx.set_memory_limit(0)
+    mx.set_memory_limit(limit)
+    return limit
+
+
 def test_two_engines_at_a_time_leave_the_cache_limit_as_it_was(cache_limit: int) -> None:
     first = Core(model_of("llama"), None, **SETTINGS)
     second = Core(model_of("llama"), None, **{**SETTINGS, "max_batch_size": 5})

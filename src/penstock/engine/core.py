@@ -19,8 +19,10 @@ from contextlib import suppress
 from typing import Any
 from weakref import finalize
 
+import mlx.core as mx
+
 from penstock.engine.handle import Handle
-from penstock.engine.memory_pressure import give_back, share_mlx_cache
+from penstock.engine.memory_pressure import MLXShare, give_back, share_mlx
 from penstock.engine.parts import EngineParts
 from penstock.engine.ranks.process_group import Command, ProcessGroup, SingleProcess
 from penstock.engine.request import Request
@@ -64,8 +66,14 @@ class Core(EngineParts):
         self._closed = False
         self._settled: tuple[int, ...] = ()
         """Figures after the last step that must be equal on all ranks."""
-        share_mlx_cache(id(self), self.budget.step_bytes)
-        finalize(self, share_mlx_cache, id(self), None)  # also of a core that is never closed
+        self._other_bytes = max(0, mx.get_active_memory() - self.budget.weights_bytes)
+        """Bytes of arrays that are not the engine's."""
+        self._share_mlx()
+        finalize(self, share_mlx, id(self), None)  # also of a core that is never closed
+
+    def _share_mlx(self) -> None:
+        limit = self._other_bytes + self.ledger.limit_bytes
+        share_mlx(id(self), MLXShare(self.budget.step_bytes, limit))
 
     # ---- requests
 
@@ -177,6 +185,7 @@ class Core(EngineParts):
             raise SettingError("the memory limit of a model on several machines stays as it is")
         self.budget.check_limit(limit_bytes)
         self.admission.fit(limit_bytes)
+        self._share_mlx()
         give_back()
 
     def bound_process(self) -> None:
@@ -228,4 +237,4 @@ class Core(EngineParts):
             self.draft.close()
         self.stores.close()
         self.budget.close()
-        share_mlx_cache(id(self), None)
+        share_mlx(id(self), None)

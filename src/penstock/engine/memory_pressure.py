@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -24,10 +25,6 @@ PRESSURE_SECONDS = 1.0
 SPARE_BYTES = 120 * 10**6
 """Resident bytes above the memory limit from which a server evicts: with what arrives between two
 looks it stays below 150 MB."""
-
-_kept_bytes: dict[int, int] = {}
-_kept_before: list[int] = []
-_keeping = Lock()
 
 
 class MemoryPressure:
@@ -118,19 +115,54 @@ def give_back() -> None:
     give_back_freed_memory()
 
 
-def share_mlx_cache(owner: int, nbytes: int | None) -> None:
-    """Let MLX keep as many freed bytes as a step of each open core takes; None closes one.
+@dataclass(frozen=True, slots=True)
+class MLXShare:
+    """What one open engine asks of MLX's allocator, which is the process's."""
 
-    The limit is the process's: the first core notes it, and the last restores it.
+    cache_bytes: int
+    """Freed bytes that MLX keeps: as many as a step takes."""
+    limit_bytes: int
+    """Active bytes from which MLX begins nothing more until something has ended.
+
+    It begins a hundred operations ahead of those that run, and takes the memory for all of them.
     """
-    with _keeping:
-        if nbytes is None:
-            _kept_bytes.pop(owner, None)
+
+
+_shares: dict[int, MLXShare] = {}
+_before: list[MLXShare] = []
+_sharing = Lock()
+
+
+def share_mlx(owner: int, share: MLXShare | None) -> None:
+    """Limit MLX to the sum of what all open engines ask; None ends the share of one.
+
+    The first one notes what was set before, and the last restores it.
+    """
+    with _sharing:
+        kept_bytes = _sum().cache_bytes
+        if share is None:
+            _shares.pop(owner, None)
         else:
-            _kept_bytes[owner] = nbytes
-        if _kept_bytes:
-            before = mx.set_cache_limit(sum(_kept_bytes.values()))
-            if not _kept_before:
-                _kept_before.append(before)
-        elif _kept_before:
-            mx.set_cache_limit(_kept_before.pop())
+            _shares[owner] = share
+        if not _shares:
+            _restore()
+            return
+        both = _sum()
+        limit_bytes = mx.set_memory_limit(both.limit_bytes)
+        if both.cache_bytes != kept_bytes:
+            kept_bytes = mx.set_cache_limit(both.cache_bytes)
+        if not _before:
+            _before.append(MLXShare(kept_bytes, limit_bytes))
+
+
+def _sum() -> MLXShare:
+    shares = _shares.values()
+    return MLXShare(sum(s.cache_bytes for s in shares), sum(s.limit_bytes for s in shares))
+
+
+def _restore() -> None:
+    """Set what was set before the first engine, once."""
+    if _before:
+        before = _before.pop()
+        mx.set_cache_limit(before.cache_bytes)
+        mx.set_memory_limit(before.limit_bytes)
