@@ -13,6 +13,7 @@ from engine_faults import model_of
 from penstock.engine.core import Core
 from penstock.engine.model.runner import Runner
 from penstock.engine.request import Request
+from penstock.engine.schedule.budget import POOL_SHARE
 from penstock.kv.reads import DecodeRow
 
 AGENTS, TURNS, SYSTEM_TOKENS = 4, 3, 1_500
@@ -66,5 +67,20 @@ def test_a_conversation_in_small_blocks_reads_no_more_parts(
         # Of each agent the ends of two turns, the last to the token as well, and of what all share
         # one a span of 256 tokens.
         assert checkpoints <= 3 * AGENTS + 2 * (SYSTEM_TOKENS // 256)
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize(("feed_forward", "columns"), [(128, 8), (16_384, 16)])
+def test_tails_are_longer_where_they_are_small_beside_the_weights(
+    feed_forward: int, columns: int
+) -> None:
+    """Twice as long tails are copied out half as often."""
+    model = model_of("llama", feed_forward=feed_forward)
+    core = Core(model, max_batch_size=8, block_size=32, memory_limit="1GB")
+    try:
+        share = 128 * core.runner.token_bytes / core.budget.weights_bytes
+        assert (share <= POOL_SHARE) == (columns == 16)
+        assert core.tails.columns == columns
     finally:
         core.close()

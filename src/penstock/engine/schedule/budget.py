@@ -43,6 +43,9 @@ GROWTH_TOKENS = 32
 """Tokens of an answer whose bytes are reserved together, before they are decoded."""
 POOL_TOKENS = 64
 """Columns of all tails together while a batch has few places: eight tails of the least length."""
+LARGE_POOL_TOKENS = 128
+"""The same where they take at most `POOL_SHARE` of what the weights take."""
+POOL_SHARE = 0.025
 
 
 class Copying(Protocol):
@@ -441,10 +444,9 @@ def reserve_fixed(
         LedgerFull, NeverFits: there is no room for both beside the weights.
         StepTooLarge: there is no room even for a fraction of them; nothing was reserved.
     """
-    slots, block_size, spare = limits.max_batch_size, limits.block_size, limits.speculative_tokens
-    columns = min(MOST_TAIL_TOKENS, POOL_TOKENS // slots, block_size // 2)
-    # Proposals end with the tail.
-    columns = min(max(TAIL_TOKENS, columns, 2 * spare), block_size)
+    slots, spare = limits.max_batch_size, limits.speculative_tokens
+    large = LARGE_POOL_TOKENS * runner.token_bytes <= POOL_SHARE * weights.nbytes
+    columns = _tail_columns(limits, LARGE_POOL_TOKENS if group.least(large) else POOL_TOKENS)
     check_largest_steps(ledger, limits, runner, group, columns + spare)
     pool = ledger.reserve(Kind.TAILS, slots * (columns + spare) * runner.token_bytes)
     tails = Tails(slots, columns, runner.shapes, spare)
@@ -455,6 +457,14 @@ def reserve_fixed(
     tails.drop()  # until a sequence decodes
     chunk = ledger.reserve(Kind.BUFFERS, 0)
     return FixedReservations(weights=weights, pool=pool, step=step, chunk=chunk), tails
+
+
+def _tail_columns(limits: EngineSettings, pool_tokens: int) -> int:
+    """Return the columns of a tail where all of a small batch may have so many together."""
+    block_size = limits.block_size
+    columns = min(MOST_TAIL_TOKENS, pool_tokens // limits.max_batch_size, block_size // 2)
+    # Proposals end with the tail.
+    return min(max(TAIL_TOKENS, columns, 2 * limits.speculative_tokens), block_size)
 
 
 def weight_bytes(model: Any) -> int:
