@@ -12,8 +12,6 @@ from penstock import config
 from penstock.engine.core import Core
 from penstock.engine.handle import Handle
 from penstock.engine.request import Request
-from penstock.engine.schedule.scheduler import State
-from penstock.engine.schedule.sequence import Sequence as Answering
 from penstock.engine.stats import Stats
 from penstock_bench.models import BenchModel
 
@@ -107,7 +105,7 @@ class Ours:
             **{**shape.codec_settings, **settings},
         )
         self._handles: list[Handle] = []
-        self._sequences: list[Answering] = []
+        self._seen_tokens: list[int] = []
         self._before = self.stats()
 
     def stats(self) -> Stats:
@@ -151,32 +149,32 @@ class Ours:
             self._core.submit(Request(prompt=tuple(prompt), max_tokens=max_tokens, ignore_eos=True))
             for prompt in prompts
         ]
-        by_handle = {s.handle: s for s in self._core.admission.sequences.values()}
-        self._sequences = [by_handle[handle] for handle in self._handles]
-        self._seen_tokens = [len(prompt) for prompt in prompts]
+        self._seen_tokens = [0 for _ in prompts]
 
     def answers(self) -> list[list[int]]:
         """Run steps until every request has ended, and return the tokens of each."""
         while self._core.step():
             pass
-        ended, self._handles, self._sequences = self._handles, [], []
+        ended, self._handles = self._handles, []
         return [handle.result(0.0)[0].tokens for handle in ended]
 
     def give_up(self) -> None:
         """Cancel the requests."""
         for handle in self._handles:
             handle.cancel()
-        self._handles, self._sequences = [], []
+        self._handles = []
 
     def step(self) -> Sequence[tuple[int, int]]:
         """Run one step, as the engine's thread does, and return its new tokens."""
         self._core.step(send_later=True)
         new: list[tuple[int, int]] = []
-        for place, sequence in enumerate(self._sequences):
-            if sequence.state is State.DONE:
+        for place, handle in enumerate(self._handles):
+            answers = self._core.view.generated(handle)
+            if not answers:
                 raise AssertionError(f"sequence {place} ended while it was measured")
-            new += [(place, token) for token in sequence.tokens[self._seen_tokens[place] :]]
-            self._seen_tokens[place] = len(sequence.tokens)
+            (tokens,) = answers
+            new += [(place, token) for token in tokens[self._seen_tokens[place] :]]
+            self._seen_tokens[place] = len(tokens)
         return new
 
     def settle(self) -> None:

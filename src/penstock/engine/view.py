@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from penstock.config import EngineSettings
 from penstock.engine.draft.draft import Draft
+from penstock.engine.handle import Handle
 from penstock.engine.offload import restoring
 from penstock.engine.schedule.admission import Admission
 from penstock.engine.schedule.budget import MemoryBudget, weight_bytes
@@ -183,6 +184,11 @@ class EngineView:
         room = max(1, self._ledger.limit_bytes - fixed)
         claimed = self._ledger.used_bytes - fixed - self._prefixes.evictable_bytes
         return max(0, claimed) / room
+
+    def generated(self, handle: Handle) -> list[list[int]]:
+        """Return the tokens of a request's open answers so far, whether they are posted or not."""
+        sequences = self._admission.sequences.values()
+        return [list(s.generated) for s in sequences if s.handle is handle]
 
     # ---- cached KV
 
