@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from parrot import parrot
 from servers import Running, serving
 
+from penstock.engine.core import Core
 from penstock.engine.request import Finish, Usage
 from penstock.server.answers import Delta, Reader, ToolCall
 from penstock.server.call_growth import CallPart, CallParts
@@ -41,7 +43,20 @@ MESSAGES: list[Any] = [{"role": "user", "content": "write"}]
 def writing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model, tokenizer = parrot(tmp_path_factory.mktemp("writing"), *PIECES)
     with serving(model, tokenizer, engine={"memory_limit": "400MB"}) as running:
+        running.service.engine._later(slow_down).result()
         yield running
+
+
+def slow_down(core: Core) -> None:
+    """Let each step begin later: a server that is behind joins what has come meanwhile."""
+    step = core.step
+
+    def later(*, send_later: bool) -> bool:
+        if not core.view.idle:
+            time.sleep(0.05)
+        return step(send_later=send_later)
+
+    core.step = later  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
