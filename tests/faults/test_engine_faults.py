@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -840,6 +841,31 @@ def test_mlx_begins_nothing_beyond_the_limit_of_all_open_engines() -> None:
         first.set_limit(limit - 1_000_000)
         assert memory_limit_now() == more - 1_000_000
         first.close()
+        assert memory_limit_now() == 10**15
+    finally:
+        mx.set_memory_limit(before)
+
+
+def test_a_share_may_end_while_another_begins() -> None:
+    """A core that was not closed is collected anywhere, on the thread that holds the lock too."""
+    limits, share = memory_pressure.MLXLimits(), memory_pressure.MLXShare(1_000, 10**9)
+
+    class Collecting(dict[int, Any]):
+        def values(self) -> Any:
+            found = list(super().values())
+            if 2 in self:
+                limits.share(2, None)
+            return found
+
+    before = mx.set_memory_limit(10**15)
+    limits._shares = Collecting({2: share})
+    try:
+        work = threading.Thread(target=limits.share, args=(1, share), daemon=True)
+        work.start()
+        work.join(10.0)
+        assert not work.is_alive(), "it waits for itself"
+        assert memory_limit_now() == 10**9, "the other one has ended"
+        limits.share(1, None)
         assert memory_limit_now() == 10**15
     finally:
         mx.set_memory_limit(before)

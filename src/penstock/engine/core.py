@@ -22,7 +22,7 @@ from weakref import finalize
 import mlx.core as mx
 
 from penstock.engine.handle import Handle
-from penstock.engine.memory_pressure import MLXShare, give_back, share_mlx
+from penstock.engine.memory_pressure import MLXShare, give_back, mlx_limits
 from penstock.engine.parts import EngineParts
 from penstock.engine.ranks.process_group import Command, ProcessGroup, SingleProcess
 from penstock.engine.request import Request
@@ -69,11 +69,11 @@ class Core(EngineParts):
         self._other_bytes = max(0, mx.get_active_memory() - self.budget.weights_bytes)
         """Bytes of arrays that are not the engine's."""
         self._share_mlx()
-        finalize(self, share_mlx, id(self), None)  # also of a core that is never closed
+        finalize(self, mlx_limits.share, id(self), None)  # also of a core that is never closed
 
     def _share_mlx(self) -> None:
         limit = self._other_bytes + self.ledger.limit_bytes
-        share_mlx(id(self), MLXShare(self.budget.step_bytes, limit))
+        mlx_limits.share(id(self), MLXShare(self.budget.step_bytes, limit))
 
     # ---- requests
 
@@ -237,4 +237,4 @@ class Core(EngineParts):
             self.draft.close()
         self.stores.close()
         self.budget.close()
-        share_mlx(id(self), None)
+        mlx_limits.share(id(self), None)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import mlx.core as mx
@@ -128,41 +128,46 @@ class MLXShare:
     """
 
 
-_shares: dict[int, MLXShare] = {}
-_before: list[MLXShare] = []
-_sharing = Lock()
+class MLXLimits:
+    """Limits of MLX's allocator: the sum of what all open engines ask. Thread-safe.
 
-
-def share_mlx(owner: int, share: MLXShare | None) -> None:
-    """Limit MLX to the sum of what all open engines ask; None ends the share of one.
-
-    The first one notes what was set before, and the last restores it.
+    What was set before the first engine is restored after the last.
     """
-    with _sharing:
-        kept_bytes = _sum().cache_bytes
-        if share is None:
-            _shares.pop(owner, None)
-        else:
-            _shares[owner] = share
-        if not _shares:
-            _restore()
-            return
-        both = _sum()
-        limit_bytes = mx.set_memory_limit(both.limit_bytes)
-        if both.cache_bytes != kept_bytes:
-            kept_bytes = mx.set_cache_limit(both.cache_bytes)
-        if not _before:
-            _before.append(MLXShare(kept_bytes, limit_bytes))
+
+    def __init__(self) -> None:
+        self._shares: dict[int, MLXShare] = {}
+        self._told: MLXShare | None = None
+        self._before: MLXShare | None = None
+        self._lock = RLock()
+        """Reentrant: wherever garbage is collected, the share of an engine that was not closed may
+        end."""
+
+    def share(self, owner: int, share: MLXShare | None) -> None:
+        """Set what one engine asks; None ends its share."""
+        with self._lock:
+            if share is None:
+                self._shares.pop(owner, None)
+            else:
+                self._shares[owner] = share
+            while (wanted := self._sum()) != self._told:  # another share may end meanwhile
+                self._tell(wanted)
+
+    def _sum(self) -> MLXShare | None:
+        shares = list(self._shares.values())
+        if not shares:
+            return None
+        return MLXShare(sum(s.cache_bytes for s in shares), sum(s.limit_bytes for s in shares))
+
+    def _tell(self, wanted: MLXShare | None) -> None:
+        before, new = self._told, wanted or self._before
+        assert new is not None
+        limit_bytes = mx.set_memory_limit(new.limit_bytes)
+        if before is None or before.cache_bytes != new.cache_bytes:
+            cache_bytes = mx.set_cache_limit(new.cache_bytes)
+            if before is None:
+                self._before = MLXShare(cache_bytes, limit_bytes)
+        self._told = wanted
 
 
-def _sum() -> MLXShare:
-    shares = _shares.values()
-    return MLXShare(sum(s.cache_bytes for s in shares), sum(s.limit_bytes for s in shares))
-
-
-def _restore() -> None:
-    """Set what was set before the first engine, once."""
-    if _before:
-        before = _before.pop()
-        mx.set_cache_limit(before.cache_bytes)
-        mx.set_memory_limit(before.limit_bytes)
+mlx_limits = MLXLimits()
+"""MLX's allocator is the process's, and so are its limits."""
