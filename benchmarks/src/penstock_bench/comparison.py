@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -161,9 +162,20 @@ def _watched(makers: Mapping[str, MakeSide], task: Task, base_bytes: int) -> dic
     watched = {}
     for who, make in makers.items():
         with nothing_ahead():
-            watched[who] = run_side(make, task, watch=True)
+            watched[who] = run_side(partial(_waiting, make), task, watch=True)
         _check_base(who, base_bytes)
     return watched
+
+
+def _waiting(make: MakeSide) -> Side:
+    """Make a side that waits as `nothing_ahead` says; an engine sets limits of its own."""
+    side = make()
+    _limit_to_nothing()
+    return side
+
+
+def _limit_to_nothing() -> tuple[int, int]:
+    return mx.set_cache_limit(0), mx.set_memory_limit(0)
 
 
 @contextmanager
@@ -174,7 +186,7 @@ def nothing_ahead() -> Iterator[None]:
     machine does: the peak of one and the same step was 1.2 times another's. Beyond its memory
     limit MLX waits.
     """
-    cache_limit, memory_limit = mx.set_cache_limit(0), mx.set_memory_limit(0)
+    cache_limit, memory_limit = _limit_to_nothing()
     try:
         yield
     finally:
