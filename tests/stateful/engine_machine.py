@@ -44,6 +44,7 @@ from penstock.engine.core import Core
 from penstock.engine.handle import Choice, Handle
 from penstock.engine.request import Finish, Request, Sampling
 from penstock.engine.schedule.budget import weight_bytes
+from penstock.engine.schedule.scheduler import State
 from penstock.errors import NeverFits, PenstockError, QueueFull, StepFailed
 from penstock.ledger import Kind as Bytes
 
@@ -254,8 +255,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def outrank(self, pick: int) -> None:
         """Ask for so many answers, and with such a priority, that everybody else is preempted."""
-        if not self.core.view.stats().running:
-            return
+        if not any(s.priority < 9 for s in self.core.scheduler.sequences(State.RUNNING)):
+            return  # those that outranked others do not give way to their like
         prompt = self.kind.pieces[pick % 3][:3]
         asked = self.ask(Request(prompt=prompt, n=self.kind.places, max_tokens=2, priority=9))
         self.run_step()
