@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import config
 from penstock.cli import options
+from penstock.memory import format_bytes
 
 if TYPE_CHECKING:
     from penstock.engine.view import SpilledBytes
@@ -57,3 +58,18 @@ def largest_request(
                 return LargestRequest(tokens, spilled)
             finally:
                 service.close()
+
+
+def spilled_line(spilled: SpilledBytes, memory_bytes: int) -> str:
+    """Write what a sequence has in memory while most of it is in a cold tier."""
+    index, places, active, cache = (
+        format_bytes(nbytes)
+        for nbytes in (
+            *(spilled.index_bytes, spilled.place_bytes),
+            *(spilled.active_bytes, spilled.cache_bytes),
+        )
+    )
+    return (
+        f"spilled  {spilled.tokens:,} tokens in {format_bytes(memory_bytes)}: index {index}, "
+        f"places {places}, {spilled.active_tokens:,} tokens exactly {active}, cache {cache}"
+    )

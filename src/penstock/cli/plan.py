@@ -14,7 +14,7 @@ from rich.table import Table
 from penstock import config, memory
 from penstock.cli import options
 from penstock.cli.banner import largest_line
-from penstock.cli.largest_request import largest_request
+from penstock.cli.largest_request import largest_request, spilled_line
 from penstock.cli.settings_options import Fields, with_settings
 from penstock.errors import ModelError, SettingError
 from penstock.memory import ModelSpec, format_bytes
@@ -393,22 +393,7 @@ def _show(plan: MemoryPlan, console: Console) -> None:
     if plan.largest_request_tokens is not None:
         say(largest_line(plan.largest_request_tokens))
     if plan.spilled is not None:
-        say(_spilled_line(plan.spilled, plan.memory_bytes))
-
-
-def _spilled_line(spilled: SpilledBytes, memory_bytes: int) -> str:
-    """Write what a sequence has in memory while most of it is in a cold tier."""
-    index, places, active, cache = (
-        format_bytes(nbytes)
-        for nbytes in (
-            *(spilled.index_bytes, spilled.place_bytes),
-            *(spilled.active_bytes, spilled.cache_bytes),
-        )
-    )
-    return (
-        f"spilled  {spilled.tokens:,} tokens in {format_bytes(memory_bytes)}: index {index}, "
-        f"places {places}, {spilled.active_tokens:,} tokens exactly {active}, cache {cache}"
-    )
+        say(spilled_line(plan.spilled, plan.memory_bytes))
 
 
 def _table(plan: MemoryPlan, *, narrow: bool) -> Table:
