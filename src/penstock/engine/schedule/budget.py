@@ -46,6 +46,7 @@ POOL_TOKENS = 64
 LARGE_POOL_TOKENS = 128
 """The same where they take at most `POOL_SHARE` of what the weights take."""
 POOL_SHARE = 0.025
+"""Share of the bytes of the weights."""
 
 
 class Copying(Protocol):

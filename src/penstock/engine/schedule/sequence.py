@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from penstock.engine.draft.draft_kv import DraftKV
 from penstock.engine.handle import Handle, notify
 from penstock.engine.model.proposals import Speculation
-from penstock.engine.model.sampling import SampledToken, TokenSampler
+from penstock.engine.model.sampling import SampledToken, TokenSampler, without_frames
 from penstock.engine.model.text import TextStream
 from penstock.engine.offload.engine_tier import Restore
 from penstock.engine.offload.tier_group import TierLookup
@@ -192,7 +192,7 @@ class Sequence:
             self._post()
         # A boundary: a detokenizer's fault is this answer's, and the engine goes on.
         except Exception as fault:  # noqa: BLE001
-            self.fault = fault
+            self.fault = without_frames(fault)  # they would keep the step's arrays
 
     def _post(self) -> None:
         unsent, self.unsent = self.unsent, []
