@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+SECONDS = 20  # a busy machine may take as long for what takes a moment
 WIDE = {"width": 1440, "height": 1000}
 FLAGS = [
     "--headless",
@@ -24,11 +25,15 @@ FLAGS = [
 
 
 @contextmanager
-def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
-    """Open the page as somebody who was never here; at the end nothing may have gone wrong."""
+def opened(browser: Any, url: str, home: str = "", **options: Any) -> Iterator[Any]:
+    """Open the page as somebody who was never here; at the end nothing may have gone wrong.
+
+    Args:
+        home: the server's address, where the page comes later.
+    """
     context = browser.new_context(**{"viewport": WIDE, **options})
     page = context.new_page()
-    home = str(httpx.URL(url).copy_with(path="/"))
+    home = str(httpx.URL(home or url).copy_with(path="/"))
     faults: list[str] = []
     foreign: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -38,7 +43,7 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
         lambda asked: None if asked.url.startswith((home, "data:")) else foreign.append(asked.url),
     )
     page.faults = faults
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(SECONDS * 1_000)
     page.goto(url)
     try:
         yield page
@@ -48,7 +53,7 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
     assert faults == []
 
 
-def say(page: Any, text: str, seconds: float = 5) -> Any:
+def say(page: Any, text: str, seconds: float = SECONDS) -> Any:
     """Say something in the chat and return the answer's bubble, once it is complete."""
     from playwright.sync_api import expect
 

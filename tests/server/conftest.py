@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import CHROMIUM, FLAGS
+from browsers import CHROMIUM, FLAGS, SECONDS
 from servers import MODEL_NAME, Running, serve_in_thread, serving, settings, wait_until
 
 from penstock.recall import Dialogue, dialogue
@@ -37,6 +37,7 @@ def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no Chromium here (Debian: apt-get install chromium)")
+    playwright.expect.set_options(timeout=SECONDS * 1_000)
     with playwright.sync_playwright() as started:
         launched = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield launched

@@ -70,6 +70,13 @@ def test_reasoning_is_folded_and_sent_back(browser: Any, thinker: Running) -> No
         assert first["reasoning_content"] == "I wonder. " and "print" in first["content"]
 
 
+def test_a_question_is_sent_before_the_model_is_known(browser: Any, thinker: Running) -> None:
+    with opened(browser, "about:blank", home=thinker.url) as page:
+        page.route("**/v1/live", lambda route: None)  # its figures never come
+        page.goto(thinker.url)
+        expect(say(page, "Well?").locator("pre")).to_have_text('print("a < b")')
+
+
 def test_answers_are_markdown_and_nothing_in_them_runs(browser: Any, thinker: Running) -> None:
     with opened(browser, thinker.url) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])

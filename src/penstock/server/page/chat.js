@@ -95,7 +95,7 @@ export class Chat {
   /** Say something, and write down the answer while it comes. */
   async say(text) {
     const said = text.trim();
-    if (!said || this.running || !this.model) return;
+    if (!said || this.running) return;
     this.welcome ??= byId("welcome");
     this.welcome.remove();
     this.suggested?.remove();
@@ -181,7 +181,7 @@ export class Chat {
 
   body() {
     return {
-      model: this.model,
+      ...(this.model && { model: this.model }), // the server knows its own
       messages: this.conversation(),
       temperature: Number(byId("temperature").value) || 0,
       max_tokens: Number(byId("max-tokens").value) || 256,
