@@ -176,6 +176,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.failed = 0
         self.core.set_limit(self.fixed + ROOMS[1])
 
+    def start(self, kind: Kind, room: int | None, wishes: list[Wish]) -> None:
+        """Open an engine of a drawn kind, and begin with some who run."""
+        self.kind = kind
+        self.open_core()
+        self.set_limit(room)
+        self.submit(wishes)
+        self.run_step()
+
     @property
     def fixed(self) -> int:
         """Bytes that are always held."""
@@ -590,6 +598,8 @@ class EngineMachine(RuleBasedStateMachine):
                 self.run_out()
                 self.close_core()
         finally:
+            if hasattr(self, "core"):
+                self.core.close()  # again, or what failed above still works in a folder
             mx.set_cache_limit(self.cache_limit)
             mx.enable_compile()
             gc.enable()
@@ -605,8 +615,4 @@ class DrawnMachine(EngineMachine):
     )
     def begin(self, kind: Kind, room: int | None, wishes: list[Wish]) -> None:
         """Open the engine, and begin with some who run."""
-        self.kind = kind
-        self.open_core()
-        self.set_limit(room)
-        self.submit(wishes)
-        self.run_step()
+        self.start(kind, room, wishes)

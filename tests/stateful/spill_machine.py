@@ -87,11 +87,7 @@ class SpillMachine(ColdMachine):
     )
     def begin(self, kind: Kind, room: int | None, wishes: list[Wish]) -> None:
         """Open the engine, and begin with some who run."""
-        self.kind = kind
-        self.open_core()
-        self.set_limit(room)
-        self.submit(wishes)
-        self.run_step()
+        self.start(kind, room, wishes)
 
     @rule(room=st.sampled_from([*ROOMS, None]))
     def set_limit(self, room: int | None) -> None:
