@@ -20,6 +20,8 @@ from penstock.recall import Dialogue
 from penstock.server import live
 from penstock.server.live import page_files
 
+SOON = 20.0
+
 PAGE = files("penstock.server") / "page"
 
 
@@ -75,7 +77,7 @@ def test_snapshots_come_twice_a_second_and_tell_the_tree_when_it_changes(
         nodes = next(snapshots)["tree"]["count"]
         began = time.monotonic()
         later = [next(snapshots) for _ in range(4)]
-        assert 1.5 <= time.monotonic() - began < 4
+        assert 1.5 <= time.monotonic() - began < SOON
         assert [snapshot["tree"] for snapshot in later] == [None] * 4
         assert all(snapshot["history"] is None for snapshot in later)
         chat(server.url, [{"role": "user", "content": "The code of the tiny owl is 17. " * 20}])
@@ -141,7 +143,7 @@ def test_a_dead_engine_ends_the_stream() -> None:
         began = time.monotonic()
         for _ in snapshots:
             pass
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON
         assert httpx.get(f"{running.url}/v1/live").status_code == 503
 
 
@@ -152,7 +154,7 @@ def test_draining_ends_the_stream() -> None:
         running.server.drain()
         for _ in snapshots:
             pass
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON
 
 
 # ---- the files of the page

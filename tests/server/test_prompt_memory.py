@@ -257,22 +257,22 @@ def test_reading_a_long_body_holds_nobody_up(wide: Running) -> None:
     with pytest.raises(ValidationError):
         ChatBody.model_validate(json.loads(body))
     alone_seconds = time.perf_counter() - began
-    waits = []
-    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=wide.url) as http:
-        asked = pool.submit(
-            httpx.post,
-            f"{wide.url}/v1/chat/completions",
-            content=body,
-            headers=HEADERS,
-            timeout=SECONDS,
-        )
-        while not asked.done():
-            began = time.perf_counter()
-            assert http.get("/health").status_code == 200
-            waits.append(time.perf_counter() - began)
-    answer = asked.result()
-    assert answer.status_code == 400 and "messages.16000.role" in answer.text
-    assert max(waits) < alone_seconds / 2
+
+    def longest_wait() -> float:
+        waits = []
+        with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=wide.url) as http:
+            url = f"{wide.url}/v1/chat/completions"
+            asked = pool.submit(httpx.post, url, content=body, headers=HEADERS, timeout=SECONDS)
+            while not asked.done():
+                began = time.perf_counter()
+                assert http.get("/health").status_code == 200
+                waits.append(time.perf_counter() - began)
+        answer = asked.result()
+        assert answer.status_code == 400 and "messages.16000.role" in answer.text
+        return max(waits)
+
+    # A loop that reads is held up each time, and one of a busy machine now and then.
+    assert any(longest_wait() < alone_seconds / 2 for _ in range(3))
 
 
 def test_compiling_a_grammar_holds_no_short_prompt_up(small: Running) -> None:

@@ -132,9 +132,7 @@ def test_a_slow_disk_drops_writes_and_holds_nobody(tmp_path: Path) -> None:
     room = 3 * records[0].nbytes
     with running(tmp_path, queue_bytes=room) as tier:
         with stalled(tier):
-            started = time.monotonic()
-            taken = [tier.offer(record) for record in records]
-            assert time.monotonic() - started < 1
+            taken = [tier.offer(record) for record in records]  # or waits for ever
             assert taken == [True] * 3 + [False] * 7
             assert tier.stats().queued_bytes == room
         assert tier.flush(SOON)
@@ -276,7 +274,7 @@ def test_after_the_end_nothing_is_taken_and_nobody_waits(tmp_path: Path) -> None
         pass
     tier.close()
     assert not tier.offer(chain(1)[0])
-    assert count(tier, keys_of(chain(1))).result(1) == 0
+    assert count(tier, keys_of(chain(1))).result(SOON) == 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
