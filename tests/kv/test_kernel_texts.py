@@ -21,11 +21,13 @@ from kernel_texts import (
 from lockstep import COMPILER
 
 from penstock.kv.kernels.attend import KernelCall
+from penstock.kv.kernels.span_forms import MOST_TILE_BYTES, form_of
 
 HALF, BRAIN = mx.float16, mx.bfloat16
 SHAPES = (
     Shape(HALF, 128, rows=1, repeats=4, sinks=True),
     Shape(BRAIN, 64, rows=5, repeats=4, scheme="affine4/turbo3"),
+    Shape(HALF, 128, rows=3, repeats=4, scheme="kivi5/turbo2.5"),
     Shape(dim=512, rows=1, repeats=2, scheme="turbo4/affine8"),
     Shape(dim=80, rows=9, shared=(64,) * 9),
 )
@@ -35,6 +37,9 @@ ALL = tuple(
     for dim, scheme in (
         (64, "raw"),
         (112, "turbo2"),
+        (128, "kivi4/affine6"),
+        (64, "kivi5/turbo3"),
+        (192, "turbo5/turbo3.5"),
         (192, "affine8"),
         (256, "affine4g128"),
         (512, "raw"),
@@ -96,11 +101,26 @@ def test_metal_gets_its_own_names_and_31_buffers_at_most() -> None:
 
 def test_threadgroup_memory_is_what_an_apple_gpu_has() -> None:
     for call in calls((*SHAPES, *ALL), "metal"):
-        sizes = {"T": dict(call.template)["T"].size, "uint32_t": 4, "float16_t": 2}
-        tiles = re.findall(r"SHARED\((\w+), \w+, TILE \* (\d+)\)", call.text.source)
-        held = sum(sizes[kind] * int(each) for kind, each in tiles)
-        assert held * dict(call.template).get("TILE", 0) <= 32_768 // 2 + 4_096
+        template = dict(call.template)
+        sizes = {"T": template["T"].size, "uint32_t": 4, "float16_t": 2}
+        tiles = re.findall(r"SHARED\((\w+), \w+, (TILE(?: / 32)?)? ?\*? ?(\d+)\)", call.text.source)
+        if not tiles:
+            continue
+        columns = {"TILE": template["TILE"], "TILE / 32": template["TILE"] // 32, "": 1}
+        held = sum(sizes[kind] * columns[each] * int(count) for kind, each, count in tiles)
+        assert len(tiles) == call.text.source.count("SHARED(")
+        assert 0 < held <= MOST_TILE_BYTES
         assert call.threads <= 256
+
+
+def test_sides_that_fill_threadgroup_memory_have_no_kernel() -> None:
+    """Codes by channel are staged by 32 columns at least; 512 numbers of 4 bytes are too much."""
+    for dim, dtype, taken in ((512, mx.float32, False), (512, HALF, False), (256, HALF, True)):
+        step = Step.random(Shape(dtype, dim, scheme="kivi4/raw", rows=1, shared=(64,), own=()))
+        (part,) = step.rows[0].parts
+        form = form_of(part.segment.layers[0], dtype)
+        assert (form is not None) == taken
+        assert form is None or form.column_bytes * 32 > 16_384
 
 
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
@@ -108,7 +128,7 @@ def test_nvidia_compiles_it(architecture: str) -> None:
     """And keeps all arrays of a lane in registers: memory of its own would be `.local`."""
     if nvrtc() is None:
         pytest.skip("pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl")
-    for call in calls(SHAPES[:2], "cuda"):
+    for call in calls(SHAPES[:3], "cuda"):
         code = ptx(cuda_text(call), architecture)
         assert f"sm_{architecture[-2:]}" in code
         assert ".local" not in code, call.text.name

@@ -42,6 +42,17 @@ SHAPES = {
     "rotated": Shape(HALF, 128, scheme="rot4", rows=1, repeats=1),
     "turbo": Shape(dim=80, scheme="turbo4/turbo2", rows=1, sinks=True),
     "turbo of 3 bits": Shape(dim=64, scheme="turbo3/turbo8", rows=9, repeats=4, shared=(200,)),
+    "5 and 6 bits": Shape(HALF, 96, scheme="affine5g32/turbo6", rows=3, repeats=4),
+    "half bits": Shape(BRAIN, 128, scheme="turbo2.5/turbo3.5", rows=1, sinks=True),
+    "half bits, 9 rows": Shape(dim=64, scheme="turbo5.5/affine6", rows=9, shared=(200,)),
+    "by channel": Shape(dim=80, scheme="kivi4/turbo4", rows=1, shared=(64, 700), threadgroups=1),
+    "by channel, 9 rows": Shape(HALF, 128, scheme="kivi5/turbo3", rows=9, repeats=4),
+    "by channel, window": Shape(
+        dim=64, scheme="kivi3/turbo2.5", rows=3, window=AttentionWindow(90, 8), sinks=True
+    ),
+    "by channel, ragged ends": Shape(
+        BRAIN, 64, scheme="kivi8/raw", rows=5, shared=(200, 150), own=(), threadgroups=1
+    ),
 }
 """Together all head sizes, types, widths of codes and ways to divide rows."""
 
@@ -68,6 +79,17 @@ MUTANTS = {
     "a span's other arrays": ("case 1: k_at = k1;", "case 1: k_at = k0;"),
     "the next column's scale": ("scales[group])", "scales[group + 1])"),
 }
+MUTANTS_OF_LOADS = {
+    "a code ends with its word": ("codes[at + bit / 32 + 1]", "0"),
+    "both halves have one step": ("scales, finer_step}", "scales, coarser_step}"),
+    "the second half begins late": ("if (chunk < chunks)", "if (chunk <= chunks)"),
+    "a code by channel ends with its word": ("codes[at + DIM + e]", "0"),
+    "the scale of the first channels": ("channel = chunk * CHUNK + e", "channel = e"),
+    "a tile lies as memory does": ("return i % words * DIM + i / words;", "return i;"),
+    "the first word of each span": ("+ start % 64 / 32 * BITS", ""),
+    "tiles begin between two words": ("first / TILE * TILE", "first"),
+    "columns in front of a task count": ("larger(start, first)", "start"),
+}
 
 
 def build(path: Path, shapes: list[Shape], **settings: object) -> Program:
@@ -93,11 +115,29 @@ MUTATED = [
 ]
 
 
+CODED = [
+    Shape(rows=1, scheme="affine5/turbo2.5", shared=(64,), own=()),
+    Shape(HALF, rows=3, scheme="kivi3/raw", shared=(100,), own=(), window=AttentionWindow(60, 8)),
+    Shape(HALF, 128, rows=5, scheme="kivi4/raw", shared=(200,), own=(), threadgroups=1),
+]
+"""The second form is staged by 64 columns, the third by 32."""
+
+
+def changed(path: Path, shapes: list[Shape], mutants: dict[str, tuple[str, str]]) -> Program:
+    changes = [(), *([change] for change in mutants.values())]
+    return build(path, shapes, changes=changes, flags=("-O0",))
+
+
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    path = tmp_path_factory.mktemp("mutants") / "kernels"
-    changes = [(), *([change] for change in MUTANTS.values())]
-    made = build(path, MUTATED, changes=changes, flags=("-O0",))
+    made = changed(tmp_path_factory.mktemp("mutants") / "kernels", MUTATED, MUTANTS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def mutants_of_loads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    made = changed(tmp_path_factory.mktemp("mutants") / "kernels", CODED, MUTANTS_OF_LOADS)
     yield made
     made.close()
 
@@ -167,15 +207,32 @@ def test_a_score_of_minus_infinity_has_no_weight(program: Program) -> None:
     assert np.array_equal(found, np.array(step.attend(program)))
 
 
-@pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
-def test_changes_of_the_text_are_noticed(mutants: Program, change: tuple[str, str]) -> None:
-    mutants.change, mutants.races = list(MUTANTS.values()).index(change) + 1, 0
-    assert any(error(Step.random(shape), mutants) > 1 for shape in MUTATED) or mutants.races
+def noticed(program: Program, shapes: list[Shape], change: int) -> bool:
+    program.change, program.races = change, 0
+    return any(error(Step.random(shape), program) > 1 for shape in shapes) or program.races > 0
 
 
-def test_the_text_itself_passes_beside_them(mutants: Program) -> None:
-    mutants.change = 0
-    assert all(error(Step.random(shape), mutants) < 1 for shape in MUTATED)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_changes_of_the_text_are_noticed(mutants: Program, name: str) -> None:
+    assert noticed(mutants, MUTATED, 1 + list(MUTANTS).index(name))
+
+
+@pytest.mark.parametrize("name", MUTANTS_OF_LOADS)
+def test_changes_of_loads_are_noticed(mutants_of_loads: Program, name: str) -> None:
+    assert noticed(mutants_of_loads, CODED, 1 + list(MUTANTS_OF_LOADS).index(name))
+
+
+def test_the_text_itself_passes_beside_them(mutants: Program, mutants_of_loads: Program) -> None:
+    assert not noticed(mutants, MUTATED, 0)
+    assert not noticed(mutants_of_loads, CODED, 0)
+
+
+def test_changes_are_of_the_text() -> None:
+    recorder = Recorder()
+    for shape in (*MUTATED, *CODED):
+        Step.random(shape).attend(recorder)
+    texts = "".join(kernel.header + kernel.source for kernel, *_ in recorder.variants)
+    assert all(old in texts for old, _ in (*MUTANTS.values(), *MUTANTS_OF_LOADS.values()))
 
 
 def test_reads_outside_are_noticed(program: Program) -> None:

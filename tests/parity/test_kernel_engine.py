@@ -75,16 +75,19 @@ def test_every_way_gives_the_same_text(
     assert way is AttentionWay.FUSED or run.calls > 100
 
 
-def test_kernels_read_codes_as_they_lie(folder: Path, prompts: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(("scheme", "word"), [("8", "8g"), ("auto5x", "3c_2h")])
+def test_kernels_read_codes_as_they_lie(
+    folder: Path, prompts: list[tuple[int, ...]], scheme: str, word: str
+) -> None:
     codec = {
-        "kv_cache_quantization": "8",
+        "kv_cache_quantization": scheme,
         "kv_cache_quantize_when": "active",
         "kv_cache_min_quantize_tokens": 0,
         "block_size": 64,
     }
     run = Lockstep(folder=folder)
     assert texts(run, prompts, AttentionWay.KERNEL, **codec) == texts(None, prompts, **codec)
-    assert any("8g" in text.name for text, *_ in run.libraries)
+    assert any(word in text.name for text, *_ in run.libraries)
 
 
 def test_off_calls_none(

@@ -186,7 +186,8 @@ def _poisoned(side: Side, tokens: int) -> Side:
     """Return codes with ones for bits behind the tokens, and NaN for scales."""
     if not isinstance(side, Coded):
         return col.each(lambda part: _nan_from(part, tokens), side)
-    return replace(side, parts=tuple(_nan_from(part, tokens) for part in side.parts))
+    behind = -(-tokens // side.codec.span)
+    return replace(side, parts=tuple(_nan_from(part, behind) for part in side.parts))
 
 
 def _nan_from(part: mx.array, tokens: int) -> mx.array:

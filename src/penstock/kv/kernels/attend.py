@@ -205,10 +205,9 @@ class KernelAttention:
         spans = kernel_text.padded_spans(form, len(sides))
         padded = [*sides, *[sides[0]] * (spans - len(sides))]
         arrays = [array for pair in padded for array in col.arrays(*pair)]
-        numbers = [of.scale * attention.LOG2_E, form.keys.step, form.values.step]
-        staged = geometry.simdgroups > 1
+        staged = geometry.simdgroups > 1 or form.span > 1
         step = kernel_text.tile_step(geometry.lanes)
-        tile = kernel_text.tile_columns(form, form.dtype.size, step) if staged else step
+        tile = kernel_text.tile_columns(form, step) if staged else step
         template = (
             *(("T", form.dtype), ("Q", queries.dtype)),
             *(("KEY_DIM", form.keys.dim), ("VALUE_DIM", form.values.dim)),
@@ -219,7 +218,7 @@ class KernelAttention:
         return self._run(
             KernelCall(
                 kernel_text.partial_text(self._target, form, spans, staged=staged),
-                [queries, planned.plan, mx.array(numbers), *arrays],
+                [queries, planned.plan, mx.array([of.scale * attention.LOG2_E]), *arrays],
                 template,
                 (planned.tasks, of.reading.kv_heads, planned.tiles),
                 32 * geometry.simdgroups,

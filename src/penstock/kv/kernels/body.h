@@ -5,6 +5,7 @@
 // lockstep.h.
 
 FN int smaller(int a, int b) { return a < b ? a : b; }
+FN int larger(int a, int b) { return a > b ? a : b; }
 
 // Numbers as the model has them: columns of DIM, from column 0 of a head on.
 template <class P, int DIM>
@@ -46,6 +47,62 @@ struct Codes {
     }
   }
 };
+
+// Codes of a column that has one scale: BITS + 1 in its first half, BITS in the second.
+template <class P, class S, int DIM, int BITS>
+struct Halves {
+  P finer;
+  P coarser;
+  S scales;
+  float finer_step;
+  float coarser_step;
+
+  FN void load(THREAD float* to, int column, int chunk) const {
+    const int chunks = DIM / 2 / CHUNK;
+    if (chunk < chunks) {
+      const Codes<P, S, DIM / 2, BITS + 1, 0> half = {finer, scales, scales, finer_step};
+      half.load(to, column, chunk);
+    } else {
+      const Codes<P, S, DIM / 2, BITS, 0> half = {coarser, scales, scales, coarser_step};
+      half.load(to, column, chunk - chunks);
+    }
+  }
+};
+
+// Codes by channel, in a tile: 64 columns of a channel share a scale and an offset. In memory each
+// channel has its columns in one stream of bits. In a tile all channels have their first words,
+// then their second ones, so that lanes read neighbors.
+template <class P, class S, int DIM, int BITS>
+struct Channels {
+  P codes;
+  S scales;
+  S offsets;
+
+  FN void load(THREAD float* to, int column, int chunk) const {
+    const uint32_t bit = uint32_t(column) * BITS, shift = bit % 32;
+    const uint32_t at = bit / 32 * DIM + uint32_t(chunk) * CHUNK;
+    UNROLL
+    for (int e = 0; e < CHUNK; ++e) {
+      uint32_t code = codes[at + e] >> shift;
+      if (32 % BITS != 0 && shift + BITS > 32) code |= codes[at + DIM + e] << (32 - shift);
+      const int channel = chunk * CHUNK + e;
+      to[e] = float(scales[channel]) * float(code & ((1u << BITS) - 1u)) + float(offsets[channel]);
+    }
+  }
+};
+
+// Place of a word of such codes, counted as memory has those of a tile from column `start` on.
+template <int DIM, int BITS, int TILE>
+FN int word_of_span(int start, int i) {
+  const int words = TILE / 32 * BITS, channel = i / words, word = i % words;
+  return (start / 64 * DIM + channel) * (2 * BITS) + start % 64 / 32 * BITS + word;
+}
+
+template <int DIM, int BITS, int TILE>
+FN int word_of_tile(int i) {
+  const int words = TILE / 32 * BITS;
+  return i % words * DIM + i / words;
+}
 
 // Let the ROWS rows of a simdgroup read the columns first..stop-1. LANES lanes share a column; the
 // others read the next ones. The source's column 0 is `origin`. Each of a lane's rows has four

@@ -240,7 +240,7 @@ def _dispatch(
     """Cut ranges into tasks and number their results."""
     stacked = [len(ranged.limits) * reading.per_row for _, ranged in ranges]
     geometry = Geometry.of(form, max(stacked))
-    split = _split(ranges, reading.kv_heads, threadgroups)
+    split = _split(form, ranges, reading.kv_heads, threadgroups)
     tasks: list[int] = []
     limits: list[int] = []
     lists: list[list[int]] = [[] for _ in reading.rows]
@@ -249,8 +249,9 @@ def _dispatch(
         at = len(limits)
         for one in ranged.limits:
             limits += [one.end, one.last, one.low, one.keep]
-        for first in range(ranged.first, ranged.stop, split):
-            columns = min(split, ranged.stop - first)
+        for begin in range(ranged.first // form.span * form.span, ranged.stop, split):
+            first = max(begin, ranged.first)
+            columns = min(begin + split, ranged.stop) - first
             tasks += [span, ranged.base, ranged.head_stride, first, columns]
             tasks += [ranged.row, len(ranged.limits), out, at]
             for i in range(len(ranged.limits)):
@@ -273,13 +274,16 @@ def _dispatch(
     )
 
 
-def _split(ranges: Sequence[tuple[int, Range]], kv_heads: int, threadgroups: int) -> int:
+def _split(
+    form: SpanForm, ranges: Sequence[tuple[int, Range]], kv_heads: int, threadgroups: int
+) -> int:
     """Return the columns of a task: the most that make enough threadgroups."""
-    for split in reversed(SPLITS):
+    splits = [split for split in SPLITS if split % form.span == 0]
+    for split in reversed(splits):
         count = sum(-(-(ranged.stop - ranged.first) // split) for _, ranged in ranges)
         if count * kv_heads >= threadgroups:
             return split
-    return SPLITS[0]
+    return splits[0]
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 
-from penstock.kv.kernels.span_forms import SideForm, SpanForm
+from penstock.kv.codecs.turbo import STEPS
+from penstock.kv.kernels.span_forms import TILE_COLUMNS, ArrayKind, SideForm, SpanForm
 
 FOLDER = Path(__file__).parent
 MOST_BUFFERS = 24
@@ -26,6 +28,20 @@ METAL_PROLOGUE = """  const uint3 group_ = threadgroup_position_in_grid;
   (void)simdgroup_;
 """
 HALF = {"metal": "float16_t", "cuda": "__half", "lockstep": "half_t"}
+ROW_STAGE = """for (int i = own; i < (stop - start) * COUNT; i += threads) {
+  NAME_tile[i] = NAME_at[start * COUNT + i];
+}
+"""
+CODES_STAGE = """for (int i = own; i < TILE / 32 * DIM * BITS; i += threads) {
+  const int from = word_of_span<DIM, BITS, TILE>(start, i);
+  NAME_tile[word_of_tile<DIM, BITS, TILE>(i)] = NAME_at[from];
+}
+"""
+CHANNELS_STAGE = """for (int i = own; i < DIM; i += threads) {
+  NAME_tile[i] = NAME_at[start / SPAN * DIM + i];
+}
+"""
+STAGE_INDENT = " " * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +114,10 @@ def tile_step(lanes: int) -> int:
     return COLUMNS * 32 // lanes
 
 
-def tile_columns(form: SpanForm, number_bytes: int, step: int) -> int:
+def tile_columns(form: SpanForm, step: int) -> int:
     """Return how many columns are staged at a time: a power of two, at least `step`."""
-    per_column = sum(
-        side.dim * side.bits // 8 if side.bits else side.dim * number_bytes
-        for side in (form.keys, form.values)
-    )
-    columns = step
-    while columns < 64 and 2 * columns * per_column <= TILE_BYTES:
+    columns = step if form.span == 1 else TILE_COLUMNS
+    while columns < 64 and 2 * columns * form.column_bytes <= TILE_BYTES:
         columns *= 2
     return columns
 
@@ -119,35 +131,31 @@ def _body(name: str, target: str) -> str:
 
 
 def _names(letter: str, side: SideForm) -> list[str]:
-    return [letter, f"{letter}s", f"{letter}o"][: side.arrays]
+    return [letter + array.suffix for array in side.arrays]
 
 
 def _types(side: SideForm, target: str) -> list[str]:
-    half = HALF[target]
-    return ["T"] if not side.bits else ["uint32_t", half, half][: side.arrays]
-
-
-def _columns(side: SideForm) -> list[int]:
-    """Return the elements of a column in each array of a side."""
-    if not side.bits:
-        return [side.dim]
-    groups = side.dim // side.group if side.group else 1
-    return [side.dim * side.bits // 32, groups, groups][: side.arrays]
+    words = {ArrayKind.OWN: "T", ArrayKind.CODES: "uint32_t", ArrayKind.HALF: HALF[target]}
+    return [words[array.kind] for array in side.arrays]
 
 
 def _pick(letter: str, side: SideForm, spans: int, target: str) -> str:
     """Choose the arrays of the task's span, from its head's column 0 on."""
     lines = []
-    arrays = list(zip(_names(letter, side), _types(side, target), _columns(side), strict=True))
-    for name, kind, _ in arrays:
+    names = _names(letter, side)
+    for name, kind in zip(names, _types(side, target), strict=True):
         lines.append(f"  DEVICE const {kind}* {name}_at = {name}0;\n")
     if spans > 1:
         lines.append("  switch (span) {\n")
         for i in range(1, spans):
-            chosen = " ".join(f"{name}_at = {name}{i};" for name, _, _ in arrays)
+            chosen = " ".join(f"{name}_at = {name}{i};" for name in names)
             lines.append(f"    case {i}: {chosen} break;\n")
         lines.append("    default: break;\n  }\n")
-    lines += [f"  {name}_at += column_0 * {per_column};\n" for name, _, per_column in arrays]
+    units = "column_0" if side.span == 1 else f"column_0 / {side.span}"
+    counts = (array.count for array in side.arrays)
+    lines += [
+        f"  {name}_at += {units} * {count};\n" for name, count in zip(names, counts, strict=True)
+    ]
     return "".join(lines)
 
 
@@ -158,29 +166,56 @@ def _source(letter: str, word: str, side: SideForm, target: str, *, tile: bool) 
     kinds = [f"SHARED_POINTER({kind})" if tile else f"DEVICE const {kind}*" for kind in types]
     if not side.bits:
         return f"Numbers<{kinds[0]}, {word}_DIM>{{{places[0]}}}"
-    places = [places[0], places[1], places[-1]]
-    step = "numbers[1]" if letter == "k" else "numbers[2]"
-    form = f"{kinds[0]}, {kinds[1]}, {word}_DIM, {side.bits}, {side.group}"
-    return f"Codes<{form}>{{{', '.join(places)}, {step}}}"
+    form = f"{kinds[0]}, {kinds[-1]}, {word}_DIM, {side.bits}"
+    if side.span > 1:
+        return f"Channels<{form}>{{{', '.join(places)}}}"
+    if side.half:
+        steps = f"{STEPS[side.bits + 1]}f, {STEPS[side.bits]}f"
+        return f"Halves<{form}>{{{', '.join(places)}, {steps}}}"
+    step = 1.0 if side.group else STEPS[side.bits]
+    return f"Codes<{form}, {side.group}>{{{places[0]}, {places[1]}, {places[-1]}, {step}f}}"
 
 
 def _read(path: Path, sides: Sequence[tuple[str, str, SideForm]], target: str) -> str:
     text = path.read_text()
     keys, values = sides
-    tiles, stage = [], []
-    for letter, _, side in sides:
-        parts = zip(_names(letter, side), _types(side, target), _columns(side), strict=True)
-        for name, kind, per_column in parts:
-            tiles.append(f"  SHARED({kind}, {name}_tile, TILE * {per_column});\n")
-            stage.append(
-                f"        for (int i = own; i < (stop - start) * {per_column}; i += threads) "
-                f"{name}_tile[i] = {name}_at[start * {per_column} + i];\n"
-            )
-    return (
-        text.replace("  TILES\n", "".join(tiles))
-        .replace("        STAGE\n", "".join(stage))
-        .replace("KEY_TILE", _source(*keys, target, tile=True))
-        .replace("VALUE_TILE", _source(*values, target, tile=True))
-        .replace("KEYS_HERE", _source(*keys, target, tile=False))
-        .replace("VALUES_HERE", _source(*values, target, tile=False))
+    tiles = "".join(_tiles(letter, side, target) for letter, _, side in sides)
+    stage = "".join(_stage(*side) for side in sides)
+    aligned = any(side.span > 1 for _, _, side in sides)
+    text = text.replace("FIRST_TILE", "first / TILE * TILE" if aligned else "first")
+    text = text.replace("  TILES\n", tiles).replace("        STAGE\n", stage)
+    if not aligned:
+        text = text.replace("KEYS_HERE", _source(*keys, target, tile=False))
+        text = text.replace("VALUES_HERE", _source(*values, target, tile=False))
+    return text.replace("KEY_TILE", _source(*keys, target, tile=True)).replace(
+        "VALUE_TILE", _source(*values, target, tile=True)
     )
+
+
+def _tiles(letter: str, side: SideForm, target: str) -> str:
+    """Declare the tiles of a side's arrays."""
+    lines = []
+    parts = zip(_names(letter, side), _types(side, target), side.arrays, strict=True)
+    for name, kind, array in parts:
+        if side.span == 1:
+            count = f"TILE * {array.count}"
+        elif array.kind is ArrayKind.CODES:
+            count = f"TILE / 32 * {side.dim * side.bits}"
+        else:
+            count = str(side.dim)
+        lines.append(f"  SHARED({kind}, {name}_tile, {count});\n")
+    return "".join(lines)
+
+
+def _stage(letter: str, word: str, side: SideForm) -> str:
+    """Copy a side's columns start..stop-1 to its tiles, all of a tile if words hold several."""
+    lines = []
+    for name, array in zip(_names(letter, side), side.arrays, strict=True):
+        line = ROW_STAGE
+        if side.span > 1:
+            line = CODES_STAGE if array.kind is ArrayKind.CODES else CHANNELS_STAGE
+        words = {"NAME": name, "COUNT": array.count, "BITS": side.bits, "SPAN": side.span}
+        for old, new in {**words, "DIM": f"{word}_DIM"}.items():
+            line = line.replace(old, str(new))
+        lines.append(indent(line, STAGE_INDENT))
+    return "".join(lines)

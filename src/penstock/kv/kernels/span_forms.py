@@ -3,25 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 
 import mlx.core as mx
 
 from penstock.kv import columns as col
 from penstock.kv.codecs.affine import Affine
 from penstock.kv.codecs.coded import Coded
-from penstock.kv.codecs.turbo import STEPS, Turbo, padded
+from penstock.kv.codecs.kivi import Kivi
+from penstock.kv.codecs.turbo import Turbo, padded
 from penstock.kv.columns import Side
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256, 512)
 """Numbers of a head that the kernels are made for."""
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 5, 6, 8)
 """Widths of codes that they read."""
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 LEAST_NUMBERS = 8
 """Numbers of the smallest array that they read: MLX has shorter ones in another address space."""
 MOST_COLUMNS = 2**30
 """Columns of all heads of an array, and numbers of a head: indices are 32 bits wide."""
+TILE_COLUMNS = 32
+"""Least columns of a tile of a codec that encodes by channel: whole words of each channel."""
+MOST_TILE_BYTES = 24_576
+"""Threadgroup memory that such a tile may take, of the 32 KiB that a threadgroup of Metal has."""
+
+
+class ArrayKind(Enum):
+    """Numbers that an array holds."""
+
+    OWN = "the model's"
+    CODES = "32 bits of codes"
+    HALF = "float16"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldArray:
+    """One array of a side."""
+
+    suffix: str
+    """Its word in the names of a kernel's arguments, behind the side's."""
+    kind: ArrayKind
+    count: int
+    """Numbers of a head in the columns that are encoded together."""
+
+    def nbytes(self, dtype: mx.Dtype) -> int:
+        """Bytes of these numbers, if the model has that type."""
+        sizes = {
+            ArrayKind.OWN: dtype.size,
+            ArrayKind.CODES: mx.uint32.size,
+            ArrayKind.HALF: mx.float16.size,
+        }
+        return self.count * sizes[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +68,43 @@ class SideForm:
     """Bits of a code; 0 for numbers as the model has them."""
     group: int = 0
     """Neighbors with a scale and an offset in common; 0: one scale a column."""
+    half: bool = False
+    """Whether the first half of a column has one bit more."""
+    span: int = 1
+    """Columns that are encoded together; with more than one, each channel has its own scale and
+    offset."""
 
     @property
-    def arrays(self) -> int:
-        """Arrays that hold it: numbers; codes and scales; or codes, scales and offsets."""
-        return 1 + (self.bits > 0) + (self.group > 0)
-
-    @property
-    def step(self) -> float:
-        """Distance of two levels, where a column has one scale."""
-        return STEPS[self.bits] if self.bits and not self.group else 1.0
+    def arrays(self) -> tuple[HeldArray, ...]:
+        """Arrays that hold it, in order."""
+        if not self.bits:
+            return (HeldArray("", ArrayKind.OWN, self.dim),)
+        scales, offsets = HeldArray("s", ArrayKind.HALF, 1), HeldArray("o", ArrayKind.HALF, 1)
+        if self.half:
+            finer, coarser = (self.dim // 2 * bits // 32 for bits in (self.bits + 1, self.bits))
+            return (
+                HeldArray("", ArrayKind.CODES, finer),
+                HeldArray("c", ArrayKind.CODES, coarser),
+                scales,
+            )
+        codes = HeldArray("", ArrayKind.CODES, self.span * self.dim * self.bits // 32)
+        if not self.group and self.span == 1:
+            return codes, scales
+        count = self.dim if self.span > 1 else self.dim // self.group
+        return codes, replace(scales, count=count), replace(offsets, count=count)
 
     @property
     def name(self) -> str:
         """A word for it in the names of kernels."""
-        return f"{self.bits}g{self.group}" if self.bits else "raw"
+        if not self.bits:
+            return "raw"
+        if self.span > 1:
+            return f"{self.bits}c"
+        return f"{self.bits}h" if self.half else f"{self.bits}g{self.group}"
+
+    def column_bytes(self, dtype: mx.Dtype) -> int:
+        """Bytes of a column, rounded up."""
+        return -(-sum(array.nbytes(dtype) for array in self.arrays) // self.span)
 
     @classmethod
     def of(cls, side: Side) -> SideForm | None:
@@ -61,8 +117,8 @@ class SideForm:
             return None
         arrays = col.arrays(side)
         short = any(array.size < LEAST_NUMBERS for array in arrays)
-        _, heads, columns, _ = arrays[0].shape
-        long = arrays[0].shape[0] * heads * columns > MOST_COLUMNS
+        rows, heads = arrays[0].shape[:2]
+        long = rows * heads * col.columns(side) > MOST_COLUMNS
         return None if form is None or form.dim not in HEAD_SIZES or short or long else form
 
 
@@ -78,7 +134,17 @@ class SpanForm:
     @property
     def arrays(self) -> int:
         """Arrays of a span."""
-        return self.keys.arrays + self.values.arrays
+        return len(self.keys.arrays) + len(self.values.arrays)
+
+    @property
+    def span(self) -> int:
+        """Columns that are encoded together."""
+        return max(self.keys.span, self.values.span)
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of a column, both sides."""
+        return self.keys.column_bytes(self.dtype) + self.values.column_bytes(self.dtype)
 
     @property
     def name(self) -> str:
@@ -93,13 +159,17 @@ def form_of(sides: Sequence[Side], dtype: mx.Dtype) -> SpanForm | None:
         return None
     if any(isinstance(side, mx.array) and side.dtype != dtype for side in sides):
         return None
-    return SpanForm(keys, values, dtype)
+    form = SpanForm(keys, values, dtype)
+    large = form.span > 1 and TILE_COLUMNS * form.column_bytes > MOST_TILE_BYTES
+    return None if large else form
 
 
 def _coded(side: Coded) -> SideForm | None:
     codec, dim = side.codec, side.dim
-    if isinstance(codec, Turbo) and not codec.half:
-        form = SideForm(padded(dim), codec.bits)
+    if isinstance(codec, Turbo):
+        form = SideForm(padded(dim), codec.bits, half=codec.half)
+    elif isinstance(codec, Kivi):
+        form = SideForm(dim, codec.bits, span=codec.span)
     elif isinstance(codec, Affine):
         form = SideForm(dim, codec.bits, codec.group_size)
     else:

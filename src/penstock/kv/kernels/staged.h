@@ -1,7 +1,7 @@
   // Several simdgroups have other rows and read the same columns: TILE of them at a time are copied
   // to threadgroup memory, as they lie, so that each is loaded once.
   TILES
-  for (int start = first; start < first + count; start += TILE) {
+  for (int start = FIRST_TILE; start < first + count; start += TILE) {
     const int stop = smaller(start + TILE, first + count);
     FOR_SIMDGROUPS {
       FOR_LANES(l) {
@@ -13,8 +13,8 @@
     FOR_SIMDGROUPS {
       if (tile_first + int(SIMDGROUP) * ROWS < stacked) {
         attend<ROWS, LANES, KEY_DIM, VALUE_DIM>(
-            KEY_TILE, VALUE_TILE, start, start, stop, LANE, MY(limits), MY(query), MY(top),
-            MY(total), MY(mixed));
+            KEY_TILE, VALUE_TILE, start, larger(start, first), stop, LANE, MY(limits), MY(query),
+            MY(top), MY(total), MY(mixed));
       }
     }
     BARRIER;
